@@ -1,0 +1,254 @@
+"""The block store's interface: who holds which block of a pool, and which block holds which prefix.
+
+Every operation is atomic and safe to send again with the same arguments: the second time it changes
+nothing and answers the same. Two implementations: `RedisStore` (functions in the server) and
+`MemoryStore` (plain Python: the model of the property tests and the fake of the unit tests).
+
+A block is in exactly one state, and a pool's counters always add up (law 1):
+
+    free      never used, or given back without a hash        (no holder, not in the prefix index)
+    cached    no holder, in the prefix index; evictable, least recently used first
+    held      at least one holder; in the prefix index once its KV is complete
+
+Which blocks a request gets is part of the contract: blocks given back last come first, then the
+lowest block never used, then the least recently used cached one. Releasing frees a holder's blocks
+from its last to its first, so that tails are evicted before heads.
+
+A holder's epoch is odd while its worker runs it and even while it is at rest in a ticket:
+`allocate` answers 1, `detach` and `claim` add one. Whoever names another epoch is stale.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+PrefixHash = bytes
+"""16 bytes; see `blockstore.hashing`."""
+
+FUNCTION_LIBRARY = "quire_v1"
+"""Name of the functions in the server; it carries their version and is compared when services
+meet."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """What a pool is; the same for everyone who joins it.
+
+    `watermark_blocks` must stay free when `allocate` admits a request to a pool on which something
+    is held.
+    """
+
+    pool_id: str
+    model: str
+    fingerprint: str
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    watermark_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """`block_ids[:num_cached_blocks]` were found in the prefix index and are shared, the rest are
+    new."""
+
+    holder_id: str
+    epoch: int
+    block_ids: tuple[int, ...]
+    num_cached_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Bring `holder_id` to `total` blocks ever acquired; the answer starts at acquisition number
+    `have`."""
+
+    holder_id: str
+    epoch: int
+    have: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """Answer to one `Growth`. `error` is None, "OUT_OF_BLOCKS" or "STALE_HOLDER"; with an error,
+    `block_ids` is empty."""
+
+    holder_id: str
+    block_ids: tuple[int, ...]
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """`demands`: holders of the asking worker that must give way (be detached and released) so that
+    others can grow."""
+
+    grown: tuple[Grown, ...]
+    demands: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    fenced: bool
+    demands: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HolderInfo:
+    holder_id: str
+    epoch: int
+    worker_id: str
+    order: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """O(1) counters; num_free + num_cached + num_held == spec.num_blocks."""
+
+    spec: PoolSpec
+    num_free: int
+    num_cached: int
+    num_held: int
+    num_holders: int
+    num_waiters: int
+    num_prefix_queries: int
+    num_prefix_hits: int
+    worker_ids: tuple[str, ...]
+    fenced_worker_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """`ledger_checked` is False when the pool kept changing under a paged recount; then only
+    counters were checked."""
+
+    pool_id: str
+    num_blocks: int
+    num_free: int
+    num_cached: int
+    num_held: int
+    num_holders: int
+    num_references: int
+    ledger_checked: bool
+    violations: tuple[str, ...]
+
+
+class BlockStore(Protocol):
+    """Life of a pool's blocks. Errors are those of `blockstore.errors`; every operation on a pool
+    that does not exist raises UnknownPool, and every mutation by or for a fenced worker raises
+    WorkerFenced, except `release`, `give_back`, `withdraw`, `leave` and `reap`."""
+
+    async def register_pool(self, spec: PoolSpec) -> None:
+        """Make a pool. PoolExists when its id is taken by another spec."""
+
+    async def drop_pool(self, pool_id: str) -> None:
+        """Forget a pool and all its keys. A pool that does not exist is no error."""
+
+    async def pool_ids(self) -> tuple[str, ...]:
+        """All pools, sorted."""
+
+    async def register_worker(self, spec: PoolSpec, worker_id: str) -> None:
+        """Join a pool. GeometryMismatch (block size, number or bytes), FingerprintMismatch
+        (weights, dtype, numerics)."""
+
+    async def fence(self, pool_id: str, worker_id: str) -> None:
+        """From now on this worker may only release. UnknownWorker."""
+
+    async def leave(self, pool_id: str, worker_id: str) -> None:
+        """Take an empty worker off the pool. WorkerNotEmpty; a worker that is not there is no
+        error."""
+
+    async def heartbeat(self, pool_id: str, worker_id: str) -> Heartbeat:
+        """What the pool wants from this worker. UnknownWorker: it was reaped."""
+
+    async def allocate(
+        self,
+        pool_id: str,
+        holder_id: str,
+        worker_id: str,
+        order: int,
+        hashes: Sequence[PrefixHash],
+        num_blocks: int,
+    ) -> Allocation:
+        """Share the longest run of `hashes` that is cached, add new blocks up to `num_blocks` in
+        all: all or nothing.
+
+        `hashes` are those of the prompt's full blocks, at most num_blocks. Shared blocks that
+        nobody held leave the cache; new ones may evict. Capacity = free + cached - (cached hits
+        about to be pinned); admission also keeps `watermark_blocks` free unless nothing is held on
+        the pool.
+
+        OutOfBlocks: not enough. MustWait: a waiter earlier in `order` is there. After either the
+        holder is itself a waiter, until it is served, withdraws, or its worker dies. StaleHolder:
+        this id was allocated and released before, or has moved on to another epoch or worker. Again
+        by the same worker: the same answer.
+        """
+
+    async def withdraw(self, pool_id: str, holder_id: str) -> None:
+        """End a wait. A holder that does not wait is no error."""
+
+    async def extend(self, pool_id: str, worker_id: str, growths: Sequence[Growth]) -> Extension:
+        """Grow running holders, first in order first; each all or nothing.
+
+        A holder that is short, or not the worker's at this epoch, has an error in its answer; the
+        call itself fails only with WorkerFenced or UnknownPool. When one is short, and no demand is
+        outstanding (at a worker that is not fenced), the last holder in order on the whole pool is
+        demanded: its worker reads that in its next `extend` or `heartbeat`, and gives it up. Growth
+        goes before waiters, and takes no notice of the watermark.
+        """
+
+    async def commit(
+        self, pool_id: str, holder_id: str, epoch: int, blocks: Sequence[tuple[int, PrefixHash]]
+    ) -> tuple[bool, ...]:
+        """Publish finished blocks in the prefix index. True where the block is now the one of its
+        hash; where the hash was there already its first block stays, and this one remains private
+        (False). StaleHolder; NotHeld."""
+
+    async def retract(self, pool_id: str, block_id: int, prefix_hash: PrefixHash) -> None:
+        """Take a wrong entry out of the index: a cached block gets free, a held one is freed on its
+        last release."""
+
+    async def detach(self, pool_id: str, holder_id: str, epoch: int) -> int:
+        """Put a running holder at rest: epoch + 1, same worker. No step may be in flight.
+        StaleHolder."""
+
+    async def claim(self, pool_id: str, holder_id: str, epoch: int, worker_id: str) -> int:
+        """Take over a holder at rest: epoch + 1, now `worker_id`'s. StaleHolder: released, or
+        somebody was faster."""
+
+    async def give_back(
+        self, pool_id: str, holder_id: str, epoch: int, block_ids: Sequence[int]
+    ) -> None:
+        """Drop some of a holder's references; blocks that it does not hold (any more) are no error.
+        StaleHolder."""
+
+    async def release(self, pool_id: str, holder_id: str, epoch: int) -> None:
+        """Drop all of a holder's references and forget it; its id is never used again. Again at the
+        same epoch: no error. StaleHolder: it has moved on to another epoch."""
+
+    async def match(self, pool_id: str, hashes: Sequence[PrefixHash]) -> int:
+        """How many leading `hashes` are in the index. Changes nothing, not even the order of
+        eviction."""
+
+    async def victim(self, pool_id: str) -> HolderInfo | None:
+        """The last holder in order whose worker is not fenced: who gives way first. None: nothing
+        is held."""
+
+    async def holders(self, pool_id: str) -> tuple[HolderInfo, ...]:
+        """All holders, in order."""
+
+    async def stats(self, pool_id: str) -> PoolStats: ...
+
+    async def reap(self, pool_id: str, worker_id: str) -> int:
+        """Release all that a dead worker held or waited for, and take it off the pool; how many
+        holders that were. A worker that is not there is no error (0)."""
+
+    async def audit(self, pool_id: str) -> AuditReport:
+        """Recount references from the ledger and compare with counters, states and index."""
+
+    async def wait_for_room(self, pool_id: str, timeout_s: float) -> None:
+        """Return when blocks of the pool were freed, or after the timeout."""
+
+    async def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Operations on paged KV caches, behind one interface for every device."""

@@ -1,0 +1,51 @@
+from quire.v1 import sampling_pb2 as _sampling_pb2
+from quire.v1 import ticket_pb2 as _ticket_pb2
+from quire.v1 import worker_pb2 as _worker_pb2
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PrefillConnectRequest(_message.Message):
+    __slots__ = ("hello", "submit", "abort", "drain")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    hello: _worker_pb2.Hello
+    submit: PrefillSubmit
+    abort: _worker_pb2.Abort
+    drain: _worker_pb2.Drain
+    def __init__(self, hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., submit: _Optional[_Union[PrefillSubmit, _Mapping]] = ..., abort: _Optional[_Union[_worker_pb2.Abort, _Mapping]] = ..., drain: _Optional[_Union[_worker_pb2.Drain, _Mapping]] = ...) -> None: ...
+
+class PrefillConnectResponse(_message.Message):
+    __slots__ = ("welcome", "prefilled", "failed", "requeue", "draining", "load")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    REQUEUE_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    welcome: _worker_pb2.Welcome
+    prefilled: Prefilled
+    failed: _worker_pb2.RequestFailed
+    requeue: _worker_pb2.Requeue
+    draining: _worker_pb2.Draining
+    load: _worker_pb2.WorkerLoad
+    def __init__(self, welcome: _Optional[_Union[_worker_pb2.Welcome, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., failed: _Optional[_Union[_worker_pb2.RequestFailed, _Mapping]] = ..., requeue: _Optional[_Union[_worker_pb2.Requeue, _Mapping]] = ..., draining: _Optional[_Union[_worker_pb2.Draining, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+
+class PrefillSubmit(_message.Message):
+    __slots__ = ("ticket",)
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ticket: _ticket_pb2.Ticket
+    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ...) -> None: ...
+
+class Prefilled(_message.Message):
+    __slots__ = ("ticket", "finish_reason")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    ticket: _ticket_pb2.Ticket
+    finish_reason: _sampling_pb2.FinishReason
+    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ...) -> None: ...

@@ -1,0 +1,94 @@
+from quire.v1 import ticket_pb2 as _ticket_pb2
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Hello(_message.Message):
+    __slots__ = ("peer_id", "protocol_version", "function_library")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FUNCTION_LIBRARY_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    protocol_version: int
+    function_library: str
+    def __init__(self, peer_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., function_library: _Optional[str] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("worker_id", "protocol_version", "function_library", "pool_id", "load")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FUNCTION_LIBRARY_FIELD_NUMBER: _ClassVar[int]
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    protocol_version: int
+    function_library: str
+    pool_id: str
+    load: WorkerLoad
+    def __init__(self, worker_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., function_library: _Optional[str] = ..., pool_id: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
+
+class WorkerLoad(_message.Message):
+    __slots__ = ("num_running", "num_waiting", "num_free_slots", "num_pending_tokens", "draining")
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    num_waiting: int
+    num_free_slots: int
+    num_pending_tokens: int
+    draining: bool
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_slots: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Draining(_message.Message):
+    __slots__ = ("num_running",)
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    def __init__(self, num_running: _Optional[int] = ...) -> None: ...
+
+class RequestFailed(_message.Message):
+    __slots__ = ("request_id", "attempt", "code", "message")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    code: str
+    message: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Requeue(_message.Message):
+    __slots__ = ("ticket", "reason")
+    class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        REASON_UNSPECIFIED: _ClassVar[Requeue.Reason]
+        REASON_PREEMPTED: _ClassVar[Requeue.Reason]
+        REASON_DRAINING: _ClassVar[Requeue.Reason]
+        REASON_STALE_TICKET: _ClassVar[Requeue.Reason]
+    REASON_UNSPECIFIED: Requeue.Reason
+    REASON_PREEMPTED: Requeue.Reason
+    REASON_DRAINING: Requeue.Reason
+    REASON_STALE_TICKET: Requeue.Reason
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ticket: _ticket_pb2.Ticket
+    reason: Requeue.Reason
+    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., reason: _Optional[_Union[Requeue.Reason, str]] = ...) -> None: ...

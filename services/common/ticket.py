@@ -1,0 +1,74 @@
+"""The ticket: a sequence group at rest, and all that a worker needs to go on with it.
+
+These are the domain's types; `services.common.wire` turns them into protobuf and back.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+PRIORITY_CLASSES = range(-128, 128)
+_ARRIVAL_BITS = 44
+
+
+def place_in_line(priority: int, arrival: int) -> int:
+    """The one order of everything: (priority class, arrival), lower first; below 2**52, so a double
+    holds it."""
+    return (priority - PRIORITY_CLASSES.start << _ARRIVAL_BITS) + arrival
+
+
+class FinishReason(Enum):
+    """Values are those of the OpenAI API."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen, every default resolved. `temperature` 0 is greedy, `top_k` 0 keeps
+    all."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TicketSequence:
+    """`token_ids`: generated so far, final. `block_ids`: in sequence order; empty means recompute.
+    `num_computed_tokens`: leading tokens of prompt + token_ids whose KV is in the blocks."""
+
+    index: int
+    token_ids: tuple[int, ...] = ()
+    block_ids: tuple[int, ...] = ()
+    num_computed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """`holder_epoch` is odd while a worker runs the holder, even at rest, 0 before its allocation.
+    `root_hash`: 16 bytes, root of the chained prefix hashes. `timeout_ms`: what is left of the
+    deadline, 0 for none."""
+
+    request_id: str
+    attempt: int
+    order: int
+    pool_id: str
+    holder_id: str
+    holder_epoch: int
+    root_hash: bytes
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    sequences: tuple[TicketSequence, ...] = field(default=(TicketSequence(0),))
+    num_cached_tokens: int = 0
+    timeout_ms: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """(request, attempt): what every message about this ticket carries."""
+        return self.request_id, self.attempt

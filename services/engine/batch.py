@@ -1,0 +1,34 @@
+"""What the engine hands to the runner for one forward pass: rows, each with any number of new
+tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.ticket import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Sample one token after a row's last position. The generator is keyed by (seed, sequence
+    index, position)."""
+
+    sampling: SamplingParams
+    sequence_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """New tokens of one sequence: prefill, a chunk of it, or one decode step, by their number
+    alone.
+
+    `token_ids` stand at positions start .. start + len(token_ids) - 1; the KV of positions below
+    `start` is in the blocks of `block_table` already. KV of positions below `store_from` is not
+    stored (slot -1): they lie in adopted blocks. `draw` is None where the row ends before the
+    sequence does.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    store_from: int = 0
+    draw: Draw | None = None
