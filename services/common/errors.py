@@ -1,0 +1,88 @@
+"""The domain's errors. They know nothing of gRPC or HTTP; `services.common.rpc` maps them in one
+table.
+
+QuireError
+├── InvalidRequest
+│   └── PromptTooLong      longer than the context, or can never fit the pool
+├── UnknownModel
+├── UnknownWorker
+├── DuplicateRequest
+├── Overloaded             try again later
+│   └── QueueFull
+├── Unavailable            nobody there to do it now
+│   ├── NoWorker
+│   └── Draining
+├── DeadlineExceeded
+├── KVCorrupt              a block does not say what its hash promised
+├── VersionMismatch        a peer speaks another protocol
+└── StartupError           bad configuration, model, memory or server; the process ends with its
+text
+"""
+
+from typing import ClassVar
+
+
+class QuireError(Exception):
+    """Root of the domain's errors; the text is for the client."""
+
+    code: ClassVar[str]
+
+
+class InvalidRequest(QuireError):
+    code = "invalid_request"
+
+
+class PromptTooLong(InvalidRequest):
+    code = "prompt_too_long"
+
+
+class UnknownModel(QuireError):
+    code = "unknown_model"
+
+
+class UnknownWorker(QuireError):
+    code = "unknown_worker"
+
+
+class DuplicateRequest(QuireError):
+    code = "duplicate_request"
+
+
+class Overloaded(QuireError):
+    code = "overloaded"
+
+    def __init__(self, message: str, retry_delay_s: float) -> None:
+        super().__init__(message)
+        self.retry_delay_s = retry_delay_s
+
+
+class QueueFull(Overloaded):
+    code = "queue_full"
+
+
+class Unavailable(QuireError):
+    code = "unavailable"
+
+
+class NoWorker(Unavailable):
+    code = "no_worker"
+
+
+class Draining(Unavailable):
+    code = "draining"
+
+
+class DeadlineExceeded(QuireError):
+    code = "deadline_exceeded"
+
+
+class KVCorrupt(QuireError):
+    code = "kv_corrupt"
+
+
+class VersionMismatch(QuireError):
+    code = "version_mismatch"
+
+
+class StartupError(QuireError):
+    code = "startup_error"

@@ -1,0 +1,96 @@
+"""What the gateway does, free of gRPC and HTTP: both front doors speak to `Generator` in these
+types."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from services.common.ticket import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str
+    content: str
+
+
+Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
+"""Text, token ids, or a conversation for the model's chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedSampling:
+    """As the client wrote it: None takes the model's generation_config, then the field's default
+    (temperature 1, top_k 0 = all, top_p 1, min_p 0, a seed drawn at admission, max_tokens up to the
+    context and the pool)."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """`request_id` is drawn when empty; `timeout_s` is what the client gave it, None for no
+    deadline."""
+
+    prompt: Prompt
+    request_id: str = ""
+    model: str = ""
+    sampling: RequestedSampling = field(default=RequestedSampling())
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    time_to_first_token_ms: float
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a sequence gained. `text` has whole characters only and nothing of a stop string. The
+    last delta of a sequence has its `finish_reason` and, where a stop ended it, `stopped_by`; the
+    last of the request has `usage`."""
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+    stopped_by: str | int | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    model: str
+    max_model_len: int
+    block_size: int
+    dtype: str
+
+
+class Generator(Protocol):
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """Stream one request. Closing the iterator cancels it at every hop.
+
+        Raises, before the first delta or in its place: InvalidRequest, PromptTooLong, UnknownModel,
+        DuplicateRequest, QueueFull, NoWorker, DeadlineExceeded, KVCorrupt (services.common.errors).
+        """
+
+    def models(self) -> tuple[ServedModel, ...]:
+        """The models that can be served now, sorted by name."""
+
+    def ready(self) -> bool:
+        """Whether every kind of worker is there for at least one model."""
