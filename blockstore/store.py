@@ -16,6 +16,12 @@ from its last to its first, so that tails are evicted before heads.
 
 A holder's epoch is odd while its worker runs it and even while it is at rest in a ticket:
 `allocate` answers 1, `detach` and `claim` add one. Whoever names another epoch is stale.
+
+"In order" means by (order, holder id), everywhere; where blocks of several holders are freed at
+once, the last holder in order goes first. Operations check in this order: the pool is there, the
+worker they name is there and not fenced, the holder is there, its worker is not fenced, the epoch
+is right, the blocks are held. A released holder leaves a tombstone (its last epoch) for
+`TOMBSTONE_S`, a reaped worker its name.
 """
 
 from collections.abc import Sequence
@@ -24,6 +30,10 @@ from typing import Protocol
 
 PrefixHash = bytes
 """16 bytes; see `blockstore.hashing`."""
+
+TOMBSTONE_S = 600
+"""How long the ids of released holders and of reaped workers are remembered, to refuse what comes
+late."""
 
 FUNCTION_LIBRARY = "quire_v1"
 """Name of the functions in the server; it carries their version and is compared when services
@@ -96,6 +106,8 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class HolderInfo:
+    """`num_blocks`: those that it holds now, without what it gave back."""
+
     holder_id: str
     epoch: int
     worker_id: str
@@ -105,7 +117,10 @@ class HolderInfo:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """O(1) counters; num_free + num_cached + num_held == spec.num_blocks."""
+    """O(1) counters; num_free + num_cached + num_held == spec.num_blocks.
+
+    `num_prefix_queries` and `num_prefix_hits` count the hashes of allocations that were served.
+    """
 
     spec: PoolSpec
     num_free: int
@@ -137,11 +152,14 @@ class AuditReport:
 
 class BlockStore(Protocol):
     """Life of a pool's blocks. Errors are those of `blockstore.errors`; every operation on a pool
-    that does not exist raises UnknownPool, and every mutation by or for a fenced worker raises
-    WorkerFenced, except `release`, `give_back`, `withdraw`, `leave` and `reap`."""
+    that does not exist raises UnknownPool (except `drop_pool`), every one that names a worker which
+    is not on the pool UnknownWorker (except `leave` and `reap`), and every mutation by or for a
+    fenced worker WorkerFenced, except `release`, `give_back`, `withdraw`, `fence`, `leave` and
+    `reap`. `claim` looks at the fence of the one who takes, not of the one who gives: a holder at
+    rest has no writer."""
 
     async def register_pool(self, spec: PoolSpec) -> None:
-        """Make a pool. PoolExists when its id is taken by another spec."""
+        """Make a pool. PoolExists when its id is taken by another spec; by the same: no error."""
 
     async def drop_pool(self, pool_id: str) -> None:
         """Forget a pool and all its keys. A pool that does not exist is no error."""
@@ -150,18 +168,18 @@ class BlockStore(Protocol):
         """All pools, sorted."""
 
     async def register_worker(self, spec: PoolSpec, worker_id: str) -> None:
-        """Join a pool. GeometryMismatch (block size, number or bytes), FingerprintMismatch
-        (weights, dtype, numerics)."""
+        """Join a pool. GeometryMismatch (block size, number or bytes), then FingerprintMismatch
+        (weights, dtype, numerics). UnknownWorker: this name was reaped. Again: no error."""
 
     async def fence(self, pool_id: str, worker_id: str) -> None:
-        """From now on this worker may only release. UnknownWorker."""
+        """From now on this worker may only release; its waits end. Again: no error."""
 
     async def leave(self, pool_id: str, worker_id: str) -> None:
         """Take an empty worker off the pool. WorkerNotEmpty; a worker that is not there is no
         error."""
 
     async def heartbeat(self, pool_id: str, worker_id: str) -> Heartbeat:
-        """What the pool wants from this worker. UnknownWorker: it was reaped."""
+        """What the pool wants from this worker; demands in order, at rest or not."""
 
     async def allocate(
         self,
@@ -175,28 +193,35 @@ class BlockStore(Protocol):
         """Share the longest run of `hashes` that is cached, add new blocks up to `num_blocks` in
         all: all or nothing.
 
-        `hashes` are those of the prompt's full blocks, at most num_blocks. Shared blocks that
-        nobody held leave the cache; new ones may evict. Capacity = free + cached - (cached hits
-        about to be pinned); admission also keeps `watermark_blocks` free unless nothing is held on
-        the pool.
+        `hashes` are those of the prompt's full blocks, distinct, at most num_blocks. Shared blocks
+        that nobody held leave the cache; new ones may evict. Available = free + cached - (cached
+        hits about to be pinned), less `watermark_blocks` unless nothing is held on the pool, at
+        least 0; that is also what OutOfBlocks reports, `needed` being num_blocks - hits.
 
-        OutOfBlocks: not enough. MustWait: a waiter earlier in `order` is there. After either the
-        holder is itself a waiter, until it is served, withdraws, or its worker dies. StaleHolder:
-        this id was allocated and released before, or has moved on to another epoch or worker. Again
-        by the same worker: the same answer.
+        MustWait, looked at first: a waiter with a lower `order` is there. OutOfBlocks: needed >
+        available. After either the holder is itself a waiter with this order and worker (a later
+        try replaces both), until it is served, withdraws, or its worker is fenced or dies.
+        StaleHolder: this id was allocated and released before, or has moved on to another epoch or
+        worker. Again by the same worker: the same answer, which is the holder's first `num_blocks`
+        acquisitions.
         """
 
     async def withdraw(self, pool_id: str, holder_id: str) -> None:
         """End a wait. A holder that does not wait is no error."""
 
     async def extend(self, pool_id: str, worker_id: str, growths: Sequence[Growth]) -> Extension:
-        """Grow running holders, first in order first; each all or nothing.
+        """Grow running holders, first by `order` first (then as given); each all or nothing.
 
-        A holder that is short, or not the worker's at this epoch, has an error in its answer; the
-        call itself fails only with WorkerFenced or UnknownPool. When one is short, and no demand is
-        outstanding (at a worker that is not fenced), the last holder in order on the whole pool is
-        demanded: its worker reads that in its next `extend` or `heartbeat`, and gives it up. Growth
-        goes before waiters, and takes no notice of the watermark.
+        Answers stand as the growths were given, each with acquisitions number have to total - 1,
+        also those given back since. A holder that is short, or not the worker's at this epoch, has
+        an error in its answer, and the next one is tried; the call itself fails only with
+        WorkerFenced, UnknownWorker or UnknownPool.
+
+        When one is short, and no demand is outstanding (for a holder whose worker is not fenced),
+        the last holder in order on the whole pool whose worker is not fenced is demanded, be it the
+        asker's own: its current worker reads that in this answer or in its next `extend` or
+        `heartbeat`, until the holder is released. Growth goes before waiters, and takes no notice
+        of the watermark.
         """
 
     async def commit(
@@ -204,29 +229,31 @@ class BlockStore(Protocol):
     ) -> tuple[bool, ...]:
         """Publish finished blocks in the prefix index. True where the block is now the one of its
         hash; where the hash was there already its first block stays, and this one remains private
-        (False). StaleHolder; NotHeld."""
+        (False). A call names a block once. All or nothing: StaleHolder; NotHeld: a block that the
+        holder does not hold, or that carries another hash."""
 
     async def retract(self, pool_id: str, block_id: int, prefix_hash: PrefixHash) -> None:
         """Take a wrong entry out of the index: a cached block gets free, a held one is freed on its
-        last release."""
+        last release. An entry that is not there (any more) is no error."""
 
     async def detach(self, pool_id: str, holder_id: str, epoch: int) -> int:
         """Put a running holder at rest: epoch + 1, same worker. No step may be in flight.
-        StaleHolder."""
+        StaleHolder: also one that is at rest already, unless at the answered epoch (sent again)."""
 
     async def claim(self, pool_id: str, holder_id: str, epoch: int, worker_id: str) -> int:
-        """Take over a holder at rest: epoch + 1, now `worker_id`'s. StaleHolder: released, or
-        somebody was faster."""
+        """Take over a holder at rest: epoch + 1, now `worker_id`'s. StaleHolder: released, running,
+        or somebody was faster. Again by the winner: the same answer."""
 
     async def give_back(
         self, pool_id: str, holder_id: str, epoch: int, block_ids: Sequence[int]
     ) -> None:
-        """Drop some of a holder's references; blocks that it does not hold (any more) are no error.
-        StaleHolder."""
+        """Drop some of a holder's references, from the last acquired to the first, however they are
+        named; blocks that it does not hold (any more) are no error. StaleHolder."""
 
     async def release(self, pool_id: str, holder_id: str, epoch: int) -> None:
         """Drop all of a holder's references and forget it; its id is never used again. Again at the
-        same epoch: no error. StaleHolder: it has moved on to another epoch."""
+        same epoch: no error, while its tombstone lasts. StaleHolder: never allocated, or it has moved
+        on to another epoch."""
 
     async def match(self, pool_id: str, hashes: Sequence[PrefixHash]) -> int:
         """How many leading `hashes` are in the index. Changes nothing, not even the order of
@@ -242,8 +269,9 @@ class BlockStore(Protocol):
     async def stats(self, pool_id: str) -> PoolStats: ...
 
     async def reap(self, pool_id: str, worker_id: str) -> int:
-        """Release all that a dead worker held or waited for, and take it off the pool; how many
-        holders that were. A worker that is not there is no error (0)."""
+        """Release all that a dead worker held or waited for, the last holder in order first, and
+        take it off the pool; how many holders that were. A worker that is not there is no error
+        (0); either way the name can no longer join."""
 
     async def audit(self, pool_id: str) -> AuditReport:
         """Recount references from the ledger and compare with counters, states and index."""
