@@ -238,7 +238,8 @@ class BlockStore(Protocol):
 
     async def detach(self, pool_id: str, holder_id: str, epoch: int) -> int:
         """Put a running holder at rest: epoch + 1, same worker. No step may be in flight.
-        StaleHolder: also one that is at rest already, unless at the answered epoch (sent again)."""
+        StaleHolder: also when `epoch` is even. Again, while nobody has claimed it: the same
+        answer."""
 
     async def claim(self, pool_id: str, holder_id: str, epoch: int, worker_id: str) -> int:
         """Take over a holder at rest: epoch + 1, now `worker_id`'s. StaleHolder: released, running,
@@ -252,8 +253,8 @@ class BlockStore(Protocol):
 
     async def release(self, pool_id: str, holder_id: str, epoch: int) -> None:
         """Drop all of a holder's references and forget it; its id is never used again. Again at the
-        same epoch: no error, while its tombstone lasts. StaleHolder: never allocated, or it has moved
-        on to another epoch."""
+        same epoch: no error, while its tombstone lasts. StaleHolder: never allocated, or moved on
+        to another epoch."""
 
     async def match(self, pool_id: str, hashes: Sequence[PrefixHash]) -> int:
         """How many leading `hashes` are in the index. Changes nothing, not even the order of
