@@ -1,0 +1,225 @@
+"""What ModelConfig reads from a checkpoint's JSON files, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.errors import StartupError
+from services.common.text.model_config import (
+    GenerationDefaults,
+    LinearScaling,
+    Llama3Scaling,
+    ModelConfig,
+    RopeConfig,
+)
+
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "torch_dtype": "bfloat16",
+}
+LLAMA3 = {
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def write(directory: Path, config: object, generation: object = None) -> Path:
+    (directory / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return directory
+
+
+def read(directory: Path, generation: object = None, **changes: Any) -> ModelConfig:
+    return ModelConfig.from_directory(write(directory, QWEN3 | changes, generation))
+
+
+def test_qwen3_0_6b_reads_as_published(tmp_path: Path) -> None:
+    generation = {
+        "do_sample": True,
+        "eos_token_id": [151645, 151643],
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+    }
+    assert read(tmp_path, generation) == ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        hidden_size=1024,
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=1_000_000.0),
+        tied_embeddings=True,
+        qk_norm=True,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        dtype="bfloat16",
+        eos_token_ids=(151645, 151643),
+        generation=GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95),
+    )
+
+
+def test_families_differ_in_norms_biases_and_head_size(tmp_path: Path) -> None:
+    qwen2 = read(tmp_path, architectures=["Qwen2ForCausalLM"], head_dim=None)
+    assert (qwen2.qk_norm, qwen2.qkv_bias, qwen2.o_bias, qwen2.head_dim) == (False, True, False, 64)
+    llama = read(
+        tmp_path,
+        architectures=["LlamaForCausalLM"],
+        head_dim=None,
+        num_key_value_heads=None,
+        attention_bias=True,
+        mlp_bias=True,
+    )
+    assert (llama.qk_norm, llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (
+        False,
+        True,
+        True,
+        True,
+    )
+    assert (llama.num_kv_heads, llama.head_dim) == (16, 64)
+    assert read(tmp_path, head_dim=None).head_dim == 128
+
+
+@pytest.mark.parametrize("kind", ["rope_type", "type"])
+def test_both_spellings_of_rope_scaling_mean_the_same(tmp_path: Path, kind: str) -> None:
+    old = read(tmp_path, rope_theta=500000.0, rope_scaling=LLAMA3 | {kind: "llama3"})
+    new = read(
+        tmp_path,
+        rope_theta=None,
+        rope_scaling=None,
+        rope_parameters=LLAMA3 | {"rope_type": "llama3", "rope_theta": 500000.0},
+    )
+    assert old.rope == new.rope == RopeConfig(500_000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192))
+
+
+def test_linear_and_default_rope(tmp_path: Path) -> None:
+    linear = read(tmp_path, rope_scaling={"type": "linear", "factor": 4})
+    assert linear.rope == RopeConfig(1_000_000.0, LinearScaling(4.0))
+    default = read(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 7.0})
+    assert default.rope == RopeConfig(7.0)
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        (None, (151645,)),
+        ({}, (151645,)),
+        ({"eos_token_id": 3}, (3,)),
+        ({"eos_token_id": [3, 1]}, (3, 1)),
+    ],
+)
+def test_eos_comes_from_generation_config_first(
+    tmp_path: Path, generation: object, expected: tuple[int, ...]
+) -> None:
+    assert read(tmp_path, generation).eos_token_ids == expected
+
+
+def test_a_config_without_eos_has_none(tmp_path: Path) -> None:
+    assert read(tmp_path, eos_token_id=None).eos_token_ids == ()
+
+
+def test_dtype_has_an_old_and_a_new_name(tmp_path: Path) -> None:
+    assert read(tmp_path, torch_dtype=None, dtype="float16").dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "architectures: 'MixtralForCausalLM'"),
+        ({"architectures": None}, "architectures"),
+        ({"hidden_size": None}, "hidden_size: missing"),
+        ({"hidden_size": "1024"}, "hidden_size: '1024'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: 0"),
+        ({"num_attention_heads": True}, "num_attention_heads: True"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide"),
+        ({"head_dim": 63}, "head_dim: 63 is odd"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "head_dim": None, "hidden_size": 1025},
+            "hidden_size: 1025 is not a multiple",
+        ),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: nan"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps: 'small'"),
+        ({"rope_theta": 0}, "rope_theta: 0"),
+        ({"rope_scaling": "llama3"}, "rope_scaling: 'llama3'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type: 'yarn'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor: missing"),
+        (
+            {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "high_freq_factor": 1.0}},
+            "rope_parameters.high_freq_factor",
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary"),
+        ({"use_sliding_window": True}, "use_sliding_window: sliding window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: 'sliding"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: quantized"),
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: 'yes'"),
+        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype: 'float8_e4m3fn'"),
+        ({"eos_token_id": 151936}, "eos_token_id: 151936 is outside"),
+        ({"eos_token_id": "</s>"}, "eos_token_id: '</s>'"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_its_name(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(StartupError) as refused:
+        read(tmp_path, **changes)
+    assert str(refused.value).startswith(f"{tmp_path}/config.json: {named}")
+
+
+@pytest.mark.parametrize(
+    ("generation", "named"),
+    [
+        ({"eos_token_id": [1, 2.5]}, "eos_token_id"),
+        ({"temperature": -1}, "temperature: -1"),
+        ({"top_k": 2.5}, "top_k: 2.5"),
+        ({"top_p": 1.5}, "top_p: 1.5"),
+        ([], "not a JSON object"),
+    ],
+)
+def test_a_wrong_generation_config_is_refused(
+    tmp_path: Path, generation: object, named: str
+) -> None:
+    with pytest.raises(StartupError) as refused:
+        read(tmp_path, generation)
+    assert str(refused.value).startswith(f"{tmp_path}/generation_config.json: {named}")
+
+
+def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="no such checkpoint directory"):
+        ModelConfig.from_directory(tmp_path / "nowhere")
+    with pytest.raises(StartupError, match=r"config\.json: No such file"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(StartupError, match=r"config\.json: not JSON"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(StartupError, match=r"config\.json: not JSON"):
+        ModelConfig.from_directory(tmp_path)
