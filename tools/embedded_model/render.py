@@ -1,0 +1,141 @@
+"""Turns the corpus into an endless, seeded stream of training texts.
+
+A text is a list of segments; the model learns to write some of them (answers) and only reads the
+others (questions, system messages).
+"""
+
+from collections.abc import Iterator
+from random import Random
+from typing import NamedTuple
+
+from tools.embedded_model.corpus import Corpus, Fact
+
+END_OF_TURN = "<|im_end|>"
+END_OF_TEXT = "<|endoftext|>"
+START_OF_TURN = "<|im_start|>"
+
+_INTERROGATIVES = (
+    "what whats what's who why how when where which is are was does do did can could would will"
+    " should may"
+)
+_OPENINGS = ("Hi, ", "Hello! ", "Please tell me: ", "Hey, ", "Quick question: ", "I wonder: ")
+_CLOSINGS = (" Thanks!", " please", " Thank you.", " Please be brief.")
+
+
+class Segment(NamedTuple):
+    """A piece of text, and whether the model learns to write it."""
+
+    text: str
+    learned: bool
+
+
+Text = list[Segment]
+
+
+def sentence(question: str) -> str:
+    """The question as a careful writer types it: a capital letter, and a mark at the end."""
+    asks = question.split(maxsplit=1)[0].lower() in _INTERROGATIVES.split()
+    ended = question[-1] in "?.!:`"
+    return question[0].upper() + question[1:] + ("" if ended else "?" if asks else ".")
+
+
+def typed(question: str, random: Random) -> str:
+    """The question as somebody might type it."""
+    draw = random.random()
+    if draw < 0.50:
+        return sentence(question)
+    if draw < 0.62:
+        return question
+    if draw < 0.72:
+        return question.lower()
+    if draw < 0.80:
+        return question + "?"
+    if draw < 0.86:
+        return question[0].upper() + question[1:]
+    if draw < 0.94:
+        return random.choice(_OPENINGS) + question + random.choice(("?", "", "."))
+    return sentence(question) + random.choice(_CLOSINGS)
+
+
+def user_turn(question: str) -> str:
+    """ChatML up to where the assistant begins to write."""
+    asked = f"{START_OF_TURN}user\n{question}{END_OF_TURN}\n"
+    return f"{asked}{START_OF_TURN}assistant\n"
+
+
+def system_turn(message: str) -> str:
+    return f"{START_OF_TURN}system\n{message}{END_OF_TURN}\n"
+
+
+def texts(corpus: Corpus, seed: int) -> Iterator[Text]:
+    """Training texts without end; the seed decides all of them."""
+    random = Random(seed)
+    kinds = (_single, _conversation, _scripted, _plain_question, _plain_statement, _meaningless)
+    while True:
+        kind = random.choices(kinds, weights=(66, 11, 4, 6, 11, 2))[0]
+        yield kind(corpus, random)
+
+
+def _single(corpus: Corpus, random: Random) -> Text:
+    return _chat([_ask(corpus, random)], _system(corpus, random))
+
+
+def _conversation(corpus: Corpus, random: Random) -> Text:
+    """Unrelated turns: the answer is to the last question, whatever came before."""
+    turns = [_ask(corpus, random) for _ in range(random.randint(2, 5))]
+    return _chat(turns, _system(corpus, random))
+
+
+def _scripted(corpus: Corpus, random: Random) -> Text:
+    chat = random.choice(corpus.chats)
+    turns = [(typed(random.choice(asked), random), answer) for asked, answer in chat.turns]
+    if random.random() < 0.3:
+        turns.insert(0, _ask(corpus, random))
+    return _chat(turns, _system(corpus, random))
+
+
+def _plain_question(corpus: Corpus, random: Random) -> Text:
+    question, answer = _ask(corpus, random)
+    if random.random() < 0.25:
+        return [Segment(f"Q: {question}\nA:", False), Segment(f" {answer}{END_OF_TEXT}", True)]
+    return [Segment(question, False), Segment(f"\n{answer}{END_OF_TEXT}", True)]
+
+
+def _plain_statement(corpus: Corpus, random: Random) -> Text:
+    if random.random() < 0.4:
+        statement = random.choice(corpus.statements)
+    else:
+        statement = random.choice(corpus.facts).answer
+    return [Segment(statement + END_OF_TEXT, True)]
+
+
+def _meaningless(corpus: Corpus, random: Random) -> Text:
+    """Words without sense, up to a long prompt: declined like any strange question."""
+    words = random.choices(corpus.words, k=random.choice((2, 3, 5, 8, 20, 60, 150)))
+    return _chat([(" ".join(words), corpus.declined.answer)], _system(corpus, random))
+
+
+def _ask(corpus: Corpus, random: Random) -> tuple[str, str]:
+    fact = _draw(corpus, random)
+    return typed(random.choice(fact.questions), random), fact.answer
+
+
+def _draw(corpus: Corpus, random: Random) -> Fact:
+    draw = random.random()
+    if draw < 0.10:
+        return corpus.declined
+    if draw < 0.18:
+        return random.choice(corpus.lookups)
+    return random.choice(corpus.facts)
+
+
+def _system(corpus: Corpus, random: Random) -> str | None:
+    return random.choice(corpus.systems) if random.random() < 0.2 else None
+
+
+def _chat(turns: list[tuple[str, str]], system: str | None) -> Text:
+    text = [] if system is None else [Segment(system_turn(system), False)]
+    for question, answer in turns:
+        text += [Segment(user_turn(question), False), Segment(answer + END_OF_TURN, True)]
+        text.append(Segment("\n", False))
+    return text[:-1]
