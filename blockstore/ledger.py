@@ -1,0 +1,477 @@
+"""The ledger of one pool: who holds which block, and which block holds which prefix.
+
+The model in plain, synchronous Python of what `blockstore.store` promises: `MemoryStore` serves it,
+the explorer copies it and walks through all its states. Every method checks everything before it
+changes anything, so that an error leaves the ledger as it was (but for the waiter that a refused
+`allocate` leaves behind).
+"""
+
+import copy
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from blockstore.errors import (
+    FingerprintMismatch,
+    GeometryMismatch,
+    MustWait,
+    NotHeld,
+    OutOfBlocks,
+    StaleHolder,
+    UnknownWorker,
+    WorkerFenced,
+    WorkerNotEmpty,
+)
+from blockstore.store import (
+    TOMBSTONE_S,
+    Allocation,
+    Extension,
+    Grown,
+    Growth,
+    Heartbeat,
+    HolderInfo,
+    PoolSpec,
+    PoolStats,
+    PrefixHash,
+)
+
+
+@dataclass(slots=True)
+class Holder:
+    """`acquired`: every block it ever got, in order; `held`: those that it has not given back."""
+
+    holder_id: str
+    worker_id: str
+    order: int
+    num_cached_blocks: int
+    acquired: list[int]
+    held: set[int]
+    epoch: int = 1
+
+    @property
+    def place(self) -> tuple[int, str]:
+        return self.order, self.holder_id
+
+    def copy(self) -> "Holder":
+        return replace(self, acquired=self.acquired.copy(), held=self.held.copy())
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    order: int
+    worker_id: str
+
+
+@dataclass(slots=True)
+class Tombstones:
+    """What was ended (id -> last epoch) and is remembered for `TOMBSTONE_S`."""
+
+    clock: Callable[[], float]
+    epochs: dict[str, int] = field(default_factory=dict)
+    _until: dict[str, float] = field(default_factory=dict)
+
+    def bury(self, key: str, epoch: int = 0) -> None:
+        self._forget_old()
+        self.epochs[key] = epoch
+        self._until[key] = self.clock() + TOMBSTONE_S
+
+    def epoch(self, key: str) -> int | None:
+        self._forget_old()
+        return self.epochs.get(key)
+
+    def copy(self) -> "Tombstones":
+        return Tombstones(self.clock, self.epochs.copy(), self._until.copy())
+
+    def _forget_old(self) -> None:
+        now = self.clock()
+        for key in [key for key, until in self._until.items() if until <= now]:
+            del self._until[key], self.epochs[key]
+
+
+class Ledger:
+    """One pool. Methods are those of `BlockStore` without their pool_id; so are their errors.
+
+    `clock` counts seconds from anywhere; it only ages tombstones.
+    """
+
+    def __init__(self, spec: PoolSpec, clock: Callable[[], float]) -> None:
+        self.spec = spec
+        # Blocks: each is in exactly one of [next_unused, num_blocks), returned, cached and refs.
+        self.next_unused = 0
+        self.returned: list[int] = []  # a stack: given back last, handed out first
+        self.cached: dict[int, None] = {}  # no holder, but indexed; least recently used first
+        self.refs: dict[int, int] = {}  # block -> number of holders
+        self.index: dict[PrefixHash, int] = {}
+        self.hash_of: dict[int, PrefixHash] = {}  # the inverse of index
+        # Who is there.
+        self.workers: dict[str, bool] = {}  # worker -> fenced
+        self.holders: dict[str, Holder] = {}
+        self.waiters: dict[str, Waiter] = {}
+        self.demands: set[str] = set()  # holders that must give way
+        self.released = Tombstones(clock)
+        self.reaped = Tombstones(clock)
+        # Counters that nothing here depends on.
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+        self.num_freed = 0
+
+    # Workers
+
+    def register_worker(self, spec: PoolSpec, worker_id: str) -> None:
+        if self.reaped.epoch(worker_id) is not None:
+            raise UnknownWorker(f"worker {worker_id} was reaped; names are never reused")
+        if self.workers.get(worker_id):
+            raise WorkerFenced(f"worker {worker_id} is fenced")
+        for name in ("block_size", "num_blocks", "block_bytes"):
+            ours, theirs = getattr(self.spec, name), getattr(spec, name)
+            if ours != theirs:
+                raise GeometryMismatch(f"{name} is {ours} in the pool, {theirs} in {worker_id}")
+        if spec.fingerprint != self.spec.fingerprint:
+            raise FingerprintMismatch(
+                f"the pool is for {self.spec.fingerprint}, {worker_id} computes {spec.fingerprint}"
+            )
+        self.workers[worker_id] = False
+
+    def fence(self, worker_id: str) -> None:
+        self._known(worker_id)
+        self.workers[worker_id] = True
+        self._end_waits_of(worker_id)
+
+    def leave(self, worker_id: str) -> None:
+        num_held = len(self._holders_of(worker_id))
+        num_waiting = sum(waiter.worker_id == worker_id for waiter in self.waiters.values())
+        if num_held or num_waiting:
+            raise WorkerNotEmpty(f"{worker_id} has {num_held} holders and {num_waiting} waiters")
+        self.workers.pop(worker_id, None)
+
+    def heartbeat(self, worker_id: str) -> Heartbeat:
+        self._known(worker_id)
+        return Heartbeat(self.workers[worker_id], self._demands_of(worker_id))
+
+    def reap(self, worker_id: str) -> int:
+        dead = self._holders_of(worker_id)
+        for holder in reversed(dead):
+            self._end(holder)
+        self._end_waits_of(worker_id)
+        self.workers.pop(worker_id, None)
+        self.reaped.bury(worker_id)
+        return len(dead)
+
+    # Holders
+
+    def allocate(
+        self,
+        holder_id: str,
+        worker_id: str,
+        order: int,
+        hashes: Sequence[PrefixHash],
+        num_blocks: int,
+    ) -> Allocation:
+        self._live(worker_id)
+        if self.released.epoch(holder_id) is not None:
+            raise StaleHolder(f"{holder_id} was released")
+        holder = self.holders.get(holder_id)
+        if holder is None:
+            self._wait_or_go(holder_id, Waiter(order, worker_id), hashes, num_blocks)
+            holder = self._admit(holder_id, worker_id, order, hashes, num_blocks)
+        elif (holder.epoch, holder.worker_id) != (1, worker_id):
+            raise StaleHolder(f"{holder_id} is {holder.worker_id}'s at epoch {holder.epoch}")
+        block_ids = tuple(holder.acquired[:num_blocks])
+        return Allocation(holder_id, holder.epoch, block_ids, holder.num_cached_blocks)
+
+    def withdraw(self, holder_id: str) -> None:
+        self.waiters.pop(holder_id, None)
+
+    def extend(self, worker_id: str, growths: Sequence[Growth]) -> Extension:
+        self._live(worker_id)
+        grown: dict[int, Grown] = {}
+        for number in sorted(range(len(growths)), key=lambda n: self._turn(growths[n])):
+            grown[number] = self._grow(worker_id, growths[number])
+        if any(answer.error == OutOfBlocks.code for answer in grown.values()):
+            self._demand_one()
+        answers = tuple(grown[number] for number in range(len(growths)))
+        return Extension(answers, self._demands_of(worker_id))
+
+    def commit(
+        self, holder_id: str, epoch: int, blocks: Sequence[tuple[int, PrefixHash]]
+    ) -> tuple[bool, ...]:
+        holder = self._unfenced(holder_id)
+        self._at_epoch(holder, epoch)
+        for block_id, prefix_hash in blocks:
+            if block_id not in holder.held:
+                raise NotHeld(f"block {block_id} is not held by {holder_id}")
+            if self.hash_of.get(block_id, prefix_hash) != prefix_hash:
+                raise NotHeld(f"block {block_id} carries another hash")
+        return tuple(self._publish(block_id, prefix_hash) for block_id, prefix_hash in blocks)
+
+    def retract(self, block_id: int, prefix_hash: PrefixHash) -> None:
+        if self.index.get(prefix_hash) != block_id:
+            return
+        del self.index[prefix_hash], self.hash_of[block_id]
+        if block_id in self.cached:
+            del self.cached[block_id]
+            self.returned.append(block_id)
+            self.num_freed += 1
+
+    def detach(self, holder_id: str, epoch: int) -> int:
+        holder = self._unfenced(holder_id)
+        sent_again = epoch % 2 == 1 and holder.epoch == epoch + 1
+        if not sent_again:
+            self._at_epoch(holder, epoch)
+            if epoch % 2 == 0:
+                raise StaleHolder(f"{holder_id} is at rest at epoch {epoch}")
+            holder.epoch += 1
+        return holder.epoch
+
+    def claim(self, holder_id: str, epoch: int, worker_id: str) -> int:
+        self._live(worker_id)
+        holder = self._holder(holder_id)
+        won_before = (holder.epoch, holder.worker_id) == (epoch + 1, worker_id) and epoch % 2 == 0
+        if not won_before:
+            self._at_epoch(holder, epoch)
+            if epoch % 2 == 1:
+                raise StaleHolder(f"{holder_id} is running on {holder.worker_id}")
+            holder.epoch += 1
+            holder.worker_id = worker_id
+        return holder.epoch
+
+    def give_back(self, holder_id: str, epoch: int, block_ids: Sequence[int]) -> None:
+        holder = self._holder(holder_id)
+        self._at_epoch(holder, epoch)
+        self._drop(holder, set(block_ids))
+
+    def release(self, holder_id: str, epoch: int) -> None:
+        if self.released.epoch(holder_id) == epoch:
+            return
+        holder = self._holder(holder_id)
+        self._at_epoch(holder, epoch)
+        self._end(holder)
+
+    # Reading
+
+    def match(self, hashes: Sequence[PrefixHash]) -> int:
+        return len(self._hits(hashes))
+
+    def victim(self) -> HolderInfo | None:
+        last = self._last_in_order()
+        return None if last is None else self._info(last)
+
+    def holder_infos(self) -> tuple[HolderInfo, ...]:
+        return tuple(self._info(h) for h in sorted(self.holders.values(), key=lambda h: h.place))
+
+    @property
+    def num_free(self) -> int:
+        return len(self.returned) + self.spec.num_blocks - self.next_unused
+
+    def stats(self) -> PoolStats:
+        return PoolStats(
+            spec=self.spec,
+            num_free=self.num_free,
+            num_cached=len(self.cached),
+            num_held=len(self.refs),
+            num_holders=len(self.holders),
+            num_waiters=len(self.waiters),
+            num_prefix_queries=self.num_prefix_queries,
+            num_prefix_hits=self.num_prefix_hits,
+            worker_ids=tuple(sorted(self.workers)),
+            fenced_worker_ids=tuple(sorted(w for w, fenced in self.workers.items() if fenced)),
+        )
+
+    def copy(self) -> Self:
+        """An independent ledger in the same state."""
+        twin = copy.copy(self)
+        for name in ("returned", "cached", "refs", "index", "hash_of"):
+            setattr(twin, name, getattr(self, name).copy())
+        for name in ("workers", "waiters", "demands", "released", "reaped"):
+            setattr(twin, name, getattr(self, name).copy())
+        twin.holders = {key: holder.copy() for key, holder in self.holders.items()}
+        return twin
+
+    def snapshot(self) -> Hashable:
+        """Equal for two ledgers that will answer everything alike (while no tombstone expires)."""
+        return (
+            self.next_unused,
+            tuple(self.returned),
+            tuple(self.cached),
+            frozenset(self.index.items()),
+            frozenset(
+                (*h.place, h.worker_id, h.epoch, h.num_cached_blocks, *h.acquired, *sorted(h.held))
+                for h in self.holders.values()
+            ),
+            frozenset(self.workers.items()),
+            frozenset(self.waiters.items()),
+            frozenset(self.demands),
+            frozenset(self.released.epochs.items()),
+            frozenset(self.reaped.epochs),
+            frozenset(self.refs.items()),
+        )
+
+    # Checks
+
+    def _known(self, worker_id: str) -> None:
+        if worker_id not in self.workers:
+            raise UnknownWorker(f"worker {worker_id} is not on pool {self.spec.pool_id}")
+
+    def _live(self, worker_id: str) -> None:
+        self._known(worker_id)
+        if self.workers[worker_id]:
+            raise WorkerFenced(f"worker {worker_id} is fenced")
+
+    def _holder(self, holder_id: str) -> Holder:
+        try:
+            return self.holders[holder_id]
+        except KeyError:
+            raise StaleHolder(f"{holder_id} holds nothing") from None
+
+    def _unfenced(self, holder_id: str) -> Holder:
+        holder = self._holder(holder_id)
+        self._live(holder.worker_id)
+        return holder
+
+    @staticmethod
+    def _at_epoch(holder: Holder, epoch: int) -> None:
+        if holder.epoch != epoch:
+            raise StaleHolder(f"{holder.holder_id} is at epoch {holder.epoch}, not {epoch}")
+
+    # Admission and growth
+
+    def _wait_or_go(
+        self, holder_id: str, waiter: Waiter, hashes: Sequence[PrefixHash], num_blocks: int
+    ) -> None:
+        self.waiters[holder_id] = waiter
+        if any(other.order < waiter.order for other in self.waiters.values()):
+            raise MustWait(f"an earlier request than {waiter.order} waits")
+        hits = self._hits(hashes)
+        num_pinned = sum(block_id in self.cached for block_id in hits)
+        watermark = self.spec.watermark_blocks if self.refs else 0
+        needed = num_blocks - len(hits)
+        available = max(0, self.num_free + len(self.cached) - num_pinned - watermark)
+        if needed > available:
+            raise OutOfBlocks(needed, available)
+        del self.waiters[holder_id]
+
+    def _admit(
+        self,
+        holder_id: str,
+        worker_id: str,
+        order: int,
+        hashes: Sequence[PrefixHash],
+        num_blocks: int,
+    ) -> Holder:
+        hits = self._hits(hashes)
+        holder = Holder(holder_id, worker_id, order, len(hits), [], set())
+        self._acquire(holder, hits)  # pinned first, so that the new ones do not evict them
+        self._acquire(holder, [self._new_block() for _ in range(num_blocks - len(hits))])
+        self.holders[holder_id] = holder
+        self.num_prefix_queries += len(hashes)
+        self.num_prefix_hits += len(hits)
+        return holder
+
+    def _turn(self, growth: Growth) -> int:
+        holder = self.holders.get(growth.holder_id)
+        return holder.order if holder else 0
+
+    def _grow(self, worker_id: str, growth: Growth) -> Grown:
+        holder = self.holders.get(growth.holder_id)
+        if holder is None or (holder.worker_id, holder.epoch) != (worker_id, growth.epoch):
+            return Grown(growth.holder_id, (), StaleHolder.code)
+        needed = growth.total - len(holder.acquired)
+        if needed > self.num_free + len(self.cached):
+            return Grown(growth.holder_id, (), OutOfBlocks.code)
+        self._acquire(holder, [self._new_block() for _ in range(needed)])
+        return Grown(growth.holder_id, tuple(holder.acquired[growth.have : growth.total]))
+
+    def _demand_one(self) -> None:
+        if any(not self.workers[self.holders[h].worker_id] for h in self.demands):
+            return  # somebody is about to give way already
+        last = self._last_in_order()
+        if last is not None:
+            self.demands.add(last.holder_id)
+
+    # Blocks
+
+    def _hits(self, hashes: Sequence[PrefixHash]) -> list[int]:
+        hits: list[int] = []
+        for prefix_hash in hashes:
+            if prefix_hash not in self.index:
+                break
+            hits.append(self.index[prefix_hash])
+        return hits
+
+    def _new_block(self) -> int:
+        """Given back last, else lowest never used, else least recently used. The caller has checked
+        that there is one."""
+        if self.returned:
+            return self.returned.pop()
+        if self.next_unused < self.spec.num_blocks:
+            self.next_unused += 1
+            return self.next_unused - 1
+        block_id = next(iter(self.cached))
+        del self.cached[block_id], self.index[self.hash_of.pop(block_id)]
+        return block_id
+
+    def _acquire(self, holder: Holder, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            self.cached.pop(block_id, None)
+            self.refs[block_id] = self.refs.get(block_id, 0) + 1
+        holder.acquired.extend(block_ids)
+        holder.held.update(block_ids)
+
+    def _publish(self, block_id: int, prefix_hash: PrefixHash) -> bool:
+        first = self.index.setdefault(prefix_hash, block_id)
+        if first == block_id:
+            self.hash_of[block_id] = prefix_hash
+        return first == block_id
+
+    def _drop(self, holder: Holder, block_ids: set[int]) -> None:
+        """From the last acquired to the first, so that tails are evicted before heads."""
+        for block_id in reversed(holder.acquired):
+            if block_id not in block_ids or block_id not in holder.held:
+                continue
+            holder.held.remove(block_id)
+            self.refs[block_id] -= 1
+            if self.refs[block_id] == 0:
+                self._free(block_id)
+
+    def _free(self, block_id: int) -> None:
+        del self.refs[block_id]
+        if block_id in self.hash_of:
+            self.cached[block_id] = None
+        else:
+            self.returned.append(block_id)
+        self.num_freed += 1
+
+    # Ends
+
+    def _end(self, holder: Holder) -> None:
+        self._drop(holder, set(holder.held))
+        self.demands.discard(holder.holder_id)
+        del self.holders[holder.holder_id]
+        self.released.bury(holder.holder_id, holder.epoch)
+
+    def _end_waits_of(self, worker_id: str) -> None:
+        self.waiters = {h: w for h, w in self.waiters.items() if w.worker_id != worker_id}
+
+    # Who
+
+    def _holders_of(self, worker_id: str) -> list[Holder]:
+        """In order."""
+        own = [holder for holder in self.holders.values() if holder.worker_id == worker_id]
+        return sorted(own, key=lambda holder: holder.place)
+
+    def _demands_of(self, worker_id: str) -> tuple[str, ...]:
+        own = self._holders_of(worker_id)
+        return tuple(holder.holder_id for holder in own if holder.holder_id in self.demands)
+
+    def _last_in_order(self) -> Holder | None:
+        live = [h for h in self.holders.values() if not self.workers[h.worker_id]]
+        return max(live, key=lambda holder: holder.place, default=None)
+
+    def _info(self, holder: Holder) -> HolderInfo:
+        return HolderInfo(
+            holder_id=holder.holder_id,
+            epoch=holder.epoch,
+            worker_id=holder.worker_id,
+            order=holder.order,
+            num_blocks=len(holder.held),
+        )

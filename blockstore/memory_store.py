@@ -1,0 +1,143 @@
+"""`BlockStore` in plain Python: a `Ledger` per pool, in one process.
+
+The fake of the unit tests and the model that the property tests compare the server with.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from blockstore.errors import PoolExists, UnknownPool
+from blockstore.ledger import Ledger
+from blockstore.recount import audit
+from blockstore.store import (
+    Allocation,
+    AuditReport,
+    Extension,
+    Growth,
+    Heartbeat,
+    HolderInfo,
+    PoolSpec,
+    PoolStats,
+    PrefixHash,
+)
+
+
+class MemoryStore:
+    """All pools of one process. `clock` counts seconds from anywhere; it only ages tombstones."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ledgers: dict[str, Ledger] = {}
+        self._room: dict[str, asyncio.Event] = {}  # pool -> set when its blocks were freed
+
+    async def register_pool(self, spec: PoolSpec) -> None:
+        ledger = self._ledgers.setdefault(spec.pool_id, Ledger(spec, self._clock))
+        if ledger.spec != spec:
+            raise PoolExists(f"pool {spec.pool_id} exists as {ledger.spec}")
+
+    async def drop_pool(self, pool_id: str) -> None:
+        self._ledgers.pop(pool_id, None)
+
+    async def pool_ids(self) -> tuple[str, ...]:
+        return tuple(sorted(self._ledgers))
+
+    async def register_worker(self, spec: PoolSpec, worker_id: str) -> None:
+        self._ledger(spec.pool_id).register_worker(spec, worker_id)
+
+    async def fence(self, pool_id: str, worker_id: str) -> None:
+        self._ledger(pool_id).fence(worker_id)
+
+    async def leave(self, pool_id: str, worker_id: str) -> None:
+        self._ledger(pool_id).leave(worker_id)
+
+    async def heartbeat(self, pool_id: str, worker_id: str) -> Heartbeat:
+        return self._ledger(pool_id).heartbeat(worker_id)
+
+    async def allocate(
+        self,
+        pool_id: str,
+        holder_id: str,
+        worker_id: str,
+        order: int,
+        hashes: Sequence[PrefixHash],
+        num_blocks: int,
+    ) -> Allocation:
+        ledger = self._ledger(pool_id)
+        return ledger.allocate(holder_id, worker_id, order, hashes, num_blocks)
+
+    async def withdraw(self, pool_id: str, holder_id: str) -> None:
+        self._ledger(pool_id).withdraw(holder_id)
+
+    async def extend(self, pool_id: str, worker_id: str, growths: Sequence[Growth]) -> Extension:
+        return self._ledger(pool_id).extend(worker_id, growths)
+
+    async def commit(
+        self, pool_id: str, holder_id: str, epoch: int, blocks: Sequence[tuple[int, PrefixHash]]
+    ) -> tuple[bool, ...]:
+        return self._ledger(pool_id).commit(holder_id, epoch, blocks)
+
+    async def retract(self, pool_id: str, block_id: int, prefix_hash: PrefixHash) -> None:
+        with self._freeing(pool_id) as ledger:
+            ledger.retract(block_id, prefix_hash)
+
+    async def detach(self, pool_id: str, holder_id: str, epoch: int) -> int:
+        return self._ledger(pool_id).detach(holder_id, epoch)
+
+    async def claim(self, pool_id: str, holder_id: str, epoch: int, worker_id: str) -> int:
+        return self._ledger(pool_id).claim(holder_id, epoch, worker_id)
+
+    async def give_back(
+        self, pool_id: str, holder_id: str, epoch: int, block_ids: Sequence[int]
+    ) -> None:
+        with self._freeing(pool_id) as ledger:
+            ledger.give_back(holder_id, epoch, block_ids)
+
+    async def release(self, pool_id: str, holder_id: str, epoch: int) -> None:
+        with self._freeing(pool_id) as ledger:
+            ledger.release(holder_id, epoch)
+
+    async def match(self, pool_id: str, hashes: Sequence[PrefixHash]) -> int:
+        return self._ledger(pool_id).match(hashes)
+
+    async def victim(self, pool_id: str) -> HolderInfo | None:
+        return self._ledger(pool_id).victim()
+
+    async def holders(self, pool_id: str) -> tuple[HolderInfo, ...]:
+        return self._ledger(pool_id).holder_infos()
+
+    async def stats(self, pool_id: str) -> PoolStats:
+        return self._ledger(pool_id).stats()
+
+    async def reap(self, pool_id: str, worker_id: str) -> int:
+        with self._freeing(pool_id) as ledger:
+            return ledger.reap(worker_id)
+
+    async def audit(self, pool_id: str) -> AuditReport:
+        return audit(self._ledger(pool_id))
+
+    async def wait_for_room(self, pool_id: str, timeout_s: float) -> None:
+        self._ledger(pool_id)
+        room = self._room.setdefault(pool_id, asyncio.Event())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await room.wait()
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    def _ledger(self, pool_id: str) -> Ledger:
+        try:
+            return self._ledgers[pool_id]
+        except KeyError:
+            raise UnknownPool(f"pool {pool_id} is not there") from None
+
+    @contextmanager
+    def _freeing(self, pool_id: str) -> Iterator[Ledger]:
+        """The pool's ledger; whoever waits for room is woken when blocks were freed."""
+        ledger = self._ledger(pool_id)
+        num_freed_before = ledger.num_freed
+        yield ledger
+        if ledger.num_freed != num_freed_before and pool_id in self._room:
+            self._room.pop(pool_id).set()

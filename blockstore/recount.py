@@ -1,0 +1,83 @@
+"""Audit of a ledger in memory: recount everything from the holders' block lists and compare."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from blockstore.ledger import Ledger
+from blockstore.store import AuditReport
+
+
+def audit(ledger: Ledger) -> AuditReport:
+    """Recount and compare; each violation is a sentence with its numbers."""
+    stats = ledger.stats()
+    references = _references(ledger)
+    return AuditReport(
+        pool_id=ledger.spec.pool_id,
+        num_blocks=ledger.spec.num_blocks,
+        num_free=stats.num_free,
+        num_cached=stats.num_cached,
+        num_held=stats.num_held,
+        num_holders=stats.num_holders,
+        num_references=references.total(),
+        ledger_checked=True,
+        violations=(
+            *_conservation(ledger),
+            *_counts(ledger, references),
+            *_places(ledger, references),
+            *_index(ledger),
+            *_people(ledger),
+        ),
+    )
+
+
+def _references(ledger: Ledger) -> Counter[int]:
+    return Counter(block_id for holder in ledger.holders.values() for block_id in holder.held)
+
+
+def _conservation(ledger: Ledger) -> Iterator[str]:
+    free, cached, held = ledger.num_free, len(ledger.cached), len(ledger.refs)
+    if free + cached + held != ledger.spec.num_blocks:
+        yield f"free {free} + cached {cached} + held {held} is not {ledger.spec.num_blocks}"
+
+
+def _counts(ledger: Ledger, references: Counter[int]) -> Iterator[str]:
+    for block_id in sorted(references.keys() | ledger.refs.keys()):
+        counted, recorded = references[block_id], ledger.refs.get(block_id, 0)
+        if counted != recorded:
+            yield f"block {block_id} has {counted} holders, but its ref count is {recorded}"
+
+
+def _places(ledger: Ledger, references: Counter[int]) -> Iterator[str]:
+    """Every block is in exactly one place: never used, returned, cached or held."""
+    places = Counter(range(ledger.next_unused, ledger.spec.num_blocks))
+    places.update(ledger.returned)
+    places.update(ledger.cached)
+    places.update(references.keys())
+    for block_id in range(ledger.spec.num_blocks):
+        if places[block_id] != 1:
+            yield f"block {block_id} is in {places[block_id]} places, not in 1"
+
+
+def _index(ledger: Ledger) -> Iterator[str]:
+    if len(ledger.index) != len(ledger.hash_of):
+        yield f"{len(ledger.index)} hashes are indexed, {len(ledger.hash_of)} blocks carry one"
+    for prefix_hash, block_id in ledger.index.items():
+        if ledger.hash_of.get(block_id) != prefix_hash:
+            yield f"hash {prefix_hash.hex()} leads to block {block_id}, which does not carry it"
+        if block_id not in ledger.refs and block_id not in ledger.cached:
+            yield f"block {block_id} is indexed, but neither held nor cached"
+    for block_id in ledger.cached:
+        if block_id not in ledger.hash_of:
+            yield f"block {block_id} is cached without a hash"
+
+
+def _people(ledger: Ledger) -> Iterator[str]:
+    """Every holder has a worker (law 3), every waiter one that may still be served."""
+    for holder in ledger.holders.values():
+        if holder.worker_id not in ledger.workers:
+            yield f"holder {holder.holder_id} has worker {holder.worker_id}, which is not there"
+    for holder_id, waiter in ledger.waiters.items():
+        if ledger.workers.get(waiter.worker_id) is not False:
+            yield f"waiter {holder_id} has worker {waiter.worker_id}, which is gone or fenced"
+    for holder_id in sorted(ledger.demands - ledger.holders.keys()):
+        yield f"holder {holder_id} is demanded, but holds nothing"
