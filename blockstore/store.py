@@ -10,8 +10,8 @@ A block is in exactly one state, and a pool's counters always add up (law 1):
     cached    no holder, in the prefix index; evictable, least recently used first
     held      at least one holder; in the prefix index once its KV is complete
 
-Which blocks a request gets is part of the contract: blocks given back last come first, then the
-lowest block never used, then the least recently used cached one. Releasing frees a holder's blocks
+Which blocks (0 to num_blocks - 1) a request gets is part of the contract: blocks given back last
+come first, then the lowest block never used, then the least recently used cached one. Releasing frees a holder's blocks
 from its last to its first, so that tails are evicted before heads.
 
 A holder's epoch is odd while its worker runs it and even while it is at rest in a ticket:

@@ -1,0 +1,34 @@
+"""`Registry` in plain Python: the fake of the unit tests."""
+
+import time
+from collections.abc import Callable
+
+from blockstore.registry import Member
+
+
+class MemoryRegistry:
+    """Members and the arrival counter of one process. `clock` counts seconds from anywhere; it is
+    the one by which members run out."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._members: dict[str, tuple[Member, float]] = {}  # id -> (member, gone at)
+        self._num_arrivals = 0
+
+    async def announce(self, member: Member, ttl_s: float) -> None:
+        self._members[member.member_id] = (member, self._clock() + ttl_s)
+
+    async def withdraw(self, member_id: str) -> None:
+        self._members.pop(member_id, None)
+
+    async def members(self) -> tuple[Member, ...]:
+        now = self._clock()
+        self._members = {key: entry for key, entry in self._members.items() if now < entry[1]}
+        return tuple(self._members[key][0] for key in sorted(self._members))
+
+    async def next_arrival(self) -> int:
+        self._num_arrivals += 1
+        return self._num_arrivals
+
+    async def close(self) -> None:
+        """Nothing to close."""
