@@ -1,0 +1,191 @@
+"""Connections to the one server that a store began with.
+
+`Server.open` hands out single connections and vouches for each: the server behind it is still the
+one whose `run_id` was seen first, or StoreLost, for ever. What redis-py raises becomes one of ours
+in one place, `translated`. Nothing here retries: redis-py's own retry is off, since it would send
+what is not known to have failed (see `blockstore.stream`).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from redis.asyncio.connection import AbstractConnection, ConnectionPool
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    AuthorizationError,
+    ClusterError,
+    ConnectionError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
+
+from blockstore.errors import (
+    BY_CODE,
+    BlockStoreError,
+    OutOfBlocks,
+    StoreLost,
+    StoreUnavailable,
+    StoreUnsuitable,
+)
+
+Argument = str | bytes | int
+Command = Sequence[Argument]
+
+MIN_REDIS_VERSION = (7, 0)
+"""The first with functions. Valkey answers the Redis version that it is compatible with."""
+
+ERRORS: dict[type[RedisError], type[BlockStoreError]] = {
+    AuthenticationError: StoreUnsuitable,
+    AuthorizationError: StoreUnsuitable,
+    NoPermissionError: StoreUnsuitable,
+    ReadOnlyError: StoreUnsuitable,
+    AskError: StoreUnsuitable,
+    ClusterError: StoreUnsuitable,
+    OutOfMemoryError: StoreUnavailable,
+    ConnectionError: StoreUnavailable,
+    TimeoutError: StoreUnavailable,
+    RedisError: BlockStoreError,
+}
+"""What an exception of redis-py means; the most specific entry counts."""
+
+BUSY_CODES = {"BUSY", "MISCONF", "LOADING", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN"}
+"""Error replies of a server that cannot answer at the moment."""
+
+
+def translate(url: str, error: RedisError) -> BlockStoreError:
+    """What redis-py raised, as an error of the block store. Error replies of our functions are
+    `CODE numbers` (see `errors.BY_CODE`)."""
+    code, *rest = str(error).split() or [""]
+    if code == OutOfBlocks.code:
+        return OutOfBlocks(int(rest[0]), int(rest[1]))
+    if code in BY_CODE:
+        return BY_CODE[code](" ".join(rest))
+    if code in BUSY_CODES:
+        return StoreUnavailable(f"{url}: {error}")
+    meaning = next(ERRORS[cls] for cls in type(error).__mro__ if cls in ERRORS)
+    return meaning(f"{url}: {error}")
+
+
+@contextmanager
+def translated(url: str) -> Iterator[None]:
+    """Raise what redis-py raises inside as an error of the block store."""
+    try:
+        yield
+    except RedisError as error:
+        raise translate(url, error) from error
+
+
+def redacted(url: str) -> str:
+    """The URL without its password, for texts and logs."""
+    parts = urlsplit(url)
+    query = "&".join(
+        "password=***" if field.startswith("password=") else field
+        for field in parts.query.split("&")
+    )
+    netloc = parts.netloc
+    if parts.password is not None:
+        netloc = f"{parts.username or ''}:***@{netloc.rpartition('@')[2]}"
+    return urlunsplit(parts._replace(netloc=netloc, query=query))
+
+
+def parse_info(text: bytes) -> dict[str, str]:
+    """The fields of an INFO reply."""
+    lines = text.decode().splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)
+
+
+def require_suitable(url: str, info: dict[str, str]) -> None:
+    """Raise StoreUnsuitable, with what to do about it, for a server that cannot carry the store."""
+    version = info["redis_version"]
+    if tuple(map(int, version.split(".")[:2])) < MIN_REDIS_VERSION:
+        raise StoreUnsuitable(
+            f"{url} runs Redis {version}, which has no functions: run Redis 7 or newer, or Valkey"
+        )
+    if (mode := info.get("redis_mode", "standalone")) != "standalone":
+        raise StoreUnsuitable(
+            f"{url} runs in {mode} mode: give the URL of a standalone server (primary)"
+        )
+    if (role := info["role"]) != "master":
+        raise StoreUnsuitable(f"{url} is a {role}: give the URL of its primary")
+    if (policy := info["maxmemory_policy"]) != "noeviction":
+        raise StoreUnsuitable(
+            f"{url} may evict keys (maxmemory-policy {policy}), which would lose blocks: start it"
+            " with --maxmemory-policy noeviction, or CONFIG SET maxmemory-policy noeviction"
+        )
+
+
+class Server:
+    """Opens connections to one server, as long as it is the same one."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        """`timeout_s`: to connect, and for each answer. StoreUnsuitable: no URL for Redis."""
+        self.url = redacted(url)
+        self.run_id = ""
+        self._lost: StoreLost | None = None
+        try:
+            self._connections = ConnectionPool.from_url(
+                url,
+                protocol=2,
+                retry=Retry(NoBackoff(), 0),
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                health_check_interval=0,
+                driver_info=None,
+            )
+        except ValueError as exc:
+            raise StoreUnsuitable(f"{self.url}: {exc}") from exc
+
+    async def open(self) -> AbstractConnection:
+        """A new connection, the caller's to disconnect.
+
+        StoreLost: another server answers. StoreUnavailable, StoreUnsuitable: as they say.
+        """
+        self.check()
+        with translated(self.url):
+            connection: AbstractConnection = (
+                self._connections.make_connection()  # type: ignore[no-untyped-call]
+            )
+            try:
+                await connection.connect()  # type: ignore[no-untyped-call]
+                info = parse_info(await ask(connection, "INFO", "server"))
+            except BaseException:
+                await connection.disconnect(nowait=True)
+                raise
+        if info["run_id"] != (self.run_id or info["run_id"]):
+            await connection.disconnect(nowait=True)
+            raise self.lose("it was restarted, or replaced by another one")
+        self.run_id = info["run_id"]
+        return connection
+
+    def lose(self, reason: str) -> StoreLost:
+        """Remember that what the server knew is gone; from now on `check` raises."""
+        self._lost = self._lost or StoreLost(f"{self.url} lost the block store: {reason}")
+        return self._lost
+
+    def check(self) -> None:
+        """Raise StoreLost when the store has been lost."""
+        if self._lost is not None:
+            raise StoreLost(*self._lost.args)
+
+
+async def ask(connection: AbstractConnection, *command: Argument) -> Any:
+    """Send one command on an open connection and read its reply; raises what redis-py raises."""
+    await connection.send_command(*command)
+    return await connection.read_response()
+
+
+async def read_reply(connection: AbstractConnection) -> Any:
+    """The next reply; an error reply is returned, a broken connection raised."""
+    try:
+        return await connection.read_response()
+    except ResponseError as error:
+        return error

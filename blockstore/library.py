@@ -1,0 +1,75 @@
+"""The library of functions in the server: its text, and loading it without ever replacing
+another."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import ResponseError
+
+from blockstore.connection import Server, ask, parse_info, require_suitable, translated
+from blockstore.errors import StoreUnsuitable
+from blockstore.store import FUNCTION_LIBRARY
+
+FUNCTIONS = Path(__file__).parent / "functions"
+
+
+def library_text(name: str = FUNCTION_LIBRARY) -> str:
+    """All files of functions/ in the order of their names, as one library."""
+    files = sorted(FUNCTIONS.glob("*.lua"))
+    return "\n".join([f"#!lua name={name}", *(file.read_text() for file in files)])
+
+
+async def vet(server: Server) -> None:
+    """Connect for the first time and refuse a server that cannot carry the store."""
+    connection = await server.open()
+    try:
+        await _vet(server.url, connection)
+    finally:
+        await connection.disconnect()
+
+
+async def install(server: Server) -> None:
+    """`vet`, and load the library unless it is there. StoreUnsuitable: another text has its
+    name."""
+    connection = await server.open()
+    try:
+        await _vet(server.url, connection)
+        with translated(server.url):
+            await _load(server.url, connection)
+    finally:
+        await connection.disconnect()
+
+
+async def _vet(url: str, connection: AbstractConnection) -> None:
+    with translated(url):
+        sections = [
+            await ask(connection, "INFO", name) for name in ("server", "memory", "replication")
+        ]
+    require_suitable(url, parse_info(b"\r\n".join(sections)))
+
+
+async def _load(url: str, connection: AbstractConnection) -> None:
+    text = library_text()
+    if await _loaded_text(connection) is None:
+        try:
+            await ask(connection, "FUNCTION", "LOAD", text)
+        except ResponseError as error:
+            if "already exists" not in str(error):  # somebody else was faster
+                raise
+    if await _loaded_text(connection) != text.encode():
+        raise StoreUnsuitable(
+            f"{url} has other functions named {FUNCTION_LIBRARY}: another version of Quire uses"
+            " this server. Use another server, or stop that one and FUNCTION DELETE them"
+        )
+
+
+async def _loaded_text(connection: AbstractConnection) -> bytes | None:
+    libraries = await ask(
+        connection, "FUNCTION", "LIST", "LIBRARYNAME", FUNCTION_LIBRARY, "WITHCODE"
+    )
+    fields: list[Mapping[bytes, Any]] = [
+        dict(zip(library[::2], library[1::2], strict=True)) for library in libraries
+    ]
+    return fields[0][b"library_code"] if fields else None

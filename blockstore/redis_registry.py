@@ -1,0 +1,88 @@
+"""The registry in Redis: plain keys under `{quire}`.
+
+{quire}:members         SET     ids of members, also of some whose time has run out
+{quire}:member:<id>     STRING  one member as JSON, expires with its time to live
+{quire}:arrivals        STRING  the arrival counter
+"""
+
+import asyncio
+import json
+from dataclasses import asdict, fields
+from typing import Any, Self
+
+from blockstore import keys
+from blockstore.connection import Server
+from blockstore.library import vet
+from blockstore.registry import Load, Member
+from blockstore.stream import CommandStream
+
+
+def encode(member: Member) -> str:
+    return json.dumps(asdict(member), separators=(",", ":"))
+
+
+def decode(text: bytes) -> Member:
+    """A member as it was announced; fields that a newer member has and we do not know are left
+    out."""
+    values = json.loads(text)
+    load = Load(**_known(Load, values.pop("load", {})))
+    return Member(**_known(Member, values), load=load)
+
+
+def _known(cls: type[Load] | type[Member], values: dict[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(cls)}
+    return {name: value for name, value in values.items() if name in names}
+
+
+class RedisRegistry:
+    """See `blockstore.registry.Registry`."""
+
+    def __init__(self, server: Server, stream: CommandStream) -> None:
+        """Use `connect`."""
+        self._server = server
+        self._stream = stream
+
+    @classmethod
+    async def connect(cls, url: str, *, retry_for_s: float = 5.0) -> Self:
+        """Raises StoreUnavailable, StoreUnsuitable."""
+        server = Server(url, timeout_s=min(2.0, retry_for_s / 2))
+        await vet(server)
+        return cls(server, CommandStream(server, retry_for_s))
+
+    @property
+    def run_id(self) -> str:
+        """The server's, of the first connection."""
+        return self._server.run_id
+
+    async def announce(self, member: Member, ttl_s: float) -> None:
+        key = keys.member(member.member_id)
+        await asyncio.gather(
+            self._stream.submit(("SET", key, encode(member), "PX", max(1, round(ttl_s * 1000)))),
+            self._stream.submit(("SADD", keys.MEMBERS, member.member_id)),
+        )
+
+    async def withdraw(self, member_id: str) -> None:
+        await asyncio.gather(
+            self._stream.submit(("DEL", keys.member(member_id))),
+            self._stream.submit(("SREM", keys.MEMBERS, member_id)),
+        )
+
+    async def members(self) -> tuple[Member, ...]:
+        ids = sorted(
+            member_id.decode() for member_id in await self._stream.send("SMEMBERS", keys.MEMBERS)
+        )
+        if not ids:
+            return ()
+        values = await self._stream.send("MGET", *map(keys.member, ids))
+        found = dict(zip(ids, values, strict=True))
+        # One that comes back just now loses its id, and has it again with its next heartbeat.
+        if expired := [member_id for member_id, value in found.items() if value is None]:
+            await self._stream.send("SREM", keys.MEMBERS, *expired)
+        return tuple(decode(value) for value in values if value is not None)
+
+    async def next_arrival(self) -> int:
+        """After a lost answer a number may be left out; none is given twice."""
+        return int(await self._stream.send("INCR", keys.ARRIVALS))
+
+    async def close(self) -> None:
+        await self._stream.close()

@@ -1,0 +1,174 @@
+"""One ordered stream of commands to the server, over one connection at a time.
+
+Callers may wait concurrently; commands are executed in the order in which they were submitted, and
+what is queued goes out in one piece. A command without an answer (the connection broke, or nothing
+came in time) is sent again, in its place, before any later one: every command must be safe to send
+twice. Before that the old connection is killed on the server, so that nothing of it can be executed
+late, out of order.
+
+    queue   [ sent, no answer yet | waiting to be sent        ]
+              <---- one exchange ---->
+              first to be answered, first to be sent again
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import RedisError, ResponseError
+
+from blockstore.connection import Command, Server, ask, read_reply, translate, translated
+from blockstore.errors import BlockStoreError, StoreUnavailable
+
+MAX_IN_FLIGHT = 128
+"""Commands in one exchange: enough to hide the round trip, few enough to be sent again quickly."""
+
+MAX_BACKOFF_S = 0.25
+
+
+@dataclass(slots=True)
+class _Call:
+    """A command and who waits for its reply, until `deadline` (of the loop's clock)."""
+
+    command: Command
+    deadline: float
+    reply: asyncio.Future[Any] = field(default_factory=asyncio.Future)
+
+    def settle(self, reply: object) -> None:
+        if self.reply.done():  # its caller was cancelled
+            return
+        if isinstance(reply, Exception):
+            self.reply.set_exception(reply)
+        else:
+            self.reply.set_result(reply)
+
+
+class CommandStream:
+    """Sends commands in order, and again until they are answered or `retry_for_s` has passed."""
+
+    def __init__(self, server: Server, retry_for_s: float) -> None:
+        self._server = server
+        self._retry_for_s = retry_for_s
+        self._queue: deque[_Call] = deque()
+        self._queued = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._connection: AbstractConnection | None = None
+        self._client_id = 0
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def send(self, *command: str | bytes | int) -> Any:
+        """The reply to one command.
+
+        Raises what the reply says, StoreUnavailable when there was none within `retry_for_s` (the
+        command may or may not have been executed), StoreLost. A cancelled caller does not take its
+        command back.
+        """
+        return await self.submit(command)
+
+    def submit(self, command: Command) -> asyncio.Future[Any]:
+        """Queue a command now; its place in the order is that of this call."""
+        self._server.check()
+        if self._closed:
+            raise StoreUnavailable(f"{self._server.url}: the store is closed")
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="blockstore-stream")
+        call = _Call(command, asyncio.get_running_loop().time() + self._retry_for_s)
+        self._queue.append(call)
+        self._queued.set()
+        return call.reply
+
+    async def close(self, drain_s: float = 1.0) -> None:
+        """Wait for what is queued, at most `drain_s`, then fail the rest with StoreUnavailable."""
+        self._closed = True
+        if self._task is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                while self._queue:
+                    self._drained.clear()
+                    await self._drained.wait()
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._queued.wait()
+                await self._answer_queued()
+                self._queued.clear()
+                self._drained.set()
+        finally:
+            self._closed = True
+            await self._disconnect()
+            self._fail_all(StoreUnavailable(f"{self._server.url}: the store is closed"))
+
+    async def _answer_queued(self) -> None:
+        """Until every queued command has been answered or given up."""
+        backoff_s = 0.0
+        while self._queue:
+            try:
+                async with asyncio.timeout_at(self._queue[0].deadline):
+                    await self._exchange()
+                backoff_s = 0.0
+            except (StoreUnavailable, TimeoutError) as error:
+                await self._disconnect()
+                self._expire(error)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(max(0.01, 2 * backoff_s), MAX_BACKOFF_S)
+            except BlockStoreError as error:
+                await self._disconnect()
+                self._fail_all(error)
+
+    async def _exchange(self) -> None:
+        """Send the first commands of the queue and take each off when its reply is there."""
+        connection = self._connection or await self._connect()
+        calls = list(islice(self._queue, MAX_IN_FLIGHT))
+        with translated(self._server.url):
+            await connection.send_packed_command(
+                connection.pack_commands([call.command for call in calls])
+            )
+            for call in calls:
+                reply = await read_reply(connection)
+                self._queue.popleft()
+                call.settle(self._meaning(reply))
+
+    def _meaning(self, reply: object) -> object:
+        return translate(self._server.url, reply) if isinstance(reply, ResponseError) else reply
+
+    async def _connect(self) -> AbstractConnection:
+        connection = await self._server.open()
+        try:
+            with translated(self._server.url):
+                client_id = await ask(connection, "CLIENT", "ID")
+                if self._client_id:
+                    await ask(connection, "CLIENT", "KILL", "ID", self._client_id)
+        except BaseException:
+            await connection.disconnect(nowait=True)
+            raise
+        self._connection, self._client_id = connection, client_id
+        return connection
+
+    async def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(RedisError, OSError):
+                await connection.disconnect(nowait=True)
+
+    def _expire(self, error: Exception) -> None:
+        """Give up what has waited long enough; later commands keep their place."""
+        now = asyncio.get_running_loop().time()
+        while self._queue and self._queue[0].deadline <= now:
+            text = str(error) or f"{self._server.url}: no answer"
+            unavailable = StoreUnavailable(f"{text} (gave up after {self._retry_for_s:g} s)")
+            unavailable.__cause__ = error
+            self._queue.popleft().settle(unavailable)
+
+    def _fail_all(self, error: BlockStoreError) -> None:
+        while self._queue:
+            self._queue.popleft().settle(type(error)(*error.args))

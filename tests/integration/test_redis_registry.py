@@ -1,0 +1,91 @@
+"""The registry on a real server."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import asdict, replace
+from typing import Protocol
+
+import pytest
+
+from blockstore.redis_registry import RedisRegistry, decode
+from blockstore.registry import Load, Member
+
+WORKER = Member(
+    member_id="w1",
+    role="decode",
+    address="127.0.0.1:5001",
+    state="serving",
+    started_unix_ms=1_700_000_000_000,
+    protocol_version=1,
+    pool_id="p1",
+    model="tiny",
+    model_dir="/models/tiny",
+    max_model_len=4096,
+    max_num_seqs=64,
+    load=Load(num_running=3, num_free_slots=61),
+    engine={"backend": "reference", "threads": "2"},
+)
+GATEWAY = Member("g1", "gateway", "127.0.0.1:50051", "starting", 1, 1)
+
+
+class Valkey(Protocol):
+    url: str
+
+    def command(self, *command: str | bytes | int) -> object: ...
+
+
+@pytest.fixture
+async def registry(valkey: Valkey) -> AsyncIterator[RedisRegistry]:
+    registry = await RedisRegistry.connect(valkey.url)
+    yield registry
+    await registry.close()
+
+
+async def test_members_are_read_back_as_they_were_announced(registry: RedisRegistry) -> None:
+    """Every field survives, and members come sorted by id."""
+    await registry.announce(WORKER, ttl_s=60)
+    await registry.announce(GATEWAY, ttl_s=60)
+    assert await registry.members() == (GATEWAY, WORKER)
+
+
+async def test_a_heartbeat_replaces_what_was_announced(registry: RedisRegistry) -> None:
+    await registry.announce(WORKER, ttl_s=60)
+    draining = replace(WORKER, state="draining", load=Load(num_running=1))
+    await registry.announce(draining, ttl_s=60)
+    assert await registry.members() == (draining,)
+
+
+async def test_withdrawing_is_immediate_and_may_be_repeated(registry: RedisRegistry) -> None:
+    await registry.announce(WORKER, ttl_s=60)
+    await registry.withdraw(WORKER.member_id)
+    await registry.withdraw(WORKER.member_id)
+    assert await registry.members() == ()
+
+
+async def test_a_member_without_heartbeats_is_gone_and_its_id_is_forgotten(
+    registry: RedisRegistry, valkey: Valkey
+) -> None:
+    """The time to live runs on the server's clock; whoever looks next cleans up."""
+    await registry.announce(WORKER, ttl_s=0.05)
+    await registry.announce(GATEWAY, ttl_s=60)
+    async with asyncio.timeout(5):
+        while await registry.members() != (GATEWAY,):
+            pass
+    assert valkey.command("SMEMBERS", "{quire}:members") == {b"g1"}
+
+
+async def test_arrivals_are_counted_for_all_gateways_together(
+    registry: RedisRegistry, valkey: Valkey
+) -> None:
+    other = await RedisRegistry.connect(valkey.url)
+    numbers = [await each.next_arrival() for each in (registry, other, registry, other)]
+    await other.close()
+    assert numbers == [1, 2, 3, 4]
+
+
+def test_unknown_fields_of_a_newer_member_are_ignored() -> None:
+    """A newer release may announce more than this one knows."""
+    newer = asdict(WORKER) | {"gpu_uuid": "GPU-1"}
+    newer["load"] |= {"num_parked": 2}
+    assert decode(json.dumps(newer).encode()) == WORKER
