@@ -8,9 +8,9 @@ changes anything, so that an error leaves the ledger as it was (but for the wait
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Self
 
+from blockstore.blocks import Blocks
 from blockstore.errors import (
     FingerprintMismatch,
     GeometryMismatch,
@@ -22,8 +22,8 @@ from blockstore.errors import (
     WorkerFenced,
     WorkerNotEmpty,
 )
+from blockstore.holders import Holder, Tombstones, Waiter
 from blockstore.store import (
-    TOMBSTONE_S,
     Allocation,
     Extension,
     Grown,
@@ -36,58 +36,6 @@ from blockstore.store import (
 )
 
 
-@dataclass(slots=True)
-class Holder:
-    """`acquired`: every block it ever got, in order; `held`: those that it has not given back."""
-
-    holder_id: str
-    worker_id: str
-    order: int
-    num_cached_blocks: int
-    acquired: list[int]
-    held: set[int]
-    epoch: int = 1
-
-    @property
-    def place(self) -> tuple[int, str]:
-        return self.order, self.holder_id
-
-    def copy(self) -> "Holder":
-        return replace(self, acquired=self.acquired.copy(), held=self.held.copy())
-
-
-@dataclass(frozen=True, slots=True)
-class Waiter:
-    order: int
-    worker_id: str
-
-
-@dataclass(slots=True)
-class Tombstones:
-    """What was ended (id -> last epoch) and is remembered for `TOMBSTONE_S`."""
-
-    clock: Callable[[], float]
-    epochs: dict[str, int] = field(default_factory=dict)
-    _until: dict[str, float] = field(default_factory=dict)
-
-    def bury(self, key: str, epoch: int = 0) -> None:
-        self._forget_old()
-        self.epochs[key] = epoch
-        self._until[key] = self.clock() + TOMBSTONE_S
-
-    def epoch(self, key: str) -> int | None:
-        self._forget_old()
-        return self.epochs.get(key)
-
-    def copy(self) -> "Tombstones":
-        return Tombstones(self.clock, self.epochs.copy(), self._until.copy())
-
-    def _forget_old(self) -> None:
-        now = self.clock()
-        for key in [key for key, until in self._until.items() if until <= now]:
-            del self._until[key], self.epochs[key]
-
-
 class Ledger:
     """One pool. Methods are those of `BlockStore` without their pool_id; so are their errors.
 
@@ -96,24 +44,15 @@ class Ledger:
 
     def __init__(self, spec: PoolSpec, clock: Callable[[], float]) -> None:
         self.spec = spec
-        # Blocks: each is in exactly one of [next_unused, num_blocks), returned, cached and refs.
-        self.next_unused = 0
-        self.returned: list[int] = []  # a stack: given back last, handed out first
-        self.cached: dict[int, None] = {}  # no holder, but indexed; least recently used first
-        self.refs: dict[int, int] = {}  # block -> number of holders
-        self.index: dict[PrefixHash, int] = {}
-        self.hash_of: dict[int, PrefixHash] = {}  # the inverse of index
-        # Who is there.
+        self.blocks = Blocks(spec.num_blocks)
         self.workers: dict[str, bool] = {}  # worker -> fenced
         self.holders: dict[str, Holder] = {}
         self.waiters: dict[str, Waiter] = {}
         self.demands: set[str] = set()  # holders that must give way
         self.released = Tombstones(clock)
         self.reaped = Tombstones(clock)
-        # Counters that nothing here depends on.
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
-        self.num_freed = 0
 
     # Workers
 
@@ -200,18 +139,12 @@ class Ledger:
         for block_id, prefix_hash in blocks:
             if block_id not in holder.held:
                 raise NotHeld(f"block {block_id} is not held by {holder_id}")
-            if self.hash_of.get(block_id, prefix_hash) != prefix_hash:
+            if self.blocks.hash_of.get(block_id, prefix_hash) != prefix_hash:
                 raise NotHeld(f"block {block_id} carries another hash")
-        return tuple(self._publish(block_id, prefix_hash) for block_id, prefix_hash in blocks)
+        return tuple(self.blocks.publish(*block) for block in blocks)
 
     def retract(self, block_id: int, prefix_hash: PrefixHash) -> None:
-        if self.index.get(prefix_hash) != block_id:
-            return
-        del self.index[prefix_hash], self.hash_of[block_id]
-        if block_id in self.cached:
-            del self.cached[block_id]
-            self.returned.append(block_id)
-            self.num_freed += 1
+        self.blocks.retract(block_id, prefix_hash)
 
     def detach(self, holder_id: str, epoch: int) -> int:
         holder = self._unfenced(holder_id)
@@ -250,25 +183,21 @@ class Ledger:
     # Reading
 
     def match(self, hashes: Sequence[PrefixHash]) -> int:
-        return len(self._hits(hashes))
+        return len(self.blocks.hits(hashes))
 
     def victim(self) -> HolderInfo | None:
         last = self._last_in_order()
-        return None if last is None else self._info(last)
+        return None if last is None else last.info()
 
     def holder_infos(self) -> tuple[HolderInfo, ...]:
-        return tuple(self._info(h) for h in sorted(self.holders.values(), key=lambda h: h.place))
-
-    @property
-    def num_free(self) -> int:
-        return len(self.returned) + self.spec.num_blocks - self.next_unused
+        return tuple(h.info() for h in sorted(self.holders.values(), key=lambda h: h.place))
 
     def stats(self) -> PoolStats:
         return PoolStats(
             spec=self.spec,
-            num_free=self.num_free,
-            num_cached=len(self.cached),
-            num_held=len(self.refs),
+            num_free=self.blocks.num_free,
+            num_cached=len(self.blocks.cached),
+            num_held=len(self.blocks.refs),
             num_holders=len(self.holders),
             num_waiters=len(self.waiters),
             num_prefix_queries=self.num_prefix_queries,
@@ -280,9 +209,7 @@ class Ledger:
     def copy(self) -> Self:
         """An independent ledger in the same state."""
         twin = copy.copy(self)
-        for name in ("returned", "cached", "refs", "index", "hash_of"):
-            setattr(twin, name, getattr(self, name).copy())
-        for name in ("workers", "waiters", "demands", "released", "reaped"):
+        for name in ("blocks", "workers", "waiters", "demands", "released", "reaped"):
             setattr(twin, name, getattr(self, name).copy())
         twin.holders = {key: holder.copy() for key, holder in self.holders.items()}
         return twin
@@ -290,20 +217,13 @@ class Ledger:
     def snapshot(self) -> Hashable:
         """Equal for two ledgers that will answer everything alike (while no tombstone expires)."""
         return (
-            self.next_unused,
-            tuple(self.returned),
-            tuple(self.cached),
-            frozenset(self.index.items()),
-            frozenset(
-                (*h.place, h.worker_id, h.epoch, h.num_cached_blocks, *h.acquired, *sorted(h.held))
-                for h in self.holders.values()
-            ),
+            self.blocks.snapshot(),
+            frozenset(holder.snapshot() for holder in self.holders.values()),
             frozenset(self.workers.items()),
             frozenset(self.waiters.items()),
             frozenset(self.demands),
             frozenset(self.released.epochs.items()),
             frozenset(self.reaped.epochs),
-            frozenset(self.refs.items()),
         )
 
     # Checks
@@ -341,11 +261,11 @@ class Ledger:
         self.waiters[holder_id] = waiter
         if any(other.order < waiter.order for other in self.waiters.values()):
             raise MustWait(f"an earlier request than {waiter.order} waits")
-        hits = self._hits(hashes)
-        num_pinned = sum(block_id in self.cached for block_id in hits)
-        watermark = self.spec.watermark_blocks if self.refs else 0
+        hits = self.blocks.hits(hashes)
+        num_pinned = sum(block_id in self.blocks.cached for block_id in hits)
+        watermark = self.spec.watermark_blocks if self.blocks.refs else 0
         needed = num_blocks - len(hits)
-        available = max(0, self.num_free + len(self.cached) - num_pinned - watermark)
+        available = max(0, self.blocks.num_available - num_pinned - watermark)
         if needed > available:
             raise OutOfBlocks(needed, available)
         del self.waiters[holder_id]
@@ -358,10 +278,11 @@ class Ledger:
         hashes: Sequence[PrefixHash],
         num_blocks: int,
     ) -> Holder:
-        hits = self._hits(hashes)
-        holder = Holder(holder_id, worker_id, order, len(hits), [], set())
-        self._acquire(holder, hits)  # pinned first, so that the new ones do not evict them
-        self._acquire(holder, [self._new_block() for _ in range(num_blocks - len(hits))])
+        hits = self.blocks.hits(hashes)
+        self.blocks.share(hits)  # first, so that the new ones do not evict them
+        holder = Holder(holder_id, worker_id, order, len(hits))
+        holder.acquire(hits)
+        holder.acquire(self.blocks.take(num_blocks - len(hits)))
         self.holders[holder_id] = holder
         self.num_prefix_queries += len(hashes)
         self.num_prefix_hits += len(hits)
@@ -376,9 +297,9 @@ class Ledger:
         if holder is None or (holder.worker_id, holder.epoch) != (worker_id, growth.epoch):
             return Grown(growth.holder_id, (), StaleHolder.code)
         needed = growth.total - len(holder.acquired)
-        if needed > self.num_free + len(self.cached):
+        if needed > self.blocks.num_available:
             return Grown(growth.holder_id, (), OutOfBlocks.code)
-        self._acquire(holder, [self._new_block() for _ in range(needed)])
+        holder.acquire(self.blocks.take(needed))
         return Grown(growth.holder_id, tuple(holder.acquired[growth.have : growth.total]))
 
     def _demand_one(self) -> None:
@@ -388,40 +309,7 @@ class Ledger:
         if last is not None:
             self.demands.add(last.holder_id)
 
-    # Blocks
-
-    def _hits(self, hashes: Sequence[PrefixHash]) -> list[int]:
-        hits: list[int] = []
-        for prefix_hash in hashes:
-            if prefix_hash not in self.index:
-                break
-            hits.append(self.index[prefix_hash])
-        return hits
-
-    def _new_block(self) -> int:
-        """Given back last, else lowest never used, else least recently used. The caller has checked
-        that there is one."""
-        if self.returned:
-            return self.returned.pop()
-        if self.next_unused < self.spec.num_blocks:
-            self.next_unused += 1
-            return self.next_unused - 1
-        block_id = next(iter(self.cached))
-        del self.cached[block_id], self.index[self.hash_of.pop(block_id)]
-        return block_id
-
-    def _acquire(self, holder: Holder, block_ids: Sequence[int]) -> None:
-        for block_id in block_ids:
-            self.cached.pop(block_id, None)
-            self.refs[block_id] = self.refs.get(block_id, 0) + 1
-        holder.acquired.extend(block_ids)
-        holder.held.update(block_ids)
-
-    def _publish(self, block_id: int, prefix_hash: PrefixHash) -> bool:
-        first = self.index.setdefault(prefix_hash, block_id)
-        if first == block_id:
-            self.hash_of[block_id] = prefix_hash
-        return first == block_id
+    # Ends
 
     def _drop(self, holder: Holder, block_ids: set[int]) -> None:
         """From the last acquired to the first, so that tails are evicted before heads."""
@@ -429,19 +317,7 @@ class Ledger:
             if block_id not in block_ids or block_id not in holder.held:
                 continue
             holder.held.remove(block_id)
-            self.refs[block_id] -= 1
-            if self.refs[block_id] == 0:
-                self._free(block_id)
-
-    def _free(self, block_id: int) -> None:
-        del self.refs[block_id]
-        if block_id in self.hash_of:
-            self.cached[block_id] = None
-        else:
-            self.returned.append(block_id)
-        self.num_freed += 1
-
-    # Ends
+            self.blocks.drop(block_id)
 
     def _end(self, holder: Holder) -> None:
         self._drop(holder, set(holder.held))
@@ -466,12 +342,3 @@ class Ledger:
     def _last_in_order(self) -> Holder | None:
         live = [h for h in self.holders.values() if not self.workers[h.worker_id]]
         return max(live, key=lambda holder: holder.place, default=None)
-
-    def _info(self, holder: Holder) -> HolderInfo:
-        return HolderInfo(
-            holder_id=holder.holder_id,
-            epoch=holder.epoch,
-            worker_id=holder.worker_id,
-            order=holder.order,
-            num_blocks=len(holder.held),
-        )

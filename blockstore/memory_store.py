@@ -137,7 +137,7 @@ class MemoryStore:
     def _freeing(self, pool_id: str) -> Iterator[Ledger]:
         """The pool's ledger; whoever waits for room is woken when blocks were freed."""
         ledger = self._ledger(pool_id)
-        num_freed_before = ledger.num_freed
+        num_freed_before = ledger.blocks.num_freed
         yield ledger
-        if ledger.num_freed != num_freed_before and pool_id in self._room:
+        if ledger.blocks.num_freed != num_freed_before and pool_id in self._room:
             self._room.pop(pool_id).set()

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from blockstore.blocks import Blocks
 from blockstore.ledger import Ledger
 from blockstore.store import AuditReport
 
@@ -21,10 +22,10 @@ def audit(ledger: Ledger) -> AuditReport:
         num_references=references.total(),
         ledger_checked=True,
         violations=(
-            *_conservation(ledger),
-            *_counts(ledger, references),
-            *_places(ledger, references),
-            *_index(ledger),
+            *_conservation(ledger.blocks),
+            *_counts(ledger.blocks, references),
+            *_places(ledger.blocks, references),
+            *_index(ledger.blocks),
             *_people(ledger),
         ),
     )
@@ -34,40 +35,40 @@ def _references(ledger: Ledger) -> Counter[int]:
     return Counter(block_id for holder in ledger.holders.values() for block_id in holder.held)
 
 
-def _conservation(ledger: Ledger) -> Iterator[str]:
-    free, cached, held = ledger.num_free, len(ledger.cached), len(ledger.refs)
-    if free + cached + held != ledger.spec.num_blocks:
-        yield f"free {free} + cached {cached} + held {held} is not {ledger.spec.num_blocks}"
+def _conservation(blocks: Blocks) -> Iterator[str]:
+    free, cached, held = blocks.num_free, len(blocks.cached), len(blocks.refs)
+    if free + cached + held != blocks.num_blocks:
+        yield f"free {free} + cached {cached} + held {held} is not {blocks.num_blocks}"
 
 
-def _counts(ledger: Ledger, references: Counter[int]) -> Iterator[str]:
-    for block_id in sorted(references.keys() | ledger.refs.keys()):
-        counted, recorded = references[block_id], ledger.refs.get(block_id, 0)
+def _counts(blocks: Blocks, references: Counter[int]) -> Iterator[str]:
+    for block_id in sorted(references.keys() | blocks.refs.keys()):
+        counted, recorded = references[block_id], blocks.refs.get(block_id, 0)
         if counted != recorded:
             yield f"block {block_id} has {counted} holders, but its ref count is {recorded}"
 
 
-def _places(ledger: Ledger, references: Counter[int]) -> Iterator[str]:
+def _places(blocks: Blocks, references: Counter[int]) -> Iterator[str]:
     """Every block is in exactly one place: never used, returned, cached or held."""
-    places = Counter(range(ledger.next_unused, ledger.spec.num_blocks))
-    places.update(ledger.returned)
-    places.update(ledger.cached)
+    places = Counter(range(blocks.next_unused, blocks.num_blocks))
+    places.update(blocks.returned)
+    places.update(blocks.cached)
     places.update(references.keys())
-    for block_id in range(ledger.spec.num_blocks):
+    for block_id in range(blocks.num_blocks):
         if places[block_id] != 1:
             yield f"block {block_id} is in {places[block_id]} places, not in 1"
 
 
-def _index(ledger: Ledger) -> Iterator[str]:
-    if len(ledger.index) != len(ledger.hash_of):
-        yield f"{len(ledger.index)} hashes are indexed, {len(ledger.hash_of)} blocks carry one"
-    for prefix_hash, block_id in ledger.index.items():
-        if ledger.hash_of.get(block_id) != prefix_hash:
+def _index(blocks: Blocks) -> Iterator[str]:
+    if len(blocks.index) != len(blocks.hash_of):
+        yield f"{len(blocks.index)} hashes are indexed, {len(blocks.hash_of)} blocks carry one"
+    for prefix_hash, block_id in blocks.index.items():
+        if blocks.hash_of.get(block_id) != prefix_hash:
             yield f"hash {prefix_hash.hex()} leads to block {block_id}, which does not carry it"
-        if block_id not in ledger.refs and block_id not in ledger.cached:
+        if block_id not in blocks.refs and block_id not in blocks.cached:
             yield f"block {block_id} is indexed, but neither held nor cached"
-    for block_id in ledger.cached:
-        if block_id not in ledger.hash_of:
+    for block_id in blocks.cached:
+        if block_id not in blocks.hash_of:
             yield f"block {block_id} is cached without a hash"
 
 

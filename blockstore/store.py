@@ -11,8 +11,8 @@ A block is in exactly one state, and a pool's counters always add up (law 1):
     held      at least one holder; in the prefix index once its KV is complete
 
 Which blocks (0 to num_blocks - 1) a request gets is part of the contract: blocks given back last
-come first, then the lowest block never used, then the least recently used cached one. Releasing frees a holder's blocks
-from its last to its first, so that tails are evicted before heads.
+come first, then the lowest block never used, then the least recently used cached one. Releasing
+frees a holder's blocks from its last to its first, so that tails are evicted before heads.
 
 A holder's epoch is odd while its worker runs it and even while it is at rest in a ticket:
 `allocate` answers 1, `detach` and `claim` add one. Whoever names another epoch is stale.

@@ -1,0 +1,114 @@
+"""The blocks of one pool in memory: which are free, cached or held, and which holds which prefix.
+
+Knows nothing of holders but their number per block; `blockstore.ledger` knows who they are.
+"""
+
+import copy
+from collections.abc import Hashable, Sequence
+from typing import Self
+
+from blockstore.store import PrefixHash
+
+
+class Blocks:
+    """Every block is in exactly one place (law 1):
+
+        [0 ............ next_unused)[next_unused ... num_blocks)
+         returned | cached | refs    never used
+
+    `returned` is a stack, given back last and handed out first. `cached` is in order of use, least
+    recently first. `refs` maps a held block to the number of its holders. `index` and `hash_of` are
+    inverse to each other and name cached and held blocks only.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.next_unused = 0
+        self.returned: list[int] = []
+        self.cached: dict[int, None] = {}
+        self.refs: dict[int, int] = {}
+        self.index: dict[PrefixHash, int] = {}
+        self.hash_of: dict[int, PrefixHash] = {}
+        self.num_freed = 0  # ever; nothing here depends on it
+
+    @property
+    def num_free(self) -> int:
+        return len(self.returned) + self.num_blocks - self.next_unused
+
+    @property
+    def num_available(self) -> int:
+        return self.num_free + len(self.cached)
+
+    def hits(self, hashes: Sequence[PrefixHash]) -> list[int]:
+        """Blocks of the leading `hashes` that are in the index."""
+        hits: list[int] = []
+        for prefix_hash in hashes:
+            if prefix_hash not in self.index:
+                break
+            hits.append(self.index[prefix_hash])
+        return hits
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """One more holder for each; those that were cached can no longer be evicted."""
+        for block_id in block_ids:
+            self.cached.pop(block_id, None)
+            self.refs[block_id] = self.refs.get(block_id, 0) + 1
+
+    def take(self, num_blocks: int) -> list[int]:
+        """New blocks with one holder each; at most `num_available`."""
+        return [self._take_one() for _ in range(num_blocks)]
+
+    def drop(self, block_id: int) -> None:
+        """One holder less."""
+        self.refs[block_id] -= 1
+        if self.refs[block_id] > 0:
+            return
+        del self.refs[block_id]
+        if block_id in self.hash_of:
+            self.cached[block_id] = None
+        else:
+            self.returned.append(block_id)
+        self.num_freed += 1
+
+    def publish(self, block_id: int, prefix_hash: PrefixHash) -> bool:
+        """Whether `block_id` is now the block of this hash; the first one stays."""
+        first = self.index.setdefault(prefix_hash, block_id)
+        if first == block_id:
+            self.hash_of[block_id] = prefix_hash
+        return first == block_id
+
+    def retract(self, block_id: int, prefix_hash: PrefixHash) -> None:
+        if self.index.get(prefix_hash) != block_id:
+            return
+        del self.index[prefix_hash], self.hash_of[block_id]
+        if block_id in self.cached:
+            del self.cached[block_id]
+            self.returned.append(block_id)
+            self.num_freed += 1
+
+    def copy(self) -> Self:
+        twin = copy.copy(self)
+        for name in ("returned", "cached", "refs", "index", "hash_of"):
+            setattr(twin, name, getattr(self, name).copy())
+        return twin
+
+    def snapshot(self) -> Hashable:
+        return (
+            self.next_unused,
+            tuple(self.returned),
+            tuple(self.cached),
+            frozenset(self.refs.items()),
+            frozenset(self.index.items()),
+        )
+
+    def _take_one(self) -> int:
+        if self.returned:
+            block_id = self.returned.pop()
+        elif self.next_unused < self.num_blocks:
+            block_id = self.next_unused
+            self.next_unused += 1
+        else:
+            block_id = next(iter(self.cached))
+            del self.cached[block_id], self.index[self.hash_of.pop(block_id)]
+        self.refs[block_id] = 1
+        return block_id

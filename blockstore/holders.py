@@ -1,0 +1,75 @@
+"""Who holds, who waits, who is gone: the people of a `blockstore.ledger`."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+
+from blockstore.store import TOMBSTONE_S, HolderInfo
+
+
+@dataclass(slots=True)
+class Holder:
+    """`acquired`: every block it ever got, in order; `held`: those that it has not given back."""
+
+    holder_id: str
+    worker_id: str
+    order: int
+    num_cached_blocks: int
+    acquired: list[int] = field(default_factory=list)
+    held: set[int] = field(default_factory=set)
+    epoch: int = 1
+
+    @property
+    def place(self) -> tuple[int, str]:
+        return self.order, self.holder_id
+
+    def acquire(self, block_ids: Sequence[int]) -> None:
+        self.acquired.extend(block_ids)
+        self.held.update(block_ids)
+
+    def info(self) -> HolderInfo:
+        return HolderInfo(
+            self.holder_id, self.epoch, self.worker_id, self.order, num_blocks=len(self.held)
+        )
+
+    def snapshot(self) -> Hashable:
+        return (
+            *(self.holder_id, self.worker_id, self.order, self.epoch, self.num_cached_blocks),
+            *(tuple(self.acquired), frozenset(self.held)),
+        )
+
+    def copy(self) -> "Holder":
+        return replace(self, acquired=self.acquired.copy(), held=self.held.copy())
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    order: int
+    worker_id: str
+
+
+@dataclass(slots=True)
+class Tombstones:
+    """What was ended (id -> last epoch) and is remembered for `TOMBSTONE_S`."""
+
+    clock: Callable[[], float]
+    epochs: dict[str, int] = field(default_factory=dict)
+    _until: dict[str, float] = field(default_factory=dict)
+
+    def bury(self, key: str, epoch: int = 0) -> None:
+        self._forget_old()
+        self._until.pop(key, None)  # the oldest stay in front
+        self._until[key] = self.clock() + TOMBSTONE_S
+        self.epochs[key] = epoch
+
+    def epoch(self, key: str) -> int | None:
+        self._forget_old()
+        return self.epochs.get(key)
+
+    def copy(self) -> "Tombstones":
+        return Tombstones(self.clock, self.epochs.copy(), self._until.copy())
+
+    def _forget_old(self) -> None:
+        now = self.clock()
+        for key in list(takewhile(lambda key: self._until[key] <= now, self._until)):
+            del self._until[key], self.epochs[key]
