@@ -1,0 +1,112 @@
+"""Maps a handler's exceptions to gRPC statuses, for unary and streaming handlers.
+
+Trailers of a failed call: `quire-error-code`, and where trying again makes sense
+`grpc-retry-pushback-ms`. Cancellation passes through untouched: it is no error.
+"""
+
+import inspect
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc import aio
+
+from services.common.errors import InvalidRequest
+from services.common.faults import Failure, failure_of
+from services.common.logging import bind_request_id
+
+CODE_TRAILER = "quire-error-code"
+RETRY_TRAILER = "grpc-retry-pushback-ms"
+REQUEST_ID_METADATA = "x-request-id"
+
+if TYPE_CHECKING:  # generic in the stubs only
+    _Handler = grpc.RpcMethodHandler[Any, Any]
+    _Context = aio.ServicerContext[Any, Any]
+else:
+    _Handler, _Context = grpc.RpcMethodHandler, aio.ServicerContext
+_Call = Callable[[Any, _Context], Awaitable[Any]]
+_Decode = Callable[[bytes], Any]
+
+
+class ErrorInterceptor(aio.ServerInterceptor):
+    """Wraps every handler of the server."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler | None:
+        handler = await continuation(handler_call_details)
+        return handler and _wrapped(handler)
+
+
+def trailers(failure: Failure) -> tuple[tuple[str, str], ...]:
+    """The trailing metadata of a failed call."""
+    code = ((CODE_TRAILER, failure.code),)
+    if failure.retry_delay_s is None:
+        return code
+    return (*code, (RETRY_TRAILER, str(round(failure.retry_delay_s * 1000))))
+
+
+def _wrapped(handler: _Handler) -> _Handler:
+    call = _guarded(_call_of(handler), None if handler.request_streaming else _decoder_of(handler))
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    decode = handler.request_deserializer if handler.request_streaming else None
+    return make(call, decode, handler.response_serializer)
+
+
+def _call_of(handler: _Handler) -> _Call:
+    """The handler's method as a coroutine function; a generator's messages are written as they
+    come, and a cancelled call closes the generator at once, not when it is garbage."""
+    method: Any = (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    )
+    if not inspect.isasyncgenfunction(method):
+        return method  # type: ignore[no-any-return]
+
+    async def write_all(request: Any, context: _Context) -> None:
+        async with aclosing(method(request, context)) as responses:
+            async for response in responses:
+                await context.write(response)
+
+    return write_all
+
+
+def _guarded(call: _Call, decode: _Decode | None) -> _Call:
+    async def guarded(request: Any, context: _Context) -> Any:
+        _bind_request_id(context)
+        try:
+            return await call(decode(request) if decode else request, context)
+        except aio.BaseError:  # the handler aborted by itself, or gRPC's own
+            raise
+        except Exception as error:
+            failure = failure_of(error)
+        await context.abort(failure.status, failure.text, trailers(failure))
+
+    return guarded
+
+
+def _decoder_of(handler: _Handler) -> _Decode:
+    """gRPC itself answers an undecodable request with UNKNOWN and the decoder's text."""
+    decode: _Decode = handler.request_deserializer or bytes
+
+    def decoded(request: bytes) -> Any:
+        try:
+            return decode(request)
+        except DecodeError as error:
+            raise InvalidRequest("the request is not a valid message of this method") from error
+
+    return decoded
+
+
+def _bind_request_id(context: _Context) -> None:
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_ID_METADATA and isinstance(value, str):
+            bind_request_id(value)

@@ -1,0 +1,167 @@
+"""The domain's types as protobuf and back; the round trip is exact.
+
+Sampling floats travel as 32 bits: a value that came over the wire once stays what it is. Everything
+that comes in is checked: a ticket that makes no sense is an InvalidRequest, not a wrong read later.
+"""
+
+import math
+
+from blockstore.registry import Load
+from quire.v1 import sampling_pb2, ticket_pb2, worker_pb2
+from services.common.errors import InvalidRequest
+from services.common.ticket import FinishReason, SamplingParams, Ticket, TicketSequence
+
+ROOT_HASH_BYTES = 16
+_MAX_ORDER = 1 << 52
+
+_FINISH_REASONS = {
+    FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
+}
+_FROM_WIRE = {number: reason for reason, number in _FINISH_REASONS.items()}
+
+
+def ticket_to_wire(ticket: Ticket) -> ticket_pb2.Ticket:
+    return ticket_pb2.Ticket(
+        request_id=ticket.request_id,
+        attempt=ticket.attempt,
+        order=ticket.order,
+        pool_id=ticket.pool_id,
+        holder_id=ticket.holder_id,
+        holder_epoch=ticket.holder_epoch,
+        root_hash=ticket.root_hash,
+        prompt_token_ids=ticket.prompt_token_ids,
+        sampling=_sampling_to_wire(ticket.sampling),
+        sequences=map(_sequence_to_wire, ticket.sequences),
+        num_cached_tokens=ticket.num_cached_tokens,
+        timeout_ms=ticket.timeout_ms,
+    )
+
+
+def ticket_from_wire(message: ticket_pb2.Ticket) -> Ticket:
+    """InvalidRequest says what is wrong with the message."""
+    _require(bool(message.request_id), "request_id is empty")
+    _require(message.order < _MAX_ORDER, "order is not below 2**52")
+    _require(len(message.root_hash) == ROOT_HASH_BYTES, f"root_hash is not {ROOT_HASH_BYTES} bytes")
+    _require(bool(message.prompt_token_ids), "prompt_token_ids is empty")
+    _require(message.HasField("sampling"), "sampling is missing")
+    _require(bool(message.sequences), "sequences is empty")
+    num_prompt_tokens = len(message.prompt_token_ids)
+    _require(message.num_cached_tokens <= num_prompt_tokens, "num_cached_tokens > prompt")
+    indices = {sequence.index for sequence in message.sequences}
+    _require(len(indices) == len(message.sequences), "a sequence index is there twice")
+    return Ticket(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        order=message.order,
+        pool_id=message.pool_id,
+        holder_id=message.holder_id,
+        holder_epoch=message.holder_epoch,
+        root_hash=message.root_hash,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        sampling=_sampling_from_wire(message.sampling),
+        sequences=tuple(_sequence_from_wire(s, num_prompt_tokens) for s in message.sequences),
+        num_cached_tokens=message.num_cached_tokens,
+        timeout_ms=message.timeout_ms,
+    )
+
+
+def finish_reason_to_wire(reason: FinishReason | None) -> sampling_pb2.FinishReason:
+    """None, while a sequence goes on, is FINISH_REASON_UNSPECIFIED."""
+    if reason is None:
+        return sampling_pb2.FINISH_REASON_UNSPECIFIED
+    return _FINISH_REASONS[reason]
+
+
+def finish_reason_from_wire(number: sampling_pb2.FinishReason) -> FinishReason | None:
+    """InvalidRequest: a reason that this version does not know."""
+    if number == sampling_pb2.FINISH_REASON_UNSPECIFIED:
+        return None
+    _require(number in _FROM_WIRE, f"finish_reason {number} is unknown")
+    return _FROM_WIRE[number]
+
+
+def load_to_wire(load: Load, draining: bool) -> worker_pb2.WorkerLoad:
+    return worker_pb2.WorkerLoad(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_free_slots=load.num_free_slots,
+        num_pending_tokens=load.num_pending_tokens,
+        draining=draining,
+    )
+
+
+def load_from_wire(message: worker_pb2.WorkerLoad) -> tuple[Load, bool]:
+    """The load, and whether the worker drains."""
+    load = Load(
+        message.num_running,
+        message.num_waiting,
+        message.num_free_slots,
+        message.num_pending_tokens,
+    )
+    return load, message.draining
+
+
+def _sampling_to_wire(sampling: SamplingParams) -> ticket_pb2.TicketSampling:
+    return ticket_pb2.TicketSampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def _sampling_from_wire(message: ticket_pb2.TicketSampling) -> SamplingParams:
+    temperature, top_p, min_p = message.temperature, message.top_p, message.min_p
+    _require(math.isfinite(temperature) and temperature >= 0, f"temperature is {temperature}")
+    _require(0 < top_p <= 1, f"top_p is {top_p}")
+    _require(0 <= min_p <= 1, f"min_p is {min_p}")
+    _require(message.max_tokens > 0, "max_tokens is 0")
+    return SamplingParams(
+        temperature=temperature,
+        top_k=message.top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=message.seed,
+        max_tokens=message.max_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def _sequence_to_wire(sequence: TicketSequence) -> ticket_pb2.TicketSequence:
+    return ticket_pb2.TicketSequence(
+        index=sequence.index,
+        token_ids=sequence.token_ids,
+        block_ids=sequence.block_ids,
+        num_computed_tokens=sequence.num_computed_tokens,
+    )
+
+
+def _sequence_from_wire(
+    message: ticket_pb2.TicketSequence, num_prompt_tokens: int
+) -> TicketSequence:
+    num_tokens = num_prompt_tokens + len(message.token_ids)
+    _require(
+        message.num_computed_tokens <= num_tokens,
+        f"num_computed_tokens is {message.num_computed_tokens} of {num_tokens} tokens",
+    )
+    _require(
+        bool(message.block_ids) or message.num_computed_tokens == 0,
+        "computed tokens, but no blocks",
+    )
+    return TicketSequence(
+        index=message.index,
+        token_ids=tuple(message.token_ids),
+        block_ids=tuple(message.block_ids),
+        num_computed_tokens=message.num_computed_tokens,
+    )
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise InvalidRequest(f"malformed message: {problem}")

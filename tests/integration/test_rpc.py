@@ -1,0 +1,206 @@
+"""Errors, limits, health and reflection over real grpc.aio servers on port 0."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from quire.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
+from services.common import errors
+from services.common.faults import PeerFailed
+from services.common.rpc import MAX_MESSAGE_BYTES, RpcServer, from_rpc_error, open_channel
+
+SERVICE = "quire.v1.Inference"
+
+
+class Inference(inference_pb2_grpc.InferenceServicer):
+    """Fails as it is told; `Generate` counts up until it is stopped."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.closed = asyncio.Event()
+
+    async def ListModels(self, request, context):
+        if self.error:
+            raise self.error
+        return inference_pb2.ListModelsResponse(models=[inference_pb2.Model(id="tiny")])
+
+    async def Generate(self, request, context):
+        try:
+            number = 0
+            while True:
+                yield inference_pb2.GenerateResponse(request_id=str(number))
+                number += 1
+                if self.error and number == 2:
+                    raise self.error
+                await asyncio.sleep(0)
+        finally:
+            self.closed.set()
+
+
+class Prefill(prefill_pb2_grpc.PrefillServicer):
+    async def Connect(self, request_iterator, context):
+        async for _ in request_iterator:
+            yield prefill_pb2.PrefillConnectResponse(welcome=worker_pb2.Welcome(worker_id="p-1"))
+            raise errors.VersionMismatch("protocol 1, not 2")
+
+
+Start = Callable[[Inference], Awaitable[grpc.aio.Channel]]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    """Starts a server with the servicer; a channel to it."""
+    servers, channels = [], []
+
+    async def start(servicer: Inference) -> grpc.aio.Channel:
+        server = RpcServer(SERVICE, "quire.v1.Prefill")
+        inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.aio)
+        prefill_pb2_grpc.add_PrefillServicer_to_server(Prefill(), server.aio)
+        port = await server.start("127.0.0.1", 0)
+        await server.set_serving(True)
+        servers.append(server)
+        channels.append(open_channel(f"127.0.0.1:{port}"))
+        return channels[-1]
+
+    yield start
+    for channel in channels:
+        await channel.close()
+    for server in servers:
+        await server.stop()
+
+
+async def list_models(channel: grpc.aio.Channel) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await inference_pb2_grpc.InferenceStub(channel).ListModels(
+            inference_pb2.ListModelsRequest()
+        )
+    return caught.value
+
+
+async def test_a_domain_error_arrives_as_itself(start: Start) -> None:
+    """Status, code and retry delay cross the wire; the client raises the same class."""
+    channel = await start(Inference(errors.QueueFull("the queue is full", retry_delay_s=2.5)))
+    error = await list_models(channel)
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert dict(error.trailing_metadata() or ())["grpc-retry-pushback-ms"] == "2500"
+    back = from_rpc_error(error)
+    assert type(back) is errors.QueueFull
+    assert (str(back), back.retry_delay_s) == ("the queue is full", 2.5)
+
+
+async def test_an_unknown_error_shows_an_id_and_nothing_else(start: Start) -> None:
+    error = await list_models(await start(Inference(RuntimeError("the secret"))))
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert (error.details() or "").startswith("internal error ")
+    assert "secret" not in repr(error)
+    back = from_rpc_error(error)
+    assert isinstance(back, PeerFailed)
+    assert back.failure.status is grpc.StatusCode.INTERNAL
+
+
+async def test_a_peer_failure_is_passed_on_as_it_came(start: Start) -> None:
+    """A relay answers with the status, code and text that it got."""
+    failed = PeerFailed("pool p is unknown", "unknown_pool", grpc.StatusCode.NOT_FOUND)
+    error = await list_models(await start(Inference(failed)))
+    assert (error.code(), error.details()) == (grpc.StatusCode.NOT_FOUND, "pool p is unknown")
+    assert dict(error.trailing_metadata() or ())["quire-error-code"] == "unknown_pool"
+
+
+async def test_a_stream_fails_after_its_messages(start: Start) -> None:
+    """What was streamed before the error arrives, then the error."""
+    channel = await start(Inference(errors.KVCorrupt("block 3 is not what its hash promised")))
+    call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest())
+    assert [(await call.read()).request_id for _ in range(2)] == ["0", "1"]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert type(from_rpc_error(caught.value)) is errors.KVCorrupt
+
+
+async def test_a_bidirectional_stream_is_mapped_too(start: Start) -> None:
+    channel = await start(Inference())
+    call = prefill_pb2_grpc.PrefillStub(channel).Connect()
+    await call.write(prefill_pb2.PrefillConnectRequest(hello=worker_pb2.Hello(peer_id="g")))
+    assert (await call.read()).welcome.worker_id == "p-1"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert type(from_rpc_error(caught.value)) is errors.VersionMismatch
+
+
+async def test_cancelling_a_stream_closes_its_generator(start: Start) -> None:
+    """At once: not when the garbage collector finds it."""
+    servicer = Inference()
+    channel = await start(servicer)
+    call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest())
+    await call.read()
+    call.cancel()
+    async with asyncio.timeout(5):
+        await servicer.closed.wait()
+
+
+async def test_an_undecodable_request_is_invalid(start: Start) -> None:
+    channel = await start(Inference())
+    call = channel.unary_unary(f"/{SERVICE}/ListModels")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(b"\xff\xff\xff")
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_messages_up_to_the_limit_pass(start: Start) -> None:
+    """12 MB reach the handler; above 16 MiB gRPC refuses."""
+    channel = await start(Inference(errors.PromptTooLong("too long")))
+    stub = inference_pb2_grpc.InferenceStub(channel)
+    call = stub.Generate(inference_pb2.GenerateRequest(text="x" * 12_000_000))
+    assert (await call.read()).request_id == "0"
+    call.cancel()
+    call = stub.Generate(inference_pb2.GenerateRequest(text="x" * (MAX_MESSAGE_BYTES + 1)))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_health_follows_set_serving() -> None:
+    server = RpcServer(SERVICE)
+    port = await server.start("127.0.0.1", 0)
+    states = health_pb2.HealthCheckResponse
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        for serving, state in ((None, states.NOT_SERVING), (True, states.SERVING)):
+            if serving is not None:
+                await server.set_serving(serving)
+            for service in ("", SERVICE):
+                answer = await check(health_pb2.HealthCheckRequest(service=service))
+                assert answer.status == state
+    await server.stop()
+
+
+async def test_reflection_lists_the_services(start: Start) -> None:
+    channel = await start(Inference())
+    call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    names = {service.name for service in (await call.read()).list_services_response.service}
+    assert {SERVICE, "quire.v1.Prefill", "grpc.health.v1.Health"} <= names
+    call.cancel()
+
+
+async def test_a_port_in_use_is_a_startup_error() -> None:
+    """Two servers never share a port."""
+    first, second = RpcServer(SERVICE), RpcServer(SERVICE)
+    port = await first.start("127.0.0.1", 0)
+    with pytest.raises(errors.StartupError, match=f"cannot listen on 127.0.0.1:{port}"):
+        await second.start("127.0.0.1", port)
+    await first.stop()
+    await second.stop()
+
+
+async def test_a_server_that_is_not_there_is_unavailable() -> None:
+    server = RpcServer(SERVICE)
+    port = await server.start("127.0.0.1", 0)
+    await server.stop()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        error = await list_models(channel)
+    assert type(from_rpc_error(error)) is errors.Unavailable
