@@ -1,0 +1,56 @@
+"""header.json: what a pool is, for everyone who opens its directory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from blockstore.store import PoolSpec
+from services.common.pool.layout import PoolLayout
+
+
+class BadHeader(Exception):
+    """A header.json that this version cannot read."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolHeader:
+    """`run_id` is the block store's own: another one means that the pool's ledger is lost."""
+
+    pool_id: str
+    run_id: str
+    layout: PoolLayout
+    num_blocks: int
+    watermark_blocks: int
+
+    @property
+    def spec(self) -> PoolSpec:
+        """The pool as the block store knows it."""
+        return PoolSpec(
+            pool_id=self.pool_id,
+            model=self.layout.model,
+            fingerprint=self.layout.fingerprint,
+            num_blocks=self.num_blocks,
+            block_size=self.layout.block_size,
+            block_bytes=self.layout.block_bytes,
+            watermark_blocks=self.watermark_blocks,
+        )
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.num_blocks * self.layout.block_bytes
+
+    def write(self, path: Path) -> None:
+        path.touch(mode=0o600, exist_ok=False)
+        path.write_bytes(_ADAPTER.dump_json(self, indent=2))
+
+    @classmethod
+    def read(cls, path: Path) -> "PoolHeader":
+        """BadHeader when it is not one; OSError when the file cannot be read."""
+        try:
+            return _ADAPTER.validate_json(path.read_bytes(), strict=True)
+        except ValidationError as error:
+            raise BadHeader(f"{path}: {error}") from error
+
+
+_ADAPTER = TypeAdapter(PoolHeader)

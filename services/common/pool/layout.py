@@ -1,0 +1,31 @@
+"""The shape of a pool's arena: what workers must agree on before they share blocks."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16"]
+
+ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLayout:
+    """One model's KV, block-major: a block is one contiguous piece of `block_bytes`."""
+
+    model: str
+    fingerprint: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: Dtype
+    block_size: int
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        """[num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]."""
+        return self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim
+
+    @property
+    def block_bytes(self) -> int:
+        num_values = 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim
+        return num_values * ITEM_BYTES[self.dtype]

@@ -1,0 +1,180 @@
+"""A stamp per block: what the block holds, said by who wrote it and compared by who adopts it.
+
+A fixed-size record in one file that all processes of the pool map:
+
+    offset  0   state         1 byte, 7 unused
+            8   owner         8 bytes, token of the holder that writes the block
+           16   prefix hash   16 bytes
+           32   parent hash   16 bytes
+           48   token ids     block_size x 4 bytes, native order; record padded to 8
+
+The order of writes is owner -> (KV) -> fields -> state. Whoever reads COMMITTED therefore reads the
+fields of finished KV; a record is reset to PRIVATE before its block gets other content. One byte
+is written at once; the readers learn of a block through the block store, which orders the rest.
+"""
+
+import hashlib
+import mmap
+import os
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from blockstore.store import PrefixHash
+
+_HEAD = struct.Struct("=B7x8s16s16s")
+_OWNER_AT = 8
+_FIELDS_AT = 16
+_HASHES_BYTES = 32
+
+
+class StampState(IntEnum):
+    FREE = 0
+    PRIVATE = 1
+    COMMITTED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """All of a record; `owner` is an `owner_token`, and the fields after it mean something only
+    when the state is COMMITTED."""
+
+    state: StampState
+    owner: bytes
+    prefix_hash: PrefixHash
+    parent: PrefixHash
+    token_ids: tuple[int, ...]
+
+
+def owner_token(holder_id: str) -> bytes:
+    """8 bytes that stand for a holder; holder ids are used once, so its token is too."""
+    return hashlib.blake2b(holder_id.encode(), digest_size=8).digest()
+
+
+def record_bytes(block_size: int) -> int:
+    """Size of one stamp."""
+    return -(-(_FIELDS_AT + _HASHES_BYTES + 4 * block_size) // 8) * 8
+
+
+class Stamps:
+    """The stamps of one pool, mapped. Only a block's holder may write its stamp (law 4)."""
+
+    def __init__(self, path: Path, num_blocks: int, block_size: int) -> None:
+        """ValueError: the file is not of this geometry."""
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._record_bytes = record_bytes(block_size)
+        self._bytes = _map(path, num_blocks * self._record_bytes)
+
+    def own(self, block_ids: Sequence[int], owner: str) -> None:
+        """Before the first write into new blocks: whatever they held is no longer said. `owner` is
+        the holder's id."""
+        token = owner_token(owner)
+        for block_id in block_ids:
+            at = self._at(block_id)
+            self._bytes[at] = StampState.PRIVATE
+            self._bytes[at + _OWNER_AT : at + _FIELDS_AT] = token
+
+    def complete(
+        self,
+        block_id: int,
+        prefix_hash: PrefixHash,
+        parent: PrefixHash,
+        token_ids: Sequence[int],
+    ) -> None:
+        """The block's KV is all there (on a GPU: its event says so) and is never written again.
+        `token_ids`: exactly block_size. Comes before the store's `commit`. Again with the same
+        content: no change. ValueError: the block is not being written by anyone."""
+        fields = prefix_hash + parent + array("I", token_ids).tobytes()
+        if len(fields) != self._fields_bytes:
+            raise ValueError(
+                f"a stamp takes two hashes of 16 bytes and {self._block_size} tokens, "
+                f"not {len(prefix_hash)}, {len(parent)} and {len(token_ids)}"
+            )
+        at = self._at(block_id)
+        if self._says(block_id, fields):
+            return
+        if self._bytes[at] != StampState.PRIVATE:
+            state = StampState(self._bytes[at]).name
+            raise ValueError(f"block {block_id} is {state}, so nobody writes it now")
+        self._bytes[at + _FIELDS_AT : at + _FIELDS_AT + len(fields)] = fields
+        self._bytes[at] = StampState.COMMITTED
+
+    def read(self, block_id: int) -> Stamp:
+        at = self._at(block_id)
+        state, owner, prefix_hash, parent = _HEAD.unpack_from(self._bytes, at)
+        tokens_at = at + _FIELDS_AT + _HASHES_BYTES
+        token_ids = array("I", self._bytes[tokens_at : tokens_at + 4 * self._block_size])
+        return Stamp(StampState(state), owner, prefix_hash, parent, tuple(token_ids))
+
+    def first_mismatch(
+        self,
+        block_ids: Sequence[int],
+        parent: PrefixHash,
+        hashes: Sequence[PrefixHash],
+        token_ids: Sequence[int],
+    ) -> int | None:
+        """Index of the first adopted block that does not say exactly what was asked for, else None.
+
+        `block_ids` in sequence order; `parent` is the hash before the first (the root hash at
+        the start of a prompt), `hashes` theirs, `token_ids` all their tokens,
+        len(block_ids) * block_size of them. ValueError when the lengths do not fit.
+        """
+        tokens = memoryview(array("I", token_ids)).cast("B")
+        num_token_bytes = 4 * self._block_size
+        if len(hashes) != len(block_ids) or len(tokens) != len(block_ids) * num_token_bytes:
+            raise ValueError(
+                f"{len(block_ids)} blocks of {self._block_size} tokens do not match "
+                f"{len(hashes)} hashes and {len(token_ids)} tokens"
+            )
+        for index, (block_id, prefix_hash) in enumerate(zip(block_ids, hashes, strict=True)):
+            start = index * num_token_bytes
+            fields = prefix_hash + parent + tokens[start : start + num_token_bytes]
+            if not self._says(block_id, fields):
+                return index
+            parent = prefix_hash
+        return None
+
+    def complete_blocks(self, owners: Iterable[str]) -> dict[str, list[int]]:
+        """The COMMITTED blocks of each owner that has some; reads all stamps, for the reaper of a
+        dead worker."""
+        holders = {owner_token(owner): owner for owner in owners}
+        head = struct.Struct(f"=B7x8s{self._record_bytes - _FIELDS_AT}x")
+        found: dict[str, list[int]] = {}
+        with memoryview(self._bytes) as records:
+            for block_id, (state, token) in enumerate(head.iter_unpack(records)):
+                if state == StampState.COMMITTED and token in holders:
+                    found.setdefault(holders[token], []).append(block_id)
+        return found
+
+    def close(self) -> None:
+        """Unmap. Again: no error."""
+        self._bytes.close()
+
+    @property
+    def _fields_bytes(self) -> int:
+        return _HASHES_BYTES + 4 * self._block_size
+
+    def _at(self, block_id: int) -> int:
+        if not 0 <= block_id < self._num_blocks:
+            raise IndexError(f"block {block_id} of a pool of {self._num_blocks}")
+        return block_id * self._record_bytes
+
+    def _says(self, block_id: int, fields: bytes) -> bool:
+        at = self._at(block_id)
+        if self._bytes[at] != StampState.COMMITTED:
+            return False
+        return self._bytes[at + _FIELDS_AT : at + _FIELDS_AT + len(fields)] == fields
+
+
+def _map(path: Path, num_bytes: int) -> mmap.mmap:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_size != num_bytes:
+            raise ValueError(f"{path} has {os.fstat(fd).st_size} bytes instead of {num_bytes}")
+        return mmap.mmap(fd, num_bytes)
+    finally:
+        os.close(fd)

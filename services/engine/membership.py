@@ -1,0 +1,188 @@
+"""Joining a pool and leaving it: the first worker makes the pool, the last one takes it away.
+
+A worker's life on a pool, each step under the host's lock:
+
+    join    (make the pool) -> lock its file -> map -> register
+    leave   unmap -> leave the store -> unlink its file -> (drop the pool) -> let go of the lock
+
+Whatever dies in between is finished by the block manager, or by the next who joins.
+"""
+
+import asyncio
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from blockstore.errors import (
+    BlockStoreError,
+    FingerprintMismatch,
+    GeometryMismatch,
+    StoreLost,
+    UnknownPool,
+)
+from blockstore.store import BlockStore, PoolSpec
+from services.common.errors import StartupError
+from services.common.pool.arena import make_file
+from services.common.pool.directory import (
+    PoolDirectory,
+    new_directory,
+    pool_directories,
+    remove_unfinished,
+)
+from services.common.pool.header import BadHeader, PoolHeader
+from services.common.pool.layout import PoolLayout
+from services.common.pool.locks import WorkerLock, host_lock
+from services.common.pool.memory import available_bytes
+from services.common.pool.names import new_pool_id
+from services.common.pool.sizing import MemoryPlan, num_blocks_for
+from services.common.pool.stamps import Stamps, record_bytes
+from services.engine.pool import KVPool
+
+DEFAULT_WATERMARK = 0.01
+"""Share of a pool that must stay free when a request is admitted, as in vLLM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """One worker on one pool: what it maps, and the lock that says it lives."""
+
+    store: BlockStore
+    directory: PoolDirectory
+    header: PoolHeader
+    worker_id: str
+    lock: WorkerLock
+    pool: KVPool
+    stamps: Stamps
+
+    @property
+    def spec(self) -> PoolSpec:
+        return self.header.spec
+
+    async def leave(self) -> None:
+        """Go for good; the worker holds nothing any more and no step is in flight.
+
+        The last one out removes the pool. However it ends the lock is dropped, and the rest is then
+        the block manager's: WorkerNotEmpty, StoreUnavailable, StoreLost. Again: no error.
+        """
+        if self.lock.is_unlinked:
+            return
+        self.pool.close()
+        self.stamps.close()
+        try:
+            async with host_lock(self.directory.path.parent):
+                await self._take_off()
+        finally:
+            self.lock.close()
+
+    async def _take_off(self) -> None:
+        pool_id = self.spec.pool_id
+        try:
+            await self.store.leave(pool_id, self.worker_id)
+            ledger_is_there = True
+        except (UnknownPool, StoreLost):
+            ledger_is_there = False
+        # It holds nothing, so nobody needs this lock to reap it.
+        self.lock.unlink()
+        if not self.directory.is_live():
+            if ledger_is_there:
+                await self.store.drop_pool(pool_id)
+            await asyncio.to_thread(self.directory.remove)
+
+
+async def join(
+    store: BlockStore,
+    run_id: str,
+    root: Path,
+    layout: PoolLayout,
+    worker_id: str,
+    plan: MemoryPlan,
+    watermark: float = DEFAULT_WATERMARK,
+) -> Membership:
+    """Join the live pool of these weights, or make one; `run_id` is the store's.
+
+    StartupError: a live pool of the same weights has another geometry, or the memory for a new one
+    is not there. Errors of the store. Nothing is left behind by a join that fails.
+    """
+    async with host_lock(root):
+        await _remove_dead(store, root)
+        found = _find_live(root, layout, run_id)
+        if found is not None:
+            try:
+                return await _enter(store, found, worker_id)
+            except UnknownPool:
+                pass  # The store was emptied; that pool ends with its last worker.
+        made = await asyncio.to_thread(_make, root, layout, run_id, plan, watermark)
+        try:
+            await store.register_pool(made.read_header().spec)
+            return await _enter(store, made, worker_id)
+        except BaseException:
+            await asyncio.to_thread(made.remove)
+            with suppress(BlockStoreError):
+                await store.drop_pool(made.pool_id)
+            raise
+
+
+async def _remove_dead(store: BlockStore, root: Path) -> None:
+    """Pools whose workers are all gone: nobody is left who knows what their blocks hold."""
+    remove_unfinished(root)
+    for directory in pool_directories(root):
+        if not directory.is_live():
+            await store.drop_pool(directory.pool_id)
+            await asyncio.to_thread(directory.remove)
+
+
+def _find_live(root: Path, layout: PoolLayout, run_id: str) -> PoolDirectory | None:
+    """The pool of these weights in this store. Pools of another run of the store wait for their
+    workers to leave."""
+    for directory in pool_directories(root):
+        try:
+            header = directory.read_header()
+        except BadHeader:
+            continue  # Of another version of Quire, and alive.
+        if (header.layout.fingerprint, header.run_id) == (layout.fingerprint, run_id):
+            if header.layout != layout:
+                raise StartupError(
+                    f"pool {header.pool_id} has the same weights but another geometry: "
+                    f"{header.layout}, this worker: {layout}"
+                )
+            return directory
+    return None
+
+
+def _make(
+    root: Path, layout: PoolLayout, run_id: str, plan: MemoryPlan, watermark: float
+) -> PoolDirectory:
+    """A new incarnation with all its memory; blocks for as long as the kernel clears pages."""
+    stamp_bytes = record_bytes(layout.block_size)
+    num_blocks = num_blocks_for(plan, layout.block_bytes + stamp_bytes, available_bytes(root))
+    header = PoolHeader(
+        pool_id=new_pool_id(layout.model),
+        run_id=run_id,
+        layout=layout,
+        num_blocks=num_blocks,
+        watermark_blocks=int(watermark * num_blocks),
+    )
+    with new_directory(root, header.pool_id) as directory:
+        make_file(directory.kv, header.arena_bytes)
+        make_file(directory.stamps, num_blocks * stamp_bytes)
+        header.write(directory.header)
+    return PoolDirectory(root / header.pool_id)
+
+
+async def _enter(store: BlockStore, directory: PoolDirectory, worker_id: str) -> Membership:
+    """Lock, map, register: in this order, so that whoever is registered can be seen to die."""
+    header = directory.read_header()
+    with ExitStack() as undo:
+        lock = WorkerLock.create(directory.lock_path(worker_id))
+        undo.callback(lock.close)
+        undo.callback(lock.unlink)
+        pool = KVPool(directory.kv, header.layout, header.num_blocks)
+        undo.callback(pool.close)
+        stamps = Stamps(directory.stamps, header.num_blocks, header.layout.block_size)
+        undo.callback(stamps.close)
+        try:
+            await store.register_worker(header.spec, worker_id)
+        except (GeometryMismatch, FingerprintMismatch) as error:
+            raise StartupError(f"pool {header.pool_id} refuses {worker_id}: {error}") from error
+        undo.pop_all()
+    return Membership(store, directory, header, worker_id, lock, pool, stamps)
