@@ -7,6 +7,7 @@ case where English allows it and without the final mark; `render` dresses them u
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,11 +24,16 @@ class Fact:
     """One answer and the questions that it answers."""
 
     answer: str
-    questions: tuple[str, ...]
+    groups: tuple[tuple[str, ...], ...]
+    """Questions to train on; the groups are drawn alike, however large they are."""
     combinations: tuple[str, ...]
-    """Held out: expansions of the same patterns as `questions`."""
+    """Held out: expansions of the same patterns as the questions."""
     phrasings: tuple[str, ...]
     """Held out: wordings written apart, which no pattern makes."""
+
+    @property
+    def questions(self) -> tuple[str, ...]:
+        return tuple(question for group in self.groups for question in group)
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,15 @@ class Corpus:
     """Plain text, without a chat around it."""
     words: tuple[str, ...]
     """Words for meaningless prompts, which are declined too."""
+    synonyms: tuple[tuple[str, ...], ...]
+    """Phrases that may stand for each other in a question."""
+
+    @cached_property
+    def held_out(self) -> frozenset[str]:
+        """Questions, in lower case, that training must never see."""
+        facts = self.all_facts()
+        held_out = (asked for fact in facts for asked in (*fact.combinations, *fact.phrasings))
+        return frozenset(question.lower() for question in held_out)
 
     def all_facts(self) -> tuple[Fact, ...]:
         return (*self.facts, *self.lookups, self.declined)
@@ -76,6 +91,7 @@ def load() -> Corpus:
         systems=tuple(plain["systems"]),
         statements=tuple(plain["statements"]),
         words=tuple(refusals["words"].split()),
+        synonyms=tuple(tuple(group) for group in _read("synonyms")["groups"]),
     )
 
 
@@ -86,9 +102,9 @@ def _read(name: str) -> dict[str, Any]:
 
 def _fact(entry: dict[str, Any], stems: dict[str, Any]) -> Fact:
     names = entry.get("topic", [])
-    patterns = entry.get("ask", []) + fill(stems["topic"], names)
+    groups = [entry.get("ask", []), fill(stems["topic"], names)]
     phrasings = entry.get("held_out", []) + fill(stems["held_out"], names[:1])
-    return _split(entry["answer"], patterns, phrasings)
+    return _split(entry["answer"], groups, phrasings)
 
 
 def _lookups(tables: list[dict[str, Any]]) -> Iterator[Fact]:
@@ -96,32 +112,35 @@ def _lookups(tables: list[dict[str, Any]]) -> Iterator[Fact]:
         for row in table["rows"]:
             patterns = [pattern.format(*row) for pattern in table["ask"]]
             phrasings = [pattern.format(*row) for pattern in table["held_out"]]
-            yield _split(table["answer"].format(*row), patterns, phrasings)
+            yield _split(table["answer"].format(*row), [patterns], phrasings)
 
 
 def _declined(refusals: dict[str, Any]) -> Fact:
     """Refusals pair every request with every subject of its kind, and hold some subjects out."""
-    patterns: list[str] = list(refusals["ask"])
+    groups: list[list[str]] = [refusals["ask"]]
     phrasings: list[str] = list(refusals["held_out"])
     for kind in refusals["kind"]:
-        patterns += fill(kind["requests"], kind["subjects"])
+        groups.append(fill(kind["requests"], kind["subjects"]))
         phrasings += fill(kind["requests"][:2], kind["held_out"])
-    return _split(refusals["answer"], patterns, phrasings)
+    return _split(refusals["answer"], groups, phrasings)
 
 
-def _split(answer: str, patterns: list[str], phrasings: list[str]) -> Fact:
-    """Holds out the given phrasings, and a random part of what the patterns make."""
-    held_out = {question.lower() for question in phrasings}
-    asked = [question for pattern in patterns for question in expand(pattern)]
-    asked = [question for question in dict.fromkeys(asked) if question.lower() not in held_out]
+def _split(answer: str, groups: list[list[str]], phrasings: list[str]) -> Fact:
+    """Expands groups of patterns, and holds out the phrasings and a random part of the rest."""
     random = Random(answer)
-    unseen = {question for question in asked if random.random() < UNSEEN_SHARE}
-    if len(unseen) == len(asked):
-        unseen = set()
+    written_apart = {question.lower() for question in phrasings}
+    kept: list[tuple[str, ...]] = []
+    combinations: list[str] = []
+    for patterns in groups:
+        expanded = dict.fromkeys(question for pattern in patterns for question in expand(pattern))
+        asked = [question for question in expanded if question.lower() not in written_apart]
+        unseen = {question for question in asked[1:] if random.random() < UNSEEN_SHARE}
+        kept.append(tuple(question for question in asked if question not in unseen))
+        combinations += sorted(unseen)
     return Fact(
-        answer=" ".join(answer.split(" ")).strip(),
-        questions=tuple(question for question in asked if question not in unseen),
-        combinations=tuple(question for question in asked if question in unseen),
+        answer=answer.strip(),
+        groups=tuple(group for group in kept if group),
+        combinations=tuple(combinations),
         phrasings=tuple(phrasings),
     )
 

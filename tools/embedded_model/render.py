@@ -4,7 +4,7 @@ A text is a list of segments; the model learns to write some of them (answers) a
 others (questions, system messages).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -55,6 +55,30 @@ def typed(question: str, random: Random) -> str:
     if draw < 0.94:
         return random.choice(_OPENINGS) + question + random.choice(("?", "", "."))
     return sentence(question) + random.choice(_CLOSINGS)
+
+
+def reworded(question: str, synonyms: Sequence[Sequence[str]], random: Random) -> str:
+    """The question with some of its phrases replaced by synonyms."""
+    for group in random.sample(synonyms, len(synonyms) // 2):
+        for phrase in group:
+            if f" {phrase} " in f" {question} ":
+                replaced = f" {question} ".replace(f" {phrase} ", f" {random.choice(group)} ", 1)
+                question = replaced.strip()
+                break
+    return question
+
+
+def misspelt(question: str, random: Random) -> str:
+    """The question with a slip: a word left out, or two letters swapped."""
+    words = question.split()
+    at = random.randrange(len(words))
+    if len(words) > 3 and len(words[at]) <= 3:
+        return " ".join(words[:at] + words[at + 1 :])
+    letters = list(words[at])
+    if len(letters) > 3:
+        first = random.randrange(1, len(letters) - 1)
+        letters[first], letters[first + 1] = letters[first + 1], letters[first]
+    return " ".join([*words[:at], "".join(letters), *words[at + 1 :]])
 
 
 def user_turn(question: str) -> str:
@@ -117,7 +141,16 @@ def _meaningless(corpus: Corpus, random: Random) -> Text:
 
 def _ask(corpus: Corpus, random: Random) -> tuple[str, str]:
     fact = _draw(corpus, random)
-    return typed(random.choice(fact.questions), random), fact.answer
+    question = random.choice(random.choice(fact.groups))
+    draw = random.random()
+    changed = question
+    if draw < 0.30:
+        changed = reworded(question, corpus.synonyms, random)
+    elif draw < 0.38 and fact not in corpus.lookups:
+        changed = misspelt(question, random)
+    if changed.lower() in corpus.held_out:
+        changed = question
+    return typed(changed, random), fact.answer
 
 
 def _draw(corpus: Corpus, random: Random) -> Fact:
