@@ -1,0 +1,41 @@
+"""Quire: LLM serving with prefill and decode on separate workers that share one paged KV cache.
+
+from quire import Client
+
+with Client() as client:
+    for delta in client.generate("What is a block table?"):
+        print(delta.text, end="", flush=True)
+"""
+
+from quire.client import AsyncClient, Client
+from quire.errors import (
+    Conflict,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    QuireError,
+    ServerError,
+    Unavailable,
+    Unreachable,
+)
+from quire.types import ChatMessage, Completion, Delta, Sampling, Usage
+
+__all__ = [
+    "AsyncClient",
+    "ChatMessage",
+    "Client",
+    "Completion",
+    "Conflict",
+    "DeadlineExceeded",
+    "Delta",
+    "InvalidRequest",
+    "NotFound",
+    "Overloaded",
+    "QuireError",
+    "Sampling",
+    "ServerError",
+    "Unavailable",
+    "Unreachable",
+    "Usage",
+]

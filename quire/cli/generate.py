@@ -1,0 +1,107 @@
+"""`quire generate`: send one prompt, stream the answer."""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from quire.cli.terminal import add_client_command, connect, print_json
+from quire.errors import InvalidRequest
+from quire.messages import Request
+from quire.types import ChatMessage, Delta, Prompt, Sampling
+
+if TYPE_CHECKING:
+    from quire.cli.terminal import Commands
+
+
+def add_commands(commands: "Commands") -> None:
+    command = add_client_command(
+        commands, "generate", run, help_text="send a prompt and stream the answer"
+    )
+    command.add_argument("text", help="the prompt; - reads it from standard input")
+    kind = command.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--chat",
+        action="store_true",
+        help="send the text as a user's message through the model's chat template (the default)",
+    )
+    kind.add_argument(
+        "--raw", action="store_true", help="send the text as it is, for the model to go on with"
+    )
+    command.add_argument("--system", metavar="TEXT", help="a system message before the user's")
+    command.add_argument("--model", default="", help="needed where several models are served")
+    _add_sampling(command)
+    command.add_argument(
+        "--priority", type=int, default=0, metavar="N", help="lower is served first"
+    )
+    command.add_argument("--cache-salt", default="", help="share cached prefixes only within this")
+    command.add_argument("--request-id", default="", help="drawn when absent")
+    command.add_argument("--timeout", type=float, metavar="S", help="the request's deadline")
+
+
+def _add_sampling(command: argparse.ArgumentParser) -> None:
+    """Absent ones take the model's generation_config, then the server's defaults."""
+    group = command.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, metavar="N")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--top-k", type=int, metavar="K", help="0 keeps all")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--min-p", type=float, metavar="P")
+    group.add_argument("--seed", type=int, metavar="N")
+    group.add_argument("--stop", action="append", default=[], metavar="S", help="may be repeated")
+    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end")
+
+
+def run(args: argparse.Namespace) -> int:
+    with connect(args) as client, client.send(_request(args), args.timeout) as stream:
+        show = print_json if args.json else _show
+        try:
+            for delta in stream:
+                show(delta)
+        except InvalidRequest as error:
+            if args.raw or "chat template" not in str(error):
+                raise
+            raise InvalidRequest(f"{error}; --raw sends the text as it is", error.code) from error
+    return 0
+
+
+def _show(delta: Delta) -> None:
+    """Text to stdout as it comes; what it took to stderr, on a terminal."""
+    print(delta.text, end="\n" if delta.finish_reason else "", flush=True)
+    if delta.usage and sys.stderr.isatty():
+        usage = delta.usage
+        print(
+            f"[{usage.num_prompt_tokens} prompt tokens, {usage.num_cached_tokens} of them cached; "
+            f"{usage.num_generated_tokens} generated, the first after "
+            f"{usage.time_to_first_token_ms:.0f} ms; {delta.finish_reason}]",
+            file=sys.stderr,
+        )
+
+
+def _request(args: argparse.Namespace) -> Request:
+    return Request(
+        prompt=_prompt(args),
+        sampling=Sampling(
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            min_p=args.min_p,
+            seed=args.seed,
+            max_tokens=args.max_tokens,
+            stop=tuple(args.stop),
+            ignore_eos=args.ignore_eos,
+        ),
+        model=args.model,
+        request_id=args.request_id,
+        priority=args.priority,
+        cache_salt=args.cache_salt,
+    )
+
+
+def _prompt(args: argparse.Namespace) -> Prompt:
+    text = sys.stdin.read() if args.text == "-" else args.text
+    if args.raw:
+        if args.system is not None:
+            raise InvalidRequest("--system needs a chat; --raw sends no messages", "usage")
+        return str(text)
+    system = [ChatMessage("system", args.system)] if args.system is not None else []
+    return [*system, ChatMessage("user", text)]

@@ -1,0 +1,149 @@
+"""What an operator asks: `quire models`, `workers`, `pools`, `audit`, `drain`."""
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from quire.cli.terminal import (
+    Columns,
+    add_client_command,
+    connect,
+    percent,
+    print_json,
+    print_table,
+    size,
+)
+from quire.client import Client
+from quire.errors import DeadlineExceeded
+from quire.types import Model, Pool, PoolAudit, Worker
+
+if TYPE_CHECKING:
+    from quire.cli.terminal import Commands
+
+_POLL_S = 0.2
+
+_MODEL_COLUMNS: Columns[Model] = {
+    "MODEL": lambda model: model.id,
+    "CONTEXT": lambda model: model.max_model_len,
+    "BLOCK SIZE": lambda model: model.block_size,
+    "DTYPE": lambda model: model.dtype,
+}
+_WORKER_COLUMNS: Columns[Worker] = {
+    "WORKER": lambda worker: worker.worker_id,
+    "ROLE": lambda worker: worker.role,
+    "STATE": lambda worker: worker.state,
+    "ADDRESS": lambda worker: worker.address,
+    "POOL": lambda worker: worker.pool_id,
+    "RUNNING": lambda worker: worker.num_running,
+    "WAITING": lambda worker: worker.num_waiting,
+    "FREE SLOTS": lambda worker: worker.num_free_slots,
+}
+_POOL_COLUMNS: Columns[Pool] = {
+    "POOL": lambda pool: pool.pool_id,
+    "MODEL": lambda pool: pool.model,
+    "MEMORY": lambda pool: size(pool.num_blocks * pool.block_bytes),
+    "BLOCKS": lambda pool: pool.num_blocks,
+    "FREE": lambda pool: pool.num_free,
+    "CACHED": lambda pool: pool.num_cached,
+    "HELD": lambda pool: pool.num_held,
+    "WAITING": lambda pool: pool.num_waiters,
+    "HIT RATE": lambda pool: percent(pool.num_prefix_hits, pool.num_prefix_queries),
+}
+_AUDIT_COLUMNS: Columns[PoolAudit] = {
+    "POOL": lambda found: found.pool_id,
+    "BLOCKS": lambda found: found.num_blocks,
+    "FREE": lambda found: found.num_free,
+    "CACHED": lambda found: found.num_cached,
+    "HELD": lambda found: found.num_held,
+    "HOLDERS": lambda found: found.num_holders,
+    "REFERENCES": lambda found: found.num_references,
+    "LEDGER": lambda found: "checked" if found.ledger_checked else "too busy",
+    "LAWS": lambda found: f"{len(found.violations)} broken" if found.violations else "hold",
+}
+
+
+def add_commands(commands: "Commands") -> None:
+    add_client_command(commands, "models", models, help_text="list the models being served")
+    add_client_command(commands, "workers", workers, help_text="list the workers and their load")
+    add_client_command(commands, "pools", pools, help_text="list the pools and their blocks")
+    audit_command = add_client_command(
+        commands,
+        "audit",
+        audit,
+        help_text="recount every block reference; exit status 1 when a law is broken",
+    )
+    audit_command.add_argument("--pool", default="", metavar="ID", help="default: all pools")
+    drain_command = add_client_command(
+        commands, "drain", drain, help_text="let a worker finish what it runs, then exit"
+    )
+    drain_command.add_argument("worker", metavar="WORKER", help="its id, as `quire workers` says")
+    drain_command.add_argument("--wait", action="store_true", help="until the worker has left")
+    drain_command.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="limit of --wait; %(default)s"
+    )
+
+
+def models(args: argparse.Namespace) -> int:
+    with connect(args) as client:
+        served = client.models()
+    if args.json:
+        print_json(served)
+    else:
+        print_table(_MODEL_COLUMNS, served)
+    return 0
+
+
+def workers(args: argparse.Namespace) -> int:
+    with connect(args) as client:
+        there = client.workers()
+    if args.json:
+        print_json(there)
+        return 0
+    print_table(_WORKER_COLUMNS, there)
+    return 0
+
+
+def pools(args: argparse.Namespace) -> int:
+    with connect(args) as client:
+        there = client.pools()
+    if args.json:
+        print_json(there)
+        return 0
+    print_table(_POOL_COLUMNS, there)
+    return 0
+
+
+def audit(args: argparse.Namespace) -> int:
+    with connect(args) as client:
+        audits = client.audit(args.pool)
+    if args.json:
+        print_json(audits)
+    else:
+        print_table(_AUDIT_COLUMNS, audits)
+    for found in audits:
+        for violation in found.violations:
+            print(f"quire: {found.pool_id}: {violation}", file=sys.stderr)
+    return 1 if any(found.violations for found in audits) else 0
+
+
+def drain(args: argparse.Namespace) -> int:
+    with connect(args) as client:
+        num_running = client.drain(args.worker)
+        if not args.json:
+            print(f"{args.worker} takes no new work; it still runs {num_running} requests")
+        if args.wait:
+            _wait_until_left(client, args.worker, args.timeout)
+            if not args.json:
+                print(f"{args.worker} has left")
+    if args.json:
+        print(f'{{"num_running": {num_running}, "left": {str(args.wait).lower()}}}')
+    return 0
+
+
+def _wait_until_left(client: Client, worker_id: str, timeout_s: float) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while any(worker.worker_id == worker_id for worker in client.workers()):
+        if time.monotonic() > give_up_at:
+            raise DeadlineExceeded(f"{worker_id} is still there after {timeout_s:g} s", "timeout")
+        time.sleep(_POLL_S)

@@ -1,0 +1,134 @@
+"""`quire serve` and `quire down`: a whole deployment on this host."""
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+from quire.cli.terminal import add_command
+from quire.supervisor import RUNS, ServeOptions, serve, stop_run
+from quire.supervisor.model_source import EMBEDDED, find_model
+from quire.supervisor.options import DEFAULT_GRPC_PORT, DEFAULT_HOST, DEFAULT_HTTP_PORT
+from quire.supervisor.run_directory import free_port
+
+if TYPE_CHECKING:
+    from quire.cli.terminal import Commands
+
+EMBEDDED_POOL_MEMORY = "256MiB"
+"""Enough for hundreds of chats with the embedded model; half of the host's memory, which is what
+others get, would take longer to set up than the model to load."""
+
+
+def add_commands(commands: "Commands") -> None:
+    command = add_command(
+        commands, "serve", run_serve, help_text="serve a model on this host, in the foreground"
+    )
+    command.add_argument(
+        "--model",
+        default=EMBEDDED,
+        metavar="DIR|ID",
+        help="a directory in Hugging Face format, an id in the local Hugging Face cache, or "
+        "`%(default)s`, the small model that comes with Quire (the default)",
+    )
+    command.add_argument("--prefill", type=_positive, default=1, metavar="N", help="workers")
+    command.add_argument("--decode", type=_positive, default=1, metavar="N", help="workers")
+    _add_engine(command)
+    _add_network(command)
+    down = add_command(commands, "down", run_down, help_text="end a `quire serve` of this user")
+    down.add_argument("--grpc-port", type=_port, default=DEFAULT_GRPC_PORT, metavar="PORT")
+
+
+def _add_engine(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("engine")
+    group.add_argument(
+        "--pool-memory",
+        type=_size,
+        metavar="SIZE",
+        help="the pool's KV memory, such as 2GiB; default: half of what is free after the "
+        f"weights ({EMBEDDED_POOL_MEMORY} for the embedded model)",
+    )
+    group.add_argument("--block-size", type=_positive, metavar="TOKENS", help="default: 16")
+    group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
+    group.add_argument("--backend", choices=("cpu", "reference", "triton", "flash"))
+    group.add_argument(
+        "--threads", type=_positive, metavar="N", help="per worker; default: an equal share"
+    )
+    group.add_argument("--max-num-seqs", type=_positive, metavar="N", help="per decode worker")
+    group.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="per step")
+
+
+def _add_network(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("network")
+    group.add_argument(
+        "--host", default=DEFAULT_HOST, help="where the gateway listens; %(default)s"
+    )
+    group.add_argument(
+        "--grpc-port",
+        type=_port,
+        default=DEFAULT_GRPC_PORT,
+        metavar="PORT",
+        help="%(default)s; 0 takes a free one",
+    )
+    group.add_argument(
+        "--http-port",
+        type=_port,
+        default=DEFAULT_HTTP_PORT,
+        metavar="PORT",
+        help="%(default)s; 0 takes a free one",
+    )
+    group.add_argument(
+        "--redis-url",
+        metavar="URL",
+        help="redis://, rediss:// or unix://; default: an embedded Valkey",
+    )
+    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    serve(_options(args))
+    return 0
+
+
+def run_down(args: argparse.Namespace) -> int:
+    pid = stop_run(RUNS, args.grpc_port)
+    print(f"the run on port {args.grpc_port} (pid {pid}) has ended")
+    return 0
+
+
+def _options(args: argparse.Namespace) -> ServeOptions:
+    default_memory = EMBEDDED_POOL_MEMORY if args.model == EMBEDDED else None
+    return ServeOptions(
+        model=find_model(args.model),
+        num_prefill=args.prefill,
+        num_decode=args.decode,
+        host=args.host,
+        grpc_port=args.grpc_port or free_port(args.host),
+        http_port=args.http_port or free_port(args.host),
+        redis_url=args.redis_url,
+        pool_memory=args.pool_memory or default_memory,
+        block_size=args.block_size,
+        dtype=args.dtype,
+        backend=args.backend,
+        threads=args.threads,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        log_level=args.log_level,
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
+    return int(text)
+
+
+def _size(text: str) -> str:
+    """Checked here, for the message; the workers read it."""
+    if not re.fullmatch(r"\d+(\.\d+)?\s*([KMGT]i?B?|B)?", text, re.IGNORECASE):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MiB or 2GiB")
+    return text

@@ -1,0 +1,93 @@
+"""What several commands share: the address, JSON, tables."""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from quire.client import DEFAULT_ADDRESS, Client
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+Run = Callable[[argparse.Namespace], int]
+
+
+def add_command(
+    commands: "Commands", name: str, run: Run, *, help_text: str
+) -> argparse.ArgumentParser:
+    """A command that runs without a gateway."""
+    command = commands.add_parser(name, help=help_text, description=help_text)
+    command.set_defaults(run=run)
+    return command
+
+
+def add_client_command(
+    commands: "Commands", name: str, run: Run, *, help_text: str
+) -> argparse.ArgumentParser:
+    """A command that talks to a gateway."""
+    command = add_command(commands, name, run, help_text=help_text)
+    command.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        default=os.environ.get("QUIRE_ADDRESS", DEFAULT_ADDRESS),
+        help="the gateway; default: $QUIRE_ADDRESS, else %(default)s",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON for scripts")
+    return command
+
+
+def connect(args: argparse.Namespace) -> Client:
+    return Client(args.address)
+
+
+def print_json(value: "DataclassInstance | Sequence[DataclassInstance]") -> None:
+    """One line a value: a request's deltas make a stream of JSON lines."""
+    print(json.dumps(_plain(value)), flush=True)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return [dataclasses.asdict(item) for item in value]
+
+
+T = TypeVar("T")
+Columns = Mapping[str, Callable[[T], object]]
+"""Header -> the cell of one item."""
+
+
+def print_table(columns: Columns[T], items: Sequence[T]) -> None:
+    """Columns as wide as their widest cell; numbers to the right."""
+    values = [[cell(item) for cell in columns.values()] for item in items]
+    rows = [list(columns), *([_cell(value) for value in row] for row in values)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    is_number = [isinstance(value, int) for value in values[0]] if values else [False] * len(widths)
+    for row in rows:
+        cells = zip(row, widths, is_number, strict=True)
+        print("  ".join(c.rjust(w) if right else c.ljust(w) for c, w, right in cells).rstrip())
+    sys.stdout.flush()
+
+
+def _cell(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value) or "-"
+
+
+def size(num_bytes: int) -> str:
+    """1536 -> '1.5 KiB'."""
+    amount = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"
+
+
+def percent(part: int, whole: int) -> str:
+    """Empty where there is no whole."""
+    return f"{part / whole:.0%}" if whole else ""

@@ -1,0 +1,100 @@
+"""What can go wrong for a client.
+
+QuireError                 every error of this package
+├── Unreachable            nobody answers at the address
+├── InvalidRequest         the request can never succeed as it is
+│   └── NotFound           no such model, worker or pool
+├── Conflict               a request with this id is running
+├── Overloaded             the queue is full; try again after `retry_delay_s`
+├── Unavailable            the gateway is there, but nobody who could do it now
+├── DeadlineExceeded       the request's time is up
+└── ServerError            the server failed; the text carries an id for its log
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+
+ERROR_CODE_TRAILER = "quire-error-code"
+"""The server's own code for an error, e.g. prompt_too_long; absent when gRPC itself failed."""
+RETRY_TRAILER = "grpc-retry-pushback-ms"
+
+
+class QuireError(Exception):
+    """`code` is the server's own name for the error, or gRPC's status in lower case."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Unreachable(QuireError):
+    pass
+
+
+class InvalidRequest(QuireError):
+    pass
+
+
+class NotFound(InvalidRequest):
+    pass
+
+
+class Conflict(QuireError):
+    pass
+
+
+class Overloaded(QuireError):
+    def __init__(self, message: str, code: str, retry_delay_s: float | None) -> None:
+        super().__init__(message, code)
+        self.retry_delay_s = retry_delay_s
+
+
+class Unavailable(QuireError):
+    pass
+
+
+class DeadlineExceeded(QuireError):
+    pass
+
+
+class ServerError(QuireError):
+    pass
+
+
+_BY_STATUS: dict[grpc.StatusCode, type[QuireError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
+    grpc.StatusCode.UNIMPLEMENTED: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: Conflict,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+}
+"""Every status that is not here, and is not RESOURCE_EXHAUSTED, is a ServerError."""
+
+
+@contextmanager
+def translated(address: str) -> Iterator[None]:
+    """Raise gRPC's errors as ours."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise _from_rpc(error, address) from error
+
+
+def _from_rpc(error: grpc.RpcError, address: str) -> QuireError:
+    """`grpc.RpcError` is raised as a `grpc.Call` too, but is not declared as one."""
+    assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
+    status = error.code()
+    message = error.details() or status.name
+    trailers = {str(key): str(value) for key, value in error.trailing_metadata() or ()}
+    code = trailers.get(ERROR_CODE_TRAILER)
+    if status is grpc.StatusCode.UNAVAILABLE and code is None:
+        return Unreachable(f"nobody answers at {address}", "unreachable")
+    code = code or status.name.lower()
+    if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        delay_ms = trailers.get(RETRY_TRAILER)
+        return Overloaded(message, code, int(delay_ms) / 1000 if delay_ms else None)
+    return _BY_STATUS.get(status, ServerError)(message, code)

@@ -1,0 +1,198 @@
+"""The dataclasses of `quire.types` to protobuf and back."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+from quire.errors import InvalidRequest, ServerError
+from quire.types import (
+    ChatMessage,
+    Completion,
+    Delta,
+    FinishReason,
+    Model,
+    Pool,
+    PoolAudit,
+    Prompt,
+    Sampling,
+    Usage,
+    Worker,
+    WorkerState,
+)
+from quire.v1 import block_manager_pb2, inference_pb2, sampling_pb2
+
+_FINISH_REASONS: dict[int, FinishReason] = {
+    sampling_pb2.FINISH_REASON_STOP: "stop",
+    sampling_pb2.FINISH_REASON_LENGTH: "length",
+}
+_WORKER_STATES: dict[int, WorkerState] = {
+    block_manager_pb2.WORKER_STATE_STARTING: "starting",
+    block_manager_pb2.WORKER_STATE_SERVING: "serving",
+    block_manager_pb2.WORKER_STATE_DRAINING: "draining",
+    block_manager_pb2.WORKER_STATE_FENCED: "fenced",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Everything about one request but its time limit. `request_id` is drawn by the gateway when
+    empty; `model` may be empty where one model is served; lower `priority` is served first;
+    requests share cached prefixes only with those of the same `cache_salt`."""
+
+    prompt: Prompt
+    sampling: Sampling = field(default=Sampling())
+    model: str = ""
+    request_id: str = ""
+    priority: int = 0
+    cache_salt: str = ""
+
+
+def generate_request(request: Request) -> inference_pb2.GenerateRequest:
+    """InvalidRequest for what the wire cannot carry, e.g. negative token ids."""
+    try:
+        message = inference_pb2.GenerateRequest(
+            request_id=request.request_id,
+            model=request.model,
+            sampling=_sampling(request.sampling),
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+        _set_prompt(message, request.prompt)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"the request cannot be sent: {error}", "invalid_request") from error
+    return message
+
+
+def _sampling(sampling: Sampling) -> sampling_pb2.SamplingParams:
+    return sampling_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def _set_prompt(message: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        message.text = prompt
+    elif prompt and all(isinstance(item, ChatMessage) for item in prompt):
+        chat = cast("list[ChatMessage]", prompt)
+        message.chat.messages.extend(
+            inference_pb2.ChatMessage(role=item.role, content=item.content) for item in chat
+        )
+    else:
+        # An empty list too: the server's own error says what is wrong with it.
+        message.token_ids.SetInParent()
+        message.token_ids.ids.extend(cast("list[int]", prompt))
+
+
+def deltas(response: inference_pb2.GenerateResponse) -> Iterator[Delta]:
+    """A response's deltas; the usage goes with the last one."""
+    usage = _usage(response.usage) if response.HasField("usage") else None
+    for number, delta in enumerate(response.deltas, start=1):
+        yield Delta(
+            request_id=response.request_id,
+            index=delta.index,
+            token_ids=tuple(delta.token_ids),
+            text=delta.text,
+            finish_reason=_FINISH_REASONS.get(delta.finish_reason),
+            stopped_by=_stopped_by(delta),
+            usage=usage if number == len(response.deltas) else None,
+        )
+
+
+def _stopped_by(delta: inference_pb2.SequenceDelta) -> str | int | None:
+    kind: Literal["stop_string", "stop_token_id"] | None = delta.WhichOneof("stopped_by")
+    return getattr(delta, kind) if kind else None
+
+
+def _usage(usage: inference_pb2.Usage) -> Usage:
+    return Usage(
+        num_prompt_tokens=usage.num_prompt_tokens,
+        num_cached_tokens=usage.num_cached_tokens,
+        num_generated_tokens=usage.num_generated_tokens,
+        time_to_first_token_ms=usage.time_to_first_token_ms,
+        num_preemptions=usage.num_preemptions,
+    )
+
+
+def completion(deltas: Sequence[Delta]) -> Completion:
+    """What a request's deltas add up to. ServerError: the stream ended before the request did."""
+    last = deltas[-1] if deltas else None
+    if last is None or last.finish_reason is None or last.usage is None:
+        raise ServerError("the stream ended without a finish reason", "internal")
+    return Completion(
+        request_id=last.request_id,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        finish_reason=last.finish_reason,
+        usage=last.usage,
+    )
+
+
+def models(response: inference_pb2.ListModelsResponse) -> tuple[Model, ...]:
+    return tuple(Model(m.id, m.max_model_len, m.block_size, m.dtype) for m in response.models)
+
+
+def pools(response: block_manager_pb2.ListPoolsResponse) -> tuple[Pool, ...]:
+    return tuple(
+        Pool(
+            pool_id=pool.pool_id,
+            model=pool.model,
+            fingerprint=pool.fingerprint,
+            block_size=pool.block_size,
+            block_bytes=pool.block_bytes,
+            num_blocks=pool.num_blocks,
+            num_free=pool.num_free,
+            num_cached=pool.num_cached,
+            num_held=pool.num_held,
+            num_holders=pool.num_holders,
+            num_waiters=pool.num_waiters,
+            worker_ids=tuple(pool.worker_ids),
+            num_prefix_queries=pool.num_prefix_queries,
+            num_prefix_hits=pool.num_prefix_hits,
+        )
+        for pool in response.pools
+    )
+
+
+def workers(response: block_manager_pb2.ListWorkersResponse) -> tuple[Worker, ...]:
+    return tuple(
+        Worker(
+            worker_id=worker.worker_id,
+            role=worker.role,
+            address=worker.address,
+            pool_id=worker.pool_id,
+            model=worker.model,
+            state=_WORKER_STATES.get(worker.state, "unknown"),
+            num_running=worker.load.num_running,
+            num_waiting=worker.load.num_waiting,
+            num_free_slots=worker.load.num_free_slots,
+            num_pending_tokens=worker.load.num_pending_tokens,
+            engine=dict(worker.engine),
+            started_unix_ms=worker.started_unix_ms,
+        )
+        for worker in response.workers
+    )
+
+
+def audits(response: block_manager_pb2.AuditResponse) -> tuple[PoolAudit, ...]:
+    return tuple(
+        PoolAudit(
+            pool_id=pool.pool_id,
+            num_blocks=pool.num_blocks,
+            num_free=pool.num_free,
+            num_cached=pool.num_cached,
+            num_held=pool.num_held,
+            num_holders=pool.num_holders,
+            num_references=pool.num_references,
+            ledger_checked=pool.ledger_checked,
+            violations=tuple(pool.violations),
+        )
+        for pool in response.pools
+    )

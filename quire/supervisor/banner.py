@@ -1,0 +1,32 @@
+"""How to talk to a run that is ready."""
+
+from quire.client import DEFAULT_ADDRESS
+from quire.supervisor.options import DEFAULT_GRPC_PORT, ServeOptions
+from quire.supervisor.readiness import Serving
+
+_WILDCARDS = ("0.0.0.0", "::")
+_QUESTION = "What is paged attention?"
+
+
+def banner(options: ServeOptions, serving: Serving, took_s: float) -> str:
+    host = "127.0.0.1" if options.host in _WILDCARDS else options.host
+    address = f"{host}:{options.grpc_port}"
+    flag = "" if address == DEFAULT_ADDRESS else f"--address {address} "
+    port = "" if options.grpc_port == DEFAULT_GRPC_PORT else f" --grpc-port {options.grpc_port}"
+    lines = [
+        f"Quire is serving, {took_s:.1f} s after its start.",
+        *(f"  model  {model.id} ({model.dtype}, {model.max_model_len:,} tokens)"
+          for model in serving.models),
+        *(f"  pool   {pool.pool_id}: {pool.num_blocks:,} blocks of {pool.block_size} tokens, "
+          f"{pool.num_blocks * pool.block_bytes / 2**20:,.0f} MiB" for pool in serving.pools),
+        f"  gRPC   {address}",
+        f"  HTTP   http://{host}:{options.http_port}/v1",
+        "Try it:",
+        f'  quire generate {flag}"{_QUESTION}"',
+        f"  curl http://{host}:{options.http_port}/v1/chat/completions \\",
+        "    -H 'Content-Type: application/json' \\",
+        f"    -d '{{\"messages\": [{{\"role\": \"user\", \"content\": \"{_QUESTION}\"}}], "
+        f"\"model\": \"{serving.models[0].id if serving.models else ''}\"}}'",
+        f"End it with Ctrl-C, or `quire down{port}`.",
+    ]  # fmt: skip
+    return "\n".join(lines)

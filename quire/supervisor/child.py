@@ -1,0 +1,155 @@
+"""One service of the run: started, its output forwarded, started again, ended."""
+
+import asyncio
+import os
+import signal
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from quire.supervisor.console import Console
+from quire.supervisor.errors import GaveUp
+from quire.supervisor.restart import Exit, Restarts
+
+PARENT_FD = "QUIRE_PARENT_FD"
+_CHUNK_BYTES = 1 << 16
+
+
+class Stage(IntEnum):
+    """Services end from the last stage to the first: who depends on others goes before them."""
+
+    STORE = 0
+    BLOCK_MANAGER = 1
+    WORKER = 2
+    GATEWAY = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """`environment` is added to ours."""
+
+    name: str
+    command: tuple[str, ...]
+    stage: Stage
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class ParentPipe:
+    """The children hold the reading end; the writing end is ours alone, so that the kernel closes
+    it however this process dies."""
+
+    def __init__(self) -> None:
+        self.reading_end, self._writing_end = os.pipe()
+
+    def close(self) -> None:
+        os.close(self.reading_end)
+        os.close(self._writing_end)
+
+
+class Child:
+    """`is_steady` says whether the run has served: from then on no failure is final, because what
+    went away (a Redis elsewhere, memory) may come back."""
+
+    def __init__(
+        self, spec: ChildSpec, pipe: ParentPipe, console: Console, is_steady: Callable[[], bool]
+    ) -> None:
+        self.spec = spec
+        self._pipe = pipe
+        self._console = console
+        self._is_steady = is_steady
+        self._restarts = Restarts()
+        self._stopping = asyncio.Event()
+        self._process: Process | None = None
+        self._ended = asyncio.Event()
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def run(self) -> None:
+        """Keep the service running until `stop`, or until it leaves by itself (drained: status 0).
+
+        GaveUp: it cannot start.
+        """
+        try:
+            while not self._stopping.is_set():
+                ended = await self._run_once()
+                if self._stopping.is_set():
+                    break
+                if ended.status == 0:
+                    self._console.note(f"{self.name} has left")
+                    break
+                await self._pause_after(ended)
+        finally:
+            self._ended.set()
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL after `grace_s`; returns when `run` has ended."""
+        self._stopping.set()
+        self._send(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._ended.wait()
+        except TimeoutError:
+            self._console.note(f"{self.name} did not end in {grace_s:g} s: killed")
+            self.kill()
+            await self._ended.wait()
+
+    def kill(self) -> None:
+        self._stopping.set()
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+
+    async def _run_once(self) -> Exit:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        # A session of its own: Ctrl-C on our terminal is for us alone, and we end them in order.
+        self._process = await asyncio.create_subprocess_exec(
+            *self.spec.command,
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=STDOUT,
+            env={**os.environ, **self.spec.environment, PARENT_FD: str(self._pipe.reading_end)},
+            pass_fds=(self._pipe.reading_end,),
+            start_new_session=True,
+        )
+        if self._stopping.is_set():
+            self._send(signal.SIGTERM)
+        last_line = await self._forward(self._process)
+        status = await self._process.wait()
+        return Exit(status, loop.time() - started, last_line)
+
+    async def _forward(self, process: Process) -> str:
+        """Pass on what the service writes; its last line. A line of any length is taken."""
+        assert process.stdout is not None
+        rest, last_line = b"", ""
+        while chunk := await process.stdout.read(_CHUNK_BYTES):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                last_line = self._show(line) or last_line
+        return self._show(rest) or last_line
+
+    def _show(self, line: bytes) -> str:
+        text = line.decode(errors="replace").rstrip()
+        if text:
+            self._console.line(self.name, text)
+        return text
+
+    async def _pause_after(self, ended: Exit) -> None:
+        delay_s = self._restarts.delay_after(ended)
+        if self._restarts.hopeless and not self._is_steady():
+            raise GaveUp(f"{self.name} cannot start ({ended})")
+        self._console.note(f"{self.name} ended ({ended}); it starts again")
+        try:
+            async with asyncio.timeout(delay_s):
+                await self._stopping.wait()
+        except TimeoutError:
+            pass

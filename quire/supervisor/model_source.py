@@ -1,0 +1,52 @@
+"""Where a model's files are: a directory, the local Hugging Face cache, or the embedded model."""
+
+from importlib.resources import files
+from pathlib import Path
+
+from quire.supervisor.errors import ModelNotFound
+
+EMBEDDED = "embedded"
+
+
+def find_model(name: str) -> Path:
+    """The directory of a model given by path, by Hugging Face id, or as `embedded`."""
+    if name == EMBEDDED:
+        return _embedded()
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        return directory.resolve()
+    if directory.exists():
+        raise ModelNotFound(f"{name} is a file; --model takes a directory in Hugging Face format")
+    if not _may_be_id(name):
+        raise ModelNotFound(f"there is no directory {name}")
+    return _cached(name)
+
+
+def _may_be_id(name: str) -> bool:
+    """`owner/name`, which is also a relative path: it is looked up as a path first."""
+    owner, slash, rest = name.partition("/")
+    return bool(slash and owner and rest) and "/" not in rest and owner not in (".", "..", "~")
+
+
+def _embedded() -> Path:
+    directory = Path(str(files("quire") / "embedded"))
+    if not (directory / "config.json").is_file():
+        raise ModelNotFound(f"this installation of Quire has no embedded model in {directory}")
+    return directory
+
+
+def _cached(model_id: str) -> Path:
+    # Imported here: only an id needs it, and it takes a third of a second.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model_id, local_files_only=True))
+    except HFValidationError as error:
+        raise ModelNotFound(f"there is no directory {model_id}, and it is no model id") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelNotFound(
+            f"there is no directory {model_id}, and the Hugging Face cache ({HF_HUB_CACHE}) does "
+            f"not have it; download it with: hf download {model_id}"
+        ) from error

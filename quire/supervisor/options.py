@@ -1,0 +1,43 @@
+"""What `quire serve` was asked for."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_GRPC_PORT = 50051
+DEFAULT_HTTP_PORT = 8000
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """None leaves a setting to the services' own default, or to their environment variables.
+
+    `threads` is per worker; `pool_memory` is a size such as 2GiB; `redis_url` None starts an
+    embedded Valkey.
+    """
+
+    model: Path
+    num_prefill: int = 1
+    num_decode: int = 1
+    host: str = DEFAULT_HOST
+    grpc_port: int = DEFAULT_GRPC_PORT
+    http_port: int = DEFAULT_HTTP_PORT
+    redis_url: str | None = None
+    pool_memory: str | None = None
+    block_size: int | None = None
+    dtype: str | None = None
+    backend: str | None = None
+    threads: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    log_level: str = "info"
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_prefill + self.num_decode
+
+    @property
+    def threads_per_worker(self) -> int:
+        """An equal share of the cores that this process may use, at least one."""
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.num_workers)

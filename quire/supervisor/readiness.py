@@ -1,0 +1,71 @@
+"""What a starting run still waits for, as its gateway tells."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.client import AsyncClient
+from quire.errors import QuireError, Unreachable
+from quire.types import Model, Pool, Worker
+
+_POLL_S = 0.1
+_REMIND_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Workers that a run was told to start, by role."""
+
+    num_prefill: int
+    num_decode: int
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A run that is ready."""
+
+    models: tuple[Model, ...]
+    pools: tuple[Pool, ...]
+
+
+async def wait_until_serving(
+    address: str, expected: Expected, report: Callable[[str], None]
+) -> Serving:
+    """Return when every expected worker serves and the gateway says SERVING; reports what it waits
+    for whenever that changes, and every ten seconds."""
+    loop = asyncio.get_running_loop()
+    last_missing, reported_at = "", loop.time()
+    while True:
+        # A new channel each time: an old one would wait longer and longer before it connects again.
+        async with AsyncClient(address) as client:
+            missing = await _missing(client, expected)
+            if not missing:
+                return Serving(await client.models(), await client.pools())
+        if missing != last_missing or loop.time() - reported_at > _REMIND_S:
+            report(f"waiting for {missing}")
+            last_missing, reported_at = missing, loop.time()
+        await asyncio.sleep(_POLL_S)
+
+
+async def _missing(client: AsyncClient, expected: Expected) -> str:
+    """What the run still waits for; empty when it is ready."""
+    try:
+        workers = await client.workers()
+        lacking = _lacking(workers, expected)
+        if not lacking and not await client.is_ready():
+            lacking = ["the gateway to connect to the workers"]
+    except Unreachable:
+        lacking = ["the gateway"]
+    except QuireError as error:
+        lacking = [f"the block manager ({error})"]
+    return ", ".join(lacking)
+
+
+def _lacking(workers: tuple[Worker, ...], expected: Expected) -> list[str]:
+    wanted = {"prefill": expected.num_prefill, "decode": expected.num_decode}
+    lacking = []
+    for role, number in wanted.items():
+        serving = sum(worker.role == role and worker.state == "serving" for worker in workers)
+        if serving < number:
+            lacking.append(f"{role} workers to load the model ({serving} of {number} ready)")
+    return lacking

@@ -1,0 +1,51 @@
+"""When a service that has ended is started again, and when not."""
+
+from dataclasses import dataclass
+
+CANNOT_START = 2
+"""Exit status of a service that names a reason why it cannot start."""
+MAX_SAME_FAILURES = 3
+STEADY_S = 10.0
+"""Who lived this long had started well."""
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """`status` is negative for a signal; `last_line` is the last that the service wrote."""
+
+    status: int
+    lived_s: float
+    last_line: str
+
+    @property
+    def failed_to_start(self) -> bool:
+        return self.status == CANNOT_START or self.lived_s < STEADY_S
+
+    def __str__(self) -> str:
+        how = f"killed by signal {-self.status}" if self.status < 0 else f"status {self.status}"
+        return f"{how}: {self.last_line}" if self.last_line else how
+
+
+class Restarts:
+    """The failures of one service. The delay doubles with every failed start in a row."""
+
+    def __init__(self) -> None:
+        self._num_failed = 0
+        self._num_same = 0
+        self._last_line = ""
+
+    def delay_after(self, ended: Exit) -> float:
+        """Seconds to wait before the next start."""
+        if not ended.failed_to_start:
+            self._num_failed = self._num_same = 0
+            return 0.0
+        self._num_failed += 1
+        self._num_same = self._num_same + 1 if ended.last_line == self._last_line else 1
+        self._last_line = ended.last_line
+        return float(min(_MAX_DELAY_S, _FIRST_DELAY_S * 2 ** (self._num_failed - 1)))
+
+    @property
+    def hopeless(self) -> bool:
+        """It fails to start for the same reason again and again."""
+        return self._num_same >= MAX_SAME_FAILURES

@@ -1,0 +1,210 @@
+"""The directory of a run, and who owns it.
+
+    /dev/shm/quire-<uid>/            locked (flock) while runs are added or removed
+        <grpc port>-<8 hex>/         locked while the run's supervisor lives
+            run.json                 {"pid": ..., "grpc_port": ..., "http_port": ...}
+            redis.sock  pools/ ...   the services' own
+
+The locks are on the directories themselves, so nothing is left when they are removed. The kernel
+drops a lock however its owner dies: an unlocked run directory belongs to nobody.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from quire.supervisor.errors import NoSuchRun, PortInUse, ServeError
+
+RUNS = Path(f"/dev/shm/quire-{os.getuid()}")
+_POLL_S = 0.05
+_RECORD = "run.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What others may know of a run."""
+
+    pid: int
+    host: str
+    grpc_port: int
+    http_port: int
+
+    def shares_port_with(self, other: "RunRecord") -> bool:
+        return not {self.grpc_port, self.http_port}.isdisjoint({other.grpc_port, other.http_port})
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """A directory that is ours until `remove`, or until this process ends."""
+
+    path: Path
+    _lock: int
+
+    def remove(self) -> None:
+        with _locked(self.path.parent):
+            shutil.rmtree(self.path)
+            os.close(self._lock)
+
+
+def claim(runs: Path, record: RunRecord, patience_s: float = 5.0) -> RunDirectory:
+    """Remove what dead runs left, then make a directory for this run.
+
+    Waits for an old run, or whoever else has the ports, to end; PortInUse after `patience_s`.
+    """
+    give_up_at = time.monotonic() + patience_s
+    while True:
+        with _locked(runs):
+            _remove_dead_runs(runs)
+            obstacle = _obstacle(runs, record)
+            if obstacle is None:
+                return _create(runs, record)
+        if time.monotonic() > give_up_at:
+            raise PortInUse(obstacle)
+        time.sleep(_POLL_S)
+
+
+def stop_run(runs: Path, grpc_port: int, patience_s: float = 60.0) -> int:
+    """End the run on this port and wait until it is gone; its supervisor's pid. NoSuchRun."""
+    for path, run in _live_runs(runs):
+        if run.grpc_port == grpc_port:
+            os.kill(run.pid, signal.SIGTERM)
+            _wait_until_unlocked(path, patience_s)
+            return run.pid
+    raise NoSuchRun(f"no run of this user serves on port {grpc_port}")
+
+
+def free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _obstacle(runs: Path, record: RunRecord) -> str | None:
+    """Who has one of our ports."""
+    for _, other in _live_runs(runs):
+        if record.shares_port_with(other):
+            return (
+                f"`quire serve` with pid {other.pid} has port {other.grpc_port} or "
+                f"{other.http_port}; end it with `quire down --grpc-port {other.grpc_port}`, or "
+                "choose other ports with --grpc-port and --http-port"
+            )
+    for port in (record.grpc_port, record.http_port):
+        if not _is_free(record.host, port):
+            return (
+                f"another program listens on {record.host}:{port}; choose other ports with "
+                "--grpc-port and --http-port"
+            )
+    return None
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return False
+        raise ServeError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return True
+
+
+def _create(runs: Path, record: RunRecord) -> RunDirectory:
+    path = runs / f"{record.grpc_port}-{secrets.token_hex(4)}"
+    path.mkdir(mode=0o700)
+    lock = _try_lock(path)
+    if lock is None:
+        raise ServeError(f"somebody locked {path} before its owner")
+    (path / _RECORD).write_text(json.dumps(asdict(record)))
+    return RunDirectory(path, lock)
+
+
+def _remove_dead_runs(runs: Path) -> None:
+    for path in _run_paths(runs):
+        lock = _try_lock(path)
+        if lock is not None:
+            shutil.rmtree(path)
+            os.close(lock)
+
+
+def _live_runs(runs: Path) -> Iterator[tuple[Path, RunRecord]]:
+    for path in _run_paths(runs):
+        lock = _try_lock(path)
+        if lock is not None:
+            os.close(lock)
+            continue
+        try:
+            yield path, RunRecord(**json.loads((path / _RECORD).read_text()))
+        except FileNotFoundError:
+            continue  # ended since it was listed
+
+
+def _run_paths(runs: Path) -> list[Path]:
+    return sorted(path for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []
+
+
+def _wait_until_unlocked(path: Path, patience_s: float) -> None:
+    give_up_at = time.monotonic() + patience_s
+    while (lock := _try_lock(path)) is None:
+        if not path.exists():
+            return
+        if time.monotonic() > give_up_at:
+            raise ServeError(f"the run in {path} has not ended after {patience_s:g} s")
+        time.sleep(_POLL_S)
+    os.close(lock)
+
+
+def _try_lock(directory: Path) -> int | None:
+    """A descriptor that holds the directory's lock; None when somebody has it, or it is gone."""
+    try:
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
+
+
+@contextmanager
+def _locked(runs: Path) -> Iterator[None]:
+    """Only one process at a time adds or removes runs; the last to leave an empty directory takes
+    it away."""
+    lock = _lock_current(runs)
+    try:
+        yield
+    finally:
+        if not any(runs.iterdir()):
+            runs.rmdir()
+        os.close(lock)
+
+
+def _lock_current(runs: Path) -> int:
+    """Lock the directory that has the name now: the one that we opened may have been removed while
+    we waited for its lock."""
+    while True:
+        runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            lock = os.open(runs, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if runs.exists() and os.path.samestat(runs.stat(), os.fstat(lock)):
+            _require_ours(runs, os.fstat(lock))
+            return lock
+        os.close(lock)
+
+
+def _require_ours(runs: Path, status: os.stat_result) -> None:
+    """Anyone may make a directory in /dev/shm."""
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ServeError(f"{runs} belongs to another user or is open to others; remove it")

@@ -1,0 +1,113 @@
+"""The supervisor: brings a run up, keeps it up, takes it down, and leaves nothing behind."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from quire.supervisor import topology, valkey
+from quire.supervisor.banner import banner
+from quire.supervisor.child import Child, ChildSpec, ParentPipe, Stage
+from quire.supervisor.console import Console
+from quire.supervisor.options import ServeOptions
+from quire.supervisor.readiness import Expected, wait_until_serving
+from quire.supervisor.run_directory import RUNS, RunRecord, claim
+
+GRACE_S = 5.0
+"""How long the services of one stage have to end by themselves."""
+
+
+def serve(options: ServeOptions, console: Console | None = None, runs: Path = RUNS) -> None:
+    """Serve until SIGINT, SIGTERM or SIGHUP. Raises a ServeError when that cannot be done."""
+    record = RunRecord(os.getpid(), options.host, options.grpc_port, options.http_port)
+    directory = claim(runs, record)
+    try:
+        asyncio.run(Supervisor(options, directory.path, console or Console()).run())
+    finally:
+        directory.remove()
+
+
+class Supervisor:
+    def __init__(self, options: ServeOptions, run_directory: Path, console: Console) -> None:
+        self._options = options
+        self._directory = run_directory
+        self._console = console
+        self._pipe = ParentPipe()
+        self._children: list[Child] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stop = asyncio.Event()
+        self._has_served = False
+        self._failure: BaseException | None = None
+
+    async def run(self) -> None:
+        self._listen_to_signals()
+        bring_up = self._spawn(self._bring_up())
+        await self._stop.wait()
+        bring_up.cancel()
+        await self._take_down()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _bring_up(self) -> None:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        self._console.note(f"Quire starts {self._options.model.name} in {self._directory}")
+        await self._start_store()
+        log_format = "console" if self._console.is_terminal else "json"
+        for spec in topology.services(self._options, self._directory, log_format=log_format):
+            self._start(spec)
+        serving = await wait_until_serving(
+            f"{self._options.host}:{self._options.grpc_port}",
+            Expected(self._options.num_prefill, self._options.num_decode),
+            self._console.note,
+        )
+        self._has_served = True
+        self._console.note(banner(self._options, serving, loop.time() - started))
+
+    async def _start_store(self) -> None:
+        spec = topology.store(self._options, self._directory)
+        if spec is None:
+            return
+        self._start(spec)
+        await valkey.wait_until_answering(self._directory)
+
+    def _start(self, spec: ChildSpec) -> None:
+        child = Child(spec, self._pipe, self._console, is_steady=lambda: self._has_served)
+        self._children.append(child)
+        self._spawn(child.run())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run beside the others; the first failure ends the run."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._on_end)
+        self._tasks.append(task)
+        return task
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+            self._stop.set()
+
+    async def _take_down(self) -> None:
+        """Who depends on others ends before them."""
+        for stage in sorted(Stage, reverse=True):
+            ending = [child for child in self._children if child.spec.stage is stage]
+            await asyncio.gather(*(child.stop(GRACE_S) for child in ending))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._pipe.close()
+
+    def _listen_to_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        """The first ends the run in order, the second at once."""
+        if not self._stop.is_set():
+            self._console.note("ending; once more ends it at once")
+            self._stop.set()
+            return
+        for child in self._children:
+            child.kill()

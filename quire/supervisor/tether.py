@@ -1,0 +1,27 @@
+"""Run a program that ends when its parent does: `python tether.py PARENT_PID PROGRAM ARGS...`
+
+For programs that know nothing of our pipe (Valkey). The kernel sends SIGKILL when the thread that
+started us dies, and keeps that promise across exec; no process of ours stays in between. Runs as a
+file, so that it imports nothing but the standard library.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    parent, *command = sys.argv[1:]
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
+    if os.getppid() != int(parent):
+        sys.exit("the parent died before it was watched")
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Which services a run has, and what each is told.
+
+A service is configured by its environment alone. Variables that the user has set (say
+QUIRE_DECODE_METRICS_PORT) reach it too; what a flag says goes before them.
+"""
+
+import sys
+from pathlib import Path
+
+from quire.supervisor import valkey
+from quire.supervisor.child import ChildSpec, Stage
+from quire.supervisor.options import ServeOptions
+
+LOOPBACK = "127.0.0.1"
+
+
+def services(
+    options: ServeOptions, run: Path, *, log_format: str = "json"
+) -> tuple[ChildSpec, ...]:
+    """Everything but the store; the order is that of `quire serve`'s output."""
+    common = {
+        "REDIS_URL": options.redis_url or valkey.redis_url(run),
+        "RUN_DIR": str(run),
+        "LOG_LEVEL": options.log_level,
+        "LOG_FORMAT": log_format,
+        "HOST": LOOPBACK,
+    }
+    worker = {**common, **_worker_settings(options)}
+    gateway = {
+        **common,
+        "HOST": options.host,
+        "PORT": str(options.grpc_port),
+        "HTTP_PORT": str(options.http_port),
+    }
+    return (
+        _service("block_manager", "block-manager", Stage.BLOCK_MANAGER, common),
+        *_workers("prefill", options.num_prefill, worker),
+        *_workers("decode", options.num_decode, worker),
+        _service("gateway", "gateway", Stage.GATEWAY, gateway),
+    )
+
+
+def store(options: ServeOptions, run: Path) -> ChildSpec | None:
+    """The embedded Valkey, unless the run uses another server."""
+    if options.redis_url is not None:
+        return None
+    return ChildSpec("redis", valkey.command(run), Stage.STORE)
+
+
+def _worker_settings(options: ServeOptions) -> dict[str, str]:
+    asked = {
+        "MODEL": options.model,
+        "POOL_MEMORY": options.pool_memory,
+        "BLOCK_SIZE": options.block_size,
+        "DTYPE": options.dtype,
+        "BACKEND": options.backend,
+        "THREADS": options.threads_per_worker,
+        "MAX_NUM_SEQS": options.max_num_seqs,
+        "MAX_NUM_BATCHED_TOKENS": options.max_num_batched_tokens,
+        "NUM_EXPECTED_WORKERS": options.num_workers,
+    }
+    return {name: str(value) for name, value in asked.items() if value is not None}
+
+
+def _workers(module: str, number: int, settings: dict[str, str]) -> list[ChildSpec]:
+    return [
+        _service(module, f"{module}-{index}", Stage.WORKER, settings)
+        for index in range(1, number + 1)
+    ]
+
+
+def _service(module: str, name: str, stage: Stage, settings: dict[str, str]) -> ChildSpec:
+    prefix = f"QUIRE_{module.upper()}_"
+    return ChildSpec(
+        name=name,
+        command=(sys.executable, "-m", f"services.{module}"),
+        stage=stage,
+        environment={prefix + setting: value for setting, value in settings.items()},
+    )

@@ -1,0 +1,139 @@
+"""What a client sends and gets, as plain frozen dataclasses; protobuf stays in `quire.messages`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length"]
+WorkerState = Literal["unknown", "starting", "serving", "draining", "fenced"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """`role` as the model's chat template knows it: system, user, assistant ..."""
+
+    role: str
+    content: str
+
+
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+"""Text that the model goes on with, token ids, or a conversation for its chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen. None takes the model's generation_config, then the server's default.
+
+    `temperature` 0 is greedy; `top_k` 0 keeps all; `max_tokens` None goes up to the context.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    time_to_first_token_ms: float
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one sequence of a request gained.
+
+    `finish_reason` is set in its last delta, with the stop string or token that ended it, if one
+    did; `usage` is set in the last delta of the request.
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+    stopped_by: str | int | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A request's whole answer."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """`max_model_len`: longest prompt + generation, in tokens."""
+
+    id: str
+    max_model_len: int
+    block_size: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """num_free + num_cached + num_held == num_blocks, always (law 1)."""
+
+    pool_id: str
+    model: str
+    fingerprint: str
+    block_size: int
+    block_bytes: int
+    num_blocks: int
+    num_free: int
+    num_cached: int
+    num_held: int
+    num_holders: int
+    num_waiters: int
+    worker_ids: tuple[str, ...]
+    num_prefix_queries: int
+    num_prefix_hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """`num_free_slots`: sequences a decode worker can still take. `engine`: what computes."""
+
+    worker_id: str
+    role: str
+    address: str
+    pool_id: str
+    model: str
+    state: WorkerState
+    num_running: int
+    num_waiting: int
+    num_free_slots: int
+    num_pending_tokens: int
+    engine: Mapping[str, str]
+    started_unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAudit:
+    """A recount of one pool. `ledger_checked` is False when the pool kept changing, so that only
+    its counters were checked; `violations` is empty when every law holds."""
+
+    pool_id: str
+    num_blocks: int
+    num_free: int
+    num_cached: int
+    num_held: int
+    num_holders: int
+    num_references: int
+    ledger_checked: bool
+    violations: tuple[str, ...]
