@@ -52,7 +52,7 @@ def _places(blocks: Blocks, references: Counter[int]) -> Iterator[str]:
     """Every block is in exactly one place: never used, returned, cached or held."""
     places = Counter(range(blocks.next_unused, blocks.num_blocks))
     places.update(blocks.returned)
-    places.update(blocks.cached)
+    places.update(blocks.cached.keys())
     places.update(references.keys())
     for block_id in range(blocks.num_blocks):
         if places[block_id] != 1:
