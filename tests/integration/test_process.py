@@ -1,0 +1,243 @@
+"""What every service process does, shown with real processes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO
+
+import pytest
+
+from blockstore.errors import StoreLost, StoreUnavailable, StoreUnsuitable
+from blockstore.memory_registry import MemoryRegistry
+from blockstore.registry import Load, Member
+from services.common.errors import StartupError
+from services.common.presence import Presence
+from services.common.process import with_patience
+
+LIMIT_S = 20
+COOK = """
+import asyncio, os, sys
+from typing import ClassVar
+from pydantic_settings import SettingsConfigDict
+from services.common.config import ServiceSettings
+from services.common.errors import StartupError
+from services.common.process import run_service
+
+class CookSettings(ServiceSettings):
+    model_config = SettingsConfigDict(env_prefix="QUIRE_COOK_")
+    service: ClassVar[str] = "cook"
+    mode: str = "wait"
+
+    @property
+    def num_threads(self):
+        return 3
+
+async def fail():
+    raise StartupError("no gas")
+
+async def serve(settings, stop):
+    print("ready", os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"], flush=True)
+    if settings.mode == "no-gas":
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+    if settings.mode == "burn":
+        raise RuntimeError("burnt")
+    if settings.mode == "stuck":
+        await asyncio.Event().wait()
+    if settings.mode == "busy":
+        while True: pass
+    await stop.wait()
+    print("cleaned up", flush=True)
+
+run_service(CookSettings, serve)
+"""
+
+
+@contextmanager
+def cook(
+    *arguments: str, environ: dict[str, str] | None = None, inherits: tuple[int, ...] = ()
+) -> Iterator["Cook"]:
+    """The service as a process; killed at the end of the test if it is still there."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", COOK, *arguments],
+        env={**os.environ, **(environ or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        pass_fds=inherits,
+    )
+    try:
+        yield Cook(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class Cook:
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+
+    def line(self) -> str:
+        stdout: IO[str] | None = self.process.stdout
+        assert stdout is not None
+        return stdout.readline().strip()
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit status, and the rest of stdout and stderr."""
+        out, err = self.process.communicate(timeout=LIMIT_S)
+        return self.process.returncode, out, err
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_it_gracefully(signum: signal.Signals) -> None:
+    with cook() as service:
+        assert service.line() == "ready 3 PASSIVE"
+        service.process.send_signal(signum)
+        status, out, err = service.end()
+    assert (status, out) == (0, "cleaned up\n")
+    assert '"event": "service_stopped"' in err
+
+
+def test_a_second_signal_ends_what_does_not_stop() -> None:
+    with cook(environ={"QUIRE_COOK_MODE": "stuck"}) as service:
+        service.line()
+        service.process.send_signal(signal.SIGINT)
+        service.process.send_signal(signal.SIGTERM)
+        status, out, err = service.end()
+    assert (status, out) == (0, "")
+    assert "service_cancelled" in err
+
+
+@pytest.mark.parametrize("mode", ["stuck", "busy"])
+def test_it_ends_with_its_supervisor(mode: str) -> None:
+    """When the pipe closes; even while the event loop is busy."""
+    reader, writer = os.pipe()
+    environ = {"QUIRE_PARENT_FD": str(reader), "QUIRE_COOK_MODE": mode}
+    with cook(environ=environ, inherits=(reader,)) as service:
+        os.close(reader)
+        service.line()
+        os.close(writer)
+        status, _, _ = service.end()
+    assert status == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"QUIRE_COOK_PORT": "x"}, "QUIRE_COOK_PORT: Input should be a valid integer"),
+        ({"QUIRE_COOK_PROT": "1"}, "QUIRE_COOK_PROT is not a setting"),
+        ({"QUIRE_PARENT_FD": "77"}, "QUIRE_PARENT_FD='77' is not an open file descriptor"),
+        ({"QUIRE_COOK_MODE": "no-gas"}, "no gas"),
+    ],
+)
+def test_it_says_why_it_cannot_start(environ: dict[str, str], message: str) -> None:
+    """One line and status 2, no traceback."""
+    with cook(environ=environ) as service:
+        status, _, err = service.end()
+    assert status == 2
+    assert err.splitlines()[-1].startswith("error: ")
+    assert message in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def test_a_fault_is_logged_with_its_traceback() -> None:
+    with cook(environ={"QUIRE_COOK_MODE": "burn"}) as service:
+        status, _, err = service.end()
+    assert status == 1
+    assert "service_failed" in err
+    assert "RuntimeError: burnt" in err
+
+
+def test_the_resolved_configuration_can_be_printed() -> None:
+    with cook("--print-config", environ={"QUIRE_COOK_PORT": "7"}) as service:
+        status, out, _ = service.end()
+    assert status == 0
+    assert "QUIRE_COOK_PORT=7\n" in out
+    assert "QUIRE_COOK_MODE=wait\n" in out
+
+
+async def test_patience_lasts_until_the_server_answers() -> None:
+    answers = [StoreUnavailable("refused"), StoreUnavailable("refused"), None]
+
+    async def connect() -> str:
+        if error := answers.pop(0):
+            raise error
+        return "connected"
+
+    assert await with_patience(connect, "redis", patience_s=10) == "connected"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (StoreUnavailable("refused"), "redis did not answer in 0 s: refused"),
+        (StoreUnsuitable("evicts"), "redis cannot be used: evicts"),
+    ],
+)
+async def test_patience_ends_clearly(error: Exception, message: str) -> None:
+    async def connect() -> None:
+        raise error
+
+    with pytest.raises(StartupError, match=message):
+        await with_patience(connect, "redis", patience_s=0)
+
+
+def member(state: str, load: Load) -> Member:
+    return Member("d-1", "decode", "127.0.0.1:1", state, 0, 1, load=load)  # type: ignore[arg-type]
+
+
+class Watched(MemoryRegistry):
+    """Says when somebody was announced; fails as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(clock=lambda: 0.0)
+        self.announced: asyncio.Queue[Member] = asyncio.Queue()
+        self.error: Exception | None = None
+
+    async def announce(self, member: Member, ttl_s: float) -> None:
+        await self.announced.put(member)
+        if self.error:
+            raise self.error
+        await super().announce(member, ttl_s)
+
+
+async def test_presence_announces_and_withdraws() -> None:
+    """A change is announced at once, the load is that of the moment, the end is told."""
+    registry, running = Watched(), [1]
+    presence = Presence(registry, lambda: member("serving", Load(running[0])), interval_s=60)
+    task = asyncio.create_task(presence.keep())
+    async with asyncio.timeout(LIMIT_S):
+        assert (await registry.announced.get()).load.num_running == 1
+        running[0] = 2
+        presence.changed()
+        assert (await registry.announced.get()).load.num_running == 2
+    assert [m.member_id for m in await registry.members()] == ["d-1"]
+    task.cancel()
+    await asyncio.wait([task])
+    assert await registry.members() == ()
+
+
+async def test_presence_outlives_a_server_that_is_away() -> None:
+    registry = Watched()
+    registry.error = StoreUnavailable("refused")
+    task = asyncio.create_task(
+        Presence(registry, lambda: member("serving", Load()), interval_s=0.001).keep()
+    )
+    async with asyncio.timeout(LIMIT_S):
+        await registry.announced.get()
+        registry.error = None
+        while not await registry.members():
+            await registry.announced.get()
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_presence_does_not_outlive_a_lost_server() -> None:
+    registry = Watched()
+    registry.error = StoreLost("another run_id")
+    with pytest.raises(StoreLost):
+        await Presence(registry, lambda: member("serving", Load())).keep()

@@ -1,0 +1,121 @@
+"""Settings: from the environment only; every mistake is named by its variable."""
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from pydantic import Field, SecretStr, ValidationError
+from pydantic_settings import SettingsConfigDict
+
+from services.common.config import (
+    PoolServiceSettings,
+    ServiceSettings,
+    load_settings,
+    resolved,
+    variables,
+    without_password,
+)
+from services.common.errors import StartupError
+
+
+class CookSettings(PoolServiceSettings):
+    model_config = SettingsConfigDict(env_prefix="QUIRE_COOK_")
+    service: ClassVar[str] = "cook"
+
+    num_pans: int = Field(default=2, ge=1, description="pans on the stove")
+    secret: SecretStr = SecretStr("salt")
+
+
+def test_fields_come_from_prefixed_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_COOK_NUM_PANS", "5")
+    monkeypatch.setenv("QUIRE_COOK_METRICS_PORT", "0")
+    settings = load_settings(CookSettings)
+    assert (settings.num_pans, settings.metrics_port, settings.port) == (5, 0, 0)
+
+
+def test_the_pool_root_is_under_the_run_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is given."""
+    monkeypatch.setenv("QUIRE_COOK_RUN_DIR", "/dev/shm/quire-1/a")
+    assert load_settings(CookSettings).pool_root == Path("/dev/shm/quire-1/a/pools")
+    monkeypatch.setenv("QUIRE_COOK_POOL_ROOT", "/pools")
+    assert load_settings(CookSettings).pool_root == Path("/pools")
+
+
+def test_a_misspelt_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_COOK_NUM_PAN", "5")
+    with pytest.raises(
+        StartupError,
+        match=r"QUIRE_COOK_NUM_PAN is not a setting \(did you mean QUIRE_COOK_NUM_PANS\?\)",
+    ):
+        load_settings(CookSettings)
+
+
+def test_other_services_variables_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_WAITER_TIPS", "5")
+    monkeypatch.setenv("QUIRE_PARENT_FD", "3")
+    assert load_settings(CookSettings).num_pans == 2
+
+
+def test_every_wrong_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them in one message, each with its variable and what is wrong."""
+    monkeypatch.setenv("QUIRE_COOK_NUM_PANS", "0")
+    monkeypatch.setenv("QUIRE_COOK_PORT", "many")
+    monkeypatch.setenv("QUIRE_COOK_LOG_LEVEL", "loud")
+    with pytest.raises(StartupError) as caught:
+        load_settings(CookSettings)
+    for part in (
+        "QUIRE_COOK_NUM_PANS: Input should be greater than or equal to 1",
+        "QUIRE_COOK_PORT: Input should be a valid integer",
+        "QUIRE_COOK_LOG_LEVEL: Input should be 'debug', 'info', 'warning' or 'error'",
+    ):
+        assert part in str(caught.value)
+
+
+def test_settings_do_not_change() -> None:
+    settings = load_settings(CookSettings)
+    with pytest.raises(ValidationError):
+        settings.num_pans = 3
+
+
+def test_what_was_resolved_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without secrets."""
+    monkeypatch.setenv("QUIRE_COOK_REDIS_URL", "redis://me:hush@db:6379/1")
+    shown = resolved(load_settings(CookSettings))
+    assert shown["QUIRE_COOK_REDIS_URL"] == "redis://me:***@db:6379/1"
+    assert shown["QUIRE_COOK_SECRET"] == "**********"
+    assert shown["QUIRE_COOK_METRICS_PORT"] == "none"
+    assert shown.keys() == variables(CookSettings).keys()
+
+
+def test_every_common_setting_is_explained() -> None:
+    assert [name for name, text in variables(PoolServiceSettings).items() if not text] == []
+
+
+@pytest.mark.parametrize(
+    ("host", "advertise_host", "address"),
+    [
+        ("127.0.0.1", None, "127.0.0.1:5"),
+        ("0.0.0.0", None, "kitchen:5"),
+        ("0.0.0.0", "10.1.2.3", "10.1.2.3:5"),
+        ("::1", None, "[::1]:5"),
+    ],
+)
+def test_others_get_an_address_that_they_can_reach(
+    monkeypatch: pytest.MonkeyPatch, host: str, advertise_host: str | None, address: str
+) -> None:
+    """Never a wildcard."""
+    monkeypatch.setattr("socket.gethostname", lambda: "kitchen")
+    settings = ServiceSettings(host=host, advertise_host=advertise_host)
+    assert settings.address(5) == address
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379/0"),
+        ("unix:///run/redis.sock", "unix:///run/redis.sock"),
+        ("redis://:p%40ss@h:1", "redis://:***@h:1"),
+    ],
+)
+def test_passwords_are_blanked(url: str, shown: str) -> None:
+    assert without_password(url) == shown

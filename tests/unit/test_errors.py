@@ -1,0 +1,115 @@
+"""The one table from domain errors to statuses: complete, most specific first, no internals."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import structlog
+from grpc import StatusCode
+
+from blockstore import errors as store
+from services.common import errors as domain
+from services.common.faults import FAULTS, PeerFailed, failure_of, fault_of
+from services.common.interceptor import trailers
+
+
+def descendants(cls: type[Exception]) -> Iterator[type[Exception]]:
+    for sub in cls.__subclasses__():
+        yield sub
+        yield from descendants(sub)
+
+
+DOMAIN = sorted(set(descendants(domain.QuireError)) - {PeerFailed}, key=lambda cls: cls.__name__)
+STORE = sorted(
+    set(descendants(store.BlockStoreError)) - {store.LedgerError}, key=lambda cls: cls.__name__
+)
+
+
+@pytest.mark.parametrize(
+    "error", DOMAIN + STORE, ids=lambda cls: f"{cls.__module__}.{cls.__name__}"
+)
+def test_every_error_has_a_row_of_its_own(error: type[Exception]) -> None:
+    """A new error class without a status fails here."""
+    assert error in FAULTS
+
+
+@pytest.mark.parametrize("error", DOMAIN, ids=lambda cls: cls.__name__)
+def test_the_row_carries_the_errors_code(error: type[domain.QuireError]) -> None:
+    assert FAULTS[error].code == error.code
+
+
+def test_one_code_means_one_status() -> None:
+    """A client may go by the code alone."""
+    by_code: dict[str, set[tuple[StatusCode, int]]] = {}
+    for fault in FAULTS.values():
+        by_code.setdefault(fault.code, set()).add((fault.status, fault.http_status))
+    assert {code: statuses for code, statuses in by_code.items() if len(statuses) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "http_status"),
+    [
+        (domain.PromptTooLong("p"), StatusCode.INVALID_ARGUMENT, 400),
+        (domain.UnknownModel("m"), StatusCode.NOT_FOUND, 404),
+        (domain.DuplicateRequest("d"), StatusCode.ALREADY_EXISTS, 409),
+        (domain.QueueFull("q", 1.0), StatusCode.RESOURCE_EXHAUSTED, 429),
+        (domain.NoWorker("n"), StatusCode.UNAVAILABLE, 503),
+        (domain.DeadlineExceeded("d"), StatusCode.DEADLINE_EXCEEDED, 504),
+        (domain.KVCorrupt("k"), StatusCode.DATA_LOSS, 500),
+        (store.StaleHolder("s"), StatusCode.ABORTED, 409),
+        (store.StoreUnavailable("s"), StatusCode.UNAVAILABLE, 503),
+        (store.OutOfBlocks(3, 1), StatusCode.RESOURCE_EXHAUSTED, 429),
+        (TimeoutError(), StatusCode.DEADLINE_EXCEEDED, 504),
+    ],
+)
+def test_statuses_are_those_of_the_contract(
+    error: Exception, status: StatusCode, http_status: int
+) -> None:
+    failure = failure_of(error)
+    assert (failure.status, failure.http_status) == (status, http_status)
+
+
+def test_the_most_specific_class_decides() -> None:
+    """A subclass without a row takes its parent's; PromptTooLong does not take InvalidRequest's."""
+
+    class EmptyPrompt(domain.InvalidRequest):
+        pass
+
+    assert fault_of(EmptyPrompt("empty")) is FAULTS[domain.InvalidRequest]
+    assert failure_of(domain.PromptTooLong("long")).code == "prompt_too_long"
+
+
+def test_an_error_of_ours_is_logged_and_hidden() -> None:
+    """The client gets an error id; the log has the same id and the exception."""
+    error = KeyError("/etc/quire/secret")
+    with structlog.testing.capture_logs() as logs:
+        failure = failure_of(error)
+    assert (failure.status, failure.http_status, failure.code) == (
+        StatusCode.INTERNAL,
+        500,
+        "internal",
+    )
+    assert "secret" not in failure.text
+    (line,) = logs
+    assert line["event"] == "internal_error"
+    assert line["exc_info"] is error
+    assert failure.text == f"internal error {line['error_id']}"
+
+
+def test_the_stores_text_stays_inside() -> None:
+    """Where the store runs is not for clients."""
+    assert "10.0.0.7" not in failure_of(store.StoreUnavailable("10.0.0.7:6379 refused")).text
+
+
+def test_a_retry_delay_becomes_a_trailer() -> None:
+    assert trailers(failure_of(domain.QueueFull("full", 1.25))) == (
+        ("quire-error-code", "queue_full"),
+        ("grpc-retry-pushback-ms", "1250"),
+    )
+    assert trailers(failure_of(domain.NoWorker("none"))) == (("quire-error-code", "no_worker"),)
+
+
+def test_cancellation_is_not_an_error() -> None:
+    """`failure_of` takes Exceptions; CancelledError is none, so no row can ever catch it."""
+    assert not issubclass(asyncio.CancelledError, Exception)
+    assert fault_of(asyncio.CancelledError()) is None

@@ -1,0 +1,80 @@
+"""Logs: one JSON object a line, for our own and foreign loggers, with what is bound to the task."""
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from services.common.logging import bind_request_id, configure_logging, get_logger
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    """Where logs go; the standard library's logging is put back afterwards."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield io.StringIO()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
+def lines(stream: io.StringIO) -> list[dict[str, object]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_our_lines_and_foreign_ones_look_the_same(stream: io.StringIO) -> None:
+    configure_logging("cook", stream=stream)
+    get_logger("a").info("pan_heated", temperature_c=180)
+    logging.getLogger("uvicorn.error").warning("started on %s", 80)
+    ours, foreign = lines(stream)
+    assert (ours["event"], ours["temperature_c"], ours["level"]) == ("pan_heated", 180, "info")
+    assert (foreign["event"], foreign["level"]) == ("started on 80", "warning")
+    assert ours["service"] == foreign["service"] == "cook"
+    assert ours.keys() >= {"timestamp"} <= foreign.keys()
+
+
+def test_the_level_is_a_threshold(stream: io.StringIO) -> None:
+    configure_logging("cook", level="warning", stream=stream)
+    get_logger("a").info("not_written")
+    logging.getLogger("b").info("not written")
+    get_logger("a").warning("written")
+    assert [line["event"] for line in lines(stream)] == ["written"]
+
+
+def test_tracebacks_are_one_line(stream: io.StringIO) -> None:
+    configure_logging("cook", stream=stream)
+    try:
+        raise RuntimeError("burnt")
+    except RuntimeError as error:
+        get_logger("a").error("failed", exc_info=error)
+    (line,) = lines(stream)
+    assert "RuntimeError: burnt" in str(line["exception"])
+
+
+async def test_the_request_id_is_on_every_line_of_its_task(stream: io.StringIO) -> None:
+    """And on no other task's."""
+    configure_logging("cook", stream=stream)
+
+    async def serve(request_id: str) -> None:
+        bind_request_id(request_id)
+        await asyncio.sleep(0)
+        get_logger("a").info("served", expected=request_id)
+
+    await asyncio.gather(*(asyncio.create_task(serve(name)) for name in ("r-1", "r-2")))
+    assert [line["request_id"] == line["expected"] for line in lines(stream)] == [True, True]
+    get_logger("a").info("idle")
+    assert "request_id" not in lines(stream)[-1]
+
+
+def test_console_is_for_people(stream: io.StringIO) -> None:
+    configure_logging("cook", log_format="console", stream=stream)
+    get_logger("a").info("pan_heated", temperature_c=180)
+    assert "pan_heated" in stream.getvalue()
+    with pytest.raises(json.JSONDecodeError):
+        lines(stream)

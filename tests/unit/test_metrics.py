@@ -1,0 +1,99 @@
+"""Figures: names as dashboards expect them, pool counters carried over, an endpoint that ends."""
+
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from blockstore.registry import Load
+from blockstore.store import PoolSpec, PoolStats
+from services.common.config import ServiceSettings
+from services.common.errors import StartupError
+from services.common.metrics import GatewayMetrics, PoolMetrics, WorkerMetrics, metrics_endpoint
+
+LABELS = {"pool_id": "p-1", "model_name": "tiny"}
+
+
+def stats(num_held: int, num_queries: int, num_hits: int) -> PoolStats:
+    spec = PoolSpec("p-1", "tiny", "f", num_blocks=8, block_size=16, block_bytes=1)
+    return PoolStats(spec, 6 - num_held, 2, num_held, 1, 0, num_queries, num_hits, ("w",), ())
+
+
+@pytest.mark.parametrize(
+    ("metrics", "names"),
+    [
+        (
+            GatewayMetrics,
+            {
+                "quire:time_to_first_token_seconds",
+                "quire:inter_token_latency_seconds",
+                "quire:e2e_request_latency_seconds",
+                "quire:prompt_tokens",
+                "quire:generation_tokens",
+                "quire:num_preemptions",
+                "quire:num_requests_running",
+                "quire:num_requests_waiting",
+            },
+        ),
+        (WorkerMetrics, {"quire:num_requests_running", "quire:generation_tokens"}),
+        (
+            PoolMetrics,
+            {"quire:kv_cache_usage_perc", "quire:prefix_cache_queries", "quire:prefix_cache_hits"},
+        ),
+    ],
+)
+def test_names_are_those_of_the_contract(metrics: type, names: set[str]) -> None:
+    registry = CollectorRegistry()
+    metrics(registry)
+    assert names <= {family.name for family in registry.collect()}
+
+
+def test_pool_counters_are_carried_over() -> None:
+    """The pool counts since it was made; the endpoint's counters follow it and never fall."""
+    registry = CollectorRegistry()
+    pools = PoolMetrics(registry)
+    pools.observe(stats(num_held=4, num_queries=10, num_hits=3))
+    pools.observe(stats(num_held=2, num_queries=15, num_hits=3))
+    value = registry.get_sample_value
+    assert value("quire:prefix_cache_queries_total", LABELS) == 15
+    assert value("quire:prefix_cache_hits_total", LABELS) == 3
+    assert value("quire:kv_cache_usage_perc", LABELS) == 0.25
+    assert value("quire:kv_cache_blocks", {**LABELS, "state": "held"}) == 2
+
+
+def test_a_pool_that_is_gone_is_not_shown() -> None:
+    registry = CollectorRegistry()
+    pools = PoolMetrics(registry)
+    pools.observe(stats(4, 10, 3))
+    pools.forget("p-1", "tiny")
+    assert registry.get_sample_value("quire:kv_cache_usage_perc", LABELS) is None
+    assert b'state="held"' not in generate_latest(registry)
+
+
+def test_a_workers_load_is_shown() -> None:
+    registry = CollectorRegistry()
+    WorkerMetrics(registry).observe_load(Load(1, 2, 3, 4))
+    assert registry.get_sample_value("quire:num_requests_waiting") == 2
+    assert registry.get_sample_value("quire:num_pending_tokens") == 4
+
+
+def test_the_endpoint_answers_and_ends() -> None:
+    registry = CollectorRegistry()
+    WorkerMetrics(registry).generation_tokens.inc(7)
+    with metrics_endpoint(ServiceSettings(metrics_port=0), registry) as port:
+        url = f"http://127.0.0.1:{port}/metrics"
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            assert b"quire:generation_tokens_total 7.0" in answer.read()
+        with (
+            pytest.raises(StartupError, match=f"metrics: cannot listen on 127.0.0.1:{port}"),
+            metrics_endpoint(ServiceSettings(metrics_port=port), registry),
+        ):
+            pass
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(url, timeout=5)
+
+
+def test_no_port_is_no_endpoint() -> None:
+    with metrics_endpoint(ServiceSettings(), CollectorRegistry()) as port:
+        assert port is None

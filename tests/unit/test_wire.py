@@ -1,0 +1,148 @@
+"""The ticket on the wire: the round trip is exact, and what makes no sense is refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockstore.registry import Load
+from quire.v1.ticket_pb2 import Ticket as Message
+from quire.v1.worker_pb2 import WorkerLoad
+from services.common.errors import InvalidRequest
+from services.common.ticket import FinishReason, SamplingParams, Ticket, TicketSequence
+from services.common.wire import (
+    finish_reason_from_wire,
+    finish_reason_to_wire,
+    load_from_wire,
+    load_to_wire,
+    ticket_from_wire,
+    ticket_to_wire,
+)
+
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**64 - 1)
+token_ids = st.lists(u32, max_size=6).map(tuple)
+some_token_ids = st.lists(u32, min_size=1, max_size=6).map(tuple)
+
+
+def real(low: float, high: float, **bounds: bool) -> st.SearchStrategy[float]:
+    return st.floats(low, high, width=32, allow_nan=False, **bounds)
+
+
+samplings = st.builds(
+    SamplingParams,
+    temperature=real(0, 1e6),
+    top_k=u32,
+    top_p=real(0, 1, exclude_min=True),
+    min_p=real(0, 1),
+    seed=u64,
+    max_tokens=st.integers(1, 2**32 - 1),
+    stop_token_ids=token_ids,
+    ignore_eos=st.booleans(),
+)
+
+
+@st.composite
+def tickets(draw: st.DrawFn) -> Ticket:
+    prompt = draw(some_token_ids)
+
+    def sequence(index: int) -> TicketSequence:
+        tokens, blocks = draw(token_ids), draw(token_ids)
+        most = len(prompt) + len(tokens) if blocks else 0
+        return TicketSequence(index, tokens, blocks, draw(st.integers(0, most)))
+
+    return Ticket(
+        request_id=draw(st.text(min_size=1, max_size=8)),
+        attempt=draw(u32),
+        order=draw(st.integers(0, 2**52 - 1)),
+        pool_id=draw(st.text(max_size=8)),
+        holder_id=draw(st.text(max_size=8)),
+        holder_epoch=draw(u64),
+        root_hash=draw(st.binary(min_size=16, max_size=16)),
+        prompt_token_ids=prompt,
+        sampling=draw(samplings),
+        sequences=tuple(map(sequence, range(draw(st.integers(1, 3))))),
+        num_cached_tokens=draw(st.integers(0, len(prompt))),
+        timeout_ms=draw(u64),
+    )
+
+
+TICKET = Ticket(
+    request_id="r-1",
+    attempt=1,
+    order=7,
+    pool_id="p-1",
+    holder_id="h-1",
+    holder_epoch=2,
+    root_hash=bytes(16),
+    prompt_token_ids=(5, 6, 7),
+    sampling=SamplingParams(0.5, 0, 1.0, 0.0, 42, 8),
+    sequences=(TicketSequence(0, (8,), (3,), 3),),
+)
+
+
+@given(tickets())
+def test_a_ticket_comes_back_as_it_went(ticket: Ticket) -> None:
+    """Through the bytes, not only through the message."""
+    assert (
+        ticket_from_wire(Message.FromString(ticket_to_wire(ticket).SerializeToString())) == ticket
+    )
+
+
+@given(real(0, 1e6))
+def test_a_float_is_rounded_once(temperature: float) -> None:
+    """A client's double becomes 32 bits on the first hop and stays that on the others."""
+    sampling = replace(TICKET.sampling, temperature=temperature / 3)
+    once = ticket_from_wire(ticket_to_wire(replace(TICKET, sampling=sampling)))
+    assert ticket_from_wire(ticket_to_wire(once)) == once
+
+
+def spoil(change: Callable[[Message], object]) -> Message:
+    message = ticket_to_wire(TICKET)
+    change(message)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda m: m.ClearField("request_id"), "request_id is empty"),
+        (lambda m: setattr(m, "order", 2**52), "order"),
+        (lambda m: setattr(m, "root_hash", b"short"), "root_hash is not 16 bytes"),
+        (lambda m: m.ClearField("prompt_token_ids"), "prompt_token_ids is empty"),
+        (lambda m: m.ClearField("sampling"), "sampling is missing"),
+        (lambda m: m.ClearField("sequences"), "sequences is empty"),
+        (lambda m: m.sequences.append(m.sequences[0]), "index is there twice"),
+        (lambda m: setattr(m, "num_cached_tokens", 4), "num_cached_tokens"),
+        (lambda m: setattr(m.sequences[0], "num_computed_tokens", 5), "is 5 of 4 tokens"),
+        (lambda m: m.sequences[0].ClearField("block_ids"), "no blocks"),
+        (lambda m: setattr(m.sampling, "temperature", float("nan")), "temperature is nan"),
+        (lambda m: setattr(m.sampling, "temperature", -1.0), "temperature is -1"),
+        (lambda m: setattr(m.sampling, "top_p", 0.0), "top_p is 0"),
+        (lambda m: setattr(m.sampling, "min_p", float("inf")), "min_p is inf"),
+        (lambda m: setattr(m.sampling, "max_tokens", 0), "max_tokens is 0"),
+    ],
+)
+def test_a_ticket_that_makes_no_sense_is_refused(
+    change: Callable[[Message], object], problem: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        ticket_from_wire(spoil(change))
+
+
+@pytest.mark.parametrize("reason", [None, *FinishReason])
+def test_finish_reasons_come_back(reason: FinishReason | None) -> None:
+    assert finish_reason_from_wire(finish_reason_to_wire(reason)) is reason
+
+
+def test_a_finish_reason_of_a_later_version_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="finish_reason 99"):
+        finish_reason_from_wire(99)  # type: ignore[arg-type]
+
+
+@given(st.builds(Load, u32, u32, u32, u64), st.booleans())
+def test_loads_come_back(load: Load, draining: bool) -> None:
+    message = WorkerLoad.FromString(load_to_wire(load, draining).SerializeToString())
+    assert load_from_wire(message) == (load, draining)
