@@ -1,1 +1,13 @@
-"""Operations on paged KV caches, behind one interface for every device."""
+"""Operations on paged KV caches, behind one interface for every device.
+
+    ops = kvops.backend("cpu")
+    ops.store_kv(kv[:, layer], k, v, slot_mapping)
+    out = ops.paged_attention(q, kv[:, layer], block_tables, cu_query_lens, context_lens, scale)
+
+`ops.py` says what each operation does; `kernels.py` is what a device implements.
+"""
+
+from kvops.backend import BACKENDS, BackendUnavailable, backend
+from kvops.ops import Backend
+
+__all__ = ["BACKENDS", "Backend", "BackendUnavailable", "backend"]

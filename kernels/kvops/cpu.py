@@ -1,0 +1,105 @@
+"""Vectorized PyTorch for CPU. Attention goes through one row after the other, so that never more
+than one sequence's KV is copied out of its blocks."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class CpuKernels:
+    name = "cpu"
+
+    def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        block_size = kv_layer.shape[2]
+        stored = (slot_mapping >= 0).nonzero().squeeze(1)
+        if len(stored) < len(slot_mapping):
+            slot_mapping, k, v = slot_mapping[stored], k[stored], v[stored]
+        slots = slot_mapping.long()
+        blocks, offsets = slots // block_size, slots % block_size
+        kv_layer[:, 0][blocks, offsets] = k
+        kv_layer[:, 1][blocks, offsets] = v
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        block_tables: Tensor,
+        cu_query_lens: Tensor,
+        context_lens: Tensor,
+        scale: float,
+    ) -> Tensor:
+        out = torch.empty_like(q)
+        bounds = cu_query_lens.tolist()
+        for row, context_len in enumerate(context_lens.tolist()):
+            tokens = slice(bounds[row], bounds[row + 1])
+            if tokens.start < tokens.stop:
+                keys, values = _gather(kv_layer, block_tables[row], context_len)
+                attend = _decode if tokens.stop - tokens.start == 1 else _prefill
+                out[tokens] = attend(q[tokens], keys, values, scale)
+        return out
+
+    def copy_blocks(self, kv: Tensor, pairs: Tensor) -> None:
+        sources, targets = pairs.long().unbind(dim=1)
+        kv[targets] = kv[sources]
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True).add_(eps))
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual.add_(x)
+        return self.rms_norm(residual, weight, eps)
+
+    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+        cos, sin = cos[:, None], sin[:, None]
+        for x in (q, k):
+            first, second = x.chunk(2, dim=-1)
+            rotated = first * cos - second * sin
+            second.copy_(second * cos + first * sin)
+            first.copy_(rotated)
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate).mul_(up)
+
+
+def _gather(kv_layer: Tensor, block_table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
+    """One row's keys and values, [1, K, context_len, D] each; whole blocks are copied, what is
+    behind the context is cut off."""
+    num_blocks = -(-context_len // kv_layer.shape[2])
+    blocks = kv_layer[block_table[:num_blocks].long()]  # [num_blocks, 2, block_size, K, D]
+    keys, values = (blocks[:, i].flatten(0, 1)[:context_len].transpose(0, 1)[None] for i in (0, 1))
+    return keys, values
+
+
+def _decode(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """One query sees everything, so that the queries of one key/value head can stand for as many
+    positions: [1, H, D] -> [1, K, H / K, D], and nothing is repeated or masked."""
+    grouped = q.reshape(1, keys.shape[1], -1, q.shape[-1])
+    return F.scaled_dot_product_attention(grouped, keys, values, scale=scale).reshape_as(q)
+
+
+def _prefill(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Several queries at the context's end; the mask's lower right corner is at its last pair."""
+    num_queries, context_len = q.shape[0], keys.shape[2]
+    whole = num_queries == context_len
+    mask = None if whole else _causal_mask(num_queries, context_len)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=whole,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)
+
+
+def _causal_mask(num_queries: int, context_len: int) -> Tensor:
+    """[num_queries, context_len], True where a query sees a position."""
+    mask = torch.ones(num_queries, context_len, dtype=torch.bool)
+    return mask.tril_(context_len - num_queries)

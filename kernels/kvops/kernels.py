@@ -1,0 +1,34 @@
+"""What a device implements. `ops.Backend` has checked every argument; its docstrings are the
+contract."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Kernels(Protocol):
+    name: str
+
+    def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        block_tables: Tensor,
+        cu_query_lens: Tensor,
+        context_lens: Tensor,
+        scale: float,
+    ) -> Tensor: ...
+
+    def copy_blocks(self, kv: Tensor, pairs: Tensor) -> None: ...
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor: ...

@@ -1,0 +1,170 @@
+"""The operations, their shapes and their checks: the one public face of every backend.
+
+Letters in shapes: T new tokens of all rows, B rows, H query heads, K key/value heads, D head size.
+
+The arena is `[num_blocks, num_layers, 2, block_size, K, D]`, index 0 of the third dimension keys,
+1 values; one layer of it, `kv[:, layer]`, is `[num_blocks, 2, block_size, K, D]`, a strided view.
+Slot s is offset s % block_size of block s // block_size. Slots that no row has stored may hold
+anything, NaN included; nothing reads them.
+
+Wrong shapes, dtypes or devices: ValueError. Values of index tensors are the caller's promise.
+"""
+
+import torch
+from torch import Tensor
+
+from kvops.kernels import Kernels
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+class Backend:
+    """The operations on one kind of device. Those that write into an argument say so first."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    @property
+    def name(self) -> str:
+        return self._kernels.name
+
+    def describe(self, dtype: torch.dtype) -> dict[str, str]:
+        """What computes, for logs and the registry."""
+        return {**self.numerics(dtype), "threads": str(torch.get_num_threads())}
+
+    def numerics(self, dtype: torch.dtype) -> dict[str, str]:
+        """All that the last bits of a result depend on; workers that share a pool agree in it."""
+        return {
+            "backend": self.name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "isa": torch.backends.cpu.get_cpu_capability(),
+            "torch": torch.__version__,
+        }
+
+    def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        """Writes `kv_layer`: token t's key and value go to slot `slot_mapping[t]`, -1: nowhere.
+
+        k, v: [T, K, D], any strides. slot_mapping: [T], int; no slot twice.
+        """
+        _check_kv_layer(kv_layer)
+        num_kv_heads, head_dim = kv_layer.shape[3:]
+        _check("k", k, kv_layer, (-1, num_kv_heads, head_dim))
+        _check("v", v, kv_layer, tuple(k.shape))
+        _check_index("slot_mapping", slot_mapping, (k.shape[0],))
+        self._kernels.store_kv(kv_layer, k, v, slot_mapping)
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        block_tables: Tensor,
+        cu_query_lens: Tensor,
+        context_lens: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Causal attention of every row's new tokens over its context, new tokens included.
+
+        q: [T, H, D], row b's tokens at `cu_query_lens[b] : cu_query_lens[b + 1]`; they stand at the
+        last positions of its context, so that query i of n sees `context_lens[b] - n + i + 1`
+        positions. Prefill, a chunk and a decode step differ by n alone. Keys and values are read
+        from the arena only: store the new ones first. Position p of row b is in block
+        `block_tables[b, p // block_size]`; what a table holds behind its row's context is not
+        read. Query head h uses key/value head h // (H / K).
+
+        block_tables: [B, any], cu_query_lens: [B + 1], context_lens: [B], int. Result: [T, H, D].
+        """
+        _check_kv_layer(kv_layer)
+        num_kv_heads, head_dim = kv_layer.shape[3:]
+        _check("q", q, kv_layer, (-1, -1, head_dim))
+        if q.shape[1] % num_kv_heads:
+            raise ValueError(f"{num_kv_heads} kv heads do not divide {q.shape[1]} query heads")
+        _check_index("context_lens", context_lens, (-1,))
+        num_rows = context_lens.shape[0]
+        _check_index("cu_query_lens", cu_query_lens, (num_rows + 1,))
+        _check_index("block_tables", block_tables, (num_rows, -1))
+        return self._kernels.paged_attention(
+            q, kv_layer, block_tables, cu_query_lens, context_lens, scale
+        )
+
+    def copy_blocks(self, kv: Tensor, pairs: Tensor) -> None:
+        """Writes `kv`: block `pairs[i, 1]` becomes a copy of block `pairs[i, 0]`, all layers.
+
+        kv: the arena, or anything whose first dimension is blocks. pairs: [any, 2], int; no
+        destination twice. All sources are read before any destination is written.
+        """
+        if kv.dim() < 2:
+            raise ValueError(f"kv: {_shape(kv)} has no blocks in it")
+        _check_index("pairs", pairs, (-1, 2))
+        self._kernels.copy_blocks(kv, pairs)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, in] @ weight [out, in] transposed + bias [out]: [T, out]."""
+        _check("x", x, weight, (-1, weight.shape[-1]))
+        _check("weight", weight, weight, (-1, -1))
+        if bias is not None:
+            _check("bias", bias, weight, (weight.shape[0],))
+        return self._kernels.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 (Zhang and Sennrich,
+        2019). x: [..., n], weight: [n]. Result: x's shape."""
+        _check("weight", weight, x, (x.shape[-1],))
+        return self._kernels.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Writes `residual`: it becomes residual + x; the result is its rms_norm. Both [..., n]."""
+        _check("residual", residual, x, tuple(x.shape))
+        _check("weight", weight, x, (x.shape[-1],))
+        return self._kernels.add_rms_norm(x, residual, weight, eps)
+
+    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Writes `q` and `k`: rotates the pair (x[i], x[i + D / 2]) of every head by token t's i-th
+        angle, in fp32 (Su et al., 2021, with the halves of GPT-NeoX).
+
+        q: [T, H, D], k: [T, K, D], any strides. cos, sin: [T, D / 2], fp32.
+        """
+        num_tokens, _, head_dim = q.shape
+        _check("k", k, q, (num_tokens, -1, head_dim))
+        for name, table in (("cos", cos), ("sin", sin)):
+            if table.dtype != torch.float32 or table.shape != (num_tokens, head_dim // 2):
+                raise ValueError(f"{name}: {_shape(table)} is not fp32 [T, D / 2] of q {_shape(q)}")
+        self._kernels.rope(q, k, cos, sin)
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, elementwise (Shazeer, 2020). Both [T, n], any strides."""
+        _check("up", up, gate, tuple(gate.shape))
+        return self._kernels.silu_mul(gate, up)
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
+
+
+def _fits(tensor: Tensor, shape: tuple[int, ...]) -> bool:
+    """-1 in `shape` stands for any size."""
+    return tensor.dim() == len(shape) and all(
+        wanted in (-1, size) for size, wanted in zip(tensor.shape, shape, strict=True)
+    )
+
+
+def _check(name: str, tensor: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
+    if (
+        not _fits(tensor, shape)
+        or tensor.dtype != like.dtype
+        or tensor.device != like.device
+        or tensor.dtype not in DTYPES
+    ):
+        raise ValueError(f"{name}: {_shape(tensor)} is not {list(shape)} beside {_shape(like)}")
+
+
+def _check_index(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if not _fits(tensor, shape) or tensor.dtype not in _INDEX_DTYPES:
+        raise ValueError(f"{name}: {_shape(tensor)} is not an integer {list(shape)}")
+
+
+def _check_kv_layer(kv_layer: Tensor) -> None:
+    if not _fits(kv_layer, (-1, 2, -1, -1, -1)) or kv_layer.dtype not in DTYPES:
+        raise ValueError(
+            f"kv_layer: {_shape(kv_layer)} is not [num_blocks, 2, block_size, kv_heads, head_dim]"
+        )

@@ -1,0 +1,80 @@
+"""The oracle: every operation as its formula, in fp32, one position at a time where that is
+clearest. Slow on purpose; runs anywhere."""
+
+import torch
+from torch import Tensor
+
+
+class ReferenceKernels:
+    name = "reference"
+
+    def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        block_size = kv_layer.shape[2]
+        for token, slot in enumerate(slot_mapping.tolist()):
+            if slot != -1:
+                kv_layer[slot // block_size, 0, slot % block_size] = k[token]
+                kv_layer[slot // block_size, 1, slot % block_size] = v[token]
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        block_tables: Tensor,
+        cu_query_lens: Tensor,
+        context_lens: Tensor,
+        scale: float,
+    ) -> Tensor:
+        out = torch.empty_like(q)
+        queries_per_kv = q.shape[1] // kv_layer.shape[3]
+        for row, context_len in enumerate(context_lens.tolist()):
+            begin, end = cu_query_lens[row : row + 2].tolist()
+            keys, values = _gather(kv_layer, block_tables[row], context_len)
+            keys = keys.repeat_interleave(queries_per_kv, dim=1)
+            values = values.repeat_interleave(queries_per_kv, dim=1)
+            for token in range(begin, end):
+                visible = context_len - (end - token) + 1
+                scores = torch.einsum("hd,phd->hp", q[token].float(), keys[:visible]) * scale
+                weights = torch.softmax(scores, dim=-1)
+                out[token] = torch.einsum("hp,phd->hd", weights, values[:visible])
+        return out
+
+    def copy_blocks(self, kv: Tensor, pairs: Tensor) -> None:
+        copies = [(target, kv[source].clone()) for source, target in pairs.tolist()]
+        for target, copy in copies:
+            kv[target] = copy
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = x.float() @ weight.float().T
+        if bias is not None:
+            out = out + bias.float()
+        return out.to(x.dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        normed = wide / torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+        return (normed * weight.float()).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual += x
+        return self.rms_norm(residual, weight, eps)
+
+    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+        for x in (q, k):
+            first, second = x.float().chunk(2, dim=-1)
+            rotated = (
+                first * cos[:, None] - second * sin[:, None],
+                second * cos[:, None] + first * sin[:, None],
+            )
+            x.copy_(torch.cat(rotated, dim=-1))
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        wide = gate.float()
+        return (wide / (1 + torch.exp(-wide)) * up.float()).to(gate.dtype)
+
+
+def _gather(kv_layer: Tensor, block_table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of positions 0 .. context_len - 1: [context_len, K, D] each, fp32."""
+    block_size = kv_layer.shape[2]
+    positions = torch.arange(context_len, device=kv_layer.device)
+    blocks, offsets = block_table[positions // block_size].long(), positions % block_size
+    return kv_layer[blocks, 0, offsets].float(), kv_layer[blocks, 1, offsets].float()

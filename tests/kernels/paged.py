@@ -1,0 +1,67 @@
+"""Random paged batches for the tests of attention: an arena full of NaN, into which only the
+contexts of the batch are written."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    block_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """`keys`, `values`: per row the whole context [context, K, D], as it lies in the arena."""
+
+    q: Tensor
+    kv_layer: Tensor
+    block_tables: Tensor
+    cu_query_lens: Tensor
+    context_lens: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+def paged_batch(geometry: Geometry, rows: Sequence[tuple[int, int]], seed: int) -> PagedBatch:
+    """`rows`: (new tokens, context with them). Blocks lie scattered in layer 1 of three; tables are
+    padded with an id that no arena has."""
+    generator = torch.Generator().manual_seed(seed)
+    needed = [-(-context // geometry.block_size) for _, context in rows]
+    num_blocks = sum(needed) + 3
+    shape = (num_blocks, 3, 2, geometry.block_size, geometry.num_kv_heads, geometry.head_dim)
+    arena = torch.full(shape, float("nan"), dtype=geometry.dtype)
+    free = torch.randperm(num_blocks, generator=generator).tolist()
+    tables = torch.full((len(rows), max(needed)), num_blocks + 1000, dtype=torch.int32)
+    keys, values = [], []
+    for row, (_, context) in enumerate(rows):
+        blocks = [free.pop() for _ in range(needed[row])]
+        tables[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        kv = _randn((2, context, geometry.num_kv_heads, geometry.head_dim), geometry, generator)
+        for position in range(context):
+            block, offset = divmod(position, geometry.block_size)
+            arena[blocks[block], 1, :, offset] = kv[:, position]
+        keys.append(kv[0])
+        values.append(kv[1])
+    lens = torch.tensor([0, *(new for new, _ in rows)], dtype=torch.int32)
+    num_tokens = int(lens.sum())
+    return PagedBatch(
+        q=_randn((num_tokens, geometry.num_heads, geometry.head_dim), geometry, generator),
+        kv_layer=arena[:, 1],
+        block_tables=tables,
+        cu_query_lens=lens.cumsum(0, dtype=torch.int32),
+        context_lens=torch.tensor([context for _, context in rows], dtype=torch.int32),
+        keys=keys,
+        values=values,
+    )
+
+
+def _randn(shape: tuple[int, ...], geometry: Geometry, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator).to(geometry.dtype)

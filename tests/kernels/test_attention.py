@@ -1,0 +1,101 @@
+"""paged_attention: the reference against attention without pages, every backend against the
+reference."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvops import Backend
+
+from .paged import Geometry, PagedBatch, paged_batch
+
+TOLERANCE = {torch.float32: (1e-5, 5e-6), torch.bfloat16: (1.6e-2, 8e-3)}
+
+GEOMETRIES = [
+    Geometry(block_size=16, num_heads=4, num_kv_heads=2, head_dim=16),
+    Geometry(block_size=1, num_heads=4, num_kv_heads=4, head_dim=8),
+    Geometry(block_size=256, num_heads=6, num_kv_heads=1, head_dim=32),
+    Geometry(block_size=7, num_heads=16, num_kv_heads=8, head_dim=128),
+    Geometry(block_size=16, num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16),
+    Geometry(block_size=3, num_heads=3, num_kv_heads=3, head_dim=10, dtype=torch.bfloat16),
+]
+ROWS = {
+    "one token": [(1, 1)],
+    "decode": [(1, 1), (1, 16), (1, 17), (1, 300)],
+    "prefill": [(1, 1), (15, 15), (16, 16), (33, 33)],
+    "chunks": [(7, 8), (2, 300), (16, 64), (64, 65)],
+    "mixed, with an empty row": [(1, 77), (40, 40), (0, 20), (5, 90), (1, 2)],
+}
+
+
+def attend(ops: Backend, batch: PagedBatch) -> Tensor:
+    return ops.paged_attention(
+        batch.q,
+        batch.kv_layer,
+        batch.block_tables,
+        batch.cu_query_lens,
+        batch.context_lens,
+        batch.q.shape[-1] ** -0.5,
+    )
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_every_backend_attends_as_the_reference(
+    ops: Backend, reference: Backend, geometry: Geometry, rows: list[tuple[int, int]]
+) -> None:
+    batch = paged_batch(geometry, rows, seed=len(rows))
+    rtol, atol = TOLERANCE[geometry.dtype]
+    torch.testing.assert_close(attend(ops, batch), attend(reference, batch), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
+def test_the_reference_is_softmax_attention_over_the_contiguous_context(
+    reference: Backend, rows: list[tuple[int, int]]
+) -> None:
+    """In fp64, as a masked product over whole matrices: another formula than the reference's."""
+    geometry = Geometry(block_size=5, num_heads=6, num_kv_heads=2, head_dim=12)
+    batch = paged_batch(geometry, rows, seed=1)
+    out = attend(reference, batch)
+    begin = 0
+    for (new, context), keys, values in zip(rows, batch.keys, batch.values, strict=True):
+        q = batch.q[begin : begin + new].double().view(new, 2, 3, 12)
+        scores = torch.einsum("ikgd,jkd->kgij", q, keys.double()) * 12**-0.5
+        hidden = torch.ones(new, context, dtype=torch.bool).triu(context - new + 1)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        expected = torch.einsum("kgij,jkd->ikgd", weights, values.double()).reshape(new, 6, 12)
+        torch.testing.assert_close(
+            out[begin : begin + new].double(), expected, rtol=1e-5, atol=1e-6
+        )
+        begin += new
+
+
+def test_a_row_comes_out_the_same_alone_and_in_a_batch(ops: Backend) -> None:
+    batch = paged_batch(GEOMETRIES[0], ROWS["mixed, with an empty row"], seed=3)
+    together = attend(ops, batch)
+    for row, context in enumerate(batch.context_lens.tolist()):
+        begin, end = batch.cu_query_lens[row : row + 2].tolist()
+        alone = ops.paged_attention(
+            batch.q[begin:end],
+            batch.kv_layer,
+            batch.block_tables[row : row + 1],
+            torch.tensor([0, end - begin]),
+            torch.tensor([context]),
+            16**-0.5,
+        )
+        assert torch.equal(alone, together[begin:end])
+
+
+def test_queries_may_be_a_strided_view(ops: Backend) -> None:
+    batch = paged_batch(GEOMETRIES[0], ROWS["mixed, with an empty row"], seed=4)
+    qkv = torch.full((batch.q.shape[0], 8, 16), float("nan"))
+    qkv[:, 2:6] = batch.q
+    strided = ops.paged_attention(
+        qkv[:, 2:6],
+        batch.kv_layer,
+        batch.block_tables,
+        batch.cu_query_lens,
+        batch.context_lens,
+        16**-0.5,
+    )
+    assert torch.equal(strided, attend(ops, batch))

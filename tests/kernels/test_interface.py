@@ -1,0 +1,84 @@
+"""The choice of a backend, and the arguments that every backend refuses."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import zeros
+
+import kvops
+from kvops import Backend, BackendUnavailable
+
+ARENA = zeros(4, 2, 2, 16, 2, 8)
+LAYER = ARENA[:, 0]
+INDEX = torch.zeros(3, dtype=torch.int64)
+INDEX_2D = torch.zeros(3, 2, dtype=torch.int64)
+CU = torch.tensor([0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_a_backend_says_what_it_is(name: str) -> None:
+    backend = kvops.backend(name)
+    described = backend.describe(torch.bfloat16)
+    assert backend.name == described["backend"] == name
+    assert described["dtype"] == "bfloat16"
+    assert described["threads"] == str(torch.get_num_threads())
+    assert described["isa"] == torch.backends.cpu.get_cpu_capability()
+    assert described.items() - backend.numerics(torch.bfloat16).items() == {
+        ("threads", described["threads"])
+    }
+
+
+@pytest.mark.parametrize("name", ["triton", "flash"])
+def test_a_cuda_backend_is_refused_with_what_is_missing(name: str) -> None:
+    with pytest.raises(BackendUnavailable, match=f"'{name}' needs CUDA kernels.*reference, cpu"):
+        kvops.backend(name)
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(BackendUnavailable, match="'fast'; there are reference, cpu, triton, flash"):
+        kvops.backend("fast")
+
+
+REFUSED: dict[str, Callable[[Backend], object]] = {
+    "k: ": lambda ops: ops.store_kv(LAYER, zeros(3, 2, 9), zeros(3, 2, 9), INDEX),
+    "k: bfloat16": lambda ops: ops.store_kv(
+        LAYER, zeros(3, 2, 8).bfloat16(), zeros(3, 2, 8).bfloat16(), INDEX
+    ),
+    "v: ": lambda ops: ops.store_kv(LAYER, zeros(3, 2, 8), zeros(2, 2, 8), INDEX),
+    "slot_mapping: ": lambda ops: ops.store_kv(LAYER, zeros(2, 2, 8), zeros(2, 2, 8), INDEX),
+    "slot_mapping: float32": lambda ops: ops.store_kv(
+        LAYER, zeros(3, 2, 8), zeros(3, 2, 8), INDEX.float()
+    ),
+    "kv_layer: ": lambda ops: ops.store_kv(ARENA, zeros(3, 2, 8), zeros(3, 2, 8), INDEX),
+    "q: ": lambda ops: ops.paged_attention(zeros(3, 8), LAYER, INDEX_2D, CU, INDEX, 1.0),
+    "2 kv heads do not divide 3": lambda ops: ops.paged_attention(
+        zeros(3, 3, 8), LAYER, INDEX_2D, CU, INDEX, 1.0
+    ),
+    "cu_query_lens: ": lambda ops: ops.paged_attention(
+        zeros(3, 4, 8), LAYER, INDEX_2D, INDEX, INDEX, 1.0
+    ),
+    "block_tables: ": lambda ops: ops.paged_attention(zeros(3, 4, 8), LAYER, INDEX, CU, INDEX, 1.0),
+    "context_lens: ": lambda ops: ops.paged_attention(
+        zeros(3, 4, 8), LAYER, INDEX_2D, CU, INDEX_2D, 1.0
+    ),
+    "pairs: ": lambda ops: ops.copy_blocks(ARENA, INDEX),
+    "kv: ": lambda ops: ops.copy_blocks(zeros(3), INDEX_2D),
+    "x: ": lambda ops: ops.linear(zeros(3, 5), zeros(4, 6)),
+    "bias: ": lambda ops: ops.linear(zeros(3, 6), zeros(4, 6), zeros(6)),
+    "weight: ": lambda ops: ops.rms_norm(zeros(3, 5), zeros(6), 1e-6),
+    "residual: ": lambda ops: ops.add_rms_norm(zeros(3, 5), zeros(2, 5), zeros(5), 1e-6),
+    "cos: ": lambda ops: ops.rope(zeros(3, 4, 8), zeros(3, 2, 8), zeros(3, 8), zeros(3, 4)),
+    "sin: ": lambda ops: ops.rope(
+        zeros(3, 4, 8), zeros(3, 2, 8), zeros(3, 4), zeros(3, 4).bfloat16()
+    ),
+    "up: ": lambda ops: ops.silu_mul(zeros(3, 5), zeros(3, 6)),
+}
+
+
+@pytest.mark.parametrize(("message", "call"), REFUSED.items(), ids=REFUSED.keys())
+def test_wrong_arguments_are_refused_by_name(
+    ops: Backend, message: str, call: Callable[[Backend], object]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(ops)

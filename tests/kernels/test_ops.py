@@ -1,0 +1,150 @@
+"""Every other operation of every backend against the reference, and the reference against PyTorch's
+own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvops import Backend
+
+FP32, BF16 = torch.float32, torch.bfloat16
+DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+NAN = float("nan")
+
+
+def randn(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    rtol, atol = (1e-5, 1e-5) if expected.dtype == FP32 else (1.6e-2, 1e-2)
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+@DTYPES
+@pytest.mark.parametrize(("block_size", "num_tokens"), [(1, 1), (16, 40), (7, 13), (256, 300)])
+def test_store_kv_writes_its_slots_and_nothing_else(
+    ops: Backend, reference: Backend, dtype: torch.dtype, block_size: int, num_tokens: int
+) -> None:
+    """Every third token has slot -1; keys and values are views into one fused tensor."""
+    num_blocks = num_tokens // block_size + 3
+    slots = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(1))
+    slots = slots[:num_tokens].clone()
+    slots[2::3] = -1
+    fused = randn(num_tokens, 2 * 3, 8, dtype=dtype)
+    arenas = []
+    for backend in (ops, reference):
+        arena = torch.full((num_blocks, 2, 2, block_size, 3, 8), NAN, dtype=dtype)
+        backend.store_kv(arena[:, 1], fused[:, :3], fused[:, 3:], slots)
+        arenas.append(arena)
+    assert torch.equal(arenas[0].nan_to_num(123.0), arenas[1].nan_to_num(123.0))
+    stored = arenas[0][:, 1, 0].reshape(-1, 3, 8)[slots[slots >= 0]]
+    assert torch.equal(stored, fused[:, :3][slots >= 0])
+    assert arenas[0].isfinite().sum() == (slots >= 0).sum() * 2 * 3 * 8
+
+
+def test_store_kv_of_nothing_at_all(ops: Backend) -> None:
+    arena = torch.full((2, 1, 2, 4, 1, 8), NAN)
+    ops.store_kv(arena[:, 0], randn(3, 1, 8), randn(3, 1, 8), torch.tensor([-1, -1, -1]))
+    assert arena.isnan().all()
+
+
+def test_copy_blocks_reads_every_source_before_it_writes(ops: Backend, reference: Backend) -> None:
+    """Blocks 0 and 1 change places, 3 goes to 2 and 4."""
+    pairs = torch.tensor([[0, 1], [1, 0], [3, 2], [3, 4]])
+    for backend in (ops, reference):
+        arena = randn(6, 2, 2, 4, 1, 8)
+        before = arena.clone()
+        backend.copy_blocks(arena, pairs)
+        assert torch.equal(arena, before[[1, 0, 3, 3, 3, 5]])
+
+
+def test_copying_no_blocks_changes_nothing(ops: Backend) -> None:
+    arena = randn(2, 1, 2, 4, 1, 8)
+    before = arena.clone()
+    ops.copy_blocks(arena, torch.empty((0, 2), dtype=torch.int64))
+    assert torch.equal(arena, before)
+
+
+@DTYPES
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 64, 32), (5, 33, 7), (64, 128, 321)], ids=str)
+def test_linear(
+    ops: Backend, reference: Backend, dtype: torch.dtype, bias: bool, shape: tuple[int, int, int]
+) -> None:
+    tokens, wide, out = shape
+    x = randn(tokens, wide, dtype=dtype)
+    weight = randn(out, wide, dtype=dtype, seed=1) / wide**0.5
+    b = randn(out, dtype=dtype, seed=2) if bias else None
+    expected = reference.linear(x, weight, b)
+    assert_near(ops.linear(x, weight, b), expected)
+    exact = x.double() @ weight.double().T + (0 if b is None else b.double())
+    assert_near(expected, exact.to(dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 64), (5, 33), (9, 4, 16)], ids=str)
+def test_rms_norm(
+    ops: Backend, reference: Backend, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    x, weight = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype, seed=1)
+    expected = reference.rms_norm(x, weight, 1e-6)
+    assert_near(ops.rms_norm(x, weight, 1e-6), expected)
+    assert_near(expected, F.rms_norm(x, (shape[-1],), weight, 1e-6))
+
+
+def test_rms_norm_of_zeros_is_zero(ops: Backend, reference: Backend) -> None:
+    for backend in (ops, reference):
+        normed = backend.rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6)
+        assert torch.equal(normed, torch.zeros(2, 8))
+
+
+@DTYPES
+def test_add_rms_norm_adds_in_place_and_norms_the_sum(
+    ops: Backend, reference: Backend, dtype: torch.dtype
+) -> None:
+    x, weight = randn(5, 48, dtype=dtype), randn(48, dtype=dtype, seed=1)
+    before = randn(5, 48, dtype=dtype, seed=2)
+    expected = reference.rms_norm(before + x, weight, 1e-5)
+    for backend in (ops, reference):
+        residual = before.clone()
+        assert_near(backend.add_rms_norm(x, residual, weight, 1e-5), expected)
+        assert torch.equal(residual, before + x)
+
+
+@DTYPES
+@pytest.mark.parametrize("head_dim", [2, 16, 128])
+def test_rope_turns_queries_and_keys_in_place(
+    ops: Backend, reference: Backend, dtype: torch.dtype, head_dim: int
+) -> None:
+    """Queries and keys are views into one fused tensor, whose values must stay."""
+    angles = randn(6, head_dim // 2, seed=1) * 3
+    fused = randn(6, 4 + 2 + 2, head_dim, dtype=dtype)
+    results = []
+    for backend in (ops, reference):
+        qkv = fused.clone()
+        backend.rope(qkv[:, :4], qkv[:, 4:6], angles.cos(), angles.sin())
+        assert torch.equal(qkv[:, 6:], fused[:, 6:])
+        results.append(qkv)
+    assert_near(results[0], results[1])
+    assert_near(results[1][:, :6], rotate_as_complex(fused[:, :6], angles))
+
+
+def rotate_as_complex(x: Tensor, angles: Tensor) -> Tensor:
+    first, second = x.double().chunk(2, dim=-1)
+    turned = torch.complex(first, second) * torch.exp(1j * angles.double())[:, None]
+    return torch.cat([turned.real, turned.imag], dim=-1).to(x.dtype)
+
+
+@DTYPES
+def test_silu_mul_takes_halves_of_a_fused_tensor(
+    ops: Backend, reference: Backend, dtype: torch.dtype
+) -> None:
+    fused = randn(5, 2 * 24, dtype=dtype)
+    before = fused.clone()
+    gate, up = fused.chunk(2, dim=-1)
+    expected = reference.silu_mul(gate, up)
+    assert_near(ops.silu_mul(gate, up), expected)
+    assert_near(expected, (F.silu(gate.double()) * up.double()).to(dtype))
+    assert torch.equal(fused, before)
