@@ -1,0 +1,57 @@
+"""The Decode service: protobuf at the edge of the decode worker."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from quire.v1 import decode_pb2, decode_pb2_grpc
+from services.common.errors import InvalidRequest
+from services.common.wire import finish_reason_to_wire, ticket_from_wire
+from services.decode.worker import DecodeWorker
+from services.worker.events import Event, Failed, Output, Reserved, Step
+from services.worker.stream import Fields, StreamSession, WorkerStream
+
+SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
+
+
+class DecodeService(decode_pb2_grpc.DecodeServicer):
+    def __init__(self, worker: DecodeWorker) -> None:
+        self._worker = worker
+        self._stream = WorkerStream(worker, decode_pb2.DecodeConnectResponse, _encode, self._obey)
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[decode_pb2.DecodeConnectRequest], context: Any
+    ) -> AsyncIterator[Any]:
+        async for response in self._stream.serve(request_iterator):
+            yield response
+
+    def _obey(self, session: StreamSession, command: decode_pb2.Reserve | decode_pb2.Admit) -> None:
+        if isinstance(command, decode_pb2.Reserve):
+            self._worker.reserve(
+                session, command.request_id, command.attempt, command.num_sequences
+            )
+            return
+        try:
+            self._worker.admit(session, ticket_from_wire(command.ticket))
+        except InvalidRequest as error:
+            key = command.ticket.request_id, command.ticket.attempt
+            session.send(Failed(*key, error.code, str(error)))
+
+
+def _encode(event: Event) -> Fields:
+    if isinstance(event, Step):
+        return {"step": decode_pb2.StepOutput(outputs=map(_output, event.outputs))}
+    assert isinstance(event, Reserved)
+    reserved = decode_pb2.Reserved(
+        request_id=event.request_id, attempt=event.attempt, granted=event.granted
+    )
+    return {"reserved": reserved}
+
+
+def _output(output: Output) -> decode_pb2.SequenceOutput:
+    return decode_pb2.SequenceOutput(
+        request_id=output.request_id,
+        attempt=output.attempt,
+        index=output.index,
+        token_ids=(output.token_id,),
+        finish_reason=finish_reason_to_wire(output.finish),
+    )

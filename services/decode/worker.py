@@ -1,0 +1,251 @@
+"""The decode worker: tickets at rest in, tokens out, one continuously running batch."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
+
+from blockstore.errors import StaleHolder
+from blockstore.registry import Load
+from blockstore.store import BlockStore, PrefixHash
+from services.common.errors import InvalidRequest
+from services.common.metrics import WorkerMetrics
+from services.common.ticket import Ticket
+from services.decode.grower import Grower
+from services.decode.job import Job, State
+from services.engine import messages
+from services.engine.engine import ForwardPass
+from services.engine.membership import Membership
+from services.engine.messages import Advance, Removed, StepOutcome
+from services.engine.sequence import Sequence as EngineSequence
+from services.worker.events import (
+    ABORTED,
+    EXPIRED,
+    PREEMPTED,
+    STALE,
+    Ending,
+    Output,
+    Reserved,
+    Session,
+    Step,
+    report,
+)
+from services.worker.pool_worker import Limits, PoolWorker
+
+
+class DecodeWorker(PoolWorker):
+    """reserve -> admit (claim) -> one token a step -> finish, or an early end at any point."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        membership: Membership,
+        forward: ForwardPass,
+        limits: Limits,
+        metrics: WorkerMetrics,
+    ) -> None:
+        super().__init__(store, membership, forward, limits, metrics, one_token=False)
+        self._grower = Grower(
+            store,
+            self.pool_id,
+            self.worker_id,
+            on_blocks=lambda key, blocks: self.engine.send(messages.Grow(key, blocks)),
+            on_demands=self._on_demands,
+        )
+        self._jobs: dict[tuple[int, str, int], Job] = {}
+        self._running: dict[str, Job] = {}
+        self._deadlines: dict[Job, asyncio.TimerHandle] = {}
+        self._emptied = asyncio.Event()
+
+    # What gateways ask.
+
+    def reserve(self, session: Session, request_id: str, attempt: int, num_sequences: int) -> None:
+        """Keep slots free until the admit or an abort."""
+        job = Job(session, request_id, attempt, num_sequences)
+        granted = (
+            not self.draining
+            and 0 < num_sequences <= self._num_free_slots
+            and job.key not in self._jobs
+        )
+        if granted:
+            self._jobs[job.key] = job
+        session.send(Reserved(request_id, attempt, granted))
+
+    def admit(self, session: Session, ticket: Ticket) -> None:
+        """Go on with a ticket at rest for which slots are reserved. Raises InvalidRequest."""
+        job = self._jobs.get((id(session), *ticket.key))
+        if job is None or job.state is not State.RESERVED:
+            raise InvalidRequest(f"no slots are reserved for attempt {ticket.attempt}")
+        self._check(ticket)
+        job.ticket = ticket
+        job.state = State.CLAIMING
+        if ticket.timeout_ms:
+            loop = asyncio.get_running_loop()
+            delay_s = ticket.timeout_ms / 1000
+            self._deadlines[job] = loop.call_later(delay_s, self._end, job, EXPIRED)
+        self.writer.put(lambda: self._claim(job, ticket))
+
+    def abort(self, session: Session, request_id: str, attempt: int) -> None:
+        if job := self._jobs.get((id(session), request_id, attempt)):
+            self._end(job, ABORTED)
+
+    def close(self, session: Session) -> None:
+        """The gateway is gone: its reservations end, its sequences are aborted."""
+        for job in [job for job in self._jobs.values() if job.session is session]:
+            self._end(job, ABORTED)
+
+    def drain(self) -> int:
+        """Take nothing new; how many requests are left to finish."""
+        self.draining = True
+        return len(self._jobs)
+
+    async def drained(self) -> None:
+        """Return when everything that was taken has ended and is released."""
+        if self._jobs:
+            await self._emptied.wait()
+        await self.writer.flush()
+
+    def load(self) -> Load:
+        return Load(num_running=len(self._running), num_free_slots=self._num_free_slots)
+
+    @property
+    def _num_free_slots(self) -> int:
+        return self.limits.max_num_seqs - sum(job.num_sequences for job in self._jobs.values())
+
+    # The walk of a job: RESERVED -> CLAIMING -> RUNNING -> ENDED.
+
+    async def _claim(self, job: Job, ticket: Ticket) -> None:
+        try:
+            epoch = await self.store.claim(
+                self.pool_id, ticket.holder_id, ticket.holder_epoch, self.worker_id
+            )
+        except StaleHolder:
+            self._forget(job)
+            report(job.session, ticket, job.ending or STALE)
+            return
+        job.ticket = replace(ticket, holder_epoch=epoch)
+        if job.ending:
+            self._release(job, job.ticket, job.ending)
+        else:
+            self._run(job, job.ticket)
+
+    def _run(self, job: Job, ticket: Ticket) -> None:
+        """It is ours, and no step touches its blocks yet."""
+        state = ticket.sequences[0]
+        sequence = EngineSequence(
+            ticket,
+            block_ids=state.block_ids,
+            block_size=self.spec.block_size,
+            num_computed=state.num_computed_tokens,
+            num_adopted=0,
+            eos_token_ids=self.limits.eos_token_ids,
+            max_model_len=self.limits.max_model_len,
+        )
+        job.state = State.RUNNING
+        self._running[sequence.key] = job
+        self._grower.add(sequence.key, ticket.holder_epoch, len(state.block_ids))
+        self._grower.want(sequence.key, sequence.wanted_blocks(self.limits.look_ahead))
+        self.engine.send(messages.Admit(sequence))
+
+    def _on_outcome(self, outcome: StepOutcome) -> None:
+        outputs: dict[Session, list[Output]] = {}
+        for advance in outcome.advances:
+            job = self._running[advance.key]
+            if output := self._on_advance(job, advance):
+                outputs.setdefault(job.session, []).append(output)
+        for session, mine in outputs.items():
+            session.send(Step(tuple(mine)))
+        for removed in outcome.removed:
+            self._retire(self._running[removed.key], removed)
+
+    def _on_advance(self, job: Job, advance: Advance) -> Output | None:
+        """What the gateway gets of this step: nothing once an error or an abort ends the job."""
+        if advance.completed:
+            self.writer.put(lambda: self._commit(job, advance.completed))
+        if advance.finish:
+            self._finish(job)
+        else:
+            self._grower.want(advance.key, advance.wanted_blocks)
+        if advance.token is None or (job.ending and not job.ending.requeue):
+            return None
+        self.metrics.generation_tokens.inc()
+        index = _ticket(job).sequences[0].index
+        return Output(job.request_id, job.attempt, index, advance.token, advance.finish)
+
+    async def _commit(self, job: Job, completed: Sequence[tuple[int, PrefixHash]]) -> None:
+        ticket = _ticket(job)
+        await self.store.commit(self.pool_id, ticket.holder_id, ticket.holder_epoch, completed)
+
+    def _finish(self, job: Job) -> None:
+        self._forget(job)
+        self._release(job, _ticket(job), ABORTED)
+
+    # Early ends.
+
+    def _end(self, job: Job, ending: Ending) -> None:
+        if job.ending:
+            return
+        job.ending = ending
+        if job.state is State.RESERVED:
+            self._forget(job)
+        elif job.state is State.RUNNING:
+            self.engine.send(messages.Remove(_ticket(job).holder_id))
+
+    def _retire(self, job: Job, removed: Removed) -> None:
+        """The engine has let go of a job that ends early; its commits are written before this."""
+        ticket, ending = _ticket(job), job.ending
+        assert ending is not None
+        generated = removed.token_ids[len(ticket.prompt_token_ids) :]
+        sequence = replace(ticket.sequences[0], token_ids=generated)
+        self._forget(job)
+        self._release(job, replace(ticket, sequences=(sequence,)), ending)
+
+    def _release(self, job: Job, ticket: Ticket, ending: Ending) -> None:
+        async def release() -> None:
+            await self.store.release(self.pool_id, ticket.holder_id, ticket.holder_epoch)
+            report(job.session, ticket, ending)
+
+        self._forget(job)
+        self.writer.put(release)
+
+    def _forget(self, job: Job) -> None:
+        job.state = State.ENDED
+        self._jobs.pop(job.key, None)
+        if job.ticket:
+            self._running.pop(job.ticket.holder_id, None)
+            self._grower.remove(job.ticket.holder_id)
+        if deadline := self._deadlines.pop(job, None):
+            deadline.cancel()
+        if self.draining and not self._jobs:
+            self._emptied.set()
+
+    def _on_demands(self, holder_ids: Sequence[str]) -> None:
+        for holder_id in holder_ids:
+            job = self._running.get(holder_id)
+            if job and not job.ending:
+                self.metrics.num_preemptions.inc()
+                self._end(job, PREEMPTED)
+
+    def _loops(self) -> Sequence[Coroutine[Any, Any, None]]:
+        return [self._grower.run()]
+
+    def _check(self, ticket: Ticket) -> None:
+        if ticket.pool_id != self.pool_id:
+            raise InvalidRequest(f"this worker is on pool {self.pool_id}, not {ticket.pool_id}")
+        if len(ticket.sequences) != 1:
+            raise InvalidRequest(f"a ticket has one sequence, not {len(ticket.sequences)}")
+        sequence = ticket.sequences[0]
+        length = len(ticket.prompt_token_ids) + len(sequence.token_ids)
+        if not 0 <= sequence.num_computed_tokens < length <= self.limits.max_model_len:
+            raise InvalidRequest(
+                f"{sequence.num_computed_tokens} of {length} tokens computed; "
+                f"the context is {self.limits.max_model_len}"
+            )
+        num_slots = len(sequence.block_ids) * self.spec.block_size
+        if num_slots < length or max(sequence.block_ids) >= self.spec.num_blocks:
+            raise InvalidRequest(f"{num_slots} slots in pool {self.pool_id} for {length} tokens")
+
+
+def _ticket(job: Job) -> Ticket:
+    assert job.ticket is not None
+    return job.ticket

@@ -1,0 +1,100 @@
+"""The engine: sequences in, tokens and finished blocks out, one forward pass a step."""
+
+import time
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from services.common.ticket import FinishReason
+from services.engine.batch import Row
+from services.engine.messages import Admit, Advance, Command, Grow, Remove, Removed, StepOutcome
+from services.engine.scheduler import Batch, Scheduler
+from services.engine.sequence import Sequence
+
+
+class ForwardPass(Protocol):
+    def run(self, rows: Seq[Row]) -> Seq[int | None]:
+        """Compute and store the rows' KV; the token that each row with a draw drew."""
+
+
+class BlockStamps(Protocol):
+    """The pool's record of what each block holds (law 6)."""
+
+    def own(self, block_ids: Seq[int], owner: str) -> None: ...
+
+    def complete(
+        self, block_id: int, prefix_hash: bytes, parent: bytes, token_ids: Seq[int]
+    ) -> None: ...
+
+
+class Engine:
+    """Knows nothing of stores and peers. `one_token`: sequences end with their first drawn token
+    (prefill). `look_ahead`: tokens ahead of a sequence's end for which it asks for slots."""
+
+    def __init__(
+        self,
+        forward: ForwardPass,
+        scheduler: Scheduler,
+        stamps: BlockStamps,
+        *,
+        one_token: bool,
+        look_ahead: int,
+    ) -> None:
+        self._forward = forward
+        self._scheduler = scheduler
+        self._stamps = stamps
+        self._one_token = one_token
+        self._look_ahead = look_ahead
+
+    def step(self, commands: Seq[Command]) -> StepOutcome:
+        """Take commands, run one batch, say what came of it."""
+        began = time.perf_counter()
+        removed = self._apply(commands)
+        batch = self._scheduler.next_batch()
+        tokens = self._forward.run([sequence.row(count) for sequence, count in batch])
+        advances = self._retire(batch, tokens)
+        num_tokens = sum(count for _, count in batch)
+        return StepOutcome(advances, removed, num_tokens, time.perf_counter() - began)
+
+    def _apply(self, commands: Seq[Command]) -> tuple[Removed, ...]:
+        removed = []
+        for command in commands:
+            match command:
+                case Admit(sequence, new_block_ids):
+                    self._stamps.own(new_block_ids, sequence.key)
+                    self._scheduler.add(sequence)
+                case Grow(key, block_ids):
+                    if found := self._scheduler.get(key):
+                        self._stamps.own(block_ids, key)
+                        found.block_table.extend(block_ids)
+                case Remove(key):
+                    if found := self._scheduler.remove(key):
+                        removed.append(Removed(key, tuple(found.tokens), found.num_computed))
+        return tuple(removed)
+
+    def _retire(self, batch: Batch, tokens: Seq[int | None]) -> tuple[Advance, ...]:
+        return tuple(
+            self._advance(sequence, count, token)
+            for (sequence, count), token in zip(batch, tokens, strict=True)
+        )
+
+    def _advance(self, sequence: Sequence, count: int, token: int | None) -> Advance:
+        finish = sequence.advance(count, token)
+        if finish or (self._one_token and token is not None):
+            self._scheduler.remove(sequence.key)
+        return Advance(
+            key=sequence.key,
+            token=token,
+            finish=finish,
+            num_computed=sequence.num_computed,
+            completed=self._stamp(sequence),
+            wanted_blocks=self._wanted_blocks(sequence, finish),
+        )
+
+    def _stamp(self, sequence: Sequence) -> tuple[tuple[int, bytes], ...]:
+        completed = sequence.take_completed()
+        for block_id, prefix_hash, parent, token_ids in completed:
+            self._stamps.complete(block_id, prefix_hash, parent, token_ids)
+        return tuple((block_id, prefix_hash) for block_id, prefix_hash, _, _ in completed)
+
+    def _wanted_blocks(self, sequence: Sequence, finish: FinishReason | None) -> int:
+        return 0 if finish or self._one_token else sequence.wanted_blocks(self._look_ahead)

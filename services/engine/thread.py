@@ -1,0 +1,66 @@
+"""The engine's thread: the only one that touches the device, the sequences and the stamps."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+
+from services.engine.engine import Engine
+from services.engine.messages import Command, StepOutcome
+
+
+class EngineThread:
+    """Steps while something can run, else waits for a command.
+
+    `on_outcome` and `on_failure` are called in `loop`, outcomes in the order of the steps. After a
+    failure nothing runs any more: the blocks of the step in flight are in an unknown state, so the
+    worker has to end.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        loop: asyncio.AbstractEventLoop,
+        on_outcome: Callable[[StepOutcome], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._on_outcome = on_outcome
+        self._on_failure = on_failure
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, command: Command) -> None:
+        self._inbox.put(command)
+
+    def stop(self) -> None:
+        """Return when the step in flight is over; commands not yet taken are dropped."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            busy = False
+            while (commands := self._take(wait=not busy)) is not None:
+                outcome = self._engine.step(commands)
+                busy = bool(outcome.advances)
+                if outcome.advances or outcome.removed:
+                    self._loop.call_soon_threadsafe(self._on_outcome, outcome)
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(self._on_failure, error)
+
+    def _take(self, wait: bool) -> list[Command] | None:
+        """What the inbox holds; None: stop."""
+        commands: list[Command] = []
+        while True:
+            try:
+                command = self._inbox.get(block=wait and not commands)
+            except queue.Empty:
+                return commands
+            if command is None:
+                return None
+            commands.append(command)

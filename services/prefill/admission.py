@@ -1,0 +1,134 @@
+"""The line of requests that have no blocks yet: who gets them, in which order."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from blockstore.errors import MustWait, OutOfBlocks
+from blockstore.store import Allocation, BlockStore
+from services.common.logging import get_logger
+from services.common.pool.stamps import Stamps
+from services.prefill.job import Job, State
+from services.prefill.prefixes import PrefixesUnderWay
+
+_RETRY_S = 0.05
+log = get_logger(__name__)
+
+
+class Admission:
+    """First come, first served by `order`, while `has_room` says that the engine can use more.
+
+    A request that shares a prefix being computed here steps aside until that is done. One that the
+    pool has no blocks for waits, and everyone behind it. `on_admitted` gets a job with its
+    allocation, whose adopted blocks were compared with its tokens; `on_corrupt` hears of one that
+    said something else.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        pool_id: str,
+        worker_id: str,
+        block_size: int,
+        stamps: Stamps,
+        prefixes: PrefixesUnderWay,
+        has_room: Callable[[], bool],
+        on_admitted: Callable[[Job], None],
+        on_corrupt: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._pool_id = pool_id
+        self._worker_id = worker_id
+        self._block_size = block_size
+        self._stamps = stamps
+        self._prefixes = prefixes
+        self._has_room = has_room
+        self._on_admitted = on_admitted
+        self._on_corrupt = on_corrupt
+        self._line: list[Job] = []
+        self._woken = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(job.num_uncomputed for job in self._line)
+
+    def add(self, job: Job) -> None:
+        self._line.append(job)
+        self._line.sort(key=lambda waiting: waiting.ticket.order)
+        self.wake()
+
+    def remove(self, job: Job) -> None:
+        self._line.remove(job)
+        self.wake()
+
+    def wake(self) -> None:
+        """Something changed that may let somebody in."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._woken.wait()
+            self._woken.clear()
+            if await self._blocked():
+                await self._store.wait_for_room(self._pool_id, _RETRY_S)
+                self.wake()
+
+    async def _blocked(self) -> bool:
+        """Let in who can go; True when the pool has no blocks for the next one."""
+        for job in tuple(self._line):
+            if not self._has_room():
+                return False
+            if job.state is not State.WAITING or self._follows(job):
+                continue
+            try:
+                await self._allocate(job)
+            except (OutOfBlocks, MustWait):
+                return job.state is State.WAITING
+            if job.state is State.WAITING:
+                self._line.remove(job)
+                self._on_admitted(job)
+            else:
+                await self._give_up(job)
+        return False
+
+    def _follows(self, job: Job) -> bool:
+        if job.follows not in self._prefixes:
+            job.follows = self._prefixes.last_shared(job.hashes)
+        return job.follows is not None
+
+    async def _allocate(self, job: Job) -> None:
+        num_blocks = len(job.tokens) // self._block_size + 1
+        while True:
+            holder_id = job.ticket.holder_id
+            allocation = await self._store.allocate(
+                self._pool_id, holder_id, self._worker_id, job.ticket.order, job.hashes, num_blocks
+            )
+            job.allocation = allocation
+            wrong = self._first_wrong(job, allocation)
+            if wrong is None:
+                return
+            block_id, prefix_hash = allocation.block_ids[wrong], job.hashes[wrong]
+            log.error("kv_corrupt", block_id=block_id, prefix_hash=prefix_hash.hex())
+            self._on_corrupt()
+            await self._store.retract(self._pool_id, block_id, prefix_hash)
+            await self._give_up(job)
+            # A holder's id is used once: its successor is named after it.
+            job.ticket = replace(job.ticket, holder_id=f"{holder_id}+")
+
+    def _first_wrong(self, job: Job, allocation: Allocation) -> int | None:
+        """An adopted block whose stamp is not of this prompt (law 6)."""
+        num_cached = allocation.num_cached_blocks
+        return self._stamps.first_mismatch(
+            allocation.block_ids[:num_cached],
+            job.ticket.root_hash,
+            job.hashes[:num_cached],
+            job.tokens[: num_cached * self._block_size],
+        )
+
+    async def _give_up(self, job: Job) -> None:
+        assert job.allocation is not None
+        await self._store.release(self._pool_id, job.ticket.holder_id, job.allocation.epoch)
+        job.allocation = None

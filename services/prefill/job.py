@@ -1,0 +1,65 @@
+"""One request at a prefill worker."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+from blockstore.store import Allocation, PrefixHash
+from services.common.ticket import Ticket, TicketSequence
+from services.worker.events import Ending, Session
+
+
+class State(Enum):
+    """WAITING (no blocks) -> COMPUTING (in the engine) -> ISSUED (a ticket at rest) -> ENDED."""
+
+    WAITING = auto()
+    COMPUTING = auto()
+    ISSUED = auto()
+    ENDED = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """`follows`: a prefix that somebody else here is computing. `waits`: the store knows it as a
+    waiter. `ending`: set once it is to end early."""
+
+    session: Session
+    ticket: Ticket
+    hashes: Sequence[PrefixHash]
+    state: State = State.WAITING
+    follows: PrefixHash | None = None
+    waits: bool = False
+    allocation: Allocation | None = None
+    ending: Ending | None = None
+    num_uncomputed: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_uncomputed = len(self.tokens)
+
+    @property
+    def key(self) -> tuple[int, str, int]:
+        """(gateway, request, attempt)."""
+        return id(self.session), *self.ticket.key
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.ticket.prompt_token_ids + self.ticket.sequences[0].token_ids
+
+    def issued(self, token: int) -> Ticket:
+        """The ticket with blocks and the token just drawn, at rest (epoch 2)."""
+        assert self.allocation is not None
+        old = self.ticket.sequences[0]
+        sequence = TicketSequence(
+            index=old.index,
+            token_ids=(*old.token_ids, token),
+            block_ids=self.allocation.block_ids,
+            num_computed_tokens=len(self.tokens),
+        )
+        return replace(self.ticket, holder_epoch=self.allocation.epoch + 1, sequences=(sequence,))
+
+    def finished(self, token: int) -> Ticket:
+        """The ticket of a request that ended with this token: no blocks."""
+        ticket = self.issued(token)
+        return replace(
+            ticket, holder_epoch=0, sequences=(replace(ticket.sequences[0], block_ids=()),)
+        )

@@ -1,0 +1,40 @@
+"""The Prefill service: protobuf at the edge of the prefill worker."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from quire.v1 import prefill_pb2, prefill_pb2_grpc
+from services.common.errors import InvalidRequest
+from services.common.wire import finish_reason_to_wire, ticket_from_wire, ticket_to_wire
+from services.prefill.worker import PrefillWorker
+from services.worker.events import Event, Failed, Prefilled
+from services.worker.stream import Fields, StreamSession, WorkerStream
+
+SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
+
+
+class PrefillService(prefill_pb2_grpc.PrefillServicer):
+    def __init__(self, worker: PrefillWorker) -> None:
+        self._worker = worker
+        self._stream = WorkerStream(worker, prefill_pb2.PrefillConnectResponse, _encode, self._obey)
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[prefill_pb2.PrefillConnectRequest], context: Any
+    ) -> AsyncIterator[Any]:
+        async for response in self._stream.serve(request_iterator):
+            yield response
+
+    def _obey(self, session: StreamSession, submit: prefill_pb2.PrefillSubmit) -> None:
+        try:
+            self._worker.submit(session, ticket_from_wire(submit.ticket))
+        except InvalidRequest as error:
+            key = submit.ticket.request_id, submit.ticket.attempt
+            session.send(Failed(*key, error.code, str(error)))
+
+
+def _encode(event: Event) -> Fields:
+    assert isinstance(event, Prefilled)
+    prefilled = prefill_pb2.Prefilled(
+        ticket=ticket_to_wire(event.ticket), finish_reason=finish_reason_to_wire(event.finish)
+    )
+    return {"prefilled": prefilled}

@@ -1,0 +1,291 @@
+"""The prefill worker: tickets without blocks in, tickets with blocks and a first token out."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
+
+from blockstore.errors import StaleHolder
+from blockstore.hashing import prefix_hashes
+from blockstore.registry import Load
+from blockstore.store import BlockStore, PrefixHash
+from services.common.errors import InvalidRequest
+from services.common.metrics import WorkerMetrics
+from services.common.ticket import FinishReason, Ticket
+from services.engine import messages
+from services.engine.engine import ForwardPass
+from services.engine.membership import Membership
+from services.engine.messages import Advance, StepOutcome
+from services.engine.sequence import Sequence as EngineSequence
+from services.prefill.admission import Admission
+from services.prefill.job import Job, State
+from services.prefill.prefixes import PrefixesUnderWay
+from services.worker.events import (
+    ABORTED,
+    DRAINED,
+    EXPIRED,
+    PREEMPTED,
+    STALE,
+    Ending,
+    Prefilled,
+    Requeued,
+    RequeueReason,
+    Session,
+    report,
+)
+from services.worker.pool_worker import Limits, PoolWorker
+
+_BATCHES_AHEAD = 2
+"""Blocks are given out for so many steps' worth of tokens: enough to fill the next step, little
+enough that requests far from their turn hold nothing."""
+
+
+class PrefillWorker(PoolWorker):
+    """submit -> (wait for blocks) -> compute in chunks -> ticket, or an early end at any point."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        membership: Membership,
+        forward: ForwardPass,
+        limits: Limits,
+        metrics: WorkerMetrics,
+    ) -> None:
+        super().__init__(store, membership, forward, limits, metrics, one_token=True)
+        self._prefixes = PrefixesUnderWay(on_change=lambda: self._admission.wake())
+        self._admission = Admission(
+            store,
+            self.pool_id,
+            self.worker_id,
+            self.spec.block_size,
+            membership.stamps,
+            self._prefixes,
+            has_room=self._has_room,
+            on_admitted=self._compute,
+            on_corrupt=metrics.kv_corrupt.inc,
+        )
+        self._jobs: dict[tuple[int, str, int], Job] = {}
+        self._computing: dict[str, Job] = {}
+        self._issued: dict[str, Job] = {}
+        self._timers: dict[Job, list[asyncio.TimerHandle]] = {}
+
+    # What gateways ask.
+
+    def submit(self, session: Session, ticket: Ticket) -> None:
+        """Take a ticket without blocks. Raises InvalidRequest."""
+        if self.draining:
+            session.send(Requeued(ticket, RequeueReason.DRAINING))
+            return
+        self._check(ticket)
+        size = self.spec.block_size
+        job = Job(session, ticket, ())
+        if job.key in self._jobs:
+            raise InvalidRequest(f"attempt {ticket.attempt} of this request is here already")
+        job.hashes = prefix_hashes(ticket.root_hash, job.tokens, size)
+        self._jobs[job.key] = job
+        self._timers[job] = []
+        if ticket.timeout_ms:
+            self._after(ticket.timeout_ms / 1000, job, EXPIRED)
+        self._admission.add(job)
+
+    def abort(self, session: Session, request_id: str, attempt: int) -> None:
+        if job := self._jobs.get((id(session), request_id, attempt)):
+            self._end(job, ABORTED)
+
+    def close(self, session: Session) -> None:
+        """The gateway is gone: everything that came from it ends."""
+        for job in [job for job in self._jobs.values() if job.session is session]:
+            self._end(job, ABORTED)
+
+    def drain(self) -> int:
+        """Take nothing new, send back what has no blocks yet; how many requests are left."""
+        self.draining = True
+        for job in [job for job in self._jobs.values() if job.state is State.WAITING]:
+            self._end(job, DRAINED)
+        return len(self._jobs)
+
+    async def drained(self) -> None:
+        """Return when nothing is computed and every ticket is claimed or released."""
+        while True:
+            await self.writer.flush()
+            holders = await self.store.holders(self.pool_id)
+            mine = [holder for holder in holders if holder.worker_id == self.worker_id]
+            if not mine and not self._computing:
+                return
+            await asyncio.sleep(0.05)
+
+    def load(self) -> Load:
+        return Load(
+            num_running=len(self._computing),
+            num_waiting=len(self._admission),
+            num_pending_tokens=self._admission.num_tokens + self._num_computing_tokens,
+        )
+
+    # The walk of a job: WAITING -> COMPUTING -> ISSUED -> ENDED.
+
+    @property
+    def _num_computing_tokens(self) -> int:
+        return sum(job.num_uncomputed for job in self._computing.values())
+
+    def _has_room(self) -> bool:
+        ahead = _BATCHES_AHEAD * self.limits.max_num_batched_tokens
+        return (
+            self._num_computing_tokens < ahead and len(self._computing) < self.limits.max_num_seqs
+        )
+
+    def _compute(self, job: Job) -> None:
+        """It has its blocks:
+
+        blocks   |== adopted ==|------------- new -------------|
+        tokens   |== computed =|----- to compute -----|    never empty: the last token draws
+        """
+        allocation = job.allocation
+        assert allocation is not None
+        num_hits, size = allocation.num_cached_blocks, self.spec.block_size
+        num_computed = min(num_hits * size, len(job.tokens) - 1)
+        if not job.ticket.sequences[0].token_ids:
+            job.ticket = replace(job.ticket, num_cached_tokens=num_computed)
+        job.state = State.COMPUTING
+        job.num_uncomputed = len(job.tokens) - num_computed
+        self._computing[job.ticket.holder_id] = job
+        self.metrics.prompt_tokens.inc(job.num_uncomputed)
+        self.metrics.prompt_tokens_cached.inc(num_computed)
+        self._prefixes.begin(job.ticket.holder_id, job.hashes[num_hits:])
+        sequence = EngineSequence(
+            job.ticket,
+            block_ids=allocation.block_ids,
+            block_size=size,
+            num_computed=num_computed,
+            num_adopted=num_hits * size,
+            eos_token_ids=self.limits.eos_token_ids,
+            max_model_len=self.limits.max_model_len,
+        )
+        self.engine.send(messages.Admit(sequence, allocation.block_ids[num_hits:]))
+
+    def _on_outcome(self, outcome: StepOutcome) -> None:
+        for advance in outcome.advances:
+            self._on_advance(self._computing[advance.key], advance)
+        for removed in outcome.removed:
+            self._retire(self._computing[removed.key])
+        self._admission.wake()
+
+    def _on_advance(self, job: Job, advance: Advance) -> None:
+        job.num_uncomputed = len(job.tokens) - advance.num_computed
+        if advance.completed:
+            self.writer.put(lambda: self._commit(job, advance.completed))
+        if advance.token is None:
+            return
+        if job.ending:
+            self._retire(job)
+        elif advance.finish:
+            self._finish(job, advance.token, advance.finish)
+        else:
+            self._issue(job, advance.token)
+
+    async def _commit(self, job: Job, completed: Sequence[tuple[int, PrefixHash]]) -> None:
+        holder_id, epoch = job.ticket.holder_id, _epoch(job)
+        await self.store.commit(self.pool_id, holder_id, epoch, completed)
+        self._prefixes.end(holder_id, [prefix_hash for _, prefix_hash in completed])
+
+    def _issue(self, job: Job, token: int) -> None:
+        """At rest: nobody writes its blocks until somebody claims them."""
+        ticket = job.issued(token)
+
+        async def detach() -> None:
+            await self.store.detach(self.pool_id, ticket.holder_id, ticket.holder_epoch - 1)
+            if not job.ending:
+                job.session.send(Prefilled(ticket, None))
+
+        job.state = State.ISSUED
+        job.ticket = ticket
+        self._issued[ticket.holder_id] = self._computing.pop(ticket.holder_id)
+        self._after(self.limits.ticket_ttl_s, job, STALE)
+        self.writer.put(detach)
+
+    def _finish(self, job: Job, token: int, finish: FinishReason) -> None:
+        holder_id, epoch = job.ticket.holder_id, _epoch(job)
+
+        async def release() -> None:
+            await self.store.release(self.pool_id, holder_id, epoch)
+            job.session.send(Prefilled(job.finished(token), finish))
+
+        self._forget(job)
+        self.writer.put(release)
+
+    # Early ends.
+
+    def _end(self, job: Job, ending: Ending) -> None:
+        if job.ending:
+            return
+        job.ending = ending
+        if job.state is State.WAITING:
+            self._admission.remove(job)
+            holder_id = job.ticket.holder_id
+            self.writer.put(lambda: self.store.withdraw(self.pool_id, holder_id))
+            self._forget(job)
+            report(job.session, job.ticket, ending)
+        elif job.state is State.COMPUTING:
+            self.engine.send(messages.Remove(job.ticket.holder_id))
+        else:
+            self.writer.put(lambda: self._take_back(job, ending))
+
+    def _retire(self, job: Job) -> None:
+        """The engine has let go of a job that ends early; its commits are written before this."""
+        holder_id, epoch, ending = job.ticket.holder_id, _epoch(job), job.ending
+        assert ending is not None
+
+        async def release() -> None:
+            await self.store.release(self.pool_id, holder_id, epoch)
+            report(job.session, job.ticket, ending)
+
+        self._forget(job)
+        self.writer.put(release)
+
+    async def _take_back(self, job: Job, ending: Ending) -> None:
+        """Release a ticket at rest, unless a decode worker has claimed it: then it is its."""
+        try:
+            await self.store.release(self.pool_id, job.ticket.holder_id, job.ticket.holder_epoch)
+        except StaleHolder:
+            pass
+        else:
+            report(job.session, job.ticket, ending)
+        self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        job.state = State.ENDED
+        self._jobs.pop(job.key, None)
+        self._computing.pop(job.ticket.holder_id, None)
+        self._issued.pop(job.ticket.holder_id, None)
+        for timer in self._timers.pop(job, ()):
+            timer.cancel()
+        self._prefixes.end(job.ticket.holder_id, job.hashes)
+
+    # The pool's demands, and time.
+
+    def _on_demands(self, holder_ids: Sequence[str]) -> None:
+        for holder_id in holder_ids:
+            job = self._computing.get(holder_id) or self._issued.get(holder_id)
+            if job and not job.ending:
+                self.metrics.num_preemptions.inc()
+                self._end(job, PREEMPTED)
+
+    def _after(self, delay_s: float, job: Job, ending: Ending) -> None:
+        loop = asyncio.get_running_loop()
+        self._timers[job].append(loop.call_later(delay_s, self._end, job, ending))
+
+    def _loops(self) -> Sequence[Coroutine[Any, Any, None]]:
+        return [self._admission.run()]
+
+    def _check(self, ticket: Ticket) -> None:
+        if ticket.pool_id != self.pool_id:
+            raise InvalidRequest(f"this worker is on pool {self.pool_id}, not {ticket.pool_id}")
+        if len(ticket.sequences) != 1 or ticket.sequences[0].block_ids:
+            raise InvalidRequest("a ticket for prefill has one sequence and no blocks")
+        length = len(ticket.prompt_token_ids) + len(ticket.sequences[0].token_ids)
+        if not 0 < length < self.limits.max_model_len:
+            raise InvalidRequest(f"{length} tokens; at least 1, below {self.limits.max_model_len}")
+
+
+def _epoch(job: Job) -> int:
+    assert job.allocation is not None
+    return job.allocation.epoch

@@ -1,0 +1,107 @@
+"""What a worker tells a gateway; `service.py` of each worker turns it into protobuf."""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Protocol
+
+from services.common.errors import DeadlineExceeded
+from services.common.ticket import FinishReason, Ticket
+
+
+class RequeueReason(Enum):
+    PREEMPTED = "preempted"
+    DRAINING = "draining"
+    STALE_TICKET = "stale_ticket"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a request ends early at a worker, and so what its gateway hears: a requeue, an error
+    (code and message), or nothing where it asked for the end itself."""
+
+    requeue: RequeueReason | None = None
+    error: tuple[str, str] | None = None
+
+
+ABORTED = Ending()
+EXPIRED = Ending(error=(DeadlineExceeded.code, "the request's deadline has passed"))
+PREEMPTED = Ending(requeue=RequeueReason.PREEMPTED)
+DRAINED = Ending(requeue=RequeueReason.DRAINING)
+STALE = Ending(requeue=RequeueReason.STALE_TICKET)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """With a `finish` the request is over and its blocks are released, else the ticket has them."""
+
+    ticket: Ticket
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Requeued:
+    """The ticket has no blocks: whoever takes it computes it again."""
+
+    ticket: Ticket
+    reason: RequeueReason
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """`code`: of a domain error (`services.common.errors`)."""
+
+    request_id: str
+    attempt: int
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    request_id: str
+    attempt: int
+    granted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One sequence's token of one step."""
+
+    request_id: str
+    attempt: int
+    index: int
+    token_id: int
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """All outputs of one step that belong to one gateway."""
+
+    outputs: tuple[Output, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    num_running: int
+
+
+Event = Prefilled | Requeued | Failed | Reserved | Step | Draining
+
+
+class Session(Protocol):
+    """One gateway's stream, as the worker's logic sees it."""
+
+    def send(self, event: Event) -> None:
+        """Never blocks; a session whose peer does not read is closed."""
+
+
+def report(session: Session, ticket: Ticket, ending: Ending) -> None:
+    """Tell the gateway how a request ended early; its blocks are released."""
+    if ending.requeue:
+        at_rest = tuple(
+            replace(sequence, block_ids=(), num_computed_tokens=0) for sequence in ticket.sequences
+        )
+        session.send(Requeued(replace(ticket, holder_epoch=0, sequences=at_rest), ending.requeue))
+    elif ending.error:
+        session.send(Failed(*ticket.key, *ending.error))

@@ -1,0 +1,131 @@
+"""What every worker on a pool has: an engine thread, ordered writes, the pool's pulse."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from blockstore.errors import WorkerFenced
+from blockstore.registry import Load
+from blockstore.store import BlockStore, PoolSpec
+from services.common.metrics import WorkerMetrics
+from services.engine.engine import BlockStamps, Engine, ForwardPass
+from services.engine.messages import StepOutcome
+from services.engine.scheduler import Scheduler
+from services.engine.thread import EngineThread
+from services.worker.store_writer import StoreWriter
+
+_PULSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`max_num_batched_tokens` a step, of at most `max_num_seqs` sequences. `look_ahead`: tokens
+    for which a decoding sequence has slots in advance. `ticket_ttl_s`: how long a ticket may stay
+    unclaimed."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    eos_token_ids: frozenset[int] = frozenset()
+    look_ahead: int = 8
+    ticket_ttl_s: float = 30.0
+
+
+class OnPool(Protocol):
+    """A membership in a pool, as the worker's logic sees it."""
+
+    @property
+    def spec(self) -> PoolSpec: ...
+    @property
+    def worker_id(self) -> str: ...
+    @property
+    def stamps(self) -> BlockStamps: ...
+
+
+class PoolWorker(ABC):
+    """Lives in one event loop; its subclasses walk requests through it."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        membership: OnPool,
+        forward: ForwardPass,
+        limits: Limits,
+        metrics: WorkerMetrics,
+        *,
+        one_token: bool,
+    ) -> None:
+        self.store = store
+        self.metrics = metrics
+        self.spec = membership.spec
+        self.pool_id = membership.spec.pool_id
+        self.worker_id = membership.worker_id
+        self.limits = limits
+        self.draining = False
+        loop = asyncio.get_running_loop()
+        self._failure: asyncio.Future[None] = loop.create_future()
+        self.writer = StoreWriter(self._fail)
+        engine = Engine(
+            forward,
+            Scheduler(limits.max_num_batched_tokens, limits.max_num_seqs),
+            membership.stamps,
+            one_token=one_token,
+            look_ahead=limits.look_ahead,
+        )
+        self.engine = EngineThread(engine, loop, self._after_step, self._fail)
+
+    async def run(self) -> None:
+        """Work until cancelled. Raises when engine or pool are lost; then only exiting is left."""
+        self.engine.start()
+        loops = [self.writer.run(), self._pulse(), *self._loops()]
+        tasks = [asyncio.create_task(self._guarded(loop)) for loop in loops]
+        try:
+            await self._failure
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.to_thread(self.engine.stop)
+
+    async def _guarded(self, loop: Coroutine[Any, Any, None]) -> None:
+        try:
+            await loop
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    async def _pulse(self) -> None:
+        """Hear what the pool wants from this worker."""
+        while True:
+            heartbeat = await self.store.heartbeat(self.pool_id, self.worker_id)
+            if heartbeat.fenced:
+                raise WorkerFenced(f"{self.worker_id} was fenced")
+            self._on_demands(heartbeat.demands)
+            await asyncio.sleep(_PULSE_S)
+
+    def _after_step(self, outcome: StepOutcome) -> None:
+        if outcome.num_tokens:
+            self.metrics.step_s.observe(outcome.duration_s)
+            self.metrics.step_tokens.observe(outcome.num_tokens)
+        self._on_outcome(outcome)
+
+    @abstractmethod
+    def load(self) -> Load:
+        """What the registry and the gateways hear."""
+
+    @abstractmethod
+    def _loops(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """What else runs beside the pulse and the writes."""
+
+    @abstractmethod
+    def _on_outcome(self, outcome: StepOutcome) -> None:
+        """A step is over."""
+
+    @abstractmethod
+    def _on_demands(self, holder_ids: Sequence[str]) -> None:
+        """These holders must give way. Heard again until they have."""

@@ -1,0 +1,181 @@
+"""A worker's side of its gateway streams: handshake, commands in order, events out."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+from google.protobuf.message import Message
+
+from blockstore.registry import Load
+from blockstore.store import FUNCTION_LIBRARY
+from quire.v1 import worker_pb2
+from services.common.errors import InvalidRequest, VersionMismatch
+from services.common.logging import get_logger
+from services.common.version import PROTOCOL_VERSION
+from services.common.wire import load_to_wire, ticket_to_wire
+from services.worker.events import Draining, Event, Failed, Requeued, RequeueReason
+
+_LOAD_INTERVAL_S = 0.25
+_MAX_UNREAD = 10_000
+"""Messages that a gateway may leave unread before its stream is broken off."""
+
+_REASONS = {
+    RequeueReason.PREEMPTED: worker_pb2.Requeue.REASON_PREEMPTED,
+    RequeueReason.DRAINING: worker_pb2.Requeue.REASON_DRAINING,
+    RequeueReason.STALE_TICKET: worker_pb2.Requeue.REASON_STALE_TICKET,
+}
+
+log = get_logger(__name__)
+
+Fields = dict[str, Message]
+"""One field of a stream's response, by its name."""
+
+
+class StreamSession:
+    """One gateway's stream as the worker's logic sees it."""
+
+    def __init__(self, peer_id: str, encode: Callable[[Event], Fields]) -> None:
+        self.peer_id = peer_id
+        self._encode = encode
+        self._unread: asyncio.Queue[Fields | None] = asyncio.Queue()
+        self._ended = False
+
+    def send(self, event: Event) -> None:
+        self.put(self._encode(event))
+
+    def put(self, fields: Fields) -> None:
+        """Never blocks. A peer that does not read loses its stream, and so its requests."""
+        if self._ended:
+            return
+        self._unread.put_nowait(fields)
+        if self._unread.qsize() > _MAX_UNREAD:
+            log.warning("stream_not_read", peer_id=self.peer_id, num_unread=_MAX_UNREAD)
+            self.end()
+
+    def end(self) -> None:
+        """Nothing goes out any more; what was not written is dropped."""
+        self._ended = True
+        while not self._unread.empty():
+            self._unread.get_nowait()
+        self._unread.put_nowait(None)
+
+    async def messages(self) -> AsyncIterator[Fields]:
+        """What was put, until the end."""
+        while (fields := await self._unread.get()) is not None:
+            yield fields
+
+
+class StreamWorker(Protocol):
+    """What a stream needs of the worker's logic."""
+
+    worker_id: str
+    pool_id: str
+    draining: bool
+
+    def load(self) -> Load: ...
+    def abort(self, session: StreamSession, request_id: str, attempt: int) -> None: ...
+    def drain(self) -> int: ...
+    def close(self, session: StreamSession) -> None: ...
+
+
+class WorkerStream:
+    """Serves `Connect` of one worker.
+
+    `response` is the stream's response type; `encode` knows the events of the worker's role, and
+    `obey(session, command)` its commands; what both roles have is known here. InvalidRequest from
+    `obey` is about one request, and answered with `failed`.
+    """
+
+    def __init__(
+        self,
+        worker: StreamWorker,
+        response: Callable[..., Message],
+        encode: Callable[[Event], Fields],
+        obey: Callable[[StreamSession, Any], None],
+    ) -> None:
+        self._worker = worker
+        self._response = response
+        self._encode_own = encode
+        self._obey_own = obey
+
+    async def serve(self, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
+        """One stream, from hello to its end; then everything that came over it is aborted."""
+        session = StreamSession(await self._greet(requests), self._encode)
+        session.put({"welcome": self._welcome()})
+        log.info("peer_connected", peer_id=session.peer_id)
+        reading = asyncio.create_task(self._read(session, requests))
+        reporting = asyncio.create_task(self._report_load(session))
+        try:
+            async for fields in session.messages():
+                yield self._response(**fields)
+            if reading.done():
+                reading.result()
+        finally:
+            reading.cancel()
+            reporting.cancel()
+            self._worker.close(session)
+            log.info("peer_disconnected", peer_id=session.peer_id)
+
+    async def _greet(self, requests: AsyncIterator[Any]) -> str:
+        """The peer's id. VersionMismatch, InvalidRequest."""
+        request = await anext(requests, None)
+        if request is None or request.WhichOneof("command") != "hello":
+            raise InvalidRequest("a worker stream begins with hello")
+        theirs = request.hello.protocol_version, request.hello.function_library
+        ours = PROTOCOL_VERSION, FUNCTION_LIBRARY
+        if theirs != ours:
+            raise VersionMismatch(f"{request.hello.peer_id} speaks {theirs}, this worker {ours}")
+        return str(request.hello.peer_id)
+
+    def _welcome(self) -> worker_pb2.Welcome:
+        return worker_pb2.Welcome(
+            worker_id=self._worker.worker_id,
+            protocol_version=PROTOCOL_VERSION,
+            function_library=FUNCTION_LIBRARY,
+            pool_id=self._worker.pool_id,
+            load=self._load(),
+        )
+
+    def _load(self) -> worker_pb2.WorkerLoad:
+        return load_to_wire(self._worker.load(), self._worker.draining)
+
+    async def _report_load(self, session: StreamSession) -> None:
+        last = None
+        while True:
+            if (load := self._load()) != last:
+                session.put({"load": load})
+                last = load
+            await asyncio.sleep(_LOAD_INTERVAL_S)
+
+    async def _read(self, session: StreamSession, requests: AsyncIterator[Any]) -> None:
+        try:
+            async for request in requests:
+                self._obey(session, request)
+        finally:
+            session.end()
+
+    def _obey(self, session: StreamSession, request: Any) -> None:
+        match request.WhichOneof("command"):
+            case "abort":
+                self._worker.abort(session, request.abort.request_id, request.abort.attempt)
+            case "drain":
+                session.send(Draining(self._worker.drain()))
+            case "hello" | None:
+                raise InvalidRequest("an unknown command, or a second hello")
+            case name:
+                self._obey_own(session, getattr(request, name))
+
+    def _encode(self, event: Event) -> Fields:
+        match event:
+            case Failed(request_id, attempt, code, message):
+                failed = worker_pb2.RequestFailed(
+                    request_id=request_id, attempt=attempt, code=code, message=message
+                )
+                return {"failed": failed}
+            case Requeued(ticket, reason):
+                requeue = worker_pb2.Requeue(ticket=ticket_to_wire(ticket), reason=_REASONS[reason])
+                return {"requeue": requeue}
+            case Draining(num_running):
+                return {"draining": worker_pb2.Draining(num_running=num_running)}
+            case _:
+                return self._encode_own(event)
