@@ -1,0 +1,294 @@
+"""Joining and leaving pools: made by the first, taken away by the last, shared in between."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockstore.errors import StoreLost, StoreUnavailable, WorkerNotEmpty
+from blockstore.memory_store import MemoryStore
+from blockstore.store import PoolSpec
+from services.common.errors import StartupError
+from services.common.pool.directory import pool_directories
+from services.common.pool.layout import Dtype, PoolLayout
+from services.common.pool.locks import is_held
+from services.common.pool.sizing import MemoryPlan
+from services.common.pool.stamps import record_bytes
+from services.engine.membership import Membership, join
+
+LAYOUT = PoolLayout(
+    model="tiny",
+    fingerprint="f00d",
+    num_layers=2,
+    num_kv_heads=3,
+    head_dim=5,
+    dtype="float32",
+    block_size=4,
+)
+NUM_BLOCKS = 11
+PLAN = MemoryPlan(pool_bytes=NUM_BLOCKS * (LAYOUT.block_bytes + record_bytes(4)))
+RUN_ID = "run-1"
+
+Join = Callable[..., Awaitable[Membership]]
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+async def joined(store: MemoryStore, tmp_path: Path) -> AsyncIterator[Join]:
+    """Joins as a worker; keyword arguments change the usual ones. Locks end with the test."""
+    members: list[Membership] = []
+
+    async def joined(
+        worker_id: str,
+        layout: PoolLayout = LAYOUT,
+        run_id: str = RUN_ID,
+        plan: MemoryPlan = PLAN,
+        store: MemoryStore = store,
+    ) -> Membership:
+        members.append(await join(store, run_id, tmp_path, layout, worker_id, plan, watermark=0.2))
+        return members[-1]
+
+    yield joined
+    for member in members:
+        member.pool.close()
+        member.stamps.close()
+        member.lock.close()
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def die(member: Membership) -> None:
+    """What the kernel does for a killed process."""
+    member.lock.close()
+
+
+async def test_the_first_makes_the_pool_and_the_second_shares_it(
+    joined: Join, store: MemoryStore
+) -> None:
+    first, second = await joined("prefill-1"), await joined("decode-1")
+    assert first.spec == second.spec
+    assert (first.spec.num_blocks, first.spec.block_size, first.spec.watermark_blocks) == (11, 4, 2)
+    assert (await store.stats(first.spec.pool_id)).worker_ids == ("decode-1", "prefill-1")
+    first.pool.kv[10, 1, 1, 3, 2, 4] = 7.0
+    assert second.pool.kv[10, 1, 1, 3, 2, 4] == 7.0
+    assert second.pool.kv.shape == (11, 2, 2, 4, 3, 5)
+    first.stamps.own([10], "h")
+    assert second.stamps.read(10) == first.stamps.read(10)
+    assert is_held(first.directory.lock_path("prefill-1"))
+
+
+async def test_files_are_private_and_in_memory(joined: Join) -> None:
+    directory = (await joined("prefill-1")).directory
+    for path in (
+        directory.kv,
+        directory.stamps,
+        directory.header,
+        directory.lock_path("prefill-1"),
+    ):
+        assert path.stat().st_mode & 0o777 == 0o600, path
+    for path in (directory.path, directory.workers):
+        assert path.stat().st_mode & 0o777 == 0o700, path
+    assert directory.kv.stat().st_blocks * 512 >= 11 * LAYOUT.block_bytes
+
+
+async def test_the_last_one_out_takes_the_pool_away(
+    joined: Join, store: MemoryStore, tmp_path: Path
+) -> None:
+    first, second = await joined("prefill-1"), await joined("decode-1")
+    await first.leave()
+    assert second.directory.worker_ids() == ("decode-1",)
+    assert (await store.stats(second.spec.pool_id)).worker_ids == ("decode-1",)
+    await second.leave()
+    await second.leave()
+    assert pool_directories(tmp_path) == ()
+    assert await store.pool_ids() == ()
+    assert names(tmp_path) == ["host.lock"]
+
+
+async def test_many_who_join_at_once_make_one_pool(joined: Join, tmp_path: Path) -> None:
+    members = await asyncio.gather(*(joined(f"decode-{number}") for number in range(8)))
+    assert len({member.spec.pool_id for member in members}) == 1
+    assert len(pool_directories(tmp_path)) == 1
+
+
+async def test_other_weights_and_another_run_of_the_store_get_pools_of_their_own(
+    joined: Join, tmp_path: Path
+) -> None:
+    members = [
+        await joined("decode-1"),
+        await joined("decode-2", layout=replace(LAYOUT, fingerprint="beef")),
+        await joined("decode-3", run_id="run-2", store=MemoryStore()),
+    ]
+    assert len({member.spec.pool_id for member in members}) == 3
+    assert len(pool_directories(tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(LAYOUT, block_size=8),
+        replace(LAYOUT, dtype="bfloat16"),
+        replace(LAYOUT, num_layers=3),
+    ],
+)
+async def test_another_geometry_of_the_same_weights_is_refused_with_both(
+    joined: Join, other: PoolLayout
+) -> None:
+    first = await joined("decode-1")
+    with pytest.raises(StartupError, match=f"{first.spec.pool_id} .*another geometry.*this worker"):
+        await joined("decode-2", layout=other)
+    assert first.directory.worker_ids() == ("decode-1",)
+
+
+async def test_a_dead_pool_is_removed_and_never_joined_again(
+    joined: Join, store: MemoryStore, tmp_path: Path
+) -> None:
+    dead = await joined("decode-1")
+    die(dead)
+    (tmp_path / ".new-half-a-pool" / "workers").mkdir(parents=True)
+    alive = await joined("decode-2")
+    assert alive.spec.pool_id != dead.spec.pool_id
+    assert await store.pool_ids() == (alive.spec.pool_id,)
+    assert names(tmp_path) == ["host.lock", alive.spec.pool_id]
+
+
+async def test_a_pool_with_one_dead_and_one_living_worker_is_alive(joined: Join) -> None:
+    first, second = await joined("prefill-1"), await joined("decode-1")
+    die(first)
+    third = await joined("prefill-2")
+    assert third.spec == second.spec
+
+
+async def test_a_pool_that_the_store_forgot_is_not_joined(joined: Join, store: MemoryStore) -> None:
+    old = await joined("decode-1")
+    await store.drop_pool(old.spec.pool_id)
+    new = await joined("decode-2")
+    assert new.spec.pool_id != old.spec.pool_id
+    assert old.directory.worker_ids() == ("decode-1",)
+    await old.leave()
+    assert await store.pool_ids() == (new.spec.pool_id,)
+
+
+@pytest.mark.parametrize("pool_bytes", [1 << 60, 100])
+async def test_memory_that_does_not_do_is_a_clear_error_and_leaves_nothing(
+    joined: Join, store: MemoryStore, tmp_path: Path, pool_bytes: int
+) -> None:
+    with pytest.raises(StartupError, match="bytes"):
+        await joined("decode-1", plan=MemoryPlan(pool_bytes))
+    assert names(tmp_path) == ["host.lock"]
+    assert await store.pool_ids() == ()
+
+
+async def test_measured_memory_is_used_when_none_is_given(
+    joined: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.engine.membership.available_bytes", lambda root: 100_000)
+    plan = MemoryPlan(None, num_expected_workers=2, weight_bytes=10_000, activation_bytes=5_000)
+    member = await joined("decode-1", plan=plan)
+    assert member.spec.num_blocks == 40_000 // (LAYOUT.block_bytes + record_bytes(4)) == 39
+
+
+class Refusing(MemoryStore):
+    """Registers no worker."""
+
+    async def register_worker(self, spec: PoolSpec, worker_id: str) -> None:
+        raise StoreUnavailable("no answer")
+
+
+async def test_a_join_that_the_store_does_not_answer_leaves_nothing(
+    joined: Join, tmp_path: Path
+) -> None:
+    store = Refusing()
+    with pytest.raises(StoreUnavailable):
+        await joined("decode-1", store=store)
+    assert names(tmp_path) == ["host.lock"]
+    assert await store.pool_ids() == ()
+
+
+async def test_a_worker_that_still_holds_blocks_is_left_to_the_reaper(
+    joined: Join, store: MemoryStore
+) -> None:
+    member = await joined("decode-1")
+    await store.allocate(member.spec.pool_id, "h", "decode-1", 1, [], 2)
+    with pytest.raises(WorkerNotEmpty):
+        await member.leave()
+    assert member.directory.worker_ids() == ("decode-1",)
+    assert not member.directory.is_live()
+    assert await store.reap(member.spec.pool_id, "decode-1") == 1
+
+
+class Lost(MemoryStore):
+    async def leave(self, pool_id: str, worker_id: str) -> None:
+        raise StoreLost("another server")
+
+
+async def test_leaving_a_lost_store_still_takes_the_directory_away(
+    joined: Join, tmp_path: Path
+) -> None:
+    member = await joined("decode-1", store=Lost())
+    await member.leave()
+    assert pool_directories(tmp_path) == ()
+
+
+async def test_after_leaving_the_arena_is_closed(joined: Join) -> None:
+    member = await joined("decode-1")
+    await member.leave()
+    with pytest.raises(RuntimeError, match="closed"):
+        _ = member.pool.kv
+
+
+WRITE = """
+import sys
+from pathlib import Path
+from services.common.pool.directory import PoolDirectory
+from services.common.pool.stamps import Stamps
+from services.engine.pool import KVPool
+
+directory = PoolDirectory(Path(sys.argv[1]))
+header = directory.read_header()
+pool = KVPool(directory.kv, header.layout, header.num_blocks)
+stamps = Stamps(directory.stamps, header.num_blocks, header.layout.block_size)
+stamps.own([3], "h")
+pool.kv[3] = 1.5
+stamps.complete(3, bytes([7]) * 16, bytes(16), [1, 2, 3, 4])
+print(tuple(pool.kv.shape), pool.kv.dtype, float(pool.kv[4, 0, 0, 0, 0, 0]))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_what_one_process_writes_another_reads(joined: Join, dtype: Dtype) -> None:
+    layout = replace(LAYOUT, dtype=dtype)
+    member = await joined("prefill-1", layout=layout)
+    member.pool.kv[4] = -2.0
+    output = await asyncio.to_thread(
+        subprocess.check_output,
+        [sys.executable, "-c", WRITE, str(member.directory.path)],
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert output.strip() == f"({member.spec.num_blocks}, 2, 2, 4, 3, 5) torch.{dtype} -2.0"
+    assert torch.equal(member.pool.kv[3], torch.full_like(member.pool.kv[3], 1.5))
+    assert member.pool.kv[2].count_nonzero() == 0
+    assert member.stamps.first_mismatch([3], bytes(16), [bytes([7]) * 16], [1, 2, 3, 4]) is None
+
+
+async def test_an_arena_of_another_size_is_not_mapped(joined: Join) -> None:
+    """Mapping would stretch the file to the size that was asked for."""
+    member = await joined("decode-1")
+    os.truncate(member.directory.kv, 100)
+    with pytest.raises(ValueError, match="100 bytes instead of"):
+        await joined("decode-2")
+    assert member.directory.kv.stat().st_size == 100
+    assert member.directory.worker_ids() == ("decode-1",)
