@@ -3,7 +3,7 @@
 Both talk to a gateway over gRPC and raise the errors of `quire.errors`.
 """
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -193,11 +193,13 @@ class AsyncClient:
         *,
         model: str = "",
         timeout_s: float | None = None,
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """Stream the answer; closing the iterator (`aclosing`) cancels the request."""
         return self.send(Request(prompt, sampling or Sampling(), model), timeout_s)
 
-    async def send(self, request: Request, timeout_s: float | None = None) -> AsyncIterator[Delta]:
+    async def send(
+        self, request: Request, timeout_s: float | None = None
+    ) -> AsyncGenerator[Delta, None]:
         """`generate` with everything that a request can say; `timeout_s` is its deadline."""
         call = self._inference.Generate(messages.generate_request(request), timeout=timeout_s)
         try:

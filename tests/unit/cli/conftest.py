@@ -1,0 +1,121 @@
+"""A gateway that answers what a test tells it to, over real gRPC."""
+
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import grpc
+import pytest
+
+from quire.v1 import block_manager_pb2 as bm
+from quire.v1 import inference_pb2 as inference
+from quire.v1.block_manager_pb2_grpc import (
+    BlockManagerServicer,
+    add_BlockManagerServicer_to_server,
+)
+from quire.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+
+
+@dataclass
+class FakeGateway(InferenceServicer, BlockManagerServicer):
+    """Answers with its fields and remembers what it was asked."""
+
+    address: str = ""
+    responses: list[inference.GenerateResponse] = field(default_factory=list)
+    refusal: tuple[grpc.StatusCode, str] | None = None
+    endless: bool = False
+    models: list[inference.Model] = field(default_factory=list)
+    pools: list[bm.Pool] = field(default_factory=list)
+    worker_lists: list[list[bm.Worker]] = field(default_factory=lambda: [[]])
+    audits: list[bm.PoolAudit] = field(default_factory=list)
+    requests: list[Any] = field(default_factory=list)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def Generate(
+        self, request: inference.GenerateRequest, context: Any
+    ) -> Iterator[inference.GenerateResponse]:
+        self.requests.append(request)
+        self._refuse(context)
+        context.add_callback(self.cancelled.set)
+        yield from self.responses
+        if self.endless:
+            self.cancelled.wait(timeout=20)
+
+    def ListModels(self, _request: Any, context: Any) -> inference.ListModelsResponse:
+        self._refuse(context)
+        return inference.ListModelsResponse(models=self.models)
+
+    def ListPools(self, _request: Any, context: Any) -> bm.ListPoolsResponse:
+        return bm.ListPoolsResponse(pools=self.pools)
+
+    def ListWorkers(self, _request: Any, context: Any) -> bm.ListWorkersResponse:
+        """The next list each time; the last one stays."""
+        workers = self.worker_lists.pop(0) if len(self.worker_lists) > 1 else self.worker_lists[0]
+        return bm.ListWorkersResponse(workers=workers)
+
+    def ListHolders(self, _request: Any, context: Any) -> NoReturn:
+        raise NotImplementedError
+
+    def Audit(self, request: bm.AuditRequest, context: Any) -> bm.AuditResponse:
+        self.requests.append(request)
+        return bm.AuditResponse(pools=self.audits)
+
+    def DrainWorker(self, request: bm.DrainWorkerRequest, context: Any) -> bm.DrainWorkerResponse:
+        self.requests.append(request)
+        self._refuse(context)
+        return bm.DrainWorkerResponse(num_running=3)
+
+    def refuse(self, status: grpc.StatusCode, text: str) -> None:
+        """From now on, as `services.common.rpc` does it."""
+        self.refusal = status, text
+
+    def _refuse(self, context: grpc.ServicerContext) -> None:
+        if self.refusal is not None:
+            context.set_trailing_metadata(
+                (("quire-error-code", "some_code"), ("grpc-retry-pushback-ms", "1500"))
+            )
+            context.abort(*self.refusal)
+
+
+def response(*texts: str, **fields: Any) -> inference.GenerateResponse:
+    deltas = [inference.SequenceDelta(text=text, token_ids=[7]) for text in texts]
+    return inference.GenerateResponse(request_id="r1", deltas=deltas, **fields)
+
+
+@pytest.fixture
+def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterable[FakeGateway]:
+    """Reached through QUIRE_ADDRESS by whatever the test runs."""
+    fake = FakeGateway()
+    server = grpc.server(ThreadPoolExecutor(max_workers=4))
+    add_InferenceServicer_to_server(fake, server)
+    add_BlockManagerServicer_to_server(fake, server)
+    fake.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    monkeypatch.setenv("QUIRE_ADDRESS", fake.address)
+    yield fake
+    fake.cancelled.set()
+    server.stop(grace=None).wait(timeout=5)
+
+
+@pytest.fixture
+def hello(gateway: FakeGateway) -> FakeGateway:
+    """A gateway that answers "Hello, world", and says what it took."""
+    last = inference.SequenceDelta(
+        text=" world",
+        token_ids=[8, 9],
+        finish_reason="FINISH_REASON_STOP",
+        stop_token_id=9,
+    )
+    usage = inference.Usage(
+        num_prompt_tokens=20,
+        num_cached_tokens=16,
+        num_generated_tokens=3,
+        time_to_first_token_ms=12.5,
+    )
+    gateway.responses = [
+        response("Hello,"),
+        inference.GenerateResponse(request_id="r1", deltas=[last], usage=usage),
+    ]
+    return gateway

@@ -1,0 +1,92 @@
+"""The client library: both clients send the same, get the same, and fail alike."""
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import pytest
+
+import quire
+from quire import AsyncClient, ChatMessage, Client, Sampling
+from quire.messages import Request, generate_request
+
+ERRORS = {
+    grpc.StatusCode.INVALID_ARGUMENT: quire.InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: quire.NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: quire.Conflict,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: quire.Overloaded,
+    grpc.StatusCode.UNAVAILABLE: quire.Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: quire.DeadlineExceeded,
+    grpc.StatusCode.INTERNAL: quire.ServerError,
+    grpc.StatusCode.DATA_LOSS: quire.ServerError,
+}
+
+
+def test_a_completion_is_the_sum_of_its_deltas(hello: Any) -> None:
+    with Client(hello.address) as client:
+        completion = client.complete("Hi", Sampling(max_tokens=3))
+    assert completion.text == "Hello, world"
+    assert completion.token_ids == (7, 8, 9)
+    assert completion.finish_reason == "stop"
+    assert completion.usage.num_prompt_tokens == 20
+
+
+async def test_the_async_client_gets_the_same(hello: Any) -> None:
+    async with AsyncClient(hello.address) as client:
+        assert (await client.complete("Hi")).text == "Hello, world"
+
+
+def test_a_stream_that_is_cut_short_is_an_error(hello: Any) -> None:
+    del hello.responses[-1]
+    with Client(hello.address) as client, pytest.raises(quire.ServerError):
+        client.complete("Hi")
+
+
+def test_leaving_a_stream_cancels_the_request(hello: Any) -> None:
+    hello.endless = True
+    with Client(hello.address) as client:
+        with client.generate("Hi") as stream:
+            assert next(iter(stream)).text == "Hello,"
+        assert hello.cancelled.wait(timeout=10)
+
+
+async def test_closing_an_async_stream_cancels_the_request(hello: Any) -> None:
+    hello.endless = True
+    async with AsyncClient(hello.address) as client:
+        async with aclosing(client.generate("Hi")) as stream:
+            assert (await anext(stream)).text == "Hello,"
+        assert await asyncio.to_thread(hello.cancelled.wait, 10)
+
+
+@pytest.mark.parametrize("status", ERRORS, ids=lambda status: status.name)
+def test_each_status_has_its_error(gateway: Any, status: grpc.StatusCode) -> None:
+    gateway.refuse(status, "the reason")
+    with Client(gateway.address) as client, pytest.raises(quire.QuireError) as error:
+        client.models()
+    assert type(error.value) is ERRORS[status]
+    assert (str(error.value), error.value.code) == ("the reason", "some_code")
+
+
+def test_overload_says_when_to_come_back(gateway: Any) -> None:
+    gateway.refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
+    with Client(gateway.address) as client, pytest.raises(quire.Overloaded) as error:
+        list(client.generate("Hi"))
+    assert error.value.retry_delay_s == 1.5
+
+
+async def test_nobody_there_is_told_apart_from_nobody_who_could_do_it() -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(quire.Unreachable):
+            await client.models()
+
+
+def test_prompts_of_each_kind() -> None:
+    assert generate_request(Request("text")).text == "text"
+    assert list(generate_request(Request([1, 2])).token_ids.ids) == [1, 2]
+    chat = generate_request(Request([ChatMessage("user", "Hi")])).chat
+    assert [(m.role, m.content) for m in chat.messages] == [("user", "Hi")]
+
+
+def test_an_empty_prompt_is_for_the_server_to_refuse() -> None:
+    assert generate_request(Request([])).WhichOneof("input") == "token_ids"

@@ -1,0 +1,108 @@
+"""`quire generate`: what it sends, what it shows, how it ends."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import grpc
+import pytest
+
+from quire.cli import main
+
+
+def test_text_goes_as_a_chat_and_the_answer_streams(hello: Any, capsys: Any) -> None:
+    assert main(["generate", "Hi", "--system", "Be brief."]) == 0
+    assert capsys.readouterr().out == "Hello, world\n"
+    messages = hello.requests[0].chat.messages
+    assert [(m.role, m.content) for m in messages] == [("system", "Be brief."), ("user", "Hi")]
+
+
+def test_raw_text_goes_as_it_is(hello: Any) -> None:
+    assert main(["generate", "--raw", "Once upon"]) == 0
+    assert hello.requests[0].text == "Once upon"
+
+
+def test_a_dash_reads_standard_input(hello: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+    assert main(["generate", "-"]) == 0
+    assert hello.requests[0].chat.messages[0].content == "from a pipe"
+
+
+def test_what_is_not_asked_for_is_left_to_the_server(hello: Any) -> None:
+    main(["generate", "Hi"])
+    sampling = hello.requests[0].sampling
+    optional = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
+    assert [name for name in optional if sampling.HasField(name)] == []
+
+
+def test_every_sampling_flag_arrives(hello: Any) -> None:
+    flags = "--max-tokens 5 --temperature 0.5 --top-k 7 --top-p 0.75 --min-p 0.25 --seed 0"
+    main(["generate", "Hi", *flags.split(), "--stop", "a", "--stop", "b", "--ignore-eos"])
+    sampling = hello.requests[0].sampling
+    assert sampling.HasField("seed")
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_k) == (5, 0.5, 7)
+    assert (sampling.top_p, sampling.min_p, sampling.seed) == (0.75, 0.25, 0)
+    assert list(sampling.stop) == ["a", "b"]
+    assert sampling.ignore_eos
+
+
+def test_json_gives_one_delta_a_line(hello: Any, capsys: Any) -> None:
+    assert main(["generate", "Hi", "--json"]) == 0
+    first, last = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert first["text"] == "Hello,"
+    assert first["usage"] is None
+    assert last["finish_reason"] == "stop"
+    assert last["stopped_by"] == 9
+    assert last["usage"]["num_cached_tokens"] == 16
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.INTERNAL,
+    ],
+)
+def test_a_refusal_is_one_line_and_status_1(
+    hello: Any, capsys: Any, status: grpc.StatusCode
+) -> None:
+    hello.refuse(status, "no such thing")
+    assert main(["generate", "Hi"]) == 1
+    assert capsys.readouterr().err == "quire: no such thing\n"
+
+
+def test_a_model_without_a_chat_template_has_a_hint(hello: Any, capsys: Any) -> None:
+    hello.refuse(grpc.StatusCode.INVALID_ARGUMENT, "the model has no chat template")
+    assert main(["generate", "Hi"]) == 1
+    assert capsys.readouterr().err.endswith("; --raw sends the text as it is\n")
+
+
+def test_a_value_that_the_wire_cannot_carry_is_an_error(hello: Any, capsys: Any) -> None:
+    assert main(["generate", "Hi", "--max-tokens", "-1"]) == 1
+    assert capsys.readouterr().err.startswith("quire: the request cannot be sent: ")
+    assert hello.requests == []
+
+
+def test_nobody_there_is_told_apart(capsys: Any) -> None:
+    assert main(["generate", "Hi", "--address", "127.0.0.1:1"]) == 3
+    assert capsys.readouterr().err.startswith("quire: nobody answers at 127.0.0.1:1 (is `quire")
+
+
+def test_ctrl_c_cancels_the_request_and_leaves_quietly(hello: Any) -> None:
+    hello.endless = True
+    command = [sys.executable, "-m", "quire.cli", "generate", "Hi"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(len("Hello, world")) == b"Hello, world"
+        os.kill(process.pid, signal.SIGINT)
+        assert hello.cancelled.wait(timeout=10)
+        assert process.wait(timeout=10) == 130
+        assert process.stderr.read() == b""

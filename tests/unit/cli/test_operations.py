@@ -1,0 +1,123 @@
+"""What an operator asks: tables, JSON, exit statuses."""
+
+import json
+from typing import Any
+
+import grpc
+import pytest
+
+from quire.cli import main
+from quire.v1 import block_manager_pb2 as bm
+from quire.v1 import inference_pb2 as inference
+from quire.v1.worker_pb2 import WorkerLoad
+
+
+def pool(**fields: Any) -> bm.Pool:
+    return bm.Pool(
+        pool_id="p-1", model="m", block_size=16, block_bytes=1 << 20, num_blocks=2048, **fields
+    )
+
+
+def worker(worker_id: str) -> bm.Worker:
+    return bm.Worker(
+        worker_id=worker_id,
+        role="decode",
+        address="127.0.0.1:4000",
+        pool_id="p-1",
+        state="WORKER_STATE_DRAINING",
+        load=WorkerLoad(num_running=2, num_free_slots=62),
+        engine={"backend": "cpu"},
+    )
+
+
+def audit(*violations: str) -> bm.PoolAudit:
+    return bm.PoolAudit(
+        pool_id="p-1",
+        num_blocks=11,
+        num_free=4,
+        num_cached=3,
+        num_held=4,
+        num_holders=2,
+        num_references=5,
+        ledger_checked=True,
+        violations=violations,
+    )
+
+
+def test_pools(gateway: Any, capsys: Any) -> None:
+    gateway.pools = [
+        pool(num_free=1000, num_cached=48, num_held=1000, num_prefix_queries=8, num_prefix_hits=6)
+    ]
+    assert main(["pools"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "POOL  MODEL  MEMORY   BLOCKS   FREE  CACHED   HELD  WAITING  HIT RATE",
+        "p-1   m      2.0 GiB   2,048  1,000      48  1,000        0  75%",
+    ]
+
+
+def test_workers(gateway: Any, capsys: Any) -> None:
+    gateway.worker_lists = [[worker("decode-1")]]
+    assert main(["workers"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "WORKER    ROLE    STATE     ADDRESS         POOL  RUNNING  WAITING  FREE SLOTS",
+        "decode-1  decode  draining  127.0.0.1:4000  p-1         2        0          62",
+    ]
+
+
+def test_workers_as_json(gateway: Any, capsys: Any) -> None:
+    gateway.worker_lists = [[worker("decode-1")]]
+    assert main(["workers", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["worker_id"], found["engine"]) == ("decode-1", {"backend": "cpu"})
+
+
+def test_models(gateway: Any, capsys: Any) -> None:
+    gateway.models = [inference.Model(id="m", max_model_len=4096, block_size=16, dtype="float32")]
+    assert main(["models"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "MODEL  CONTEXT  BLOCK SIZE  DTYPE",
+        "m        4,096          16  float32",
+    ]
+
+
+def test_an_empty_list_is_a_header(gateway: Any, capsys: Any) -> None:
+    assert main(["models"]) == 0
+    assert capsys.readouterr().out == "MODEL  CONTEXT  BLOCK SIZE  DTYPE\n"
+
+
+def test_a_clean_audit_exits_0(gateway: Any, capsys: Any) -> None:
+    gateway.audits = [audit()]
+    assert main(["audit", "--pool", "p-1"]) == 0
+    assert gateway.requests[0].pool_id == "p-1"
+    assert capsys.readouterr().out.splitlines()[1].endswith("checked  hold")
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_broken_law_exits_1_and_is_named(gateway: Any, capsys: Any, flags: list[str]) -> None:
+    gateway.audits = [audit("block 3 has 2 references, 1 holder")]
+    assert main(["audit", *flags]) == 1
+    assert capsys.readouterr().err == "quire: p-1: block 3 has 2 references, 1 holder\n"
+
+
+def test_drain_tells_what_still_runs(gateway: Any, capsys: Any) -> None:
+    assert main(["drain", "decode-1"]) == 0
+    assert gateway.requests[0].worker_id == "decode-1"
+    assert capsys.readouterr().out == "decode-1 takes no new work; it still runs 3 requests\n"
+
+
+def test_drain_waits_until_the_worker_has_left(gateway: Any, capsys: Any) -> None:
+    gateway.worker_lists = [[worker("decode-1")], [worker("decode-2")]]
+    assert main(["drain", "decode-1", "--wait", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"num_running": 3, "left": True}
+
+
+def test_drain_does_not_wait_for_ever(gateway: Any, capsys: Any) -> None:
+    gateway.worker_lists = [[worker("decode-1")]]
+    assert main(["drain", "decode-1", "--wait", "--timeout", "0"]) == 1
+    assert capsys.readouterr().err == "quire: decode-1 is still there after 0 s\n"
+
+
+def test_draining_an_unknown_worker_fails(gateway: Any, capsys: Any) -> None:
+    gateway.refuse(grpc.StatusCode.NOT_FOUND, "there is no worker x")
+    assert main(["drain", "x"]) == 1
+    assert capsys.readouterr().err == "quire: there is no worker x\n"
