@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cli.terminal import add_command
@@ -29,12 +30,29 @@ def add_commands(commands: "Commands") -> None:
         help="a directory in Hugging Face format, an id in the local Hugging Face cache, or "
         "`%(default)s`, the small model that comes with Quire (the default)",
     )
+    command.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="what clients call it; default: its id, or the directory's name",
+    )
     command.add_argument("--prefill", type=_positive, default=1, metavar="N", help="workers")
     command.add_argument("--decode", type=_positive, default=1, metavar="N", help="workers")
     _add_engine(command)
     _add_network(command)
+    _add_run_root(command)
     down = add_command(commands, "down", run_down, help_text="end a `quire serve` of this user")
     down.add_argument("--grpc-port", type=_port, default=DEFAULT_GRPC_PORT, metavar="PORT")
+    _add_run_root(down)
+
+
+def _add_run_root(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--run-root",
+        type=Path,
+        default=RUNS,
+        metavar="DIR",
+        help="a tmpfs, where a run has its directory and its pools; %(default)s",
+    )
 
 
 def _add_engine(command: argparse.ArgumentParser) -> None:
@@ -51,6 +69,12 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     group.add_argument("--backend", choices=("cpu", "reference", "triton", "flash"))
     group.add_argument(
         "--threads", type=_positive, metavar="N", help="per worker; default: an equal share"
+    )
+    group.add_argument(
+        "--max-model-len",
+        type=_positive,
+        metavar="TOKENS",
+        help="longest prompt + generation; default: the model's context",
     )
     group.add_argument("--max-num-seqs", type=_positive, metavar="N", help="per decode worker")
     group.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="per step")
@@ -84,20 +108,22 @@ def _add_network(command: argparse.ArgumentParser) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    serve(_options(args))
+    serve(_options(args), args.run_root)
     return 0
 
 
 def run_down(args: argparse.Namespace) -> int:
-    pid = stop_run(RUNS, args.grpc_port)
+    pid = stop_run(args.run_root, args.grpc_port)
     print(f"the run on port {args.grpc_port} (pid {pid}) has ended")
     return 0
 
 
 def _options(args: argparse.Namespace) -> ServeOptions:
     default_memory = EMBEDDED_POOL_MEMORY if args.model == EMBEDDED else None
+    model = find_model(args.model)
     return ServeOptions(
-        model=find_model(args.model),
+        model=model.directory,
+        model_name=args.served_model_name or model.name,
         num_prefill=args.prefill,
         num_decode=args.decode,
         host=args.host,
@@ -109,6 +135,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         dtype=args.dtype,
         backend=args.backend,
         threads=args.threads,
+        max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         log_level=args.log_level,

@@ -1,5 +1,6 @@
 """Where a model's files are: a directory, the local Hugging Face cache, or the embedded model."""
 
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -8,18 +9,26 @@ from quire.supervisor.errors import ModelNotFound
 EMBEDDED = "embedded"
 
 
-def find_model(name: str) -> Path:
-    """The directory of a model given by path, by Hugging Face id, or as `embedded`."""
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """`name` is what clients call the model."""
+
+    name: str
+    directory: Path
+
+
+def find_model(name: str) -> ModelSource:
+    """A model given by directory, by Hugging Face id, or as `embedded`. ModelNotFound."""
     if name == EMBEDDED:
-        return _embedded()
+        return ModelSource("quire-embedded", _embedded())
     directory = Path(name).expanduser()
     if directory.is_dir():
-        return directory.resolve()
+        return ModelSource(directory.resolve().name, directory.resolve())
     if directory.exists():
         raise ModelNotFound(f"{name} is a file; --model takes a directory in Hugging Face format")
     if not _may_be_id(name):
         raise ModelNotFound(f"there is no directory {name}")
-    return _cached(name)
+    return ModelSource(name, _cached(name))
 
 
 def _may_be_id(name: str) -> bool:

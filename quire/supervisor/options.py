@@ -18,6 +18,7 @@ class ServeOptions:
     """
 
     model: Path
+    model_name: str
     num_prefill: int = 1
     num_decode: int = 1
     host: str = DEFAULT_HOST
@@ -29,6 +30,7 @@ class ServeOptions:
     dtype: str | None = None
     backend: str | None = None
     threads: int | None = None
+    max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     log_level: str = "info"

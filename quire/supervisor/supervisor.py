@@ -15,16 +15,16 @@ from quire.supervisor.options import ServeOptions
 from quire.supervisor.readiness import Expected, wait_until_serving
 from quire.supervisor.run_directory import RUNS, RunRecord, claim
 
-GRACE_S = 5.0
+GRACE_S = 10.0
 """How long the services of one stage have to end by themselves."""
 
 
-def serve(options: ServeOptions, console: Console | None = None, runs: Path = RUNS) -> None:
+def serve(options: ServeOptions, runs: Path = RUNS) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP. Raises a ServeError when that cannot be done."""
     record = RunRecord(os.getpid(), options.host, options.grpc_port, options.http_port)
     directory = claim(runs, record)
     try:
-        asyncio.run(Supervisor(options, directory.path, console or Console()).run())
+        asyncio.run(Supervisor(options, directory.path, Console()).run())
     finally:
         directory.remove()
 
@@ -53,7 +53,7 @@ class Supervisor:
     async def _bring_up(self) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        self._console.note(f"Quire starts {self._options.model.name} in {self._directory}")
+        self._console.note(f"Quire starts {self._options.model_name} in {self._directory}")
         await self._start_store()
         log_format = "console" if self._console.is_terminal else "json"
         for spec in topology.services(self._options, self._directory, log_format=log_format):

@@ -50,11 +50,13 @@ def store(options: ServeOptions, run: Path) -> ChildSpec | None:
 def _worker_settings(options: ServeOptions) -> dict[str, str]:
     asked = {
         "MODEL": options.model,
+        "MODEL_NAME": options.model_name,
         "POOL_MEMORY": options.pool_memory,
         "BLOCK_SIZE": options.block_size,
         "DTYPE": options.dtype,
         "BACKEND": options.backend,
         "THREADS": options.threads_per_worker,
+        "MAX_MODEL_LEN": options.max_model_len,
         "MAX_NUM_SEQS": options.max_num_seqs,
         "MAX_NUM_BATCHED_TOKENS": options.max_num_batched_tokens,
         "NUM_EXPECTED_WORKERS": options.num_workers,
@@ -73,7 +75,8 @@ def _service(module: str, name: str, stage: Stage, settings: dict[str, str]) -> 
     prefix = f"QUIRE_{module.upper()}_"
     return ChildSpec(
         name=name,
-        command=(sys.executable, "-m", f"services.{module}"),
+        # -P: a directory `services` where the user happens to be must not hide ours.
+        command=(sys.executable, "-P", "-m", f"services.{module}"),
         stage=stage,
         environment={prefix + setting: value for setting, value in settings.items()},
     )

@@ -1,0 +1,49 @@
+"""Where --model finds its files."""
+
+from pathlib import Path
+
+import pytest
+
+from quire.supervisor.errors import ModelNotFound
+from quire.supervisor.model_source import find_model
+
+
+def test_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    source = find_model(str(tmp_path / "tiny"))
+    assert (source.name, source.directory) == ("tiny", tmp_path / "tiny")
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelNotFound, match="takes a directory"):
+        find_model(str(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["nowhere", "/no/where", "./no", "../no", "a/b/c", "a//b"])
+def test_a_path_that_is_not_there(name: str) -> None:
+    with pytest.raises(ModelNotFound, match="there is no directory"):
+        find_model(name)
+
+
+def test_an_id_that_is_cached(hub_cache: Path) -> None:
+    snapshot = hub_cache / "models--org--tiny" / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    (hub_cache / "models--org--tiny" / "refs").mkdir()
+    (hub_cache / "models--org--tiny" / "refs" / "main").write_text("0123abcd")
+    source = find_model("org/tiny")
+    assert (source.name, source.directory) == ("org/tiny", snapshot)
+
+
+def test_an_id_that_is_not_cached_says_how_to_get_it(hub_cache: Path) -> None:
+    with pytest.raises(ModelNotFound, match="download it with: hf download org/tiny"):
+        find_model("org/tiny")
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty Hugging Face cache; the library reads its place once, when it is imported."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    return tmp_path

@@ -1,0 +1,53 @@
+"""When a service is started again, and when the run gives up."""
+
+from quire.supervisor.restart import Exit, Restarts
+
+NO_MEMORY = Exit(status=2, lived_s=1.0, last_line="error: 3 GiB are not there")
+NO_REDIS = Exit(status=2, lived_s=11.0, last_line="error: Redis did not answer")
+KILLED = Exit(status=-9, lived_s=60.0, last_line="service_started")
+
+
+def test_the_delay_doubles_with_every_failed_start_up_to_a_limit() -> None:
+    restarts = Restarts()
+    delays = [restarts.delay_after(NO_MEMORY) for _ in range(8)]
+    assert delays == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+
+
+def test_who_was_killed_while_serving_starts_again_at_once() -> None:
+    assert [Restarts().delay_after(KILLED) for _ in range(5)] == [0.0] * 5
+
+
+def test_the_same_failure_three_times_is_hopeless() -> None:
+    restarts = Restarts()
+    verdicts = []
+    for _ in range(3):
+        restarts.delay_after(NO_MEMORY)
+        verdicts.append(restarts.hopeless)
+    assert verdicts == [False, False, True]
+
+
+def test_failures_of_different_kinds_are_not_hopeless() -> None:
+    restarts = Restarts()
+    for ended in (NO_MEMORY, NO_REDIS, NO_MEMORY, NO_REDIS):
+        restarts.delay_after(ended)
+    assert not restarts.hopeless
+
+
+def test_a_slow_start_that_fails_counts_too() -> None:
+    """Redis is waited for, weights are loaded: a start may take long before it fails."""
+    restarts = Restarts()
+    assert [restarts.delay_after(NO_REDIS) for _ in range(3)] == [0.1, 0.2, 0.4]
+    assert restarts.hopeless
+
+
+def test_having_lived_forgives() -> None:
+    restarts = Restarts()
+    for ended in (NO_MEMORY, NO_MEMORY, KILLED, NO_MEMORY):
+        delay_s = restarts.delay_after(ended)
+    assert delay_s == 0.1
+    assert not restarts.hopeless
+
+
+def test_an_exit_reads_well() -> None:
+    assert str(NO_MEMORY) == "status 2: error: 3 GiB are not there"
+    assert str(Exit(-9, 1.0, "")) == "killed by signal 9"

@@ -1,0 +1,114 @@
+"""Run directories: one owner each, nothing left of the dead."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.supervisor.errors import NoSuchRun, PortInUse, ServeError
+from quire.supervisor.run_directory import RunRecord, claim, free_port, stop_run
+
+
+def record(grpc_port: int | None = None) -> RunRecord:
+    grpc_port = grpc_port or free_port("127.0.0.1")
+    return RunRecord(os.getpid(), "127.0.0.1", grpc_port, free_port("127.0.0.1"))
+
+
+def test_a_run_has_a_private_directory_that_says_who_it_is(tmp_path: Path) -> None:
+    mine = record()
+    run = claim(tmp_path / "runs", mine)
+    assert run.path.name.startswith(f"{mine.grpc_port}-")
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    assert json.loads((run.path / "run.json").read_text())["pid"] == os.getpid()
+    run.remove()
+
+
+def test_the_last_run_takes_the_root_with_it(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    first, second = claim(runs, record()), claim(runs, record())
+    first.remove()
+    assert [path.name for path in runs.iterdir()] == [second.path.name]
+    second.remove()
+    assert not runs.exists()
+
+
+def test_what_a_dead_run_left_is_removed_and_a_live_one_is_not(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    alive = claim(runs, record())
+    dead = runs / "50051-dead"
+    (dead / "pools" / "p-1").mkdir(parents=True)
+    (dead / "pools" / "p-1" / "kv").write_bytes(b"old")
+    claim(runs, record())
+    assert alive.path.exists()
+    assert not dead.exists()
+
+
+def test_a_second_run_on_the_same_port_is_refused(tmp_path: Path) -> None:
+    mine = record()
+    claim(tmp_path / "runs", mine)
+    with pytest.raises(PortInUse, match=rf"`quire serve` with pid {os.getpid()} has port"):
+        claim(tmp_path / "runs", record(mine.grpc_port), patience_s=0)
+
+
+def test_a_port_that_another_program_has_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(PortInUse, match=rf"another program listens on 127.0.0.1:{port}"):
+            claim(tmp_path / "runs", record(port), patience_s=0)
+
+
+def test_a_new_run_waits_for_the_old_one_to_end(tmp_path: Path) -> None:
+    """Its lock drops with its process, here by kill -9."""
+    runs, mine = tmp_path / "runs", record()
+    old = _run_elsewhere(runs, mine)
+    old.kill()
+    old.wait()
+    run = claim(runs, mine)
+    assert [path.name for path in runs.iterdir()] == [run.path.name]
+
+
+def test_stop_run_ends_the_run_on_that_port(tmp_path: Path) -> None:
+    runs, mine = tmp_path / "runs", record()
+    other = claim(runs, record())
+    with _run_elsewhere(runs, mine) as process:
+        assert stop_run(runs, mine.grpc_port) == process.pid
+        assert process.wait(timeout=5) == -signal.SIGTERM
+    assert other.path.exists()
+
+
+def test_nothing_to_stop_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(NoSuchRun, match="port 50051"):
+        stop_run(tmp_path / "runs", 50051)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_root_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    runs.chmod(0o777)
+    with pytest.raises(ServeError, match="open to others"):
+        claim(runs, record())
+
+
+def _run_elsewhere(runs: Path, mine: RunRecord) -> subprocess.Popen[bytes]:
+    """A process that has claimed a run, and waits."""
+    code = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from quire.supervisor.run_directory import RunRecord, claim\n"
+        "runs, host, grpc_port, http_port = sys.argv[1:]\n"
+        "claim(Path(runs), RunRecord(os.getpid(), host, int(grpc_port), int(http_port)))\n"
+        "print('claimed', flush=True)\n"
+        "signal.pause()\n"
+    )
+    arguments = [str(runs), mine.host, str(mine.grpc_port), str(mine.http_port)]
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.readline() == b"claimed\n"
+    return process

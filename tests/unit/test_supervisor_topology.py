@@ -1,0 +1,68 @@
+"""What a run consists of, and that every service understands what it is told."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from quire.supervisor import child, tether, topology, valkey
+from quire.supervisor.options import ServeOptions
+from services.common import process
+
+RUN = Path("/dev/shm/quire-1000/50051-a1b2c3d4")
+
+
+def options(**changes: object) -> ServeOptions:
+    return ServeOptions(model=Path("/models/tiny"), model_name="tiny", **changes)  # type: ignore[arg-type]
+
+
+def names(asked: ServeOptions) -> list[str]:
+    return [spec.name for spec in topology.services(asked, RUN)]
+
+
+def test_one_of_each_by_default() -> None:
+    assert names(options()) == ["block-manager", "prefill-1", "decode-1", "gateway"]
+
+
+def test_as_many_workers_as_asked() -> None:
+    asked = options(num_prefill=2, num_decode=3)
+    workers = ["prefill-1", "prefill-2", "decode-1", "decode-2", "decode-3"]
+    assert names(asked) == ["block-manager", *workers, "gateway"]
+
+
+def test_the_embedded_store_is_for_this_run_alone() -> None:
+    store = topology.store(options(), RUN)
+    assert store is not None
+    assert store.command[2:] == (str(Path(tether.__file__)), str(os.getpid()), *store.command[4:])
+    assert ("--port", "0", "--unixsocket", f"{RUN}/redis.sock") == store.command[5:9]
+
+
+def test_no_store_is_started_where_one_is_named() -> None:
+    asked = options(redis_url="redis://elsewhere:6379")
+    assert topology.store(asked, RUN) is None
+    for spec in topology.services(asked, RUN):
+        assert "redis://elsewhere:6379" in spec.environment.values()
+
+
+def test_a_setting_that_nobody_asked_for_is_left_to_the_service() -> None:
+    (decode,) = (s for s in topology.services(options(), RUN) if s.name == "decode-1")
+    assert "QUIRE_DECODE_POOL_MEMORY" not in decode.environment
+    assert decode.environment["QUIRE_DECODE_NUM_EXPECTED_WORKERS"] == "2"
+
+
+def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
+    assert options().threads_per_worker == 4
+    assert options(num_decode=3).threads_per_worker == 2
+    assert options(num_decode=30).threads_per_worker == 1
+    assert options(threads=5).threads_per_worker == 5
+
+
+def test_the_name_of_the_pipe_is_the_one_that_services_read() -> None:
+    assert child.PARENT_FD == process.PARENT_FD
+
+
+def test_the_store_has_no_network_port_and_keeps_nothing() -> None:
+    text = " ".join(valkey.command(RUN))
+    assert "--port 0 " in text
+    assert "--save  --appendonly no --maxmemory-policy noeviction" in text
