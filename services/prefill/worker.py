@@ -35,8 +35,10 @@ from services.worker.events import (
 )
 from services.worker.pool_worker import Limits, PoolWorker
 
-_BATCHES_AHEAD = 2
-"""Blocks are given out for so many steps' worth of tokens: enough to fill the next step, little
+_STEPS_AHEAD = 2
+_LONG_SHARE = 4
+"""Blocks are given out for so many steps' worth of tokens, a long prompt counting as a quarter of a
+step: enough that the next steps are full and short prompts find room beside long ones, little
 enough that requests far from their turn hold nothing."""
 
 
@@ -118,20 +120,17 @@ class PrefillWorker(PoolWorker):
         return Load(
             num_running=len(self._computing),
             num_waiting=len(self._admission),
-            num_pending_tokens=self._admission.num_tokens + self._num_computing_tokens,
+            num_pending_tokens=self._admission.num_tokens
+            + sum(job.num_uncomputed for job in self._computing.values()),
         )
 
     # The walk of a job: WAITING -> COMPUTING -> ISSUED -> ENDED.
 
-    @property
-    def _num_computing_tokens(self) -> int:
-        return sum(job.num_uncomputed for job in self._computing.values())
-
     def _has_room(self) -> bool:
-        ahead = _BATCHES_AHEAD * self.limits.max_num_batched_tokens
-        return (
-            self._num_computing_tokens < ahead and len(self._computing) < self.limits.max_num_seqs
-        )
+        budget = self.limits.max_num_batched_tokens
+        longest = max(1, budget // _LONG_SHARE)
+        ahead = sum(min(job.num_uncomputed, longest) for job in self._computing.values())
+        return ahead < _STEPS_AHEAD * budget and len(self._computing) < self.limits.max_num_seqs
 
     def _compute(self, job: Job) -> None:
         """It has its blocks:

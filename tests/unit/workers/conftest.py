@@ -1,0 +1,99 @@
+"""One pool of 32 blocks of 4 tokens, with a prefill and a decode worker on it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from blockstore.memory_store import MemoryStore
+from blockstore.store import PoolSpec
+from services.common.metrics import WorkerMetrics
+from services.decode.worker import DecodeWorker
+from services.prefill.worker import PrefillWorker
+from services.worker.pool_worker import Limits, PoolWorker
+
+from .fakes import Arena, FakeForward, FakeSession, join, make_pool, make_stamps
+
+
+@dataclass
+class Bench:
+    store: MemoryStore
+    spec: PoolSpec
+    arena: Arena
+    prefill: PrefillWorker
+    decode: DecodeWorker
+    prefill_model: FakeForward
+    decode_model: FakeForward
+    session: FakeSession
+
+    async def until(self, condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+        async with asyncio.timeout(limit_s):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    async def until_empty(self) -> None:
+        """Nobody holds anything, and every law of the ledger is true."""
+        async with asyncio.timeout(10):
+            while (await self.store.stats("pool")).num_held:
+                await asyncio.sleep(0.001)
+        assert (await self.store.audit("pool")).violations == ()
+
+
+MakeBench = Callable[..., "asyncio.Future[Bench]"]
+
+
+@asynccontextmanager
+async def running(worker: PoolWorker) -> AsyncIterator[None]:
+    task = asyncio.create_task(worker.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        (outcome,) = await asyncio.gather(task, return_exceptions=True)
+        assert isinstance(outcome, asyncio.CancelledError), outcome
+
+
+@pytest.fixture
+async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
+    async with AsyncExitStack() as stack:
+
+        async def make(
+            num_blocks: int = 32,
+            block_size: int = 4,
+            *,
+            max_num_seqs: int = 16,
+            max_num_batched_tokens: int = 16,
+            ticket_ttl_s: float = 30.0,
+        ) -> Bench:
+            store = MemoryStore()
+            spec = await make_pool(store, num_blocks, block_size)
+            stamps = make_stamps(tmp_path / "stamps", spec)
+            arena = Arena(block_size)
+            limits = Limits(
+                max_num_seqs,
+                max_num_batched_tokens,
+                max_model_len=1000,
+                look_ahead=2,
+                ticket_ttl_s=ticket_ttl_s,
+            )
+            models = FakeForward(arena), FakeForward(arena)
+            workers = []
+            for cls, model in zip((PrefillWorker, DecodeWorker), models, strict=True):
+                membership = await join(store, spec, cls.__name__, stamps)
+                metrics = WorkerMetrics(CollectorRegistry())
+                workers.append(cls(store, membership, model, limits, metrics))
+                await stack.enter_async_context(running(workers[-1]))
+            for model in models:
+                stack.callback(model.gate.set)
+            return Bench(store, spec, arena, *workers, *models, FakeSession())  # type: ignore[arg-type]
+
+        yield make  # type: ignore[misc]
+
+
+@pytest.fixture
+async def bench(make_bench: MakeBench) -> Bench:
+    return await make_bench()

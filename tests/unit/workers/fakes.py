@@ -1,0 +1,116 @@
+"""A model whose next token depends on every token before it, read through the block table: a wrong
+table, a lost or overwritten block, or a missing slot changes or breaks what it says."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import xxhash
+
+from blockstore.memory_store import MemoryStore
+from blockstore.store import PoolSpec
+from services.common.pool.stamps import Stamps, record_bytes
+from services.common.ticket import SamplingParams, Ticket, TicketSequence
+from services.engine.batch import Row
+from services.worker.events import Event
+
+VOCAB = 50_000
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    return xxhash.xxh32_intdigest(repr(list(tokens)).encode()) % VOCAB
+
+
+def expected(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Arena:
+    """slot -> (position, token): what the KV of a pool stands for. `computed` counts positions."""
+
+    block_size: int
+    slots: dict[int, tuple[int, int]] = field(default_factory=dict)
+    num_computed: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class FakeForward:
+    """`gate`: when cleared, steps wait for it."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.gate = threading.Event()
+        self.gate.set()
+        self.num_steps = 0
+
+    def run(self, rows: Sequence[Row]) -> list[int | None]:
+        assert self.gate.wait(30)
+        self.num_steps += bool(rows)
+        with self.arena.lock:
+            return [self._row(row) for row in rows]
+
+    def _row(self, row: Row) -> int | None:
+        end = row.start + len(row.token_ids)
+        for position, token in zip(range(row.start, end), row.token_ids, strict=True):
+            if position >= row.store_from:
+                self.arena.slots[self._slot(row, position)] = position, token
+        self.arena.num_computed += len(row.token_ids)
+        context = []
+        for position in range(end):
+            stored_position, token = self.arena.slots[self._slot(row, position)]
+            assert stored_position == position
+            context.append(token)
+        return next_token(context) if row.draw else None
+
+    def _slot(self, row: Row, position: int) -> int:
+        size = self.arena.block_size
+        return row.block_table[position // size] * size + position % size
+
+
+class FakeSession:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def send(self, event: Event) -> None:
+        self.events.append(event)
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+async def make_pool(store: MemoryStore, num_blocks: int, block_size: int) -> PoolSpec:
+    spec = PoolSpec("pool", "model", "fingerprint", num_blocks, block_size, block_bytes=1)
+    await store.register_pool(spec)
+    return spec
+
+
+async def join(store: MemoryStore, spec: PoolSpec, worker_id: str, stamps: Stamps) -> Any:
+    await store.register_worker(spec, worker_id)
+    return SimpleNamespace(spec=spec, worker_id=worker_id, stamps=stamps)
+
+
+def make_stamps(path: Any, spec: PoolSpec) -> Stamps:
+    path.write_bytes(bytes(spec.num_blocks * record_bytes(spec.block_size)))
+    return Stamps(path, spec.num_blocks, spec.block_size)
+
+
+def ticket(request_id: str, prompt: Sequence[int], max_tokens: int = 8, **changes: Any) -> Ticket:
+    fields = {
+        "request_id": request_id,
+        "attempt": 1,
+        "order": int(request_id.lstrip("r")),
+        "pool_id": "pool",
+        "holder_id": f"h-{request_id}",
+        "holder_epoch": 0,
+        "root_hash": bytes(16),
+        "prompt_token_ids": tuple(prompt),
+        "sampling": SamplingParams(0.0, 0, 1.0, 0.0, seed=1, max_tokens=max_tokens),
+        "sequences": (TicketSequence(0),),
+    }
+    return Ticket(**{**fields, **changes})  # type: ignore[arg-type]
