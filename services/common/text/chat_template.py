@@ -1,0 +1,123 @@
+"""A checkpoint's chat template, rendered as transformers renders it, in jinja2's sandbox."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from services.common.errors import InvalidRequest, StartupError
+from services.common.text.tokenizer import TOKENIZER_CONFIG_FILE, read_tokenizer_config
+
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """`special_tokens`: text by name (`bos_token` ...), as `Tokenizer.special_tokens` has them."""
+
+    _template: Template
+    special_tokens: Mapping[str, str]
+
+    @classmethod
+    def from_directory(cls, directory: Path, special_tokens: Mapping[str, str]) -> Self | None:
+        """None where the checkpoint has no chat template. StartupError: it is not valid."""
+        source = _source(directory)
+        return None if source is None else cls.from_source(source, special_tokens)
+
+    @classmethod
+    def from_source(cls, source: str, special_tokens: Mapping[str, str]) -> Self:
+        try:
+            return cls(_environment().from_string(source), special_tokens)
+        except TemplateError as error:
+            raise StartupError(f"the chat template is not valid: {error}") from error
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt of a conversation of `{"role": ..., "content": ...}`; special tokens are in
+        it, so encode it without adding more.
+
+        InvalidRequest: the template does not accept these messages.
+        """
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
+            )
+        # A template is a program, and a client's messages may bring it to any error there is.
+        except Exception as error:
+            raise InvalidRequest(f"the chat template refuses the messages: {error}") from error
+
+
+def _source(directory: Path) -> str | None:
+    """The file of its own goes before the entry in tokenizer_config.json, which may be a list of
+    named templates."""
+    path = directory / TEMPLATE_FILE
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    match read_tokenizer_config(directory).get("chat_template"):
+        case None:
+            return None
+        case str(source):
+            return source
+        case [*entries]:
+            for entry in entries:
+                match entry:
+                    case {"name": "default", "template": str(source)}:
+                        return source
+    raise StartupError(f"{directory / TOKENIZER_CONFIG_FILE}: chat_template has no default")
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the assistant says, for training; here it is just its body."""
+
+    tags = {"generation"}  # noqa: RUF012  # the base class declares a set
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike jinja2's own, without HTML escapes."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

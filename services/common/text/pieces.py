@@ -1,0 +1,132 @@
+"""The bytes that each token id stands for, read off a tokenizer's vocabulary and decoder once.
+
+With them a token becomes text in constant time, and a character that is spread over tokens is just
+bytes that are not complete yet. The decoders of the supported families are known here; any other
+is refused at start, because its text could not be streamed faithfully.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+
+from services.common.errors import StartupError
+
+Piece = bytes | None
+"""UTF-8, or part of it; None for what is no text: special tokens and ids without a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """`first`: what a token is at the start of a text. `num_stripped`: most spaces that are taken
+    off the start of a text. Both by token id."""
+
+    following: Sequence[Piece]
+    first: Sequence[Piece]
+    num_stripped: int = 0
+
+
+def pieces_of(tokenizer: tokenizers.Tokenizer) -> Pieces:
+    """StartupError: the tokenizer's decoder is not one of those known here."""
+    steps = _decoder_steps(json.loads(tokenizer.to_str())["decoder"])
+    tokens = _texts(tokenizer)
+    if not steps:
+        return _of_words(tokens)
+    match [step["type"] for step in steps]:
+        case ["ByteLevel"]:
+            return _same_everywhere(tokens, _byte_level)
+        case ["Metaspace"]:
+            return _of_metaspace(tokens, steps[0])
+    return _of_sequence(tokens, steps)
+
+
+def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+
+
+def _texts(tokenizer: tokenizers.Tokenizer) -> list[str | None]:
+    """Every id's token; None for special ones and for gaps."""
+    by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
+    texts = [by_id.get(token_id) for token_id in range(max(by_id, default=-1) + 1)]
+    return [None if text in special else text for text in texts]
+
+
+def _same_everywhere(
+    tokens: list[str | None], piece_of: Callable[[str], bytes], num_stripped: int = 0
+) -> Pieces:
+    pieces = [None if token is None else piece_of(token) for token in tokens]
+    return Pieces(pieces, pieces, num_stripped)
+
+
+def _of_words(tokens: list[str | None]) -> Pieces:
+    """No decoder: tokens are joined by spaces."""
+    first = [None if token is None else token.encode() for token in tokens]
+    return Pieces([None if piece is None else b" " + piece for piece in first], first)
+
+
+def _of_metaspace(tokens: list[str | None], step: dict[str, Any]) -> Pieces:
+    """A mark stands for a space; in the first token for nothing, unless none was prepended."""
+    mark = step["replacement"]
+    following = [None if t is None else t.replace(mark, " ").encode() for t in tokens]
+    if step.get("prepend_scheme") == "never":
+        return Pieces(following, following)
+    return Pieces(following, [None if t is None else t.replace(mark, "").encode() for t in tokens])
+
+
+def _of_sequence(tokens: list[str | None], steps: list[dict[str, Any]]) -> Pieces:
+    """SentencePiece's: replace the mark, bytes from `<0x0A>` tokens, join, strip first spaces."""
+    replacements: list[tuple[str, str]] = []
+    byte_fallback, num_stripped = False, 0
+    for step in steps:
+        match step:
+            case {"type": "Replace", "pattern": {"String": mark}, "content": text}:
+                replacements.append((mark, text))
+            case {"type": "ByteFallback"}:
+                byte_fallback = True
+            case {"type": "Fuse"}:
+                pass
+            case {"type": "Strip", "content": " ", "start": start, "stop": 0}:
+                num_stripped = start
+            case _:
+                raise StartupError(f"a tokenizer with decoder {step} cannot be streamed")
+
+    def piece_of(token: str) -> bytes:
+        for mark, text in replacements:
+            token = token.replace(mark, text)
+        byte = _fallback_byte(token) if byte_fallback else None
+        return token.encode() if byte is None else byte
+
+    return _same_everywhere(tokens, piece_of, num_stripped)
+
+
+def _fallback_byte(token: str) -> bytes | None:
+    if len(token) != 6 or not (token.startswith("<0x") and token.endswith(">")):
+        return None
+    try:
+        return bytes.fromhex(token[3:5])
+    except ValueError:
+        return None
+
+
+def _byte_level(token: str) -> bytes:
+    """A token with a character outside the alphabet is an added one, and stands for itself."""
+    try:
+        return bytes(_BYTES[char] for char in token)
+    except KeyError:
+        return token.encode()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's: a printable Latin-1 byte is its own character, the others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTES = _byte_level_alphabet()

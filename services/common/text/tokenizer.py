@@ -1,0 +1,101 @@
+"""A checkpoint's tokenizer: text to token ids, and the tables that token ids become text by."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from services.common.errors import InvalidRequest, StartupError
+from services.common.text.detokenizer import Detokenizer
+from services.common.text.pieces import Pieces, pieces_of
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+
+_SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Safe to use from several threads; `encode` works without the interpreter's lock.
+
+    `special_tokens`: text by role, as chat templates call them (`bos_token`, `eos_token` ...).
+    """
+
+    _tokenizer: tokenizers.Tokenizer
+    special_tokens: dict[str, str]
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> Self:
+        """StartupError: tokenizer.json is missing, broken, or of a kind that cannot be streamed."""
+        path = directory / TOKENIZER_FILE
+        if not path.is_file():
+            raise StartupError(f"no tokenizer: {path} does not exist")
+        try:
+            loaded = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises plain Exception for whatever it cannot read
+            raise StartupError(f"cannot read {path}: {error}") from error
+        tokenizer = cls(loaded, _special_tokens(read_tokenizer_config(directory)))
+        _ = tokenizer.pieces  # what cannot be streamed is told now, not at the first request
+        return tokenizer
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Number of token ids, added ones included. A model's may be larger: padding."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        return pieces_of(self._tokenizer)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of `text`. A rendered chat has its special tokens already: False there.
+
+        InvalidRequest: the text holds lone surrogates.
+        """
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidRequest("the text is not valid Unicode: a lone surrogate") from error
+        return tuple(encoding.ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of a whole sequence; to stream one, see `detokenizer`."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of exactly this token; None where there is none."""
+        return self._tokenizer.token_to_id(token)
+
+    def detokenizer(self, *, starts_text: bool = False) -> Detokenizer:
+        """A new stream of text; it goes on after a prompt unless it `starts_text` itself."""
+        return Detokenizer(self.pieces, starts_text=starts_text)
+
+
+def read_tokenizer_config(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json; empty where there is none. StartupError: it is no JSON object."""
+    path = directory / TOKENIZER_CONFIG_FILE
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StartupError(f"cannot read {path}: {error}") from error
+    if not isinstance(config, dict):
+        raise StartupError(f"cannot read {path}: not a JSON object")
+    return config
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """A token is written as its text, or as an object that has it under `content`."""
+    found: dict[str, str] = {}
+    for role in _SPECIAL_TOKENS:
+        token = config.get(f"{role}_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            found[f"{role}_token"] = text
+    return found

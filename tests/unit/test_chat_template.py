@@ -1,0 +1,120 @@
+"""Chat templates: rendered as transformers does, in a sandbox, refusing what they refuse."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.errors import InvalidRequest, StartupError
+from services.common.text.chat_template import ChatTemplate
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>"}]
+
+CHATML = """
+{%- for message in messages %}
+    {%- if loop.first and message.role != "system" %}
+        {{- "<|im_start|>system\\nYou help.<|im_end|>\\n" }}
+    {%- endif %}
+    {{- "<|im_start|>" + message.role + "\\n" + message.content | trim + "<|im_end|>\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|im_start|>assistant\\n" }}
+{%- endif %}
+"""
+BLOCKS = """{{ bos_token }}
+{% for message in messages %}
+    {% if message['role'] == 'tool' %}
+        {% continue %}
+    {% endif %}
+    {% if loop.index > 2 %}{% break %}{% endif %}
+[{{ message | tojson }}]
+{% endfor %}
+{% generation %}
+{{ eos_token }}{% if tools is none and not documents %} no tools{% endif %}
+{% endgeneration %}
+"""
+
+
+def render(source: str, messages: object = HELLO, **options: bool) -> str:
+    return ChatTemplate.from_source(source, SPECIAL).render(messages, **options)  # type: ignore[arg-type]
+
+
+def test_a_conversation_is_rendered() -> None:
+    assert render(CHATML) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi <b><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert not render(CHATML, add_generation_prompt=False).endswith("assistant\n")
+
+
+@pytest.mark.parametrize("source", [CHATML, BLOCKS])
+@pytest.mark.parametrize("roles", [["user"], ["system", "tool", "user"], ["user"] * 4])
+def test_it_renders_as_transformers_does(source: str, roles: list[str]) -> None:
+    """Whitespace, loop controls, JSON and all."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [{"role": role, "content": f" {role} says 'é' "} for role in roles]
+    options: dict[str, Any] = {"add_generation_prompt": True, **SPECIAL}
+    rendered = render_jinja_template([messages], chat_template=source, **options)[0]
+    assert render(source, messages) == rendered[0]
+
+
+def test_the_templates_own_refusal_reaches_the_client() -> None:
+    source = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(InvalidRequest, match="refuses the messages: roles must alternate"):
+        render(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content + 1 }}",
+        "{{ messages[9].content }}",
+        "{{ messages[0].content | int / 0 }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_any_error_in_a_template_is_a_refusal(source: str) -> None:
+    """Also what the sandbox does not allow."""
+    with pytest.raises(InvalidRequest, match="the chat template refuses the messages"):
+        render(source)
+
+
+def test_today_is_known() -> None:
+    assert render("{{ strftime_now('%Y') | int > 2000 }}") == "True"
+
+
+def test_a_template_that_is_not_valid_is_a_startup_error() -> None:
+    with pytest.raises(StartupError, match="the chat template is not valid"):
+        ChatTemplate.from_source("{% if %}", SPECIAL)
+
+
+def config(directory: Path, chat_template: object) -> None:
+    text = json.dumps({"chat_template": chat_template})
+    (directory / "tokenizer_config.json").write_text(text)
+
+
+def loaded(directory: Path) -> str | None:
+    template = ChatTemplate.from_directory(directory, SPECIAL)
+    return None if template is None else template.render([])
+
+
+def test_where_the_template_comes_from(tmp_path: Path) -> None:
+    """A list of named templates has a default; the file of its own goes first."""
+    assert loaded(tmp_path) is None
+    config(tmp_path, "text")
+    assert loaded(tmp_path) == "text"
+    config(tmp_path, [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}])
+    assert loaded(tmp_path) == "d"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert loaded(tmp_path) == "file"
+
+
+@pytest.mark.parametrize("chat_template", [7, [], [{"name": "tool_use", "template": "t"}], ["x"]])
+def test_no_usable_template_is_a_startup_error(tmp_path: Path, chat_template: object) -> None:
+    config(tmp_path, chat_template)
+    with pytest.raises(StartupError, match="chat_template has no default"):
+        loaded(tmp_path)

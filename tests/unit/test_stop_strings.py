@@ -1,0 +1,79 @@
+"""Stop strings: the first complete one ends the text, and not a character of it is shown."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.errors import InvalidRequest
+from services.common.text.stop_strings import Scanned, StopMatcher
+
+
+def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """Plain: look at every prefix of the text, shortest first."""
+    for end in range(1, len(text) + 1):
+        for stop in sorted(stops, key=len, reverse=True):
+            if text[:end].endswith(stop):
+                return text[: end - len(stop)], stop
+    return text, None
+
+
+def run(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
+    matcher, shown = StopMatcher(stops), ""
+    for piece in pieces:
+        scanned = matcher.push(piece)
+        shown += scanned.text
+        if scanned.stop is not None:
+            return shown, scanned.stop
+    return shown + matcher.flush(), None
+
+
+words = st.text("ab", min_size=1, max_size=5)
+
+
+@given(st.lists(st.text("ab", max_size=6), max_size=8), st.lists(words, max_size=3))
+def test_it_does_what_the_reference_does(pieces: list[str], stops: list[str]) -> None:
+    """However the text is cut."""
+    assert run(pieces, stops) == reference("".join(pieces), stops)
+
+
+@given(st.text("ab", max_size=20), st.lists(words, min_size=1, max_size=3))
+def test_what_is_shown_is_never_taken_back(text: str, stops: list[str]) -> None:
+    """After every character, what was shown is a prefix of the final text, and nothing is held
+    back that could not become a stop string."""
+    final, _ = reference(text, stops)
+    matcher, shown = StopMatcher(stops), ""
+    for seen, char in enumerate(text, start=1):
+        scanned = matcher.push(char)
+        shown += scanned.text
+        assert final.startswith(shown)
+        if scanned.stop is not None:
+            return
+        held = text[len(shown) : seen]
+        assert held == "" or any(stop.startswith(held) for stop in stops)
+
+
+def test_worked_example() -> None:
+    matcher = StopMatcher(["END", "Q:"])
+    assert matcher.push("the E") == Scanned("the ")
+    assert matcher.push("N") == Scanned("")
+    assert matcher.push("TRY Q") == Scanned("ENTRY ")
+    assert matcher.push(": why") == Scanned("", "Q:")
+
+
+def test_the_longest_of_those_that_end_together_wins() -> None:
+    """Else the rest of it would be shown."""
+    assert run(["xabc"], ["bc", "abc", "c"]) == ("x", "abc")
+
+
+def test_the_first_that_is_complete_wins() -> None:
+    """Text is not held back for a longer stop string that may never come."""
+    assert run(["ab", "cd"], ["ab", "abcd"]) == ("", "ab")
+
+
+def test_without_stop_strings_nothing_is_held() -> None:
+    assert StopMatcher([]).push("any") == Scanned("any")
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="a stop string is empty"):
+        StopMatcher(["a", ""])

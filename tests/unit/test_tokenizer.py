@@ -1,0 +1,87 @@
+"""A checkpoint's tokenizer: what it answers, and what is said when it is missing or broken."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from services.common.errors import InvalidRequest, StartupError
+from services.common.text.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A checkpoint's directory with a byte-level tokenizer that puts `<s>` before a text."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the block table"], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "unk_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_text_becomes_ids_and_text_again(directory: Path) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    ids = tokenizer.encode("the block 日")
+    assert ids[0] == tokenizer.token_id("<s>") == 0
+    assert tokenizer.decode(ids) == "the block 日"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>the block 日"
+    assert max(ids) < tokenizer.vocab_size
+
+
+def test_a_rendered_chat_gets_no_second_start(directory: Path) -> None:
+    """Special tokens in the text are recognized, none are added."""
+    ids = Tokenizer.from_directory(directory).encode("<s>the</s>", add_special_tokens=False)
+    assert (ids[0], ids[-1]) == (0, 1)
+    assert ids.count(0) == 1
+
+
+def test_a_generated_text_streams(directory: Path) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    detokenizer = tokenizer.detokenizer()
+    ids = tokenizer.encode(" tables 日", add_special_tokens=False)
+    assert detokenizer.push(ids[:-1]) + detokenizer.push(ids[-1:]) == " tables 日"
+
+
+def test_special_tokens_are_known_by_role(directory: Path) -> None:
+    assert Tokenizer.from_directory(directory).special_tokens == {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
+
+
+def test_lone_surrogates_are_refused(directory: Path) -> None:
+    with pytest.raises(InvalidRequest, match="not valid Unicode"):
+        Tokenizer.from_directory(directory).encode("a\ud800")
+
+
+def test_a_missing_tokenizer_is_a_startup_error(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"no tokenizer: .*tokenizer\.json does not exist"):
+        Tokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", '{"version": "1.0", "model": {"type": "New"}}'])
+def test_a_broken_tokenizer_is_a_startup_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(StartupError, match=r"cannot read .*tokenizer\.json"):
+        Tokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", b"\xff".decode("latin-1")])
+def test_a_broken_tokenizer_config_is_a_startup_error(directory: Path, text: str) -> None:
+    (directory / "tokenizer_config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(StartupError, match=r"cannot read .*tokenizer_config\.json"):
+        Tokenizer.from_directory(directory)
