@@ -1,0 +1,206 @@
+"""`quire serve` as a process, with a real Valkey and toy services: up, broken, mended, down."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.supervisor.run_directory import free_port
+
+TOYS = Path(__file__).parent / "toys"
+LIMIT_S = 20.0
+
+
+class Run:
+    """A `quire serve` with the toys in place of the services, and its own root for run
+    directories."""
+
+    def __init__(self, root: Path, *, grpc_port: int | None = None, **toys: str) -> None:
+        self.root = root
+        self.grpc_port = grpc_port or free_port("127.0.0.1")
+        self.output = root.parent / f"output-{self.grpc_port}-{time.monotonic_ns()}"
+        environment = {**os.environ, "PYTHONPATH": str(TOYS), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment |= {f"TOY_{role.upper()}": behaviour for role, behaviour in toys.items()}
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "quire.cli", "serve", "--model", str(TOYS)),
+                    *("--run-root", str(root), "--grpc-port", str(self.grpc_port)),
+                    *("--http-port", "0"),
+                ],
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def directory(self) -> Path:
+        (path,) = self.root.glob(f"{self.grpc_port}-*")
+        return path
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def pids(self, role: str) -> list[int]:
+        """Living members of a role; `redis` is found by its socket."""
+        if role == "redis":
+            return [pid for pid in _pids() if str(self.directory / "redis.sock") in _command(pid)]
+        entered = self.directory.glob(f"members/{role}-*")
+        pids = [int(path.name.rsplit("-", 1)[1]) for path in entered]
+        return [pid for pid in pids if _is_alive(pid)]
+
+    def everyone(self) -> list[int]:
+        roles = ("redis", "block_manager", "prefill", "decode", "gateway")
+        return [pid for role in roles for pid in self.pids(role)]
+
+    def wait_until_serving(self) -> None:
+        wait_for(lambda: "Quire is serving" in self.text(), self.text)
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(timeout=LIMIT_S)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def start(**options: object) -> Run:
+        runs.append(Run(tmp_path / "runs", **options))  # type: ignore[arg-type]
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.process.kill()
+        run.process.wait()
+
+
+def wait_for(condition: Callable[[], object], explain: Callable[[], str] = str) -> None:
+    give_up_at = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < give_up_at, f"waited in vain:\n{explain()}"
+        time.sleep(0.02)
+
+
+def _pids() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def _is_alive(pid: int) -> bool:
+    """A zombie is not."""
+    return _command(pid) != ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_run_leaves_nothing_behind(start: Callable[..., Run], number: signal.Signals) -> None:
+    run = start()
+    run.wait_until_serving()
+    everyone = run.everyone()
+    assert len(everyone) == 5
+    assert run.end(number) == 0
+    assert not any(map(_is_alive, everyone))
+    assert not run.root.exists()
+
+
+def test_it_says_how_to_talk_to_it(start: Callable[..., Run]) -> None:
+    run = start()
+    run.wait_until_serving()
+    assert f"quire generate --address 127.0.0.1:{run.grpc_port} " in run.text()
+    assert f"quire down --grpc-port {run.grpc_port}" in run.text()
+    assert '"model": "toy"' in run.text()
+
+
+@pytest.mark.parametrize("role", ["redis", "block_manager", "prefill", "decode", "gateway"])
+def test_whoever_is_killed_comes_back(start: Callable[..., Run], role: str) -> None:
+    run = start()
+    run.wait_until_serving()
+    (victim,) = run.pids(role)
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: run.pids(role) not in ([], [victim]), run.text)
+    assert run.end() == 0
+
+
+def test_a_killed_supervisor_leaves_no_orphans(start: Callable[..., Run]) -> None:
+    """The next run removes its directory, and takes over its ports."""
+    run = start()
+    run.wait_until_serving()
+    everyone, directory = run.everyone(), run.directory
+    run.end(signal.SIGKILL)
+    wait_for(lambda: not any(map(_is_alive, everyone)))
+    assert directory.exists()
+    following = start(grpc_port=run.grpc_port)
+    following.wait_until_serving()
+    assert not directory.exists()
+    assert following.end() == 0
+
+
+def test_two_runs_on_other_ports_live_side_by_side(start: Callable[..., Run]) -> None:
+    first, second = start(), start()
+    first.wait_until_serving()
+    second.wait_until_serving()
+    assert first.end() == 0
+    assert len(second.everyone()) == 5
+    assert second.end() == 0
+
+
+def test_a_second_run_on_the_same_port_says_who_has_it(start: Callable[..., Run]) -> None:
+    first = start()
+    first.wait_until_serving()
+    second = start(grpc_port=first.grpc_port)
+    assert second.process.wait(timeout=LIMIT_S) == 1
+    assert second.text().startswith(f"quire: `quire serve` with pid {first.process.pid} has port")
+    assert len(first.everyone()) == 5
+
+
+def test_a_service_that_cannot_start_ends_the_run_with_its_reason(
+    start: Callable[..., Run],
+) -> None:
+    run = start(decode="cannot-start")
+    assert run.process.wait(timeout=LIMIT_S) == 1
+    assert run.text().endswith(
+        "quire: decode-1 cannot start (status 2: error: there is no memory)\n"
+    )
+    assert run.text().count("\nerror: there is no memory\n") == 3
+    assert not run.root.exists()
+
+
+def test_a_worker_that_leaves_by_itself_is_not_started_again(start: Callable[..., Run]) -> None:
+    """That is what a drained worker does."""
+    run = start()
+    run.wait_until_serving()
+    os.kill(run.pids("decode")[0], signal.SIGUSR1)
+    wait_for(lambda: "decode-1 has left" in run.text(), run.text)
+    assert run.pids("decode") == []
+    assert run.end() == 0
+
+
+def test_a_second_signal_ends_the_run_at_once(start: Callable[..., Run]) -> None:
+    run = start(decode="stubborn")
+    run.wait_until_serving()
+    everyone = run.everyone()
+    run.process.send_signal(signal.SIGINT)
+    wait_for(lambda: "once more ends it at once" in run.text(), run.text)
+    assert run.end(signal.SIGINT) == 0
+    assert "did not end" not in run.text()
+    assert not any(map(_is_alive, everyone))
+
+
+def test_down_ends_the_run(start: Callable[..., Run]) -> None:
+    run = start()
+    run.wait_until_serving()
+    command = [sys.executable, "-m", "quire.cli", "down", "--grpc-port", str(run.grpc_port)]
+    subprocess.run([*command, "--run-root", str(run.root)], check=True, timeout=LIMIT_S)
+    assert run.process.wait(timeout=LIMIT_S) == 0
+    assert not run.root.exists()

@@ -1,0 +1,60 @@
+"""A gateway that says who of the others lives."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from grpc_health.v1.health import HealthServicer
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+
+from quire.v1 import block_manager_pb2 as bm
+from quire.v1 import inference_pb2 as inference
+from quire.v1.block_manager_pb2_grpc import (
+    BlockManagerServicer,
+    add_BlockManagerServicer_to_server,
+)
+from quire.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+from services.toy import run, run_dir
+
+
+class Gateway(InferenceServicer, BlockManagerServicer):
+    def ListModels(self, _request: Any, _context: Any) -> inference.ListModelsResponse:
+        return inference.ListModelsResponse(models=[inference.Model(id="toy", dtype="none")])
+
+    def ListPools(self, _request: Any, _context: Any) -> bm.ListPoolsResponse:
+        return bm.ListPoolsResponse()
+
+    def ListWorkers(self, _request: Any, _context: Any) -> bm.ListWorkersResponse:
+        return bm.ListWorkersResponse(workers=list(_workers()))
+
+    def Generate(self, _request: Any, _context: Any) -> Any:
+        raise NotImplementedError
+
+    def ListHolders(self, _request: Any, _context: Any) -> Any:
+        raise NotImplementedError
+
+    def Audit(self, _request: Any, _context: Any) -> Any:
+        raise NotImplementedError
+
+    def DrainWorker(self, _request: Any, _context: Any) -> Any:
+        raise NotImplementedError
+
+
+def _workers() -> Any:
+    for entry in (run_dir("gateway") / "members").iterdir():
+        role, pid = entry.name.rsplit("-", 1)
+        if os.path.exists(f"/proc/{pid}"):
+            yield bm.Worker(worker_id=entry.name, role=role, state="WORKER_STATE_SERVING")
+
+
+server = grpc.server(ThreadPoolExecutor(max_workers=4))
+add_InferenceServicer_to_server(Gateway(), server)
+add_BlockManagerServicer_to_server(Gateway(), server)
+health = HealthServicer()
+health.set("", HealthCheckResponse.SERVING)
+add_HealthServicer_to_server(health, server)
+server.add_insecure_port(f"127.0.0.1:{os.environ['QUIRE_GATEWAY_PORT']}")
+server.start()
+run("gateway")

@@ -1,0 +1,39 @@
+"""What every toy does: it enters its pid in the run directory, and ends as a service must."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+
+def run(role: str) -> None:
+    """Behave as TOY_<ROLE> says: `cannot-start`, `stubborn` (ignores SIGTERM), or serve."""
+    behaviour = os.environ.get(f"TOY_{role.upper()}", "")
+    if behaviour == "cannot-start":
+        print("error: there is no memory", file=sys.stderr)
+        sys.exit(2)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "stubborn" else _leave)
+    signal.signal(signal.SIGUSR1, _leave)
+    enter(role)
+    wait_for_parent()
+
+
+def enter(role: str) -> None:
+    members = run_dir(role) / "members"
+    members.mkdir(exist_ok=True)
+    (members / f"{role}-{os.getpid()}").touch()
+    print(f"{role} serves", flush=True)
+
+
+def run_dir(role: str) -> Path:
+    return Path(os.environ[f"QUIRE_{role.upper()}_RUN_DIR"])
+
+
+def wait_for_parent() -> None:
+    """Until the supervisor's end of the pipe closes, however it dies."""
+    while os.read(int(os.environ["QUIRE_PARENT_FD"]), 1):
+        pass
+
+
+def _leave(_number: int, _frame: object) -> None:
+    sys.exit(0)
