@@ -1,0 +1,135 @@
+"""The decoder: Llama's, with the norms of Qwen3 and the biases of Qwen2 where the weights have
+them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvops import Backend
+from services.common.text.model_config import ModelConfig
+from services.engine.rope import rope_tables
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tensors of one step: T new tokens of B rows, row after row; see `kvops.ops`.
+
+    token_ids, positions, slot_mapping: [T] int64. block_tables: [B, any] int32. cu_query_lens:
+    [B + 1] int32. context_lens: [B] int32, new tokens included.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    block_tables: Tensor
+    cu_query_lens: Tensor
+    context_lens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's weights; `query_norm` and `key_norm` are there in Qwen3 only."""
+
+    input_norm: Tensor
+    query: Linear
+    key: Linear
+    value: Linear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+class Model:
+    """Weights and arithmetic; the KV it reads and writes is the caller's."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Backend,
+        embedding: Tensor,
+        layers: tuple[Layer, ...],
+        final_norm: Tensor,
+        head: Tensor,
+    ) -> None:
+        self.config = config
+        self.ops = ops
+        self._embedding = embedding
+        self._layers = layers
+        self._final_norm = final_norm
+        self._head = head
+        self._cos, self._sin = rope_tables(
+            config.rope, config.head_dim, config.max_position_embeddings
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, activations and KV."""
+        return self._embedding.dtype
+
+    def forward(self, batch: Batch, kv: Tensor) -> Tensor:
+        """Final hidden states [T, hidden_size]; writes the new tokens' KV into the arena `kv`.
+
+        The residual stream starts empty; what a sublayer has to say is added when the next one
+        norms the stream.
+        """
+        ops, eps = self.ops, self.config.rms_norm_eps
+        rotation = self._cos[batch.positions], self._sin[batch.positions]
+        x = self._embedding[batch.token_ids]
+        residual = torch.zeros_like(x)
+        for layer, kv_layer in zip(self._layers, kv.unbind(dim=1), strict=True):
+            x = ops.add_rms_norm(x, residual, layer.input_norm, eps)
+            x = self._attention(layer, x, rotation, batch, kv_layer)
+            x = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
+            x = self._mlp(layer, x)
+        return ops.add_rms_norm(x, residual, self._final_norm, eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden_size] -> fp32 [N, vocab_size]."""
+        return self.ops.linear(hidden, self._head).float()
+
+    def _attention(
+        self,
+        layer: Layer,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        batch: Batch,
+        kv_layer: Tensor,
+    ) -> Tensor:
+        ops, eps = self.ops, self.config.rms_norm_eps
+        q, k, v = (self._heads(linear, x) for linear in (layer.query, layer.key, layer.value))
+        if layer.query_norm is not None and layer.key_norm is not None:
+            q = ops.rms_norm(q, layer.query_norm, eps)
+            k = ops.rms_norm(k, layer.key_norm, eps)
+        ops.rope(q, k, *rotation)
+        ops.store_kv(kv_layer, k, v, batch.slot_mapping)
+        attended = ops.paged_attention(
+            q,
+            kv_layer,
+            batch.block_tables,
+            batch.cu_query_lens,
+            batch.context_lens,
+            self.config.head_dim**-0.5,
+        )
+        return self._linear(layer.output, attended.flatten(1))
+
+    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        gated = self.ops.silu_mul(self._linear(layer.gate, x), self._linear(layer.up, x))
+        return self._linear(layer.down, gated)
+
+    def _linear(self, linear: Linear, x: Tensor) -> Tensor:
+        return self.ops.linear(x, linear.weight, linear.bias)
+
+    def _heads(self, linear: Linear, x: Tensor) -> Tensor:
+        """[T, hidden_size] -> [T, heads, head_dim]."""
+        return self._linear(linear, x).view(x.shape[0], -1, self.config.head_dim)

@@ -1,0 +1,61 @@
+"""Names and shapes of a checkpoint's tensors.
+
+Qwen3, Qwen2 and Llama share the names; where they differ (biases, norms of queries and keys, a head
+of its own) `ModelConfig` says so.
+"""
+
+from services.common.text.model_config import ModelConfig
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+Shape = tuple[int, ...]
+
+
+def layer_prefix(layer: int) -> str:
+    return f"model.layers.{layer}"
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Every tensor that a checkpoint of this config must have."""
+    shapes: dict[str, Shape] = {
+        EMBEDDING: (config.vocab_size, config.hidden_size),
+        FINAL_NORM: (config.hidden_size,),
+    }
+    if not config.tied_embeddings:
+        shapes[HEAD] = (config.vocab_size, config.hidden_size)
+    for layer in range(config.num_layers):
+        for name, shape in _layer_shapes(config).items():
+            shapes[f"{layer_prefix(layer)}.{name}"] = shape
+    return shapes
+
+
+def ignored_weights(config: ModelConfig) -> frozenset[str]:
+    """What may be there without use: some checkpoints with tied embeddings write the head too."""
+    return frozenset({HEAD}) if config.tied_embeddings else frozenset()
+
+
+def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
+    hidden, wide = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    linears = {
+        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, q_size, config.o_bias),
+        "mlp.gate_proj": (wide, hidden, config.mlp_bias),
+        "mlp.up_proj": (wide, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, wide, config.mlp_bias),
+    }
+    shapes: dict[str, Shape] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    if config.qk_norm:
+        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+    for name, (rows, columns, bias) in linears.items():
+        shapes[f"{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{name}.bias"] = (rows,)
+    return shapes

@@ -1,0 +1,119 @@
+"""One forward pass: rows in, their next tokens out."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.common.ticket import SamplingParams
+from services.engine.batch import Draw, Row
+from services.engine.models import Batch, Model
+from services.engine.sampler import sample
+
+_GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
+
+
+class Runner:
+    """A model at work on an arena `[num_blocks, num_layers, 2, block_size, kv_heads, head_dim]`.
+
+    It keeps nothing between steps but the KV. ValueError: the arena is not the model's.
+    """
+
+    def __init__(self, model: Model, kv: Tensor, block_size: int) -> None:
+        config = model.config
+        wanted = (config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
+        if kv.dim() != 6 or tuple(kv.shape[1:]) != wanted or kv.dtype != model.dtype:
+            raise ValueError(f"arena {kv.dtype} {list(kv.shape)} is not {model.dtype} {wanted}")
+        self._model = model
+        self._kv = kv
+        self._block_size = block_size
+
+    def run(self, rows: Sequence[Row]) -> list[int | None]:
+        """Compute all rows in one pass, store their KV, and draw a token for every row with a
+        `draw`; None for the others.
+
+        ValueError, before anything is written: a row without tokens, past the model's context, with
+        too short a block table, or with a block or token id that is not there. FloatingPointError:
+        a row's logits are not finite.
+        """
+        logits = self.logits(rows)
+        drawing = [row for row in rows if row.draw is not None]
+        draws = [row.draw for row in drawing if row.draw is not None]
+        tokens = iter(sample(logits, draws, [_end(row) for row in drawing]) if draws else ())
+        return [None if row.draw is None else next(tokens) for row in rows]
+
+    @torch.inference_mode()
+    def logits(self, rows: Sequence[Row]) -> Tensor:
+        """The pass alone: fp32 [rows with a draw, vocab_size], after each row's last token."""
+        batch = self._batch(rows)
+        hidden = self._model.forward(batch, self._kv)
+        drawing = torch.tensor([row.draw is not None for row in rows])
+        last_tokens = batch.cu_query_lens[1:][drawing].long() - 1
+        return self._model.logits(hidden[last_tokens])
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Touch every weight and reach the peak of memory: one prefill of `max_tokens` tokens (at
+        most the context) and one decode step. Stores no KV; what it reads is of no consequence."""
+        num_tokens = min(max_tokens, self._model.config.max_position_embeddings)
+        num_blocks = -(-num_tokens // self._block_size)
+        for token_ids in ([0] * num_tokens, [0]):
+            start = num_tokens - len(token_ids)
+            nowhere = Row(token_ids, start, [0] * num_blocks, num_tokens, Draw(_GREEDY, 0))
+            self.logits([nowhere])
+
+    def _batch(self, rows: Sequence[Row]) -> Batch:
+        self._check(rows)
+        lens = np.array([len(row.token_ids) for row in rows])
+        starts = np.array([row.start for row in rows])
+        tables = self._block_tables(rows)
+        ends = lens.cumsum()
+        row_of_token = np.repeat(np.arange(len(rows)), lens)
+        positions = np.arange(ends[-1]) + np.repeat(starts - (ends - lens), lens)
+        blocks = tables[row_of_token, positions // self._block_size].astype(np.int64)
+        slots = blocks * self._block_size + positions % self._block_size
+        slots[positions < np.array([row.store_from for row in rows])[row_of_token]] = -1
+        token_ids = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64)
+        if token_ids.min() < 0 or token_ids.max() >= self._model.config.vocab_size:
+            raise ValueError(f"token ids outside the vocabulary {self._model.config.vocab_size}")
+        return Batch(
+            token_ids=torch.from_numpy(token_ids),
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(slots),
+            block_tables=torch.from_numpy(tables),
+            cu_query_lens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
+            context_lens=torch.from_numpy((starts + lens).astype(np.int32)),
+        )
+
+    def _block_tables(self, rows: Sequence[Row]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+        """[rows, longest], each cut after its context, padded with block 0 that nothing reads."""
+        needed = [-(-_end(row) // self._block_size) for row in rows]
+        tables = np.zeros((len(rows), max(needed)), dtype=np.int32)
+        for table, row, num_blocks in zip(tables, rows, needed, strict=True):
+            table[:num_blocks] = row.block_table[:num_blocks]
+        if tables.min() < 0 or tables.max() >= self._kv.shape[0]:
+            raise ValueError(f"block ids outside the arena's {self._kv.shape[0]} blocks")
+        return tables
+
+    def _check(self, rows: Sequence[Row]) -> None:
+        if not rows:
+            raise ValueError("a step without rows")
+        for i, row in enumerate(rows):
+            if not row.token_ids or row.start < 0:
+                raise ValueError(f"row {i}: {len(row.token_ids)} tokens from {row.start} on")
+            if _end(row) > self._model.config.max_position_embeddings:
+                raise ValueError(
+                    f"row {i}: ends at {_end(row)}, the model's context at "
+                    f"{self._model.config.max_position_embeddings}"
+                )
+            if len(row.block_table) * self._block_size < _end(row):
+                raise ValueError(
+                    f"row {i}: {len(row.block_table)} blocks of {self._block_size} do not hold "
+                    f"{_end(row)} positions"
+                )
+
+
+def _end(row: Row) -> int:
+    """Its context with the new tokens, and the position of the token drawn after them."""
+    return row.start + len(row.token_ids)

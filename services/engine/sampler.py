@@ -1,0 +1,140 @@
+"""The next token of each row: the most likely one, or one drawn from what the filters leave.
+
+The filters come in vLLM's order: temperature, min_p, top_k, top_p, each on what the one before has
+left. All three come down to a threshold on the scaled logits, so that tokens that tie at the
+threshold stay together and nothing depends on how a sort breaks ties.
+
+A draw is an exponential race: token i finishes at E_i / p_i, where E_i is exponential, and the
+first one wins, which it does with probability p_i / sum(p). Unlike a walk along the cumulative
+distribution, a last-bit change of some probability moves no other token's share of the random
+numbers, so that noise of 1e-6 in the logits turns about one draw in a million. Every row is
+computed by itself, in an order of its own: a row's token does not depend on the rest of the batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.common.ticket import SamplingParams
+from services.engine.batch import Draw
+from services.engine.philox import uniforms
+
+_ROWS_AT_ONCE = 16  # bounds the temporaries: 16 rows of 150,000 tokens are 10 MB
+_NUCLEUS_WIDTH = 1024  # how many of the likeliest tokens top_p alone looks at before it sorts all
+_SMALLEST_TEMPERATURE = 1e-30  # an fp32 temperature below may round to 0
+
+
+def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
+    """One token id per row.
+
+    logits: [N, vocab_size] fp32, row i for `draws[i]`, whose token will stand at `positions[i]`.
+    Temperature 0 takes the largest logit, of equal ones the lowest id. FloatingPointError: logits
+    that are not finite.
+    """
+    best = logits.argmax(dim=-1)
+    _refuse_not_finite(logits.gather(1, best[:, None]))
+    tokens = best.tolist()
+    drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
+    for begin in range(0, len(drawn), _ROWS_AT_ONCE):
+        rows = drawn[begin : begin + _ROWS_AT_ONCE]
+        probs = filtered_probs(logits[rows], [draws[row].sampling for row in rows])
+        times = _finishing_times(probs, rows, draws, positions)
+        for row, token in zip(rows, times.argmin(dim=-1).tolist(), strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def filtered_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Probabilities up to a factor per row, 0 for what the filters take out. [N, vocab_size] fp32;
+    every temperature > 0."""
+    columns = _Columns.of(params)
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / columns.temperature
+    thresholds = columns.min_p.log()  # the largest scaled logit is 0
+    scaled.masked_fill_(scaled < thresholds, float("-inf"))
+    probs = scaled.softmax(dim=-1)
+    vocab_size = logits.shape[1]
+    ranked = [row for row, p in enumerate(params) if 0 < p.top_k < vocab_size or p.top_p < 1]
+    if ranked:
+        thresholds[ranked] = _ranked_thresholds(scaled[ranked], probs[ranked], columns[ranked])
+    return probs.masked_fill_(scaled < thresholds, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The parameters of N rows, [N, 1] each."""
+
+    temperature: Tensor
+    min_p: Tensor
+    top_k: Tensor
+    top_p: Tensor
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> "_Columns":
+        return cls(
+            temperature=torch.tensor([[max(p.temperature, _SMALLEST_TEMPERATURE)] for p in params]),
+            min_p=torch.tensor([[p.min_p] for p in params], dtype=torch.float32),
+            top_k=torch.tensor([[p.top_k] for p in params]),
+            top_p=torch.tensor([[p.top_p] for p in params], dtype=torch.float64),
+        )
+
+    def __getitem__(self, rows: Sequence[int] | Tensor) -> "_Columns":
+        return _Columns(
+            self.temperature[rows], self.min_p[rows], self.top_k[rows], self.top_p[rows]
+        )
+
+
+def _ranked_thresholds(scaled: Tensor, probs: Tensor, columns: _Columns) -> Tensor:
+    """The smallest scaled logit that top_k and top_p keep, [N, 1].
+
+    Only as many tokens are sorted as top_k keeps, or _NUCLEUS_WIDTH for top_p alone; rows whose
+    top_p reaches further are done again over the whole vocabulary. Ranks, probabilities and sums of
+    a row are the same at any width, so neither width nor company shows in the result.
+    """
+    vocab_size = scaled.shape[1]
+    width = min(vocab_size, max(_NUCLEUS_WIDTH, int(columns.top_k.max())))
+    thresholds, open_rows = _thresholds_within(width, scaled, probs, columns)
+    if width < vocab_size and len(open_rows):
+        thresholds[open_rows], _ = _thresholds_within(
+            vocab_size, scaled[open_rows], probs[open_rows], columns[open_rows]
+        )
+    return thresholds
+
+
+def _thresholds_within(
+    width: int, scaled: Tensor, probs: Tensor, columns: _Columns
+) -> tuple[Tensor, Tensor]:
+    """Thresholds as far as the `width` likeliest tokens tell, and the rows where they do not."""
+    values, token_ids = scaled.topk(width)
+    likeliest = probs.gather(1, token_ids).double()
+    cumulative = likeliest.cumsum(dim=1)
+    limit = torch.where(columns.top_k > 0, columns.top_k, scaled.shape[1])
+    last_rank = (limit - 1).clamp(max=width - 1)
+    # top_p is a share of what top_k has left.
+    whole = torch.where(columns.top_k > 0, cumulative.gather(1, last_rank), 1.0)
+    before = cumulative - likeliest
+    kept = (before < columns.top_p * whole) & (torch.arange(width) <= last_rank)
+    num_kept = kept.sum(dim=1, keepdim=True)  # at least 1: nothing is before the first
+    is_open = (num_kept == width) & (columns.top_k == 0)
+    return values.gather(1, num_kept - 1), is_open.squeeze(1).nonzero().squeeze(1)
+
+
+def _finishing_times(
+    probs: Tensor, rows: Sequence[int], draws: Sequence[Draw], positions: Sequence[int]
+) -> Tensor:
+    """E / p of every token, infinite where p is 0."""
+    numbers = torch.empty_like(probs)
+    for i, row in enumerate(rows):
+        draw = draws[row]
+        numbers[i] = uniforms(
+            draw.sampling.seed, draw.sequence_index, positions[row], probs.shape[1]
+        )
+    return numbers.neg_().log1p_().neg_().div_(probs)
+
+
+def _refuse_not_finite(largest: Tensor) -> None:
+    """A NaN or an infinity anywhere in a row is its argmax; -inf alone is not harmful."""
+    if not bool(largest.isfinite().all()):
+        rows = (~largest.isfinite()).any(dim=1).nonzero().squeeze(1).tolist()
+        raise FloatingPointError(f"logits of rows {rows} are not finite")
