@@ -69,6 +69,8 @@ def translate(url: str, error: RedisError) -> BlockStoreError:
         return OutOfBlocks(int(rest[0]), int(rest[1]))
     if code in BY_CODE:
         return BY_CODE[code](" ".join(rest))
+    if "Function not found" in str(error):
+        return StoreLost(f"{url} has lost the functions of the block store")
     if code in BUSY_CODES:
         return StoreUnavailable(f"{url}: {error}")
     meaning = next(ERRORS[cls] for cls in type(error).__mro__ if cls in ERRORS)

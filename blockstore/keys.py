@@ -16,6 +16,11 @@ def pool_tag(pool_id: str) -> str:
     return f"{{{pool_id}}}"
 
 
+def pool_header(pool_id: str) -> str:
+    """Is there as long as the pool is."""
+    return f"{pool_tag(pool_id)}:pool"
+
+
 def room_channel(pool_id: str) -> str:
     """Where a pool's functions announce freed blocks."""
     return f"{pool_tag(pool_id)}:room"

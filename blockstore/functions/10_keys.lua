@@ -1,0 +1,146 @@
+-- The block store of a pool: keys, and what every function uses.
+--
+-- Every function gets KEYS[1] = T, the pool's hash tag `{pool}`; every other key begins with it, so
+-- that all of a pool's keys live on one node of a Redis Cluster. Blocks are decimal ids, hashes 16
+-- raw bytes, orders integers below 2^53 (a score holds them exactly).
+--
+--   T:pool                 HASH  the header; without it there is no pool
+--                                model fingerprint num_blocks block_size block_bytes watermark
+--                                                what register_pool was given
+--                                run_id          of the server when the pool was made
+--                                next            lowest block never used (the bump counter)
+--                                clock           last score given out in T:cached
+--                                version         raised by every call that changes anything
+--                                queries, hits   prefix blocks looked up and found
+--   T:returned             LIST  free blocks that were used before; the last goes out first
+--   T:cached               ZSET  block -> clock when its last holder left; the lowest is evicted
+--   T:refs                 HASH  block -> number of its holders; absent when it has none
+--   T:index                HASH  prefix hash -> block
+--   T:hashes               HASH  block -> its prefix hash; the inverse of T:index
+--   T:workers              HASH  worker -> 0, or 1 when it is fenced
+--   T:holders:<worker>     ZSET  holder -> order
+--   T:waits:<worker>       SET   holders for which this worker waits
+--   T:holder:<holder>      HASH  worker, epoch, order, cached (blocks found at its allocation)
+--   T:acquired:<holder>    LIST  every block it ever got; an index is an acquisition number
+--   T:held:<holder>        HASH  block -> its last acquisition number; only what it holds now
+--   T:waiters              ZSET  holder -> order
+--   T:waiting              HASH  holder -> worker that waits for it
+--   T:demands              SET   holders that must give way
+--   T:tombs                HASH  h:<holder> or w:<worker> -> "epoch until_ms"
+--   T:graves               LIST  the fields of T:tombs, oldest first
+--   T:room                 channel on which freed blocks, and waits that ended, are announced
+--
+-- An error reply is `CODE text`; OUT_OF_BLOCKS is followed by needed and available. A function
+-- checks everything before its first write, since an error half-way is not rolled back.
+--
+-- Common codes: UNKNOWN_POOL     every function but register_pool and drop_pool
+--               UNKNOWN_WORKER   the worker is not on the pool
+--               FENCED           the worker may only release
+--               STALE_HOLDER     released, never allocated, or at another epoch
+
+local CHUNK = 1000 -- arguments of a variadic call: even, and well below the limit of unpack
+local TOMBSTONE_MS = 600 * 1000
+
+local function refuse(code, ...)
+  error({ refusal = code .. ' ' .. table.concat({ ... }, ' ') })
+end
+
+-- Registers `body(tag, args)` as quire_v1_<name>; a refusal inside becomes its error reply.
+local function define(name, flags, body)
+  redis.register_function({
+    function_name = 'quire_v1_' .. name,
+    flags = flags,
+    callback = function(keys, args)
+      local done, reply = pcall(body, keys[1], args)
+      if done then return reply end
+      if type(reply) == 'table' and reply.refusal then return redis.error_reply(reply.refusal) end
+      error(reply)
+    end,
+  })
+end
+
+local READS, WRITES, FREES = { 'no-writes' }, {}, { 'allow-oom' }
+
+-- The values that a command with many arguments returns, in chunks.
+local function fetch(command, key, arguments)
+  local values = {}
+  for first = 1, #arguments, CHUNK do
+    local last = math.min(first + CHUNK - 1, #arguments)
+    local chunk = redis.call(command, key, unpack(arguments, first, last))
+    for i = 1, last - first + 1 do values[first - 1 + i] = chunk[i] end
+  end
+  return values
+end
+
+-- A command with many arguments, in chunks; none: nothing happens.
+local function store(command, key, arguments)
+  for first = 1, #arguments, CHUNK do
+    local last = math.min(first + CHUNK - 1, #arguments)
+    redis.call(command, key, unpack(arguments, first, last))
+  end
+end
+
+-- {field, value_of(1), field, value_of(2) ...}
+local function pairs_of(fields, value_of)
+  local arguments = {}
+  for i, field in ipairs(fields) do
+    arguments[2 * i - 1], arguments[2 * i] = field, value_of(i)
+  end
+  return arguments
+end
+
+local function slice(values, first)
+  local rest = {}
+  for i = first, #values do rest[i - first + 1] = values[i] end
+  return rest
+end
+
+-- The pool as one call works on it; `save` writes back what changed.
+local function open(tag)
+  local fields = { 'num_blocks', 'next', 'clock', 'version', 'watermark' }
+  local header = redis.call('HMGET', tag .. ':pool', unpack(fields))
+  if not header[1] then refuse('UNKNOWN_POOL', 'pool', tag, 'is not there') end
+  return {
+    tag = tag,
+    num_blocks = tonumber(header[1]),
+    next = tonumber(header[2]),
+    clock = tonumber(header[3]),
+    version = tonumber(header[4]),
+    watermark = tonumber(header[5]),
+    has_news = false, -- blocks were freed or waits ended
+  }
+end
+
+local function save(pool)
+  local header = { 'next', pool.next, 'clock', pool.clock, 'version', pool.version + 1 }
+  redis.call('HSET', pool.tag .. ':pool', unpack(header))
+  if pool.has_news then redis.call('PUBLISH', pool.tag .. ':room', '') end
+end
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- The epoch of what was ended under this name ("h:<holder>", "w:<worker>"), false when forgotten.
+local function buried(pool, name)
+  local tomb = redis.call('HGET', pool.tag .. ':tombs', name)
+  if not tomb then return false end
+  local epoch, until_ms = string.match(tomb, '^(%d+) (%d+)$')
+  return tonumber(until_ms) > now_ms() and tonumber(epoch)
+end
+
+-- Remembers a name that ended. Each burial clears up to two old graves, so that they never pile up.
+local function bury(pool, name, epoch)
+  if buried(pool, name) then return end
+  local now = now_ms()
+  local tombs, graves = pool.tag .. ':tombs', pool.tag .. ':graves'
+  for _ = 1, 2 do
+    local oldest = redis.call('LINDEX', graves, 0)
+    if not oldest or buried(pool, oldest) then break end
+    redis.call('HDEL', tombs, oldest)
+    redis.call('LPOP', graves)
+  end
+  redis.call('HSET', tombs, name, string.format('%d %d', epoch, now + TOMBSTONE_MS))
+  redis.call('RPUSH', graves, name)
+end

@@ -1,0 +1,119 @@
+-- Blocks changing hands. Nothing here is called by itself, and nothing here refuses: who calls has
+-- checked everything. Keys stand in 10_keys.lua.
+--
+--    [0 ........ next) [next ......... num_blocks)
+--     |                 never used: free
+--     +- in T:refs                          held
+--     +- in T:cached  (and T:hashes)        cached
+--     +- in T:returned                      free
+
+local function num_free(pool)
+  return redis.call('LLEN', pool.tag .. ':returned') + pool.num_blocks - pool.next
+end
+
+local function num_cached(pool)
+  return redis.call('ZCARD', pool.tag .. ':cached')
+end
+
+-- Takes least recently used blocks out of the cache and the index.
+local function evict(pool, count)
+  local popped, blocks = redis.call('ZPOPMIN', pool.tag .. ':cached', count), {}
+  for i = 1, #popped, 2 do blocks[#blocks + 1] = popped[i] end
+  store('HDEL', pool.tag .. ':index', fetch('HMGET', pool.tag .. ':hashes', blocks))
+  store('HDEL', pool.tag .. ':hashes', blocks)
+  return blocks
+end
+
+-- `count` blocks that nobody holds: given back last, else lowest never used, else evicted.
+local function new_blocks(pool, count)
+  if count <= 0 then return {} end
+  local blocks = redis.call('RPOP', pool.tag .. ':returned', count) or {}
+  while #blocks < count and pool.next < pool.num_blocks do
+    blocks[#blocks + 1] = string.format('%d', pool.next)
+    pool.next = pool.next + 1
+  end
+  if #blocks < count then
+    for _, block in ipairs(evict(pool, count - #blocks)) do blocks[#blocks + 1] = block end
+  end
+  return blocks
+end
+
+-- Adds a reference to each block.
+local function pin(pool, blocks)
+  local refs = fetch('HMGET', pool.tag .. ':refs', blocks)
+  store('HSET', pool.tag .. ':refs', pairs_of(blocks, function(i) return (refs[i] or 0) + 1 end))
+  store('ZREM', pool.tag .. ':cached', blocks)
+end
+
+-- Enters blocks as a holder's next acquisitions; `num_before` is how many it had.
+local function enter(pool, id, blocks, num_before)
+  store('RPUSH', pool.tag .. ':acquired:' .. id, blocks)
+  local numbered = pairs_of(blocks, function(i) return num_before + i - 1 end)
+  store('HSET', pool.tag .. ':held:' .. id, numbered)
+end
+
+-- Takes a reference off each block, in this order, and frees those that have none left.
+local function unpin(pool, blocks)
+  local refs = fetch('HMGET', pool.tag .. ':refs', blocks)
+  local hashes = fetch('HMGET', pool.tag .. ':hashes', blocks)
+  local shared, unused, cached, returned = {}, {}, {}, {}
+  for i, block in ipairs(blocks) do
+    if tonumber(refs[i]) > 1 then
+      shared[#shared + 1], shared[#shared + 2] = block, refs[i] - 1
+    else
+      unused[#unused + 1] = block
+      if hashes[i] then
+        pool.clock = pool.clock + 1
+        cached[#cached + 1], cached[#cached + 2] = pool.clock, block
+      else
+        returned[#returned + 1] = block
+      end
+    end
+  end
+  store('HSET', pool.tag .. ':refs', shared)
+  store('HDEL', pool.tag .. ':refs', unused)
+  store('ZADD', pool.tag .. ':cached', cached)
+  store('RPUSH', pool.tag .. ':returned', returned)
+  pool.has_news = pool.has_news or #unused > 0
+end
+
+-- The blocks of {acquisition number -> block}, from the last acquired to the first.
+local function backwards(block_at)
+  local numbers, blocks = {}, {}
+  for number in pairs(block_at) do numbers[#numbers + 1] = number end
+  table.sort(numbers, function(a, b) return a > b end)
+  for i, number in ipairs(numbers) do blocks[i] = block_at[number] end
+  return blocks
+end
+
+-- What a holder holds now, from the last acquired to the first.
+local function held_by(pool, id)
+  local entries, block_at = redis.call('HGETALL', pool.tag .. ':held:' .. id), {}
+  for i = 1, #entries, 2 do block_at[tonumber(entries[i + 1])] = entries[i] end
+  return backwards(block_at)
+end
+
+-- Those of `blocks` that a holder holds, each once, from the last acquired to the first.
+local function held_among(pool, id, blocks)
+  local numbers, block_at = fetch('HMGET', pool.tag .. ':held:' .. id, blocks), {}
+  for i, block in ipairs(blocks) do
+    if numbers[i] then block_at[tonumber(numbers[i])] = block end
+  end
+  return backwards(block_at)
+end
+
+-- Removes the three keys of a holder.
+local function forget_holder(tag, id)
+  redis.call('UNLINK', tag .. ':holder:' .. id, tag .. ':acquired:' .. id, tag .. ':held:' .. id)
+end
+
+-- Frees all that a holder holds and leaves its tombstone; answers how many references that were.
+local function end_holder(pool, holder)
+  local blocks = held_by(pool, holder.id)
+  unpin(pool, blocks)
+  redis.call('ZREM', pool.tag .. ':holders:' .. holder.worker, holder.id)
+  redis.call('SREM', pool.tag .. ':demands', holder.id)
+  forget_holder(pool.tag, holder.id)
+  bury(pool, 'h:' .. holder.id, holder.epoch)
+  return #blocks
+end

@@ -1,0 +1,127 @@
+-- Life of a pool and of its workers. Keys and common codes stand in 10_keys.lua.
+--
+-- register_pool  model fingerprint num_blocks block_size block_bytes watermark run_id
+--                -> the run_id in the header. POOL_EXISTS: with another spec
+-- drop_pool      -> 1 while there is more to forget: call again; else 0
+-- register_worker  worker fingerprint num_blocks block_size block_bytes
+--                -> the run_id in the header
+--                UNKNOWN_WORKER: the name was reaped. FENCED. GEOMETRY_MISMATCH.
+--                FINGERPRINT_MISMATCH
+-- fence          worker -> OK. UNKNOWN_WORKER
+-- leave          worker -> OK, also when it is not there. NOT_EMPTY
+-- heartbeat      worker -> [fenced 0|1, demanded holder ...]. UNKNOWN_WORKER
+-- reap           worker -> [holders released by this call, 1 while there are more: call again]
+
+local SPEC = { 'model', 'fingerprint', 'num_blocks', 'block_size', 'block_bytes', 'watermark' }
+local OTHER_KEYS = {
+  'returned', 'cached', 'refs', 'index', 'hashes', 'workers', 'waiters', 'waiting', 'demands',
+  'tombs', 'graves',
+}
+local DROP_PAGE = 1000 -- holders
+local REAP_PAGE = 4096 -- references: a few milliseconds
+
+define('register_pool', WRITES, function(tag, args)
+  local key = tag .. ':pool'
+  if redis.call('EXISTS', key) == 0 then
+    local counters = { 'next', 0, 'clock', 0, 'version', 0, 'queries', 0, 'hits', 0 }
+    local header = { 'run_id', args[7], unpack(counters) }
+    for i, field in ipairs(SPEC) do
+      header[#header + 1], header[#header + 2] = field, args[i]
+    end
+    redis.call('HSET', key, unpack(header))
+  end
+  for i, field in ipairs(SPEC) do
+    local theirs = redis.call('HGET', key, field)
+    if theirs ~= args[i] then
+      refuse('POOL_EXISTS', 'its', field, 'is', theirs, 'not', args[i])
+    end
+  end
+  return redis.call('HGET', key, 'run_id')
+end)
+
+-- Forgets up to `limit` holders of a worker; how many that were.
+local function forget_holders(tag, worker, limit)
+  local ids = redis.call('ZRANGE', tag .. ':holders:' .. worker, 0, limit - 1)
+  for _, id in ipairs(ids) do forget_holder(tag, id) end
+  store('ZREM', tag .. ':holders:' .. worker, ids)
+  return #ids
+end
+
+define('drop_pool', FREES, function(tag)
+  redis.call('UNLINK', tag .. ':pool') -- from now on UNKNOWN_POOL
+  local budget = DROP_PAGE
+  for _, worker in ipairs(redis.call('HKEYS', tag .. ':workers')) do
+    budget = budget - forget_holders(tag, worker, budget)
+    if budget == 0 then return 1 end
+    redis.call('UNLINK', tag .. ':waits:' .. worker)
+  end
+  for _, name in ipairs(OTHER_KEYS) do redis.call('UNLINK', tag .. ':' .. name) end
+  return 0
+end)
+
+local function require_same(code, worker, field, ours, theirs)
+  if ours ~= theirs then refuse(code, field, 'is', ours, 'in the pool,', theirs, 'in', worker) end
+end
+
+define('register_worker', WRITES, function(tag, args)
+  local pool, worker = open(tag), args[1]
+  if buried(pool, 'w:' .. worker) then
+    refuse('UNKNOWN_WORKER', 'worker', worker, 'was reaped; names are never reused')
+  end
+  if redis.call('HGET', tag .. ':workers', worker) then require_live(pool, worker) end
+  local fields = { 'fingerprint', 'num_blocks', 'block_size', 'block_bytes', 'run_id' }
+  local header = redis.call('HMGET', tag .. ':pool', unpack(fields))
+  require_same('GEOMETRY_MISMATCH', worker, 'block_size', header[3], args[4])
+  require_same('GEOMETRY_MISMATCH', worker, 'num_blocks', header[2], args[3])
+  require_same('GEOMETRY_MISMATCH', worker, 'block_bytes', header[4], args[5])
+  require_same('FINGERPRINT_MISMATCH', worker, 'fingerprint', header[1], args[2])
+  redis.call('HSET', tag .. ':workers', worker, 0)
+  save(pool)
+  return header[5]
+end)
+
+define('fence', FREES, function(tag, args)
+  local pool, worker = open(tag), args[1]
+  is_fenced(pool, worker)
+  redis.call('HSET', tag .. ':workers', worker, 1)
+  end_waits_of(pool, worker)
+  save(pool)
+  return redis.status_reply('OK')
+end)
+
+define('leave', FREES, function(tag, args)
+  local pool, worker = open(tag), args[1]
+  local num_holders = redis.call('ZCARD', tag .. ':holders:' .. worker)
+  local num_waits = redis.call('SCARD', tag .. ':waits:' .. worker)
+  if num_holders + num_waits > 0 then
+    refuse('NOT_EMPTY', worker, 'has', num_holders, 'holders and', num_waits, 'waiters')
+  end
+  redis.call('HDEL', tag .. ':workers', worker)
+  save(pool)
+  return redis.status_reply('OK')
+end)
+
+define('heartbeat', READS, function(tag, args)
+  local pool, worker = open(tag), args[1]
+  return { is_fenced(pool, worker) and 1 or 0, unpack(demands_of(pool, worker)) }
+end)
+
+define('reap', FREES, function(tag, args)
+  local pool, worker = open(tag), args[1]
+  local key, num_references, num_holders = tag .. ':holders:' .. worker, 0, 0
+  bury(pool, 'w:' .. worker, 0)
+  end_waits_of(pool, worker)
+  local last = redis.call('ZREVRANGE', key, 0, 0)[1]
+  while last and num_references < REAP_PAGE do
+    num_references = num_references + end_holder(pool, find_holder(pool, last))
+    num_holders = num_holders + 1
+    last = redis.call('ZREVRANGE', key, 0, 0)[1]
+  end
+  if last then
+    redis.call('HSET', tag .. ':workers', worker, 1)
+  else
+    redis.call('HDEL', tag .. ':workers', worker)
+  end
+  save(pool)
+  return { num_holders, last and 1 or 0 }
+end)

@@ -1,0 +1,170 @@
+-- Getting blocks. Keys and common codes stand in 10_keys.lua.
+--
+-- allocate  holder worker order num_blocks hash ...
+--           -> [epoch, number of blocks that were cached, block ...]
+--           UNKNOWN_WORKER, FENCED. STALE_HOLDER: released, or at another epoch or worker.
+--           WAIT: a waiter with a lower order is there. OUT_OF_BLOCKS needed available. After
+--           either of the last two the holder waits
+-- withdraw  holder -> OK
+-- extend    worker (holder epoch have total) ...
+--           -> [[demanded holder ...], [error or "", block ...] ...], one for each growth, in the
+--           order given; the errors are OUT_OF_BLOCKS and STALE_HOLDER.
+--           UNKNOWN_WORKER, FENCED
+
+-- The blocks of the longest run of hashes that is in the index.
+local function cached_prefix(pool, hashes)
+  local blocks = {}
+  for first = 1, #hashes, CHUNK do
+    local last = math.min(first + CHUNK - 1, #hashes)
+    local found = redis.call('HMGET', pool.tag .. ':index', unpack(hashes, first, last))
+    for i = 1, last - first + 1 do
+      if not found[i] then return blocks end
+      blocks[#blocks + 1] = found[i]
+    end
+  end
+  return blocks
+end
+
+-- Whether somebody else waits with a lower order; a wait of this holder itself does not count.
+local function is_behind_waiter(pool, id, order)
+  local first = redis.call('ZRANGE', pool.tag .. ':waiters', 0, 1, 'WITHSCORES')
+  local at = first[1] == id and 3 or 1
+  return first[at] and tonumber(first[at + 1]) < order
+end
+
+-- Blocks that an allocation may take: what can be had, less hits that would leave the cache, less
+-- the watermark while anything is held.
+local function num_available(pool, hits)
+  local num_pinned = 0
+  for _, refs in ipairs(fetch('HMGET', pool.tag .. ':refs', hits)) do
+    if not refs then num_pinned = num_pinned + 1 end
+  end
+  local watermark = redis.call('HLEN', pool.tag .. ':refs') > 0 and pool.watermark or 0
+  return math.max(0, num_free(pool) + num_cached(pool) - num_pinned - watermark)
+end
+
+-- Enters a wait and refuses, or returns.
+local function wait_or_go(pool, want, hits)
+  local code, numbers
+  local needed, available = want.num_blocks - #hits, num_available(pool, hits)
+  if is_behind_waiter(pool, want.id, want.order) then
+    code, numbers = 'WAIT', 'an earlier request waits'
+  elseif needed > available then
+    code, numbers = 'OUT_OF_BLOCKS', needed .. ' ' .. available
+  else
+    return
+  end
+  start_wait(pool, want.id, want.worker, want.order)
+  save(pool)
+  refuse(code, numbers)
+end
+
+local function admit(pool, want, hits)
+  pin(pool, hits) -- first, so that the new ones do not evict them
+  local new = new_blocks(pool, want.num_blocks - #hits)
+  pin(pool, new)
+  enter(pool, want.id, hits, 0)
+  enter(pool, want.id, new, #hits)
+  local fields = { 'worker', want.worker, 'epoch', 1, 'order', want.order, 'cached', #hits }
+  redis.call('HSET', pool.tag .. ':holder:' .. want.id, unpack(fields))
+  redis.call('ZADD', pool.tag .. ':holders:' .. want.worker, want.order, want.id)
+  redis.call('HINCRBY', pool.tag .. ':pool', 'queries', #want.hashes)
+  redis.call('HINCRBY', pool.tag .. ':pool', 'hits', #hits)
+  end_wait(pool, want.id)
+  save(pool)
+end
+
+define('allocate', WRITES, function(tag, args)
+  local pool = open(tag)
+  local want = {
+    id = args[1],
+    worker = args[2],
+    order = tonumber(args[3]),
+    num_blocks = tonumber(args[4]),
+    hashes = slice(args, 5),
+  }
+  require_live(pool, want.worker)
+  if buried(pool, 'h:' .. want.id) then refuse('STALE_HOLDER', want.id, 'was released') end
+  local holder = find_holder(pool, want.id)
+  if not holder then
+    local hits = cached_prefix(pool, want.hashes)
+    wait_or_go(pool, want, hits)
+    admit(pool, want, hits)
+    holder = { epoch = 1, num_cached = #hits }
+  elseif holder.epoch ~= 1 or holder.worker ~= want.worker then
+    refuse('STALE_HOLDER', want.id, 'is at epoch', holder.epoch, 'of worker', holder.worker)
+  end
+  local reply = acquired(pool, want.id, 0, want.num_blocks - 1)
+  table.insert(reply, 1, holder.num_cached)
+  table.insert(reply, 1, holder.epoch)
+  return reply
+end)
+
+define('withdraw', FREES, function(tag, args)
+  local pool = open(tag)
+  end_wait(pool, args[1])
+  save(pool)
+  return redis.status_reply('OK')
+end)
+
+-- The growths of a call with their holders, first in order first, then as given.
+local function in_order(pool, args)
+  local growths = {}
+  for at = 2, #args, 4 do
+    growths[#growths + 1] = {
+      place = #growths + 1,
+      holder = find_holder(pool, args[at]) or { id = args[at], order = 0 },
+      epoch = tonumber(args[at + 1]),
+      have = tonumber(args[at + 2]),
+      total = tonumber(args[at + 3]),
+    }
+  end
+  table.sort(growths, function(a, b)
+    if a.holder.order ~= b.holder.order then return a.holder.order < b.holder.order end
+    return a.place < b.place
+  end)
+  return growths
+end
+
+-- The answer to one growth: its error or "", then its blocks.
+local function grow(pool, worker, growth)
+  local id = growth.holder.id
+  if growth.holder.worker ~= worker or growth.holder.epoch ~= growth.epoch then
+    return { 'STALE_HOLDER' }
+  end
+  local num_acquired = redis.call('LLEN', pool.tag .. ':acquired:' .. id)
+  local needed = growth.total - num_acquired
+  if needed > 0 then
+    if needed > num_free(pool) + num_cached(pool) then return { 'OUT_OF_BLOCKS' } end
+    local new = new_blocks(pool, needed)
+    pin(pool, new)
+    enter(pool, id, new, num_acquired)
+  end
+  local answer = acquired(pool, id, growth.have, growth.total - 1)
+  table.insert(answer, 1, '')
+  return answer
+end
+
+-- Lets the last in order give way, unless somebody is about to.
+local function demand_one(pool)
+  for _, id in ipairs(redis.call('SMEMBERS', pool.tag .. ':demands')) do
+    if not is_fenced(pool, find_holder(pool, id).worker) then return end
+  end
+  local last = last_in_order(pool)
+  if last then redis.call('SADD', pool.tag .. ':demands', last.id) end
+end
+
+define('extend', WRITES, function(tag, args)
+  local pool, worker = open(tag), args[1]
+  require_live(pool, worker)
+  local answers, is_short = {}, false
+  for _, growth in ipairs(in_order(pool, args)) do
+    local answer = grow(pool, worker, growth)
+    answers[growth.place + 1] = answer
+    is_short = is_short or answer[1] == 'OUT_OF_BLOCKS'
+  end
+  if is_short then demand_one(pool) end
+  save(pool)
+  answers[1] = demands_of(pool, worker)
+  return answers
+end)

@@ -1,0 +1,118 @@
+-- Publishing, handing over and letting go of blocks. Keys and common codes stand in 10_keys.lua.
+--
+-- commit     holder epoch (block hash) ... -> [1 where the block is now the one of its hash, or 0]
+--            STALE_HOLDER, FENCED. NOT_HELD: a block is not the holder's, or carries another hash
+-- retract    block hash -> OK
+-- detach     holder epoch -> epoch + 1. STALE_HOLDER, FENCED
+-- claim      holder epoch worker -> epoch + 1. STALE_HOLDER; UNKNOWN_WORKER, FENCED of `worker`
+-- give_back  holder epoch block ... -> OK. STALE_HOLDER
+-- release    holder epoch -> OK. STALE_HOLDER
+
+-- NOT_HELD
+local function require_committable(pool, id, blocks, hashes)
+  local numbers = fetch('HMGET', pool.tag .. ':held:' .. id, blocks)
+  local carried = fetch('HMGET', pool.tag .. ':hashes', blocks)
+  for i, block in ipairs(blocks) do
+    if not numbers[i] then refuse('NOT_HELD', 'block', block, 'is not held by', id) end
+    if carried[i] and carried[i] ~= hashes[i] then
+      refuse('NOT_HELD', 'block', block, 'carries another hash')
+    end
+  end
+end
+
+-- Puts each hash that is not indexed yet into the index; answers 1 or 0 for each block.
+local function publish(pool, blocks, hashes)
+  local indexed = fetch('HMGET', pool.tag .. ':index', hashes)
+  local block_of, flags, index, inverse = {}, {}, {}, {}
+  for i, block in ipairs(blocks) do
+    local first = indexed[i] or block_of[hashes[i]]
+    if not first then
+      block_of[hashes[i]], first = block, block
+      index[#index + 1], index[#index + 2] = hashes[i], block
+      inverse[#inverse + 1], inverse[#inverse + 2] = block, hashes[i]
+    end
+    flags[i] = first == block and 1 or 0
+  end
+  store('HSET', pool.tag .. ':index', index)
+  store('HSET', pool.tag .. ':hashes', inverse)
+  return flags
+end
+
+define('commit', WRITES, function(tag, args)
+  local pool, blocks, hashes = open(tag), {}, {}
+  for at = 3, #args, 2 do
+    blocks[#blocks + 1], hashes[#hashes + 1] = args[at], args[at + 1]
+  end
+  local holder = holder_of(pool, args[1])
+  require_live(pool, holder.worker)
+  require_epoch(holder, tonumber(args[2]))
+  require_committable(pool, holder.id, blocks, hashes)
+  local flags = publish(pool, blocks, hashes)
+  save(pool)
+  return flags
+end)
+
+define('retract', WRITES, function(tag, args)
+  local pool, block, hash = open(tag), args[1], args[2]
+  if redis.call('HGET', tag .. ':index', hash) ~= block then return redis.status_reply('OK') end
+  redis.call('HDEL', tag .. ':index', hash)
+  redis.call('HDEL', tag .. ':hashes', block)
+  if redis.call('ZREM', tag .. ':cached', block) == 1 then
+    redis.call('RPUSH', tag .. ':returned', block)
+    pool.has_news = true
+  end
+  save(pool)
+  return redis.status_reply('OK')
+end)
+
+define('detach', WRITES, function(tag, args)
+  local pool, epoch = open(tag), tonumber(args[2])
+  local holder = holder_of(pool, args[1])
+  require_live(pool, holder.worker)
+  local is_sent_again = epoch % 2 == 1 and holder.epoch == epoch + 1
+  if not is_sent_again then
+    require_epoch(holder, epoch)
+    if epoch % 2 == 0 then refuse('STALE_HOLDER', holder.id, 'is at rest at epoch', epoch) end
+    redis.call('HSET', tag .. ':holder:' .. holder.id, 'epoch', epoch + 1)
+    save(pool)
+  end
+  return epoch + 1
+end)
+
+define('claim', WRITES, function(tag, args)
+  local pool, epoch, worker = open(tag), tonumber(args[2]), args[3]
+  require_live(pool, worker)
+  local holder = holder_of(pool, args[1])
+  local has_won = epoch % 2 == 0 and holder.epoch == epoch + 1 and holder.worker == worker
+  if not has_won then
+    require_epoch(holder, epoch)
+    if epoch % 2 == 1 then refuse('STALE_HOLDER', holder.id, 'is running on', holder.worker) end
+    redis.call('HSET', tag .. ':holder:' .. holder.id, 'epoch', epoch + 1, 'worker', worker)
+    local order = redis.call('ZSCORE', tag .. ':holders:' .. holder.worker, holder.id)
+    redis.call('ZREM', tag .. ':holders:' .. holder.worker, holder.id)
+    redis.call('ZADD', tag .. ':holders:' .. worker, order, holder.id)
+    save(pool)
+  end
+  return epoch + 1
+end)
+
+define('give_back', FREES, function(tag, args)
+  local pool = open(tag)
+  local holder = holder_of(pool, args[1])
+  require_epoch(holder, tonumber(args[2]))
+  local blocks = held_among(pool, holder.id, slice(args, 3))
+  unpin(pool, blocks)
+  store('HDEL', tag .. ':held:' .. holder.id, blocks)
+  save(pool)
+  return redis.status_reply('OK')
+end)
+
+define('release', FREES, function(tag, args)
+  local pool, epoch = open(tag), tonumber(args[2])
+  if buried(pool, 'h:' .. args[1]) == epoch then return redis.status_reply('OK') end
+  local holder = holder_of(pool, args[1])
+  require_epoch(holder, epoch)
+  end_holder(pool, holder)
+  save(pool)
+  return redis.status_reply('OK')
+end)

@@ -1,0 +1,128 @@
+-- Reading. Keys and common codes stand in 10_keys.lua.
+--
+-- match    hash ... -> how many leading hashes are indexed
+-- victim   -> nil, or [holder, epoch, worker, order, blocks held]
+-- stats    -> [[header field, value ...], free, cached, held, holders, waiters,
+--             [worker, 0 or 1 when fenced ...]]
+-- holders  first limit -> [[holder, epoch, worker, order, blocks held] ...], by worker
+-- ledger   (part first limit) ... -> [version, next, what that part says ...]: raw material of the audit.
+--          Several parts in one call are read atomically; over several calls, as long as the
+--          version is the same. Parts and their answers:
+--            blocks    ids first to first + limit - 1, as far as they are in use
+--                      -> [[refs or nil ...], [hash or nil ...], [clock in the cache or nil ...],
+--                          [block that the index has for that hash, or nil ...]]
+--            returned  -> [block ...]
+--            holders   -> [[holder, epoch, worker, order, blocks held, block ...] ...]
+--            people    -> [[worker, fenced ...], [waiter, order ...], [waiter, worker ...],
+--                          [demanded holder ...]]; takes no range
+--            sizes     -> [entries of refs, hashes, index, cached]; takes no range
+
+define('match', READS, function(tag, args)
+  return #cached_prefix(open(tag), args)
+end)
+
+local function info(pool, holder)
+  local num_held = redis.call('HLEN', pool.tag .. ':held:' .. holder.id)
+  return { holder.id, holder.epoch, holder.worker, holder.order, num_held }
+end
+
+define('victim', READS, function(tag)
+  local pool = open(tag)
+  local last = last_in_order(pool)
+  return last and info(pool, last)
+end)
+
+define('stats', READS, function(tag)
+  local pool = open(tag)
+  local workers, num_holders = redis.call('HGETALL', tag .. ':workers'), 0
+  for i = 1, #workers, 2 do
+    num_holders = num_holders + redis.call('ZCARD', tag .. ':holders:' .. workers[i])
+  end
+  return {
+    redis.call('HGETALL', tag .. ':pool'),
+    num_free(pool),
+    num_cached(pool),
+    redis.call('HLEN', tag .. ':refs'),
+    num_holders,
+    redis.call('ZCARD', tag .. ':waiters'),
+    workers,
+  }
+end)
+
+-- Up to `limit` holders from number `first` on, one worker's after the other's.
+local function read_holders(pool, first, limit)
+  local infos = {}
+  for _, worker in ipairs(redis.call('HKEYS', pool.tag .. ':workers')) do
+    local key, last = pool.tag .. ':holders:' .. worker, first + limit - #infos - 1
+    if last >= first then
+      for _, id in ipairs(redis.call('ZRANGE', key, first, last)) do
+        infos[#infos + 1] = info(pool, find_holder(pool, id))
+      end
+    end
+    first = math.max(0, first - redis.call('ZCARD', key))
+  end
+  return infos
+end
+
+define('holders', READS, function(tag, args)
+  return read_holders(open(tag), tonumber(args[1]), tonumber(args[2]))
+end)
+
+local PARTS = {}
+
+function PARTS.blocks(pool, first, limit)
+  local ids, hashes = {}, {}
+  for id = first, math.min(first + limit, pool.next) - 1 do
+    ids[#ids + 1] = string.format('%d', id)
+  end
+  local carried = fetch('HMGET', pool.tag .. ':hashes', ids)
+  for i = 1, #ids do hashes[i] = carried[i] or '' end
+  return {
+    fetch('HMGET', pool.tag .. ':refs', ids),
+    carried,
+    fetch('ZMSCORE', pool.tag .. ':cached', ids),
+    fetch('HMGET', pool.tag .. ':index', hashes),
+  }
+end
+
+function PARTS.returned(pool, first, limit)
+  return redis.call('LRANGE', pool.tag .. ':returned', first, first + limit - 1)
+end
+
+function PARTS.holders(pool, first, limit)
+  local rows = read_holders(pool, first, limit)
+  for _, row in ipairs(rows) do
+    for _, block in ipairs(redis.call('HKEYS', pool.tag .. ':held:' .. row[1])) do
+      row[#row + 1] = block
+    end
+  end
+  return rows
+end
+
+function PARTS.people(pool)
+  return {
+    redis.call('HGETALL', pool.tag .. ':workers'),
+    redis.call('ZRANGE', pool.tag .. ':waiters', 0, -1, 'WITHSCORES'),
+    redis.call('HGETALL', pool.tag .. ':waiting'),
+    redis.call('SMEMBERS', pool.tag .. ':demands'),
+  }
+end
+
+function PARTS.sizes(pool)
+  return {
+    redis.call('HLEN', pool.tag .. ':refs'),
+    redis.call('HLEN', pool.tag .. ':hashes'),
+    redis.call('HLEN', pool.tag .. ':index'),
+    redis.call('ZCARD', pool.tag .. ':cached'),
+  }
+end
+
+define('ledger', READS, function(tag, args)
+  local pool = open(tag)
+  local reply = { pool.version, pool.next }
+  for at = 1, #args, 3 do
+    local read = PARTS[args[at]]
+    reply[#reply + 1] = read(pool, tonumber(args[at + 1]), tonumber(args[at + 2]))
+  end
+  return reply
+end)

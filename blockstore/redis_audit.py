@@ -1,0 +1,170 @@
+"""Reading a pool's whole ledger out of the server, to be recounted like one in memory.
+
+A small pool is read in one atomic call. A large one is read in pages, none of which keeps the
+server busy for long; they fit together only while nothing changes the pool in between.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from blockstore.blocks import Blocks
+from blockstore.holders import Holder, Waiter
+from blockstore.ledger import Ledger
+from blockstore.recount import audit
+from blockstore.store import AuditReport, PoolSpec, PoolStats
+
+ATOMIC_LIMIT = 65_536
+"""Blocks of the largest pool that is read in one call."""
+
+PAGE_LIMITS = {"blocks": 8192, "returned": 16_384, "holders": 16}
+"""Entries of one page: a few milliseconds each."""
+
+WHOLE = ("people", "sizes")
+"""Parts that are always read in one piece."""
+
+EVERYTHING = 2**31
+MAX_RESTARTS = 3
+
+ReadParts = Callable[..., Awaitable[list[Any]]]
+"""Calls the function `ledger` (functions/70_reading.lua) with part, first, limit, ..."""
+
+
+class Changed(Exception):
+    """The pool changed between two pages."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """What has been read: the answers of each part, page after page."""
+
+    version: int | None = None
+    next_unused: int = 0
+    answers: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, parts: Sequence[str], reply: list[Any]) -> None:
+        """Enter the reply to one call. Raises Changed."""
+        version, self.next_unused, *answers = reply
+        if self.version not in (None, version):
+            raise Changed
+        self.version = version
+        for part, answer in zip(parts, answers, strict=True):
+            self.answers[part].append(answer)
+
+
+async def audit_pool(
+    stats: PoolStats, read: ReadParts, atomic_limit: int = ATOMIC_LIMIT
+) -> AuditReport:
+    """Recount the pool; `ledger_checked` is False where it kept changing."""
+    if stats.spec.num_blocks <= atomic_limit:
+        return await asyncio.to_thread(_recount, stats.spec, await _read_at_once(read))
+    for _ in range(1 + MAX_RESTARTS):
+        try:
+            reading = await _read_in_pages(read)
+        except Changed:
+            continue
+        return await asyncio.to_thread(_recount, stats.spec, reading)
+    return _counters_only(stats)
+
+
+async def _read_at_once(read: ReadParts) -> Reading:
+    reading, parts = Reading(), (*PAGE_LIMITS, *WHOLE)
+    reading.add(parts, await read(*(arg for part in parts for arg in (part, 0, EVERYTHING))))
+    return reading
+
+
+async def _read_in_pages(read: ReadParts) -> Reading:
+    """Raises Changed."""
+    reading = Reading()
+    for part in WHOLE:
+        reading.add([part], await read(part, 0, 0))
+    for part, limit in PAGE_LIMITS.items():
+        first, is_full = 0, True
+        while is_full:
+            reading.add([part], await read(part, first, limit))
+            answer = reading.answers[part][-1]
+            is_full = len(answer[0] if part == "blocks" else answer) == limit
+            first += limit
+    return reading
+
+
+def _recount(spec: PoolSpec, reading: Reading) -> AuditReport:
+    ledger = Ledger(spec, time.monotonic)
+    ledger.blocks = _blocks(spec.num_blocks, reading)
+    for page in reading.answers["holders"]:
+        for holder_id, epoch, worker_id, order, _, *block_ids in page:
+            holder = Holder(holder_id.decode(), worker_id.decode(), order, 0, epoch=epoch)
+            holder.acquire([int(block_id) for block_id in block_ids])
+            ledger.holders[holder.holder_id] = holder
+    _add_people(ledger, *reading.answers["people"][0])
+    report = audit(ledger)
+    strays = tuple(_strays(ledger.blocks, reading.answers["sizes"][0]))
+    return replace(report, violations=report.violations + strays)
+
+
+def _blocks(num_blocks: int, reading: Reading) -> Blocks:
+    blocks = Blocks(num_blocks)
+    blocks.next_unused = reading.next_unused
+    blocks.returned = [int(block_id) for page in reading.answers["returned"] for block_id in page]
+    rows = (row for page in reading.answers["blocks"] for row in zip(*page, strict=True))
+    for block_id, (refs, prefix_hash, clock, indexed) in enumerate(rows):
+        if refs is not None:
+            blocks.refs[block_id] = int(refs)
+        if clock is not None:
+            blocks.cached[block_id] = None
+        if prefix_hash is not None:
+            blocks.hash_of[block_id] = prefix_hash
+        if indexed is not None:
+            blocks.index[prefix_hash] = int(indexed)
+    return blocks
+
+
+def _add_people(
+    ledger: Ledger,
+    workers: list[bytes],
+    waiters: list[bytes],
+    waiting: list[bytes],
+    demands: list[bytes],
+) -> None:
+    ledger.workers = {worker.decode(): fenced == b"1" for worker, fenced in _items(workers)}
+    worker_of = {holder.decode(): worker.decode() for holder, worker in _items(waiting)}
+    for name, order in _items(waiters):
+        holder_id = name.decode()
+        ledger.waiters[holder_id] = Waiter(int(order), worker_of.get(holder_id, ""))
+    ledger.demands = {holder_id.decode() for holder_id in demands}
+
+
+def _items(flat: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    return zip(flat[::2], flat[1::2], strict=True)
+
+
+def _strays(blocks: Blocks, sizes: list[int]) -> Iterator[str]:
+    """Entries that no block in use leads to, found by the size of their key."""
+    found = {
+        "refs": len(blocks.refs),
+        "hashes": len(blocks.hash_of),
+        "index": len(blocks.index),
+        "cached": len(blocks.cached),
+    }
+    for (name, num_found), size in zip(found.items(), sizes, strict=True):
+        if num_found != size:
+            yield f"{name} has {size} entries, {num_found} of them of blocks in use"
+
+
+def _counters_only(stats: PoolStats) -> AuditReport:
+    total, num_blocks = stats.num_free + stats.num_cached + stats.num_held, stats.spec.num_blocks
+    counters = f"free {stats.num_free} + cached {stats.num_cached} + held {stats.num_held}"
+    return AuditReport(
+        pool_id=stats.spec.pool_id,
+        num_blocks=num_blocks,
+        num_free=stats.num_free,
+        num_cached=stats.num_cached,
+        num_held=stats.num_held,
+        num_holders=stats.num_holders,
+        num_references=0,
+        ledger_checked=False,
+        violations=() if total == num_blocks else (f"{counters} is not {num_blocks}",),
+    )
