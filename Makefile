@@ -1,18 +1,51 @@
 PYTHON ?= python3
 BIN := .venv/bin
+PROTOC := PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc
 
-.PHONY: help setup proto
+.PHONY: help setup proto lint type test test-full check bench up down clean
+.NOTPARALLEL:
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 setup: .venv/.installed ## Create .venv and install everything into it
 
-.venv/.installed: pyproject.toml
+.venv/.installed: pyproject.toml deploy/constraints-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable '.[worker,local,dev]'
+	$(BIN)/pip install --quiet --constraint deploy/constraints-cpu.txt --editable '.[worker,local,dev]' \
+	  || { cat deploy/no-cpu-torch.txt; exit 1; }
 	touch $@
 
 proto: setup ## Generate quire/v1 from proto/
-	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. \
-	  --grpc_python_out=. --mypy_grpc_out=quiet:. proto/quire/v1/*.proto
+	$(PROTOC) --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. --mypy_grpc_out=quiet:. \
+	  proto/quire/v1/*.proto
+
+lint: setup ## Style, imports between packages, the wire contract and its generated code
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/buf lint proto
+	$(BIN)/pytest --quiet tests/integration/test_proto_drift.py
+
+type: setup ## mypy, strict
+	$(BIN)/mypy quire services blockstore kernels/kvops bench tools tests
+
+test: setup ## All tests, with a sample of the large matrices
+	$(BIN)/pytest
+
+test-full: setup ## All tests, whole matrices
+	$(BIN)/pytest -m "full or not full"
+
+check: lint type test ## Everything that must pass before a merge
+
+bench: setup ## Print the benchmark tables
+	for script in store gateway_relay; do $(BIN)/python -m bench.$$script; done
+
+up: setup ## Serve the embedded model in the foreground (ARGS="--decode 2": as for quire serve)
+	$(BIN)/quire serve $(ARGS)
+
+down: ## End what `make up` started
+	$(BIN)/quire down
+
+clean: ## Remove .venv and all caches
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
