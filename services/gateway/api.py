@@ -1,7 +1,7 @@
 """What the gateway does, free of gRPC and HTTP: both front doors speak to `Generator` in these
 types."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -82,7 +82,7 @@ class ServedModel:
 
 
 class Generator(Protocol):
-    def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Stream one request. Closing the iterator cancels it at every hop.
 
         Raises, before the first delta or in its place: InvalidRequest, PromptTooLong, UnknownModel,
