@@ -1,0 +1,97 @@
+"""`python -m services.block_manager`: serve until SIGTERM."""
+
+import asyncio
+import time
+
+from prometheus_client import CollectorRegistry
+
+from blockstore.errors import StoreUnavailable
+from blockstore.redis_registry import RedisRegistry
+from blockstore.redis_store import RedisStore
+from blockstore.registry import Member
+from quire.v1 import block_manager_pb2_grpc
+from services.block_manager.config import BlockManagerSettings
+from services.block_manager.link import Connection, Link
+from services.block_manager.manager import BlockManager
+from services.block_manager.service import SERVICE_NAME, BlockManagerService
+from services.common.logging import get_logger
+from services.common.metrics import PoolMetrics, metrics_endpoint
+from services.common.pool.names import new_worker_id
+from services.common.presence import Presence
+from services.common.process import run_service, with_patience
+from services.common.rpc import RpcServer
+from services.common.version import PROTOCOL_VERSION
+
+log = get_logger(__name__)
+
+
+def main() -> None:
+    run_service(BlockManagerSettings, serve)
+
+
+async def serve(settings: BlockManagerSettings, stop: asyncio.Event) -> None:
+    async def open_connection() -> Connection:
+        return await connect(settings.redis_url)
+
+    first = await with_patience(open_connection, "the block store", settings.redis_patience_s)
+    link = Link(first, open_connection)
+    metrics = CollectorRegistry()
+    try:
+        with metrics_endpoint(settings, metrics):
+            await _serve(settings, link, PoolMetrics(metrics), stop)
+    finally:
+        await link.close()
+
+
+async def connect(url: str) -> Connection:
+    """Store and registry of one server. StoreUnavailable, StoreUnsuitable."""
+    store = await RedisStore.connect(url)
+    try:
+        registry = await RedisRegistry.connect(url)
+    except BaseException:
+        await store.close()
+        raise
+    connection = Connection(store, registry)
+    if store.run_id != registry.run_id:
+        await connection.close()
+        raise StoreUnavailable("the server was restarted in between")
+    return connection
+
+
+async def _serve(
+    settings: BlockManagerSettings, link: Link, metrics: PoolMetrics, stop: asyncio.Event
+) -> None:
+    member_id = new_worker_id("block_manager")
+    server = RpcServer(SERVICE_NAME)
+    service = BlockManagerService(link, member_id, settings.drain_timeout_s)
+    block_manager_pb2_grpc.add_BlockManagerServicer_to_server(service, server.aio)
+    port = await server.start(settings.host, settings.port)
+    member = Member(
+        member_id=member_id,
+        role="block_manager",
+        address=settings.address(port),
+        state="serving",
+        started_unix_ms=time.time_ns() // 1_000_000,
+        protocol_version=PROTOCOL_VERSION,
+    )
+
+    async def be_present(connection: Connection) -> None:
+        await Presence(connection.registry, lambda: member).keep()
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(BlockManager(settings, link, metrics).run()),
+                tasks.create_task(link.every(0.0, be_present)),
+            ]
+            await server.set_serving(True)
+            log.info("block_manager_serving", member_id=member_id, address=member.address)
+            await stop.wait()
+            for task in running:
+                task.cancel()
+    finally:
+        await server.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Fences workers that are alive but stuck: their locks are held, their heartbeats have stopped.
+
+A fenced worker may only release. Its blocks stay with it until it dies or lets go of them, so a
+write after it wakes lands in blocks that nobody else has (law 5).
+"""
+
+from pathlib import Path
+
+from blockstore.errors import UnknownPool, UnknownWorker
+from blockstore.store import PoolStats
+from services.block_manager.link import Connection
+from services.block_manager.overdue import Overdue
+from services.common.logging import get_logger
+from services.common.metrics import PoolMetrics
+from services.common.pool.directory import pool_directories
+from services.common.pool.locks import is_held
+
+log = get_logger(__name__)
+
+
+class Fencer:
+    def __init__(self, root: Path, fence_after_s: float, metrics: PoolMetrics) -> None:
+        self._root = root
+        self._metrics = metrics
+        self._silent = Overdue(fence_after_s)
+        self._announced: set[str] = set()
+
+    async def look(self, connection: Connection) -> None:
+        """One round over the pools of this host."""
+        members = {member.member_id for member in await connection.registry.members()}
+        pools = await self._stuck(connection, members)
+        for worker_id in sorted(self._silent.look(pools)):
+            try:
+                await connection.store.fence(pools[worker_id], worker_id)
+            except (UnknownPool, UnknownWorker):
+                continue  # It died or left meanwhile.
+            self._metrics.workers_fenced.inc()
+            log.error("worker_fenced", pool_id=pools[worker_id], worker_id=worker_id)
+
+    async def _stuck(self, connection: Connection, members: set[str]) -> dict[str, str]:
+        """Workers, with their pools, that live and do not say so."""
+        stuck = {}
+        present: set[str] = set()
+        for directory in pool_directories(self._root):
+            try:
+                stats = await connection.store.stats(directory.pool_id)
+            except UnknownPool:
+                continue
+            present.update(stats.worker_ids)
+            silent = set(stats.worker_ids) - set(stats.fenced_worker_ids) - members
+            for worker_id in silent & await self._answerable(connection, stats, members):
+                if is_held(directory.lock_path(worker_id)):
+                    stuck[worker_id] = directory.pool_id
+        self._announced &= present
+        return stuck
+
+    async def _answerable(
+        self, connection: Connection, stats: PoolStats, members: set[str]
+    ) -> set[str]:
+        """Workers that should be in the registry: those that were there, or hold something. One
+        that is still starting is neither."""
+        self._announced |= members & set(stats.worker_ids)
+        if set(stats.worker_ids) <= members | self._announced:
+            return self._announced
+        holders = await connection.store.holders(stats.spec.pool_id)
+        return self._announced | {holder.worker_id for holder in holders}

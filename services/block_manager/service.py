@@ -1,0 +1,157 @@
+"""quire.v1.BlockManager: what operators ask; protobuf at the edge."""
+
+import asyncio
+from typing import Any
+
+from blockstore.registry import Member
+from blockstore.store import AuditReport, HolderInfo, PoolStats
+from quire.v1 import block_manager_pb2 as pb
+from quire.v1 import block_manager_pb2_grpc
+from services.block_manager.auditor import pool_stats
+from services.block_manager.drain import drain
+from services.block_manager.link import Connection, Link
+from services.common.wire import load_to_wire
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["BlockManager"].full_name
+
+_STATES = {
+    "starting": pb.WORKER_STATE_STARTING,
+    "serving": pb.WORKER_STATE_SERVING,
+    "draining": pb.WORKER_STATE_DRAINING,
+}
+
+
+class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
+    """Errors are the store's and the domain's; `services.common.rpc` maps them."""
+
+    def __init__(self, link: Link, member_id: str, drain_timeout_s: float) -> None:
+        self._link = link
+        self._member_id = member_id
+        self._drain_timeout_s = drain_timeout_s
+
+    async def ListPools(self, request: pb.ListPoolsRequest, context: Any) -> pb.ListPoolsResponse:
+        found = await pool_stats(self._link.connection)
+        return pb.ListPoolsResponse(pools=map(_pool, found))
+
+    async def ListWorkers(
+        self, request: pb.ListWorkersRequest, context: Any
+    ) -> pb.ListWorkersResponse:
+        """Workers of the registry, and those on a pool that are not there (yet, or any more)."""
+        connection = self._link.connection
+        pools = await pool_stats(connection)
+        fenced = {worker_id for stats in pools for worker_id in stats.fenced_worker_ids}
+        members = [
+            member
+            for member in await connection.registry.members()
+            if member.role in ("prefill", "decode")
+        ]
+        workers = [_worker(member, member.member_id in fenced) for member in members]
+        announced = {member.member_id for member in members}
+        workers += [
+            _unannounced(worker_id, stats, worker_id in fenced)
+            for stats in pools
+            for worker_id in stats.worker_ids
+            if worker_id not in announced
+        ]
+        workers.sort(key=lambda worker: worker.worker_id)
+        return pb.ListWorkersResponse(workers=workers)
+
+    async def ListHolders(
+        self, request: pb.ListHoldersRequest, context: Any
+    ) -> pb.ListHoldersResponse:
+        connection = self._link.connection
+        return pb.ListHoldersResponse(
+            holders=[
+                _holder(pool_id, holder)
+                for pool_id in await _pool_ids(connection, request.pool_id)
+                for holder in await connection.store.holders(pool_id)
+            ]
+        )
+
+    async def Audit(self, request: pb.AuditRequest, context: Any) -> pb.AuditResponse:
+        connection = self._link.connection
+        pool_ids = await _pool_ids(connection, request.pool_id)
+        reports = [await connection.store.audit(pool_id) for pool_id in pool_ids]
+        return pb.AuditResponse(pools=map(_audit, reports))
+
+    async def DrainWorker(
+        self, request: pb.DrainWorkerRequest, context: Any
+    ) -> pb.DrainWorkerResponse:
+        members = await self._link.connection.registry.members()
+        async with asyncio.timeout(self._drain_timeout_s):
+            num_running = await drain(members, request.worker_id, self._member_id)
+        return pb.DrainWorkerResponse(num_running=num_running)
+
+
+async def _pool_ids(connection: Connection, pool_id: str) -> tuple[str, ...]:
+    return (pool_id,) if pool_id else await connection.store.pool_ids()
+
+
+def _pool(stats: PoolStats) -> pb.Pool:
+    return pb.Pool(
+        pool_id=stats.spec.pool_id,
+        model=stats.spec.model,
+        fingerprint=stats.spec.fingerprint,
+        block_size=stats.spec.block_size,
+        block_bytes=stats.spec.block_bytes,
+        num_blocks=stats.spec.num_blocks,
+        num_free=stats.num_free,
+        num_cached=stats.num_cached,
+        num_held=stats.num_held,
+        num_holders=stats.num_holders,
+        num_waiters=stats.num_waiters,
+        worker_ids=stats.worker_ids,
+        num_prefix_queries=stats.num_prefix_queries,
+        num_prefix_hits=stats.num_prefix_hits,
+    )
+
+
+def _worker(member: Member, fenced: bool) -> pb.Worker:
+    return pb.Worker(
+        worker_id=member.member_id,
+        role=member.role,
+        address=member.address,
+        pool_id=member.pool_id,
+        model=member.model,
+        state=pb.WORKER_STATE_FENCED if fenced else _STATES[member.state],
+        load=load_to_wire(member.load, member.state == "draining"),
+        engine=member.engine,
+        started_unix_ms=member.started_unix_ms,
+    )
+
+
+def _unannounced(worker_id: str, stats: PoolStats, fenced: bool) -> pb.Worker:
+    """On the pool but not in the registry: about to start, or silent. Its name begins with its
+    role."""
+    return pb.Worker(
+        worker_id=worker_id,
+        role=worker_id.rpartition("-")[0],
+        pool_id=stats.spec.pool_id,
+        model=stats.spec.model,
+        state=pb.WORKER_STATE_FENCED if fenced else pb.WORKER_STATE_STARTING,
+    )
+
+
+def _holder(pool_id: str, holder: HolderInfo) -> pb.Holder:
+    return pb.Holder(
+        pool_id=pool_id,
+        holder_id=holder.holder_id,
+        epoch=holder.epoch,
+        worker_id=holder.worker_id,
+        order=holder.order,
+        num_blocks=holder.num_blocks,
+    )
+
+
+def _audit(report: AuditReport) -> pb.PoolAudit:
+    return pb.PoolAudit(
+        pool_id=report.pool_id,
+        num_blocks=report.num_blocks,
+        num_free=report.num_free,
+        num_cached=report.num_cached,
+        num_held=report.num_held,
+        num_holders=report.num_holders,
+        num_references=report.num_references,
+        ledger_checked=report.ledger_checked,
+        violations=report.violations,
+    )

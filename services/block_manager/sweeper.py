@@ -1,0 +1,69 @@
+"""Brings pools, their directories and the store together again where somebody died in between.
+
+A directory without workers goes after a grace, under the host's lock (a worker may be joining);
+a pool of the store whose directory is gone goes when no member of the registry names it (another
+host's or another run's pools have no directory here, but they have workers); a worker of the store
+without a lock file is dead.
+"""
+
+import asyncio
+from pathlib import Path
+
+from blockstore.errors import UnknownPool
+from services.block_manager.link import Connection
+from services.block_manager.overdue import Overdue
+from services.common.logging import get_logger
+from services.common.pool.directory import PoolDirectory, pool_directories
+from services.common.pool.locks import host_lock
+
+log = get_logger(__name__)
+
+
+class Sweeper:
+    def __init__(self, root: Path, grace_s: float) -> None:
+        self._root = root
+        self._empty = Overdue(grace_s)
+        self._homeless = Overdue(grace_s)
+
+    async def sweep(self, connection: Connection) -> None:
+        """One round. Errors of the store end it; the next one goes on."""
+        await self._remove_empty(connection)
+        await self._drop_homeless(connection)
+        for directory in pool_directories(self._root):
+            await self._reap_unlocked(connection, directory)
+
+    async def _remove_empty(self, connection: Connection) -> None:
+        directories = {found.pool_id: found for found in pool_directories(self._root)}
+        empty = [name for name, found in directories.items() if not found.worker_ids()]
+        for pool_id in sorted(self._empty.look(empty)):
+            async with host_lock(self._root):
+                if directories[pool_id].worker_ids():
+                    continue
+                await connection.store.drop_pool(pool_id)
+                await asyncio.to_thread(directories[pool_id].remove)
+            log.info("pool_removed", pool_id=pool_id)
+
+    async def _drop_homeless(self, connection: Connection) -> None:
+        # In this order: a pool's directory is there before the store knows it.
+        known = set(await connection.store.pool_ids())
+        members = {member.pool_id for member in await connection.registry.members()}
+        here = {directory.pool_id for directory in pool_directories(self._root)}
+        for pool_id in sorted(self._homeless.look(known - here - members)):
+            await connection.store.drop_pool(pool_id)
+            log.info("pool_dropped", pool_id=pool_id)
+
+    async def _reap_unlocked(self, connection: Connection, directory: PoolDirectory) -> None:
+        try:
+            stats = await connection.store.stats(directory.pool_id)
+        except UnknownPool:
+            return  # Being made, or of a store that was lost.
+        # A lock file is there from before its worker registers until after it has left, so one that
+        # is not there now, for a worker of just before, will never be.
+        for worker_id in set(stats.worker_ids) - set(directory.worker_ids()):
+            num_holders = await connection.store.reap(directory.pool_id, worker_id)
+            log.warning(
+                "unlocked_worker_reaped",
+                pool_id=directory.pool_id,
+                worker_id=worker_id,
+                num_holders=num_holders,
+            )

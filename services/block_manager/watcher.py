@@ -1,0 +1,52 @@
+"""Notices deaths: a thread blocks in flock on every worker's lock file and wakes when it drops."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import NoReturn
+
+from services.common.logging import get_logger
+from services.common.pool.directory import PoolDirectory, pool_directories
+from services.common.pool.locks import wait_until_dropped
+
+log = get_logger(__name__)
+
+Bury = Callable[[PoolDirectory, str], Awaitable[None]]
+
+
+class Watcher:
+    """Calls `bury(directory, worker_id)` for every worker that dies, holding its lock, and unlinks
+    the lock file when that is done."""
+
+    def __init__(self, root: Path, bury: Bury) -> None:
+        self._root = root
+        self._bury = bury
+        self._watched: set[Path] = set()
+
+    async def run(self, scan_interval_s: float) -> NoReturn:
+        """New pools and workers are found by looking at the directories."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for directory in pool_directories(self._root):
+                    for worker_id in directory.worker_ids():
+                        path = directory.lock_path(worker_id)
+                        if path not in self._watched:
+                            self._watched.add(path)
+                            tasks.create_task(self._watch(directory, worker_id))
+                await asyncio.sleep(scan_interval_s)
+
+    async def _watch(self, directory: PoolDirectory, worker_id: str) -> None:
+        path = directory.lock_path(worker_id)
+        try:
+            lock = await wait_until_dropped(path)
+        except FileNotFoundError:  # It left between the scan and now.
+            self._watched.remove(path)
+            return
+        try:
+            if not lock.is_unlinked:
+                log.warning("worker_died", pool_id=directory.pool_id, worker_id=worker_id)
+                await self._bury(directory, worker_id)
+                lock.unlink()
+        finally:
+            lock.close()
+            self._watched.remove(path)

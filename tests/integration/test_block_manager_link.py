@@ -1,0 +1,123 @@
+"""Servers that go away, come back or come back empty; and patience with what is wrong."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from blockstore.errors import StoreLost, StoreUnavailable, StoreUnsuitable, UnknownPool
+from blockstore.memory_registry import MemoryRegistry
+from blockstore.memory_store import MemoryStore
+from services.block_manager.link import Connection, Link
+from services.block_manager.overdue import Overdue
+
+LIMIT_S = 10.0
+
+
+def connection() -> Connection:
+    return Connection(MemoryStore(), MemoryRegistry())
+
+
+class Servers:
+    """Connects to a new server each time, after some refusals."""
+
+    def __init__(self, *refusals: Exception) -> None:
+        self.refusals = list(refusals)
+        self.connected: list[Connection] = []
+
+    async def connect(self) -> Connection:
+        if self.refusals:
+            raise self.refusals.pop(0)
+        self.connected.append(connection())
+        return self.connected[-1]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.block_manager.link.RETRY_INTERVAL_S", 0.0)
+
+
+@pytest.fixture
+async def limit() -> AsyncIterator[None]:
+    async with asyncio.timeout(LIMIT_S):
+        yield
+
+
+@pytest.mark.usefixtures("limit")
+async def test_a_round_is_done_again_until_the_server_answers() -> None:
+    servers, first = Servers(), connection()
+    link = Link(first, servers.connect)
+    errors: list[Exception] = [StoreUnavailable("away"), UnknownPool("dropped")]
+    rounds = []
+
+    async def action(current: Connection) -> None:
+        rounds.append(current)
+        if errors:
+            raise errors.pop()
+
+    await link.until_done(action)
+    assert rounds == [first, first, first]
+    assert servers.connected == []
+
+
+@pytest.mark.usefixtures("limit")
+async def test_a_lost_store_is_replaced_once_however_many_notice() -> None:
+    servers = Servers(StoreUnavailable("starting"), StoreUnsuitable("evicts"))
+    first = connection()
+    link = Link(first, servers.connect)
+
+    async def action(current: Connection) -> None:
+        await asyncio.sleep(0)
+        if current is first:
+            raise StoreLost("empty")
+
+    await asyncio.gather(*(link.until_done(action) for _ in range(5)))
+    assert len(servers.connected) == 1
+    assert link.connection is servers.connected[0]
+
+
+async def test_other_errors_are_ours_and_end_the_loop() -> None:
+    async def action(_: Connection) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await Link(connection(), Servers().connect).every(0.0, action)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_is_wrong_look_after_look_is_overdue_at_the_limit() -> None:
+    clock = Clock()
+    overdue = Overdue(3.0, clock)
+    assert overdue.look(["a"]) == set()
+    clock.now += 2
+    assert overdue.look(["a", "b"]) == set()
+    clock.now += 1
+    assert overdue.look(["a", "b"]) == {"a"}
+    clock.now += 2
+    assert overdue.look(["a", "b"]) == {"a", "b"}
+
+
+def test_what_was_right_once_in_between_starts_anew() -> None:
+    clock = Clock()
+    overdue = Overdue(3.0, clock)
+    overdue.look(["a"])
+    clock.now += 2
+    overdue.look([])
+    clock.now += 2
+    assert overdue.look(["a"]) == set()
+
+
+def test_time_in_which_nobody_looked_does_not_count() -> None:
+    clock = Clock()
+    overdue = Overdue(3.0, clock)
+    overdue.look(["a"])
+    clock.now += 60
+    assert overdue.look(["a"]) == set()
+    clock.now += 3
+    assert overdue.look(["a"]) == {"a"}
