@@ -5,12 +5,12 @@ from typing import Any
 
 from quire.v1 import decode_pb2, decode_pb2_grpc
 from services.common.errors import InvalidRequest
+from services.common.rpc import RpcServer
 from services.common.wire import finish_reason_to_wire, ticket_from_wire
 from services.decode.worker import DecodeWorker
 from services.worker.events import Event, Failed, Output, Reserved, Step
+from services.worker.process import WorkerRole
 from services.worker.stream import Fields, StreamSession, WorkerStream
-
-SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
@@ -55,3 +55,15 @@ def _output(output: Output) -> decode_pb2.SequenceOutput:
         token_ids=(output.token_id,),
         finish_reason=finish_reason_to_wire(output.finish),
     )
+
+
+def _serve(worker: DecodeWorker, server: RpcServer) -> None:
+    decode_pb2_grpc.add_DecodeServicer_to_server(DecodeService(worker), server.aio)
+
+
+ROLE = WorkerRole(
+    role="decode",
+    service_name=decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name,
+    make=DecodeWorker,
+    serve=_serve,
+)

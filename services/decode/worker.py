@@ -94,13 +94,10 @@ class DecodeWorker(PoolWorker):
         for job in [job for job in self._jobs.values() if job.session is session]:
             self._end(job, ABORTED)
 
-    def drain(self) -> int:
-        """Take nothing new; how many requests are left to finish."""
-        self.draining = True
+    def _on_drain(self) -> int:
         return len(self._jobs)
 
     async def drained(self) -> None:
-        """Return when everything that was taken has ended and is released."""
         if self._jobs:
             await self._emptied.wait()
         await self.writer.flush()

@@ -50,7 +50,8 @@ class Engine:
         began = time.perf_counter()
         removed = self._apply(commands)
         batch = self._scheduler.next_batch()
-        tokens = self._forward.run([sequence.row(count) for sequence, count in batch])
+        rows = [sequence.row(count) for sequence, count in batch]
+        tokens = self._forward.run(rows) if rows else ()
         advances = self._retire(batch, tokens)
         num_tokens = sum(count for _, count in batch)
         return StepOutcome(advances, removed, num_tokens, time.perf_counter() - began)

@@ -5,12 +5,12 @@ from typing import Any
 
 from quire.v1 import prefill_pb2, prefill_pb2_grpc
 from services.common.errors import InvalidRequest
+from services.common.rpc import RpcServer
 from services.common.wire import finish_reason_to_wire, ticket_from_wire, ticket_to_wire
 from services.prefill.worker import PrefillWorker
 from services.worker.events import Event, Failed, Prefilled
+from services.worker.process import WorkerRole
 from services.worker.stream import Fields, StreamSession, WorkerStream
-
-SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
@@ -38,3 +38,15 @@ def _encode(event: Event) -> Fields:
         ticket=ticket_to_wire(event.ticket), finish_reason=finish_reason_to_wire(event.finish)
     )
     return {"prefilled": prefilled}
+
+
+def _serve(worker: PrefillWorker, server: RpcServer) -> None:
+    prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillService(worker), server.aio)
+
+
+ROLE = WorkerRole(
+    role="prefill",
+    service_name=prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name,
+    make=PrefillWorker,
+    serve=_serve,
+)

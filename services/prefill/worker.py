@@ -99,9 +99,7 @@ class PrefillWorker(PoolWorker):
         for job in [job for job in self._jobs.values() if job.session is session]:
             self._end(job, ABORTED)
 
-    def drain(self) -> int:
-        """Take nothing new, send back what has no blocks yet; how many requests are left."""
-        self.draining = True
+    def _on_drain(self) -> int:
         for job in [job for job in self._jobs.values() if job.state is State.WAITING]:
             self._end(job, DRAINED)
         return len(self._jobs)

@@ -64,6 +64,7 @@ class PoolWorker(ABC):
         self.worker_id = membership.worker_id
         self.limits = limits
         self.draining = False
+        self.drain_asked = asyncio.Event()
         loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
         self.writer = StoreWriter(self._fail)
@@ -113,6 +114,20 @@ class PoolWorker(ABC):
             self.metrics.step_s.observe(outcome.duration_s)
             self.metrics.step_tokens.observe(outcome.num_tokens)
         self._on_outcome(outcome)
+
+    def drain(self) -> int:
+        """Take nothing new; how many requests are left to finish."""
+        self.draining = True
+        self.drain_asked.set()
+        return self._on_drain()
+
+    @abstractmethod
+    def _on_drain(self) -> int:
+        """Send back what can go at once; how many requests are left."""
+
+    @abstractmethod
+    async def drained(self) -> None:
+        """Return when, draining, nothing is left: all is claimed, or ended and released."""
 
     @abstractmethod
     def load(self) -> Load:

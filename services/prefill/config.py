@@ -1,0 +1,12 @@
+"""Settings of the prefill worker."""
+
+from typing import ClassVar
+
+from pydantic_settings import SettingsConfigDict
+
+from services.worker.config import WorkerSettings
+
+
+class PrefillSettings(WorkerSettings):
+    model_config = SettingsConfigDict(env_prefix="QUIRE_PREFILL_")
+    service: ClassVar[str] = "prefill"

@@ -1,0 +1,99 @@
+"""From settings to a loaded model, and what it means for the pool."""
+
+from dataclasses import dataclass
+
+import torch
+
+import kvops
+from services.common.errors import StartupError
+from services.common.pool.layout import Dtype, PoolLayout
+from services.common.pool.sizing import MemoryPlan, parse_size
+from services.common.text.model_config import ModelConfig
+from services.engine.fingerprint import fingerprint
+from services.engine.models import Model, load_model
+from services.engine.pool import DTYPES
+from services.engine.weights import weight_files
+from services.worker.config import WorkerSettings
+from services.worker.pool_worker import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: Model
+    layout: PoolLayout
+    limits: Limits
+    plan: MemoryPlan
+    engine: dict[str, str]
+
+
+def load(settings: WorkerSettings) -> LoadedModel:
+    """Blocks for as long as it takes to read the weights. StartupError."""
+    config = ModelConfig.from_directory(settings.model)
+    name = _dtype(settings, config)
+    dtype = DTYPES[name]
+    try:
+        backend = kvops.backend(settings.backend)
+    except kvops.BackendUnavailable as error:
+        raise StartupError(str(error)) from error
+    model = load_model(settings.model, dtype, backend)
+    layout = PoolLayout(
+        model=settings.served_name,
+        fingerprint=fingerprint(
+            settings.model, dtype, settings.block_size, backend.numerics(dtype)
+        ),
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=name,
+        block_size=settings.block_size,
+    )
+    return LoadedModel(
+        model,
+        layout,
+        limits=_limits(settings, config),
+        plan=_plan(settings, config, dtype),
+        engine=backend.describe(dtype),
+    )
+
+
+def _dtype(settings: WorkerSettings, config: ModelConfig) -> Dtype:
+    if settings.dtype != "auto":
+        return settings.dtype
+    return "float32" if config.dtype == "float32" else "bfloat16"
+
+
+def _limits(settings: WorkerSettings, config: ModelConfig) -> Limits:
+    context = config.max_position_embeddings
+    asked = settings.max_model_len
+    if asked is not None and asked > context:
+        raise StartupError(f"max_model_len {asked} is beyond the model's context of {context}")
+    return Limits(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
+        max_model_len=asked or context,
+        eos_token_ids=frozenset(config.eos_token_ids),
+    )
+
+
+def _plan(settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype) -> MemoryPlan:
+    """Activations: of the widest point of a layer, twice over, and the logits of a full batch."""
+    width = config.hidden_size + max(
+        2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    )
+    num_values = 2 * settings.max_num_batched_tokens * width
+    num_values += settings.max_num_seqs * config.vocab_size
+    stored = getattr(torch, config.dtype).itemsize
+    file_bytes = sum(path.stat().st_size for path in weight_files(settings.model))
+    return MemoryPlan(
+        pool_bytes=_pool_bytes(settings),
+        num_expected_workers=settings.num_expected_workers,
+        weight_bytes=file_bytes * dtype.itemsize // stored,
+        activation_bytes=num_values * torch.float32.itemsize,
+    )
+
+
+def _pool_bytes(settings: WorkerSettings) -> int | None:
+    try:
+        return parse_size(settings.pool_memory) if settings.pool_memory else None
+    except ValueError as error:
+        raise StartupError(f"pool_memory: {error}") from error
