@@ -1,0 +1,243 @@
+"""quire.v1.BlockManager over a real grpc.aio server: what operators see and do."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+import pytest
+
+from blockstore.memory_registry import MemoryRegistry
+from blockstore.memory_store import MemoryStore
+from blockstore.registry import Load, Member
+from blockstore.store import FUNCTION_LIBRARY, PoolSpec
+from quire.v1 import (
+    block_manager_pb2,
+    block_manager_pb2_grpc,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    worker_pb2,
+)
+from quire.v1 import block_manager_pb2 as pb
+from services.block_manager.link import Connection, Link
+from services.block_manager.service import SERVICE_NAME, BlockManagerService
+from services.common.errors import VersionMismatch
+from services.common.rpc import RpcServer, open_channel
+from services.common.version import PROTOCOL_VERSION
+
+SPEC = PoolSpec("tiny-1", "tiny", "f00d", num_blocks=11, block_size=4, block_bytes=64)
+H0 = bytes(16)
+DRAIN_TIMEOUT_S = 0.5
+
+
+@dataclass
+class Served:
+    store: MemoryStore
+    registry: MemoryRegistry
+    stub: Any
+    servers: list[RpcServer]
+
+    async def announce(self, member_id: str, role: Any = "decode", address: str = "") -> Member:
+        member = Member(
+            member_id,
+            role,
+            address,
+            "serving",
+            started_unix_ms=1234,
+            protocol_version=1,
+            pool_id="tiny-1",
+            model="tiny",
+            load=Load(num_running=3, num_free_slots=5),
+            engine={"backend": "cpu"},
+        )
+        await self.registry.announce(member, ttl_s=600)
+        return member
+
+    async def start_worker(self, worker: Any, register: Any, role: str) -> None:
+        server = RpcServer()
+        register(worker, server.aio)
+        self.servers.append(server)
+        port = await server.start("127.0.0.1", 0)
+        await self.announce(f"{role}-1", role, f"127.0.0.1:{port}")
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    store, registry = MemoryStore(), MemoryRegistry()
+    connection = Connection(store, registry)
+
+    async def connect() -> Connection:
+        return connection
+
+    server = RpcServer(SERVICE_NAME)
+    service = BlockManagerService(Link(connection, connect), "block_manager-1", DRAIN_TIMEOUT_S)
+    block_manager_pb2_grpc.add_BlockManagerServicer_to_server(service, server.aio)
+    port = await server.start("127.0.0.1", 0)
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        stub = block_manager_pb2_grpc.BlockManagerStub(channel)
+        served = Served(store, registry, stub, [server])
+        yield served
+    for running in served.servers:
+        await running.stop()
+
+
+async def fill(store: MemoryStore) -> None:
+    """Blocks 0 and 1 held by "h", whose first is in the prefix index."""
+    await store.register_pool(SPEC)
+    await store.register_worker(SPEC, "decode-1")
+    given = await store.allocate("tiny-1", "h", "decode-1", 7, [H0], 2)
+    await store.commit("tiny-1", "h", 1, [(given.block_ids[0], H0)])
+
+
+async def test_pools_are_listed_with_counters_that_add_up(served: Served) -> None:
+    await fill(served.store)
+    await served.store.register_pool(replace(SPEC, pool_id="tiny-2"))
+    first, second = (await served.stub.ListPools(pb.ListPoolsRequest())).pools
+    assert (first.pool_id, second.pool_id) == ("tiny-1", "tiny-2")
+    assert (first.num_free, first.num_cached, first.num_held) == (9, 0, 2)
+    assert (first.num_blocks, first.block_size, first.block_bytes) == (11, 4, 64)
+    assert (first.num_holders, first.num_prefix_queries, first.num_prefix_hits) == (1, 1, 0)
+    assert (list(first.worker_ids), list(second.worker_ids)) == (["decode-1"], [])
+
+
+async def test_workers_are_listed_from_registry_and_pools(served: Served) -> None:
+    """decode-1 serves, decode-2 is fenced, prefill-x has joined a pool and not yet announced
+    itself; a gateway is no worker."""
+    await served.store.register_pool(SPEC)
+    for worker_id in ("decode-1", "decode-2", "prefill-x"):
+        await served.store.register_worker(SPEC, worker_id)
+    await served.store.fence("tiny-1", "decode-2")
+    await served.announce("decode-1", address="host:1")
+    await served.announce("gateway-1", "gateway")
+    workers = (await served.stub.ListWorkers(pb.ListWorkersRequest())).workers
+    assert [(worker.worker_id, worker.role, worker.state) for worker in workers] == [
+        ("decode-1", "decode", pb.WORKER_STATE_SERVING),
+        ("decode-2", "decode", pb.WORKER_STATE_FENCED),
+        ("prefill-x", "prefill", pb.WORKER_STATE_STARTING),
+    ]
+    assert (workers[0].address, workers[0].load.num_running) == ("host:1", 3)
+    assert (workers[0].engine["backend"], workers[0].started_unix_ms) == ("cpu", 1234)
+    assert (workers[1].pool_id, workers[1].model) == ("tiny-1", "tiny")
+
+
+async def test_holders_are_listed_by_pool(served: Served) -> None:
+    await fill(served.store)
+    (holder,) = (await served.stub.ListHolders(pb.ListHoldersRequest())).holders
+    assert (holder.pool_id, holder.holder_id, holder.worker_id) == ("tiny-1", "h", "decode-1")
+    assert (holder.epoch, holder.order, holder.num_blocks) == (1, 7, 2)
+    assert (await served.stub.ListHolders(pb.ListHoldersRequest(pool_id="tiny-1"))).holders
+
+
+async def test_an_audit_answers_the_recount(served: Served) -> None:
+    await fill(served.store)
+    (audit,) = (await served.stub.Audit(pb.AuditRequest())).pools
+    assert audit == block_manager_pb2.PoolAudit(
+        pool_id="tiny-1",
+        num_blocks=11,
+        num_free=9,
+        num_held=2,
+        num_holders=1,
+        num_references=2,
+        ledger_checked=True,
+    )
+
+
+@pytest.mark.parametrize("method", ["ListHolders", "Audit"])
+async def test_a_pool_that_is_not_there_is_not_found(served: Served, method: str) -> None:
+    request = {"ListHolders": pb.ListHoldersRequest, "Audit": pb.AuditRequest}[method]
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await getattr(served.stub, method)(request(pool_id="gone"))
+    assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+class Drainable:
+    """A worker's Connect that answers a drain after its load, as real ones may; `answers` False: it
+    says nothing."""
+
+    def __init__(self, pb2: Any, role: str, *, answers: bool = True) -> None:
+        self.response = getattr(pb2, f"{role.capitalize()}ConnectResponse")
+        self.answers = answers
+        self.hello: worker_pb2.Hello | None = None
+        self.closed = asyncio.Event()
+
+    async def Connect(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        try:
+            async for request in requests:
+                if request.WhichOneof("command") == "hello":
+                    self.hello = request.hello
+                    yield self.response(welcome=worker_pb2.Welcome(worker_id="worker-1"))
+                elif self.answers:
+                    yield self.response(load=worker_pb2.WorkerLoad(num_running=9))
+                    yield self.response(draining=worker_pb2.Draining(num_running=2))
+        finally:
+            self.closed.set()
+
+
+class DrainableDecode(Drainable, decode_pb2_grpc.DecodeServicer): ...
+
+
+class DrainablePrefill(Drainable, prefill_pb2_grpc.PrefillServicer): ...
+
+
+async def start(served: Served, role: str, *, answers: bool = True) -> Drainable:
+    if role == "decode":
+        worker: Drainable = DrainableDecode(decode_pb2, role, answers=answers)
+        await served.start_worker(worker, decode_pb2_grpc.add_DecodeServicer_to_server, role)
+    else:
+        worker = DrainablePrefill(prefill_pb2, role, answers=answers)
+        await served.start_worker(worker, prefill_pb2_grpc.add_PrefillServicer_to_server, role)
+    return worker
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_worker_is_told_to_drain(served: Served, role: str) -> None:
+    worker = await start(served, role)
+    answer = await served.stub.DrainWorker(pb.DrainWorkerRequest(worker_id=f"{role}-1"))
+    assert answer.num_running == 2
+    assert worker.hello == worker_pb2.Hello(
+        peer_id="block_manager-1",
+        protocol_version=PROTOCOL_VERSION,
+        function_library=FUNCTION_LIBRARY,
+    )
+    async with asyncio.timeout(10):
+        await worker.closed.wait()
+
+
+async def drain_status(served: Served, worker_id: str) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await served.stub.DrainWorker(pb.DrainWorkerRequest(worker_id=worker_id))
+    return raised.value.code()
+
+
+async def test_what_is_no_worker_cannot_be_drained(served: Served) -> None:
+    await served.announce("gateway-1", "gateway")
+    assert await drain_status(served, "gateway-1") is grpc.StatusCode.NOT_FOUND
+    assert await drain_status(served, "") is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_worker_that_does_not_answer_is_given_up(served: Served) -> None:
+    worker = await start(served, "decode", answers=False)
+    assert await drain_status(served, "decode-1") is grpc.StatusCode.DEADLINE_EXCEEDED
+    async with asyncio.timeout(10):
+        await worker.closed.wait()
+
+
+async def test_a_worker_whose_process_is_gone_is_unavailable(served: Served) -> None:
+    await start(served, "decode")
+    await served.servers.pop().stop()
+    assert await drain_status(served, "decode-1") is grpc.StatusCode.UNAVAILABLE
+
+
+class Refusing(decode_pb2_grpc.DecodeServicer):
+    async def Connect(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        await anext(requests)
+        raise VersionMismatch("protocol 1, not 2")
+        yield  # A generator, as gRPC expects of a streaming method.
+
+
+async def test_a_worker_of_another_version_is_a_failed_precondition(served: Served) -> None:
+    await served.start_worker(Refusing(), decode_pb2_grpc.add_DecodeServicer_to_server, "decode")
+    assert await drain_status(served, "decode-1") is grpc.StatusCode.FAILED_PRECONDITION
