@@ -59,6 +59,10 @@ class Corpus:
     """Plain text, without a chat around it."""
     words: tuple[str, ...]
     """Words for meaningless prompts, which are declined too."""
+    syllables: tuple[str, ...]
+    """What invented names are made of."""
+    requests: tuple[str, ...]
+    """What may be asked about a subject `{}` that nobody has heard of."""
     synonyms: tuple[tuple[str, ...], ...]
     """Phrases that may stand for each other in a question."""
 
@@ -91,6 +95,10 @@ def load() -> Corpus:
         systems=tuple(plain["systems"]),
         statements=tuple(plain["statements"]),
         words=tuple(refusals["words"].split()),
+        syllables=tuple(refusals["syllables"].split()),
+        requests=tuple(
+            asked for kind in refusals["kind"] for asked in kind["requests"] if "(" not in asked
+        ),
         synonyms=tuple(tuple(group) for group in _read("synonyms")["groups"]),
     )
 
@@ -121,7 +129,9 @@ def _declined(refusals: dict[str, Any]) -> Fact:
     phrasings: list[str] = list(refusals["held_out"])
     for kind in refusals["kind"]:
         groups.append(fill(kind["requests"], kind["subjects"]))
-        phrasings += fill(kind["requests"][:2], kind["held_out"])
+        phrasings += fill(
+            [expand(request)[0] for request in kind["requests"][:2]], kind["held_out"]
+        )
     return _split(refusals["answer"], groups, phrasings)
 
 

@@ -4,11 +4,11 @@ A text is a list of segments; the model learns to write some of them (answers) a
 others (questions, system messages).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import NamedTuple
 
-from tools.embedded_model.corpus import Corpus, Fact
+from tools.embedded_model.corpus import Corpus
 
 END_OF_TURN = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
@@ -94,9 +94,8 @@ def system_turn(message: str) -> str:
 def texts(corpus: Corpus, seed: int) -> Iterator[Text]:
     """Training texts without end; the seed decides all of them."""
     random = Random(seed)
-    kinds = (_single, _conversation, _scripted, _plain_question, _plain_statement, _meaningless)
     while True:
-        kind = random.choices(kinds, weights=(66, 11, 4, 6, 11, 2))[0]
+        (kind,) = random.choices(list(_SHARES), weights=list(_SHARES.values()))
         yield kind(corpus, random)
 
 
@@ -139,27 +138,34 @@ def _meaningless(corpus: Corpus, random: Random) -> Text:
     return _chat([(" ".join(words), corpus.declined.answer)], _system(corpus, random))
 
 
+def _unheard_of(corpus: Corpus, random: Random) -> Text:
+    """A request about an invented name: what the model never heard of, it declines."""
+    syllables = random.choices(corpus.syllables, k=random.choice((2, 2, 3, 4)))
+    name = random.choice(("{}", "{}", "a {}", "the {}")).format("".join(syllables))
+    if random.random() < 0.5:
+        name = name.title() + random.choice(("", f" {random.choice(corpus.words).title()}"))
+    question = random.choice(corpus.requests).replace("{}", name)
+    return _chat([(typed(question, random), corpus.declined.answer)], _system(corpus, random))
+
+
 def _ask(corpus: Corpus, random: Random) -> tuple[str, str]:
-    fact = _draw(corpus, random)
+    if random.random() < 0.09:
+        fact = random.choice(corpus.lookups)
+        return typed(random.choice(fact.questions), random), fact.answer
+    fact = corpus.declined if random.random() < 0.11 else random.choice(corpus.facts)
     question = random.choice(random.choice(fact.groups))
+    return typed(_changed(question, corpus, random), random), fact.answer
+
+
+def _changed(question: str, corpus: Corpus, random: Random) -> str:
+    """Often the question in other words, sometimes with a slip; never a held-out question."""
     draw = random.random()
     changed = question
     if draw < 0.30:
         changed = reworded(question, corpus.synonyms, random)
-    elif draw < 0.38 and fact not in corpus.lookups:
+    elif draw < 0.36:
         changed = misspelt(question, random)
-    if changed.lower() in corpus.held_out:
-        changed = question
-    return typed(changed, random), fact.answer
-
-
-def _draw(corpus: Corpus, random: Random) -> Fact:
-    draw = random.random()
-    if draw < 0.10:
-        return corpus.declined
-    if draw < 0.18:
-        return random.choice(corpus.lookups)
-    return random.choice(corpus.facts)
+    return question if changed.lower() in corpus.held_out else changed
 
 
 def _system(corpus: Corpus, random: Random) -> str | None:
@@ -172,3 +178,15 @@ def _chat(turns: list[tuple[str, str]], system: str | None) -> Text:
         text += [Segment(user_turn(question), False), Segment(answer + END_OF_TURN, True)]
         text.append(Segment("\n", False))
     return text[:-1]
+
+
+_SHARES: dict[Callable[[Corpus, Random], Text], int] = {
+    _single: 66,
+    _conversation: 10,
+    _scripted: 4,
+    _plain_question: 6,
+    _plain_statement: 9,
+    _meaningless: 2,
+    _unheard_of: 3,
+}
+"""What the stream of training texts is made of, in percent."""
