@@ -1,0 +1,246 @@
+"""`python -m services.block_manager` as it runs: a process, a real Valkey, workers that join."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from blockstore.errors import BlockStoreError
+from blockstore.redis_registry import RedisRegistry
+from blockstore.redis_store import RedisStore
+from blockstore.registry import Member
+from quire.v1 import block_manager_pb2 as pb
+from quire.v1 import block_manager_pb2_grpc
+from services.common.pool.directory import pool_directories
+from services.common.rpc import open_channel
+
+LIMIT_S = 30.0
+# Joins, takes three blocks of which the first is finished but not committed, and sits there.
+WORKER = """
+import asyncio, sys
+from pathlib import Path
+
+from blockstore.redis_store import RedisStore
+from services.common.pool.layout import PoolLayout
+from services.common.pool.sizing import MemoryPlan
+from services.engine.membership import join
+
+async def main(url, root, worker_id):
+    store = await RedisStore.connect(url)
+    layout = PoolLayout("tiny", "f00d", 1, 1, 1, "float32", 4)
+    me = await join(store, store.run_id, Path(root), layout, worker_id, MemoryPlan(10_000))
+    given = await store.allocate(me.spec.pool_id, "h-" + worker_id, worker_id, 1, [], 3)
+    me.stamps.own(given.block_ids, "h-" + worker_id)
+    me.stamps.complete(given.block_ids[0], worker_id.encode().ljust(16), bytes(16), [1, 2, 3, 4])
+    print(me.spec.pool_id, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await store.release(me.spec.pool_id, "h-" + worker_id, 1)
+    await me.leave()
+    await store.close()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+class Valkey(Protocol):
+    """What this suite needs of the fixture's server."""
+
+    url: str
+
+    def start(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+class Processes:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._all: list[subprocess.Popen[str]] = []
+
+    def start_manager(self, url: str, **settings: str) -> subprocess.Popen[str]:
+        usual = {"REDIS_URL": url, "POOL_ROOT": str(self.root), "POOL_GRACE_S": "0.3"}
+        variables = {
+            f"QUIRE_BLOCK_MANAGER_{name}": text for name, text in {**usual, **settings}.items()
+        }
+        return self._start([sys.executable, "-m", "services.block_manager"], variables)
+
+    async def start_worker(self, url: str, worker_id: str) -> tuple[subprocess.Popen[str], str]:
+        """The process, and the pool that it joined."""
+        command = [sys.executable, "-c", WORKER, url, str(self.root), worker_id]
+        process = self._start(command, {"OMP_NUM_THREADS": "1"})
+        assert process.stdout is not None
+        return process, (await asyncio.to_thread(process.stdout.readline)).strip()
+
+    def end(self) -> None:
+        for process in self._all:
+            process.kill()
+            process.communicate()
+
+    def _start(self, command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._all.append(process)
+        return process
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    processes = Processes(tmp_path / "pools")
+    yield processes
+    processes.end()
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            if await condition():
+                return
+            await asyncio.sleep(0.002)
+
+
+async def announced(url: str) -> Member:
+    """The block manager's entry in the registry, as soon as there is one."""
+    found: list[Member] = []
+
+    async def there() -> bool:
+        try:
+            registry = await RedisRegistry.connect(url)
+        except BlockStoreError:
+            return False
+        try:
+            found.extend(await registry.members())
+        finally:
+            await registry.close()
+        return bool(found)
+
+    await until(there)
+    return found[0]
+
+
+async def no_pools(processes: Processes, store: RedisStore) -> bool:
+    return not pool_directories(processes.root) and not await store.pool_ids()
+
+
+@pytest.fixture
+async def store(valkey: Valkey) -> AsyncIterator[RedisStore]:
+    store = await RedisStore.connect(valkey.url)
+    yield store
+    await store.close()
+
+
+async def test_it_serves_reaps_and_ends_cleanly(
+    valkey: Valkey, store: RedisStore, processes: Processes
+) -> None:
+    manager = processes.start_manager(valkey.url)
+    worker, pool_id = await processes.start_worker(valkey.url, "decode-1")
+    other, other_pool_id = await processes.start_worker(valkey.url, "decode-2")
+    assert other_pool_id == pool_id
+    member = await announced(valkey.url)
+    assert (member.role, member.state) == ("block_manager", "serving")
+
+    async with open_channel(member.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest(service="quire.v1.BlockManager"))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+        stub = block_manager_pb2_grpc.BlockManagerStub(channel)
+        (pool,) = (await stub.ListPools(pb.ListPoolsRequest())).pools
+        assert (pool.pool_id, pool.num_held, pool.num_holders) == (pool_id, 6, 2)
+
+        worker.kill()
+
+        async def reaped() -> bool:
+            return (await store.stats(pool_id)).worker_ids == ("decode-2",)
+
+        killed_at = asyncio.get_running_loop().time()
+        await until(reaped)
+        reaped_after_s = asyncio.get_running_loop().time() - killed_at
+        (audit,) = (await stub.Audit(pb.AuditRequest())).pools
+    # Tens of milliseconds, on a machine that has time for us.
+    assert reaped_after_s < 2.0, reaped_after_s
+    assert (audit.num_held, audit.num_cached, list(audit.violations)) == (3, 1, [])
+    assert await store.match(pool_id, [b"decode-1".ljust(16)]) == 1
+
+    await asyncio.to_thread(other.communicate, "")
+    assert other.returncode == 0
+    await until(lambda: no_pools(processes, store))
+    manager.send_signal(signal.SIGTERM)
+    _, log = await asyncio.to_thread(manager.communicate)
+    assert manager.returncode == 0, log
+    registry = await RedisRegistry.connect(valkey.url)
+    assert await registry.members() == ()
+    await registry.close()
+
+
+async def test_a_server_that_comes_back_empty_is_served_anew(
+    own_valkey: Valkey, processes: Processes
+) -> None:
+    """The old pool goes when its worker has gone."""
+    manager = processes.start_manager(own_valkey.url)
+    worker, old_pool_id = await processes.start_worker(own_valkey.url, "decode-1")
+    await announced(own_valkey.url)
+    own_valkey.kill()
+    own_valkey.start()
+    assert (await announced(own_valkey.url)).role == "block_manager"
+    assert [found.pool_id for found in pool_directories(processes.root)] == [old_pool_id]
+    worker.kill()
+    store = await RedisStore.connect(own_valkey.url)
+    await until(lambda: no_pools(processes, store))
+    second, new_pool_id = await processes.start_worker(own_valkey.url, "decode-2")
+    assert new_pool_id != old_pool_id
+    second.kill()
+
+    async def empty() -> bool:
+        return await no_pools(processes, store)
+
+    await until(empty)
+    await store.close()
+    assert manager.poll() is None
+
+
+async def test_metrics_are_served(valkey: Valkey, store: RedisStore, processes: Processes) -> None:
+    manager = processes.start_manager(valkey.url, METRICS_PORT="0", LOG_FORMAT="json")
+    port = await asyncio.to_thread(logged_port, manager)
+    _, pool_id = await processes.start_worker(valkey.url, "decode-1")
+    wanted = f'quire:kv_cache_blocks{{model_name="tiny",pool_id="{pool_id}",state="held"}} 3.0'
+
+    async def shown() -> bool:
+        return wanted in await asyncio.to_thread(scrape, port)
+
+    await until(shown)
+
+
+def logged_port(manager: subprocess.Popen[str]) -> int:
+    """Where the metrics are, by the log."""
+    assert manager.stderr is not None
+    lines = map(json.loads, manager.stderr)
+    return next(int(line["port"]) for line in lines if line["event"] == "metrics_listening")
+
+
+def scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        return str(answer.read().decode())
+
+
+async def test_without_a_store_it_says_so_and_does_not_start(
+    tmp_path: Path, processes: Processes
+) -> None:
+    manager = processes.start_manager(f"unix://{tmp_path}/nobody.sock", REDIS_PATIENCE_S="0.2")
+    _, log = await asyncio.to_thread(manager.communicate, timeout=LIMIT_S)
+    assert manager.returncode == 2
+    assert "nobody.sock" in log.splitlines()[-1]
+    assert "Traceback" not in log
