@@ -122,7 +122,8 @@ class Client:
             return messages.completion(list(stream))
 
     def is_ready(self) -> bool:
-        """Whether the gateway has every kind of worker for at least one model."""
+        """Whether the service at this address serves: a gateway, when every kind of worker is there
+        for at least one model."""
         with translated(self.address):
             response = self._health.Check(HealthCheckRequest(), timeout=OPERATIONS_TIMEOUT_S)
         return bool(response.status == HealthCheckResponse.SERVING)

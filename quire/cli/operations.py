@@ -1,6 +1,7 @@
 """What an operator asks: `quire models`, `workers`, `pools`, `audit`, `drain`."""
 
 import argparse
+import json
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -64,6 +65,9 @@ _AUDIT_COLUMNS: Columns[PoolAudit] = {
 
 
 def add_commands(commands: "Commands") -> None:
+    add_client_command(
+        commands, "health", health, help_text="exit status 0 when the service at the address serves"
+    )
     add_client_command(commands, "models", models, help_text="list the models being served")
     add_client_command(commands, "workers", workers, help_text="list the workers and their load")
     add_client_command(commands, "pools", pools, help_text="list the pools and their blocks")
@@ -82,6 +86,17 @@ def add_commands(commands: "Commands") -> None:
     drain_command.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="limit of --wait; %(default)s"
     )
+
+
+def health(args: argparse.Namespace) -> int:
+    """Any service of Quire answers this, a worker too."""
+    with connect(args) as client:
+        is_ready = client.is_ready()
+    if args.json:
+        print(json.dumps({"ready": is_ready}))
+    else:
+        print("ready" if is_ready else "not ready")
+    return 0 if is_ready else 1
 
 
 def models(args: argparse.Namespace) -> int:
@@ -137,7 +152,7 @@ def drain(args: argparse.Namespace) -> int:
             if not args.json:
                 print(f"{args.worker} has left")
     if args.json:
-        print(f'{{"num_running": {num_running}, "left": {str(args.wait).lower()}}}')
+        print(json.dumps({"num_running": num_running, "left": args.wait}))
     return 0
 
 

@@ -15,7 +15,7 @@ from quire.supervisor.options import ServeOptions
 from quire.supervisor.readiness import Expected, wait_until_serving
 from quire.supervisor.run_directory import RUNS, RunRecord, claim
 
-GRACE_S = 10.0
+GRACE_S = 15.0
 """How long the services of one stage have to end by themselves."""
 
 

@@ -8,6 +8,9 @@ from typing import Any, NoReturn
 
 import grpc
 import pytest
+from grpc_health.v1.health import HealthServicer
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from quire.v1 import block_manager_pb2 as bm
 from quire.v1 import inference_pb2 as inference
@@ -31,6 +34,7 @@ class FakeGateway(InferenceServicer, BlockManagerServicer):
     worker_lists: list[list[bm.Worker]] = field(default_factory=lambda: [[]])
     audits: list[bm.PoolAudit] = field(default_factory=list)
     requests: list[Any] = field(default_factory=list)
+    health: HealthServicer = field(default_factory=HealthServicer)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def Generate(
@@ -91,6 +95,8 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterable[FakeGateway]:
     server = grpc.server(ThreadPoolExecutor(max_workers=4))
     add_InferenceServicer_to_server(fake, server)
     add_BlockManagerServicer_to_server(fake, server)
+    fake.health.set("", HealthCheckResponse.SERVING)
+    add_HealthServicer_to_server(fake.health, server)
     fake.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     monkeypatch.setenv("QUIRE_ADDRESS", fake.address)

@@ -5,6 +5,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from quire.cli import main
 from quire.v1 import block_manager_pb2 as bm
@@ -42,6 +43,13 @@ def audit(*violations: str) -> bm.PoolAudit:
         ledger_checked=True,
         violations=violations,
     )
+
+
+def test_health(gateway: Any, capsys: Any) -> None:
+    assert main(["health"]) == 0
+    gateway.health.set("", HealthCheckResponse.NOT_SERVING)
+    assert main(["health"]) == 1
+    assert capsys.readouterr().out == "ready\nnot ready\n"
 
 
 def test_pools(gateway: Any, capsys: Any) -> None:

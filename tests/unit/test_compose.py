@@ -1,0 +1,171 @@
+"""docker-compose.yml and Dockerfile: valid, and what the pools need holds in them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from quire.cli import parser
+from services.block_manager.config import BlockManagerSettings
+from services.common.config import PoolServiceSettings, ServiceSettings, load_settings
+from services.decode.config import DecodeSettings
+from services.gateway.config import GatewaySettings
+from services.prefill.config import PrefillSettings
+from services.worker.config import WorkerSettings
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+CLASSES: dict[str, type[ServiceSettings]] = {
+    "block-manager": BlockManagerSettings,
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+    "gateway": GatewaySettings,
+}
+POOL_USERS = ("block-manager", "prefill", "decode")
+OURS = tuple(CLASSES)
+
+
+def interpolated(node: Any) -> Any:
+    """As `docker compose` does it where .env is empty: every variable has its default."""
+    if isinstance(node, dict):
+        return {key: interpolated(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [interpolated(item) for item in node]
+    if not isinstance(node, str):
+        return node
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", node)
+    assert "$" not in text, f"a variable without a default: {node}"
+    return text
+
+
+@pytest.fixture(scope="module")
+def compose() -> Any:
+    return interpolated(yaml.safe_load((ROOT / "docker-compose.yml").read_text()))
+
+
+@pytest.fixture
+def settings(compose: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, ServiceSettings]:
+    """What each service makes of its environment, by its own class."""
+    loaded = {}
+    for name, settings_class in CLASSES.items():
+        with monkeypatch.context() as patch:
+            for variable in [name for name in os.environ if name.startswith("QUIRE_")]:
+                patch.delenv(variable)
+            for variable, value in compose["services"][name]["environment"].items():
+                patch.setenv(variable, value)
+            loaded[name] = load_settings(settings_class)
+    return loaded
+
+
+def test_the_compose_file_follows_the_specification() -> None:
+    command = ["check-jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.yml"]
+    _run(BIN / command[0], *command[1:])
+
+
+def test_the_dockerfile_has_no_faults() -> None:
+    _run(BIN / "hadolint", "Dockerfile")
+
+
+def _run(*command: str | Path) -> None:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_store_keeps_nothing_and_evicts_nothing(compose: Any) -> None:
+    command = " ".join(compose["services"]["redis"]["command"])
+    assert command == "valkey-server --save  --appendonly no --maxmemory-policy noeviction"
+
+
+def test_every_service_understands_its_environment(settings: dict[str, ServiceSettings]) -> None:
+    for name, loaded in settings.items():
+        assert loaded.redis_url == "redis://redis:6379/0", name
+        # Others reach it by its container's name on the network, which is its hostname.
+        assert (loaded.host, loaded.advertise_host) == ("0.0.0.0", None), name
+        assert loaded.address(50051).partition(":")[0] == os.uname().nodename
+
+
+def test_all_workers_and_the_block_manager_share_one_pool_directory(
+    compose: Any, settings: dict[str, ServiceSettings]
+) -> None:
+    for name in POOL_USERS:
+        loaded = settings[name]
+        assert isinstance(loaded, PoolServiceSettings)
+        assert str(loaded.pool_root) == "/pools"
+        assert "pools:/pools" in compose["services"][name]["volumes"]
+
+
+def test_the_pool_directory_is_a_private_tmpfs_of_the_images_user(compose: Any) -> None:
+    options = compose["volumes"]["pools"]["driver_opts"]
+    assert (options["type"], options["device"]) == ("tmpfs", "tmpfs")
+    wanted = dict(item.split("=") for item in options["o"].split(","))
+    assert wanted == {"size": "2g", "uid": "10001", "gid": "10001", "mode": "0700"}
+    assert "USER 10001:10001" in (ROOT / "Dockerfile").read_text()
+
+
+def test_prefill_and_decode_make_the_same_pool(settings: dict[str, ServiceSettings]) -> None:
+    prefill, decode = settings["prefill"], settings["decode"]
+    assert isinstance(prefill, WorkerSettings)
+    assert isinstance(decode, WorkerSettings)
+    for field in ("model", "model_name", "dtype", "backend", "block_size", "pool_memory"):
+        assert getattr(prefill, field) == getattr(decode, field), field
+
+
+def test_workers_can_be_scaled(compose: Any) -> None:
+    for name in OURS:
+        service = compose["services"][name]
+        assert "container_name" not in service
+        assert ("ports" in service) == (name == "gateway")
+    assert compose["services"]["gateway"]["ports"] == ["50051:50051", "8000:8000"]
+
+
+def test_only_workers_carry_torch(compose: Any) -> None:
+    targets = {name: compose["services"][name]["build"]["target"] for name in OURS}
+    assert targets == {
+        "block-manager": "control",
+        "prefill": "worker",
+        "decode": "worker",
+        "gateway": "control",
+    }
+
+
+@pytest.mark.parametrize("name", ["redis", *OURS])
+def test_every_service_is_checked_confined_and_given_time_to_end(compose: Any, name: str) -> None:
+    service = compose["services"][name]
+    assert service["restart"] == "unless-stopped"
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["stop_grace_period"] in ("5s", "20s")
+    assert service["healthcheck"]["test"][0] == "CMD"
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_health_check_is_a_command_that_exists(
+    compose: Any, settings: dict[str, ServiceSettings], name: str
+) -> None:
+    command = compose["services"][name]["healthcheck"]["test"]
+    assert command[:2] == ["CMD", "quire"]
+    arguments = parser().parse_args(command[2:])
+    assert arguments.address == f"127.0.0.1:{settings[name].port}"
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_service_has_longer_to_end_than_its_requests(
+    compose: Any, settings: dict[str, ServiceSettings], name: str
+) -> None:
+    grace_s = float(compose["services"][name]["stop_grace_period"].removesuffix("s"))
+    for field in ("drain_grace_s", "stop_grace_s"):
+        assert getattr(settings[name], field, 0.0) < grace_s
+
+
+def test_the_example_environment_names_every_variable_with_its_default() -> None:
+    text = (ROOT / "docker-compose.yml").read_text()
+    used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", text))
+    example = (ROOT / "deploy" / "env.example").read_text()
+    documented = dict(re.findall(r"^#(\w+)=(.*)$", example, re.MULTILINE))
+    assert documented.keys() == used.keys()
+    assert documented | {"QUIRE_MODELS_DIR": "models"} == used

@@ -1,0 +1,51 @@
+"""Every service understands what the supervisor tells it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from quire.supervisor import topology
+from quire.supervisor.options import ServeOptions
+from services.block_manager.config import BlockManagerSettings
+from services.common.config import ServiceSettings, load_settings
+from services.decode.config import DecodeSettings
+from services.gateway.config import GatewaySettings
+from services.prefill.config import PrefillSettings
+from services.worker.config import WorkerSettings
+
+RUN = Path("/dev/shm/quire-1000/50051-a1b2c3d4")
+CLASSES: dict[str, type[ServiceSettings]] = {
+    "block-manager": BlockManagerSettings,
+    "prefill-1": PrefillSettings,
+    "decode-1": DecodeSettings,
+    "gateway": GatewaySettings,
+}
+
+
+def test_every_service_understands_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every flag set: each name is a setting, each value is valid, and they arrive."""
+    asked = ServeOptions(
+        model=Path("/models/tiny"),
+        model_name="tiny",
+        pool_memory="2GiB",
+        block_size=32,
+        dtype="float32",
+        backend="cpu",
+        threads=3,
+        max_model_len=4096,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+    )
+    for spec in topology.services(asked, RUN):
+        with monkeypatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith("QUIRE_")]:
+                patch.delenv(name)
+            for name, value in spec.environment.items():
+                patch.setenv(name, value)
+            settings = load_settings(CLASSES[spec.name])
+        assert settings.run_dir == RUN
+        assert settings.redis_url == f"unix://{RUN}/redis.sock"
+        if isinstance(settings, WorkerSettings):
+            assert (settings.model, settings.model_name) == (Path("/models/tiny"), "tiny")
+            assert (settings.block_size, settings.threads, settings.max_num_seqs) == (32, 3, 8)
