@@ -6,10 +6,10 @@ in one place, `translated`. Nothing here retries: redis-py's own retry is off, s
 what is not known to have failed (see `blockstore.stream`).
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.asyncio.retry import Retry
@@ -64,6 +64,8 @@ BUSY_CODES = {"BUSY", "MISCONF", "LOADING", "MASTERDOWN", "NOREPLICAS", "TRYAGAI
 def translate(url: str, error: RedisError) -> BlockStoreError:
     """What redis-py raised, as an error of the block store. Error replies of our functions are
     `CODE numbers` (see `errors.BY_CODE`)."""
+    if type(error) is ConnectionError and isinstance(error.__cause__, RedisError):
+        error = error.__cause__  # what the server answered while redis-py was connecting
     code, *rest = str(error).split() or [""]
     if code == OutOfBlocks.code:
         return OutOfBlocks(int(rest[0]), int(rest[1]))
@@ -87,16 +89,9 @@ def translated(url: str) -> Iterator[None]:
 
 
 def redacted(url: str) -> str:
-    """The URL without its password, for texts and logs."""
-    parts = urlsplit(url)
-    query = "&".join(
-        "password=***" if field.startswith("password=") else field
-        for field in parts.query.split("&")
-    )
-    netloc = parts.netloc
-    if parts.password is not None:
-        netloc = f"{parts.username or ''}:***@{netloc.rpartition('@')[2]}"
-    return urlunsplit(parts._replace(netloc=netloc, query=query))
+    """The URL without its passwords, for texts and logs."""
+    without_user_password = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", url)
+    return re.sub(r"([?&]\w*password=)[^&]*", r"\1***", without_user_password)
 
 
 def parse_info(text: bytes) -> dict[str, str]:

@@ -27,8 +27,10 @@ class Rooms:
         self._task: asyncio.Task[None] | None = None
 
     async def wait(self, channel: str, timeout_s: float) -> None:
-        """Return when something is announced, or after the timeout. StoreLost."""
+        """Return when something is announced, or after the timeout. StoreLost, StoreUnsuitable."""
         self._server.check()
+        if self._task is not None and self._task.done():
+            self._task.result()  # raises why nobody listens any more
         is_new = channel not in self._waiting
         announced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[channel].add(announced)
@@ -45,7 +47,7 @@ class Rooms:
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
+            with contextlib.suppress(asyncio.CancelledError, BlockStoreError):
                 await self._task
 
     async def _subscribe(self, channel: str) -> None:

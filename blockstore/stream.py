@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from hiredis import pack_command
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import RedisError, ResponseError
 
@@ -32,9 +33,9 @@ MAX_BACKOFF_S = 0.25
 
 @dataclass(slots=True)
 class _Call:
-    """A command and who waits for its reply, until `deadline` (of the loop's clock)."""
+    """A packed command and who waits for its reply, until `deadline` (of the loop's clock)."""
 
-    command: Command
+    command: bytes
     deadline: float
     reply: asyncio.Future[Any] = field(default_factory=asyncio.Future)
 
@@ -71,13 +72,15 @@ class CommandStream:
         return await self.submit(command)
 
     def submit(self, command: Command) -> asyncio.Future[Any]:
-        """Queue a command now; its place in the order is that of this call."""
+        """Queue a command now; its place in the order is that of this call. TypeError: an argument
+        that is no text, bytes or number."""
         self._server.check()
         if self._closed:
             raise StoreUnavailable(f"{self._server.url}: the store is closed")
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="blockstore-stream")
-        call = _Call(command, asyncio.get_running_loop().time() + self._retry_for_s)
+        packed = pack_command(tuple(command))  # type: ignore[arg-type]  # its stub knows 1 argument
+        call = _Call(packed, asyncio.get_running_loop().time() + self._retry_for_s)
         self._queue.append(call)
         self._queued.set()
         return call.reply
@@ -130,9 +133,7 @@ class CommandStream:
         connection = self._connection or await self._connect()
         calls = list(islice(self._queue, MAX_IN_FLIGHT))
         with translated(self._server.url):
-            await connection.send_packed_command(
-                connection.pack_commands([call.command for call in calls])
-            )
+            await connection.send_packed_command([call.command for call in calls])
             for call in calls:
                 reply = await read_reply(connection)
                 self._queue.popleft()

@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -58,8 +59,8 @@ class Valkey:
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
-    def command(self, *command: str | bytes | int) -> object:
-        """Ask the server something, on a connection of its own."""
+    def command(self, *command: str | bytes | int) -> Any:
+        """Ask the server something, on a connection of its own; the reply as redis-py reads it."""
         with redis.Redis.from_url(self.url, protocol=2) as client:
             return client.execute_command(*command)
 

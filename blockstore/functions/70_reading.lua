@@ -5,9 +5,9 @@
 -- stats    -> [[header field, value ...], free, cached, held, holders, waiters,
 --             [worker, 0 or 1 when fenced ...]]
 -- holders  first limit -> [[holder, epoch, worker, order, blocks held] ...], by worker
--- ledger   (part first limit) ... -> [version, next, what that part says ...]: raw material of the audit.
---          Several parts in one call are read atomically; over several calls, as long as the
---          version is the same. Parts and their answers:
+-- ledger   (part first limit) ... -> [version, next, what that part says ...]: raw material of the
+--          audit. Several parts in one call are read atomically; those of several calls belong
+--          together as long as the version is the same. Parts and their answers:
 --            blocks    ids first to first + limit - 1, as far as they are in use
 --                      -> [[refs or nil ...], [hash or nil ...], [clock in the cache or nil ...],
 --                          [block that the index has for that hash, or nil ...]]

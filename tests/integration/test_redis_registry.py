@@ -4,12 +4,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
-from typing import Protocol
 
 import pytest
 
 from blockstore.redis_registry import RedisRegistry, decode
 from blockstore.registry import Load, Member
+from tests.conftest import Valkey
 
 WORKER = Member(
     member_id="w1",
@@ -27,12 +27,6 @@ WORKER = Member(
     engine={"backend": "reference", "threads": "2"},
 )
 GATEWAY = Member("g1", "gateway", "127.0.0.1:50051", "starting", 1, 1)
-
-
-class Valkey(Protocol):
-    url: str
-
-    def command(self, *command: str | bytes | int) -> object: ...
 
 
 @pytest.fixture

@@ -1,0 +1,107 @@
+"""Which servers a store accepts, and what it says to the others."""
+
+import socket
+from pathlib import Path
+
+import pytest
+import redis
+
+from blockstore.connection import require_suitable, translate
+from blockstore.errors import BlockStoreError, StoreUnavailable, StoreUnsuitable
+from blockstore.library import library_text
+from blockstore.redis_registry import RedisRegistry
+from blockstore.redis_store import RedisStore
+from blockstore.store import FUNCTION_LIBRARY
+from tests.conftest import Valkey
+
+SUITABLE = {"redis_version": "7.2.4", "role": "master", "maxmemory_policy": "noeviction"}
+
+
+async def test_the_run_id_is_the_servers(valkey: Valkey) -> None:
+    store = await RedisStore.connect(valkey.url)
+    registry = await RedisRegistry.connect(valkey.url)
+    assert store.run_id == registry.run_id
+    assert valkey.command("INFO", "server")["run_id"] == store.run_id
+    await store.close()
+    await registry.close()
+
+
+async def test_loading_twice_leaves_the_library_as_it_is(valkey: Valkey) -> None:
+    """Whoever comes later finds the functions and uses them."""
+    for _ in range(2):
+        store = await RedisStore.connect(valkey.url)
+        await store.close()
+    listing = str(valkey.command("FUNCTION", "LIST", "LIBRARYNAME", FUNCTION_LIBRARY))
+    assert listing.count(f"{FUNCTION_LIBRARY}_allocate") == 1
+
+
+async def test_another_text_under_our_name_is_refused_and_left_alone(own_valkey: Valkey) -> None:
+    """A running deployment is never broken by a newer one on its server."""
+    theirs = library_text() + "\n-- another version\n"
+    own_valkey.command("FUNCTION", "LOAD", theirs)
+    with pytest.raises(StoreUnsuitable, match="another version of Quire"):
+        await RedisStore.connect(own_valkey.url)
+    listing = own_valkey.command("FUNCTION", "LIST", "LIBRARYNAME", FUNCTION_LIBRARY, "WITHCODE")
+    assert "-- another version" in str(listing)
+
+
+async def test_an_evicting_server_is_refused_with_what_to_set(own_valkey: Valkey) -> None:
+    own_valkey.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    for connect in (RedisStore.connect, RedisRegistry.connect):
+        with pytest.raises(StoreUnsuitable, match=r"allkeys-lru.*--maxmemory-policy noeviction"):
+            await connect(own_valkey.url)
+
+
+def test_a_server_without_functions_is_refused() -> None:
+    require_suitable("redis://r", SUITABLE)
+    with pytest.raises(StoreUnsuitable, match=r"Redis 6\.2\.14.*Redis 7 or newer, or Valkey"):
+        require_suitable("redis://r", SUITABLE | {"redis_version": "6.2.14"})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("redis_mode", "cluster"), ("redis_mode", "sentinel"), ("role", "slave")]
+)
+def test_a_server_that_is_no_standalone_primary_is_refused(field: str, value: str) -> None:
+    with pytest.raises(StoreUnsuitable, match=value):
+        require_suitable("redis://r", SUITABLE | {field: value})
+
+
+async def test_nobody_there_names_the_url_without_its_password() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        with pytest.raises(StoreUnavailable) as refused:
+            await RedisStore.connect(f"redis://user:secret@127.0.0.1:{port}/0")
+    assert f"redis://user:***@127.0.0.1:{port}/0" in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+async def test_a_missing_socket_names_the_url_without_its_password(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable) as refused:
+        await RedisStore.connect(f"unix://{tmp_path}/none.sock?password=secret")
+    assert f"{tmp_path}/none.sock?password=***" in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+async def test_a_wrong_password_is_no_outage(own_valkey: Valkey) -> None:
+    """Trying again would not help, and the text says what is wrong."""
+    own_valkey.command("CONFIG", "SET", "requirepass", "right")
+    for url in (own_valkey.url, f"{own_valkey.url}?password=wrong"):
+        with pytest.raises(StoreUnsuitable, match=r"(?i)auth|password"):
+            await RedisStore.connect(url)
+    store = await RedisStore.connect(f"{own_valkey.url}?password=right")
+    assert await store.pool_ids() == ()
+    await store.close()
+
+
+async def test_a_malformed_url_is_refused() -> None:
+    with pytest.raises(StoreUnsuitable, match="redis://, rediss://, unix://"):
+        await RedisStore.connect("http://127.0.0.1:6379")
+
+
+@pytest.mark.parametrize("name", sorted(vars(redis.exceptions)))
+def test_every_error_of_the_client_has_a_meaning(name: str) -> None:
+    """Nothing of redis-py leaves the store."""
+    error = vars(redis.exceptions)[name]
+    if isinstance(error, type) and issubclass(error, redis.RedisError):
+        assert isinstance(translate("redis://r", error("7 host:6379")), BlockStoreError)
