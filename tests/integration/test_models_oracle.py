@@ -1,0 +1,116 @@
+"""Greedy tokens equal those of transformers, in fp32, however a prompt is cut, cached, paged and
+batched.
+
+A token must be the oracle's, and the logits that it was drawn from must be the oracle's within
+1e-4 (they spread over about 2), which also shows that no token was equal by luck.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.make_checkpoint import make_checkpoint
+
+from .models_oracle import NUM_NEW_TOKENS, SPECS, Oracle, Rig, Trial, pairwise, random_prompt
+
+LENGTHS = (1, 17, 256, 3000)
+BATCHES = (1, 5, 64)
+CHUNKS = (7, 64, 512, 4096)  # 4,096 holds every prompt whole
+BLOCK_SIZES = (1, 16, 256)
+CACHED = ("nothing", "a prefix", "all of it")
+BACKENDS = ("cpu", "reference")
+
+Oracles = Callable[[str], tuple[Path, Oracle]]
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
+    """Checkpoint directory and oracle by the name of a spec."""
+
+    @cache
+    def of(name: str) -> tuple[Path, Oracle]:
+        directory = make_checkpoint(tmp_path_factory.mktemp(name), SPECS[name])
+        return directory, Oracle(directory)
+
+    return of
+
+
+def prompts_of(length: int, batch: int) -> list[tuple[int, ...]]:
+    """One of `length`, the rest ragged and at most 100."""
+    short = [random_prompt(1 + i * 37 % 100, seed=i) for i in range(1, batch)]
+    return [random_prompt(length, seed=0), *short]
+
+
+def donor_prompt(prompt: tuple[int, ...], cached: str) -> tuple[int, ...]:
+    """A prompt whose blocks hold what shall be cached of `prompt`."""
+    if cached == "all of it":
+        return prompt
+    begin = len(prompt) * 2 // 3
+    return (*prompt[:begin], *((token + 1) % 260 for token in prompt[begin:]))
+
+
+def check(
+    of: tuple[Path, Oracle],
+    length: int,
+    batch: int,
+    chunk: int,
+    block_size: int,
+    cached: str,
+    backend: str,
+) -> None:
+    directory, oracle = of
+    prompts = prompts_of(length, batch)
+    num_blocks = sum(2 * (-(-(len(p) + NUM_NEW_TOKENS) // block_size)) for p in prompts)
+    rig = Rig(directory, block_size, num_blocks, backend)
+    donors: list[Trial | None] = [None] * batch
+    if cached != "nothing":
+        placed = [rig.place(donor_prompt(prompt, cached)) for prompt in prompts]
+        rig.decode_all(placed, chunk)
+        donors = [*placed]
+    trials = [rig.place(p, donor) for p, donor in zip(prompts, donors, strict=True)]
+    adopted = [t.block_table[: t.num_cached // block_size] for t in trials]
+    before = [rig.arena[blocks].clone() for blocks in adopted]
+    rig.decode_all(trials, chunk, late=1)
+    for trial, blocks, content in zip(trials, adopted, before, strict=True):
+        answer = oracle.answer(trial.prompt)
+        assert trial.new_tokens == answer.token_ids
+        torch.testing.assert_close(torch.stack(trial.logits), answer.logits, rtol=0, atol=1e-4)
+        assert torch.equal(rig.arena[blocks], content), "an adopted block was written"
+    if cached == "all of it":
+        assert trials[0].num_cached == length // block_size * block_size
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "batch", "chunk", "block_size", "cached", "backend"),
+    pairwise(tuple(SPECS), LENGTHS, BATCHES, CHUNKS, BLOCK_SIZES, CACHED, BACKENDS),
+)
+def test_tokens_are_those_of_transformers(
+    oracles: Oracles,
+    name: str,
+    length: int,
+    batch: int,
+    chunk: int,
+    block_size: int,
+    cached: str,
+    backend: str,
+) -> None:
+    """A sample of the matrix in which every two values of two factors meet."""
+    check(oracles(name), length, batch, chunk, block_size, cached, backend)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", SPECS)
+def test_tokens_are_those_of_transformers_in_the_whole_matrix(
+    oracles: Oracles, name: str, length: int, batch: int
+) -> None:
+    """All of it on `cpu`; the reference, whose results are the other's by tests/kernels, is in the
+    sample."""
+    for chunk, block_size, cached in product(CHUNKS, BLOCK_SIZES, CACHED):
+        check(oracles(name), length, batch, chunk, block_size, cached, backend="cpu")
