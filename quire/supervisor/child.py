@@ -27,12 +27,13 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """`environment` is added to ours."""
+    """`environment` is added to ours; a line that contains one of `noise` is not passed on."""
 
     name: str
     command: tuple[str, ...]
     stage: Stage
     environment: Mapping[str, str] = field(default_factory=dict)
+    noise: tuple[str, ...] = ()
 
 
 class ParentPipe:
@@ -139,8 +140,9 @@ class Child:
 
     def _show(self, line: bytes) -> str:
         text = line.decode(errors="replace").rstrip()
-        if text:
-            self._console.line(self.name, text)
+        if not text or any(noise in text for noise in self.spec.noise):
+            return ""
+        self._console.line(self.name, text)
         return text
 
     async def _pause_after(self, ended: Exit) -> None:

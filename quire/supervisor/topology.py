@@ -44,7 +44,7 @@ def store(options: ServeOptions, run: Path) -> ChildSpec | None:
     """The embedded Valkey, unless the run uses another server."""
     if options.redis_url is not None:
         return None
-    return ChildSpec("redis", valkey.command(run), Stage.STORE)
+    return ChildSpec("redis", valkey.command(run), Stage.STORE, noise=valkey.NOISE)
 
 
 def _worker_settings(options: ServeOptions) -> dict[str, str]:

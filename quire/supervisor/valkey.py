@@ -9,6 +9,13 @@ from pathlib import Path
 from quire.supervisor import tether
 from quire.supervisor.errors import NoValkey
 
+NOISE = (
+    # About background saves, of which there are none.
+    "Memory overcommit must be enabled",
+    # Said of every ordinary end.
+    "Received SIGTERM scheduling shutdown",
+    "ready to exit, bye bye",
+)
 _POLL_S = 0.02
 
 
