@@ -7,9 +7,9 @@ from services.engine.sequence import Sequence
 Batch = list[tuple[Sequence, int]]
 """(sequence, how many of its uncomputed tokens)."""
 
-_FIRST_COME_SHARE = 0.75
-"""Part of the budget that goes strictly by order while more wants to run than fits. The rest goes
-to whoever needs least, so that a long prompt does not hold short ones up."""
+_SHORTEST_SHARE = 4
+"""A quarter of the budget goes to whoever needs least while more wants to run than fits, so that a
+long prompt does not hold short ones up; the rest goes strictly by order."""
 
 
 class Scheduler:
@@ -38,12 +38,13 @@ class Scheduler:
         runnable = [seq for seq in self._sequences.values() if seq.num_runnable > 0]
         if sum(seq.num_runnable for seq in runnable) <= self._budget:
             return _fill(runnable[: self._max_num_seqs], self._budget)
-        first_come = _fill(
-            runnable[: self._max_num_seqs], max(1, int(self._budget * _FIRST_COME_SHARE))
-        )
-        left = self._budget - sum(num_tokens for _, num_tokens in first_come)
-        others = sorted(runnable[len(first_come) :], key=lambda seq: seq.num_runnable)
-        return first_come + _fill(others[: self._max_num_seqs - len(first_come)], left)
+        shortest = sorted(runnable[1:], key=lambda seq: seq.num_runnable)
+        shortest = shortest[: self._max_num_seqs // _SHORTEST_SHARE]
+        early = _fill(shortest, self._budget // _SHORTEST_SHARE)
+        keys = {seq.key for seq, _ in early}
+        left = self._budget - sum(num_tokens for _, num_tokens in early)
+        in_order = [seq for seq in runnable if seq.key not in keys]
+        return _fill(in_order[: self._max_num_seqs - len(early)], left) + early
 
 
 def _fill(sequences: Iterable[Sequence], budget: int) -> Batch:

@@ -1,0 +1,68 @@
+"""One small model with random weights, its oracle, and deployments of it."""
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.make_checkpoint import make_checkpoint
+from quire.client import AsyncClient
+
+from .deployment import Deployment, serving
+
+Oracle = Callable[[Sequence[int], int], list[int]]
+
+POOL_BLOCKS = 64
+_BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4  # layers, K and V, tokens, KV heads, head size, fp32
+_STAMP_BYTES = 48 + 4 * 16
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def oracle(checkpoint: Path) -> Oracle:
+    """Greedy tokens of Hugging Face transformers, past any end-of-sequence token."""
+    torch.set_num_threads(1)
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+    def greedy(prompt: Sequence[int], num_tokens: int) -> list[int]:
+        with torch.inference_mode():
+            output = model.generate(
+                torch.tensor([list(prompt)]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                do_sample=False,
+                max_new_tokens=num_tokens,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        return [int(token) for token in output[0, len(prompt) :]]
+
+    return greedy
+
+
+@pytest.fixture(scope="session")
+def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """1 prefill and 2 decode workers on a pool of 64 blocks of 16 tokens."""
+    memory = POOL_BLOCKS * (_BLOCK_BYTES + _STAMP_BYTES)
+    with serving(
+        checkpoint,
+        tmp_path_factory.mktemp("run"),
+        "--decode",
+        "2",
+        "--pool-memory",
+        str(memory),
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(deployment: Deployment) -> AsyncIterator[AsyncClient]:
+    client = AsyncClient(deployment.address)
+    yield client
+    await client.close()

@@ -1,0 +1,93 @@
+"""`quire serve` as a user runs it, in processes of its own."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.client import Client
+from quire.errors import QuireError
+from quire.supervisor.run_directory import free_port
+
+START_LIMIT_S = 90.0
+
+
+@dataclass
+class Deployment:
+    process: "subprocess.Popen[bytes]"
+    address: str
+    http: str
+    run_root: Path
+    log: Path
+
+    def children(self, module: str = "") -> list[int]:
+        """Pids of its processes; `module` such as services.decode, or valkey."""
+        listing = subprocess.run(
+            ["ps", "-eo", "pid=,pgid=,ppid=,args="], capture_output=True, text=True, check=True
+        ).stdout
+        rows = [line.split(None, 3) for line in listing.splitlines()]
+        mine, found = {self.process.pid}, []
+        for pid, _, parent, args in sorted(rows, key=lambda row: int(row[0])):
+            if int(parent) in mine:
+                mine.add(int(pid))
+                if re.search(module, args):
+                    found.append(int(pid))
+        return found
+
+    def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
+        deadline = time.monotonic() + limit_s
+        with Client(self.address) as client:
+            while not _is_ready(client):
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    raise AssertionError(f"not serving:\n{self.log.read_text()[-6000:]}")
+                time.sleep(0.05)
+
+    def stop(self, limit_s: float = 40.0) -> int:
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(limit_s)
+
+
+def _is_ready(client: Client) -> bool:
+    try:
+        return client.is_ready()
+    except QuireError:
+        return False
+
+
+def start(model: Path | str, tmp_path: Path, *args: str) -> Deployment:
+    """Returns at once; `wait_until_ready` waits."""
+    grpc_port, http_port = free_port("127.0.0.1"), free_port("127.0.0.1")
+    # Pools belong on a tmpfs; the directory is the test's own.
+    run_root = Path("/dev/shm") / f"quire-test-{os.getpid()}-{tmp_path.name}"
+    log = tmp_path / "serve.log"
+    command = [sys.executable, "-m", "quire.cli", "serve", "--model", str(model), "--threads", "1"]
+    command += ["--grpc-port", str(grpc_port), "--http-port", str(http_port)]
+    command += ["--run-root", str(run_root), *args]
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    return Deployment(
+        process, f"127.0.0.1:{grpc_port}", f"http://127.0.0.1:{http_port}", run_root, log
+    )
+
+
+@contextmanager
+def serving(model: Path | str, tmp_path: Path, *args: str) -> Iterator[Deployment]:
+    deployment = start(model, tmp_path, *args)
+    try:
+        deployment.wait_until_ready()
+        yield deployment
+        assert deployment.process.poll() is None, deployment.log.read_text()[-6000:]
+    finally:
+        if deployment.process.poll() is None:
+            deployment.stop()
+        remove(deployment.run_root)
+
+
+def remove(run_root: Path) -> None:
+    subprocess.run(["rm", "-rf", str(run_root)], check=True)

@@ -1,0 +1,180 @@
+"""What clients get wrong: each a clear error with the right status, and the service goes on."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from quire.v1 import inference_pb2 as pb
+from quire.v1.inference_pb2_grpc import InferenceStub
+from quire.v1.sampling_pb2 import SamplingParams
+
+from .conftest import POOL_BLOCKS
+from .deployment import Deployment, remove, start
+
+Status = grpc.StatusCode
+
+
+@pytest.fixture
+def inference(deployment: Deployment) -> Iterator[Any]:
+    options = [("grpc.max_send_message_length", 32 << 20)]
+    with grpc.insecure_channel(deployment.address, options=options) as channel:
+        yield InferenceStub(channel)
+
+
+def request(**fields: Any) -> pb.GenerateRequest:
+    sampling = fields.pop("sampling", {"max_tokens": 4})
+    if not fields.keys() & {"text", "token_ids", "chat"}:
+        fields["text"] = "hello"
+    return pb.GenerateRequest(sampling=SamplingParams(**sampling), **fields)
+
+
+BAD = {
+    "empty prompt": (request(text=""), Status.INVALID_ARGUMENT, "empty"),
+    "no input": (pb.GenerateRequest(), Status.INVALID_ARGUMENT, ""),
+    "no tokens": (request(token_ids=pb.TokenIds(ids=[])), Status.INVALID_ARGUMENT, ""),
+    "token out of range": (
+        request(token_ids=pb.TokenIds(ids=[1, 99_999])),
+        Status.INVALID_ARGUMENT,
+        "99999",
+    ),
+    "longer than the context": (
+        request(token_ids=pb.TokenIds(ids=[1] * 5000)),
+        Status.INVALID_ARGUMENT,
+        "4096",
+    ),
+    "never fits the pool": (
+        request(token_ids=pb.TokenIds(ids=[1] * 1000), sampling={"max_tokens": 1000}),
+        Status.INVALID_ARGUMENT,
+        str(POOL_BLOCKS),
+    ),
+    "unknown model": (request(model="nobody"), Status.NOT_FOUND, "nobody"),
+    "negative temperature": (
+        request(sampling={"temperature": -1.0}),
+        Status.INVALID_ARGUMENT,
+        "temperature",
+    ),
+    "NaN temperature": (
+        request(sampling={"temperature": math.nan}),
+        Status.INVALID_ARGUMENT,
+        "temperature",
+    ),
+    "top_p of 0": (request(sampling={"top_p": 0.0}), Status.INVALID_ARGUMENT, "top_p"),
+    "min_p of 2": (request(sampling={"min_p": 2.0}), Status.INVALID_ARGUMENT, "min_p"),
+    "top_k of -5": (request(sampling={"top_k": -5}), Status.INVALID_ARGUMENT, "top_k"),
+    "max_tokens of 0": (request(sampling={"max_tokens": 0}), Status.INVALID_ARGUMENT, "max_tokens"),
+    "priority": (request(priority=1000), Status.INVALID_ARGUMENT, "priority"),
+    "10 MB prompt": (request(text="x" * (10 << 20)), Status.INVALID_ARGUMENT, "4096"),
+    "empty chat": (request(chat=pb.Chat()), Status.INVALID_ARGUMENT, ""),
+    "chat without a role": (
+        request(chat=pb.Chat(messages=[pb.ChatMessage(content="hi")])),
+        Status.INVALID_ARGUMENT,
+        "role",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_grpc_says_what_is_wrong(inference: Any, name: str) -> None:
+    bad, status, text = BAD[name]
+    with pytest.raises(grpc.RpcError) as caught:
+        list(inference.Generate(bad, timeout=20))
+    assert caught.value.code() is status, caught.value
+    assert text in (caught.value.details() or "")
+    # And the next one is served.
+    last = list(inference.Generate(request(), timeout=20))[-1]
+    assert last.usage.num_generated_tokens == 4
+
+
+def test_a_message_beyond_the_limit_is_refused(inference: Any) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(inference.Generate(request(text="x" * (20 << 20)), timeout=20))
+    assert caught.value.code() is Status.RESOURCE_EXHAUSTED
+
+
+def test_a_deadline_is_kept(inference: Any) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(inference.Generate(request(sampling={"max_tokens": 900}), timeout=0.05))
+    assert caught.value.code() is Status.DEADLINE_EXCEEDED
+
+
+HTTP_BAD: dict[str, tuple[str, Any, int, str]] = {
+    "not JSON": ("/v1/completions", b"{", 400, ""),
+    "no prompt": ("/v1/completions", {"model": "tiny"}, 400, "prompt"),
+    "unknown model": ("/v1/completions", {"model": "nobody", "prompt": "a"}, 404, "nobody"),
+    "unsupported field": (
+        "/v1/completions",
+        {"model": "tiny", "prompt": "a", "best_of": 4},
+        400,
+        "best_of",
+    ),
+    "unknown role type": (
+        "/v1/chat/completions",
+        {"model": "tiny", "messages": [{"role": 3, "content": "a"}]},
+        400,
+        "role",
+    ),
+    "no messages": ("/v1/chat/completions", {"model": "tiny", "messages": []}, 400, ""),
+    "temperature": (
+        "/v1/completions",
+        {"model": "tiny", "prompt": "a", "temperature": -2},
+        400,
+        "temperature",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HTTP_BAD)
+def test_http_says_what_is_wrong(deployment: Deployment, name: str) -> None:
+    path, body, status, text = HTTP_BAD[name]
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with httpx.Client(base_url=deployment.http, trust_env=False) as http:
+        response = http.post(path, content=content, headers={"Content-Type": "application/json"})
+        assert response.status_code == status, response.text
+        assert text in response.json()["error"]["message"]
+        good = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
+        assert http.post("/v1/completions", json=good).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--pool-memory", "100TiB"], "TiB"),
+        (["--redis-url", "redis://127.0.0.1:1"], "127.0.0.1:1"),
+        (["--backend", "flash"], "flash"),
+        (["--max-model-len", "1000000"], "1000000"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_cannot_start_says_why(
+    checkpoint: Path, tmp_path: Path, args: list[str], text: str
+) -> None:
+    started = start(checkpoint, tmp_path, *args)
+    try:
+        assert started.process.wait(60) != 0
+        last = started.log.read_text().strip().splitlines()[-1]
+        assert text in last, started.log.read_text()[-3000:]
+        assert "Traceback" not in last
+    finally:
+        remove(started.run_root)
+
+
+def test_a_corrupt_checkpoint_says_which_file(checkpoint: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in checkpoint.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    started = start(broken, tmp_path)
+    try:
+        assert started.process.wait(60) != 0
+        assert "model.safetensors" in started.log.read_text().strip().splitlines()[-1]
+    finally:
+        remove(started.run_root)

@@ -1,0 +1,157 @@
+"""Killed processes: nothing hangs, nothing wrong is served, and it serves again by itself."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.client import AsyncClient
+from quire.errors import QuireError
+from quire.types import Sampling
+
+from .conftest import Oracle
+from .deployment import Deployment, remove, serving, start
+
+RECOVERY_LIMIT_S = 10.0
+PROMPT = list(range(260, 300))
+GREEDY = Sampling(temperature=0.0, max_tokens=200, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with serving(checkpoint, tmp_path_factory.mktemp("run"), "--pool-memory", "16MiB") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: Oracle) -> list[int]:
+    return oracle(PROMPT, 200)
+
+
+async def recovered(client: AsyncClient, expected: list[int]) -> None:
+    """A request is answered, and rightly, within the limit."""
+    async with asyncio.timeout(RECOVERY_LIMIT_S):
+        while True:
+            try:
+                completion = await client.complete(PROMPT, GREEDY, timeout_s=5.0)
+            except QuireError:
+                await asyncio.sleep(0.05)
+                continue
+            assert list(completion.token_ids) == expected
+            return
+
+
+@pytest.mark.parametrize(
+    "victim",
+    ["services.prefill", "services.decode", "services.gateway", "services.block_manager", "valkey"],
+)
+async def test_a_killed_process_comes_back(
+    deployment: Deployment, client: AsyncClient, expected: list[int], victim: str
+) -> None:
+    """Streams under way may fail; what they gave until then is right."""
+    await recovered(client, expected)
+
+    async def stream() -> list[int]:
+        tokens: list[int] = []
+        try:
+            async for delta in client.generate(PROMPT, GREEDY, timeout_s=30.0):
+                tokens += delta.token_ids
+        except QuireError:
+            pass
+        return tokens
+
+    streams = [asyncio.create_task(stream()) for _ in range(8)]
+    await asyncio.sleep(0.05)  # somewhere in the middle
+    pids = deployment.children(victim)
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(40):
+        for tokens in await asyncio.gather(*streams):
+            assert tokens == expected[: len(tokens)]
+    await recovered(client, expected)
+    async with asyncio.timeout(RECOVERY_LIMIT_S):
+        while any(pool.num_held for pool in await client.pools()):
+            await asyncio.sleep(0.05)
+    assert all(not audit.violations for audit in await client.audit())
+
+
+async def test_a_decode_worker_that_joins_takes_load(
+    deployment: Deployment, client: AsyncClient, expected: list[int]
+) -> None:
+    """Within 5 s of its start, with no restart of anything."""
+    await recovered(client, expected)
+    (pid,) = deployment.children("services.decode")
+    began = time.monotonic()
+    joining = _one_more_like(pid)
+    try:
+        load = [asyncio.create_task(_load(client)) for _ in range(8)]
+        async with asyncio.timeout(30):
+            while not await _both_run(client):
+                await asyncio.sleep(0.05)
+        took_s = time.monotonic() - began
+        for task in load:
+            task.cancel()
+        await asyncio.gather(*load, return_exceptions=True)
+        assert took_s < 5.0
+    finally:
+        joining.send_signal(signal.SIGTERM)
+        assert joining.wait(20) == 0
+    await recovered(client, expected)
+
+
+def _one_more_like(pid: int) -> "subprocess.Popen[bytes]":
+    raw = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    environ = dict(os.fsdecode(entry).split("=", 1) for entry in raw if b"=" in entry)
+    environ.pop("QUIRE_PARENT_FD", None)
+    return subprocess.Popen(
+        [sys.executable, "-m", "services.decode"], env=environ, stderr=subprocess.DEVNULL
+    )
+
+
+async def _load(client: AsyncClient) -> None:
+    while True:
+        await client.complete(PROMPT, GREEDY)
+
+
+async def _both_run(client: AsyncClient) -> bool:
+    decoders = [worker for worker in await client.workers() if worker.role == "decode"]
+    return len(decoders) == 2 and all(worker.num_running for worker in decoders)
+
+
+def test_a_killed_supervisor_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    """No orphan process, and after the next start no leftover of the old run."""
+    first = start(checkpoint, tmp_path, "--pool-memory", "16MiB")
+    try:
+        first.wait_until_ready()
+        children = first.children()
+        assert len(children) >= 5
+        os.kill(first.process.pid, signal.SIGKILL)
+        first.process.wait(10)
+        deadline = time.monotonic() + 10
+        while any(_alive(pid) for pid in children):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        second = start(checkpoint, tmp_path, "--pool-memory", "16MiB")
+        try:
+            second.wait_until_ready()
+            runs = [path for path in second.run_root.iterdir() if path.is_dir()]
+            assert len(runs) == 1
+        finally:
+            assert second.stop() == 0
+        assert not [path for path in second.run_root.iterdir() if path.is_dir()]
+    finally:
+        remove(first.run_root)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

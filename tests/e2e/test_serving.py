@@ -1,0 +1,126 @@
+"""A whole deployment against the oracle: what it says, what it shares, what it gives back."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from contextlib import aclosing
+
+import pytest
+
+from quire.client import AsyncClient
+from quire.types import Completion, Sampling
+
+from .conftest import POOL_BLOCKS, Oracle
+
+
+def greedy(num_tokens: int) -> Sampling:
+    return Sampling(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [random.Random(seed * 1000 + n).randrange(259, 384) for n in range(length)]
+
+
+async def settled(client: AsyncClient, limit_s: float = 5.0) -> None:
+    """Nothing is held any more, and every law of the ledger holds."""
+    async with asyncio.timeout(limit_s):
+        while any(pool.num_held for pool in await client.pools()):
+            await asyncio.sleep(0.01)
+    assert_clean(await client.audit())
+
+
+def assert_clean(audits: Sequence[object]) -> None:
+    assert audits
+    for audit in audits:
+        assert not audit.violations  # type: ignore[attr-defined]
+        assert audit.num_free + audit.num_cached + audit.num_held == audit.num_blocks  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 100, 700])
+async def test_greedy_tokens_are_those_of_transformers(
+    client: AsyncClient, oracle: Oracle, length: int
+) -> None:
+    """Cold, and then with a cached prefix."""
+    tokens = prompt(length, length)
+    expected = oracle(tokens, 24)
+    for cached in (False, True):
+        completion = await client.complete(tokens, greedy(24))
+        assert list(completion.token_ids) == expected
+        assert completion.usage.num_prompt_tokens == length
+        assert completion.usage.num_generated_tokens == 24
+        assert (completion.usage.num_cached_tokens > 0) == (cached and length > 16)
+    await settled(client)
+
+
+async def test_a_second_turn_finds_the_first_in_the_cache(
+    client: AsyncClient, oracle: Oracle
+) -> None:
+    """Decode commits full blocks too."""
+    first = prompt(1, 40)
+    answer = await client.complete(first, greedy(40))
+    second = [*first, *answer.token_ids, *prompt(2, 5)]
+    again = await client.complete(second, greedy(10))
+    assert list(again.token_ids) == oracle(second, 10)
+    assert again.usage.num_cached_tokens >= 64  # 79 tokens have KV: 4 full blocks
+
+
+async def test_64_streams_on_a_quarter_of_their_memory(client: AsyncClient, oracle: Oracle) -> None:
+    """64 requests of 4 blocks each on 64 blocks: preempted, requeued, and all tokens right."""
+    lengths = [random.Random(n).randrange(10, 40) for n in range(64)]
+    prompts = [prompt(100 + n, length) for n, length in enumerate(lengths)]
+    sizes = [64 - length for length in lengths]
+    assert sum(4 for _ in prompts) == 4 * POOL_BLOCKS
+    expected = [oracle(p, size) for p, size in zip(prompts, sizes, strict=True)]
+    running = [
+        asyncio.create_task(client.complete(p, greedy(size)))
+        for p, size in zip(prompts, sizes, strict=True)
+    ]
+    while not all(task.done() for task in running):
+        assert_clean(await client.audit())
+        await asyncio.sleep(0.1)
+    completions: list[Completion] = [task.result() for task in running]
+    for completion, tokens in zip(completions, expected, strict=True):
+        assert list(completion.token_ids) == tokens
+    await settled(client)
+
+
+async def test_a_shared_cold_prefix_is_computed_once(client: AsyncClient, oracle: Oracle) -> None:
+    """16 requests at once share 512 tokens: one computes them, 15 find them."""
+    prefix = prompt(7, 512)
+    prompts = [[*prefix, 300 + n] for n in range(16)]
+    completions = await asyncio.gather(*(client.complete(p, greedy(4)) for p in prompts))
+    cached = sorted(completion.usage.num_cached_tokens for completion in completions)
+    assert cached == [0] + [512] * 15
+    for p, completion in zip(prompts, completions, strict=True):
+        assert list(completion.token_ids) == oracle(p, 4)
+    await settled(client)
+
+
+async def test_cancelled_streams_give_their_blocks_back(client: AsyncClient) -> None:
+    """Half of 32 streams are dropped at random moments."""
+    chance = random.Random(3)
+
+    async def run(n: int) -> int:
+        stop_after = chance.randrange(1, 30) if n % 2 else 1000
+        got = 0
+        async with aclosing(client.generate(prompt(n, 12), greedy(36))) as stream:
+            async for delta in stream:
+                got += len(delta.token_ids)
+                if got >= stop_after:
+                    break
+        return got
+
+    got = await asyncio.gather(*(run(n) for n in range(32)))
+    assert all(count == 36 for n, count in enumerate(got) if n % 2 == 0)
+    await settled(client)
+
+
+async def test_a_seed_gives_the_same_tokens_alone_and_in_company(client: AsyncClient) -> None:
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=11, max_tokens=20, ignore_eos=True)
+    tokens = prompt(5, 20)
+    alone = await client.complete(tokens, sampling)
+    company = [client.complete(prompt(50 + n, 20), greedy(30)) for n in range(10)]
+    beside, *_ = await asyncio.gather(client.complete(tokens, sampling), *company)
+    assert beside.token_ids == alone.token_ids
+    other = await client.complete(tokens, Sampling(1.0, seed=12, max_tokens=20, ignore_eos=True))
+    assert other.token_ids != alone.token_ids
