@@ -1,0 +1,95 @@
+"""How the gateway's parts are put together."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from blockstore.registry import Load, Member, Registry, State
+from blockstore.store import BlockStore
+from services.common.rpc import RpcServer
+from services.common.version import PROTOCOL_VERSION
+from services.gateway.bell import Bell
+from services.gateway.catalog import load_model
+from services.gateway.dispatcher import Dispatcher, Limits
+from services.gateway.figures import Figures
+from services.gateway.fleet import Fleet
+from services.gateway.gateway import Gateway
+from services.gateway.peers import Peer
+from services.gateway.router import Router
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    gateway_id: str
+    gateway: Gateway
+    fleet: Fleet
+    dispatcher: Dispatcher
+    changes: Bell
+
+    def describe(self, address: str, started_unix_ms: int, *, stopping: bool) -> Member:
+        """The gateway's own entry in the registry."""
+        state: State = "serving" if self.gateway.ready() else "starting"
+        return Member(
+            member_id=self.gateway_id,
+            role="gateway",
+            address=address,
+            state="draining" if stopping else state,
+            started_unix_ms=started_unix_ms,
+            protocol_version=PROTOCOL_VERSION,
+            load=Load(
+                num_running=self.dispatcher.num_running, num_waiting=self.dispatcher.num_waiting
+            ),
+        )
+
+
+@asynccontextmanager
+async def assembled(
+    store: BlockStore,
+    registry: Registry,
+    secret: bytes,
+    limits: Limits,
+    figures: Figures,
+    poll_s: float = 0.5,
+) -> AsyncIterator[Assembly]:
+    """A gateway that follows the registry, until the block is left. What fails in the background
+    (StoreLost) is raised in the block, as an exception group."""
+    gateway_id = f"gateway-{secrets.token_hex(4)}"
+    changes = Bell()
+    fleet = Fleet(
+        registry,
+        store,
+        connect=lambda member: Peer(member, gateway_id, dispatcher),
+        load=load_model,
+        on_change=changes.ring,
+        poll_s=poll_s,
+    )
+    dispatcher = Dispatcher(
+        fleet, Router(store, secret), registry, limits, changes, figures.has_ended
+    )
+    figures.watch(lambda: dispatcher.num_running, lambda: dispatcher.num_waiting)
+    gateway = Gateway(fleet, dispatcher, changes, figures.meter, limits.patience_s)
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(fleet.watch(), name="registry")
+        try:
+            yield Assembly(gateway_id, gateway, fleet, dispatcher, changes)
+        finally:
+            await dispatcher.close()
+            watching.cancel()
+
+
+async def keep_health(assembly: Assembly, server: RpcServer) -> None:
+    """Health checks answer SERVING while there are workers of each kind, until cancelled."""
+    serving = False
+    while True:
+        heard = assembly.changes.rings
+        if (ready := assembly.gateway.ready()) != serving:
+            serving = ready
+            await server.set_serving(serving)
+        await assembly.changes.wait(heard)
+
+
+def now_unix_ms() -> int:
+    return int(time.time() * 1000)

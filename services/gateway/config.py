@@ -1,0 +1,42 @@
+"""Settings of the gateway, from QUIRE_GATEWAY_* variables."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field, SecretStr
+from pydantic_settings import SettingsConfigDict
+
+from services.common.config import ServiceSettings
+
+
+class GatewaySettings(ServiceSettings):
+    model_config = SettingsConfigDict(env_prefix="QUIRE_GATEWAY_")
+    service: ClassVar[str] = "gateway"
+
+    http_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="OpenAI-compatible HTTP; 0 takes a free port, none: no HTTP",
+    )
+    secret: SecretStr | None = Field(
+        default=None, description="the deployment's secret, which roots all prefix hashes"
+    )
+    secret_file: Path | None = Field(
+        default=None, description="file with the secret; default: run_dir/secret, made when missing"
+    )
+    max_waiting: int = Field(
+        default=1024, ge=1, description="requests in the queue; more are refused"
+    )
+    patience_s: float = Field(
+        default=5.0, ge=0, description="how long a request waits while no worker can take any"
+    )
+    reserve_timeout_s: float = Field(
+        default=2.0, gt=0, description="how long a decode worker may take to answer a reservation"
+    )
+    poll_s: float = Field(
+        default=0.5, gt=0, description="how often the registry is read for workers"
+    )
+    stop_grace_s: float = Field(
+        default=10.0, ge=0, description="how long running requests may go on after SIGTERM"
+    )

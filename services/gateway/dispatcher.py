@@ -1,0 +1,240 @@
+"""Takes requests from the line to the workers, strictly in order, and brings them what workers say.
+
+One lane per model: its line, and a task that places whoever is first. The first in order gets the
+next decode slot; while there is none, nobody behind it is served.
+"""
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from blockstore.registry import Registry
+from services.common.errors import DuplicateRequest, NoWorker, PromptTooLong, QueueFull
+from services.common.logging import get_logger
+from services.gateway.admission import Admitted
+from services.gateway.bell import Bell
+from services.gateway.journey import Journey, Start
+from services.gateway.line import Line, Place, ServiceRate
+from services.gateway.messages import RequestEvent
+from services.gateway.output import Output
+from services.gateway.router import Pool, Route, Router, choose_prefill
+from services.gateway.worker import Worker
+
+log = get_logger(__name__)
+
+ASK_AGAIN_S = 0.25
+"""Decode workers that refused are asked again after this, should nothing be heard from them."""
+
+AT_ONCE = 0.0
+
+
+class Workers(Protocol):
+    """What the dispatcher needs of the fleet."""
+
+    def complete_pools(self, name: str) -> tuple[Pool, ...]: ...
+
+    def forget_refusals(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`patience_s`: how long a request waits while no worker can take it at all."""
+
+    max_waiting: int = 1024
+    patience_s: float = 5.0
+    reserve_timeout_s: float = 2.0
+
+
+@dataclass(slots=True)
+class Lane:
+    model: str
+    line: Line[Journey] = field(default_factory=Line)
+    deserted_since: float | None = None
+    task: asyncio.Task[None] | None = None
+
+
+class Dispatcher:
+    """`bell` rings when anything changes that may let somebody go on. `on_end` hears of every
+    journey that has ended, with its error if it has one."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        router: Router,
+        registry: Registry,
+        limits: Limits,
+        bell: Bell,
+        on_end: Callable[[Journey, Exception | None], None],
+    ) -> None:
+        self._workers = workers
+        self._router = router
+        self._registry = registry
+        self._limits = limits
+        self._on_end = on_end
+        self._bell = bell
+        self._rate = ServiceRate()
+        self._lanes: dict[str, Lane] = {}
+        self._journeys: dict[str, Journey] = {}
+        self._entering: set[str] = set()
+        self._clock = asyncio.get_running_loop().time
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._entering) + sum(len(lane.line) for lane in self._lanes.values())
+
+    @property
+    def num_running(self) -> int:
+        return len(self._journeys) - sum(len(lane.line) for lane in self._lanes.values())
+
+    async def close(self) -> None:
+        """End everything; clients get Unavailable."""
+        tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for journey in tuple(self._journeys.values()):
+            journey.end(NoWorker("the gateway is stopping"))
+
+    # ── in and out ───────────────────────────────────────────────────────────────────────────────
+
+    @contextmanager
+    def entering(self, request_id: str) -> Iterator[None]:
+        """Around admission: the id is taken and a place in the queue kept, before any work is done.
+        DuplicateRequest, QueueFull."""
+        if request_id in self._journeys or request_id in self._entering:
+            raise DuplicateRequest(f"a request with id {request_id!r} is running")
+        if self.num_waiting >= self._limits.max_waiting:
+            delay_s = self._rate.retry_delay_s(self.num_waiting, self._clock())
+            text = f"the queue is full ({self.num_waiting} requests wait); try again later"
+            raise QueueFull(text, delay_s)
+        self._entering.add(request_id)
+        try:
+            yield
+        finally:
+            self._entering.discard(request_id)
+
+    async def enter(self, request: Admitted, output: Output) -> Journey:
+        """Put an admitted request in line; within `entering`. BlockStoreError."""
+        place = Place(request.priority, await self._registry.next_arrival())
+        journey = Journey(request, place, output, self)
+        self._journeys[journey.id] = journey
+        self.waits_again(journey)
+        return journey
+
+    # ── what journeys report ─────────────────────────────────────────────────────────────────────
+
+    def waits_again(self, journey: Journey) -> None:
+        self._lane(journey.request.model).line.join(journey, self._clock())
+        self._bell.ring()
+
+    def has_ended(self, journey: Journey, error: Exception | None) -> None:
+        self._lane(journey.request.model).line.leave(journey)
+        self._journeys.pop(journey.id, None)
+        self._bell.ring()
+        self._on_end(journey, error)
+
+    # ── what workers say ─────────────────────────────────────────────────────────────────────────
+
+    def on_event(self, sender: Worker, event: RequestEvent) -> None:
+        journey = self._journeys.get(event.request_id)
+        if journey is None:
+            return
+        try:
+            journey.on_event(sender, event)
+        except (
+            Exception
+        ) as error:  # a fault of ours in one request must not end the worker's stream
+            journey.end(error)
+
+    def on_lost(self, worker: Worker) -> None:
+        for journey in tuple(self._journeys.values()):
+            journey.on_lost(worker)
+
+    def on_change(self) -> None:
+        self._bell.ring()
+
+    # ── placing ──────────────────────────────────────────────────────────────────────────────────
+
+    def _lane(self, model: str) -> Lane:
+        lane = self._lanes.get(model)
+        if lane is None:
+            lane = self._lanes[model] = Lane(model)
+            # A context of its own: the lane must not log under the id of its first request.
+            lane.task = asyncio.create_task(
+                self._serve(lane), name=f"lane {model}", context=contextvars.Context()
+            )
+        return lane
+
+    async def _serve(self, lane: Lane) -> None:
+        """Place whoever is first, for ever."""
+        while True:
+            heard = self._bell.rings
+            journey = lane.line.first(self._clock())
+            delay_s = None if journey is None else await self._try(lane, journey)
+            if delay_s == AT_ONCE:
+                continue
+            if not await self._bell.wait(heard, delay_s):
+                self._workers.forget_refusals()
+
+    async def _try(self, lane: Lane, journey: Journey) -> float:
+        """`_place`, but whatever goes wrong ends this request and not the lane."""
+        try:
+            return await self._place(lane, journey)
+        except Exception as error:
+            journey.end(error)
+            return AT_ONCE
+
+    async def _place(self, lane: Lane, journey: Journey) -> float:
+        """Send the first in line on its way if that is possible now. The answer is after how many
+        seconds to try again if nothing is heard: AT_ONCE when there may be another first."""
+        pools = self._workers.complete_pools(lane.model)
+        if not pools:
+            return self._be_patient(lane, journey)
+        lane.deserted_since = None
+        problems = [journey.request.misfit(pool.spec) for pool in pools]
+        if all(problems):  # pools may have come and gone since it was admitted
+            journey.end(PromptTooLong(problems[0]))
+            return AT_ONCE
+        fitting = [pool for pool, problem in zip(pools, problems, strict=True) if not problem]
+        open_pools = [pool for pool in fitting if pool.open_decode]
+        if not open_pools:
+            return ASK_AGAIN_S
+        request = journey.request
+        routes = await self._router.routes(request.prompt_token_ids, request.cache_salt, open_pools)
+        for route in routes:
+            if await self._take(lane, journey, route):
+                return AT_ONCE
+        return AT_ONCE if journey not in lane.line else ASK_AGAIN_S
+
+    async def _take(self, lane: Lane, journey: Journey, route: Route) -> bool:
+        """Reserve on a decode worker of the route's pool and submit to a prefill worker. True:
+        nothing more to try for this journey now."""
+        for decode in route.pool.open_decode:
+            if journey not in lane.line:  # it has ended while we asked
+                return True
+            granted = decode.open and await journey.reserve(decode, self._limits.reserve_timeout_s)
+            if not granted:
+                continue
+            choice = choose_prefill(route, journey.num_tokens)
+            if choice is None:
+                journey.give_up_slot()
+                return True
+            journey.start(Start(route.pool.spec.pool_id, route.root_hash, *choice))
+            lane.line.leave(journey)
+            self._rate.departed(self._clock())
+            return True
+        return False
+
+    def _be_patient(self, lane: Lane, journey: Journey) -> float:
+        now = self._clock()
+        if lane.deserted_since is None:
+            lane.deserted_since = now
+        since = max(lane.deserted_since, journey.waiting_since)
+        left_s = since + self._limits.patience_s - now
+        if left_s > 0:
+            return left_s
+        journey.end(NoWorker(f"no prefill and decode worker serve {lane.model!r} now"))
+        return AT_ONCE

@@ -1,0 +1,88 @@
+"""What is counted and logged of every request."""
+
+import asyncio
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry
+
+from services.common.faults import INTERNAL_CODE, fault_of
+from services.common.logging import get_logger
+from services.common.metrics import GatewayMetrics
+from services.gateway.journey import Journey
+
+log = get_logger(__name__)
+
+
+class ModelMeter:
+    """The figures of one model's tokens."""
+
+    def __init__(self, metrics: GatewayMetrics, model: str) -> None:
+        self._ttft = metrics.time_to_first_token_s.labels(model)
+        self._inter_token = metrics.inter_token_latency_s.labels(model)
+        self._generated = metrics.generation_tokens.labels(model)
+
+    def first_token(self, after_s: float) -> None:
+        self._ttft.observe(after_s)
+        self._generated.inc()
+
+    def tokens(self, num_tokens: int, after_s: float) -> None:
+        self._inter_token.observe(after_s / num_tokens)
+        self._generated.inc(num_tokens)
+
+
+class Figures:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._metrics = GatewayMetrics(registry)
+        self._meters: dict[str, ModelMeter] = {}
+
+    def meter(self, model: str) -> ModelMeter:
+        if model not in self._meters:
+            self._meters[model] = ModelMeter(self._metrics, model)
+        return self._meters[model]
+
+    def watch(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
+        """Where the gauges are read from, whenever somebody asks."""
+        self._metrics.num_requests_running.set_function(num_running)
+        self._metrics.num_requests_waiting.set_function(num_waiting)
+
+    def has_ended(self, journey: Journey, error: Exception | None) -> None:
+        """Count a request, and write its one line."""
+        request, tally = journey.request, journey.output.tally
+        now = asyncio.get_running_loop().time()
+        outcome = _outcome(journey, error)
+        metrics, model = self._metrics, request.model
+        metrics.e2e_request_latency_s.labels(model).observe(now - request.arrived_at)
+        metrics.prompt_tokens.labels(model).inc(tally.num_prompt_tokens)
+        metrics.prompt_tokens_cached.labels(model).inc(tally.num_cached_tokens)
+        metrics.num_preemptions.labels(model).inc(tally.num_preemptions)
+        if journey.started_at is not None:
+            queued_s = journey.started_at - request.arrived_at
+            metrics.request_queue_time_s.labels(model).observe(queued_s)
+        if journey.output.finish_reason is not None:
+            metrics.requests_finished.labels(model, outcome).inc()
+        else:
+            metrics.requests_failed.labels(model, outcome).inc()
+        log.info(
+            "request_ended",
+            request_id=request.request_id,
+            model=model,
+            outcome=outcome,
+            reason=None if error is None else str(error),
+            num_prompt_tokens=tally.num_prompt_tokens,
+            num_cached_tokens=tally.num_cached_tokens,
+            num_generated_tokens=tally.num_generated_tokens,
+            num_preemptions=tally.num_preemptions,
+            attempt=journey.attempt,
+            time_to_first_token_ms=round(tally.time_to_first_token_s * 1000, 1),
+            duration_ms=round((now - request.arrived_at) * 1000, 1),
+        )
+
+
+def _outcome(journey: Journey, error: Exception | None) -> str:
+    """In a word: a finish reason, an error's code, or `cancelled`."""
+    if journey.output.finish_reason is not None:
+        return journey.output.finish_reason.value
+    if error is None:
+        return "cancelled"
+    fault = fault_of(error)
+    return fault.code if fault else INTERNAL_CODE

@@ -1,0 +1,187 @@
+"""The workers that there are: found in the registry, connected, and grouped by pool and model."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from blockstore.errors import BlockStoreError, StoreLost
+from blockstore.registry import Member, Registry
+from blockstore.store import BlockStore, PoolSpec
+from services.common.errors import StartupError
+from services.common.logging import get_logger
+from services.gateway.catalog import Model
+from services.gateway.router import Pool
+from services.gateway.worker import Worker
+
+log = get_logger(__name__)
+
+_WORKER_ROLES = ("prefill", "decode")
+
+
+class Connection(Protocol):
+    """A worker and what keeps it connected; `services.gateway.peers.Peer`."""
+
+    worker: Worker
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model, and the pools that serve it whether or not all their workers are connected now."""
+
+    model: Model
+    max_model_len: int
+    pools: tuple[Pool, ...]
+
+    @property
+    def specs(self) -> tuple[PoolSpec, ...]:
+        return tuple(pool.spec for pool in self.pools)
+
+
+class Fleet:
+    """`connect` makes the connection to a worker, `load` reads a model's directory (StartupError),
+    `on_change` is called when a worker came or went."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        store: BlockStore,
+        connect: Callable[[Member], Connection],
+        load: Callable[[str], Model],
+        on_change: Callable[[], None],
+        poll_s: float = 0.5,
+    ) -> None:
+        self._registry = registry
+        self._store = store
+        self._connect = connect
+        self._load = load
+        self._on_change = on_change
+        self._poll_s = poll_s
+        self._connections: dict[str, Connection] = {}
+        self._specs: dict[str, PoolSpec] = {}
+        self._models: dict[str, Model] = {}
+        self._unusable: set[str] = set()
+        self.block_manager: Member | None = None
+
+    # ── what others ask ──────────────────────────────────────────────────────────────────────────
+
+    def served(self, name: str) -> Served | None:
+        """None: no worker of this model is there."""
+        members = [
+            c.worker.member for c in self._connections.values() if c.worker.member.model == name
+        ]
+        if not members:
+            return None
+        return Served(
+            self._models[members[0].model_dir],
+            min(member.max_model_len for member in members),
+            tuple(self._pool(pool_id) for pool_id in sorted({m.pool_id for m in members})),
+        )
+
+    def names(self) -> tuple[str, ...]:
+        """Models of which a worker is there, sorted."""
+        return tuple(sorted({c.worker.member.model for c in self._connections.values()}))
+
+    def complete_pools(self, name: str) -> tuple[Pool, ...]:
+        """Pools of a model with at least one prefill and one decode worker that take work."""
+        served = self.served(name)
+        return tuple(pool for pool in served.pools if pool.complete) if served else ()
+
+    def ready(self) -> bool:
+        return any(self.complete_pools(name) for name in self.names())
+
+    def forget_refusals(self) -> None:
+        """Ask every decode worker again: what freed a slot may have been another gateway's."""
+        for connection in self._connections.values():
+            connection.worker.full = False
+
+    def _pool(self, pool_id: str) -> Pool:
+        workers = [
+            c.worker
+            for c in self._connections.values()
+            if c.worker.member.pool_id == pool_id and c.worker.usable
+        ]
+        return Pool(
+            self._specs[pool_id],
+            tuple(w for w in workers if w.member.role == "prefill"),
+            tuple(w for w in workers if w.member.role == "decode"),
+        )
+
+    # ── following the registry ───────────────────────────────────────────────────────────────────
+
+    async def watch(self) -> None:
+        """Follow the registry until cancelled. StoreLost: this registry is another one now."""
+        try:
+            while True:
+                try:
+                    await self.refresh()
+                except StoreLost:
+                    raise
+                except BlockStoreError as error:
+                    log.warning("registry_unread", reason=str(error))
+                await asyncio.sleep(self._poll_s)
+        finally:
+            await self.close()
+
+    async def refresh(self) -> None:
+        """Bring the fleet up to what the registry says now. BlockStoreError."""
+        members = await self._registry.members()
+        managers = [member for member in members if member.role == "block_manager"]
+        self.block_manager = managers[0] if managers else None
+        present = {
+            member.member_id: member
+            for member in members
+            if member.role in _WORKER_ROLES and member.state != "starting"
+        }
+        for worker_id in self._connections.keys() - present.keys():
+            await self._part_with(worker_id)
+        for member in present.values():
+            await self._see(member)
+
+    async def close(self) -> None:
+        for worker_id in tuple(self._connections):
+            await self._part_with(worker_id)
+
+    async def _see(self, member: Member) -> None:
+        known = self._connections.get(member.member_id)
+        if known is not None:
+            if member.state == "draining" and not known.worker.draining:
+                known.worker.draining = True
+                self._on_change()
+        elif await self._learn(member):
+            log.info("worker_found", worker_id=member.member_id, role=member.role)
+            self._connections[member.member_id] = self._connect(member)
+            self._on_change()
+
+    async def _part_with(self, worker_id: str) -> None:
+        log.info("worker_gone", worker_id=worker_id)
+        connection = self._connections.pop(worker_id)
+        self._forget_what_is_unused()
+        await connection.close()
+        self._on_change()
+
+    async def _learn(self, member: Member) -> bool:
+        """Know the worker's pool and model before it gets work. False: not yet, or not possible."""
+        try:
+            if member.pool_id not in self._specs:
+                self._specs[member.pool_id] = (await self._store.stats(member.pool_id)).spec
+            if member.model_dir not in self._models:
+                self._models[member.model_dir] = await asyncio.to_thread(
+                    self._load, member.model_dir
+                )
+        except StoreLost:
+            raise
+        except (BlockStoreError, StartupError) as error:
+            if member.member_id not in self._unusable:
+                self._unusable.add(member.member_id)
+                log.error("worker_unusable", worker_id=member.member_id, reason=str(error))
+            return False
+        self._unusable.discard(member.member_id)
+        return True
+
+    def _forget_what_is_unused(self) -> None:
+        members = [connection.worker.member for connection in self._connections.values()]
+        self._specs = {m.pool_id: self._specs[m.pool_id] for m in members}
+        self._models = {m.model_dir: self._models[m.model_dir] for m in members}

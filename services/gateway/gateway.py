@@ -1,0 +1,116 @@
+"""The gateway: `Generator` over the workers of the fleet."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from services.common.errors import DeadlineExceeded, InvalidRequest, NoWorker, UnknownModel
+from services.common.logging import bind_request_id
+from services.common.text.stop_strings import StopMatcher
+from services.gateway.admission import Admitted, admit
+from services.gateway.api import Delta, GenerationRequest, ServedModel
+from services.gateway.bell import Bell
+from services.gateway.dispatcher import Dispatcher
+from services.gateway.fleet import Fleet, Served
+from services.gateway.output import Meter, Output, Tally
+
+
+class Gateway:
+    """`meter` gives the figures of a model. `changes` rings when workers come or go."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        changes: Bell,
+        meter: Callable[[str], Meter],
+        patience_s: float = 5.0,
+    ) -> None:
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._changes = changes
+        self._meter = meter
+        self._patience_s = patience_s
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """See `Generator.generate`. Also raises Unavailable when workers were lost too often,
+        Overloaded when the client reads too slowly, BlockStoreError when the store is away."""
+        clock = asyncio.get_running_loop().time
+        arrived_at = clock()
+        deadline = None if request.timeout_s is None else arrived_at + request.timeout_s
+        request_id = request.request_id or f"gen-{secrets.token_hex(12)}"
+        bind_request_id(request_id)
+        with self._dispatcher.entering(request_id):
+            try:
+                async with asyncio.timeout_at(deadline):
+                    name, served = await self._served(request.model)
+                    admitted = await admit(request, request_id, name, served, arrived_at, deadline)
+                    output = self._output(admitted, served)
+                    journey = await self._dispatcher.enter(admitted, output)
+            except TimeoutError as error:
+                raise DeadlineExceeded("the request's deadline has passed") from error
+        try:
+            async with aclosing(output.deltas()) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            journey.end()
+
+    def models(self) -> tuple[ServedModel, ...]:
+        """The models that can be served now, sorted by name."""
+        names = [name for name in self._fleet.names() if self._fleet.complete_pools(name)]
+        return tuple(self._describe(name) for name in names)
+
+    def ready(self) -> bool:
+        return self._fleet.ready()
+
+    def _describe(self, name: str) -> ServedModel:
+        served = self._fleet.served(name)
+        assert served is not None
+        member = next(pool for pool in served.pools if pool.complete).decode[0].member
+        return ServedModel(
+            model=name,
+            max_model_len=served.max_model_len,
+            block_size=served.specs[0].block_size,
+            dtype=member.engine.get("dtype", served.model.config.dtype),
+        )
+
+    async def _served(self, name: str) -> tuple[str, Served]:
+        """The model asked for; where there is none at all, one may be about to come."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._patience_s
+        while True:
+            heard = self._changes.rings
+            names = self._fleet.names()
+            if names:
+                chosen = _choose(name, names)
+                served = self._fleet.served(chosen)
+                assert served is not None
+                return chosen, served
+            if not await self._changes.wait(heard, max(0.0, until - loop.time())):
+                raise NoWorker("no worker is there to serve any model now")
+
+    def _output(self, request: Admitted, served: Served) -> Output:
+        model = served.model
+        return Output(
+            request.request_id,
+            Tally(len(request.prompt_token_ids), request.arrived_at),
+            model.tokenizer.detokenizer(),
+            StopMatcher(request.stop),
+            request.sampling.stop_token_ids,
+            self._meter(request.model),
+            asyncio.get_running_loop().time,
+        )
+
+
+def _choose(name: str, names: tuple[str, ...]) -> str:
+    """UnknownModel; InvalidRequest: none named where several are served."""
+    if name in names:
+        return name
+    served = ", ".join(names)
+    if name:
+        raise UnknownModel(f"model {name!r} is not served here; these are: {served}")
+    if len(names) > 1:
+        raise InvalidRequest(f"several models are served, so the request names one: {served}")
+    return names[0]

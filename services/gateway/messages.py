@@ -1,0 +1,131 @@
+"""What the gateway and its workers say to each other, free of protobuf: commands out, events in.
+
+Everything about a request carries (request, attempt); `services.gateway.wire` turns these into the
+messages of the Prefill and Decode streams and back.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from blockstore.registry import Load
+from services.common.ticket import FinishReason, Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """To a decode worker: keep slots free before any work is done."""
+
+    request_id: str
+    attempt: int
+    num_sequences: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """To a prefill worker: compute a ticket that has no blocks."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """To a decode worker: claim this ticket and go on with it."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """To whoever may have a request, a reservation or a ticket at rest: let go of it."""
+
+    request_id: str
+    attempt: int
+
+
+Command = Reserve | Submit | Admit | Abort
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    request_id: str
+    attempt: int
+    granted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The ticket has one more token; and blocks, unless `finish_reason` says that it has ended."""
+
+    ticket: Ticket
+    finish_reason: FinishReason | None
+
+    @property
+    def request_id(self) -> str:
+        return self.ticket.request_id
+
+    @property
+    def attempt(self) -> int:
+        return self.ticket.attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What one decode step gave one sequence."""
+
+    request_id: str
+    attempt: int
+    index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """`code` is a domain error's."""
+
+    request_id: str
+    attempt: int
+    code: str
+    message: str
+
+
+class RequeueReason(Enum):
+    PREEMPTED = "preempted"
+    DRAINING = "draining"
+    STALE_TICKET = "stale_ticket"
+
+
+@dataclass(frozen=True, slots=True)
+class Requeued:
+    """A worker gives a request back. Its ticket is not kept: the gateway rebuilds it from what the
+    client has."""
+
+    request_id: str
+    attempt: int
+    reason: RequeueReason
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """A message about a request that makes no sense."""
+
+    request_id: str
+    attempt: int
+    problem: str
+
+
+RequestEvent = Malformed | Reserved | Prefilled | Generated | Failed | Requeued
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    load: Load
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DrainNotice:
+    """The worker takes no new work any more."""
+
+
+Event = RequestEvent | LoadReport | DrainNotice

@@ -1,0 +1,173 @@
+"""What the client of a request gets: text out of tokens, cut at stop strings, in a bounded buffer.
+
+Workers write, the client reads; what it has not read yet becomes one delta, so that a client (or an
+event loop) that is behind costs less per token, not more.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.common.text.detokenizer import Detokenizer
+from services.common.text.stop_strings import StopMatcher
+from services.common.ticket import FinishReason
+from services.gateway.api import Delta, Usage
+
+MAX_UNREAD_TOKENS = 8192
+"""A client that leaves more than this unread is cancelled: it would hold blocks for nobody."""
+
+
+class Meter(Protocol):
+    """Where figures go; `services.gateway.figures`."""
+
+    def first_token(self, after_s: float) -> None: ...
+
+    def tokens(self, num_tokens: int, after_s: float) -> None: ...
+
+
+@dataclass(slots=True)
+class Tally:
+    """What usage is made of."""
+
+    num_prompt_tokens: int
+    arrived_at: float
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    first_token_at: float | None = None
+    last_token_at: float = 0.0
+    prefilled: bool = False
+
+    def saw_prefill(self, num_cached_tokens: int) -> None:
+        """Only the first prefill found anything that others had computed."""
+        if not self.prefilled:
+            self.prefilled = True
+            self.num_cached_tokens = num_cached_tokens
+
+    @property
+    def time_to_first_token_s(self) -> float:
+        return 0.0 if self.first_token_at is None else self.first_token_at - self.arrived_at
+
+    def usage(self) -> Usage:
+        return Usage(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            time_to_first_token_ms=self.time_to_first_token_s * 1000,
+            num_preemptions=self.num_preemptions,
+        )
+
+
+class Output:
+    """One sequence's. `stop_token_ids`: those of the request, to say what stopped it."""
+
+    def __init__(
+        self,
+        request_id: str,
+        tally: Tally,
+        detokenizer: Detokenizer,
+        stops: StopMatcher,
+        stop_token_ids: tuple[int, ...],
+        meter: Meter,
+        clock: Callable[[], float],
+    ) -> None:
+        self.tally = tally
+        self.finish_reason: FinishReason | None = None
+        self._request_id = request_id
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._meter = meter
+        self._clock = clock
+        self._unread_ids: list[int] = []
+        self._unread_text: list[str] = []
+        self._stopped_by: str | int | None = None
+        self._closed = False
+        self._error: Exception | None = None
+        self._readable = asyncio.Event()
+
+    @property
+    def overflowing(self) -> bool:
+        return len(self._unread_ids) > MAX_UNREAD_TOKENS
+
+    def write(self, token_ids: tuple[int, ...], finish: FinishReason | None) -> bool:
+        """Take the next tokens; `finish` comes with the last. True when the sequence has ended, by
+        `finish` or by a stop string; tokens that follow a stop string are dropped."""
+        num_written = len(token_ids)
+        # The token that stopped the sequence is not part of its text.
+        num_shown = num_written - 1 if finish is FinishReason.STOP else num_written
+        for position, token_id in enumerate(token_ids[:num_shown], 1):
+            if self._show(self._detokenizer.push((token_id,))):
+                num_written = position
+                break
+        self._unread_ids.extend(token_ids[:num_written])
+        self._count(num_written)
+        if finish is not None and self.finish_reason is None:
+            self._conclude(finish, token_ids)
+        self._readable.set()
+        return self.finish_reason is not None
+
+    def close(self, error: Exception | None) -> None:
+        """Nothing more comes. With an error the reader gets it in place of what it has not read."""
+        self._closed = True
+        self._error = error
+        self._readable.set()
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """What was written, until the end. Raises what `close` was given."""
+        while True:
+            await self._readable.wait()
+            self._readable.clear()
+            if self._error is not None:
+                raise self._error
+            if self._unread_ids or self.finish_reason is not None:
+                yield self._take()
+            if self._closed:
+                return
+
+    def _count(self, num_tokens: int) -> None:
+        if not num_tokens:
+            return
+        tally, now = self.tally, self._clock()
+        if tally.first_token_at is None:
+            tally.first_token_at = now
+            self._meter.first_token(now - tally.arrived_at)
+        else:
+            self._meter.tokens(num_tokens, now - tally.last_token_at)
+        tally.last_token_at = now
+        tally.num_generated_tokens += num_tokens
+
+    def _show(self, text: str) -> bool:
+        """Add to the client's text; True when a stop string ended it."""
+        scanned = self._stops.push(text)
+        if scanned.text:
+            self._unread_text.append(scanned.text)
+        if scanned.stop is None:
+            return False
+        self.finish_reason, self._stopped_by = FinishReason.STOP, scanned.stop
+        return True
+
+    def _conclude(self, finish: FinishReason, token_ids: tuple[int, ...]) -> None:
+        """The worker's end of the sequence; what was held back comes out, unless that is a stop."""
+        if self._show(self._detokenizer.flush()):
+            return
+        self._unread_text.append(self._stops.flush())
+        self.finish_reason = finish
+        last = token_ids[-1] if token_ids else None
+        if finish is FinishReason.STOP and last in self._stop_token_ids:
+            self._stopped_by = last
+
+    def _take(self) -> Delta:
+        delta = Delta(
+            request_id=self._request_id,
+            index=0,
+            token_ids=tuple(self._unread_ids),
+            text="".join(self._unread_text),
+            finish_reason=self.finish_reason,
+            stopped_by=self._stopped_by,
+            usage=self.tally.usage() if self.finish_reason else None,
+        )
+        self._unread_ids.clear()
+        self._unread_text.clear()
+        return delta

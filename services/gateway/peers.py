@@ -1,0 +1,169 @@
+"""One Connect stream per worker: handshake, commands out, events in, and connecting again.
+
+CONNECTING ──Welcome──▶ CONNECTED ──stream breaks──▶ CONNECTING (after a while) ...
+    └──other version──▶ REFUSED (logged, never used; a new process has a new id)
+"""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from grpc import StatusCode, aio
+
+from blockstore.registry import Member
+from blockstore.store import FUNCTION_LIBRARY
+from quire.v1 import worker_pb2
+from services.common.errors import VersionMismatch
+from services.common.logging import get_logger
+from services.common.rpc import open_channel
+from services.common.version import PROTOCOL_VERSION
+from services.common.wire import load_from_wire
+from services.gateway.messages import Command, DrainNotice, Event, LoadReport, RequestEvent
+from services.gateway.wire import DECODE, PREFILL, Stream
+from services.gateway.worker import Worker
+
+log = get_logger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 5.0
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
+
+
+class PeerSink(Protocol):
+    """Who hears what the workers say. Called in the event loop; must not block."""
+
+    def on_event(self, sender: Worker, event: RequestEvent) -> None: ...
+
+    def on_lost(self, worker: Worker) -> None:
+        """The stream broke; by contract the worker has let go of all that came over it."""
+
+    def on_change(self) -> None:
+        """A worker came or went, or its load is another."""
+
+
+class Peer:
+    """Keeps the stream to one worker until `close`."""
+
+    def __init__(self, member: Member, gateway_id: str, sink: PeerSink) -> None:
+        self.worker = Worker(member, self._send)
+        self._dialect = PREFILL if member.role == "prefill" else DECODE
+        self._gateway_id = gateway_id
+        self._sink = sink
+        self._outgoing: asyncio.Queue[Command] | None = None
+        self._backoff_s = _FIRST_BACKOFF_S
+        self._task = asyncio.create_task(self._keep_connected(), name=f"peer {member.member_id}")
+
+    async def close(self) -> None:
+        """End the stream; what runs there for us is lost."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    def _send(self, command: Command) -> None:
+        # Not bounded by itself: a request has at most a few commands under way, and those are.
+        if self._outgoing is not None:
+            self._outgoing.put_nowait(command)
+
+    async def _keep_connected(self) -> None:
+        while True:
+            try:
+                await self._session()
+                reason = "the worker closed the stream"
+            except VersionMismatch as error:
+                log.error("worker_refused", worker_id=self.worker.id, reason=str(error))
+                return
+            except TimeoutError:
+                reason = "no answer to the handshake"
+            except aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+            log.warning("worker_disconnected", worker_id=self.worker.id, reason=reason)
+            await asyncio.sleep(self._backoff_s * random.uniform(0.75, 1.25))
+            self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
+
+    async def _session(self) -> None:
+        """One stream, from Hello to its end. AioRpcError, TimeoutError, VersionMismatch."""
+        self._outgoing = outgoing = asyncio.Queue[Command]()
+        async with open_channel(self.worker.member.address) as channel:
+            stream = self._dialect.connect(channel, self._requests(outgoing))
+            try:
+                await self._shake_hands(stream)
+                await self._listen(stream)
+            finally:
+                self._outgoing = None
+                stream.cancel()
+                if self.worker.connected:
+                    self.worker.connected = False
+                    self._sink.on_lost(self.worker)
+                    self._sink.on_change()
+
+    async def _requests(self, outgoing: asyncio.Queue[Command]) -> AsyncIterator[Any]:
+        yield self._dialect.hello(
+            worker_pb2.Hello(
+                peer_id=self._gateway_id,
+                protocol_version=PROTOCOL_VERSION,
+                function_library=FUNCTION_LIBRARY,
+            )
+        )
+        while True:
+            yield self._dialect.command(await outgoing.get())
+
+    async def _shake_hands(self, stream: Stream) -> None:
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                message: Any = await stream.read()
+                if message is aio.EOF:
+                    await raise_status(stream)
+        except aio.AioRpcError as error:
+            if error.code() is StatusCode.FAILED_PRECONDITION:
+                raise VersionMismatch(error.details() or "the worker refused us") from error
+            raise
+        self._check(message.welcome)
+        load, draining = load_from_wire(message.welcome.load)
+        self._backoff_s = _FIRST_BACKOFF_S
+        self.worker.connected = True
+        self.worker.report(load, draining)
+        log.info("worker_connected", worker_id=self.worker.id, pool_id=message.welcome.pool_id)
+        self._sink.on_change()
+
+    def _check(self, welcome: worker_pb2.Welcome) -> None:
+        """VersionMismatch: not the worker that the registry announced, or one of another version.
+        (One that says nothing of Welcome has none of the versions either.)"""
+        member = self.worker.member
+        theirs = (welcome.protocol_version, welcome.function_library)
+        if theirs != (PROTOCOL_VERSION, FUNCTION_LIBRARY):
+            raise VersionMismatch(
+                f"it speaks protocol {theirs[0]} with function library {theirs[1]!r}, "
+                f"we speak {PROTOCOL_VERSION} with {FUNCTION_LIBRARY!r}"
+            )
+        if (welcome.worker_id, welcome.pool_id) != (member.member_id, member.pool_id):
+            raise VersionMismatch(
+                f"at {member.address} is worker {welcome.worker_id} of pool {welcome.pool_id!r}"
+            )
+
+    async def _listen(self, stream: Stream) -> None:
+        while (message := await stream.read()) is not aio.EOF:
+            self.worker.unresponsive = False
+            for event in self._dialect.events(message):
+                self._hear(event)
+        await raise_status(stream)
+
+    def _hear(self, event: Event) -> None:
+        match event:
+            case LoadReport(load, draining):
+                self.worker.report(load, draining)
+                self._sink.on_change()
+            case DrainNotice():
+                self.worker.draining = True
+                self._sink.on_change()
+            case _:
+                self._sink.on_event(self.worker, event)
+
+
+async def raise_status(stream: Stream) -> None:
+    """AioRpcError if the stream ended with another status than OK. (`read` answers EOF for some of
+    them.)"""
+    code = await stream.code()
+    if code is not StatusCode.OK:
+        metadata = aio.Metadata()
+        raise aio.AioRpcError(code, metadata, metadata, await stream.details())

@@ -1,0 +1,116 @@
+"""The Inference service: protobuf at the edge of the gateway."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from grpc import aio
+
+from quire.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from services.common.errors import InvalidRequest
+from services.common.wire import finish_reason_to_wire
+from services.gateway.api import (
+    ChatMessage,
+    Delta,
+    GenerationRequest,
+    Generator,
+    Prompt,
+    RequestedSampling,
+    Usage,
+)
+
+SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+
+_OPTIONAL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """Errors are raised as they are; the server's interceptor turns them into statuses."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        asked = _request_from_wire(request, context.time_remaining())
+        async with aclosing(self._generator.generate(asked)) as deltas:
+            async for delta in deltas:
+                yield _response(delta)
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse(
+            models=[
+                inference_pb2.Model(
+                    id=model.model,
+                    max_model_len=model.max_model_len,
+                    block_size=model.block_size,
+                    dtype=model.dtype,
+                )
+                for model in self._generator.models()
+            ]
+        )
+
+
+def _request_from_wire(
+    message: inference_pb2.GenerateRequest, timeout_s: float | None
+) -> GenerationRequest:
+    return GenerationRequest(
+        prompt=_prompt(message),
+        request_id=message.request_id,
+        model=message.model,
+        sampling=_sampling(message.sampling),
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        timeout_s=timeout_s,
+    )
+
+
+def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:
+    match message.WhichOneof("input"):
+        case "text":
+            return message.text
+        case "token_ids":
+            return tuple(message.token_ids.ids)
+        case "chat":
+            return tuple(ChatMessage(m.role, m.content) for m in message.chat.messages)
+    raise InvalidRequest("no input: one of text, token_ids and chat is needed")
+
+
+def _sampling(message: sampling_pb2.SamplingParams) -> RequestedSampling:
+    asked = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
+    return RequestedSampling(
+        **asked,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def _response(delta: Delta) -> inference_pb2.GenerateResponse:
+    sequence = inference_pb2.SequenceDelta(
+        index=delta.index,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        finish_reason=finish_reason_to_wire(delta.finish_reason),
+    )
+    if isinstance(delta.stopped_by, str):
+        sequence.stop_string = delta.stopped_by
+    elif delta.stopped_by is not None:
+        sequence.stop_token_id = delta.stopped_by
+    response = inference_pb2.GenerateResponse(request_id=delta.request_id, deltas=(sequence,))
+    if delta.usage is not None:
+        response.usage.CopyFrom(_usage(delta.usage))
+    return response
+
+
+def _usage(usage: Usage) -> inference_pb2.Usage:
+    return inference_pb2.Usage(
+        num_prompt_tokens=usage.num_prompt_tokens,
+        num_cached_tokens=usage.num_cached_tokens,
+        num_generated_tokens=usage.num_generated_tokens,
+        time_to_first_token_ms=usage.time_to_first_token_ms,
+        num_preemptions=usage.num_preemptions,
+    )

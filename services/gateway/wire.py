@@ -1,0 +1,149 @@
+"""The worker streams as protobuf: `services.gateway.messages` out and in, for each kind of worker.
+
+A `Dialect` is all that differs between the Prefill and the Decode stream.
+"""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from grpc import StatusCode, aio
+
+from quire.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
+from services.common.errors import InvalidRequest, Overloaded, QuireError
+from services.common.faults import FAULTS, PeerFailed
+from services.common.wire import (
+    finish_reason_from_wire,
+    load_from_wire,
+    ticket_from_wire,
+    ticket_to_wire,
+)
+from services.gateway.messages import (
+    Abort,
+    Admit,
+    Command,
+    DrainNotice,
+    Event,
+    Failed,
+    Generated,
+    LoadReport,
+    Malformed,
+    Prefilled,
+    Requeued,
+    RequeueReason,
+    Reserve,
+    Reserved,
+    Submit,
+)
+
+_RETRY_DELAY_S = 1.0
+
+Stream = aio.StreamStreamCall[Any, Any]
+
+_REASONS = {
+    worker_pb2.Requeue.REASON_PREEMPTED: RequeueReason.PREEMPTED,
+    worker_pb2.Requeue.REASON_DRAINING: RequeueReason.DRAINING,
+    worker_pb2.Requeue.REASON_STALE_TICKET: RequeueReason.STALE_TICKET,
+}
+_ERRORS = {fault.code: error for error, fault in FAULTS.items() if issubclass(error, QuireError)}
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """`connect` opens the stream; `request` is its message type; `events` are those of one message
+    (none for a kind that this version does not know)."""
+
+    connect: Callable[[aio.Channel, AsyncIterator[Any]], Stream]
+    request: Callable[..., Any]
+    events: Callable[[Any], Iterator[Event]]
+
+    def hello(self, hello: worker_pb2.Hello) -> Any:
+        return self.request(hello=hello)
+
+    def command(self, command: Command) -> Any:
+        match command:
+            case Reserve(request_id, attempt, num_sequences):
+                reserve = decode_pb2.Reserve(
+                    request_id=request_id, attempt=attempt, num_sequences=num_sequences
+                )
+                return self.request(reserve=reserve)
+            case Admit(ticket):
+                return self.request(admit=decode_pb2.Admit(ticket=ticket_to_wire(ticket)))
+            case Submit(ticket):
+                return self.request(submit=prefill_pb2.PrefillSubmit(ticket=ticket_to_wire(ticket)))
+            case Abort(request_id, attempt):
+                return self.request(abort=worker_pb2.Abort(request_id=request_id, attempt=attempt))
+
+
+def _connect_prefill(channel: aio.Channel, requests: AsyncIterator[Any]) -> Stream:
+    return prefill_pb2_grpc.PrefillStub(channel).Connect(requests)
+
+
+def _connect_decode(channel: aio.Channel, requests: AsyncIterator[Any]) -> Stream:
+    return decode_pb2_grpc.DecodeStub(channel).Connect(requests)
+
+
+def _prefill_events(message: prefill_pb2.PrefillConnectResponse) -> Iterator[Event]:
+    kind = message.WhichOneof("event")
+    if kind == "prefilled":
+        yield _prefilled(message.prefilled)
+    else:
+        yield from _common_events(kind, message)
+
+
+def _decode_events(message: decode_pb2.DecodeConnectResponse) -> Iterator[Event]:
+    kind = message.WhichOneof("event")
+    if kind == "step":
+        yield from map(_generated, message.step.outputs)
+    elif kind == "reserved":
+        reserved = message.reserved
+        yield Reserved(reserved.request_id, reserved.attempt, reserved.granted)
+    else:
+        yield from _common_events(kind, message)
+
+
+def _prefilled(message: prefill_pb2.Prefilled) -> Prefilled | Malformed:
+    try:
+        finish_reason = finish_reason_from_wire(message.finish_reason)
+        return Prefilled(ticket_from_wire(message.ticket), finish_reason)
+    except InvalidRequest as error:
+        return Malformed(message.ticket.request_id, message.ticket.attempt, str(error))
+
+
+def _generated(output: decode_pb2.SequenceOutput) -> Generated | Malformed:
+    try:
+        finish_reason = finish_reason_from_wire(output.finish_reason)
+    except InvalidRequest as error:
+        return Malformed(output.request_id, output.attempt, str(error))
+    return Generated(
+        output.request_id, output.attempt, output.index, tuple(output.token_ids), finish_reason
+    )
+
+
+def _common_events(kind: str | None, message: Any) -> Iterator[Event]:
+    if kind == "failed":
+        failed = message.failed
+        yield Failed(failed.request_id, failed.attempt, failed.code, failed.message)
+    elif kind == "requeue":
+        ticket = message.requeue.ticket
+        # A reason of a later version still gives the request back; only the count is not known.
+        reason = _REASONS.get(message.requeue.reason, RequeueReason.STALE_TICKET)
+        yield Requeued(ticket.request_id, ticket.attempt, reason)
+    elif kind == "load":
+        yield LoadReport(*load_from_wire(message.load))
+    elif kind == "draining":
+        yield DrainNotice()
+
+
+PREFILL = Dialect(_connect_prefill, prefill_pb2.PrefillConnectRequest, _prefill_events)
+DECODE = Dialect(_connect_decode, decode_pb2.DecodeConnectRequest, _decode_events)
+
+
+def error_of(code: str, message: str) -> QuireError:
+    """The error that a worker reports. What has no domain error is passed on as it came."""
+    error = _ERRORS.get(code)
+    if error is None:
+        return PeerFailed(message, code or "internal", StatusCode.INTERNAL)
+    if issubclass(error, Overloaded):
+        return error(message, _RETRY_DELAY_S)
+    return error(message)

@@ -1,0 +1,102 @@
+"""What the gateway knows of one worker: where it is, how loaded, and what runs there for us."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from blockstore.registry import Load, Member
+from blockstore.store import PrefixHash
+from services.gateway.messages import Abort, Command
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """What a prefill worker computes for one request: `num_tokens` that are nowhere yet, among them
+    the full blocks of `hashes`."""
+
+    num_tokens: int
+    hashes: tuple[PrefixHash, ...] = ()
+
+
+class Worker:
+    """One prefill or decode worker. `send` drops commands while the stream is down: whoever had
+    something there is told that the worker is lost."""
+
+    def __init__(self, member: Member, send: Callable[[Command], None]) -> None:
+        self.member = member
+        self.send = send
+        self.connected = False
+        self.draining = member.state == "draining"
+        self.full = False
+        """A reservation was refused, and nothing has got free there since."""
+        self.unresponsive = False
+        """It did not answer a reservation, and nothing was heard from it since."""
+        self.guests: set[Hashable] = set()
+        """Journeys that have (or ask for) a slot of this decode worker."""
+        self.errands: dict[str, Errand] = {}
+        """By request: what this prefill worker has still to compute for us."""
+        self._load = member.load
+        self._guests_at_report = 0
+
+    def __repr__(self) -> str:
+        return f"<{self.id}>"
+
+    @property
+    def id(self) -> str:
+        return self.member.member_id
+
+    @property
+    def usable(self) -> bool:
+        return self.connected and not self.draining
+
+    @property
+    def num_free_slots(self) -> int:
+        """As last reported, less what we have taken since. An estimate for choosing: the worker
+        itself grants or refuses."""
+        return self._load.num_free_slots - (len(self.guests) - self._guests_at_report)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Prompt tokens that this prefill worker has still to compute: as last reported, which
+        counts other gateways' too, or as we know, which is newer."""
+        ours = sum(errand.num_tokens for errand in self.errands.values())
+        return max(self._load.num_pending_tokens, ours)
+
+    def num_blocks_under_way(self, hashes: tuple[PrefixHash, ...]) -> int:
+        """How many leading `hashes` this prefill worker is computing for somebody right now."""
+        return max((_common(errand.hashes, hashes) for errand in self.errands.values()), default=0)
+
+    @property
+    def open(self) -> bool:
+        """Whether it makes sense to ask for a slot."""
+        return self.usable and not self.full and not self.unresponsive
+
+    def report(self, load: Load, draining: bool) -> None:
+        self._load = load
+        self._guests_at_report = len(self.guests)
+        self.draining = self.draining or draining
+        if load.num_free_slots > 0:
+            self.full = False
+
+    def join(self, guest: Hashable) -> None:
+        self.guests.add(guest)
+
+    def leave(self, guest: Hashable) -> None:
+        """A slot may be free again."""
+        self.guests.discard(guest)
+        self.full = False
+
+    def abort(self, request_id: str, attempt: int) -> None:
+        self.send(Abort(request_id, attempt))
+
+
+def _common(a: tuple[PrefixHash, ...], b: tuple[PrefixHash, ...]) -> int:
+    """Length of the common beginning. Hashes are chained: if two are equal, so is all before, and
+    a binary search finds the last equal pair."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[middle - 1] == b[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,185 @@
+"""A gateway with its fleet of fake workers, on one pool of 256 blocks of 16 tokens."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc import aio
+from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from blockstore.memory_registry import MemoryRegistry
+from blockstore.memory_store import MemoryStore
+from blockstore.store import PoolSpec
+from quire.v1 import inference_pb2_grpc
+from services.common.rpc import RpcServer, open_channel
+from services.gateway.api import Delta, GenerationRequest, RequestedSampling
+from services.gateway.assembly import Assembly, assembled
+from services.gateway.dispatcher import Limits
+from services.gateway.figures import Figures
+from services.gateway.gateway import Gateway
+from services.gateway.service import SERVICE_NAME, InferenceService
+
+from .fakes import FakeDecode, FakePrefill, member, start
+
+LIMIT_S = 10.0
+SPEC = PoolSpec("pool", "toy", "fingerprint", num_blocks=256, block_size=16, block_bytes=1)
+PROMPT = tuple(b"paged attention")
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 of 300 tokens, the first 256 the bytes; a visible ASCII character is its own code."""
+    directory = tmp_path_factory.mktemp("model")
+    visible = {chr(code): code for code in range(ord("!"), ord("~") + 1)}
+    others = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - visible.keys())
+    free = [code for code in range(256) if code not in visible.values()]
+    vocab = visible | dict(zip(others, free, strict=True))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "intermediate_size": 8,
+        "vocab_size": 300,
+        "max_position_embeddings": 4096,
+        "dtype": "float32",
+        "eos_token_id": 0,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return directory
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition, looking at every turn of the loop."""
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():
+            await asyncio.sleep(0.001)  # what fakes and gateway have seen rings no bell of ours
+
+
+@dataclass
+class House:
+    """Everything in one process: fleet, gateway and its gRPC server."""
+
+    model_dir: Path
+    stack: AsyncExitStack
+    store: MemoryStore = field(default_factory=MemoryStore)
+    registry: MemoryRegistry = field(default_factory=MemoryRegistry)
+    figures: CollectorRegistry = field(default_factory=CollectorRegistry)
+    assembly: Assembly = field(init=False)
+
+    @property
+    def gateway(self) -> Gateway:
+        return self.assembly.gateway
+
+    async def open(self, limits: Limits) -> None:
+        await self.store.register_pool(SPEC)
+        self.assembly = await self.stack.enter_async_context(
+            assembled(
+                self.store, self.registry, b"secret", limits, Figures(self.figures), poll_s=0.01
+            )
+        )
+
+    async def add(self, *workers: FakePrefill | FakeDecode) -> None:
+        """Start workers and wait until the gateway uses them."""
+        for worker in workers:
+            await self.announce(worker)
+        ids = {worker.worker_id for worker in workers}
+        await until(lambda: ids <= self.connected())
+
+    async def announce(self, worker: FakePrefill | FakeDecode) -> RpcServer:
+        server, address = await start(worker)
+        self.stack.push_async_callback(server.stop)
+        await self.registry.announce(member(worker, address, str(self.model_dir)), ttl_s=1e6)
+        return server
+
+    def connected(self) -> set[str]:
+        served = self.assembly.fleet.served("toy")
+        pools = served.pools if served else ()
+        return {worker.id for pool in pools for worker in (*pool.prefill, *pool.decode)}
+
+    async def num_waiting(self, number: int) -> None:
+        """Wait until so many requests stand in line."""
+        await until(lambda: self.assembly.dispatcher.num_waiting == number)
+
+    async def serve(self) -> "inference_pb2_grpc.InferenceAsyncStub":
+        """A client of the gateway's own gRPC server."""
+        server = RpcServer(SERVICE_NAME)
+        inference_pb2_grpc.add_InferenceServicer_to_server(
+            InferenceService(self.gateway), server.aio
+        )
+        port = await server.start("127.0.0.1", 0)
+        self.stack.push_async_callback(server.stop)
+        channel: aio.Channel = open_channel(f"127.0.0.1:{port}")
+        self.stack.push_async_callback(channel.close)
+        return inference_pb2_grpc.InferenceStub(channel)
+
+
+class Call:
+    """One request and what has come of it, read as it comes."""
+
+    def __init__(self, gateway: Gateway, request: GenerationRequest) -> None:
+        self.deltas: list[Delta] = []
+        self.request = request
+        self.task = asyncio.create_task(self._read(gateway))
+
+    async def _read(self, gateway: Gateway) -> None:
+        deltas = gateway.generate(self.request)
+        try:
+            async for delta in deltas:
+                self.deltas.append(delta)
+        finally:
+            await deltas.aclose()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.token_ids]
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+    async def result(self) -> Delta:
+        """The last delta. Raises what the request ended with."""
+        async with asyncio.timeout(LIMIT_S):
+            await self.task
+        return self.deltas[-1]
+
+    async def cancel(self) -> None:
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+
+def asked(request_id: str = "r1", max_tokens: int | None = 8, **fields: Any) -> GenerationRequest:
+    sampling = RequestedSampling(
+        temperature=0.0, max_tokens=max_tokens, **fields.pop("sampling", {})
+    )
+    return GenerationRequest(
+        prompt=fields.pop("prompt", PROMPT), request_id=request_id, sampling=sampling, **fields
+    )
+
+
+@pytest.fixture
+async def make_house(model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
+    async with AsyncExitStack() as stack:
+
+        async def make(*workers: FakePrefill | FakeDecode, **limits: Any) -> House:
+            house = House(model_dir, stack)
+            await house.open(Limits(**limits))
+            await house.add(*workers)
+            return house
+
+        yield make

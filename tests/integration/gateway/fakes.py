@@ -1,0 +1,315 @@
+"""Workers that speak the real messages over real gRPC, and compute nothing: the next token is a
+function of all before it, so that a token lost, repeated or changed shows in every one after it."""
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from grpc import aio
+
+from blockstore.registry import Load, Member, Role
+from blockstore.store import FUNCTION_LIBRARY
+from quire.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    sampling_pb2,
+    ticket_pb2,
+    worker_pb2,
+)
+from services.common.rpc import RpcServer
+from services.common.version import PROTOCOL_VERSION
+
+FIRST_TOKEN, NUM_TOKENS = 97, 26
+"""Tokens are the letters a to z of a byte-level vocabulary."""
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    return FIRST_TOKEN + zlib.crc32(repr(list(tokens)).encode()) % NUM_TOKENS
+
+
+def expected(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class Session:
+    """One gateway's stream."""
+
+    def __init__(self, response: Callable[..., Any]) -> None:
+        self._response = response
+        self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
+
+    def send(self, **event: Any) -> None:
+        self._outgoing.put_nowait(self._response(**event))
+
+    def end(self) -> None:
+        self._outgoing.put_nowait(None)
+
+    async def responses(self) -> AsyncIterator[Any]:
+        while (response := await self._outgoing.get()) is not None:
+            yield response
+
+
+@dataclass(eq=False)
+class FakeWorker:
+    """`seen`: every command, in order. `aborted`: by (request, attempt)."""
+
+    role: ClassVar[Role]
+    service: ClassVar[str]
+
+    worker_id: str
+    pool_id: str = "pool"
+    protocol_version: int = PROTOCOL_VERSION
+    load: Load = field(default_factory=Load)
+    seen: list[Any] = field(default_factory=list)
+    aborted: list[tuple[str, int]] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)
+    num_hellos: int = 0
+
+    async def serve(self, stream: AsyncIterator[Any], response: Callable[..., Any]) -> Any:
+        hello = (await anext(stream)).hello
+        assert (hello.protocol_version, hello.function_library) == (
+            PROTOCOL_VERSION,
+            FUNCTION_LIBRARY,
+        )
+        self.num_hellos += 1
+        session = Session(response)
+        self.sessions.append(session)
+        session.send(welcome=self._welcome())
+        reading = asyncio.create_task(self._read(stream, session))
+        try:
+            async for message in session.responses():
+                yield message
+        finally:
+            reading.cancel()
+            self.sessions.remove(session)
+            self.on_closed(session)
+
+    async def _read(self, stream: AsyncIterator[Any], session: Session) -> None:
+        async for request in stream:
+            kind = request.WhichOneof("command")
+            command = getattr(request, kind)
+            self.seen.append(command)
+            if kind == "abort":
+                self.aborted.append((command.request_id, command.attempt))
+            getattr(self, f"on_{kind}")(session, command)
+
+    def commands(self, kind: type) -> list[Any]:
+        return [command for command in self.seen if isinstance(command, kind)]
+
+    def on_closed(self, session: Session) -> None: ...
+
+    def on_abort(self, session: Session, abort: worker_pb2.Abort) -> None: ...
+
+    def break_streams(self) -> None:
+        for session in self.sessions:
+            session.end()
+
+    def report(self, load: Load, draining: bool = False) -> None:
+        self.load = load
+        for session in self.sessions:
+            session.send(load=self._load(draining))
+
+    def _load(self, draining: bool = False) -> worker_pb2.WorkerLoad:
+        return worker_pb2.WorkerLoad(
+            num_free_slots=self.load.num_free_slots,
+            num_pending_tokens=self.load.num_pending_tokens,
+            draining=draining,
+        )
+
+    def _welcome(self) -> worker_pb2.Welcome:
+        return worker_pb2.Welcome(
+            worker_id=self.worker_id,
+            protocol_version=self.protocol_version,
+            function_library=FUNCTION_LIBRARY,
+            pool_id=self.pool_id,
+            load=self._load(),
+        )
+
+
+class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
+    """Answers at once, or keeps tickets in `held` while `holds`. `num_cached` is what it says to
+    have found of every prompt."""
+
+    role: ClassVar[Role] = "prefill"
+    service = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
+
+    def __init__(self, worker_id: str = "prefill-1", **fields: Any) -> None:
+        super().__init__(worker_id, **fields)
+        self.holds = False
+        self.held: list[tuple[Session, ticket_pb2.Ticket]] = []
+        self.num_cached = 0
+        self.spoil: Callable[[ticket_pb2.Ticket], None] = lambda ticket: None
+
+    def register(self, server: aio.Server) -> None:
+        prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
+
+    async def Connect(self, request_iterator: Any, context: Any) -> Any:
+        async for response in self.serve(request_iterator, prefill_pb2.PrefillConnectResponse):
+            yield response
+
+    def on_submit(self, session: Session, submit: prefill_pb2.PrefillSubmit) -> None:
+        if self.holds:
+            self.held.append((session, submit.ticket))
+        else:
+            self.answer(session, submit.ticket)
+
+    def let_go(self) -> None:
+        self.holds = False
+        while self.held:
+            self.answer(*self.held.pop(0))
+
+    def answer(self, session: Session, submitted: ticket_pb2.Ticket) -> None:
+        ticket = ticket_pb2.Ticket()
+        ticket.CopyFrom(submitted)
+        sequence = ticket.sequences[0]
+        tokens = [*ticket.prompt_token_ids, *sequence.token_ids]
+        if not sequence.token_ids:
+            ticket.num_cached_tokens = self.num_cached
+        sequence.token_ids.append(next_token(tokens))
+        finish = sampling_pb2.FINISH_REASON_UNSPECIFIED
+        if len(sequence.token_ids) == ticket.sampling.max_tokens:
+            finish = sampling_pb2.FINISH_REASON_LENGTH
+        else:
+            ticket.holder_epoch = 2
+            sequence.block_ids.extend(range(len(tokens) // 16 + 1))
+            sequence.num_computed_tokens = len(tokens)
+        self.spoil(ticket)
+        session.send(prefilled=prefill_pb2.Prefilled(ticket=ticket, finish_reason=finish))
+
+
+@dataclass(eq=False)
+class Running:
+    session: Session
+    ticket: ticket_pb2.Ticket
+    tokens: list[int]
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - len(self.ticket.prompt_token_ids)
+
+
+class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
+    """Steps all its sequences as fast as the loop turns, except while `paused`."""
+
+    role: ClassVar[Role] = "decode"
+    service = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
+
+    def __init__(self, worker_id: str = "decode-1", num_slots: int = 64, **fields: Any) -> None:
+        super().__init__(worker_id, load=Load(num_free_slots=num_slots), **fields)
+        self.num_slots = num_slots
+        self.slots: set[tuple[str, int]] = set()
+        self.running: dict[str, Running] = {}
+        self.answers_reservations = True
+        self.pause_after: int | None = None
+        self._stepping: asyncio.Task[None] | None = None
+
+    def register(self, server: aio.Server) -> None:
+        decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
+
+    async def Connect(self, request_iterator: Any, context: Any) -> Any:
+        async for response in self.serve(request_iterator, decode_pb2.DecodeConnectResponse):
+            yield response
+
+    def on_reserve(self, session: Session, reserve: decode_pb2.Reserve) -> None:
+        if not self.answers_reservations:
+            return
+        granted = len(self.slots) < self.num_slots
+        if granted:
+            self.slots.add((reserve.request_id, reserve.attempt))
+        session.send(
+            reserved=decode_pb2.Reserved(
+                request_id=reserve.request_id, attempt=reserve.attempt, granted=granted
+            )
+        )
+
+    def on_admit(self, session: Session, admit: decode_pb2.Admit) -> None:
+        ticket = admit.ticket
+        assert (ticket.request_id, ticket.attempt) in self.slots
+        tokens = [*ticket.prompt_token_ids, *ticket.sequences[0].token_ids]
+        self.running[ticket.request_id] = Running(session, ticket, tokens)
+        self.go_on()
+
+    def on_abort(self, session: Session, abort: worker_pb2.Abort) -> None:
+        self.slots.discard((abort.request_id, abort.attempt))
+        running = self.running.get(abort.request_id)
+        if running is not None and running.ticket.attempt == abort.attempt:
+            del self.running[abort.request_id]
+
+    def on_closed(self, session: Session) -> None:
+        self.running = {k: r for k, r in self.running.items() if r.session is not session}
+        self.slots.clear()
+
+    def requeue(self, request_id: str, reason: Any) -> None:
+        """Give a running request back."""
+        running = self.running.pop(request_id)
+        self.slots.discard((request_id, running.ticket.attempt))
+        ticket = ticket_pb2.Ticket(request_id=request_id, attempt=running.ticket.attempt)
+        running.session.send(requeue=worker_pb2.Requeue(ticket=ticket, reason=reason))
+
+    def go_on(self, pause_after: int | None = None) -> None:
+        """Step until nothing runs, or every sequence has `pause_after` tokens."""
+        if pause_after is not None:
+            self.pause_after = pause_after
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._steps())
+
+    async def _steps(self) -> None:
+        while runnable := [r for r in self.running.values() if self._may_step(r)]:
+            outputs: dict[Session, list[decode_pb2.SequenceOutput]] = {}
+            for running in runnable:
+                outputs.setdefault(running.session, []).append(self._step(running))
+            for session, mine in outputs.items():
+                session.send(step=decode_pb2.StepOutput(outputs=mine))
+            await asyncio.sleep(0)
+
+    def _may_step(self, running: Running) -> bool:
+        return self.pause_after is None or running.num_generated < self.pause_after
+
+    def _step(self, running: Running) -> decode_pb2.SequenceOutput:
+        running.tokens.append(next_token(running.tokens))
+        finish = sampling_pb2.FINISH_REASON_UNSPECIFIED
+        ticket = running.ticket
+        if running.num_generated == ticket.sampling.max_tokens:
+            finish = sampling_pb2.FINISH_REASON_LENGTH
+            del self.running[ticket.request_id]
+            self.slots.discard((ticket.request_id, ticket.attempt))
+        return decode_pb2.SequenceOutput(
+            request_id=ticket.request_id,
+            attempt=ticket.attempt,
+            index=0,
+            token_ids=running.tokens[-1:],
+            finish_reason=finish,
+        )
+
+
+async def start(worker: FakePrefill | FakeDecode) -> tuple[RpcServer, str]:
+    """The worker's server and its address."""
+    server = RpcServer(worker.service)
+    worker.register(server.aio)
+    port = await server.start("127.0.0.1", 0)
+    return server, f"127.0.0.1:{port}"
+
+
+def member(worker: FakePrefill | FakeDecode, address: str, model_dir: str) -> Member:
+    return Member(
+        member_id=worker.worker_id,
+        role=worker.role,
+        address=address,
+        state="serving",
+        started_unix_ms=1,
+        protocol_version=PROTOCOL_VERSION,
+        pool_id=worker.pool_id,
+        model="toy",
+        model_dir=model_dir,
+        max_model_len=4096,
+        max_num_seqs=64,
+        load=worker.load,
+        engine={"dtype": "float32"},
+    )

@@ -1,0 +1,458 @@
+"""The walk of a request through a gateway and its workers, over real gRPC."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from blockstore.registry import Load
+from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
+from services.common.errors import DeadlineExceeded, NoWorker, QueueFull, Unavailable
+from services.common.ticket import FinishReason
+
+from .conftest import PROMPT, Call, asked, until
+from .fakes import FakeDecode, FakePrefill, expected
+
+PREEMPTED = worker_pb2.Requeue.REASON_PREEMPTED
+DRAINING = worker_pb2.Requeue.REASON_DRAINING
+STALE = worker_pb2.Requeue.REASON_STALE_TICKET
+
+
+async def test_a_request_walks_from_prefill_to_decode_and_ends(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    prefill.num_cached = 7
+    house = await make_house(prefill, decode)
+
+    call = Call(house.gateway, asked(max_tokens=8))
+    last = await call.result()
+
+    assert call.tokens == expected(PROMPT, 8)
+    assert call.text == bytes(expected(PROMPT, 8)).decode()
+    assert last.finish_reason is FinishReason.LENGTH
+    assert last.usage is not None
+    assert (last.usage.num_prompt_tokens, last.usage.num_cached_tokens) == (len(PROMPT), 7)
+    assert (last.usage.num_generated_tokens, last.usage.num_preemptions) == (8, 0)
+    assert last.usage.time_to_first_token_ms > 0
+    kinds = [type(command).__name__ for command in (*decode.seen, *prefill.seen)]
+    assert kinds == ["Reserve", "Admit", "PrefillSubmit"]
+    (admit,) = decode.commands(decode_pb2.Admit)
+    assert admit.ticket.holder_epoch == 2
+    assert list(admit.ticket.sequences[0].block_ids) == [0]
+
+
+async def test_a_request_that_ends_in_prefill_gives_its_slot_back(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    call = Call(house.gateway, asked(max_tokens=1))
+    await call.result()
+    assert call.tokens == expected(PROMPT, 1)
+    await until(lambda: decode.aborted == [("r1", 1)])
+    assert not decode.commands(decode_pb2.Admit)
+    assert not prefill.aborted
+
+
+@pytest.mark.parametrize("received", [1, 2, 5])
+async def test_a_preempted_request_goes_on_with_the_same_tokens(
+    make_house: Any, received: int
+) -> None:
+    """Law 7: only a delay, however many tokens it had; a new holder for the new allocation."""
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    decode.pause_after = received
+    call = Call(house.gateway, asked(max_tokens=8))
+    await until(lambda: len(call.tokens) == received and "r1" in decode.running)
+    decode.pause_after = None
+    decode.requeue("r1", PREEMPTED)
+
+    last = await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    assert last.usage is not None
+    assert last.usage.num_preemptions == 1
+    first, again = (submit.ticket for submit in prefill.commands(prefill_pb2.PrefillSubmit))
+    assert (first.attempt, again.attempt) == (1, 2)
+    assert list(again.sequences[0].token_ids) == expected(PROMPT, received)
+    assert first.holder_id != again.holder_id
+    assert (again.holder_epoch, list(again.sequences[0].block_ids)) == (0, [])
+    assert first.order == again.order
+    assert first.sampling.seed == again.sampling.seed
+
+
+async def test_cached_tokens_are_those_of_the_first_prefill(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    prefill.num_cached = 3
+    decode.pause_after = 2
+    call = Call(house.gateway, asked())
+    await until(lambda: len(call.tokens) == 2)
+    decode.pause_after = None
+    decode.requeue("r1", PREEMPTED)
+    last = await call.result()
+    assert last.usage is not None
+    assert last.usage.num_cached_tokens == 3
+
+
+async def test_a_stale_ticket_is_computed_again(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    decode.pause_after = 0
+    call = Call(house.gateway, asked())
+    await until(lambda: "r1" in decode.running)
+    decode.pause_after = None
+    decode.requeue("r1", STALE)
+    last = await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    assert last.usage is not None
+    assert last.usage.num_preemptions == 0
+
+
+async def test_a_draining_worker_gets_nothing_new(make_house: Any) -> None:
+    leaving, staying = FakeDecode("decode-1"), FakeDecode("decode-2", num_slots=8)
+    house = await make_house(FakePrefill(), leaving, staying)
+    leaving.pause_after = 3
+    call = Call(house.gateway, asked())
+    await until(lambda: "r1" in leaving.running and len(call.tokens) == 3)
+    leaving.requeue("r1", DRAINING)
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    await Call(house.gateway, asked("r2")).result()
+    assert [c.request_id for c in staying.commands(decode_pb2.Reserve)] == ["r1", "r2"]
+
+
+async def test_what_an_earlier_attempt_says_is_dropped(make_house: Any) -> None:
+    """The first decode worker goes on with what it gave back: nothing of it reaches the client."""
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    decode.pause_after = 3
+    call = Call(house.gateway, asked(max_tokens=6))
+    await until(lambda: len(call.tokens) == 3)
+    session = decode.running["r1"].session
+    prefill.holds = True
+    decode.requeue("r1", PREEMPTED)
+    late = decode_pb2.SequenceOutput(request_id="r1", attempt=1, index=0, token_ids=[120])
+    session.send(step=decode_pb2.StepOutput(outputs=[late]))
+    await until(lambda: bool(prefill.held))
+    decode.pause_after = None
+    prefill.let_go()
+    await call.result()
+    assert call.tokens == expected(PROMPT, 6)
+
+
+async def test_requests_are_served_strictly_in_order(make_house: Any) -> None:
+    """One slot: lower class first, then arrival; a preempted one keeps its place before all who
+    came later."""
+    decode = FakeDecode(num_slots=1)
+    prefill = FakePrefill()
+    house = await make_house(prefill, decode)
+    decode.pause_after = 2
+    calls = [Call(house.gateway, asked("first"))]
+    await until(lambda: "first" in decode.running)
+    others = {"late": 1, "second": 0, "third": 0, "urgent": -1}
+    for num_waiting, (name, priority) in enumerate(others.items(), 1):
+        calls.append(Call(house.gateway, asked(name, priority=priority)))
+        await house.num_waiting(num_waiting)
+    decode.requeue("first", PREEMPTED)
+    decode.report(Load(num_free_slots=1))
+    decode.go_on(pause_after=8)
+    for call in calls:
+        await call.result()
+        assert call.tokens == expected(PROMPT, 8)
+    served = [submit.ticket.request_id for submit in prefill.commands(prefill_pb2.PrefillSubmit)]
+    assert served == ["first", "urgent", "first", "second", "third", "late"]
+    orders = [submit.ticket.order for submit in prefill.commands(prefill_pb2.PrefillSubmit)]
+    assert orders[1:] == sorted(orders[1:])
+
+
+async def test_a_refused_reservation_goes_to_the_next_worker(make_house: Any) -> None:
+    """The one that claims to have room has none; nobody waits for it."""
+    full, free = FakeDecode("decode-1", num_slots=8), FakeDecode("decode-2", num_slots=4)
+    house = await make_house(FakePrefill(), full, free)
+    full.num_slots = 0
+    call = Call(house.gateway, asked())
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    assert [type(command).__name__ for command in full.seen] == ["Reserve"]
+    assert len(free.commands(decode_pb2.Admit)) == 1
+
+
+async def test_a_worker_that_does_not_answer_holds_nobody_up(make_house: Any) -> None:
+    silent, free = FakeDecode("decode-1", num_slots=8), FakeDecode("decode-2", num_slots=4)
+    silent.answers_reservations = False
+    house = await make_house(FakePrefill(), silent, free, reserve_timeout_s=0.05)
+    for name in ("r1", "r2"):
+        call = Call(house.gateway, asked(name))
+        await call.result()
+        assert call.tokens == expected(PROMPT, 8)
+    assert silent.aborted == [("r1", 1)]
+    assert len(silent.commands(decode_pb2.Reserve)) == 1
+
+
+async def test_when_all_slots_are_taken_the_next_waits_for_one(make_house: Any) -> None:
+    decode = FakeDecode(num_slots=1)
+    house = await make_house(FakePrefill(), decode)
+    decode.pause_after = 2
+    first, second = Call(house.gateway, asked("r1")), Call(house.gateway, asked("r2"))
+    await until(lambda: len(first.tokens) == 2 and house.assembly.dispatcher.num_waiting == 1)
+    decode.go_on(pause_after=8)
+    await first.result()
+    await second.result()
+    assert second.tokens == expected(PROMPT, 8)
+
+
+async def test_a_full_queue_says_when_to_come_again(make_house: Any) -> None:
+    decode = FakeDecode(num_slots=1)
+    house = await make_house(FakePrefill(), decode, max_waiting=1)
+    decode.pause_after = 2
+    running = Call(house.gateway, asked("r1"))
+    await until(lambda: "r1" in decode.running)
+    waiting = Call(house.gateway, asked("r2"))
+    await until(lambda: house.assembly.dispatcher.num_waiting == 1)
+    with pytest.raises(QueueFull) as refused:
+        await Call(house.gateway, asked("r3")).result()
+    assert 0 < refused.value.retry_delay_s <= 30
+    decode.go_on(pause_after=8)
+    await running.result()
+    await waiting.result()
+
+
+# ── cancelling ───────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_cancelled_while_it_waits(make_house: Any) -> None:
+    decode = FakeDecode(num_slots=1)
+    prefill = FakePrefill()
+    house = await make_house(prefill, decode)
+    decode.pause_after = 2
+    first, second, third = (Call(house.gateway, asked(name)) for name in ("r1", "r2", "r3"))
+    await until(lambda: house.assembly.dispatcher.num_waiting == 2)
+    await second.cancel()
+    assert house.assembly.dispatcher.num_waiting == 1
+    decode.go_on(pause_after=8)
+    await first.result()
+    await third.result()
+    submitted = [s.ticket.request_id for s in prefill.commands(prefill_pb2.PrefillSubmit)]
+    assert submitted == ["r1", "r3"]
+
+
+async def test_cancelled_in_prefill_both_workers_hear_of_it(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    prefill.holds = True
+    call = Call(house.gateway, asked())
+    await until(lambda: bool(prefill.held))
+    await call.cancel()
+    await until(lambda: prefill.aborted == [("r1", 1)] and decode.aborted == [("r1", 1)])
+    prefill.let_go()  # it crossed the abort: nobody listens any more
+    await Call(house.gateway, asked("r2")).result()
+    assert [admit.ticket.request_id for admit in decode.commands(decode_pb2.Admit)] == ["r2"]
+
+
+async def test_cancelled_before_its_ticket_is_claimed_the_issuer_hears_too(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    decode.pause_after = 0
+    call = Call(house.gateway, asked())
+    await until(lambda: len(call.tokens) == 1 and "r1" in decode.running)
+    await call.cancel()
+    await until(lambda: prefill.aborted == [("r1", 1)] and decode.aborted == [("r1", 1)])
+
+
+async def test_cancelled_while_decoding_the_decode_worker_hears_of_it(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    decode.pause_after = 4
+    call = Call(house.gateway, asked())
+    await until(lambda: len(call.tokens) == 4)
+    await call.cancel()
+    await until(lambda: decode.aborted == [("r1", 1)])
+    assert not decode.running
+    assert not prefill.aborted
+
+
+async def test_a_deadline_reaches_every_hop(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    prefill.holds = True
+    call = Call(house.gateway, asked(timeout_s=0.2))
+    await until(lambda: bool(prefill.held))
+    assert 0 < prefill.held[0][1].timeout_ms <= 200
+    with pytest.raises(DeadlineExceeded):
+        await call.result()
+    await until(lambda: prefill.aborted == [("r1", 1)] and decode.aborted == [("r1", 1)])
+
+
+async def test_a_stop_string_ends_the_sequence_at_its_worker(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    text = bytes(expected(PROMPT, 20)).decode()
+    stop = text[4:7]
+    call = Call(house.gateway, asked(max_tokens=1000, sampling={"stop": (stop,)}))
+    last = await call.result()
+    assert call.text == text[: text.index(stop)]
+    assert (last.finish_reason, last.stopped_by) == (FinishReason.STOP, stop)
+    assert call.tokens == expected(PROMPT, text.index(stop) + 3)
+    await until(lambda: decode.aborted == [("r1", 1)])
+    assert not decode.running
+
+
+# ── broken things ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("received", [1, 4])
+async def test_a_broken_decode_stream_is_only_a_delay(make_house: Any, received: int) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    decode.pause_after = received
+    call = Call(house.gateway, asked())
+    await until(lambda: len(call.tokens) == received and "r1" in decode.running)
+    decode.pause_after = None
+    decode.break_streams()
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+
+
+async def test_a_broken_prefill_stream_is_only_a_delay(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    prefill.holds = True
+    call = Call(house.gateway, asked())
+    await until(lambda: bool(prefill.held))
+    prefill.holds = False
+    prefill.break_streams()
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    assert ("r1", 1) in decode.aborted
+
+
+async def test_a_prefill_worker_may_leave_once_its_ticket_is_claimed(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    decode.pause_after = 4
+    call = Call(house.gateway, asked())
+    await until(lambda: len(call.tokens) == 4)
+    prefill.break_streams()
+    decode.go_on(pause_after=8)
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    assert len(decode.commands(decode_pb2.Admit)) == 1
+
+
+async def test_a_request_gives_up_after_too_many_breaks(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    prefill.holds = True
+    call = Call(house.gateway, asked())
+    for _ in range(4):
+        await until(lambda: bool(prefill.held))
+        prefill.held.clear()
+        prefill.break_streams()
+    with pytest.raises(Unavailable, match="prefill worker prefill-1 was lost"):
+        await call.result()
+
+
+async def test_a_worker_that_leaves_the_registry_loses_its_requests(make_house: Any) -> None:
+    gone, other = FakeDecode("decode-1"), FakeDecode("decode-2", num_slots=1)
+    house = await make_house(FakePrefill(), gone, other)
+    gone.pause_after = 3
+    call = Call(house.gateway, asked())
+    await until(lambda: len(call.tokens) == 3)
+    await house.registry.withdraw("decode-1")
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    assert len(other.commands(decode_pb2.Admit)) == 1
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda t: t.sequences[0].token_ids.insert(0, 5), id="a token too many"),
+        pytest.param(lambda t: t.sequences[0].token_ids.pop(), id="no new token"),
+        pytest.param(lambda t: t.ClearField("sequences"), id="no sequence"),
+        pytest.param(lambda t: t.prompt_token_ids.append(1), id="another prompt"),
+        pytest.param(lambda t: setattr(t, "holder_id", "x"), id="another holder"),
+        pytest.param(lambda t: setattr(t, "root_hash", b"x"), id="malformed"),
+        pytest.param(lambda t: t.sequences[0].ClearField("block_ids"), id="no blocks"),
+    ],
+)
+async def test_a_wrong_ticket_is_refused_and_computed_again(make_house: Any, spoil: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+
+    def once(ticket: Any) -> None:
+        prefill.spoil = lambda ticket: None
+        spoil(ticket)
+
+    prefill.spoil = once
+    call = Call(house.gateway, asked())
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    await until(lambda: ("r1", 1) in prefill.aborted and ("r1", 1) in decode.aborted)
+    assert len(decode.commands(decode_pb2.Admit)) == 1
+
+
+async def test_another_protocol_version_is_not_used(make_house: Any) -> None:
+    house = await make_house(FakePrefill(), patience_s=0.2)
+    old = FakeDecode(protocol_version=99)
+    await house.announce(old)
+    await until(lambda: old.num_hellos == 1 and not old.sessions)
+    with pytest.raises(NoWorker):
+        await Call(house.gateway, asked()).result()
+    assert not house.gateway.ready()
+    assert not old.seen
+
+
+async def test_a_request_may_come_a_little_before_the_workers(make_house: Any) -> None:
+    house = await make_house()
+    call = Call(house.gateway, asked())
+    await asyncio.sleep(0)
+    assert house.gateway.models() == ()
+    await house.add(FakePrefill(), FakeDecode())
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    assert [model.model for model in house.gateway.models()] == ["toy"]
+
+
+async def test_without_workers_a_request_is_told_so(make_house: Any) -> None:
+    house = await make_house(patience_s=0.05)
+    with pytest.raises(NoWorker):
+        await Call(house.gateway, asked()).result()
+    await house.add(FakePrefill())
+    with pytest.raises(NoWorker, match="toy"):
+        await Call(house.gateway, asked()).result()
+
+
+async def test_a_failed_request_ends_with_the_workers_error(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    prefill.holds = True
+    call = Call(house.gateway, asked(timeout_s=60))
+    await until(lambda: bool(prefill.held))
+    failed = worker_pb2.RequestFailed(
+        request_id="r1", attempt=1, code="deadline_exceeded", message="too late"
+    )
+    prefill.held[0][0].send(failed=failed)
+    with pytest.raises(DeadlineExceeded, match="too late"):
+        await call.result()
+    await until(lambda: decode.aborted == [("r1", 1)])
+    assert not prefill.aborted
+
+
+async def test_prefill_goes_where_the_same_prefix_is_computed(make_house: Any) -> None:
+    """Two prefill workers; while one computes a long prefix, who shares it goes there too, and who
+    does not goes to the other."""
+    one, two = FakePrefill("prefill-1"), FakePrefill("prefill-2")
+    house = await make_house(one, two, FakeDecode())
+    one.holds = two.holds = True
+    shared, other = tuple(range(1, 129)), tuple(range(130, 258))
+    calls = [Call(house.gateway, asked("a", prompt=(*shared, 1)))]
+    await until(lambda: len(one.held) + len(two.held) == 1)
+    leader, idle = (one, two) if one.held else (two, one)
+    calls.append(Call(house.gateway, asked("b", prompt=(*shared, 2))))
+    await until(lambda: len(one.held) + len(two.held) == 2)
+    calls.append(Call(house.gateway, asked("c", prompt=other)))
+    await until(lambda: len(one.held) + len(two.held) == 3)
+    assert [ticket.request_id for _, ticket in leader.held] == ["a", "b"]
+    assert [ticket.request_id for _, ticket in idle.held] == ["c"]
+    one.let_go()
+    two.let_go()
+    for call in calls:
+        await call.result()
