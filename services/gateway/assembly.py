@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -89,7 +88,3 @@ async def keep_health(assembly: Assembly, server: RpcServer) -> None:
             serving = ready
             await server.set_serving(serving)
         await assembly.changes.wait(heard)
-
-
-def now_unix_ms() -> int:
-    return int(time.time() * 1000)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from blockstore.registry import Registry
-from services.common.errors import DuplicateRequest, NoWorker, PromptTooLong, QueueFull
+from services.common.errors import Draining, DuplicateRequest, NoWorker, PromptTooLong, QueueFull
 from services.common.logging import get_logger
 from services.gateway.admission import Admitted
 from services.gateway.bell import Bell
@@ -90,13 +90,13 @@ class Dispatcher:
         return len(self._journeys) - sum(len(lane.line) for lane in self._lanes.values())
 
     async def close(self) -> None:
-        """End everything; clients get Unavailable."""
+        """End everything: clients get Draining. Again: no error."""
         tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for journey in tuple(self._journeys.values()):
-            journey.end(NoWorker("the gateway is stopping"))
+            journey.end(Draining("the gateway is stopping; try again"))
 
     # ── in and out ───────────────────────────────────────────────────────────────────────────────
 

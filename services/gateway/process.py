@@ -1,0 +1,132 @@
+"""The gateway's process: connect to Redis, open both front doors, follow the workers, leave."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from prometheus_client import CollectorRegistry
+
+from blockstore.redis_registry import RedisRegistry
+from blockstore.redis_store import RedisStore
+from quire.v1 import inference_pb2_grpc
+from services.common.config import without_password
+from services.common.logging import get_logger
+from services.common.metrics import metrics_endpoint
+from services.common.presence import Presence
+from services.common.process import with_patience
+from services.common.rpc import RpcServer
+from services.gateway import relay, service
+from services.gateway.assembly import Assembly, assembled, keep_health
+from services.gateway.config import GatewaySettings
+from services.gateway.dispatcher import Limits
+from services.gateway.figures import Figures
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
+from services.gateway.relay import BlockManagerRelay
+from services.gateway.secret import deployment_secret
+from services.gateway.service import InferenceService
+
+_FAREWELL_S = 1.0
+"""For answers that are on their way out when everything has ended."""
+
+log = get_logger(__name__)
+
+
+async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
+    """Until `stop`; then what runs gets its grace. Raises when the store is lost: another gateway
+    process begins with the new one."""
+    metrics = CollectorRegistry()
+    configured = settings.secret.get_secret_value() if settings.secret else None
+    secret = deployment_secret(configured, settings.secret_file, settings.run_dir)
+    limits = Limits(settings.max_waiting, settings.patience_s, settings.reserve_timeout_s)
+    async with AsyncExitStack() as stack:
+        store, registry = await _connect(settings, stack)
+        stack.enter_context(metrics_endpoint(settings, metrics))
+        assembly = await stack.enter_async_context(
+            assembled(store, registry, secret, limits, Figures(metrics), settings.poll_s)
+        )
+        server, port = await _grpc_server(settings, assembly, stack)
+        http = await stack.enter_async_context(AsyncExitStack())
+        http_port = await _http_server(settings, assembly, metrics, http)
+        # Whatever ends the process: clients hear of it before their connections break.
+        stack.push_async_callback(assembly.dispatcher.close)
+        started_unix_ms = time.time_ns() // 1_000_000
+        presence = Presence(
+            registry,
+            lambda: assembly.describe(
+                settings.address(port), started_unix_ms, stopping=stop.is_set()
+            ),
+        )
+        log.info("gateway_listening", port=port, http_port=http_port)
+        async with _in_background(presence, assembly, server):
+            await stop.wait()
+            presence.changed()
+            await _leave(assembly, server, http, settings.stop_grace_s)
+
+
+async def _leave(
+    assembly: Assembly, server: RpcServer, http: AsyncExitStack, grace_s: float
+) -> None:
+    """Both front doors take nothing new; what is not done after the grace is told so."""
+    closing = asyncio.gather(server.stop(grace_s + _FAREWELL_S), http.aclose())
+    await asyncio.wait([closing], timeout=grace_s)
+    await assembly.dispatcher.close()
+    await closing
+
+
+@asynccontextmanager
+async def _in_background(
+    presence: Presence, assembly: Assembly, server: RpcServer
+) -> AsyncIterator[None]:
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(presence.keep(), name="presence"),
+            tasks.create_task(keep_health(assembly, server), name="health"),
+        ]
+        yield
+        for task in running:
+            task.cancel()
+
+
+async def _connect(
+    settings: GatewaySettings, stack: AsyncExitStack
+) -> tuple[RedisStore, RedisRegistry]:
+    what = f"Redis at {without_password(settings.redis_url)}"
+    patience_s = settings.redis_patience_s
+    store = await with_patience(lambda: RedisStore.connect(settings.redis_url), what, patience_s)
+    stack.push_async_callback(store.close)
+    registry = await with_patience(
+        lambda: RedisRegistry.connect(settings.redis_url), what, patience_s
+    )
+    stack.push_async_callback(registry.close)
+    return store, registry
+
+
+async def _grpc_server(
+    settings: GatewaySettings, assembly: Assembly, stack: AsyncExitStack
+) -> tuple[RpcServer, int]:
+    server = RpcServer(service.SERVICE_NAME, relay.SERVICE_NAME)
+    inference = InferenceService(assembly.gateway)
+    inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.aio)
+    passed_on = BlockManagerRelay(lambda: assembly.fleet.block_manager)
+    stack.push_async_callback(passed_on.close)
+    server.aio.add_generic_rpc_handlers((passed_on.handlers(),))
+    port = await server.start(settings.host, settings.port)
+    stack.push_async_callback(server.stop, _FAREWELL_S)
+    return server, port
+
+
+async def _http_server(
+    settings: GatewaySettings,
+    assembly: Assembly,
+    metrics: CollectorRegistry,
+    stack: AsyncExitStack,
+) -> int | None:
+    if settings.http_port is None:
+        return None
+    app = create_app(assembly.gateway, metrics)
+    serving = http_server(
+        app, settings.host, settings.http_port, settings.stop_grace_s + _FAREWELL_S
+    )
+    return await stack.enter_async_context(serving)
