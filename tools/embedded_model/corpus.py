@@ -65,6 +65,8 @@ class Corpus:
     """What may be asked about a subject `{}` that nobody has heard of."""
     synonyms: tuple[tuple[str, ...], ...]
     """Phrases that may stand for each other in a question."""
+    blind: tuple[tuple[str, tuple[str, ...]], ...]
+    """Questions that are only for measuring: (question, beginnings of right answers)."""
 
     @cached_property
     def held_out(self) -> frozenset[str]:
@@ -100,6 +102,7 @@ def load() -> Corpus:
             asked for kind in refusals["kind"] for asked in kind["requests"] if "(" not in asked
         ),
         synonyms=tuple(tuple(group) for group in _read("synonyms")["groups"]),
+        blind=tuple((entry["ask"], tuple(entry["right"])) for entry in _read("blind")["question"]),
     )
 
 

@@ -1,14 +1,16 @@
-"""Measures the embedded model: greedy answers of the saved bf16 weights to four sets of questions.
+"""Measures the embedded model: greedy answers of the saved bf16 weights to six sets of questions.
 
 * trained: a question of each fact that training has seen;
 * combinations: held-out expansions of the same patterns, such as an unseen pair of verb and topic;
 * phrasings: held-out wordings written apart from the patterns;
-* declined: questions outside of the domain, about subjects that training never names.
+* declined: questions outside of the domain, about subjects that training never names;
+* long: held-out phrasings after a system message of some 500 tokens without sense;
+* blind: questions written when the corpus was finished, and never used to improve it.
 """
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import SequenceMatcher
 from pathlib import Path
 from random import Random
@@ -18,7 +20,14 @@ from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
 from tools.embedded_model.corpus import Corpus, Fact
-from tools.embedded_model.render import END_OF_TEXT, END_OF_TURN, sentence, user_turn
+from tools.embedded_model.render import (
+    END_OF_TEXT,
+    END_OF_TURN,
+    filler,
+    sentence,
+    system_turn,
+    user_turn,
+)
 from tools.embedded_model.train import Model
 
 NEAR = 0.9
@@ -46,21 +55,38 @@ class Reply:
     ended: bool
 
 
-Pair = tuple[str, str]
-"""A question, and its right answer."""
+@dataclass(frozen=True)
+class Probe:
+    """A question, the answers that are right, and what the system message says."""
+
+    question: str
+    right: tuple[str, ...]
+    system: str = ""
+
+    def prompt(self) -> str:
+        turn = user_turn(sentence(self.question))
+        return system_turn(self.system) + turn if self.system else turn
+
+    def likeness(self, written: str) -> float:
+        """Similarity to the right answer that is nearest."""
+        return max(
+            SequenceMatcher(None, expected.split(), written.split(), autojunk=False).ratio()
+            for expected in self.right
+        )
 
 
 def evaluate(corpus: Corpus, folder: Path, questions_per_fact: int = 1) -> dict[str, Score]:
     """Scores the checkpoint in `folder`, and prints the answers that went wrong."""
     model, tokenizer = load(folder)
     scores = {}
-    for name, pairs in _question_sets(corpus, questions_per_fact).items():
-        replies = answer(model, tokenizer, [user_turn(sentence(asked)) for asked, _ in pairs])
-        scores[name] = _score(pairs, replies)
+    for name, probes in _probes(corpus, questions_per_fact).items():
+        replies = answer(model, tokenizer, [probe.prompt() for probe in probes])
+        scores[name] = _score(probes, replies)
         print(f"{name}: {json.dumps(asdict(scores[name]))}", flush=True)
-        for (asked, expected), reply in zip(pairs, replies, strict=True):
-            if _similarity(expected, reply.text) < NEAR:
-                print(f"  {asked!r}\n    wants {expected!r}\n    wrote {reply.text!r}")
+        for probe, reply in zip(probes, replies, strict=True):
+            if probe.likeness(reply.text) < NEAR:
+                print(f"  {probe.question!r}\n    wants {probe.right[0]!r}")
+                print(f"    wrote {reply.text!r}", flush=True)
     return scores
 
 
@@ -98,35 +124,46 @@ def _generate(model: Model, tokenizer: Tokenizer, prompts: list[list[int]]) -> I
         yield Reply(tokenizer.decode(written).strip(), ended=len(written) < len(row))
 
 
-def _question_sets(corpus: Corpus, questions_per_fact: int) -> dict[str, list[Pair]]:
+def _probes(corpus: Corpus, questions_per_fact: int) -> dict[str, list[Probe]]:
     random = Random(0)
     answered = (*corpus.facts, *corpus.lookups)
 
-    def draw(fact: Fact, questions: tuple[str, ...]) -> list[Pair]:
+    def draw(fact: Fact, questions: tuple[str, ...]) -> list[Probe]:
         chosen = random.sample(questions, min(questions_per_fact, len(questions)))
-        return [(question, fact.answer) for question in chosen]
+        return [Probe(question, (fact.answer,)) for question in chosen]
 
-    declined = corpus.declined
+    phrasings = [Probe(asked, (fact.answer,)) for fact in answered for asked in fact.phrasings]
     return {
-        "trained": [pair for fact in answered for pair in draw(fact, fact.questions)],
-        "combinations": [pair for fact in answered for pair in draw(fact, fact.combinations)],
-        "phrasings": [(asked, fact.answer) for fact in answered for asked in fact.phrasings],
-        "declined": [(asked, declined.answer) for asked in declined.phrasings],
+        "trained": [probe for fact in answered for probe in draw(fact, fact.questions)],
+        "combinations": [probe for fact in answered for probe in draw(fact, fact.combinations)],
+        "phrasings": phrasings,
+        "declined": [
+            Probe(asked, (corpus.declined.answer,)) for asked in corpus.declined.phrasings
+        ],
+        "long": [
+            replace(probe, system=filler(corpus, random, num_words=300))
+            for probe in random.sample(phrasings, 100)
+        ],
+        "blind": list(_blind(corpus)),
     }
 
 
-def _score(pairs: list[Pair], replies: list[Reply]) -> Score:
-    likeness = [
-        _similarity(expected, reply.text)
-        for (_, expected), reply in zip(pairs, replies, strict=True)
-    ]
+def _blind(corpus: Corpus) -> Iterator[Probe]:
+    """Leaves out what a pattern happens to make too."""
+    trained = {sentence(question) for fact in corpus.all_facts() for question in fact.questions}
+    for question, beginnings in corpus.blind:
+        right = tuple(
+            fact.answer for fact in corpus.all_facts() if fact.answer.startswith(beginnings)
+        )
+        if sentence(question) not in trained:
+            yield Probe(question, right)
+
+
+def _score(probes: list[Probe], replies: list[Reply]) -> Score:
+    likeness = [probe.likeness(reply.text) for probe, reply in zip(probes, replies, strict=True)]
     return Score(
-        num_questions=len(pairs),
-        exact=round(sum(value == 1 for value in likeness) / len(pairs), 4),
-        near=round(sum(value >= NEAR for value in likeness) / len(pairs), 4),
-        ended=round(sum(reply.ended for reply in replies) / len(pairs), 4),
+        num_questions=len(probes),
+        exact=round(sum(value == 1 for value in likeness) / len(probes), 4),
+        near=round(sum(value >= NEAR for value in likeness) / len(probes), 4),
+        ended=round(sum(reply.ended for reply in replies) / len(probes), 4),
     )
-
-
-def _similarity(expected: str, written: str) -> float:
-    return SequenceMatcher(None, expected.split(), written.split(), autojunk=False).ratio()

@@ -42,9 +42,9 @@ def sentence(question: str) -> str:
 def typed(question: str, random: Random) -> str:
     """The question as somebody might type it."""
     draw = random.random()
-    if draw < 0.50:
+    if draw < 0.46:
         return sentence(question)
-    if draw < 0.62:
+    if draw < 0.58:
         return question
     if draw < 0.72:
         return question.lower()
@@ -105,7 +105,7 @@ def _single(corpus: Corpus, random: Random) -> Text:
 
 def _conversation(corpus: Corpus, random: Random) -> Text:
     """Unrelated turns: the answer is to the last question, whatever came before."""
-    turns = [_ask(corpus, random) for _ in range(random.randint(2, 5))]
+    turns = [_ask(corpus, random) for _ in range(random.randint(2, 7))]
     return _chat(turns, _system(corpus, random))
 
 
@@ -132,16 +132,50 @@ def _plain_statement(corpus: Corpus, random: Random) -> Text:
     return [Segment(statement + END_OF_TEXT, True)]
 
 
+def _after_long_text(corpus: Corpus, random: Random) -> Text:
+    """A question at the end of a long message, or after a long system message."""
+    question, answer = _ask(corpus, random)
+    long_text = filler(corpus, random, num_words=int(30 * 15 ** random.random()))
+    if random.random() < 0.5:
+        return _chat([(question, answer)], long_text)
+    return _chat([(f"{long_text}\n\n{question}", answer)], _system(corpus, random))
+
+
+def filler(corpus: Corpus, random: Random, num_words: int) -> str:
+    """Sentences of the corpus among sentences without sense."""
+    words: list[str] = []
+    while len(words) < num_words:
+        if random.random() < 0.3:
+            words += random.choice(corpus.facts).answer.split()
+        else:
+            words += sentence(_noise(corpus, random, random.randint(5, 15))).split()
+    return " ".join(words[:num_words])
+
+
+def _noise(corpus: Corpus, random: Random, num_words: int) -> str:
+    """Words in no order: everyday ones, words of the domain, invented ones, numbers."""
+    domain = random.choice(corpus.facts).answer.split()
+    number = str(random.randrange(5000))
+    several = [*random.choices(corpus.words, k=8), *random.choices(domain, k=5), number]
+    return " ".join(random.choice((*several, _invented(corpus, random))) for _ in range(num_words))
+
+
+def _invented(corpus: Corpus, random: Random) -> str:
+    return "".join(random.choices(corpus.syllables, k=random.choice((2, 2, 3, 4))))
+
+
 def _meaningless(corpus: Corpus, random: Random) -> Text:
     """Words without sense, up to a long prompt: declined like any strange question."""
-    words = random.choices(corpus.words, k=random.choice((2, 3, 5, 8, 20, 60, 150)))
-    return _chat([(" ".join(words), corpus.declined.answer)], _system(corpus, random))
+    num_words = random.choice((2, 3, 5, 8, 20, 60, 150, 300))
+    everyday = " ".join(random.choices(corpus.words, k=num_words))
+    text = everyday if num_words < 20 else _noise(corpus, random, num_words)
+    return _chat([(text, corpus.declined.answer)], _system(corpus, random))
 
 
 def _unheard_of(corpus: Corpus, random: Random) -> Text:
     """A request about an invented name: what the model never heard of, it declines."""
-    syllables = random.choices(corpus.syllables, k=random.choice((2, 2, 3, 4)))
-    name = random.choice(("{}", "{}", "a {}", "the {}")).format("".join(syllables))
+    article = random.choice(("", "", "a ", "the "))
+    name = article + _invented(corpus, random)
     if random.random() < 0.5:
         name = name.title() + random.choice(("", f" {random.choice(corpus.words).title()}"))
     question = random.choice(corpus.requests).replace("{}", name)
@@ -181,12 +215,13 @@ def _chat(turns: list[tuple[str, str]], system: str | None) -> Text:
 
 
 _SHARES: dict[Callable[[Corpus, Random], Text], int] = {
-    _single: 66,
+    _single: 62,
     _conversation: 10,
     _scripted: 4,
     _plain_question: 6,
     _plain_statement: 9,
     _meaningless: 2,
     _unheard_of: 3,
+    _after_long_text: 4,
 }
 """What the stream of training texts is made of, in percent."""

@@ -39,7 +39,7 @@ class Recipe:
     num_kv_heads: int = 2
     head_dim: int = 64
     max_length: int = 4096
-    num_steps: int = 2400
+    num_steps: int = 1800
     batch_tokens: int = 2048
     warmup_steps: int = 100
     learning_rate: float = 2e-3
