@@ -1,0 +1,108 @@
+"""The application: its routes, and the walk of one HTTP request to the generator and back."""
+
+import time
+from http import HTTPStatus
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from services.common.errors import UnknownModel
+from services.common.faults import failure_of
+from services.gateway.api import Generator, ServedModel
+from services.gateway.http.answers import Answer
+from services.gateway.http.body import read_body
+from services.gateway.http.dialects import ChatDialect, Dialect, Envelope, TextDialect
+from services.gateway.http.failures import FrontDoor, answer_http_exception, error_body
+from services.gateway.http.merge import merged
+from services.gateway.http.responses import CLIENT_GONE, EventStream, Json, unless_disconnected
+from services.gateway.http.schema import ChatBody, CompletionBody
+
+
+def create_app(generator: Generator, metrics: CollectorRegistry) -> Starlette:
+    """The HTTP front door of `generator`; `/metrics` shows what is in `metrics`."""
+    endpoints = _Endpoints(generator, metrics)
+    return Starlette(
+        routes=[
+            Route("/v1/completions", endpoints.completions, methods=["POST"]),
+            Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
+            Route("/v1/models", endpoints.models),
+            Route("/v1/models/{model:path}", endpoints.model),
+            Route("/health", endpoints.health),
+            Route("/metrics", endpoints.metrics),
+        ],
+        middleware=[Middleware(FrontDoor)],
+        exception_handlers={HTTPException: answer_http_exception},
+    )
+
+
+class _Endpoints:
+    def __init__(self, generator: Generator, metrics: CollectorRegistry) -> None:
+        self._generator = generator
+        self._metrics = metrics
+        self._started_unix_s = int(time.time())
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(request, await read_body(request, CompletionBody), TextDialect())
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._answer(request, await read_body(request, ChatBody), ChatDialect())
+
+    async def _answer(
+        self, request: Request, body: CompletionBody | ChatBody, dialect: Dialect
+    ) -> Response:
+        request_id = body.request_id or request.state.request_id
+        requests = body.requests(request_id)
+        answer = Answer(
+            dialect,
+            Envelope(f"{dialect.id_prefix}-{request_id}", int(time.time()), self._name(body.model)),
+            num_prompts=len(requests),
+            with_token_ids=bool(body.return_token_ids),
+            with_usage=body.include_usage,
+        )
+        deltas = merged([self._generator.generate(each) for each in requests])
+        if body.stream:
+            return EventStream(answer.parts(deltas), lambda error: error_body(failure_of(error)))
+        whole = await unless_disconnected(request.receive, answer.whole(deltas))
+        return Response(status_code=CLIENT_GONE) if whole is None else Json(whole)
+
+    async def models(self, _request: Request) -> Response:
+        models = [self._model_json(model) for model in self._generator.models()]
+        return Json({"object": "list", "data": models})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        for model in self._generator.models():
+            if model.model == name:
+                return Json(self._model_json(model))
+        raise UnknownModel(f"model {name!r} is not served")
+
+    async def health(self, _request: Request) -> Response:
+        """200 while requests can be served, for load balancers."""
+        if self._generator.ready():
+            return Json({"status": "serving"})
+        return Json({"status": "not_serving"}, HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def metrics(self, request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(self._metrics), headers={"Content-Type": content_type})
+
+    def _name(self, asked_for: str | None) -> str:
+        """What the answer calls the model; a request without a model is for the only one."""
+        return asked_for or next((model.model for model in self._generator.models()), "")
+
+    def _model_json(self, model: ServedModel) -> dict[str, object]:
+        return {
+            "id": model.model,
+            "object": "model",
+            "created": self._started_unix_s,
+            "owned_by": "quire",
+            "max_model_len": model.max_model_len,
+            "block_size": model.block_size,
+            "dtype": model.dtype,
+        }

@@ -1,0 +1,84 @@
+"""How answers leave: JSON at once, or server-sent events; both end when the client goes away."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from pydantic_core import to_json
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+CLIENT_GONE = 499
+"""Status of an answer that nobody reads; nginx's."""
+
+
+class Json(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return to_json(content)
+
+
+class EventStream(Response):
+    """Sends each of `events` as it comes, then `[DONE]`.
+
+    Headers wait for the first event, so that an error in its place still has its own status; a
+    later one becomes the last event, `{"error": ...}`. The generator is closed as soon as the
+    client goes away, not when the next event is there.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[dict[str, Any], None],
+        error_event: Callable[[Exception], dict[str, Any]],
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        # X-Accel-Buffering: a proxy must not collect what should be seen at once.
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._events = events
+        self._error_event = error_event
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_disconnected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            first = await anext(events)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await _send_event(send, to_json(first))
+            try:
+                async for event in events:
+                    await _send_event(send, to_json(event))
+                await _send_event(send, b"[DONE]")
+            except Exception as error:
+                await _send_event(send, to_json(self._error_event(error)))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_event(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": b"data: %b\n\n" % data, "more_body": True})
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None when the client went away first: then `work` is cancelled, and has
+    ended when this returns. The request's body must have been read."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.wait({working, leaving})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

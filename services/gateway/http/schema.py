@@ -1,0 +1,171 @@
+"""The bodies of /v1/completions and /v1/chat/completions: OpenAI's fields and vLLM's extras.
+
+Only types are checked here; which values are allowed is for the gateway's admission to say, for
+gRPC and HTTP alike.
+"""
+
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+
+from services.gateway.api import ChatMessage, GenerationRequest, Prompt, RequestedSampling
+from services.gateway.http.inert import without_inert
+
+MAX_PROMPTS = 128
+"""Prompts of one body; each is a request of its own."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_inert(cls, fields: Any) -> Any:
+        return without_inert(fields, cls.model_fields) if isinstance(fields, dict) else fields
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("must be a string or a list of strings")
+    return tuple(texts)
+
+
+class GenerationBody(_Body):
+    """What both bodies have. `user` is accepted, and used for nothing."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: Annotated[tuple[str, ...], PlainValidator(_texts)] = ()
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    cache_salt: str | None = None
+    ignore_eos: bool | None = None
+    min_p: float | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    stop_token_ids: list[int] | None = None
+    top_k: int | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for requests with stream=true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Most tokens to generate, as asked for."""
+        return self.max_tokens
+
+    def request(self, prompt: Prompt, request_id: str) -> GenerationRequest:
+        return GenerationRequest(
+            prompt=prompt,
+            request_id=request_id,
+            model=self.model or "",
+            sampling=RequestedSampling(
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                seed=self.seed,
+                max_tokens=self.most_tokens,
+                stop=self.stop,
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                ignore_eos=bool(self.ignore_eos),
+            ),
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
+        )
+
+
+def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and _are_token_ids(value):
+        return (tuple(value),)
+    if not isinstance(value, list) or not all(
+        isinstance(prompt, str) or _are_token_ids(prompt) for prompt in value
+    ):
+        raise ValueError("must be text, token ids, or a list of either")
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"{len(value)} prompts, at most {MAX_PROMPTS}")
+    return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in value)
+
+
+def _are_token_ids(value: Any) -> bool:
+    """An empty list is an empty prompt."""
+    return isinstance(value, list) and all(type(token_id) is int for token_id in value)
+
+
+class CompletionBody(GenerationBody):
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(_prompts)]
+
+    def requests(self, request_id: str) -> list[GenerationRequest]:
+        """One per prompt, in order."""
+        if len(self.prompt) == 1:
+            return [self.request(self.prompt[0], request_id)]
+        return [
+            self.request(prompt, f"{request_id}-{index}")
+            for index, prompt in enumerate(self.prompt)
+        ]
+
+
+def _content(value: Any) -> str:
+    """Text, or parts of type text, which are lines."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be text or a list of text parts")
+    return "\n".join(map(_part, value))
+
+
+def _part(part: Any) -> str:
+    match part:
+        case {"type": "text", "text": str(text), **others} if not others:
+            return text
+        case {"type": str(kind)} if kind != "text":
+            raise ValueError(f"content parts of type {kind!r} are not supported, only 'text'")
+    raise ValueError('a text part is {"type": "text", "text": "..."}')
+
+
+class MessageBody(_Body):
+    role: str = Field(min_length=1)
+    content: Annotated[str, PlainValidator(_content)]
+
+
+class ChatBody(GenerationBody):
+    messages: list[MessageBody]
+    max_completion_tokens: int | None = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        if None not in (both := (self.max_tokens, self.max_completion_tokens)) and (
+            both[0] != both[1]
+        ):
+            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def requests(self, request_id: str) -> list[GenerationRequest]:
+        messages = tuple(ChatMessage(message.role, message.content) for message in self.messages)
+        return [self.request(messages, request_id)]

@@ -1,0 +1,71 @@
+"""uvicorn as a guest in a running event loop: it owns a socket, and nothing else of the process."""
+
+import asyncio
+import math
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from services.common.config import join_host_port
+from services.common.errors import StartupError
+
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections, so that the client is the one that closes them."""
+
+
+@asynccontextmanager
+async def http_server(
+    app: ASGIApp, host: str, port: int, grace_s: float = 10.0
+) -> AsyncIterator[int]:
+    """Serve `app` inside the block; gives the port. Afterwards, requests that run get `grace_s`
+    (whole seconds, rounded up), then they are cancelled; all have ended when the block is left.
+
+    StartupError: the address cannot be listened on.
+    """
+    listening = _listen(host, port)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=math.ceil(grace_s),
+        )
+    )
+    serving = asyncio.create_task(server.serve([listening]), name="http")
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await serving
+        if cancelled := server.server_state.tasks:
+            await asyncio.wait(cancelled)
+        listening.close()
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the service's: `services.common.process`."""
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server(
+            (host, port),
+            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+            backlog=_BACKLOG,
+        )
+    except OSError as error:
+        raise StartupError(
+            f"HTTP: cannot listen on {join_host_port(host, port)}: {error.strerror or error}"
+        ) from error

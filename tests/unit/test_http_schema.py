@@ -1,0 +1,265 @@
+"""What bodies may say, and what of it reaches the gateway."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.types import Message
+
+from services.common.errors import InvalidRequest
+from services.gateway.api import ChatMessage, GenerationRequest, RequestedSampling
+from services.gateway.http.body import read_body
+from services.gateway.http.merge import merged
+from services.gateway.http.schema import ChatBody, CompletionBody
+
+USER = [{"role": "user", "content": "Hi"}]
+
+
+async def problem(model: type[CompletionBody | ChatBody], body: bytes) -> str:
+    """What a body is refused with."""
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    with pytest.raises(InvalidRequest) as caught:
+        await read_body(Request({"type": "http"}, receive), model)
+    return str(caught.value)
+
+
+def chat(**fields: Any) -> GenerationRequest:
+    (request,) = ChatBody.model_validate({"messages": USER, **fields}).requests("r")
+    return request
+
+
+def test_every_field_arrives() -> None:
+    body = CompletionBody.model_validate(
+        {
+            "model": "tiny",
+            "prompt": "Hi",
+            "max_tokens": 5,
+            "temperature": 1,
+            "top_p": 0.5,
+            "top_k": -1,
+            "min_p": 0.1,
+            "seed": 2**64 - 1,
+            "stop": ["a", "b"],
+            "stop_token_ids": [7],
+            "ignore_eos": True,
+            "priority": -3,
+            "cache_salt": "s",
+            "user": "u",
+        }
+    )
+    assert body.requests("r") == [
+        GenerationRequest(
+            prompt="Hi",
+            request_id="r",
+            model="tiny",
+            sampling=RequestedSampling(
+                1.0, -1, 0.5, 0.1, 2**64 - 1, 5, ("a", "b"), (7,), ignore_eos=True
+            ),
+            priority=-3,
+            cache_salt="s",
+        )
+    ]
+
+
+def test_null_is_as_good_as_absent() -> None:
+    names = CompletionBody.model_fields.keys() - {"prompt"}
+    body = CompletionBody.model_validate({"prompt": "Hi", **dict.fromkeys(names)})
+    assert body.requests("r") == [GenerationRequest("Hi", "r")]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("Hi", ["Hi"]),
+        ([1, 2], [(1, 2)]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2, 3]], [(1,), (2, 3)]),
+        ([[1], "b"], [(1,), "b"]),
+        ([], [()]),
+    ],
+)
+def test_prompts_are_text_or_token_ids_or_several(prompt: object, prompts: list[object]) -> None:
+    requests = CompletionBody.model_validate({"prompt": prompt}).requests("r")
+    assert [request.prompt for request in requests] == prompts
+    assert len({request.request_id for request in requests}) == len(requests)
+
+
+@pytest.mark.parametrize("prompt", [None, 7, [True], [1.5], ["a", 1], [[["a"]]], {}, ["a"] * 129])
+def test_nothing_else_is_a_prompt(prompt: object) -> None:
+    with pytest.raises(ValidationError):
+        CompletionBody.model_validate({"prompt": prompt})
+
+
+def test_content_is_text_or_text_parts() -> None:
+    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]
+    assert chat(messages=[{"role": "user", "content": parts}]).prompt == (
+        ChatMessage("user", "Hi\nthere"),
+    )
+
+
+def test_an_answer_can_be_sent_back_as_a_message() -> None:
+    """With all the null fields that OpenAI's own client puts into it."""
+    message = {
+        "role": "assistant",
+        "content": "Hi",
+        **dict.fromkeys(["refusal", "annotations", "audio", "function_call", "tool_calls"]),
+    }
+    assert chat(messages=[message]).prompt == (ChatMessage("assistant", "Hi"),)
+
+
+@pytest.mark.parametrize(
+    ("limits", "max_tokens"),
+    [
+        ({}, None),
+        ({"max_tokens": 3}, 3),
+        ({"max_completion_tokens": 4}, 4),
+        ({"max_tokens": 5, "max_completion_tokens": 5}, 5),
+    ],
+)
+def test_the_limit_has_two_names(limits: dict[str, int], max_tokens: int | None) -> None:
+    assert chat(**limits).sampling.max_tokens == max_tokens
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 1},
+        {"logprobs": False, "top_logprobs": None},
+        {"presence_penalty": 0.0, "frequency_penalty": 0, "repetition_penalty": 1.0},
+        {"logit_bias": {}, "tools": [], "tool_choice": "none", "parallel_tool_calls": True},
+        {"response_format": {"type": "text"}, "metadata": None, "store": False},
+    ],
+)
+def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
+    assert chat(**fields) == chat()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 2}, "n is not supported"),
+        ({"n": True}, "n is not supported"),
+        ({"logprobs": True}, "logprobs is not supported"),
+        ({"tools": [{"type": "function"}]}, "tools is not supported"),
+        ({"presence_penalty": 0.5}, "presence_penalty is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"tempratur": 1}, "tempratur is not supported"),
+        ({"temperature": "hot"}, "temperature: Input should be a valid number"),
+        ({"temperature": True}, "temperature: Input should be a valid number"),
+        ({"max_tokens": 1.5}, "max_tokens: Input should be a valid integer"),
+        ({"stop": [1]}, "stop: must be a string or a list of strings"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids[0]: Input should be a valid integer"),
+        ({"stream_options": {}}, "stream_options is for requests with stream=true"),
+        (
+            {"stream": True, "stream_options": {"chunk_size": 2}},
+            "stream_options.chunk_size is not supported",
+        ),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "differ; give one of them"),
+        ({"messages": "Hi"}, "messages: Input should be a valid list"),
+        ({"messages": ["Hi"]}, "messages[0]: Input should be"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content: Field required"),
+        ({"messages": [{"role": "", "content": ""}]}, "messages[0].role: String should have"),
+        (
+            {"messages": [*USER, {"role": "user", "content": None}]},
+            "messages[1].content: must be text or a list of text parts",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content: content parts of type 'image_url' are not supported",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            'messages[0].content: a text part is {"type": "text", "text": "..."}',
+        ),
+        (
+            {"messages": [{"role": "user", "content": "", "tool_call_id": "x"}]},
+            "messages[0].tool_call_id is not supported",
+        ),
+    ],
+)
+async def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> None:
+    body = json.dumps({"messages": USER, **fields}).encode()
+    assert message in await problem(ChatBody, body)
+
+
+async def test_every_wrong_field_is_named() -> None:
+    text = await problem(CompletionBody, b'{"prompt": 1, "seed": "x", "n": 2}')
+    assert [part.split(":")[0].split(" ")[0] for part in text.split("; ")] == [
+        "seed",
+        "prompt",
+        "n",
+    ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff",
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": -Infinity}',
+        b'{"prompt": "\\ud800"}',
+        b"[" * 100_000,
+    ],
+)
+async def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    assert (await problem(CompletionBody, body)).startswith("the body is not ")
+
+
+class Counting:
+    """Streams that count up; how many of them are open."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+
+    async def stream(self, end: int, error: Exception | None = None) -> AsyncGenerator[int, None]:
+        self.num_open += 1
+        try:
+            for number in range(end):
+                yield number
+                await asyncio.sleep(0)
+            if error:
+                raise error
+        finally:
+            self.num_open -= 1
+
+
+@pytest.mark.parametrize("num_streams", [1, 3])
+async def test_merged_streams_give_everything_in_order(num_streams: int) -> None:
+    counting = Counting()
+    streams = [counting.stream(40) for _ in range(num_streams)]
+    seen: dict[int, list[int]] = {}
+    async for number, item in merged(streams):
+        seen.setdefault(number, []).append(item)
+    assert seen == {number: list(range(40)) for number in range(num_streams)}
+    assert counting.num_open == 0
+
+
+@pytest.mark.parametrize("num_streams", [1, 3])
+async def test_closing_a_merged_stream_closes_all(num_streams: int) -> None:
+    counting = Counting()
+    both = merged([counting.stream(1_000_000) for _ in range(num_streams)])
+    async for _, item in both:
+        if item == 5:
+            break
+    await both.aclose()
+    assert counting.num_open == 0
+
+
+async def test_an_error_of_one_stream_ends_all() -> None:
+    counting = Counting()
+    streams = [counting.stream(1_000_000), counting.stream(3, InvalidRequest("no"))]
+    with pytest.raises(InvalidRequest, match="no"):
+        async for _ in merged(streams):
+            pass
+    assert counting.num_open == 0
