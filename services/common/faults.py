@@ -7,6 +7,7 @@ it is logged with its traceback under an error id, and the client gets the id an
 import secrets
 from dataclasses import dataclass
 
+from google.protobuf.message import DecodeError
 from grpc import StatusCode
 
 from blockstore import errors as store
@@ -86,6 +87,9 @@ FAULTS: dict[type[Exception], Fault] = {
     store.MustWait: Fault("must_wait", _EXHAUSTED, 429, retry_delay_s=1.0),
     store.StaleHolder: Fault("stale_holder", StatusCode.ABORTED, 409),
     store.NotHeld: Fault("not_held", _PRECONDITION, 409),
+    DecodeError: Fault(
+        domain.InvalidRequest.code, _INVALID, 400, "the message is not one of this method's"
+    ),
     TimeoutError: Fault(
         domain.DeadlineExceeded.code, StatusCode.DEADLINE_EXCEEDED, 504, "the time limit has passed"
     ),

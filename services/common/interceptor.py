@@ -10,10 +10,8 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc import aio
 
-from services.common.errors import InvalidRequest
 from services.common.faults import Failure, failure_of
 from services.common.logging import bind_request_id
 
@@ -51,7 +49,10 @@ def trailers(failure: Failure) -> tuple[tuple[str, str], ...]:
 
 
 def _wrapped(handler: _Handler) -> _Handler:
-    call = _guarded(_call_of(handler), None if handler.request_streaming else _decoder_of(handler))
+    # A single request is decoded inside of the guard: gRPC itself would answer a malformed one with
+    # UNKNOWN and the decoder's text. A stream's messages are decoded while the method reads them.
+    decode_inside = None if handler.request_streaming else handler.request_deserializer
+    call = _guarded(_call_of(handler), decode_inside)
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
@@ -91,19 +92,6 @@ def _guarded(call: _Call, decode: _Decode | None) -> _Call:
         await context.abort(failure.status, failure.text, trailers(failure))
 
     return guarded
-
-
-def _decoder_of(handler: _Handler) -> _Decode:
-    """gRPC itself answers an undecodable request with UNKNOWN and the decoder's text."""
-    decode: _Decode = handler.request_deserializer or bytes
-
-    def decoded(request: bytes) -> Any:
-        try:
-            return decode(request)
-        except DecodeError as error:
-            raise InvalidRequest("the request is not a valid message of this method") from error
-
-    return decoded
 
 
 def _bind_request_id(context: _Context) -> None:

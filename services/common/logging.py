@@ -73,5 +73,7 @@ def _renderers(log_format: LogFormat, stream: TextIO) -> list[Processor]:
     if log_format == "auto":
         log_format = "console" if stream.isatty() else "json"
     if log_format == "console":
-        return [structlog.dev.ConsoleRenderer(colors=stream.isatty())]
+        # Plain: a traceback with the values of variables would show prompts and secrets.
+        plain = structlog.dev.plain_traceback
+        return [structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=plain)]
     return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]

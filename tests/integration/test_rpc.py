@@ -162,6 +162,15 @@ async def test_an_undecodable_request_is_invalid(start: Start) -> None:
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_an_undecodable_message_of_a_stream_is_invalid(start: Start) -> None:
+    channel = await start(Inference())
+    call: Any = channel.stream_stream("/quire.v1.Prefill/Connect")()
+    await call.write(b"\xff\xff\xff")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read(call)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_messages_up_to_the_limit_pass(start: Start) -> None:
     """12 MB reach the handler; above 16 MiB gRPC refuses."""
     channel = await start(Inference(errors.PromptTooLong("too long")))
