@@ -1,10 +1,9 @@
 """Tells a worker to drain, as a peer on a stream of its own."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from grpc import aio
+from grpc import StatusCode, aio
 
 from blockstore.registry import Member
 from blockstore.store import FUNCTION_LIBRARY
@@ -13,7 +12,10 @@ from services.common.errors import Unavailable, UnknownWorker
 from services.common.rpc import open_channel, translated
 from services.common.version import PROTOCOL_VERSION
 
-_Connect = Callable[[AsyncIterator[Any]], AsyncIterator[Any]]
+if TYPE_CHECKING:  # generic in the stubs only
+    _Stream = aio.StreamStreamCall[Any, Any]
+else:
+    _Stream = aio.StreamStreamCall
 
 
 async def drain(members: tuple[Member, ...], worker_id: str, peer_id: str) -> int:
@@ -28,35 +30,50 @@ async def drain(members: tuple[Member, ...], worker_id: str, peer_id: str) -> in
 
 
 async def _drain(worker: Member, channel: aio.Channel, peer_id: str) -> int:
-    connect, request = _dialect(worker, channel)
-    answered = asyncio.Event()
-
-    async def commands() -> AsyncIterator[Any]:
-        yield request(
-            hello=worker_pb2.Hello(
-                peer_id=peer_id,
-                protocol_version=PROTOCOL_VERSION,
-                function_library=FUNCTION_LIBRARY,
-            )
-        )
-        yield request(drain=worker_pb2.Drain())
-        # The end of the commands is the end of the stream; the answer comes first.
-        await answered.wait()
-
+    stream, request = _connect(worker, channel)
+    hello = worker_pb2.Hello(
+        peer_id=peer_id,
+        protocol_version=PROTOCOL_VERSION,
+        function_library=FUNCTION_LIBRARY,
+    )
+    response: Any
     try:
-        async for response in connect(commands()):
-            if response.WhichOneof("event") == "draining":
-                return int(response.draining.num_running)
+        await stream.write(request(hello=hello))
+        while (response := await stream.read()) is not aio.EOF:
+            match response.WhichOneof("event"):
+                case "welcome":
+                    _check(worker, response.welcome)
+                    # Not before: what is sent to one who refuses the hello hides his reason.
+                    await stream.write(request(drain=worker_pb2.Drain()))
+                case "draining":
+                    return int(response.draining.num_running)
+        await _raise_status(stream)
     finally:
-        answered.set()
+        stream.cancel()
     raise Unavailable(f"worker {worker.member_id} ended the stream without an answer")
 
 
-def _dialect(worker: Member, channel: aio.Channel) -> tuple[_Connect, Callable[..., Any]]:
-    """The worker's Connect, and its type of requests."""
+async def _raise_status(stream: _Stream) -> None:
+    """AioRpcError if the stream ended with an error; `read` answers EOF for some of them."""
+    code = await stream.code()
+    if code is not StatusCode.OK:
+        metadata = await stream.trailing_metadata()
+        raise aio.AioRpcError(code, aio.Metadata(), metadata, await stream.details())
+
+
+def _check(worker: Member, welcome: worker_pb2.Welcome) -> None:
+    """The registry may be seconds old, and the address another's by now."""
+    if welcome.worker_id != worker.member_id:
+        raise UnknownWorker(
+            f"at {worker.address} is {welcome.worker_id!r}, no longer {worker.member_id!r}"
+        )
+
+
+def _connect(worker: Member, channel: aio.Channel) -> tuple[_Stream, Callable[..., Any]]:
+    """A stream to the worker, and its type of requests."""
     stub: Any
     if worker.role == "prefill":
         stub = prefill_pb2_grpc.PrefillStub(channel)
-        return stub.Connect, prefill_pb2.PrefillConnectRequest
+        return stub.Connect(), prefill_pb2.PrefillConnectRequest
     stub = decode_pb2_grpc.DecodeStub(channel)
-    return stub.Connect, decode_pb2.DecodeConnectRequest
+    return stub.Connect(), decode_pb2.DecodeConnectRequest

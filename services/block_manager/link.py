@@ -6,8 +6,9 @@ this is the only place that knows of servers that go and come back.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from blockstore.errors import StoreLost, StoreUnavailable, StoreUnsuitable, UnknownPool
 from blockstore.registry import Registry
@@ -18,6 +19,8 @@ log = get_logger(__name__)
 
 RETRY_INTERVAL_S = 0.25
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Connection:
@@ -25,6 +28,14 @@ class Connection:
 
     store: BlockStore
     registry: Registry
+
+    async def of_all_pools(self, read: Callable[[str], Awaitable[T]]) -> list[T]:
+        """What `read` answers for each pool, by id; one that is dropped meanwhile is left out."""
+        answers = []
+        for pool_id in await self.store.pool_ids():
+            with suppress(UnknownPool):
+                answers.append(await read(pool_id))
+        return answers
 
     async def close(self) -> None:
         await self.store.close()

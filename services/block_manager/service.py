@@ -1,16 +1,19 @@
 """quire.v1.BlockManager: what operators ask; protobuf at the edge."""
 
 import asyncio
-from typing import Any
+from collections.abc import Awaitable, Callable
+from itertools import chain
+from typing import Any, TypeVar
 
 from blockstore.registry import Member
 from blockstore.store import AuditReport, HolderInfo, PoolStats
 from quire.v1 import block_manager_pb2 as pb
 from quire.v1 import block_manager_pb2_grpc
-from services.block_manager.auditor import pool_stats
 from services.block_manager.drain import drain
 from services.block_manager.link import Connection, Link
 from services.common.wire import load_to_wire
+
+T = TypeVar("T")
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["BlockManager"].full_name
 
@@ -30,7 +33,8 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
         self._drain_timeout_s = drain_timeout_s
 
     async def ListPools(self, request: pb.ListPoolsRequest, context: Any) -> pb.ListPoolsResponse:
-        found = await pool_stats(self._link.connection)
+        connection = self._link.connection
+        found = await connection.of_all_pools(connection.store.stats)
         return pb.ListPoolsResponse(pools=map(_pool, found))
 
     async def ListWorkers(
@@ -38,7 +42,7 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
     ) -> pb.ListWorkersResponse:
         """Workers of the registry, and those on a pool that are not there (yet, or any more)."""
         connection = self._link.connection
-        pools = await pool_stats(connection)
+        pools = await connection.of_all_pools(connection.store.stats)
         fenced = {worker_id for stats in pools for worker_id in stats.fenced_worker_ids}
         members = [
             member
@@ -60,18 +64,17 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
         self, request: pb.ListHoldersRequest, context: Any
     ) -> pb.ListHoldersResponse:
         connection = self._link.connection
-        return pb.ListHoldersResponse(
-            holders=[
-                _holder(pool_id, holder)
-                for pool_id in await _pool_ids(connection, request.pool_id)
-                for holder in await connection.store.holders(pool_id)
-            ]
-        )
+
+        async def read(pool_id: str) -> list[pb.Holder]:
+            found = await connection.store.holders(pool_id)
+            return [_holder(pool_id, holder) for holder in found]
+
+        pools = await _one_or_all(connection, request.pool_id, read)
+        return pb.ListHoldersResponse(holders=chain.from_iterable(pools))
 
     async def Audit(self, request: pb.AuditRequest, context: Any) -> pb.AuditResponse:
         connection = self._link.connection
-        pool_ids = await _pool_ids(connection, request.pool_id)
-        reports = [await connection.store.audit(pool_id) for pool_id in pool_ids]
+        reports = await _one_or_all(connection, request.pool_id, connection.store.audit)
         return pb.AuditResponse(pools=map(_audit, reports))
 
     async def DrainWorker(
@@ -83,8 +86,11 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
         return pb.DrainWorkerResponse(num_running=num_running)
 
 
-async def _pool_ids(connection: Connection, pool_id: str) -> tuple[str, ...]:
-    return (pool_id,) if pool_id else await connection.store.pool_ids()
+async def _one_or_all(
+    connection: Connection, pool_id: str, read: Callable[[str], Awaitable[T]]
+) -> list[T]:
+    """UnknownPool when the one that was asked for is not there."""
+    return [await read(pool_id)] if pool_id else await connection.of_all_pools(read)
 
 
 def _pool(stats: PoolStats) -> pb.Pool:

@@ -13,7 +13,12 @@ from blockstore.errors import UnknownPool
 from services.block_manager.link import Connection
 from services.block_manager.overdue import Overdue
 from services.common.logging import get_logger
-from services.common.pool.directory import PoolDirectory, pool_directories
+from services.common.pool.directory import (
+    PoolDirectory,
+    half_pools,
+    pool_directories,
+    remove_half_pools,
+)
 from services.common.pool.locks import host_lock
 
 log = get_logger(__name__)
@@ -27,10 +32,16 @@ class Sweeper:
 
     async def sweep(self, connection: Connection) -> None:
         """One round. Errors of the store end it; the next one goes on."""
+        await self._remove_halves()
         await self._remove_empty(connection)
         await self._drop_homeless(connection)
         for directory in pool_directories(self._root):
             await self._reap_unlocked(connection, directory)
+
+    async def _remove_halves(self) -> None:
+        if half_pools(self._root):
+            async with host_lock(self._root):
+                await asyncio.to_thread(remove_half_pools, self._root)
 
     async def _remove_empty(self, connection: Connection) -> None:
         directories = {found.pool_id: found for found in pool_directories(self._root)}

@@ -27,7 +27,7 @@ from services.common.pool.directory import (
     PoolDirectory,
     new_directory,
     pool_directories,
-    remove_unfinished,
+    remove_half_pools,
 )
 from services.common.pool.header import BadHeader, PoolHeader
 from services.common.pool.layout import PoolLayout
@@ -124,7 +124,7 @@ async def join(
 
 async def _remove_dead(store: BlockStore, root: Path) -> None:
     """Pools whose workers are all gone: nobody is left who knows what their blocks hold."""
-    remove_unfinished(root)
+    remove_half_pools(root)
     for directory in pool_directories(root):
         if not directory.is_live():
             await store.drop_pool(directory.pool_id)

@@ -323,6 +323,13 @@ async def test_a_pool_without_workers_goes_after_a_grace(host: Host) -> None:
     assert await host.store.pool_ids() == ("tiny-2",)
 
 
+async def test_half_a_pool_whose_maker_died_is_removed(host: Host) -> None:
+    half = host.root / ".half-tiny-1"
+    (half / "workers").mkdir(parents=True)
+    async with managed(host):
+        await until(lambda: equals(half.exists(), False))
+
+
 async def test_the_pool_of_the_last_worker_that_died_is_removed(host: Host) -> None:
     pool = await host.make_pool()
     worker = await host.start_worker(pool)

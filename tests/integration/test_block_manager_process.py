@@ -58,6 +58,7 @@ class Valkey(Protocol):
 
     def start(self) -> None: ...
     def kill(self) -> None: ...
+    def command(self, *command: str | bytes | int) -> object: ...
 
 
 class Processes:
@@ -210,6 +211,20 @@ async def test_a_server_that_comes_back_empty_is_served_anew(
     await until(empty)
     await store.close()
     assert manager.poll() is None
+
+
+async def test_who_joins_after_the_server_was_emptied_makes_a_new_pool(
+    own_valkey: Valkey, processes: Processes
+) -> None:
+    """The server is still the same one, by its run_id."""
+    _, old_pool_id = await processes.start_worker(own_valkey.url, "decode-1")
+    own_valkey.command("FLUSHALL")
+    _, new_pool_id = await processes.start_worker(own_valkey.url, "decode-2")
+    assert old_pool_id != new_pool_id
+    assert {found.pool_id for found in pool_directories(processes.root)} == {
+        old_pool_id,
+        new_pool_id,
+    }
 
 
 async def test_metrics_are_served(valkey: Valkey, store: RedisStore, processes: Processes) -> None:

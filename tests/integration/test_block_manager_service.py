@@ -157,10 +157,12 @@ class Drainable:
     """A worker's Connect that answers a drain after its load, as real ones may; `answers` False: it
     says nothing."""
 
-    def __init__(self, pb2: Any, role: str, *, answers: bool = True) -> None:
+    def __init__(self, pb2: Any, role: str, worker_id: str, *, answers: bool = True) -> None:
+        self.worker_id = worker_id
         self.response = getattr(pb2, f"{role.capitalize()}ConnectResponse")
         self.answers = answers
         self.hello: worker_pb2.Hello | None = None
+        self.drains = 0
         self.closed = asyncio.Event()
 
     async def Connect(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
@@ -168,8 +170,10 @@ class Drainable:
             async for request in requests:
                 if request.WhichOneof("command") == "hello":
                     self.hello = request.hello
-                    yield self.response(welcome=worker_pb2.Welcome(worker_id="worker-1"))
-                elif self.answers:
+                    yield self.response(welcome=worker_pb2.Welcome(worker_id=self.worker_id))
+                    continue
+                self.drains += 1
+                if self.answers:
                     yield self.response(load=worker_pb2.WorkerLoad(num_running=9))
                     yield self.response(draining=worker_pb2.Draining(num_running=2))
         finally:
@@ -182,12 +186,16 @@ class DrainableDecode(Drainable, decode_pb2_grpc.DecodeServicer): ...
 class DrainablePrefill(Drainable, prefill_pb2_grpc.PrefillServicer): ...
 
 
-async def start(served: Served, role: str, *, answers: bool = True) -> Drainable:
+async def start(
+    served: Served, role: str, worker_id: str | None = None, *, answers: bool = True
+) -> Drainable:
+    """A worker that the registry knows as `<role>-1`."""
+    name = worker_id or f"{role}-1"
     if role == "decode":
-        worker: Drainable = DrainableDecode(decode_pb2, role, answers=answers)
+        worker: Drainable = DrainableDecode(decode_pb2, role, name, answers=answers)
         await served.start_worker(worker, decode_pb2_grpc.add_DecodeServicer_to_server, role)
     else:
-        worker = DrainablePrefill(prefill_pb2, role, answers=answers)
+        worker = DrainablePrefill(prefill_pb2, role, name, answers=answers)
         await served.start_worker(worker, prefill_pb2_grpc.add_PrefillServicer_to_server, role)
     return worker
 
@@ -216,6 +224,14 @@ async def test_what_is_no_worker_cannot_be_drained(served: Served) -> None:
     await served.announce("gateway-1", "gateway")
     assert await drain_status(served, "gateway-1") is grpc.StatusCode.NOT_FOUND
     assert await drain_status(served, "") is grpc.StatusCode.NOT_FOUND
+
+
+async def test_another_worker_at_the_address_is_not_drained(served: Served) -> None:
+    worker = await start(served, "decode", "decode-2")
+    assert await drain_status(served, "decode-1") is grpc.StatusCode.NOT_FOUND
+    async with asyncio.timeout(10):
+        await worker.closed.wait()
+    assert worker.drains == 0
 
 
 async def test_a_worker_that_does_not_answer_is_given_up(served: Served) -> None:

@@ -157,7 +157,7 @@ async def test_a_dead_pool_is_removed_and_never_joined_again(
 ) -> None:
     dead = await joined("decode-1")
     die(dead)
-    (tmp_path / ".new-half-a-pool" / "workers").mkdir(parents=True)
+    (tmp_path / ".half-a-pool" / "workers").mkdir(parents=True)
     alive = await joined("decode-2")
     assert alive.spec.pool_id != dead.spec.pool_id
     assert await store.pool_ids() == (alive.spec.pool_id,)

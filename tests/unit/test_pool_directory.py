@@ -1,17 +1,20 @@
 """A pool's directory appears whole or not at all, and its header reads back as it was written."""
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from blockstore.store import PoolSpec
 from services.common.pool.directory import (
     PoolDirectory,
+    half_pools,
     new_directory,
     pool_directories,
-    remove_unfinished,
+    remove_half_pools,
 )
 from services.common.pool.header import BadHeader, PoolHeader
 from services.common.pool.layout import PoolLayout
@@ -47,8 +50,8 @@ def test_what_is_no_header_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_pool_appears_when_it_is_complete(tmp_path: Path) -> None:
-    with new_directory(tmp_path, "pool-1") as unfinished:
-        HEADER.write(unfinished.header)
+    with new_directory(tmp_path, "pool-1") as half:
+        HEADER.write(half.header)
         assert pool_directories(tmp_path) == ()
     assert pool_directories(tmp_path) == (PoolDirectory(tmp_path / "pool-1"),)
     assert pool_directories(tmp_path)[0].read_header() == HEADER
@@ -61,12 +64,28 @@ def test_a_pool_that_could_not_be_made_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_pool_disappears_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever dies while the files are deleted leaves half a pool, which is found and removed."""
+    with new_directory(tmp_path, "pool-1"):
+        pass
+    pool = pool_directories(tmp_path)[0]
+    monkeypatch.setattr(shutil, "rmtree", Mock(side_effect=OSError("killed")))
+    with pytest.raises(OSError, match="killed"):
+        pool.remove()
+    monkeypatch.undo()
+    assert pool_directories(tmp_path) == ()
+    assert [path.name for path in half_pools(tmp_path)] == [".half-pool-1"]
+    remove_half_pools(tmp_path)
+    pool.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_a_dead_maker_left_is_removed_and_other_things_are_not(tmp_path: Path) -> None:
-    (tmp_path / ".new-pool-1" / "workers").mkdir(parents=True)
+    (tmp_path / ".half-pool-1" / "workers").mkdir(parents=True)
     (tmp_path / "notes").mkdir()
     (tmp_path / "host.lock").touch()
     assert pool_directories(tmp_path) == ()
-    remove_unfinished(tmp_path)
+    remove_half_pools(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["host.lock", "notes"]
 
 

@@ -1,12 +1,12 @@
-"""A pool's directory: its paths, how it appears at once, and how it is removed.
+"""A pool's directory: its paths, and how it appears and disappears at once.
 
-Pools are made and removed under `host_lock`. Everything is built in a hidden directory first and
-renamed, so that nobody ever sees half a pool.
+Pools are made and removed under `host_lock`, each in a hidden directory: it is renamed when it is
+complete, and renamed back before its files are deleted, so that nobody ever sees half a pool.
 """
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from services.common.pool.header import PoolHeader
 from services.common.pool.locks import is_held
 
 _LOCK_SUFFIX = ".lock"
-_UNFINISHED = ".new-"
+_HALF = ".half-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,10 @@ class PoolDirectory:
 
     def remove(self) -> None:
         """Delete the pool with all its files; one that is gone is no error. Under `host_lock`."""
-        if self.path.exists():
-            shutil.rmtree(self.path)
+        half = _half(self.path.parent, self.pool_id)
+        with suppress(FileNotFoundError):
+            self.path.rename(half.path)
+            shutil.rmtree(half.path)
 
 
 def pool_directories(root: Path) -> tuple[PoolDirectory, ...]:
@@ -85,22 +87,32 @@ def pool_directories(root: Path) -> tuple[PoolDirectory, ...]:
 def new_directory(root: Path, pool_id: str) -> Iterator[PoolDirectory]:
     """A hidden directory to build the pool in, which gets its name when the block succeeds and is
     removed when it fails. Under `host_lock`."""
-    unfinished = PoolDirectory(root / f"{_UNFINISHED}{pool_id}")
-    unfinished.path.mkdir(mode=0o700)
+    half = _half(root, pool_id)
+    half.path.mkdir(mode=0o700)
     try:
-        unfinished.workers.mkdir(mode=0o700)
-        yield unfinished
-        unfinished.path.rename(root / pool_id)
+        half.workers.mkdir(mode=0o700)
+        yield half
+        half.path.rename(root / pool_id)
     except BaseException:
-        unfinished.remove()
+        shutil.rmtree(half.path)
         raise
 
 
-def remove_unfinished(root: Path) -> None:
-    """Delete what a process that died while it made a pool has left. Under `host_lock`."""
-    for path in _entries(root):
-        if path.name.startswith(_UNFINISHED):
-            PoolDirectory(path).remove()
+def half_pools(root: Path) -> tuple[Path, ...]:
+    """Pools that are just being made or removed; under `host_lock`, those whose maker or remover
+    has died."""
+    return tuple(path for path in _entries(root) if path.name.startswith(_HALF))
+
+
+def remove_half_pools(root: Path) -> None:
+    """Delete what a process has left that died while it made or removed a pool. Under
+    `host_lock`."""
+    for path in half_pools(root):
+        shutil.rmtree(path)
+
+
+def _half(root: Path, pool_id: str) -> PoolDirectory:
+    return PoolDirectory(root / f"{_HALF}{pool_id}")
 
 
 def _entries(root: Path) -> list[Path]:
