@@ -32,7 +32,7 @@ _KEEPALIVE = (
 _SERVER_OPTIONS = (
     *_LIMITS,
     *_KEEPALIVE,
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # Two services on one port would each get some of the connections; the second must fail.
     ("grpc.so_reuseport", 0),
 )
