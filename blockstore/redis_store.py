@@ -4,12 +4,13 @@ Mutations go through one ordered stream, and are sent again, in order, until the
 reads have a connection of their own, and so has listening for freed blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 from blockstore import keys
-from blockstore.connection import Argument, Server
-from blockstore.errors import StoreLost, UnknownPool
+from blockstore.connection import Argument, Command, Server
+from blockstore.errors import UnknownPool
 from blockstore.library import install
 from blockstore.redis_audit import audit_pool
 from blockstore.rooms import Rooms
@@ -125,19 +126,21 @@ class RedisStore:
         hashes: Sequence[PrefixHash],
         num_blocks: int,
     ) -> Allocation:
-        epoch, num_cached, *blocks = await self._mutate(
-            "allocate", pool_id, holder_id, worker_id, order, num_blocks, *hashes
-        )
+        args: list[Argument] = [holder_id, worker_id, order, num_blocks, *hashes]
+        reply = await self._mutate("allocate", pool_id, *args, about=(holder_id,))
+        epoch, num_cached, *blocks = reply
         return Allocation(holder_id, epoch, _ids(blocks), num_cached)
 
     async def withdraw(self, pool_id: str, holder_id: str) -> None:
-        await self._mutate("withdraw", pool_id, holder_id)
+        await self._mutate("withdraw", pool_id, holder_id, about=(holder_id,))
 
     async def extend(self, pool_id: str, worker_id: str, growths: Sequence[Growth]) -> Extension:
-        fields = ((g.holder_id, g.epoch, g.have, g.total) for g in growths)
-        demands, *answers = await self._mutate(
-            "extend", pool_id, worker_id, *(value for growth in fields for value in growth)
-        )
+        fields: list[Argument] = []
+        for growth in growths:
+            fields += (growth.holder_id, growth.epoch, growth.have, growth.total)
+        about = {growth.holder_id for growth in growths}
+        reply = await self._mutate("extend", pool_id, worker_id, *fields, about=about)
+        demands, *answers = reply
         grown = (
             Grown(growth.holder_id, _ids(blocks), error.decode() or None)
             for growth, (error, *blocks) in zip(growths, answers, strict=True)
@@ -148,25 +151,28 @@ class RedisStore:
         self, pool_id: str, holder_id: str, epoch: int, blocks: Sequence[tuple[int, PrefixHash]]
     ) -> tuple[bool, ...]:
         fields = (value for block in blocks for value in block)
-        flags = await self._mutate("commit", pool_id, holder_id, epoch, *fields)
+        flags = await self._mutate("commit", pool_id, holder_id, epoch, *fields, about=(holder_id,))
         return tuple(flag == 1 for flag in flags)
 
     async def retract(self, pool_id: str, block_id: int, prefix_hash: PrefixHash) -> None:
-        await self._mutate("retract", pool_id, block_id, prefix_hash)
+        await self._mutate("retract", pool_id, block_id, prefix_hash, about=())
 
     async def detach(self, pool_id: str, holder_id: str, epoch: int) -> int:
-        return int(await self._mutate("detach", pool_id, holder_id, epoch))
+        return int(await self._mutate("detach", pool_id, holder_id, epoch, about=(holder_id,)))
 
     async def claim(self, pool_id: str, holder_id: str, epoch: int, worker_id: str) -> int:
-        return int(await self._mutate("claim", pool_id, holder_id, epoch, worker_id))
+        reply = await self._mutate(
+            "claim", pool_id, holder_id, epoch, worker_id, about=(holder_id,)
+        )
+        return int(reply)
 
     async def give_back(
         self, pool_id: str, holder_id: str, epoch: int, block_ids: Sequence[int]
     ) -> None:
-        await self._mutate("give_back", pool_id, holder_id, epoch, *block_ids)
+        await self._mutate("give_back", pool_id, holder_id, epoch, *block_ids, about=(holder_id,))
 
     async def release(self, pool_id: str, holder_id: str, epoch: int) -> None:
-        await self._mutate("release", pool_id, holder_id, epoch)
+        await self._mutate("release", pool_id, holder_id, epoch, about=(holder_id,))
 
     # Reading
 
@@ -212,37 +218,35 @@ class RedisStore:
         return await audit_pool(await self.stats(pool_id), read)
 
     async def wait_for_room(self, pool_id: str, timeout_s: float) -> None:
-        if not await self._reads.send("EXISTS", keys.pool_header(pool_id)):
-            raise self._unknown(pool_id)
-        await self._rooms.wait(keys.room_channel(pool_id), timeout_s)
+        async def require_pool() -> None:
+            with self._known(pool_id):
+                if not await self._reads.send("EXISTS", keys.pool_header(pool_id)):
+                    raise UnknownPool(f"pool {pool_id} is not there")
+
+        await self._rooms.wait(keys.room_channel(pool_id), timeout_s, require_pool)
 
     # Calling
 
-    async def _mutate(self, function: str, pool_id: str, *args: Argument) -> Any:
-        return await self._call(self._mutations, "FCALL", function, pool_id, args)
+    async def _mutate(
+        self, function: str, pool_id: str, *args: Argument, about: Collection[str] | None = None
+    ) -> Any:
+        """`about`: the holders that it changes; None: the pool or a worker as a whole."""
+        with self._known(pool_id):
+            return await self._mutations.submit(_fcall("FCALL", function, pool_id, args), about)
 
     async def _read(self, function: str, pool_id: str, *args: Argument) -> Any:
-        return await self._call(self._reads, "FCALL_RO", function, pool_id, args)
+        with self._known(pool_id):
+            return await self._reads.submit(_fcall("FCALL_RO", function, pool_id, args))
 
-    async def _call(
-        self,
-        stream: CommandStream,
-        command: str,
-        function: str,
-        pool_id: str,
-        args: Sequence[Argument],
-    ) -> Any:
-        name, tag = f"{FUNCTION_LIBRARY}_{function}", keys.pool_tag(pool_id)
+    @contextmanager
+    def _known(self, pool_id: str) -> Iterator[None]:
+        """StoreLost: a pool that this store registered or joined is unknown to its server."""
         try:
-            return await stream.submit((command, name, 1, tag, *args))
+            yield
         except UnknownPool as error:
-            raise self._unknown(pool_id) from error
-
-    def _unknown(self, pool_id: str) -> UnknownPool | StoreLost:
-        """A pool that this store registered or joined cannot be unknown to the same server."""
-        if pool_id in self._joined:
-            return self._server.lose(f"pool {pool_id} is gone")
-        return UnknownPool(f"pool {pool_id} is not there")
+            if pool_id in self._joined:
+                raise self._server.lose(f"pool {pool_id} is gone") from error
+            raise
 
     def _join(self, pool_id: str, run_id: bytes) -> None:
         self._vouch(pool_id, run_id.decode())
@@ -253,6 +257,10 @@ class RedisStore:
         a file: an old truth."""
         if run_id != self.run_id:
             raise self._server.lose(f"pool {pool_id} is of before its restart")
+
+
+def _fcall(command: str, function: str, pool_id: str, args: Sequence[Argument]) -> Command:
+    return command, f"{FUNCTION_LIBRARY}_{function}", 1, keys.pool_tag(pool_id), *args
 
 
 def _ids(values: Sequence[bytes]) -> tuple[int, ...]:

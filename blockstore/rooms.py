@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import RedisError
@@ -24,25 +25,26 @@ class Rooms:
         self._server = server
         self._waiting: dict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._connection: AbstractConnection | None = None
+        self._subscribed: set[str] = set()  # on this connection
         self._task: asyncio.Task[None] | None = None
 
-    async def wait(self, channel: str, timeout_s: float) -> None:
-        """Return when something is announced, or after the timeout. StoreLost, StoreUnsuitable."""
-        self._server.check()
-        if self._task is not None and self._task.done():
-            self._task.result()  # raises why nobody listens any more
-        is_new = channel not in self._waiting
+    async def wait(
+        self, channel: str, timeout_s: float, require: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Return when something is announced, or after the timeout. `require` is checked while
+        already listening. Raises what it raises, StoreLost, StoreUnsuitable."""
+        self._check()
         announced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[channel].add(announced)
         try:
+            await require()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    if is_new:
-                        await self._subscribe(channel)
+                    await self._subscribe(channel)
                     await announced
         finally:
             self._waiting[channel].discard(announced)
-        self._server.check()
+        self._check()
 
     async def close(self) -> None:
         if self._task is not None:
@@ -50,11 +52,18 @@ class Rooms:
             with contextlib.suppress(asyncio.CancelledError, BlockStoreError):
                 await self._task
 
+    def _check(self) -> None:
+        """Raise why nobody listens any more."""
+        self._server.check()
+        if self._task is not None and self._task.done():
+            self._task.result()
+
     async def _subscribe(self, channel: str) -> None:
-        """On the connection that is there; a new one subscribes to everything by itself."""
+        """Unless it is; a new connection subscribes by itself to everything that is waited for."""
         if self._task is None:
             self._task = asyncio.create_task(self._listen(), name="blockstore-rooms")
-        elif self._connection is not None:
+        elif self._connection is not None and channel not in self._subscribed:
+            self._subscribed.add(channel)
             with contextlib.suppress(RedisError):  # the listener finds it broken too
                 await self._connection.send_command("SUBSCRIBE", channel)
 
@@ -72,10 +81,10 @@ class Rooms:
 
     async def _follow(self, connection: AbstractConnection) -> None:
         """Pass on announcements until the connection breaks, which raises StoreUnavailable."""
-        self._connection = connection
+        self._connection, self._subscribed = connection, set(self._waiting)
         try:
             with translated(self._server.url):
-                await connection.send_command("SUBSCRIBE", *self._waiting)
+                await connection.send_command("SUBSCRIBE", *self._subscribed)
                 while True:
                     _kind, channel, _ = await connection.read_response(timeout=math.inf)
                     self._wake(channel.decode())

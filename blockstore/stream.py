@@ -2,18 +2,22 @@
 
 Callers may wait concurrently; commands are executed in the order in which they were submitted, and
 what is queued goes out in one piece. A command without an answer (the connection broke, or nothing
-came in time) is sent again, in its place, before any later one: every command must be safe to send
-twice. Before that the old connection is killed on the server, so that nothing of it can be executed
-late, out of order.
+came in time) is sent again, in its place, before any later one. Before that the old connection is
+killed on the server, so that nothing of it can be executed late, out of order.
 
     queue   [ sent, no answer yet | waiting to be sent        ]
               <---- one exchange ---->
               first to be answered, first to be sent again
+
+A lost answer makes commands of one exchange run again after later ones of it have run. So every
+command must be safe to send twice, and one exchange never carries two commands about the same
+subject: an allocation sent again after the release that followed it would be refused.
 """
 
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -36,6 +40,7 @@ class _Call:
     """A packed command and who waits for its reply, until `deadline` (of the loop's clock)."""
 
     command: bytes
+    about: Collection[str] | None
     deadline: float
     reply: asyncio.Future[Any] = field(default_factory=asyncio.Future)
 
@@ -63,24 +68,26 @@ class CommandStream:
         self._closed = False
 
     async def send(self, *command: str | bytes | int) -> Any:
-        """The reply to one command.
-
-        Raises what the reply says, StoreUnavailable when there was none within `retry_for_s` (the
-        command may or may not have been executed), StoreLost. A cancelled caller does not take its
-        command back.
-        """
+        """The reply to one command that is about nothing; see `submit`."""
         return await self.submit(command)
 
-    def submit(self, command: Command) -> asyncio.Future[Any]:
-        """Queue a command now; its place in the order is that of this call. TypeError: an argument
-        that is no text, bytes or number."""
+    def submit(
+        self, command: Command, about: Collection[str] | None = frozenset()
+    ) -> asyncio.Future[Any]:
+        """Queue a command now, and answer its reply; a cancelled caller does not take it back.
+
+        `about`: names of its subjects; None: it is sent alone. The reply raises what it says,
+        StoreUnavailable when there was none within `retry_for_s` (the command may or may not have
+        been executed), StoreLost. TypeError, at once: an argument that is no text, bytes or number.
+        """
         self._server.check()
         if self._closed:
             raise StoreUnavailable(f"{self._server.url}: the store is closed")
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="blockstore-stream")
         packed = pack_command(tuple(command))  # type: ignore[arg-type]  # its stub knows 1 argument
-        call = _Call(packed, asyncio.get_running_loop().time() + self._retry_for_s)
+        deadline = asyncio.get_running_loop().time() + self._retry_for_s
+        call = _Call(packed, about, deadline)
         self._queue.append(call)
         self._queued.set()
         return call.reply
@@ -131,13 +138,24 @@ class CommandStream:
     async def _exchange(self) -> None:
         """Send the first commands of the queue and take each off when its reply is there."""
         connection = self._connection or await self._connect()
-        calls = list(islice(self._queue, MAX_IN_FLIGHT))
+        calls = self._next_calls()
         with translated(self._server.url):
             await connection.send_packed_command([call.command for call in calls])
             for call in calls:
                 reply = await read_reply(connection)
                 self._queue.popleft()
                 call.settle(self._meaning(reply))
+
+    def _next_calls(self) -> list[_Call]:
+        """The first calls of the queue that may be sent in one exchange."""
+        first = self._queue[0]
+        calls, seen = [first], set(first.about or ())
+        for call in islice(self._queue, 1, MAX_IN_FLIGHT):
+            if first.about is None or call.about is None or not seen.isdisjoint(call.about):
+                break
+            seen.update(call.about)
+            calls.append(call)
+        return calls
 
     def _meaning(self, reply: object) -> object:
         return translate(self._server.url, reply) if isinstance(reply, ResponseError) else reply
