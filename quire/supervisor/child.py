@@ -148,7 +148,7 @@ class Child:
     async def _pause_after(self, ended: Exit) -> None:
         delay_s = self._restarts.delay_after(ended)
         if self._restarts.hopeless and not self._is_steady():
-            raise GaveUp(f"{self.name} cannot start ({ended})")
+            raise GaveUp(f"{self.name} cannot start: {ended.last_line or ended}")
         self._console.note(f"{self.name} ended ({ended}); it starts again")
         try:
             async with asyncio.timeout(delay_s):

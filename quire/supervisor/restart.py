@@ -23,8 +23,11 @@ class Exit:
         return self.status == CANNOT_START or self.lived_s < STEADY_S
 
     def __str__(self) -> str:
-        how = f"killed by signal {-self.status}" if self.status < 0 else f"status {self.status}"
-        return f"{how}: {self.last_line}" if self.last_line else how
+        """With the reason where the service named one; a fault's log has been passed on."""
+        if self.status < 0:
+            return f"killed by signal {-self.status}"
+        reason = f": {self.last_line}" if self.status == CANNOT_START else ""
+        return f"status {self.status}{reason}"
 
 
 class Restarts:

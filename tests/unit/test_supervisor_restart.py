@@ -50,4 +50,5 @@ def test_having_lived_forgives() -> None:
 
 def test_an_exit_reads_well() -> None:
     assert str(NO_MEMORY) == "status 2: error: 3 GiB are not there"
-    assert str(Exit(-9, 1.0, "")) == "killed by signal 9"
+    assert str(KILLED) == "killed by signal 9"
+    assert str(Exit(1, 1.0, '{"event": "service_failed"}')) == "status 1"
