@@ -13,6 +13,8 @@ from structlog.types import EventDict, FilteringBoundLogger, Processor, WrappedL
 
 from services.common.config import LogFormat, LogLevel
 
+_FIRST_KEYS = ("timestamp", "level", "service", "event")
+
 
 def get_logger(name: str) -> FilteringBoundLogger:
     """A module's logger; safe to take at import, before `configure_logging`."""
@@ -76,4 +78,13 @@ def _renderers(log_format: LogFormat, stream: TextIO) -> list[Processor]:
         # Plain: a traceback with the values of variables would show prompts and secrets.
         plain = structlog.dev.plain_traceback
         return [structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=plain)]
-    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    return [
+        structlog.processors.format_exc_info,
+        _what_first,
+        structlog.processors.JSONRenderer(),
+    ]
+
+
+def _what_first(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Every line begins alike: JSON is read by people, too."""
+    return {key: event.pop(key) for key in _FIRST_KEYS if key in event} | dict(event)
