@@ -1,0 +1,272 @@
+"""How many tokens a second one gateway process relays, and what each costs it in CPU time.
+
+    python bench/gateway_relay.py [--streams 64] [--tokens 512] [--step-ms 0] [--model DIR]
+
+Three processes, as in life: fake workers that only count (one StepOutput a step, as fast as the
+stream takes them), the gateway itself, and clients over gRPC. Prints a row of a markdown table.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import resource
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from blockstore.memory_registry import MemoryRegistry
+from blockstore.memory_store import MemoryStore
+from blockstore.registry import Member, Role
+from blockstore.store import FUNCTION_LIBRARY, PoolSpec
+from quire.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    sampling_pb2,
+    worker_pb2,
+)
+from services.common.rpc import RpcServer, open_channel
+from services.common.version import PROTOCOL_VERSION
+from services.gateway.assembly import assembled
+from services.gateway.dispatcher import Limits
+from services.gateway.figures import Figures
+from services.gateway.service import SERVICE_NAME, InferenceService
+
+SPEC = PoolSpec("pool", "toy", "fingerprint", num_blocks=1 << 20, block_size=16, block_bytes=1)
+TOKEN = 97
+_GOES_ON = sampling_pb2.FINISH_REASON_UNSPECIFIED
+_HEADER = (
+    "| streams | tokens each | step, ms | tokens/s | tokens a message "
+    "| gateway CPU, us/token | tokens/CPU-s |"
+)
+
+
+def _welcome(worker_id: str, num_slots: int) -> worker_pb2.Welcome:
+    return worker_pb2.Welcome(
+        worker_id=worker_id,
+        protocol_version=PROTOCOL_VERSION,
+        function_library=FUNCTION_LIBRARY,
+        pool_id=SPEC.pool_id,
+        load=worker_pb2.WorkerLoad(num_free_slots=num_slots),
+    )
+
+
+class CountingPrefill(prefill_pb2_grpc.PrefillServicer):
+    async def Connect(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        async for request in request_iterator:
+            kind = request.WhichOneof("command")
+            if kind == "hello":
+                yield prefill_pb2.PrefillConnectResponse(welcome=_welcome("prefill-1", 0))
+            elif kind == "submit":
+                ticket = request.submit.ticket
+                ticket.sequences[0].token_ids.append(TOKEN)
+                ticket.sequences[0].block_ids.append(0)
+                yield prefill_pb2.PrefillConnectResponse(
+                    prefilled=prefill_pb2.Prefilled(ticket=ticket)
+                )
+
+
+class CountingDecode(decode_pb2_grpc.DecodeServicer):
+    """All sequences take a step when the stream has taken the last one; they start together."""
+
+    def __init__(self, num_slots: int, step_s: float) -> None:
+        self._num_slots = num_slots
+        self._step_s = step_s
+        self._left: dict[tuple[str, int], int] = {}
+        self._admitted = asyncio.Event()
+
+    async def Connect(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        reading = asyncio.create_task(self._read(request_iterator, context))
+        try:
+            while True:
+                await self._admitted.wait()
+                self._admitted.clear()
+                while self._left:
+                    yield self._step()
+                    await asyncio.sleep(self._step_s)
+        finally:
+            reading.cancel()
+
+    async def _read(self, request_iterator: Any, context: Any) -> None:
+        async for request in request_iterator:
+            kind = request.WhichOneof("command")
+            if kind == "hello":
+                welcome = _welcome("decode-1", self._num_slots)
+                await context.write(decode_pb2.DecodeConnectResponse(welcome=welcome))
+            elif kind == "reserve":
+                reserved = decode_pb2.Reserved(
+                    request_id=request.reserve.request_id,
+                    attempt=request.reserve.attempt,
+                    granted=True,
+                )
+                await context.write(decode_pb2.DecodeConnectResponse(reserved=reserved))
+            elif kind == "admit":
+                ticket = request.admit.ticket
+                self._left[ticket.request_id, ticket.attempt] = ticket.sampling.max_tokens - 1
+                if len(self._left) == self._num_slots:
+                    self._admitted.set()
+
+    def _step(self) -> decode_pb2.DecodeConnectResponse:
+        outputs = []
+        for (request_id, attempt), left in list(self._left.items()):
+            last = left == 1
+            outputs.append(
+                decode_pb2.SequenceOutput(
+                    request_id=request_id,
+                    attempt=attempt,
+                    token_ids=(TOKEN,),
+                    finish_reason=sampling_pb2.FINISH_REASON_LENGTH if last else _GOES_ON,
+                )
+            )
+            if last:
+                del self._left[request_id, attempt]
+            else:
+                self._left[request_id, attempt] = left - 1
+        return decode_pb2.DecodeConnectResponse(step=decode_pb2.StepOutput(outputs=outputs))
+
+
+async def run_workers(pipe: Connection, num_slots: int, step_s: float) -> None:
+    prefill, decode = RpcServer(), RpcServer()
+    prefill_pb2_grpc.add_PrefillServicer_to_server(CountingPrefill(), prefill.aio)
+    decode_pb2_grpc.add_DecodeServicer_to_server(CountingDecode(num_slots, step_s), decode.aio)
+    pipe.send([await server.start("127.0.0.1", 0) for server in (prefill, decode)])
+    await asyncio.to_thread(pipe.recv)
+
+
+async def run_gateway(pipe: Connection, ports: list[int], model_dir: str) -> None:
+    """Sends its port; then its CPU seconds whenever it is asked."""
+    store, registry = MemoryStore(), MemoryRegistry()
+    await store.register_pool(SPEC)
+    roles: tuple[Role, Role] = ("prefill", "decode")
+    for role, port in zip(roles, ports, strict=True):
+        await registry.announce(_member(role, port, model_dir), ttl_s=1e6)
+    figures = Figures(CollectorRegistry())
+    async with assembled(store, registry, b"secret", Limits(), figures) as assembly:
+        while not assembly.gateway.ready():
+            await assembly.changes.wait(assembly.changes.rings, 0.1)
+        server = RpcServer(SERVICE_NAME)
+        service = InferenceService(assembly.gateway)
+        inference_pb2_grpc.add_InferenceServicer_to_server(service, server.aio)
+        pipe.send(await server.start("127.0.0.1", 0))
+        while await asyncio.to_thread(pipe.recv):
+            usage = resource.getrusage(resource.RUSAGE_SELF)
+            pipe.send(usage.ru_utime + usage.ru_stime)
+        await server.stop()
+
+
+def _member(role: Role, port: int, model_dir: str) -> Member:
+    return Member(
+        member_id=f"{role}-1",
+        role=role,
+        address=f"127.0.0.1:{port}",
+        state="serving",
+        started_unix_ms=1,
+        protocol_version=PROTOCOL_VERSION,
+        pool_id=SPEC.pool_id,
+        model=SPEC.model,
+        model_dir=model_dir,
+        max_model_len=1 << 20,
+    )
+
+
+async def run_clients(port: int, num_streams: int, num_tokens: int) -> tuple[int, int]:
+    """Tokens and messages received."""
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        answers = await asyncio.gather(*(_one(stub, num_tokens) for _ in range(num_streams)))
+    return sum(tokens for tokens, _ in answers), sum(messages for _, messages in answers)
+
+
+async def _one(stub: Any, num_tokens: int) -> tuple[int, int]:
+    request = inference_pb2.GenerateRequest(
+        text="count", sampling=sampling_pb2.SamplingParams(max_tokens=num_tokens)
+    )
+    tokens = messages = 0
+    async for response in stub.Generate(request):
+        tokens += len(response.deltas[0].token_ids)
+        messages += 1
+    return tokens, messages
+
+
+def byte_model(directory: Path) -> str:
+    """A checkpoint without weights: configuration and a tokenizer of the 256 bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    config = dict.fromkeys((*sizes, "intermediate_size"), 1) | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "head_dim": 2,
+        "vocab_size": 256,
+        "max_position_embeddings": 1 << 20,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def _child(
+    run: Callable[..., Coroutine[Any, Any, None]], *arguments: Any
+) -> tuple[Connection, multiprocessing.process.BaseProcess]:
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_run, args=(run, theirs, arguments), daemon=True)
+    process.start()
+    return ours, process
+
+
+def _run(run: Callable[..., Coroutine[Any, Any, None]], pipe: Connection, arguments: Any) -> None:
+    asyncio.run(run(pipe, *arguments))
+
+
+def measure(num_streams: int, num_tokens: int, step_s: float, model_dir: str) -> str:
+    workers, _ = _child(run_workers, num_streams, step_s)
+    gateway, _ = _child(run_gateway, workers.recv(), model_dir)
+    port = gateway.recv()
+    asyncio.run(run_clients(port, num_streams, 8))
+
+    def cpu_s() -> float:
+        gateway.send(True)
+        return float(gateway.recv())
+
+    cpu, start = cpu_s(), time.perf_counter()
+    tokens, messages = asyncio.run(run_clients(port, num_streams, num_tokens))
+    elapsed, cpu = time.perf_counter() - start, cpu_s() - cpu
+    gateway.send(False)
+    workers.send(False)
+    return (
+        f"| {num_streams} | {num_tokens} | {step_s * 1000:g} | {tokens / elapsed:,.0f} "
+        f"| {tokens / messages:.1f} | {cpu / tokens * 1e6:.1f} | {tokens / cpu:,.0f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--streams", type=int, nargs="+", default=[64])
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--step-ms", type=float, default=0.0, help="0: as fast as it goes")
+    parser.add_argument("--model", help="directory with a tokenizer; default: one of bytes")
+    arguments = parser.parse_args()
+    print(_HEADER)
+    print("|---:|---:|---:|---:|---:|---:|---:|")
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = arguments.model or byte_model(Path(directory))
+        for num_streams in arguments.streams:
+            print(measure(num_streams, arguments.tokens, arguments.step_ms / 1000, model_dir))
+
+
+if __name__ == "__main__":
+    main()
