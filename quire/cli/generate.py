@@ -5,7 +5,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from quire.cli.terminal import add_client_command, connect, print_json
-from quire.errors import InvalidRequest
+from quire.errors import InvalidRequest, ServerError
 from quire.messages import Request
 from quire.types import ChatMessage, Delta, Prompt, Sampling
 
@@ -54,6 +54,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with connect(args) as client, client.send(_request(args), args.timeout) as stream:
         show = print_json if args.json else _show
+        delta = None
         try:
             for delta in stream:
                 show(delta)
@@ -61,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
             if args.raw or "chat template" not in str(error):
                 raise
             raise InvalidRequest(f"{error}; --raw sends the text as it is", error.code) from error
+    if delta is None or delta.usage is None:
+        raise ServerError("the stream ended before the request did", "internal")
     return 0
 
 

@@ -84,6 +84,12 @@ def test_a_model_without_a_chat_template_has_a_hint(hello: Any, capsys: Any) -> 
     assert capsys.readouterr().err.endswith("; --raw sends the text as it is\n")
 
 
+def test_an_answer_that_is_cut_short_is_a_failure(hello: Any, capsys: Any) -> None:
+    del hello.responses[-1]
+    assert main(["generate", "Hi"]) == 1
+    assert capsys.readouterr().err == "quire: the stream ended before the request did\n"
+
+
 def test_a_value_that_the_wire_cannot_carry_is_an_error(hello: Any, capsys: Any) -> None:
     assert main(["generate", "Hi", "--max-tokens", "-1"]) == 1
     assert capsys.readouterr().err.startswith("quire: the request cannot be sent: ")
