@@ -6,13 +6,15 @@ from functools import cache
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from services.common.errors import StartupError
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.pieces import pieces_of
+
+unhurried = settings(deadline=None)  # how fast the machine is, is no property
 
 CORPUS = ["the block table of a sequence", " naïve 日本語 🙂 café  two  spaces", "a\nb\tc"]
 MARK = "▁"  # SentencePiece's
@@ -105,6 +107,7 @@ def fallback_ids(data: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@unhurried
 @given(st.data())
 def test_deltas_add_up_to_the_whole_text(kind: Kind, data: st.DataObject) -> None:
     """For any tokens at all, of any kind of tokenizer, one by one or many at once."""
@@ -118,6 +121,7 @@ def test_deltas_add_up_to_the_whole_text(kind: Kind, data: st.DataObject) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@unhurried
 @given(st.data())
 def test_a_generation_goes_on_where_the_prompt_ended(kind: Kind, data: st.DataObject) -> None:
     """Text of the prompt + deltas = text of both together: a leading space is kept."""
@@ -128,6 +132,7 @@ def test_a_generation_goes_on_where_the_prompt_ended(kind: Kind, data: st.DataOb
     assert tokenizer.decode(prompt) + "".join(deltas) == tokenizer.decode(prompt + token_ids)
 
 
+@unhurried
 @given(st.text(max_size=12))
 def test_characters_are_never_split(text: str) -> None:
     """No delta of a valid text holds a replacement character of its own."""
@@ -147,6 +152,7 @@ def test_what_never_completes_is_replaced_at_the_end() -> None:
     assert stream(detokenizer, fallback_ids(b"\xf0\x9f")) == ["", "", "\ufffd"]
 
 
+@unhurried
 @given(st.binary(max_size=12))
 def test_wrong_bytes_do_not_take_right_ones_with_them(data: bytes) -> None:
     """What a client has got stays: only bytes that are no UTF-8 are replaced."""

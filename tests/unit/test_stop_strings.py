@@ -1,11 +1,13 @@
 """Stop strings: the first complete one ends the text, and not a character of it is shown."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
 from services.common.text.stop_strings import Scanned, StopMatcher
+
+unhurried = settings(deadline=None)  # how fast the machine is, is no property
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -30,12 +32,14 @@ def run(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
 words = st.text("ab", min_size=1, max_size=5)
 
 
+@unhurried
 @given(st.lists(st.text("ab", max_size=6), max_size=8), st.lists(words, max_size=3))
 def test_it_does_what_the_reference_does(pieces: list[str], stops: list[str]) -> None:
     """However the text is cut."""
     assert run(pieces, stops) == reference("".join(pieces), stops)
 
 
+@unhurried
 @given(st.text("ab", max_size=20), st.lists(words, min_size=1, max_size=3))
 def test_what_is_shown_is_never_taken_back(text: str, stops: list[str]) -> None:
     """After every character, what was shown is a prefix of the final text, and nothing is held

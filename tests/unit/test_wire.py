@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockstore.registry import Load
@@ -20,6 +20,8 @@ from services.common.wire import (
     ticket_from_wire,
     ticket_to_wire,
 )
+
+unhurried = settings(deadline=None)  # how fast the machine is, is no property
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -83,6 +85,7 @@ TICKET = Ticket(
 )
 
 
+@unhurried
 @given(tickets())
 def test_a_ticket_comes_back_as_it_went(ticket: Ticket) -> None:
     """Through the bytes, not only through the message."""
@@ -91,6 +94,7 @@ def test_a_ticket_comes_back_as_it_went(ticket: Ticket) -> None:
     )
 
 
+@unhurried
 @given(real(0, 1e6))
 def test_a_float_is_rounded_once(temperature: float) -> None:
     """A client's double becomes 32 bits on the first hop and stays that on the others."""
@@ -142,6 +146,7 @@ def test_a_finish_reason_of_a_later_version_is_refused() -> None:
         finish_reason_from_wire(99)  # type: ignore[arg-type]
 
 
+@unhurried
 @given(st.builds(Load, u32, u32, u32, u64), st.booleans())
 def test_loads_come_back(load: Load, draining: bool) -> None:
     message = WorkerLoad.FromString(load_to_wire(load, draining).SerializeToString())
