@@ -121,9 +121,10 @@ class Output:
             self._readable.clear()
             if self._error is not None:
                 raise self._error
+            closed = self._closed  # Now: while the reader has a delta, more may come and the end.
             if self._unread_ids or self.finish_reason is not None:
                 yield self._take()
-            if self._closed:
+            if closed:
                 return
 
     def _count(self, num_tokens: int) -> None:
