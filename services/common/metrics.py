@@ -23,7 +23,6 @@ _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 
 _LATENCY = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480)
 _STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _BATCH_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_STORE_CALL = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5)
 
 
 class GatewayMetrics:
@@ -105,13 +104,6 @@ class WorkerMetrics:
             "quire:iteration_tokens",
             "Tokens computed in one step.",
             buckets=_BATCH_TOKENS,
-            registry=registry,
-        )
-        self.store_call_s = Histogram(
-            "quire:store_call_seconds",
-            "Duration of a call to the block store.",
-            ["operation"],
-            buckets=_STORE_CALL,
             registry=registry,
         )
         self.prompt_tokens = Counter(
