@@ -97,7 +97,7 @@ end
 
 -- The pool as one call works on it; `save` writes back what changed.
 local function open(tag)
-  local fields = { 'num_blocks', 'next', 'clock', 'version', 'watermark' }
+  local fields = { 'num_blocks', 'next', 'clock', 'version', 'watermark', 'queries', 'hits' }
   local header = redis.call('HMGET', tag .. ':pool', unpack(fields))
   if not header[1] then refuse('UNKNOWN_POOL', 'pool', tag, 'is not there') end
   return {
@@ -107,13 +107,17 @@ local function open(tag)
     clock = tonumber(header[3]),
     version = tonumber(header[4]),
     watermark = tonumber(header[5]),
+    queries = tonumber(header[6]),
+    hits = tonumber(header[7]),
     has_news = false, -- blocks were freed or waits ended
   }
 end
 
 local function save(pool)
-  local header = { 'next', pool.next, 'clock', pool.clock, 'version', pool.version + 1 }
-  redis.call('HSET', pool.tag .. ':pool', unpack(header))
+  redis.call(
+    'HSET', pool.tag .. ':pool', 'version', pool.version + 1,
+    'next', pool.next, 'clock', pool.clock, 'queries', pool.queries, 'hits', pool.hits
+  )
   if pool.has_news then redis.call('PUBLISH', pool.tag .. ':room', '') end
 end
 

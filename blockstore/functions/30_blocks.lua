@@ -24,8 +24,8 @@ local function evict(pool, count)
   return blocks
 end
 
--- `count` blocks that nobody holds: given back last, else lowest never used, else evicted.
-local function new_blocks(pool, count)
+-- `count` new blocks with a reference each: given back last, else lowest never used, else evicted.
+local function take(pool, count)
   if count <= 0 then return {} end
   local blocks = redis.call('RPOP', pool.tag .. ':returned', count) or {}
   while #blocks < count and pool.next < pool.num_blocks do
@@ -35,11 +35,12 @@ local function new_blocks(pool, count)
   if #blocks < count then
     for _, block in ipairs(evict(pool, count - #blocks)) do blocks[#blocks + 1] = block end
   end
+  store('HSET', pool.tag .. ':refs', pairs_of(blocks, function() return 1 end))
   return blocks
 end
 
--- Adds a reference to each block.
-local function pin(pool, blocks)
+-- Adds a reference to each block; those that nobody held leave the cache.
+local function share(pool, blocks)
   local refs = fetch('HMGET', pool.tag .. ':refs', blocks)
   store('HSET', pool.tag .. ':refs', pairs_of(blocks, function(i) return (refs[i] or 0) + 1 end))
   store('ZREM', pool.tag .. ':cached', blocks)
@@ -53,7 +54,7 @@ local function enter(pool, id, blocks, num_before)
 end
 
 -- Takes a reference off each block, in this order, and frees those that have none left.
-local function unpin(pool, blocks)
+local function drop(pool, blocks)
   local refs = fetch('HMGET', pool.tag .. ':refs', blocks)
   local hashes = fetch('HMGET', pool.tag .. ':hashes', blocks)
   local shared, unused, cached, returned = {}, {}, {}, {}
@@ -110,7 +111,7 @@ end
 -- Frees all that a holder holds and leaves its tombstone; answers how many references that were.
 local function end_holder(pool, holder)
   local blocks = held_by(pool, holder.id)
-  unpin(pool, blocks)
+  drop(pool, blocks)
   redis.call('ZREM', pool.tag .. ':holders:' .. holder.worker, holder.id)
   redis.call('SREM', pool.tag .. ':demands', holder.id)
   forget_holder(pool.tag, holder.id)

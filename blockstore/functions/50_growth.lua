@@ -60,16 +60,14 @@ local function wait_or_go(pool, want, hits)
 end
 
 local function admit(pool, want, hits)
-  pin(pool, hits) -- first, so that the new ones do not evict them
-  local new = new_blocks(pool, want.num_blocks - #hits)
-  pin(pool, new)
+  share(pool, hits) -- first, so that the new ones do not evict them
+  local new = take(pool, want.num_blocks - #hits)
   enter(pool, want.id, hits, 0)
   enter(pool, want.id, new, #hits)
   local fields = { 'worker', want.worker, 'epoch', 1, 'order', want.order, 'cached', #hits }
   redis.call('HSET', pool.tag .. ':holder:' .. want.id, unpack(fields))
   redis.call('ZADD', pool.tag .. ':holders:' .. want.worker, want.order, want.id)
-  redis.call('HINCRBY', pool.tag .. ':pool', 'queries', #want.hashes)
-  redis.call('HINCRBY', pool.tag .. ':pool', 'hits', #hits)
+  pool.queries, pool.hits = pool.queries + #want.hashes, pool.hits + #hits
   end_wait(pool, want.id)
   save(pool)
 end
@@ -136,9 +134,7 @@ local function grow(pool, worker, growth)
   local needed = growth.total - num_acquired
   if needed > 0 then
     if needed > num_free(pool) + num_cached(pool) then return { 'OUT_OF_BLOCKS' } end
-    local new = new_blocks(pool, needed)
-    pin(pool, new)
-    enter(pool, id, new, num_acquired)
+    enter(pool, id, take(pool, needed), num_acquired)
   end
   local answer = acquired(pool, id, growth.have, growth.total - 1)
   table.insert(answer, 1, '')

@@ -1,0 +1,210 @@
+"""What the block store's calls cost, at several sizes of the pool and of the call.
+
+    python bench/store.py [--pools 1000,100000,1000000] [--blocks 1,64] [--calls 500] [--url URL]
+
+On a Valkey of its own (on a Unix socket) unless a URL is given. Each pool is filled first: half of
+its blocks are held, the other half cached. Then requests are made, round after round: each
+allocates with hashes that nobody has cached, extends by as many blocks, commits what it allocated
+and releases all. Of the new blocks half were given back by the round before, half are evicted.
+Prints a markdown table:
+
+    callers   at once on one store, as far as the pool has room
+    calls/s   of all callers together
+    p50, p99  ms as a single caller sees them
+    server    mean us in the server per call
+"""
+
+import argparse
+import asyncio
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from statistics import fmean, quantiles
+
+import redis.asyncio
+import xxhash
+
+from blockstore.redis_store import RedisStore
+from blockstore.store import Growth, PoolSpec
+from quire.supervisor import valkey
+
+MAX_CALLERS = 64
+WORKER = "bench"
+OPERATIONS = ("allocate", "extend", "commit", "release")
+FILL_BLOCKS = 1000
+HEADER = (
+    "| pool blocks | blocks a call | operation "
+    "| callers | calls/s | p50, ms | p99, ms | server, us |\n"
+    "|---:|---:|---|---:|---:|---:|---:|---:|"
+)
+
+
+@dataclass
+class Figures:
+    """Of one operation."""
+
+    latencies_s: list[float] = field(default_factory=list)
+    server_us: list[float] = field(default_factory=list)
+    num_concurrent: int = 0
+    concurrent_s: float = 0.0
+
+    def cells(self) -> str:
+        cuts = quantiles(self.latencies_s, n=100)
+        return (
+            f"{self.num_concurrent / self.concurrent_s:,.0f} | {cuts[49] * 1000:.2f} "
+            f"| {cuts[98] * 1000:.2f} | {fmean(self.server_us):.0f}"
+        )
+
+
+class Requests:
+    """Makes requests of `size` blocks that are allocated, extended, committed and released."""
+
+    def __init__(self, store: RedisStore, pool_id: str, size: int) -> None:
+        self._store = store
+        self._pool_id = pool_id
+        self._size = size
+        self._numbers = count()
+        self._blocks: dict[str, tuple[int, ...]] = {}
+
+    def new(self) -> str:
+        return f"{self._size}/{next(self._numbers)}"
+
+    def call(self, operation: str, holder_id: str) -> Awaitable[None]:
+        method: Callable[[str], Awaitable[None]] = getattr(self, f"_{operation}")
+        return method(holder_id)
+
+    async def _allocate(self, holder_id: str) -> None:
+        hashes = _hashes(holder_id, self._size)
+        allocation = await self._store.allocate(
+            self._pool_id, holder_id, WORKER, 1, hashes, self._size
+        )
+        self._blocks[holder_id] = allocation.block_ids
+
+    async def _extend(self, holder_id: str) -> None:
+        growth = Growth(holder_id, 1, self._size, 2 * self._size)
+        extension = await self._store.extend(self._pool_id, WORKER, [growth])
+        if len(extension.grown[0].block_ids) != self._size:
+            raise RuntimeError(f"the pool is too small for this run: {extension.grown[0].error}")
+
+    async def _commit(self, holder_id: str) -> None:
+        blocks = list(zip(self._blocks[holder_id], _hashes(holder_id, self._size), strict=True))
+        await self._store.commit(self._pool_id, holder_id, 1, blocks)
+
+    async def _release(self, holder_id: str) -> None:
+        await self._store.release(self._pool_id, holder_id, 1)
+        del self._blocks[holder_id]
+
+
+def _hashes(seed: str, num: int) -> list[bytes]:
+    return [xxhash.xxh3_128_digest(f"{seed}/{number}".encode()) for number in range(num)]
+
+
+async def fill(store: RedisStore, spec: PoolSpec) -> None:
+    """Half of the blocks held, the other half cached, all of them committed."""
+    per_holder = min(FILL_BLOCKS, spec.num_blocks // 4)
+    num_holders = spec.num_blocks // per_holder
+    for number in range(num_holders):
+        holder_id = f"fill{number}"
+        hashes = _hashes(holder_id, per_holder)
+        allocation = await store.allocate(spec.pool_id, holder_id, WORKER, 1, hashes, per_holder)
+        blocks = list(zip(allocation.block_ids, hashes, strict=True))
+        await store.commit(spec.pool_id, holder_id, 1, blocks)
+    for number in range(num_holders // 2):
+        await store.release(spec.pool_id, f"fill{number}", 1)
+
+
+async def one_by_one(
+    requests: Requests, server: redis.asyncio.Redis, num_callers: int, figures: dict[str, Figures]
+) -> None:
+    """The requests of one round by a single caller."""
+    holder_ids = [requests.new() for _ in range(num_callers)]
+    for operation in OPERATIONS:
+        await server.config_resetstat()
+        for holder_id in holder_ids:
+            start = time.perf_counter()
+            await requests.call(operation, holder_id)
+            figures[operation].latencies_s.append(time.perf_counter() - start)
+        stats = await server.info("commandstats")
+        figures[operation].server_us.append(stats["cmdstat_fcall"]["usec_per_call"])
+
+
+async def all_at_once(requests: Requests, num_callers: int, figures: dict[str, Figures]) -> None:
+    """The requests of one round, each by a caller of its own."""
+    holder_ids = [requests.new() for _ in range(num_callers)]
+    for operation in OPERATIONS:
+        start = time.perf_counter()
+        await asyncio.gather(*(requests.call(operation, h) for h in holder_ids))
+        figures[operation].concurrent_s += time.perf_counter() - start
+        figures[operation].num_concurrent += num_callers
+
+
+async def measure(
+    store: RedisStore, server: redis.asyncio.Redis, spec: PoolSpec, size: int, num_calls: int
+) -> None:
+    """Print the rows of one size of pool and call. A request holds 2 * size blocks at its end, and
+    all of a round fit into the cached half."""
+    num_callers = min(MAX_CALLERS, spec.num_blocks // 2 // (2 * size))
+    requests = Requests(store, spec.pool_id, size)
+    figures = {operation: Figures() for operation in OPERATIONS}
+    for _ in range(-(-num_calls // num_callers)):
+        await one_by_one(requests, server, num_callers, figures)
+        await all_at_once(requests, num_callers, figures)
+    for operation in OPERATIONS:
+        head = f"{spec.num_blocks:,} | {size} | {operation} | {num_callers}"
+        print(f"| {head} | {figures[operation].cells()} |", flush=True)
+
+
+async def run(url: str, pools: list[int], sizes: list[int], num_calls: int) -> None:
+    store = await RedisStore.connect(url)
+    server = redis.asyncio.Redis.from_url(url)
+    print(HEADER)
+    for num_blocks in pools:
+        spec = PoolSpec(f"bench-{num_blocks}", "bench", "bench", num_blocks, 16, 1)
+        await store.register_pool(spec)
+        await store.register_worker(spec, WORKER)
+        await fill(store, spec)
+        for size in sizes:
+            await measure(store, server, spec, size, num_calls)
+        await store.drop_pool(spec.pool_id)
+    await server.aclose()
+    await store.close()
+
+
+@asynccontextmanager
+async def own_server() -> AsyncIterator[str]:
+    """The URL of an embedded Valkey that ends with the block."""
+    with tempfile.TemporaryDirectory() as directory:
+        run_directory = Path(directory)
+        process = await asyncio.create_subprocess_exec(
+            *valkey.command(run_directory), stdout=subprocess.DEVNULL
+        )
+        try:
+            await valkey.wait_until_answering(run_directory)
+            yield valkey.redis_url(run_directory)
+        finally:
+            process.terminate()
+            await process.wait()
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--pools", default="1000,100000,1000000", help="blocks of each pool")
+    parser.add_argument("--blocks", default="1,64", help="blocks of each call")
+    parser.add_argument("--calls", type=int, default=500, help="calls of each operation, each way")
+    parser.add_argument("--url", help="a server to measure; it must be empty and idle")
+    options = parser.parse_args()
+    pools, sizes = ([int(n) for n in text.split(",")] for text in (options.pools, options.blocks))
+    async with AsyncExitStack() as stack:
+        url = options.url or await stack.enter_async_context(own_server())
+        await run(url, pools, sizes, options.calls)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
