@@ -75,6 +75,12 @@ def test_tokens_that_tie_at_the_threshold_stay_together() -> None:
     assert kept([1.0, 2.0, 1.0, 0.0], top_p=0.6) == [0, 1, 2]
 
 
+def test_a_nucleus_that_reaches_top_p_exactly_is_complete() -> None:
+    largest = float(filtered_probs(torch.tensor([LN]), [params()]).max())
+    assert kept(LN, top_p=largest) == [1]
+    assert kept(LN, top_p=math.nextafter(largest, 1.0)) == [1, 3]
+
+
 def plain_filter(logits: list[float], p: SamplingParams, slack: float) -> set[int]:
     """The filters as one would say them, in fp64, one token after the other; `slack` moves their
     limits by that share, outwards if positive."""
