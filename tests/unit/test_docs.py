@@ -1,0 +1,102 @@
+"""What documents name is there: paths, tests, settings, metrics, commands."""
+
+import ast
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from quire.cli import parser
+from services.block_manager.config import BlockManagerSettings
+from services.common.config import ServiceSettings
+from services.gateway.config import GatewaySettings
+from services.worker.config import WorkerSettings
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TREES = "blockstore|bench|deploy|docs|kernels|proto|quire|services|tests|tools"
+SETTINGS: dict[str, type[ServiceSettings]] = {
+    "Every service": ServiceSettings,
+    "Gateway": GatewaySettings,
+    "Prefill and decode workers": WorkerSettings,
+    "Block manager": BlockManagerSettings,
+}
+
+
+@pytest.fixture(params=DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def document(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+def test_paths_exist(document: Path) -> None:
+    """Everything in backquotes that begins with one of our directories; `::name` is a test or
+    another definition in the file."""
+    found = re.findall(rf"`((?:{TREES})/[\w./*-]*)(?:::(\w+))?`", document.read_text())
+    for path, definition in found:
+        matches = list(ROOT.glob(path)) if "*" in path else [ROOT / path]
+        assert matches, path
+        assert all(match.exists() for match in matches), path
+        assert not definition or definition in _definitions(ROOT / path), f"{path}::{definition}"
+
+
+@cache
+def _definitions(path: Path) -> frozenset[str]:
+    definitions = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    tree = ast.walk(ast.parse(path.read_text()))
+    return frozenset(node.name for node in tree if isinstance(node, definitions))
+
+
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
+        assert (document.parent / target).exists(), target
+
+
+def test_commands_are_understood(document: Path) -> None:
+    """Every `quire ...` in a shell block, and every one in backquotes that is complete."""
+    text = document.read_text()
+    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL))
+    commands = re.findall(r"^(?:\.venv/bin/)?quire (.*)$", blocks, re.MULTILINE)
+    commands += re.findall(r"`quire ((?!--)[^`]*)`", text)
+    for command in commands:
+        words = shlex.split(command, comments=True)
+        if "--help" not in words:
+            parser().parse_args(words)
+
+
+def test_make_targets_exist(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z-]+)\b(?=`|\s+#|$)", document.read_text())) <= targets
+
+
+@pytest.mark.parametrize("section", SETTINGS)
+def test_every_setting_is_documented(section: str) -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    table = text.partition(f"### {section}\n")[2].partition("\n#")[0]
+    documented = set(re.findall(r"^\| `([A-Z_]+)` \|", table, re.MULTILINE))
+    fields = {name.upper() for name in SETTINGS[section].model_fields}
+    if section != "Every service":
+        fields -= {name.upper() for name in ServiceSettings.model_fields}
+    assert documented == fields
+
+
+def test_every_metric_is_documented() -> None:
+    code = (ROOT / "services" / "common" / "metrics.py").read_text()
+    documented = (ROOT / "docs" / "operations.md").read_text()
+    assert set(re.findall(r"`(quire:\w+)`", documented)) == set(re.findall(r'"(quire:\w+)"', code))
+
+
+def test_every_law_has_a_test_or_says_that_it_has_none() -> None:
+    text = (ROOT / "docs" / "invariants.md").read_text()
+    laws = re.findall(r"^## (\d+)\. .*?\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert [int(number) for number, _ in laws] == list(range(1, 11))
+    for number, section in laws:
+        assert re.search(r"`tests/[\w/]+\.py|not yet tested", section), f"law {number}"
+
+
+def test_decisions_are_numbered_without_gaps_in_the_first_ten() -> None:
+    numbers = [int(path.name[:4]) for path in (ROOT / "docs" / "adr").glob("*.md")]
+    assert len(numbers) == len(set(numbers))
+    assert {number for number in numbers if number < 10} == set(range(1, 10))
