@@ -161,7 +161,7 @@ def _float32(name: str, value: float) -> float:
     if not math.isfinite(value):
         raise InvalidRequest(f"{name} is {value}, not a finite number")
     try:
-        return float(struct.unpack("f", struct.pack("f", value))[0])
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError as error:
         raise InvalidRequest(f"{name} is {value:g}, too large") from error
 

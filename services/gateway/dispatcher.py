@@ -30,6 +30,8 @@ ASK_AGAIN_S = 0.25
 
 AT_ONCE = 0.0
 
+_STOPPING = "the gateway is stopping; try again"
+
 
 class Workers(Protocol):
     """What the dispatcher needs of the fleet."""
@@ -79,6 +81,7 @@ class Dispatcher:
         self._lanes: dict[str, Lane] = {}
         self._journeys: dict[str, Journey] = {}
         self._entering: set[str] = set()
+        self._closed = False
         self._clock = asyncio.get_running_loop().time
 
     @property
@@ -91,19 +94,22 @@ class Dispatcher:
 
     async def close(self) -> None:
         """End everything: clients get Draining. Again: no error."""
+        self._closed = True
         tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for journey in tuple(self._journeys.values()):
-            journey.end(Draining("the gateway is stopping; try again"))
+            journey.end(Draining(_STOPPING))
 
     # ── in and out ───────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
     def entering(self, request_id: str) -> Iterator[None]:
         """Around admission: the id is taken and a place in the queue kept, before any work is done.
-        DuplicateRequest, QueueFull."""
+        DuplicateRequest, QueueFull, Draining."""
+        if self._closed:
+            raise Draining(_STOPPING)
         if request_id in self._journeys or request_id in self._entering:
             raise DuplicateRequest(f"a request with id {request_id!r} is running")
         if self.num_waiting >= self._limits.max_waiting:
@@ -117,8 +123,10 @@ class Dispatcher:
             self._entering.discard(request_id)
 
     async def enter(self, request: Admitted, output: Output) -> Journey:
-        """Put an admitted request in line; within `entering`. BlockStoreError."""
+        """Put an admitted request in line; within `entering`. BlockStoreError, Draining."""
         place = Place(request.priority, await self._registry.next_arrival())
+        if self._closed:
+            raise Draining(_STOPPING)
         journey = Journey(request, place, output, self)
         self._journeys[journey.id] = journey
         self.waits_again(journey)

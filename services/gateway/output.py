@@ -116,16 +116,18 @@ class Output:
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """What was written, until the end. Raises what `close` was given."""
-        while True:
-            await self._readable.wait()
-            self._readable.clear()
+        told_end = False
+        while True:  # While the reader has a delta more may come, and the end.
             if self._error is not None:
                 raise self._error
-            closed = self._closed  # Now: while the reader has a delta, more may come and the end.
-            if self._unread_ids or self.finish_reason is not None:
+            if self._unread_ids or (self.finish_reason is not None and not told_end):
+                told_end = self.finish_reason is not None
                 yield self._take()
-            if closed:
+            elif self._closed:
                 return
+            else:
+                self._readable.clear()
+                await self._readable.wait()
 
     def _count(self, num_tokens: int) -> None:
         if not num_tokens:

@@ -66,6 +66,7 @@ class FakeWorker:
     worker_id: str
     pool_id: str = "pool"
     protocol_version: int = PROTOCOL_VERSION
+    max_model_len: int = 4096
     load: Load = field(default_factory=Load)
     seen: list[Any] = field(default_factory=list)
     aborted: list[tuple[str, int]] = field(default_factory=list)
@@ -308,7 +309,7 @@ def member(worker: FakePrefill | FakeDecode, address: str, model_dir: str) -> Me
         pool_id=worker.pool_id,
         model="toy",
         model_dir=model_dir,
-        max_model_len=4096,
+        max_model_len=worker.max_model_len,
         max_num_seqs=64,
         load=worker.load,
         engine={"dtype": "float32"},

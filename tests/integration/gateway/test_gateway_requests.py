@@ -1,0 +1,326 @@
+"""What clients may send, and what they are told; through the gateway's own gRPC server."""
+
+import asyncio
+import secrets
+import time
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from blockstore.registry import Member
+from quire.v1 import (
+    block_manager_pb2,
+    block_manager_pb2_grpc,
+    inference_pb2,
+    prefill_pb2,
+    sampling_pb2,
+)
+from services.common.errors import (
+    DuplicateRequest,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    UnknownModel,
+    UnknownWorker,
+)
+from services.common.rpc import RpcServer, from_rpc_error, open_channel
+from services.common.version import PROTOCOL_VERSION
+from services.gateway import output
+from services.gateway.api import ChatMessage, GenerationRequest, RequestedSampling
+from services.gateway.relay import SERVICE_NAME, BlockManagerRelay
+
+from .conftest import PROMPT, SPEC, Call, asked, until
+from .fakes import FakeDecode, FakePrefill, expected
+
+POOL_TOKENS = SPEC.num_blocks * SPEC.block_size
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.fixture
+async def house(make_house: Any) -> Any:
+    return await make_house(FakePrefill(), FakeDecode())
+
+
+async def refused(house: Any, request: GenerationRequest) -> Exception:
+    """What the request is refused with; a good one is served right after it."""
+    with pytest.raises(InvalidRequest) as error:
+        await Call(house.gateway, request).result()
+    good = Call(house.gateway, asked("good"))
+    await good.result()
+    assert good.tokens == expected(PROMPT, 8)
+    return error.value
+
+
+@pytest.mark.parametrize(
+    ("sampling", "text"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": NAN}, "temperature is nan"),
+        ({"temperature": INFINITY}, "temperature is inf"),
+        ({"temperature": 1e300}, "too large"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"top_p": 0.0}, "top_p is 0"),
+        ({"top_p": 1e-60}, "top_p is 0"),
+        ({"top_p": 1.01}, "top_p is 1.01"),
+        ({"top_p": NAN}, "top_p is nan"),
+        ({"min_p": -0.01}, "min_p is -0.01"),
+        ({"min_p": 1.5}, "min_p is 1.5"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 1 << 64}, "seed is 18446744073709551616"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": -5}, "max_tokens is -5"),
+        ({"max_tokens": 4096 - len(PROMPT) + 1}, "the model's context is 4096"),
+        ({"stop": ("",)}, "a stop string is empty"),
+        ({"stop": ("x",) * 65}, "65 stop strings"),
+        ({"stop": ("x" * 1025,)}, "1025 characters"),
+        ({"stop": ("\ud800",)}, "not valid Unicode"),
+        ({"stop_token_ids": (300,)}, "300 is not in the vocabulary of 300"),
+        ({"stop_token_ids": (-1,)}, "-1 is not in the vocabulary"),
+    ],
+)
+async def test_bad_sampling_parameters(house: Any, sampling: Any, text: str) -> None:
+    request = GenerationRequest(prompt=PROMPT, sampling=RequestedSampling(**sampling))
+    assert text in str(await refused(house, request))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": ()}, "the prompt is empty"),
+        ({"prompt": (1, 300)}, "300 is not in the vocabulary"),
+        ({"prompt": (1, -1)}, "-1 is not in the vocabulary"),
+        ({"prompt": "a \ud800 b"}, "not valid Unicode"),
+        ({"prompt": (ChatMessage("", "hi"),)}, "message 0 has no role"),
+        ({"priority": 128}, "priority is 128"),
+        ({"priority": -129}, "priority is -129"),
+        ({"request_id": "x" * 257}, "request_id has 257"),
+        ({"cache_salt": "\udfff"}, "cache_salt is not valid Unicode"),
+    ],
+)
+async def test_bad_requests(house: Any, fields: Any, text: str) -> None:
+    assert text in str(await refused(house, asked(**({"request_id": "bad"} | fields))))
+
+
+async def test_a_prompt_that_fills_the_context(house: Any) -> None:
+    prompt = tuple([65] * 4096)
+    error = await refused(house, asked("r", prompt=prompt))
+    assert isinstance(error, PromptTooLong)
+    assert "4096 tokens" in str(error)
+    last = Call(house.gateway, asked("r", prompt=prompt[:-1], max_tokens=1))
+    await last.result()
+    assert last.tokens == expected(prompt[:-1], 1)
+
+
+async def test_a_prompt_of_ten_megabytes_is_refused_and_the_loop_goes_on(house: Any) -> None:
+    longest_s, seen_at = 0.0, time.perf_counter()
+    call = Call(house.gateway, asked("r", prompt="prefill and decode " * ((10 << 20) // 19)))
+    while not call.task.done():
+        await asyncio.sleep(0)
+        now = time.perf_counter()
+        longest_s, seen_at = max(longest_s, now - seen_at), now
+    with pytest.raises(PromptTooLong, match="more than 4096 tokens"):
+        await call.result()
+    assert longest_s < 1.0
+
+
+async def test_what_can_never_fit_the_pool_is_told_the_numbers(make_house: Any) -> None:
+    house = await make_house(FakePrefill(max_model_len=8192), FakeDecode(max_model_len=8192))
+    error = await refused(house, asked("r", max_tokens=POOL_TOKENS - len(PROMPT) + 1))
+    assert isinstance(error, PromptTooLong)
+    assert "need 257 blocks of 16 tokens; the pool has 256" in str(error)
+
+
+@pytest.mark.parametrize(("max_model_len", "room"), [(100, 100), (8192, POOL_TOKENS)])
+async def test_an_absent_max_tokens_is_what_context_and_pool_leave(
+    make_house: Any, max_model_len: int, room: int
+) -> None:
+    prefill = FakePrefill(max_model_len=max_model_len)
+    house = await make_house(prefill, FakeDecode(max_model_len=max_model_len))
+    prefill.holds = True
+    call = Call(house.gateway, asked(max_tokens=None))
+    await until(lambda: bool(prefill.held))
+    assert prefill.held[0][1].sampling.max_tokens == room - len(PROMPT)
+    await call.cancel()
+
+
+async def test_an_absent_seed_is_drawn_and_a_given_one_kept(house: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(secrets, "randbits", lambda bits: bits)
+    prefill = FakePrefill("prefill-2")
+    await house.add(prefill)
+    await house.registry.withdraw("prefill-1")
+    await until(lambda: house.connected() == {"prefill-2", "decode-1"})
+    await Call(house.gateway, asked("drawn")).result()
+    await Call(house.gateway, asked("given", sampling={"seed": (1 << 64) - 1})).result()
+    seeds = [s.ticket.sampling.seed for s in prefill.commands(prefill_pb2.PrefillSubmit)]
+    assert seeds == [64, (1 << 64) - 1]
+
+
+async def test_a_request_id_may_run_once_at_a_time(make_house: Any) -> None:
+    decode = FakeDecode()
+    house = await make_house(FakePrefill(), decode)
+    decode.pause_after = 2
+    first = Call(house.gateway, asked("same"))
+    await until(lambda: "same" in decode.running)
+    with pytest.raises(DuplicateRequest, match="same"):
+        await Call(house.gateway, asked("same")).result()
+    decode.go_on(pause_after=8)
+    await first.result()
+    await Call(house.gateway, asked("same")).result()
+
+
+async def test_an_unknown_model_is_named_with_those_that_are_there(house: Any) -> None:
+    with pytest.raises(UnknownModel, match="'other' is not served here; these are: toy"):
+        await Call(house.gateway, asked(model="other")).result()
+    await Call(house.gateway, asked(model="toy")).result()
+
+
+async def test_a_client_that_does_not_read_is_cancelled(
+    make_house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "MAX_UNREAD_TOKENS", 100)
+    decode = FakeDecode()
+    house = await make_house(FakePrefill(), decode)
+    deltas = house.gateway.generate(asked(max_tokens=1000))
+    await anext(deltas)
+    await until(lambda: decode.aborted == [("r1", 1)])
+    with pytest.raises(Overloaded, match="too slowly"):
+        await anext(deltas)
+    assert not decode.running
+
+
+# ── through gRPC ─────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_text_and_chat_are_tokenized_as_the_model_has_it(house: Any) -> None:
+    stub = await house.serve()
+    sampling = sampling_pb2.SamplingParams(max_tokens=3)
+    text = inference_pb2.GenerateRequest(text="hello", sampling=sampling)
+    chat = inference_pb2.GenerateRequest(
+        chat=inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hi")]),
+        sampling=sampling,
+    )
+    for request, prompt in ((text, b"hello"), (chat, b"user:hi;")):
+        responses = [response async for response in stub.Generate(request)]
+        tokens = [t for r in responses for d in r.deltas for t in d.token_ids]
+        assert tokens == expected(prompt, 3)
+        assert "".join(d.text for r in responses for d in r.deltas) == bytes(tokens).decode()
+        assert responses[-1].usage.num_prompt_tokens == len(prompt)
+        assert responses[-1].deltas[0].finish_reason == sampling_pb2.FINISH_REASON_LENGTH
+        assert not any(response.HasField("usage") for response in responses[:-1])
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "code"),
+    [
+        (inference_pb2.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, "invalid_request"),
+        (
+            inference_pb2.GenerateRequest(text="x", model="nope"),
+            grpc.StatusCode.NOT_FOUND,
+            "unknown_model",
+        ),
+        (
+            inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1] * 5000)),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "prompt_too_long",
+        ),
+    ],
+)
+async def test_errors_have_their_status_and_code(
+    house: Any, request_: Any, status: Any, code: str
+) -> None:
+    stub = await house.serve()
+    with pytest.raises(aio.AioRpcError) as error:
+        await stub.Generate(request_).read()
+    assert error.value.code() is status
+    assert dict(error.value.trailing_metadata() or ())["quire-error-code"] == code
+
+
+async def test_a_client_that_hangs_up_frees_what_it_had(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    stub = await house.serve()
+    decode.pause_after = 3
+    call = stub.Generate(
+        inference_pb2.GenerateRequest(
+            request_id="r1",
+            token_ids=inference_pb2.TokenIds(ids=PROMPT),
+            sampling=sampling_pb2.SamplingParams(max_tokens=100),
+        )
+    )
+    await call.read()
+    call.cancel()
+    await until(lambda: decode.aborted == [("r1", 1)])
+    assert house.assembly.dispatcher.num_running == 0
+
+
+async def test_the_rpc_deadline_is_the_requests(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    stub = await house.serve()
+    prefill.holds = True
+    request = inference_pb2.GenerateRequest(request_id="r1", text="hello")
+    with pytest.raises(aio.AioRpcError) as error:
+        await stub.Generate(request, timeout=0.3).read()
+    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert 0 < prefill.held[0][1].timeout_ms <= 300
+    await until(lambda: prefill.aborted == [("r1", 1)] and decode.aborted == [("r1", 1)])
+
+
+async def test_models_are_listed_while_they_can_be_served(house: Any) -> None:
+    stub = await house.serve()
+    (model,) = (await stub.ListModels(inference_pb2.ListModelsRequest())).models
+    assert (model.id, model.max_model_len, model.block_size) == ("toy", 4096, 16)
+    assert model.dtype == "float32"
+    await house.registry.withdraw("decode-1")
+    await until(lambda: not house.gateway.ready())
+    assert not (await stub.ListModels(inference_pb2.ListModelsRequest())).models
+
+
+class OneOperation(block_manager_pb2_grpc.BlockManagerServicer):
+    """A block manager that knows one operation and one worker."""
+
+    seconds_left: float
+
+    async def DrainWorker(self, request: Any, context: Any) -> Any:
+        self.seconds_left = context.time_remaining()
+        if request.worker_id != "decode-1":
+            raise UnknownWorker(f"no worker {request.worker_id}")
+        return block_manager_pb2.DrainWorkerResponse(num_running=3)
+
+
+async def test_operations_are_relayed_to_the_block_manager(house: Any) -> None:
+    relay, front = (
+        BlockManagerRelay(lambda: house.assembly.fleet.block_manager),
+        RpcServer(SERVICE_NAME),
+    )
+    front.aio.add_generic_rpc_handlers((relay.handlers(),))
+    channel = open_channel(f"127.0.0.1:{await front.start('127.0.0.1', 0)}")
+    for close in (relay.close, front.stop, channel.close):
+        house.stack.push_async_callback(close)
+    stub = block_manager_pb2_grpc.BlockManagerStub(channel)
+    request = block_manager_pb2.DrainWorkerRequest(worker_id="decode-1")
+    with pytest.raises(aio.AioRpcError) as error:
+        await stub.DrainWorker(request)
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    manager, server = OneOperation(), RpcServer()  # type: ignore[abstract]
+    block_manager_pb2_grpc.add_BlockManagerServicer_to_server(manager, server.aio)
+    port = await server.start("127.0.0.1", 0)
+    house.stack.push_async_callback(server.stop)
+    address = f"127.0.0.1:{port}"
+    entry = Member("bm", "block_manager", address, "serving", 1, PROTOCOL_VERSION)
+    await house.registry.announce(entry, ttl_s=1e6)
+    await until(lambda: house.assembly.fleet.block_manager is not None)
+    assert (await stub.DrainWorker(request, timeout=5)).num_running == 3
+    assert 0 < manager.seconds_left < 6
+    with pytest.raises(aio.AioRpcError) as error:
+        await stub.DrainWorker(block_manager_pb2.DrainWorkerRequest(worker_id="x"))
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
+    assert isinstance(from_rpc_error(error.value), UnknownWorker)
+    with pytest.raises(aio.AioRpcError) as error:
+        await stub.ListPools(block_manager_pb2.ListPoolsRequest())
+    assert error.value.code() is grpc.StatusCode.INTERNAL
+    assert dict(error.value.trailing_metadata() or ())["quire-error-code"] == "internal"
