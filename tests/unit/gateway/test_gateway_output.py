@@ -1,0 +1,167 @@
+"""Text out of tokens for one client, over a vocabulary of bytes."""
+
+import asyncio
+import itertools
+
+import pytest
+
+from services.common.errors import Unavailable
+from services.common.text.detokenizer import Detokenizer
+from services.common.text.pieces import Pieces
+from services.common.text.stop_strings import StopMatcher
+from services.common.ticket import FinishReason
+from services.gateway.api import Delta
+from services.gateway.output import MAX_UNREAD_TOKENS, Output, Tally
+
+BYTES = [bytes([byte]) for byte in range(256)]
+END = 0
+
+
+class CountingMeter:
+    def __init__(self) -> None:
+        self.first: list[float] = []
+        self.later: list[tuple[int, float]] = []
+
+    def first_token(self, after_s: float) -> None:
+        self.first.append(after_s)
+
+    def tokens(self, num_tokens: int, after_s: float) -> None:
+        self.later.append((num_tokens, after_s))
+
+
+def make(
+    *stops: str, stop_token_ids: tuple[int, ...] = (), meter: CountingMeter | None = None
+) -> Output:
+    """Its clock shows 1, 2, 3 ...; the request arrived at 0."""
+    ticks = itertools.count(1.0)
+    return Output(
+        "r1",
+        Tally(num_prompt_tokens=5, arrived_at=0.0),
+        Detokenizer(Pieces(BYTES, BYTES)),
+        StopMatcher(stops),
+        stop_token_ids,
+        meter or CountingMeter(),
+        lambda: next(ticks),
+    )
+
+
+async def read(output: Output) -> list[Delta]:
+    async with asyncio.timeout(5):
+        return [delta async for delta in output.deltas()]
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(text.encode())
+
+
+async def test_what_was_not_read_becomes_one_delta() -> None:
+    output = make()
+    for char in "abc":
+        assert not output.write(ids(char), None)
+    assert output.write(ids("d"), FinishReason.LENGTH)
+    output.close(None)
+    (delta,) = await read(output)
+    assert (delta.text, delta.token_ids) == ("abcd", ids("abcd"))
+    assert delta.finish_reason is FinishReason.LENGTH
+    assert delta.usage is not None
+    assert delta.usage.num_generated_tokens == 4
+    assert delta.usage.time_to_first_token_ms == 1000
+
+
+async def test_what_comes_while_the_reader_has_a_delta_is_the_next_one() -> None:
+    output = make()
+    output.write(ids("a"), None)
+    deltas = output.deltas()
+    assert (await anext(deltas)).text == "a"
+    output.write(ids("b"), None)
+    output.write(ids("c"), FinishReason.LENGTH)
+    output.close(None)
+    assert [delta.text async for delta in deltas] == ["bc"]
+
+
+async def test_a_character_is_never_split() -> None:
+    output = make()
+    euro = "€".encode()
+    output.write(tuple(euro[:2]), None)
+    deltas = output.deltas()
+    first = await anext(deltas)
+    assert (first.text, first.token_ids) == ("", tuple(euro[:2]))
+    output.write(tuple(euro[2:]), None)
+    assert (await anext(deltas)).text == "€"
+    output.write(tuple(euro[:1]), FinishReason.LENGTH)
+    output.close(None)
+    assert [delta.text async for delta in deltas] == ["\ufffd"]
+
+
+async def test_a_stop_string_is_never_shown_and_the_rest_is_dropped() -> None:
+    output = make("STOP")
+    assert not output.write(ids("go S"), None)
+    deltas = output.deltas()
+    assert (await anext(deltas)).text == "go "
+    assert output.write(ids("TOP and more"), FinishReason.LENGTH)
+    output.close(None)
+    (last,) = [delta async for delta in deltas]
+    assert (last.text, last.token_ids) == ("", ids("TOP"))
+    assert (last.finish_reason, last.stopped_by) == (FinishReason.STOP, "STOP")
+    assert last.usage is not None
+    assert last.usage.num_generated_tokens == 7
+
+
+async def test_what_was_held_back_for_a_stop_string_comes_out_at_the_end() -> None:
+    output = make("STOP")
+    output.write(ids("go STO"), FinishReason.LENGTH)
+    output.close(None)
+    (delta,) = await read(output)
+    assert (delta.text, delta.finish_reason) == ("go STO", FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(("asked", "stopped_by"), [((END,), END), ((), None)])
+async def test_the_token_that_stopped_it_is_no_text(
+    asked: tuple[int, ...], stopped_by: int | None
+) -> None:
+    """An end of sequence stops without anybody having asked for that token."""
+    output = make(stop_token_ids=asked)
+    assert output.write((*ids("ab"), END), FinishReason.STOP)
+    output.close(None)
+    (delta,) = await read(output)
+    assert (delta.text, delta.token_ids) == ("ab", (*ids("ab"), END))
+    assert (delta.finish_reason, delta.stopped_by) == (FinishReason.STOP, stopped_by)
+
+
+async def test_an_error_comes_in_place_of_what_was_not_read() -> None:
+    output = make()
+    output.write(ids("a"), None)
+    output.close(Unavailable("gone"))
+    with pytest.raises(Unavailable, match="gone"):
+        await read(output)
+
+
+async def test_a_reader_that_waits_hears_of_the_end() -> None:
+    output = make()
+    reading = asyncio.create_task(read(output))
+    await asyncio.sleep(0)
+    output.close(None)
+    assert await reading == []
+
+
+async def test_unread_tokens_have_a_limit() -> None:
+    output = make()
+    output.write((97,) * MAX_UNREAD_TOKENS, None)
+    assert not output.overflowing
+    output.write((97,), None)
+    assert output.overflowing
+
+
+async def test_only_the_first_prefill_found_what_others_had_cached() -> None:
+    output = make()
+    output.tally.saw_prefill(3)
+    output.tally.saw_prefill(64)
+    assert output.tally.num_cached_tokens == 3
+
+
+async def test_times_are_measured_from_arrival_and_from_token_to_token() -> None:
+    meter = CountingMeter()
+    output = make(meter=meter)
+    output.write(ids("a"), None)
+    output.write(ids("bc"), None)
+    assert (meter.first, meter.later) == ([1.0], [(2, 1.0)])

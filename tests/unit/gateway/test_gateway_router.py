@@ -1,0 +1,154 @@
+"""Which pool and which workers, by what the store and the workers say."""
+
+import pytest
+
+from blockstore.hashing import prefix_hashes, root_hash
+from blockstore.memory_store import MemoryStore
+from blockstore.registry import Load, Member
+from blockstore.store import PoolSpec
+from services.gateway.messages import Abort, Command
+from services.gateway.router import Pool, Route, Router, choose_prefill
+from services.gateway.worker import Errand, Worker
+
+PROMPT = tuple(range(64))
+SECRET = b"secret"
+
+
+def spec(pool_id: str, num_blocks: int = 64) -> PoolSpec:
+    return PoolSpec(pool_id, "toy", f"of {pool_id}", num_blocks, block_size=16, block_bytes=1)
+
+
+def worker(worker_id: str, num_free_slots: int = 0, num_pending_tokens: int = 0) -> Worker:
+    load = Load(num_free_slots=num_free_slots, num_pending_tokens=num_pending_tokens)
+    member = Member(worker_id, "decode", "host:1", "serving", 1, 1, load=load)
+    known = Worker(member, lambda command: None)
+    known.connected = True
+    return known
+
+
+def pool(pool_id: str, *prefill: Worker, num_blocks: int = 64) -> Pool:
+    return Pool(spec(pool_id, num_blocks), prefill or (worker("p"),), (worker("d"),))
+
+
+async def cache(store: MemoryStore, asked: PoolSpec, num_blocks: int, salt: str = "") -> None:
+    """Bring the first blocks of PROMPT into a pool's cache."""
+    hashes = prefix_hashes(root_hash(asked.fingerprint, SECRET, salt), PROMPT, 16)[:num_blocks]
+    await store.register_worker(asked, "w")
+    held = await store.allocate(asked.pool_id, "h", "w", 1, hashes, num_blocks)
+    await store.commit(
+        asked.pool_id, "h", held.epoch, list(zip(held.block_ids, hashes, strict=True))
+    )
+    await store.release(asked.pool_id, "h", held.epoch)
+
+
+async def routes(store: MemoryStore, salt: str, *pools: Pool) -> list[tuple[str, int]]:
+    found = await Router(store, SECRET).routes(PROMPT, salt, pools)
+    return [(route.pool.spec.pool_id, route.num_cached_blocks) for route in found]
+
+
+async def test_the_pool_with_the_longest_cached_prefix_comes_first() -> None:
+    store = MemoryStore()
+    pools = [pool("a"), pool("b"), pool("c")]
+    for each in pools:
+        await store.register_pool(each.spec)
+    await cache(store, pools[1].spec, 3)
+    await cache(store, pools[2].spec, 1)
+    assert await routes(store, "", *pools) == [("b", 3), ("c", 1), ("a", 0)]
+
+
+async def test_what_another_salt_has_cached_does_not_count() -> None:
+    store = MemoryStore()
+    pools = [pool("a"), pool("b", num_blocks=32)]
+    for each in pools:
+        await store.register_pool(each.spec)
+    await cache(store, pools[1].spec, 3, salt="tenant")
+    assert await routes(store, "tenant", *pools) == [("b", 3), ("a", 0)]
+    assert await routes(store, "other", *pools) == [("a", 0), ("b", 0)]
+
+
+async def test_of_equal_ones_the_pool_with_more_room() -> None:
+    store = MemoryStore()
+    pools = [pool("a", num_blocks=8), pool("b", num_blocks=9)]
+    for each in pools:
+        await store.register_pool(each.spec)
+    assert await routes(store, "", *pools) == [("b", 0), ("a", 0)]
+
+
+def route(*prefill: Worker, num_cached_blocks: int = 0) -> Route:
+    only = pool("a", *prefill)
+    return Route(only, b"r" * 16, prefix_hashes(b"r" * 16, PROMPT, 16), num_cached_blocks)
+
+
+def test_prefill_goes_to_the_least_pending_tokens() -> None:
+    busy, idle = worker("p1", num_pending_tokens=100), worker("p2", num_pending_tokens=99)
+    assert choose_prefill(route(busy, idle), 64) == (idle, Errand(64, route().hashes))
+
+
+def test_prefill_follows_a_prefix_under_way() -> None:
+    """The leader has 64 tokens before it, the follower's own last one is all that is left."""
+    leader, idle = worker("p2"), worker("p1")
+    leader.errands["other"] = Errand(64, route().hashes)
+    assert choose_prefill(route(idle, leader), 65) == (leader, Errand(1, route().hashes))
+
+
+def test_a_long_queue_outweighs_a_shared_prefix() -> None:
+    leader, idle = worker("p1", num_pending_tokens=1000), worker("p2")
+    leader.errands["other"] = Errand(64, route().hashes)
+    chosen = choose_prefill(route(leader, idle), 65)
+    assert chosen is not None
+    assert chosen[0] is idle
+
+
+def test_what_is_cached_is_no_reason_to_follow() -> None:
+    """All of the prefix is in the pool, for every worker: the idle one takes it."""
+    leader, idle = worker("p1"), worker("p2")
+    leader.errands["other"] = Errand(10, route().hashes)
+    assert choose_prefill(route(leader, idle, num_cached_blocks=4), 65) == (
+        idle,
+        Errand(1, route().hashes),
+    )
+
+
+def test_without_usable_prefill_workers_there_is_no_choice() -> None:
+    leaving = worker("p1")
+    leaving.draining = True
+    assert choose_prefill(route(leaving), 64) is None
+
+
+@pytest.mark.parametrize("num_common", range(5))
+def test_the_common_prefix_with_what_is_under_way_is_counted_in_blocks(num_common: int) -> None:
+    theirs = prefix_hashes(b"r" * 16, (*PROMPT[: 16 * num_common], *[7] * 48), 16)
+    one = worker("p1")
+    one.errands = {"x": Errand(1, theirs), "y": Errand(1)}
+    assert one.num_blocks_under_way(route().hashes) == num_common
+
+
+def test_free_slots_are_those_reported_less_what_we_took_since() -> None:
+    decode = worker("d", num_free_slots=4)
+    decode.join("a")
+    decode.join("b")
+    assert decode.num_free_slots == 2
+    decode.report(Load(num_free_slots=2), draining=False)
+    assert decode.num_free_slots == 2
+    decode.leave("a")
+    assert decode.num_free_slots == 3
+
+
+def test_decode_workers_are_asked_the_least_loaded_first_and_not_where_they_refused() -> None:
+    workers = {name: worker(name, slots) for name, slots in (("d1", 1), ("d2", 5), ("d3", 3))}
+    every = Pool(spec("a"), (), tuple(workers.values()))
+    assert [each.id for each in every.open_decode] == ["d2", "d3", "d1"]
+    workers["d2"].full = True
+    workers["d3"].unresponsive = True
+    assert [each.id for each in every.open_decode] == ["d1"]
+    workers["d2"].report(Load(num_free_slots=1), draining=False)
+    assert [each.id for each in every.open_decode] == ["d1", "d2"]
+    workers["d2"].draining = True
+    assert [each.id for each in every.open_decode] == ["d1"]
+
+
+def test_an_abort_names_request_and_attempt() -> None:
+    sent: list[Command] = []
+    member = Member("d", "decode", "host:1", "serving", 1, 1)
+    Worker(member, sent.append).abort("r1", 3)
+    assert sent == [Abort("r1", 3)]
