@@ -40,7 +40,7 @@ class CpuKernels:
 
     def copy_blocks(self, kv: Tensor, pairs: Tensor) -> None:
         sources, targets = pairs.long().unbind(dim=1)
-        kv[targets] = kv[sources]
+        kv.index_copy_(0, targets, kv.index_select(0, sources))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
@@ -67,11 +67,14 @@ class CpuKernels:
 
 
 def _gather(kv_layer: Tensor, block_table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
-    """One row's keys and values, [1, K, context_len, D] each; whole blocks are copied, what is
-    behind the context is cut off."""
-    num_blocks = -(-context_len // kv_layer.shape[2])
-    blocks = kv_layer[block_table[:num_blocks].long()]  # [num_blocks, 2, block_size, K, D]
-    keys, values = (blocks[:, i].flatten(0, 1)[:context_len].transpose(0, 1)[None] for i in (0, 1))
+    """One row's keys and values, [1, K, context_len, D] each; whole blocks are copied (index_select
+    copies a block at once, indexing would go element by element), what is behind the context is cut
+    off."""
+    blocks = block_table[: -(-context_len // kv_layer.shape[2])]
+    keys, values = (
+        half.index_select(0, blocks).flatten(0, 1)[:context_len].transpose(0, 1)[None]
+        for half in kv_layer.unbind(dim=1)
+    )
     return keys, values
 
 
