@@ -1,5 +1,6 @@
 """When a service that has ended is started again, and when not."""
 
+import re
 from dataclasses import dataclass
 
 CANNOT_START = 2
@@ -36,7 +37,7 @@ class Restarts:
     def __init__(self) -> None:
         self._num_failed = 0
         self._num_same = 0
-        self._last_line = ""
+        self._reason = ""
 
     def delay_after(self, ended: Exit) -> float:
         """Seconds to wait before the next start."""
@@ -44,11 +45,17 @@ class Restarts:
             self._num_failed = self._num_same = 0
             return 0.0
         self._num_failed += 1
-        self._num_same = self._num_same + 1 if ended.last_line == self._last_line else 1
-        self._last_line = ended.last_line
+        reason = _without_numbers(ended.last_line)
+        self._num_same = self._num_same + 1 if reason == self._reason else 1
+        self._reason = reason
         return float(min(_MAX_DELAY_S, _FIRST_DELAY_S * 2 ** (self._num_failed - 1)))
 
     @property
     def hopeless(self) -> bool:
         """It fails to start for the same reason again and again."""
         return self._num_same >= MAX_SAME_FAILURES
+
+
+def _without_numbers(line: str) -> str:
+    """The reason itself: how much memory is free, what time it is, differ from start to start."""
+    return re.sub(r"\d+", "#", line)

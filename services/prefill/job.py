@@ -60,6 +60,5 @@ class Job:
     def finished(self, token: int) -> Ticket:
         """The ticket of a request that ended with this token: no blocks."""
         ticket = self.issued(token)
-        return replace(
-            ticket, holder_epoch=0, sequences=(replace(ticket.sequences[0], block_ids=()),)
-        )
+        sequence = replace(ticket.sequences[0], block_ids=(), num_computed_tokens=0)
+        return replace(ticket, holder_epoch=0, sequences=(sequence,))

@@ -48,7 +48,14 @@ async def test_greedy_tokens_are_those_of_transformers(
         assert list(completion.token_ids) == expected
         assert completion.usage.num_prompt_tokens == length
         assert completion.usage.num_generated_tokens == 24
-        assert (completion.usage.num_cached_tokens > 0) == (cached and length > 16)
+        assert (completion.usage.num_cached_tokens > 0) == (cached and length >= 16)
+    await settled(client)
+
+
+async def test_one_token_ends_with_its_prefill(client: AsyncClient, oracle: Oracle) -> None:
+    completion = await client.complete(prompt(9, 20), greedy(1))
+    assert list(completion.token_ids) == oracle(prompt(9, 20), 1)
+    assert completion.finish_reason == "length"
     await settled(client)
 
 

@@ -52,3 +52,11 @@ def test_an_exit_reads_well() -> None:
     assert str(NO_MEMORY) == "status 2: error: 3 GiB are not there"
     assert str(KILLED) == "killed by signal 9"
     assert str(Exit(1, 1.0, '{"event": "service_failed"}')) == "status 1"
+
+
+def test_the_same_failure_with_other_numbers_is_the_same() -> None:
+    restarts = Restarts()
+    for free_bytes in (19_696_746_496, 18_000_000_000, 17_193_278_464):
+        text = f"error: pool memory 1 TiB is not available: {free_bytes} bytes are left"
+        restarts.delay_after(Exit(2, 3.0, text))
+    assert restarts.hopeless
