@@ -21,7 +21,7 @@ from services.common.ticket import SamplingParams
 from services.engine.batch import Draw
 from services.engine.philox import uniforms
 
-_ROWS_AT_ONCE = 16  # bounds the temporaries: 16 rows of 150,000 tokens are 10 MB
+_ROWS_AT_ONCE = 4  # keeps the temporaries in the cache: 4 rows of 150,000 tokens are 2.4 MB
 _NUCLEUS_WIDTH = 1024  # how many of the likeliest tokens top_p alone looks at before it sorts all
 _SMALLEST_TEMPERATURE = 1e-30  # an fp32 temperature below may round to 0
 
@@ -93,7 +93,8 @@ def _ranked_thresholds(scaled: Tensor, probs: Tensor, columns: _Columns) -> Tens
     a row are the same at any width, so neither width nor company shows in the result.
     """
     vocab_size = scaled.shape[1]
-    width = min(vocab_size, max(_NUCLEUS_WIDTH, int(columns.top_k.max())))
+    nucleus_width = _NUCLEUS_WIDTH if bool((columns.top_k == 0).any()) else 1
+    width = min(vocab_size, max(nucleus_width, int(columns.top_k.max())))
     thresholds, open_rows = _thresholds_within(width, scaled, probs, columns)
     if width < vocab_size and len(open_rows):
         thresholds[open_rows], _ = _thresholds_within(
