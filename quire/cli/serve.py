@@ -41,7 +41,9 @@ def add_commands(commands: "Commands") -> None:
     _add_network(command)
     _add_run_root(command)
     down = add_command(commands, "down", run_down, help_text="end a `quire serve` of this user")
-    down.add_argument("--grpc-port", type=_port, default=DEFAULT_GRPC_PORT, metavar="PORT")
+    down.add_argument(
+        "--grpc-port", type=_port, metavar="PORT", help="needed where several runs are there"
+    )
     _add_run_root(down)
 
 
@@ -113,8 +115,8 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def run_down(args: argparse.Namespace) -> int:
-    pid = stop_run(args.run_root, args.grpc_port)
-    print(f"the run on port {args.grpc_port} (pid {pid}) has ended")
+    run = stop_run(args.run_root, args.grpc_port)
+    print(f"the run on port {run.grpc_port} (pid {run.pid}) has ended")
     return 0
 
 

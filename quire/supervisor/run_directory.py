@@ -73,14 +73,21 @@ def claim(runs: Path, record: RunRecord, patience_s: float = 5.0) -> RunDirector
         time.sleep(_POLL_S)
 
 
-def stop_run(runs: Path, grpc_port: int, patience_s: float = 60.0) -> int:
-    """End the run on this port and wait until it is gone; its supervisor's pid. NoSuchRun."""
-    for path, run in _live_runs(runs):
-        if run.grpc_port == grpc_port:
-            os.kill(run.pid, signal.SIGTERM)
-            _wait_until_unlocked(path, patience_s)
-            return run.pid
-    raise NoSuchRun(f"no run of this user serves on port {grpc_port}")
+def stop_run(runs: Path, grpc_port: int | None, patience_s: float = 60.0) -> RunRecord:
+    """End the run on this port (None: the only one there is) and wait until it is gone.
+
+    NoSuchRun: none, or several to choose from.
+    """
+    live = list(_live_runs(runs))
+    chosen = [found for found in live if grpc_port in (None, found[1].grpc_port)]
+    if len(chosen) != 1:
+        where = "" if grpc_port is None else f" on port {grpc_port}"
+        ports = ", ".join(str(run.grpc_port) for _, run in live) or "none"
+        raise NoSuchRun(f"there is not one run of this user{where} to end; ports of runs: {ports}")
+    ((path, run),) = chosen
+    os.kill(run.pid, signal.SIGTERM)
+    _wait_until_unlocked(path, patience_s)
+    return run
 
 
 def free_port(host: str) -> int:

@@ -76,13 +76,24 @@ def test_stop_run_ends_the_run_on_that_port(tmp_path: Path) -> None:
     runs, mine = tmp_path / "runs", record()
     other = claim(runs, record())
     with _run_elsewhere(runs, mine) as process:
-        assert stop_run(runs, mine.grpc_port) == process.pid
+        assert stop_run(runs, mine.grpc_port).pid == process.pid
         assert process.wait(timeout=5) == -signal.SIGTERM
     assert other.path.exists()
 
 
+def test_the_only_run_needs_no_port(tmp_path: Path) -> None:
+    with _run_elsewhere(tmp_path / "runs", record()) as process:
+        assert stop_run(tmp_path / "runs", None).pid == process.pid
+
+
+def test_of_several_runs_one_must_be_named(tmp_path: Path) -> None:
+    ports = sorted(claim(tmp_path / "runs", record()).path.name[:-9] for _ in range(2))
+    with pytest.raises(NoSuchRun, match=rf"ports of runs: {ports[0]}, {ports[1]}$"):
+        stop_run(tmp_path / "runs", None)
+
+
 def test_nothing_to_stop_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(NoSuchRun, match="port 50051"):
+    with pytest.raises(NoSuchRun, match="on port 50051 to end; ports of runs: none"):
         stop_run(tmp_path / "runs", 50051)
     assert not (tmp_path / "runs").exists()
 
