@@ -1,0 +1,332 @@
+"""The state machine of one request, against workers that a test plays by hand, and by chance."""
+
+import asyncio
+import random
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from blockstore.registry import Load, Member
+from services.common.errors import DeadlineExceeded, KVCorrupt, Unavailable
+from services.common.text.detokenizer import Detokenizer
+from services.common.text.pieces import Pieces
+from services.common.text.stop_strings import StopMatcher
+from services.common.ticket import FinishReason, SamplingParams, Ticket, TicketSequence
+from services.gateway.admission import Admitted
+from services.gateway.journey import Journey, Stage, Start
+from services.gateway.line import Place
+from services.gateway.messages import (
+    Abort,
+    Admit,
+    Command,
+    Failed,
+    Generated,
+    Prefilled,
+    RequestEvent,
+    Requeued,
+    RequeueReason,
+    Reserve,
+    Reserved,
+    Submit,
+)
+from services.gateway.output import Output, Tally
+from services.gateway.worker import Errand, Worker
+
+PROMPT = (1, 2, 3)
+MAX_TOKENS = 6
+ROOT = b"r" * 16
+
+
+class NoMeter:
+    def first_token(self, after_s: float) -> None: ...
+
+    def tokens(self, num_tokens: int, after_s: float) -> None: ...
+
+
+class ScriptedDesk:
+    def __init__(self) -> None:
+        self.ended: list[Exception | None] = []
+        self.num_waits = 0
+
+    def waits_again(self, journey: Journey) -> None:
+        self.num_waits += 1
+
+    def has_ended(self, journey: Journey, error: Exception | None) -> None:
+        self.ended.append(error)
+
+
+class ScriptedWorker(Worker):
+    """Keeps what it is sent."""
+
+    def __init__(self, worker_id: str) -> None:
+        self.sent: list[Command] = []
+        load = Load(num_free_slots=4)
+        super().__init__(
+            Member(worker_id, "decode", "host:1", "serving", 1, 1, load=load), self.sent.append
+        )
+        self.connected = True
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    return zlib.crc32(repr(list(tokens)).encode()) % 200 + 1
+
+
+def expected(num_tokens: int) -> list[int]:
+    tokens = list(PROMPT)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(PROMPT) :]
+
+
+class Walk:
+    """A journey with one worker of each kind."""
+
+    def __init__(self, deadline: float | None = None) -> None:
+        self.prefill, self.decode = ScriptedWorker("p"), ScriptedWorker("d")
+        self.desk = ScriptedDesk()
+        sampling = SamplingParams(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS)
+        request = Admitted("r1", "toy", PROMPT, sampling, (), 0, "", 0.0, deadline)
+        pieces = [b"%d," % token for token in range(256)]
+        self.output = Output(
+            "r1",
+            Tally(len(PROMPT), 0.0),
+            Detokenizer(Pieces(pieces, pieces)),
+            StopMatcher(()),
+            (),
+            NoMeter(),
+            asyncio.get_running_loop().time,
+        )
+        self.journey = Journey(request, Place(0, 1), self.output, self.desk)
+
+    async def reserve(self, granted: bool = True) -> bool:
+        asking = asyncio.create_task(self.journey.reserve(self.decode, timeout_s=5))
+        await asyncio.sleep(0)
+        self.journey.on_event(self.decode, Reserved("r1", self.journey.attempt, granted))
+        return await asking
+
+    def start(self) -> Ticket:
+        self.journey.start(Start("pool", ROOT, self.prefill, Errand(3)))
+        submit = self.prefill.sent[-1]
+        assert isinstance(submit, Submit)
+        return submit.ticket
+
+    def prefilled(self, ticket: Ticket, finish: FinishReason | None = None) -> Prefilled:
+        tokens = (*ticket.prompt_token_ids, *ticket.sequences[0].token_ids)
+        sequence = TicketSequence(
+            0, (*ticket.sequences[0].token_ids, next_token(tokens)), (9,), len(tokens)
+        )
+        return Prefilled(replace(ticket, holder_epoch=2, sequences=(sequence,)), finish)
+
+    async def until_decoding(self) -> Ticket:
+        assert await self.reserve()
+        ticket = self.start()
+        self.journey.on_event(self.prefill, self.prefilled(ticket))
+        return ticket
+
+    async def tokens(self) -> list[int]:
+        """All that the client gets, to the end."""
+        async with asyncio.timeout(5):
+            return [t async for delta in self.output.deltas() for t in delta.token_ids]
+
+
+def generated(attempt: int, *tokens: int, finish: FinishReason | None = None) -> Generated:
+    return Generated("r1", attempt, 0, tokens, finish)
+
+
+async def test_the_walk_from_queue_to_end() -> None:
+    walk = Walk()
+    await walk.until_decoding()
+    assert walk.journey.stage is Stage.DECODING
+    rest = expected(MAX_TOKENS)[1:]
+    walk.journey.on_event(walk.decode, generated(1, *rest, finish=FinishReason.LENGTH))
+    assert await walk.tokens() == expected(MAX_TOKENS)
+    assert [type(command) for command in walk.decode.sent] == [Reserve, Admit]
+    assert walk.desk.ended == [None]
+    assert not walk.decode.guests
+    assert not walk.prefill.errands
+
+
+async def test_a_refusal_leaves_it_where_it_was() -> None:
+    walk = Walk()
+    assert not await walk.reserve(granted=False)
+    assert (walk.journey.stage, walk.journey.attempt) == (Stage.QUEUED, 1)
+    assert walk.decode.full
+    assert not walk.decode.guests
+    assert [type(command) for command in walk.decode.sent] == [Reserve]
+
+
+async def test_a_slot_that_is_granted_too_late_was_given_up() -> None:
+    walk = Walk()
+    assert not await walk.journey.reserve(walk.decode, timeout_s=0)
+    assert walk.decode.sent == [Reserve("r1", 1), Abort("r1", 1)]
+    walk.journey.on_event(walk.decode, Reserved("r1", 1, granted=True))
+    assert (walk.journey.stage, walk.journey.attempt) == (Stage.QUEUED, 2)
+
+
+async def test_cancelled_while_a_slot_is_asked_for() -> None:
+    walk = Walk()
+    asking = asyncio.create_task(walk.journey.reserve(walk.decode, timeout_s=5))
+    await asyncio.sleep(0)
+    walk.journey.end()
+    assert not await asking
+    assert walk.decode.sent == [Reserve("r1", 1), Abort("r1", 1)]
+
+
+async def test_events_at_the_wrong_time_or_of_others_are_dropped() -> None:
+    walk = Walk()
+    stranger = ScriptedWorker("stranger")
+    assert await walk.reserve()
+    ticket = walk.start()
+    dropped: list[tuple[Worker, RequestEvent]] = [
+        (walk.decode, generated(1, 5)),  # not admitted yet
+        (walk.decode, Reserved("r1", 1, granted=False)),  # answered before
+        (walk.decode, walk.prefilled(ticket)),  # not the one that has it
+        (stranger, walk.prefilled(ticket)),
+        (stranger, Requeued("r1", 1, RequeueReason.PREEMPTED)),
+        (stranger, Failed("r1", 1, "kv_corrupt", "no")),
+        (walk.prefill, Requeued("r1", 2, RequeueReason.PREEMPTED)),  # another attempt
+    ]
+    for sender, event in dropped:
+        walk.journey.on_event(sender, event)
+    assert walk.journey.stage is Stage.PREFILLING
+    walk.journey.on_event(walk.prefill, walk.prefilled(ticket))
+    walk.journey.on_event(walk.prefill, walk.prefilled(ticket))  # said twice
+    walk.journey.end()
+    assert await walk.tokens() == expected(1)
+
+
+async def test_more_tokens_than_were_asked_for_never_reach_the_client() -> None:
+    walk = Walk()
+    await walk.until_decoding()
+    walk.journey.on_event(walk.decode, generated(1, *range(MAX_TOKENS)))
+    assert walk.journey.stage is Stage.QUEUED
+    assert Abort("r1", 1) in walk.decode.sent
+    walk.journey.end()
+    assert await walk.tokens() == expected(1)
+
+
+async def test_who_gave_it_back_is_not_told_but_the_other_is() -> None:
+    walk = Walk()
+    assert await walk.reserve()
+    walk.start()
+    walk.journey.on_event(walk.prefill, Requeued("r1", 1, RequeueReason.PREEMPTED))
+    assert Abort("r1", 1) in walk.decode.sent
+    assert Abort("r1", 1) not in walk.prefill.sent
+    assert walk.desk.num_waits == 1
+    assert walk.output.tally.num_preemptions == 1
+
+
+async def test_a_workers_error_is_the_clients() -> None:
+    walk = Walk()
+    await walk.until_decoding()
+    walk.journey.on_event(walk.decode, Failed("r1", 1, "kv_corrupt", "block 9 is not itself"))
+    with pytest.raises(KVCorrupt, match="block 9 is not itself"):
+        await walk.tokens()
+    assert Abort("r1", 1) not in walk.decode.sent
+
+
+async def test_the_deadline_ends_it_wherever_it_is() -> None:
+    walk = Walk(deadline=asyncio.get_running_loop().time() + 0.01)
+    await walk.until_decoding()
+    with pytest.raises(DeadlineExceeded):
+        await walk.tokens()
+    assert Abort("r1", 1) in walk.decode.sent
+    assert Abort("r1", 1) in walk.prefill.sent
+
+
+async def test_no_stage_is_skipped() -> None:
+    walk = Walk()
+    with pytest.raises(RuntimeError, match="queued cannot become prefilling"):
+        walk.start()
+
+
+async def test_setbacks_have_a_limit() -> None:
+    walk = Walk()
+    for _ in range(4):
+        assert await walk.reserve()
+        walk.start()
+        walk.journey.on_lost(walk.prefill)
+    with pytest.raises(Unavailable, match="prefill worker p was lost"):
+        await walk.tokens()
+
+
+@pytest.mark.parametrize("seed", range(100))
+async def test_whatever_happens_tokens_are_final_and_nothing_is_left_behind(seed: int) -> None:
+    """Law 7 and conservation at the gateway: workers answer, give back, vanish, repeat tickets and
+    go on with old attempts by chance. (A stream itself never repeats a step.) The client gets a
+    beginning of the expected tokens, all of them if the request finishes; every reservation and
+    ticket that was sent out is ended, by the worker itself or by an abort."""
+    chance = random.Random(seed)
+    walk = Walk()
+    journey = walk.journey
+    told: set[tuple[str, int]] = set()  # (worker, attempt) that ended by the worker's own word
+    said: list[tuple[Worker, Generated | Prefilled]] = []
+
+    def hear(sender: ScriptedWorker, event: Generated | Prefilled) -> None:
+        said.append((sender, event))
+        journey.on_event(sender, event)
+
+    for _ in range(60):
+        if journey.stage is Stage.ENDED:
+            break
+        late = [
+            (by, event)
+            for by, event in said
+            if event.attempt < journey.attempt or by is walk.prefill
+        ]
+        if late and chance.random() < 0.3:
+            journey.on_event(*chance.choice(late))
+            continue
+        attempt, last = journey.attempt, chance.random()
+        if journey.stage is Stage.QUEUED:
+            if not await walk.reserve(granted=last < 0.8):
+                told.add(("d", attempt))
+            continue
+        if journey.stage is Stage.RESERVING:
+            walk.start()
+        elif last < 0.1:
+            reason = chance.choice([RequeueReason.PREEMPTED, RequeueReason.DRAINING])
+            sender = walk.prefill if journey.stage is Stage.PREFILLING else walk.decode
+            told.add((sender.id, attempt))
+            journey.on_event(sender, Requeued("r1", attempt, reason))
+            sender.draining = False
+        elif last < 0.15:
+            lost = chance.choice([walk.prefill, walk.decode])
+            told.add((lost.id, attempt))
+            journey.on_lost(lost)
+        elif journey.stage is Stage.PREFILLING:
+            submit = next(c for c in reversed(walk.prefill.sent) if isinstance(c, Submit))
+            final = len(submit.ticket.sequences[0].token_ids) + 1 == MAX_TOKENS
+            if final:
+                told.add(("p", attempt))
+            hear(
+                walk.prefill,
+                walk.prefilled(submit.ticket, FinishReason.LENGTH if final else None),
+            )
+        else:
+            have = list(expected(journey.num_tokens - len(PROMPT)))
+            token = next_token([*PROMPT, *have])
+            final = len(have) + 1 == MAX_TOKENS
+            told.add(("p", attempt))  # it was claimed
+            if final:
+                told.add(("d", attempt))
+            finish = FinishReason.LENGTH if final else None
+            hear(walk.decode, generated(attempt, token, finish=finish))
+    finished = journey.output.finish_reason is not None
+    journey.end()
+    try:
+        tokens = await walk.tokens()
+    except Unavailable:  # too many setbacks
+        tokens = []
+    assert tokens == expected(MAX_TOKENS)[: len(tokens)]
+    assert len(tokens) == MAX_TOKENS or not finished
+    for worker in (walk.prefill, walk.decode):
+        begun = {c.attempt for c in worker.sent if isinstance(c, Reserve)}
+        begun |= {c.ticket.attempt for c in worker.sent if isinstance(c, Submit)}
+        ended = {c.attempt for c in worker.sent if isinstance(c, Abort)}
+        ended |= {attempt for worker_id, attempt in told if worker_id == worker.id}
+        assert begun <= ended
+        assert not worker.guests
+        assert not worker.errands
