@@ -2,8 +2,10 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +171,37 @@ def test_the_example_environment_names_every_variable_with_its_default() -> None
     documented = dict(re.findall(r"^#(\w+)=(.*)$", example, re.MULTILINE))
     assert documented.keys() == used.keys()
     assert documented | {"QUIRE_MODELS_DIR": "models"} == used
+
+
+def test_the_images_files_make_a_complete_wheel(tmp_path: Path) -> None:
+    """From nothing but what the Dockerfile copies and .dockerignore lets through."""
+    let_through = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    source = tmp_path / "source"
+    for path in _copied():
+        assert any(path == kept or path.startswith(kept + "/") for kept in let_through), path
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / path).is_dir():
+            shutil.copytree(ROOT / path, source / path)
+        else:
+            shutil.copy(ROOT / path, source / path)
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory"]
+    subprocess.run([*build, str(tmp_path)], cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    for needed in (
+        "quire/cli/__main__.py",
+        "quire/v1/inference_pb2.py",
+        "quire/embedded/model.safetensors",
+        "kvops/__init__.py",
+        "services/gateway/__main__.py",
+    ):
+        assert needed in names
+    functions = {path.name for path in (ROOT / "blockstore" / "functions").glob("*.lua")}
+    assert {Path(name).name for name in names if name.endswith(".lua")} == functions
+
+
+def _copied() -> list[str]:
+    """What the Dockerfile's first build stage takes from the build context."""
+    stage = (ROOT / "Dockerfile").read_text().partition("AS build-control")[2].partition("FROM")[0]
+    lines = re.findall(r"^COPY (.+) \S+$", stage, re.MULTILINE)
+    return [path for line in lines for path in line.split()]

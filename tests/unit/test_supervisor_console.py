@@ -1,0 +1,59 @@
+"""What an operator sees of a run."""
+
+import io
+from pathlib import Path
+
+from quire.supervisor.banner import banner
+from quire.supervisor.console import Console
+from quire.supervisor.options import ServeOptions
+from quire.supervisor.readiness import Serving
+from quire.types import Model, Pool
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_lines_carry_their_services_name() -> None:
+    lines = Terminal()
+    console = Console(notes=io.StringIO(), lines=lines)
+    console.line("decode-1", "loading")
+    console.line("gateway", "listening")
+    console.line("decode-1", "ready")
+    shown = lines.getvalue().splitlines()
+    assert [line.partition("\033[0m ")[2] for line in shown] == ["loading", "listening", "ready"]
+    colours = [line.partition("m")[0] for line in shown]
+    assert colours[0] == colours[2] != colours[1]
+
+
+def test_elsewhere_lines_are_passed_on_as_they_came() -> None:
+    lines, notes = io.StringIO(), io.StringIO()
+    console = Console(notes, lines)
+    console.line("decode-1", '{"event": "service_started"}')
+    console.note("waiting for the gateway")
+    assert lines.getvalue() == '{"event": "service_started"}\n'
+    assert notes.getvalue() == "waiting for the gateway\n"
+
+
+def serving() -> Serving:
+    pool = Pool("p-1", "m", "f", 16, 1 << 20, 2048, 2048, 0, 0, 0, 0, (), 0, 0)
+    return Serving((Model("m", 4096, 16, "float32"),), (pool,))
+
+
+def test_the_banner_is_short_on_the_usual_ports() -> None:
+    text = banner(ServeOptions(model=Path("/m"), model_name="m"), serving(), 3.21)
+    assert text.startswith("Quire is serving, 3.2 s after its start.\n")
+    assert "  pool   p-1: 2,048 blocks of 16 tokens, 2,048 MiB\n" in text
+    assert '  quire generate "What is paged attention?"\n' in text
+    assert text.endswith("`quire down`.")
+
+
+def test_the_banner_names_other_ports_and_an_address_that_can_be_reached() -> None:
+    options = ServeOptions(
+        model=Path("/m"), model_name="m", host="0.0.0.0", grpc_port=6000, http_port=6001
+    )
+    text = banner(options, serving(), 3.21)
+    assert "quire generate --address 127.0.0.1:6000 " in text
+    assert "curl http://127.0.0.1:6001/v1/chat/completions" in text
+    assert text.endswith("`quire down --grpc-port 6000`.")
