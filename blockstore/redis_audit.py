@@ -20,7 +20,7 @@ from blockstore.store import AuditReport, PoolSpec, PoolStats
 ATOMIC_LIMIT = 65_536
 """Blocks of the largest pool that is read in one call."""
 
-PAGE_LIMITS = {"blocks": 8192, "returned": 16_384, "holders": 16}
+PAGE_LIMITS = {"blocks": 2048, "returned": 8192, "holders": 4}
 """Entries of one page: a few milliseconds each."""
 
 WHOLE = ("people", "sizes")

@@ -278,6 +278,7 @@ class BlockStore(Protocol):
         """Recount references from the ledger and compare with counters, states and index."""
 
     async def wait_for_room(self, pool_id: str, timeout_s: float) -> None:
-        """Return when blocks of the pool were freed, or after the timeout."""
+        """Return when blocks of the pool were freed, or after the timeout. It may return for less:
+        a wait that ended, or news that may have been missed."""
 
     async def close(self) -> None: ...

@@ -18,7 +18,7 @@ local OTHER_KEYS = {
   'tombs', 'graves',
 }
 local DROP_PAGE = 1000 -- holders
-local REAP_PAGE = 4096 -- references: a few milliseconds
+local REAP_PAGE = 1024 -- references: a few milliseconds
 
 define('register_pool', WRITES, function(tag, args)
   local key = tag .. ':pool'
