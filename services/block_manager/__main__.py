@@ -2,10 +2,11 @@
 
 import asyncio
 import time
+from contextlib import suppress
 
 from prometheus_client import CollectorRegistry
 
-from blockstore.errors import StoreUnavailable
+from blockstore.errors import BlockStoreError, StoreUnavailable
 from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
 from blockstore.registry import Member
@@ -17,12 +18,14 @@ from services.block_manager.service import SERVICE_NAME, BlockManagerService
 from services.common.logging import get_logger
 from services.common.metrics import PoolMetrics, metrics_endpoint
 from services.common.pool.names import new_worker_id
-from services.common.presence import Presence
 from services.common.process import run_service, with_patience
 from services.common.rpc import RpcServer
 from services.common.version import PROTOCOL_VERSION
 
 log = get_logger(__name__)
+
+_ANNOUNCE_INTERVAL_S = 1.0
+_TTL_S = 5.0
 
 
 def main() -> None:
@@ -75,14 +78,14 @@ async def _serve(
         protocol_version=PROTOCOL_VERSION,
     )
 
-    async def be_present(connection: Connection) -> None:
-        await Presence(connection.registry, lambda: member).keep()
+    async def announce(connection: Connection) -> None:
+        await connection.registry.announce(member, _TTL_S)
 
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(BlockManager(settings, link, metrics).run()),
-                tasks.create_task(link.every(0.0, be_present)),
+                tasks.create_task(link.every(_ANNOUNCE_INTERVAL_S, announce)),
             ]
             await server.set_serving(True)
             log.info("block_manager_serving", member_id=member_id, address=member.address)
@@ -91,6 +94,8 @@ async def _serve(
                 task.cancel()
     finally:
         await server.stop()
+        with suppress(BlockStoreError):  # Without an answer the entry runs out by itself.
+            await link.connection.registry.withdraw(member_id)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,29 @@ async def test_a_lost_store_is_replaced_once_however_many_notice() -> None:
     assert link.connection is servers.connected[0]
 
 
+@pytest.mark.usefixtures("limit")
+async def test_every_round_is_on_the_connection_of_the_moment() -> None:
+    """A closed registry only says that it is closed, for ever: whoever kept it would never be heard
+    of again."""
+    servers, first = Servers(), connection()
+    link = Link(first, servers.connect)
+    announced = asyncio.Event()
+
+    async def announce(current: Connection) -> None:
+        if current is first:
+            raise StoreUnavailable("closed")
+        announced.set()
+
+    async def notice(current: Connection) -> None:
+        if current is first:
+            raise StoreLost("empty")
+
+    announcing = asyncio.create_task(link.every(0.0, announce))
+    await link.until_done(notice)
+    await announced.wait()
+    announcing.cancel()
+
+
 async def test_other_errors_are_ours_and_end_the_loop() -> None:
     async def action(_: Connection) -> None:
         raise ZeroDivisionError

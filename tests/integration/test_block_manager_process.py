@@ -23,7 +23,7 @@ from quire.v1 import block_manager_pb2_grpc
 from services.common.pool.directory import pool_directories
 from services.common.rpc import open_channel
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 # Joins, takes three blocks of which the first is finished but not committed, and sits there.
 WORKER = """
 import asyncio, sys
@@ -67,7 +67,12 @@ class Processes:
         self._all: list[subprocess.Popen[str]] = []
 
     def start_manager(self, url: str, **settings: str) -> subprocess.Popen[str]:
-        usual = {"REDIS_URL": url, "POOL_ROOT": str(self.root), "POOL_GRACE_S": "0.3"}
+        usual = {
+            "REDIS_URL": url,
+            "POOL_ROOT": str(self.root),
+            "POOL_GRACE_S": "0.3",
+            "FENCE_AFTER_S": "600",  # These workers do not announce themselves.
+        }
         variables = {
             f"QUIRE_BLOCK_MANAGER_{name}": text for name, text in {**usual, **settings}.items()
         }
@@ -78,7 +83,9 @@ class Processes:
         command = [sys.executable, "-c", WORKER, url, str(self.root), worker_id]
         process = self._start(command, {"OMP_NUM_THREADS": "1"})
         assert process.stdout is not None
-        return process, (await asyncio.to_thread(process.stdout.readline)).strip()
+        if pool_id := (await asyncio.to_thread(process.stdout.readline)).strip():
+            return process, pool_id
+        raise AssertionError(f"{worker_id} did not join: {process.communicate()[1]}")
 
     def end(self) -> None:
         for process in self._all:
