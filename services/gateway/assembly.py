@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from blockstore.registry import Load, Member, Registry, State
 from blockstore.store import BlockStore
+from services.common.presence import Presence
 from services.common.rpc import RpcServer
 from services.common.version import PROTOCOL_VERSION
 from services.gateway.bell import Bell
@@ -79,12 +80,14 @@ async def assembled(
             watching.cancel()
 
 
-async def keep_health(assembly: Assembly, server: RpcServer) -> None:
-    """Health checks answer SERVING while there are workers of each kind, until cancelled."""
+async def keep_health(assembly: Assembly, server: RpcServer, presence: Presence) -> None:
+    """Health checks and the registry say that it serves while there are workers of each kind.
+    Until cancelled."""
     serving = False
     while True:
         heard = assembly.changes.rings
         if (ready := assembly.gateway.ready()) != serving:
             serving = ready
             await server.set_serving(serving)
+            presence.changed()
         await assembly.changes.wait(heard)

@@ -82,7 +82,7 @@ async def _in_background(
     async with asyncio.TaskGroup() as tasks:
         running = [
             tasks.create_task(presence.keep(), name="presence"),
-            tasks.create_task(keep_health(assembly, server), name="health"),
+            tasks.create_task(keep_health(assembly, server, presence), name="health"),
         ]
         yield
         for task in running:

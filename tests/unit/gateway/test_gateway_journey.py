@@ -214,6 +214,8 @@ async def test_who_gave_it_back_is_not_told_but_the_other_is() -> None:
     walk.journey.on_event(walk.prefill, Requeued("r1", 1, RequeueReason.PREEMPTED))
     assert Abort("r1", 1) in walk.decode.sent
     assert Abort("r1", 1) not in walk.prefill.sent
+    assert not walk.prefill.errands
+    assert not walk.decode.guests
     assert walk.desk.num_waits == 1
     assert walk.output.tally.num_preemptions == 1
 

@@ -1,0 +1,200 @@
+"""The gateway as a process of its own, on a real Valkey, with fake workers beside it."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from blockstore.redis_registry import RedisRegistry
+from blockstore.redis_store import RedisStore
+from quire.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from services.common.rpc import open_channel
+
+from .conftest import LIMIT_S, PROMPT, SPEC, until
+from .fakes import FakeDecode, FakePrefill, expected, member, start
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class GatewayProcess:
+    """`python -m services.gateway`, and clients of both of its doors."""
+
+    def __init__(self, process: asyncio.subprocess.Process, channel: aio.Channel, url: str) -> None:
+        self.process = process
+        self.inference = inference_pb2_grpc.InferenceStub(channel)
+        self.health = health_pb2_grpc.HealthStub(channel)
+        self.http = httpx.AsyncClient(base_url=url, timeout=LIMIT_S)
+
+    async def until_health(self, state: Any) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            async for answer in self.health.Watch(health_pb2.HealthCheckRequest()):
+                if answer.status == state:
+                    return
+
+    def generate(self, request_id: str, max_tokens: int) -> Any:
+        request = inference_pb2.GenerateRequest(
+            request_id=request_id,
+            token_ids=inference_pb2.TokenIds(ids=PROMPT),
+            sampling=sampling_pb2.SamplingParams(max_tokens=max_tokens),
+        )
+        return self.inference.Generate(request)
+
+    async def ended(self) -> int:
+        async with asyncio.timeout(LIMIT_S):
+            return await self.process.wait()
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
+async def free_port() -> int:
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port: int = server.sockets[0].getsockname()[1]
+    server.close()
+    await server.wait_closed()
+    return port
+
+
+async def launch(stack: AsyncExitStack, redis_url: str, run_dir: Path) -> GatewayProcess:
+    port, http_port = await free_port(), await free_port()
+    settings = {
+        "REDIS_URL": redis_url,
+        "RUN_DIR": str(run_dir),
+        "PORT": str(port),
+        "HTTP_PORT": str(http_port),
+        "POLL_S": "0.05",
+        "STOP_GRACE_S": "0.2",
+        "PATIENCE_S": "1",
+    }
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.gateway"),
+        env={f"QUIRE_GATEWAY_{name}": value for name, value in settings.items()},
+    )
+    stack.push_async_callback(_kill, process)
+    channel = open_channel(f"127.0.0.1:{port}")
+    stack.push_async_callback(channel.close)
+    gateway = GatewayProcess(process, channel, f"http://127.0.0.1:{http_port}")
+    stack.push_async_callback(gateway.http.aclose)
+    async with asyncio.timeout(LIMIT_S):
+        await channel.channel_ready()
+    return gateway
+
+
+async def to_the_end(call: Any) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while await call.read() is not aio.EOF:
+            pass
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
+
+
+async def join(
+    stack: AsyncExitStack, redis_url: str, model_dir: Path, *workers: FakePrefill | FakeDecode
+) -> None:
+    """Enter pool and workers into the store and the registry, as real ones do."""
+    store = await RedisStore.connect(redis_url)
+    stack.push_async_callback(store.close)
+    await store.register_pool(SPEC)
+    registry = await RedisRegistry.connect(redis_url)
+    stack.push_async_callback(registry.close)
+    for worker in workers:
+        server, address = await start(worker)
+        stack.push_async_callback(server.stop)
+        await registry.announce(member(worker, address, str(model_dir)), ttl_s=60)
+
+
+async def test_both_doors_serve_once_there_are_workers(
+    stack: AsyncExitStack, valkey: Any, model_dir: Path, tmp_path: Path
+) -> None:
+    gateway = await launch(stack, valkey.url, tmp_path)
+    await gateway.until_health(NOT_SERVING)
+    assert (await gateway.http.get("/health")).status_code == 503
+
+    await join(stack, valkey.url, model_dir, FakePrefill(), FakeDecode())
+    await gateway.until_health(SERVING)
+    tokens = [t async for r in gateway.generate("r1", 8) for d in r.deltas for t in d.token_ids]
+    assert tokens == expected(PROMPT, 8)
+    answer = await gateway.http.post(
+        "/v1/completions", json={"model": "toy", "prompt": list(PROMPT), "max_tokens": 8}
+    )
+    assert answer.json()["choices"][0]["text"] == bytes(tokens).decode()
+    assert "quire:generation_tokens_total" in (await gateway.http.get("/metrics")).text
+
+    registry = await RedisRegistry.connect(valkey.url)
+    stack.push_async_callback(registry.close)
+
+    async def states() -> list[str]:
+        return [entry.state for entry in await registry.members() if entry.role == "gateway"]
+
+    async with asyncio.timeout(LIMIT_S):
+        while await states() != ["serving"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # a registry is polled: it rings no bell
+    gateway.process.send_signal(signal.SIGTERM)
+    assert await gateway.ended() == 0
+    assert await states() == []
+
+
+async def test_stopped_it_gives_what_runs_its_grace_and_then_says_so(
+    stack: AsyncExitStack, valkey: Any, model_dir: Path, tmp_path: Path
+) -> None:
+    decode = FakeDecode()
+    decode.pause_after = 2
+    gateway = await launch(stack, valkey.url, tmp_path)
+    await join(stack, valkey.url, model_dir, FakePrefill(), decode)
+    await gateway.until_health(SERVING)
+    call = gateway.generate("r1", 8)
+    await call.read()
+    gateway.process.send_signal(signal.SIGTERM)
+    with pytest.raises(aio.AioRpcError) as error:
+        await to_the_end(call)
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "stopping" in (error.value.details() or "")
+    await until(lambda: decode.aborted == [("r1", 1)] or not decode.running)
+    assert await gateway.ended() == 0
+
+
+async def test_a_lost_store_ends_the_process_and_its_requests(
+    stack: AsyncExitStack, own_valkey: Any, model_dir: Path, tmp_path: Path
+) -> None:
+    """A new process begins with the new store; clients are told to try again, and none hangs."""
+    decode = FakeDecode()
+    decode.pause_after = 2
+    gateway = await launch(stack, own_valkey.url, tmp_path)
+    await join(stack, own_valkey.url, model_dir, FakePrefill(), decode)
+    await gateway.until_health(SERVING)
+    call = gateway.generate("r1", 8)
+    await call.read()
+    own_valkey.kill()
+    own_valkey.start()
+    with pytest.raises(aio.AioRpcError) as error:
+        await to_the_end(call)
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert await gateway.ended() == 1
+
+
+async def test_a_misspelt_setting_is_told_and_it_does_not_start(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.gateway"),
+        env={"QUIRE_GATEWAY_MAX_WAITNG": "5"},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, stderr = await process.communicate()
+    assert process.returncode == 2
+    assert b"did you mean QUIRE_GATEWAY_MAX_WAITING?" in stderr
