@@ -54,8 +54,8 @@ class Runner:
         return self._model.logits(hidden[last_tokens])
 
     def warm_up(self, max_tokens: int) -> None:
-        """Touch every weight and reach the peak of memory: one prefill of `max_tokens` tokens (at
-        most the context) and one decode step. Stores no KV; what it reads is of no consequence."""
+        """Touch every weight and the memory of a step: one prefill of `max_tokens` tokens (at most
+        the context) and one decode step. Stores no KV; what it reads is of no consequence."""
         num_tokens = min(max_tokens, self._model.config.max_position_embeddings)
         num_blocks = -(-num_tokens // self._block_size)
         for token_ids in ([0] * num_tokens, [0]):

@@ -1,0 +1,44 @@
+"""ModelConfig reads what transformers writes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bench.make_checkpoint import make_checkpoint
+from services.common.text.model_config import ModelConfig
+
+from .models_oracle import SPECS, Rig, random_prompt
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_config_means_the_same_after_transformers_has_rewritten_it(
+    tmp_path: Path, name: str
+) -> None:
+    """transformers 5 writes `rope_parameters`, `dtype` and `layer_types`, our checkpoints the
+    spelling before."""
+    ours = make_checkpoint(tmp_path / "ours", SPECS[name])
+    AutoConfig.from_pretrained(ours).save_pretrained(tmp_path / "theirs")
+    rewritten = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert "rope_parameters" in rewritten
+    assert "rope_scaling" not in rewritten
+    generation = (ours / "generation_config.json").read_bytes()
+    (tmp_path / "theirs" / "generation_config.json").write_bytes(generation)
+    before, after = (ModelConfig.from_directory(tmp_path / d) for d in ("ours", "theirs"))
+    assert after == before
+
+
+def test_a_checkpoint_that_transformers_has_saved_is_served(tmp_path: Path) -> None:
+    ours = make_checkpoint(tmp_path / "ours")
+    AutoModelForCausalLM.from_pretrained(ours).save_pretrained(
+        tmp_path / "theirs", max_shard_size="200KB"
+    )
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+    answers = []
+    for directory in (ours, tmp_path / "theirs"):
+        rig = Rig(directory, block_size=16, num_blocks=4)
+        trial = rig.place(random_prompt(20, seed=1))
+        rig.decode_all([trial], chunk=64)
+        answers.append(trial.new_tokens)
+    assert answers[0] == answers[1]
