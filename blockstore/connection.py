@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from redis.asyncio.connection import AbstractConnection, ConnectionPool
+from redis.asyncio.connection import AbstractConnection, ConnectionPool, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
@@ -63,7 +63,7 @@ BUSY_CODES = {"BUSY", "MISCONF", "LOADING", "MASTERDOWN", "NOREPLICAS", "TRYAGAI
 
 def translate(url: str, error: RedisError) -> BlockStoreError:
     """What redis-py raised, as an error of the block store. Error replies of our functions are
-    `CODE numbers` (see `errors.BY_CODE`)."""
+    `CODE text` (see `errors.BY_CODE`)."""
     if type(error) is ConnectionError and isinstance(error.__cause__, RedisError):
         error = error.__cause__  # what the server answered while redis-py was connecting
     code, *rest = str(error).split() or [""]
@@ -128,17 +128,18 @@ class Server:
         self.url = redacted(url)
         self.run_id = ""
         self._lost: StoreLost | None = None
+        ours = {  # what this file relies on, whatever the URL says
+            "protocol": 2,
+            "retry": Retry(NoBackoff(), 0),
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": timeout_s,
+            "health_check_interval": 0,
+        }
         try:
-            self._connections = ConnectionPool.from_url(
-                url,
-                protocol=2,
-                retry=Retry(NoBackoff(), 0),
-                socket_timeout=timeout_s,
-                socket_connect_timeout=timeout_s,
-                health_check_interval=0,
-                driver_info=None,
-            )
-        except ValueError as exc:
+            options: dict[str, Any] = {**parse_url(url), **ours}
+            self._connections = ConnectionPool(**options)
+            self._new_connection()
+        except (ValueError, TypeError) as exc:  # TypeError: an option that is none
             raise StoreUnsuitable(f"{self.url}: {exc}") from exc
 
     async def open(self) -> AbstractConnection:
@@ -148,9 +149,7 @@ class Server:
         """
         self.check()
         with translated(self.url):
-            connection: AbstractConnection = (
-                self._connections.make_connection()  # type: ignore[no-untyped-call]
-            )
+            connection = self._new_connection()
             try:
                 await connection.connect()  # type: ignore[no-untyped-call]
                 info = parse_info(await ask(connection, "INFO", "server"))
@@ -161,6 +160,11 @@ class Server:
             await connection.disconnect(nowait=True)
             raise self.lose("it was restarted, or replaced by another one")
         self.run_id = info["run_id"]
+        return connection
+
+    def _new_connection(self) -> AbstractConnection:
+        """Not connected yet."""
+        connection: AbstractConnection = self._connections.make_connection()  # type: ignore[no-untyped-call]
         return connection
 
     def lose(self, reason: str) -> StoreLost:

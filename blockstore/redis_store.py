@@ -193,10 +193,12 @@ class RedisStore:
         return tuple(sorted(infos, key=lambda info: (info.order, info.holder_id)))
 
     async def stats(self, pool_id: str) -> PoolStats:
+        """UnknownPool: also one that the server has read back from a file."""
         reply = await self._read("stats", pool_id)
         header, num_free, num_cached, num_held, num_holders, num_waiters, workers = reply
         fields = _text_fields(header)
-        self._vouch(pool_id, fields["run_id"])
+        if fields["run_id"] != self.run_id:
+            raise UnknownPool(f"pool {pool_id} is of before the server's restart")
         fenced = _text_fields(workers)
         return PoolStats(
             spec=_spec(pool_id, fields),
@@ -249,14 +251,11 @@ class RedisStore:
             raise
 
     def _join(self, pool_id: str, run_id: bytes) -> None:
-        self._vouch(pool_id, run_id.decode())
-        self._joined.add(pool_id)
-
-    def _vouch(self, pool_id: str, run_id: str) -> None:
-        """StoreLost: the pool was made on a server that has been restarted since, and is back from
-        a file: an old truth."""
-        if run_id != self.run_id:
+        """StoreLost: the pool was made before the server was restarted, and is back from a file: an
+        old truth."""
+        if run_id.decode() != self.run_id:
             raise self._server.lose(f"pool {pool_id} is of before its restart")
+        self._joined.add(pool_id)
 
 
 def _fcall(command: str, function: str, pool_id: str, args: Sequence[Argument]) -> Command:

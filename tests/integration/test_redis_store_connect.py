@@ -94,9 +94,17 @@ async def test_a_wrong_password_is_no_outage(own_valkey: Valkey) -> None:
     await store.close()
 
 
-async def test_a_malformed_url_is_refused() -> None:
-    with pytest.raises(StoreUnsuitable, match="redis://, rediss://, unix://"):
-        await RedisStore.connect("http://127.0.0.1:6379")
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("http://127.0.0.1:6379", "redis://, rediss://, unix://"),
+        ("redis://127.0.0.1:6379?colour=blue", "colour"),
+        ("redis://127.0.0.1:6379?socket_timeout=soon", "socket_timeout"),
+    ],
+)
+async def test_a_malformed_url_is_refused(url: str, text: str) -> None:
+    with pytest.raises(StoreUnsuitable, match=text):
+        await RedisStore.connect(url)
 
 
 @pytest.mark.parametrize("name", sorted(vars(redis.exceptions)))
