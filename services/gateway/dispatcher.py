@@ -98,9 +98,10 @@ class Dispatcher:
         tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # Before anything is awaited: a process that fails may be cancelled here once more.
         for journey in tuple(self._journeys.values()):
             journey.end(Draining(_STOPPING))
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # ── in and out ───────────────────────────────────────────────────────────────────────────────
 

@@ -77,7 +77,10 @@ class Peer:
                 reason = "no answer to the handshake"
             except aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
-            log.warning("worker_disconnected", worker_id=self.worker.id, reason=reason)
+            first = self._backoff_s == _FIRST_BACKOFF_S  # of a row of failures only that is news
+            (log.warning if first else log.debug)(
+                "worker_disconnected", worker_id=self.worker.id, reason=reason
+            )
             await asyncio.sleep(self._backoff_s * random.uniform(0.75, 1.25))
             self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
 

@@ -144,7 +144,7 @@ async def test_both_doors_serve_once_there_are_workers(
         return [entry.state for entry in await registry.members() if entry.role == "gateway"]
 
     async with asyncio.timeout(LIMIT_S):
-        while await states() != ["serving"]:  # noqa: ASYNC110
+        while await states() != ["serving"]:
             await asyncio.sleep(0.01)  # a registry is polled: it rings no bell
     gateway.process.send_signal(signal.SIGTERM)
     assert await gateway.ended() == 0
@@ -186,6 +186,7 @@ async def test_a_lost_store_ends_the_process_and_its_requests(
     with pytest.raises(aio.AioRpcError) as error:
         await to_the_end(call)
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "stopping" in (error.value.details() or "")
     assert await gateway.ended() == 1
 
 
