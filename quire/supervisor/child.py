@@ -68,10 +68,6 @@ class Child:
     def name(self) -> str:
         return self.spec.name
 
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
-
     async def run(self) -> None:
         """Keep the service running until `stop`, or until it leaves by itself (drained: status 0).
 

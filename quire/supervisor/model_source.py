@@ -23,12 +23,21 @@ def find_model(name: str) -> ModelSource:
         return ModelSource("quire-embedded", _embedded())
     directory = Path(name).expanduser()
     if directory.is_dir():
-        return ModelSource(directory.resolve().name, directory.resolve())
+        return _given(directory.resolve())
     if directory.exists():
         raise ModelNotFound(f"{name} is a file; --model takes a directory in Hugging Face format")
     if not _may_be_id(name):
         raise ModelNotFound(f"there is no directory {name}")
     return ModelSource(name, _cached(name))
+
+
+def _given(directory: Path) -> ModelSource:
+    """A wrong directory is told at once, not when a worker has loaded its libraries."""
+    if not (directory / "config.json").is_file():
+        raise ModelNotFound(
+            f"{directory} has no config.json: it is no model in Hugging Face format"
+        )
+    return ModelSource(directory.name, directory)
 
 
 def _may_be_id(name: str) -> bool:

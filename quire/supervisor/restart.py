@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 CANNOT_START = 2
 """Exit status of a service that names a reason why it cannot start."""
-MAX_SAME_FAILURES = 3
+MAX_SAME_FAILURES = 2
+"""Services wait by themselves for what may come (Redis), so that trying again seldom helps."""
 STEADY_S = 10.0
 """Who lived this long had started well."""
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 5.0

@@ -10,8 +10,14 @@ from quire.supervisor.model_source import find_model
 
 def test_a_directory(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").touch()
     source = find_model(str(tmp_path / "tiny"))
     assert (source.name, source.directory) == ("tiny", tmp_path / "tiny")
+
+
+def test_a_directory_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"has no config\.json"):
+        find_model(str(tmp_path))
 
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:

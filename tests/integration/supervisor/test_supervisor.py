@@ -170,7 +170,7 @@ def test_a_service_that_cannot_start_ends_the_run_with_its_reason(
     run = start(decode="cannot-start")
     assert run.process.wait(timeout=LIMIT_S) == 1
     assert run.text().endswith("quire: decode-1 cannot start: error: there is no memory\n")
-    assert run.text().count("\nerror: there is no memory\n") == 3
+    assert run.text().count("\nerror: there is no memory\n") == 2
     assert not run.root.exists()
 
 
