@@ -1,0 +1,179 @@
+"""The fleet follows the registry: who comes, who goes, who cannot be used."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from blockstore.errors import StoreLost, StoreUnavailable
+from blockstore.memory_registry import MemoryRegistry
+from blockstore.memory_store import MemoryStore
+from blockstore.registry import Member, Role
+from blockstore.store import PoolSpec
+from services.common.errors import StartupError
+from services.gateway.bell import Bell
+from services.gateway.catalog import Model
+from services.gateway.fleet import Fleet
+from services.gateway.worker import Worker
+
+TTL_S = 1e6
+
+
+class FakeConnection:
+    """Connected from the start."""
+
+    def __init__(self, member: Member) -> None:
+        self.worker = Worker(member, lambda command: None)
+        self.worker.connected = True
+        self.closed = False
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Harbour:
+    """A fleet on a store with two pools, `a` and `b`; a model directory called `bad` is broken."""
+
+    def __init__(self) -> None:
+        self.store, self.registry, self.changes = MemoryStore(), MemoryRegistry(), Bell()
+        self.connections: dict[str, FakeConnection] = {}
+        self.num_loads = 0
+        self.fleet = Fleet(
+            self.registry, self.store, self._connect, self._load, self.changes.ring, poll_s=0.001
+        )
+
+    def _connect(self, member: Member) -> FakeConnection:
+        return self.connections.setdefault(member.member_id, FakeConnection(member))
+
+    def _load(self, directory: str) -> Model:
+        self.num_loads += 1
+        if directory == "bad":
+            raise StartupError("bad/tokenizer.json does not exist")
+        return object.__new__(Model)
+
+    async def announce(self, *members: Member) -> None:
+        for member in members:
+            await self.registry.announce(member, TTL_S)
+        await self.fleet.refresh()
+
+
+@pytest.fixture
+async def harbour() -> Harbour:
+    harbour = Harbour()
+    for pool_id, model in (("a", "one"), ("b", "two")):
+        await harbour.store.register_pool(PoolSpec(pool_id, model, "f", 64, 16, 1))
+    return harbour
+
+
+def member(worker_id: str, role: Role, pool_id: str = "a", model: str = "one") -> Member:
+    return Member(
+        worker_id, role, "host:1", "serving", 1, 1, pool_id, model, model, max_model_len=4096
+    )
+
+
+async def test_a_model_is_served_by_pools_with_workers_of_each_kind(harbour: Harbour) -> None:
+    await harbour.announce(member("p1", "prefill"), member("d2", "decode", "b", "two"))
+    assert harbour.fleet.names() == ("one", "two")
+    assert not harbour.fleet.ready()
+    assert harbour.fleet.complete_pools("one") == ()
+    await harbour.announce(replace(member("d1", "decode"), max_model_len=2048))
+    assert harbour.fleet.ready()
+    (pool,) = harbour.fleet.complete_pools("one")
+    assert (pool.spec.pool_id, [w.id for w in pool.prefill]) == ("a", ["p1"])
+    served = harbour.fleet.served("one")
+    assert served is not None
+    assert served.max_model_len == 2048
+    assert harbour.fleet.served("three") is None
+
+
+async def test_a_model_is_read_once_for_all_its_workers(harbour: Harbour) -> None:
+    await harbour.announce(member("p1", "prefill"), member("d1", "decode"))
+    await harbour.fleet.refresh()
+    assert harbour.num_loads == 1
+
+
+async def test_who_leaves_the_registry_is_disconnected_and_everybody_hears_of_it(
+    harbour: Harbour,
+) -> None:
+    await harbour.announce(member("p1", "prefill"), member("d1", "decode"))
+    heard = harbour.changes.rings
+    await harbour.registry.withdraw("d1")
+    await harbour.fleet.refresh()
+    assert harbour.connections["d1"].closed
+    assert not harbour.fleet.ready()
+    assert harbour.changes.rings > heard
+
+
+async def test_a_starting_worker_is_left_alone_and_a_draining_one_gets_nothing(
+    harbour: Harbour,
+) -> None:
+    await harbour.announce(replace(member("p1", "prefill"), state="starting"))
+    assert not harbour.connections
+    await harbour.announce(member("p1", "prefill"), member("d1", "decode"))
+    assert harbour.fleet.ready()
+    await harbour.announce(replace(member("d1", "decode"), state="draining"))
+    assert not harbour.fleet.ready()
+    assert not harbour.connections["d1"].closed
+
+
+async def test_a_broken_model_directory_makes_only_its_workers_unusable(harbour: Harbour) -> None:
+    broken = replace(member("p2", "prefill", "b"), model_dir="bad")
+    await harbour.announce(member("p1", "prefill"), broken, member("d1", "decode"))
+    assert set(harbour.connections) == {"p1", "d1"}
+    assert harbour.fleet.ready()
+
+
+async def test_a_pool_that_the_store_does_not_know_yet_is_tried_again(harbour: Harbour) -> None:
+    await harbour.announce(member("p1", "prefill", "c"))
+    assert not harbour.connections
+    await harbour.store.register_pool(PoolSpec("c", "one", "f", 64, 16, 1))
+    await harbour.fleet.refresh()
+    assert set(harbour.connections) == {"p1"}
+
+
+async def test_the_block_manager_is_known_while_it_is_there(harbour: Harbour) -> None:
+    await harbour.announce(member("bm", "block_manager"), member("g", "gateway"))
+    assert harbour.fleet.block_manager is not None
+    assert harbour.fleet.block_manager.member_id == "bm"
+    assert not harbour.connections
+    await harbour.registry.withdraw("bm")
+    await harbour.fleet.refresh()
+    assert harbour.fleet.block_manager is None
+
+
+async def test_a_silent_registry_changes_nothing_and_a_lost_one_ends_the_watch(
+    harbour: Harbour, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await harbour.announce(member("p1", "prefill"), member("d1", "decode"))
+    num_asked = 0
+
+    async def members() -> tuple[Member, ...]:
+        nonlocal num_asked
+        num_asked += 1
+        assert harbour.fleet.ready()
+        if num_asked < 3:
+            raise StoreUnavailable("no answer")
+        raise StoreLost("another one")
+
+    monkeypatch.setattr(harbour.registry, "members", members)
+    with pytest.raises(StoreLost):
+        await harbour.fleet.watch()
+    assert num_asked == 3
+    assert all(connection.closed for connection in harbour.connections.values())
+
+
+async def test_a_bell_that_rang_after_the_look_is_not_waited_for() -> None:
+    bell = Bell()
+    heard = bell.rings
+    bell.ring()
+    assert await bell.wait(heard, timeout_s=0)
+    assert not await bell.wait(bell.rings, timeout_s=0)
+
+
+async def test_a_bell_wakes_everybody() -> None:
+    bell = Bell()
+    waiting = [asyncio.create_task(bell.wait(bell.rings)) for _ in range(3)]
+    await asyncio.sleep(0)
+    bell.ring()
+    async with asyncio.timeout(5):
+        assert await asyncio.gather(*waiting) == [True] * 3
