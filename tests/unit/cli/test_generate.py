@@ -112,3 +112,13 @@ def test_ctrl_c_cancels_the_request_and_leaves_quietly(hello: Any) -> None:
         assert hello.cancelled.wait(timeout=10)
         assert process.wait(timeout=10) == 130
         assert process.stderr.read() == b""
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(hello: Any) -> None:
+    """As `quire generate ... | head -c 1` does."""
+    reading_end, writing_end = os.pipe()
+    os.close(reading_end)
+    command = [sys.executable, "-m", "quire.cli", "generate", "Hi"]
+    done = subprocess.run(command, stdout=writing_end, stderr=subprocess.PIPE, timeout=20)
+    os.close(writing_end)
+    assert (done.returncode, done.stderr) == (0, b"")
