@@ -6,6 +6,7 @@ next decode slot; while there is none, nobody behind it is served.
 
 import asyncio
 import contextvars
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,11 @@ ASK_AGAIN_S = 0.25
 AT_ONCE = 0.0
 
 _STOPPING = "the gateway is stopping; try again"
+
+
+def _attempts() -> Iterator[int]:
+    """1, 2, 3 ... for all requests together; on the wire an attempt has 32 bits."""
+    return (number % (1 << 32) for number in itertools.count(1))
 
 
 class Workers(Protocol):
@@ -82,6 +88,7 @@ class Dispatcher:
         self._journeys: dict[str, Journey] = {}
         self._entering: set[str] = set()
         self._closed = False
+        self._attempts = _attempts()
         self._clock = asyncio.get_running_loop().time
 
     @property
@@ -128,7 +135,7 @@ class Dispatcher:
         place = Place(request.priority, await self._registry.next_arrival())
         if self._closed:
             raise Draining(_STOPPING)
-        journey = Journey(request, place, output, self)
+        journey = Journey(request, place, output, self, self._attempts)
         self._journeys[journey.id] = journey
         self.waits_again(journey)
         return journey

@@ -72,7 +72,7 @@ class Figures:
             num_cached_tokens=tally.num_cached_tokens,
             num_generated_tokens=tally.num_generated_tokens,
             num_preemptions=tally.num_preemptions,
-            attempt=journey.attempt,
+            num_attempts=journey.num_attempts,
             time_to_first_token_ms=round(tally.time_to_first_token_s * 1000, 1),
             duration_ms=round((now - request.arrived_at) * 1000, 1),
         )

@@ -21,7 +21,7 @@ exactly what was received is refused.
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
@@ -91,18 +91,29 @@ class Desk(Protocol):
 
 
 class Journey:
-    """`place`: in line and in every ticket. `clock`: the event loop's."""
+    """`place`: in line and in every ticket. `attempts`: numbers that this gateway never uses again,
+    so that a client's next request of the same id is not taken for this one by a worker that has
+    not let go of this one yet."""
 
-    def __init__(self, request: Admitted, place: Place, output: Output, desk: Desk) -> None:
+    def __init__(
+        self,
+        request: Admitted,
+        place: Place,
+        output: Output,
+        desk: Desk,
+        attempts: Iterator[int],
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.request = request
         self.place = place
         self.output = output
         self.stage = Stage.QUEUED
-        self.attempt = 1
+        self.attempt = next(attempts)
+        self.num_attempts = 1
         self.waiting_since = loop.time()
         self.started_at: float | None = None
         self._desk = desk
+        self._attempts = attempts
         self._clock: Callable[[], float] = loop.time
         self._tokens: list[int] = []
         self._holder_id = ""
@@ -265,7 +276,8 @@ class Journey:
     def _begin_again(self, told_by: Worker | None = None) -> None:
         """Back to the queue, at its place, with nothing but the tokens received."""
         self._let_go(told_by)
-        self.attempt += 1
+        self.attempt = next(self._attempts)
+        self.num_attempts += 1
         self.waiting_since = self._clock()
         self._move(Stage.QUEUED)
         self._desk.waits_again(self)

@@ -268,6 +268,24 @@ async def test_cancelled_while_decoding_the_decode_worker_hears_of_it(make_house
     assert not prefill.aborted
 
 
+async def test_an_id_may_be_used_again_before_the_workers_have_let_go(make_house: Any) -> None:
+    """A retry with the same id is another attempt for them, though it is the first of its request;
+    what they still say of the other one is not its."""
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    prefill.holds = True
+    first = Call(house.gateway, asked("same", max_tokens=5))
+    await until(lambda: len(prefill.held) == 1)
+    await first.cancel()
+    again = Call(house.gateway, asked("same", prompt=PROMPT[:5]))
+    await until(lambda: len(prefill.held) == 2)
+    prefill.let_go()
+    await again.result()
+    assert again.tokens == expected(PROMPT[:5], 8)
+    attempts = [s.ticket.attempt for s in prefill.commands(prefill_pb2.PrefillSubmit)]
+    assert len(set(attempts)) == 2
+
+
 async def test_a_deadline_reaches_every_hop(make_house: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
     house = await make_house(prefill, decode)

@@ -1,6 +1,7 @@
 """The state machine of one request, against workers that a test plays by hand, and by chance."""
 
 import asyncio
+import itertools
 import random
 import zlib
 from collections.abc import Sequence
@@ -98,7 +99,7 @@ class Walk:
             NoMeter(),
             asyncio.get_running_loop().time,
         )
-        self.journey = Journey(request, Place(0, 1), self.output, self.desk)
+        self.journey = Journey(request, Place(0, 1), self.output, self.desk, itertools.count(1))
 
     async def reserve(self, granted: bool = True) -> bool:
         asking = asyncio.create_task(self.journey.reserve(self.decode, timeout_s=5))
@@ -172,6 +173,17 @@ async def test_cancelled_while_a_slot_is_asked_for() -> None:
     walk.journey.end()
     assert not await asking
     assert walk.decode.sent == [Reserve("r1", 1), Abort("r1", 1)]
+
+
+async def test_a_worker_that_is_lost_while_it_is_asked_has_not_granted() -> None:
+    walk = Walk()
+    asking = asyncio.create_task(walk.journey.reserve(walk.decode, timeout_s=5))
+    await asyncio.sleep(0)
+    walk.journey.on_event(walk.decode, Reserved("r1", 1, granted=True))
+    walk.journey.on_lost(walk.decode)
+    assert not await asking
+    assert (walk.journey.stage, walk.journey.attempt) == (Stage.QUEUED, 2)
+    assert not walk.decode.guests
 
 
 async def test_events_at_the_wrong_time_or_of_others_are_dropped() -> None:
