@@ -1,0 +1,111 @@
+"""Who hears of it when a client, a deadline or a stop string ends a request."""
+
+from typing import Any
+
+import pytest
+
+from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
+from services.common.errors import DeadlineExceeded
+from services.common.ticket import FinishReason
+
+from .conftest import PROMPT, Call, asked, until
+from .fakes import FakeDecode, FakePrefill, expected
+
+PREEMPTED = worker_pb2.Requeue.REASON_PREEMPTED
+DRAINING = worker_pb2.Requeue.REASON_DRAINING
+STALE = worker_pb2.Requeue.REASON_STALE_TICKET
+
+
+async def test_cancelled_while_it_waits(make_house: Any) -> None:
+    decode = FakeDecode(num_slots=1)
+    prefill = FakePrefill()
+    house = await make_house(prefill, decode)
+    decode.pause_after = 2
+    first, second, third = (Call(house.gateway, asked(name)) for name in ("r1", "r2", "r3"))
+    await until(lambda: house.assembly.dispatcher.num_waiting == 2)
+    await second.cancel()
+    assert house.assembly.dispatcher.num_waiting == 1
+    decode.go_on(pause_after=8)
+    await first.result()
+    await third.result()
+    submitted = [s.ticket.request_id for s in prefill.commands(prefill_pb2.PrefillSubmit)]
+    assert submitted == ["r1", "r3"]
+
+
+async def test_cancelled_in_prefill_both_workers_hear_of_it(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    prefill.holds = True
+    call = Call(house.gateway, asked())
+    await until(lambda: bool(prefill.held))
+    await call.cancel()
+    await until(lambda: prefill.aborted == [("r1", 1)] and decode.aborted == [("r1", 1)])
+    prefill.let_go()  # it crossed the abort: nobody listens any more
+    await Call(house.gateway, asked("r2")).result()
+    assert [admit.ticket.request_id for admit in decode.commands(decode_pb2.Admit)] == ["r2"]
+
+
+async def test_cancelled_before_its_ticket_is_claimed_the_issuer_hears_too(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    decode.pause_after = 0
+    call = Call(house.gateway, asked())
+    await until(lambda: len(call.tokens) == 1 and "r1" in decode.running)
+    await call.cancel()
+    await until(lambda: prefill.aborted == [("r1", 1)] and decode.aborted == [("r1", 1)])
+
+
+async def test_cancelled_while_decoding_the_decode_worker_hears_of_it(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    decode.pause_after = 4
+    call = Call(house.gateway, asked())
+    await until(lambda: len(call.tokens) == 4)
+    await call.cancel()
+    await until(lambda: decode.aborted == [("r1", 1)])
+    assert not decode.running
+    assert not prefill.aborted
+
+
+async def test_an_id_may_be_used_again_before_the_workers_have_let_go(make_house: Any) -> None:
+    """A retry with the same id is another attempt for them, though it is the first of its request;
+    what they still say of the other one is not its."""
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    prefill.holds = True
+    first = Call(house.gateway, asked("same", max_tokens=5))
+    await until(lambda: len(prefill.held) == 1)
+    await first.cancel()
+    again = Call(house.gateway, asked("same", prompt=PROMPT[:5]))
+    await until(lambda: len(prefill.held) == 2)
+    prefill.let_go()
+    await again.result()
+    assert again.tokens == expected(PROMPT[:5], 8)
+    attempts = [s.ticket.attempt for s in prefill.commands(prefill_pb2.PrefillSubmit)]
+    assert len(set(attempts)) == 2
+
+
+async def test_a_deadline_reaches_every_hop(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    prefill.holds = True
+    call = Call(house.gateway, asked(timeout_s=0.2))
+    await until(lambda: bool(prefill.held))
+    assert 0 < prefill.held[0][1].timeout_ms <= 200
+    with pytest.raises(DeadlineExceeded):
+        await call.result()
+    await until(lambda: prefill.aborted == [("r1", 1)] and decode.aborted == [("r1", 1)])
+
+
+async def test_a_stop_string_ends_the_sequence_at_its_worker(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    text = bytes(expected(PROMPT, 20)).decode()
+    stop = text[4:7]
+    call = Call(house.gateway, asked(max_tokens=1000, sampling={"stop": (stop,)}))
+    last = await call.result()
+    assert call.text == text[: text.index(stop)]
+    assert (last.finish_reason, last.stopped_by) == (FinishReason.STOP, stop)
+    assert call.tokens == expected(PROMPT, text.index(stop) + 3)
+    await until(lambda: decode.aborted == [("r1", 1)])
+    assert not decode.running

@@ -1,0 +1,156 @@
+"""Workers that vanish, contradict themselves, or are of another version: never a hang, never a
+wrong token."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from quire.v1 import decode_pb2, worker_pb2
+from services.common.errors import DeadlineExceeded, NoWorker, Unavailable
+
+from .conftest import PROMPT, Call, asked, until
+from .fakes import FakeDecode, FakePrefill, expected
+
+PREEMPTED = worker_pb2.Requeue.REASON_PREEMPTED
+DRAINING = worker_pb2.Requeue.REASON_DRAINING
+STALE = worker_pb2.Requeue.REASON_STALE_TICKET
+
+
+@pytest.mark.parametrize("received", [1, 4])
+async def test_a_broken_decode_stream_is_only_a_delay(make_house: Any, received: int) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    decode.pause_after = received
+    call = Call(house.gateway, asked())
+    await until(lambda: len(call.tokens) == received and "r1" in decode.running)
+    decode.pause_after = None
+    decode.break_streams()
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+
+
+async def test_a_broken_prefill_stream_is_only_a_delay(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    prefill.holds = True
+    call = Call(house.gateway, asked())
+    await until(lambda: bool(prefill.held))
+    prefill.holds = False
+    prefill.break_streams()
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    assert ("r1", 1) in decode.aborted
+
+
+async def test_a_prefill_worker_may_leave_once_its_ticket_is_claimed(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    decode.pause_after = 4
+    call = Call(house.gateway, asked())
+    await until(lambda: len(call.tokens) == 4)
+    prefill.break_streams()
+    decode.go_on(pause_after=8)
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    assert len(decode.commands(decode_pb2.Admit)) == 1
+
+
+async def test_a_request_gives_up_after_too_many_breaks(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    prefill.holds = True
+    call = Call(house.gateway, asked())
+    for _ in range(4):
+        await until(lambda: bool(prefill.held))
+        prefill.held.clear()
+        prefill.break_streams()
+    with pytest.raises(Unavailable, match="prefill worker prefill-1 was lost"):
+        await call.result()
+
+
+async def test_a_worker_that_leaves_the_registry_loses_its_requests(make_house: Any) -> None:
+    gone, other = FakeDecode("decode-1"), FakeDecode("decode-2", num_slots=1)
+    house = await make_house(FakePrefill(), gone, other)
+    gone.pause_after = 3
+    call = Call(house.gateway, asked())
+    await until(lambda: len(call.tokens) == 3)
+    await house.registry.withdraw("decode-1")
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    assert len(other.commands(decode_pb2.Admit)) == 1
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda t: t.sequences[0].token_ids.insert(0, 5), id="a token too many"),
+        pytest.param(lambda t: t.sequences[0].token_ids.pop(), id="no new token"),
+        pytest.param(lambda t: t.ClearField("sequences"), id="no sequence"),
+        pytest.param(lambda t: t.prompt_token_ids.append(1), id="another prompt"),
+        pytest.param(lambda t: setattr(t, "holder_id", "x"), id="another holder"),
+        pytest.param(lambda t: setattr(t, "root_hash", b"x"), id="malformed"),
+        pytest.param(lambda t: t.sequences[0].ClearField("block_ids"), id="no blocks"),
+    ],
+)
+async def test_a_wrong_ticket_is_refused_and_computed_again(make_house: Any, spoil: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+
+    def once(ticket: Any) -> None:
+        prefill.spoil = lambda ticket: None
+        spoil(ticket)
+
+    prefill.spoil = once
+    call = Call(house.gateway, asked())
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    await until(lambda: ("r1", 1) in prefill.aborted and ("r1", 1) in decode.aborted)
+    assert len(decode.commands(decode_pb2.Admit)) == 1
+
+
+async def test_another_protocol_version_is_not_used(make_house: Any) -> None:
+    house = await make_house(FakePrefill(), patience_s=0.2)
+    old = FakeDecode(protocol_version=99)
+    await house.announce(old)
+    await until(lambda: old.num_hellos == 1 and not old.sessions)
+    with pytest.raises(NoWorker):
+        await Call(house.gateway, asked()).result()
+    assert not house.gateway.ready()
+    assert not old.seen
+
+
+async def test_a_request_may_come_a_little_before_the_workers(make_house: Any) -> None:
+    house = await make_house()
+    call = Call(house.gateway, asked())
+    await asyncio.sleep(0)
+    assert house.gateway.models() == ()
+    await house.add(FakePrefill(), FakeDecode())
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    assert [model.model for model in house.gateway.models()] == ["toy"]
+
+
+async def test_without_workers_a_request_is_told_so(make_house: Any) -> None:
+    house = await make_house(patience_s=0.05)
+    with pytest.raises(NoWorker):
+        await Call(house.gateway, asked()).result()
+    await house.add(FakePrefill())
+    with pytest.raises(NoWorker, match="toy"):
+        await Call(house.gateway, asked()).result()
+
+
+async def test_a_failed_request_ends_with_the_workers_error(make_house: Any) -> None:
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    prefill.holds = True
+    call = Call(house.gateway, asked(timeout_s=60))
+    await until(lambda: bool(prefill.held))
+    failed = worker_pb2.RequestFailed(
+        request_id="r1", attempt=1, code="deadline_exceeded", message="too late"
+    )
+    prefill.held[0][0].send(failed=failed)
+    with pytest.raises(DeadlineExceeded, match="too late"):
+        await call.result()
+    await until(lambda: decode.aborted == [("r1", 1)])
+    assert not prefill.aborted
