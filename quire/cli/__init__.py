@@ -18,6 +18,8 @@ EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; every expected error is one line on stderr."""
+    # gRPC's own remarks (a server that said goodbye) are not for the user; services inherit this.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     args = parser().parse_args(argv)
     try:
         return int(args.run(args))
