@@ -174,6 +174,20 @@ def test_a_service_that_cannot_start_ends_the_run_with_its_reason(
     assert not run.root.exists()
 
 
+def test_a_run_that_has_served_never_gives_up(start: Callable[..., Run]) -> None:
+    """What went away may come back while nobody looks."""
+    run = start()
+    run.wait_until_serving()
+    hindrance = run.directory / "decode-cannot-start"
+    hindrance.touch()
+    (victim,) = run.pids("decode")
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: run.text().count("decode-1 ended (status 2: error: ") == 4, run.text)
+    hindrance.unlink()
+    wait_for(lambda: run.pids("decode"), run.text)
+    assert run.end() == 0
+
+
 def test_a_worker_that_leaves_by_itself_is_not_started_again(start: Callable[..., Run]) -> None:
     """That is what a drained worker does."""
     run = start()

@@ -7,9 +7,10 @@ from pathlib import Path
 
 
 def run(role: str) -> None:
-    """Behave as TOY_<ROLE> says: `cannot-start`, `stubborn` (ignores SIGTERM), or serve."""
+    """Behave as TOY_<ROLE> says: `cannot-start` (so does a file of that name in the run directory),
+    `stubborn` (ignores SIGTERM), or serve."""
     behaviour = os.environ.get(f"TOY_{role.upper()}", "")
-    if behaviour == "cannot-start":
+    if behaviour == "cannot-start" or (run_dir(role) / f"{role}-cannot-start").exists():
         print("error: there is no memory", file=sys.stderr)
         sys.exit(2)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "stubborn" else _leave)
