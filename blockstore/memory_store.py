@@ -27,13 +27,18 @@ from blockstore.store import (
 class MemoryStore:
     """All pools of one process. `clock` counts seconds from anywhere; it only ages tombstones."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        make_ledger: Callable[[PoolSpec, Callable[[], float]], Ledger] = Ledger,
+    ) -> None:
         self._clock = clock
+        self._make_ledger = make_ledger
         self._ledgers: dict[str, Ledger] = {}
         self._room: dict[str, asyncio.Event] = {}  # pool -> set when its blocks were freed
 
     async def register_pool(self, spec: PoolSpec) -> None:
-        ledger = self._ledgers.setdefault(spec.pool_id, Ledger(spec, self._clock))
+        ledger = self._ledgers.setdefault(spec.pool_id, self._make_ledger(spec, self._clock))
         if ledger.spec != spec:
             raise PoolExists(f"pool {spec.pool_id} exists as {ledger.spec}")
 
@@ -44,16 +49,16 @@ class MemoryStore:
         return tuple(sorted(self._ledgers))
 
     async def register_worker(self, spec: PoolSpec, worker_id: str) -> None:
-        self._ledger(spec.pool_id).register_worker(spec, worker_id)
+        self.ledger(spec.pool_id).register_worker(spec, worker_id)
 
     async def fence(self, pool_id: str, worker_id: str) -> None:
-        self._ledger(pool_id).fence(worker_id)
+        self.ledger(pool_id).fence(worker_id)
 
     async def leave(self, pool_id: str, worker_id: str) -> None:
-        self._ledger(pool_id).leave(worker_id)
+        self.ledger(pool_id).leave(worker_id)
 
     async def heartbeat(self, pool_id: str, worker_id: str) -> Heartbeat:
-        return self._ledger(pool_id).heartbeat(worker_id)
+        return self.ledger(pool_id).heartbeat(worker_id)
 
     async def allocate(
         self,
@@ -64,29 +69,29 @@ class MemoryStore:
         hashes: Sequence[PrefixHash],
         num_blocks: int,
     ) -> Allocation:
-        ledger = self._ledger(pool_id)
+        ledger = self.ledger(pool_id)
         return ledger.allocate(holder_id, worker_id, order, hashes, num_blocks)
 
     async def withdraw(self, pool_id: str, holder_id: str) -> None:
-        self._ledger(pool_id).withdraw(holder_id)
+        self.ledger(pool_id).withdraw(holder_id)
 
     async def extend(self, pool_id: str, worker_id: str, growths: Sequence[Growth]) -> Extension:
-        return self._ledger(pool_id).extend(worker_id, growths)
+        return self.ledger(pool_id).extend(worker_id, growths)
 
     async def commit(
         self, pool_id: str, holder_id: str, epoch: int, blocks: Sequence[tuple[int, PrefixHash]]
     ) -> tuple[bool, ...]:
-        return self._ledger(pool_id).commit(holder_id, epoch, blocks)
+        return self.ledger(pool_id).commit(holder_id, epoch, blocks)
 
     async def retract(self, pool_id: str, block_id: int, prefix_hash: PrefixHash) -> None:
         with self._freeing(pool_id) as ledger:
             ledger.retract(block_id, prefix_hash)
 
     async def detach(self, pool_id: str, holder_id: str, epoch: int) -> int:
-        return self._ledger(pool_id).detach(holder_id, epoch)
+        return self.ledger(pool_id).detach(holder_id, epoch)
 
     async def claim(self, pool_id: str, holder_id: str, epoch: int, worker_id: str) -> int:
-        return self._ledger(pool_id).claim(holder_id, epoch, worker_id)
+        return self.ledger(pool_id).claim(holder_id, epoch, worker_id)
 
     async def give_back(
         self, pool_id: str, holder_id: str, epoch: int, block_ids: Sequence[int]
@@ -99,26 +104,26 @@ class MemoryStore:
             ledger.release(holder_id, epoch)
 
     async def match(self, pool_id: str, hashes: Sequence[PrefixHash]) -> int:
-        return self._ledger(pool_id).match(hashes)
+        return self.ledger(pool_id).match(hashes)
 
     async def victim(self, pool_id: str) -> HolderInfo | None:
-        return self._ledger(pool_id).victim()
+        return self.ledger(pool_id).victim()
 
     async def holders(self, pool_id: str) -> tuple[HolderInfo, ...]:
-        return self._ledger(pool_id).holder_infos()
+        return self.ledger(pool_id).holder_infos()
 
     async def stats(self, pool_id: str) -> PoolStats:
-        return self._ledger(pool_id).stats()
+        return self.ledger(pool_id).stats()
 
     async def reap(self, pool_id: str, worker_id: str) -> int:
         with self._freeing(pool_id) as ledger:
             return ledger.reap(worker_id)
 
     async def audit(self, pool_id: str) -> AuditReport:
-        return audit(self._ledger(pool_id))
+        return audit(self.ledger(pool_id))
 
     async def wait_for_room(self, pool_id: str, timeout_s: float) -> None:
-        self._ledger(pool_id)
+        self.ledger(pool_id)
         room = self._room.setdefault(pool_id, asyncio.Event())
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -127,7 +132,8 @@ class MemoryStore:
     async def close(self) -> None:
         """Nothing to close."""
 
-    def _ledger(self, pool_id: str) -> Ledger:
+    def ledger(self, pool_id: str) -> Ledger:
+        """The pool's ledger itself, to look at. UnknownPool."""
         try:
             return self._ledgers[pool_id]
         except KeyError:
@@ -136,7 +142,7 @@ class MemoryStore:
     @contextmanager
     def _freeing(self, pool_id: str) -> Iterator[Ledger]:
         """The pool's ledger; whoever waits for room is woken when blocks were freed."""
-        ledger = self._ledger(pool_id)
+        ledger = self.ledger(pool_id)
         num_freed_before = ledger.blocks.num_freed
         yield ledger
         if ledger.blocks.num_freed != num_freed_before and pool_id in self._room:
