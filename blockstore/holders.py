@@ -66,6 +66,9 @@ class Tombstones:
         self._forget_old()
         return self.epochs.get(key)
 
+    def forget(self, key: str) -> None:
+        del self._until[key], self.epochs[key]
+
     def copy(self) -> "Tombstones":
         return Tombstones(self.clock, self.epochs.copy(), self._until.copy())
 

@@ -1,0 +1,115 @@
+"""Ledgers by number, for the explorer: equal ones are kept, audited and operated on once.
+
+Two ledgers count as equal when nobody can ever tell them apart: when they differ only in the names
+of their blocks (`canonical`), or in what is kept for calls that are sent again when none will be
+(`Ledgers.settle`).
+"""
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from blockstore.errors import LedgerError
+from blockstore.ledger import Ledger
+from blockstore.recount import audit
+
+Operation = tuple[str, tuple[Hashable, ...]]
+"""A method of the ledger and its arguments."""
+
+Renaming = tuple[int, ...]
+"""New block id by old one."""
+
+
+class Violation(Exception):
+    """A law does not hold in a state, or for a step; the text says which and where."""
+
+
+class Answer(NamedTuple):
+    """`error` is a code of `blockstore.errors`, or empty."""
+
+    error: str
+    value: object
+
+
+class Ledgers:
+    """All ledgers met so far. A new one in which the audit finds something raises Violation."""
+
+    def __init__(self, first: Ledger) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._ledgers: list[Ledger] = []
+        self._outcomes: dict[tuple[int, Operation], tuple[int, Answer]] = {}
+        self._settled: dict[tuple[int, frozenset[str]], tuple[int, Renaming]] = {}
+        self.first = self._number(first)
+
+    def __getitem__(self, number: int) -> Ledger:
+        return self._ledgers[number]
+
+    def __len__(self) -> int:
+        return len(self._ledgers)
+
+    def after(self, number: int, operation: Operation) -> tuple[int, Answer]:
+        """The ledger's number after `operation`, and what it answered."""
+        key = (number, operation)
+        if key not in self._outcomes:
+            ledger = self._ledgers[number].copy()
+            name, arguments = operation
+            try:
+                answer = Answer("", getattr(ledger, name)(*arguments))
+            except LedgerError as error:
+                answer = Answer(error.code, None)
+            self._outcomes[key] = (self._number(ledger), answer)
+        return self._outcomes[key]
+
+    def settle(self, number: int, again: frozenset[str]) -> tuple[int, Renaming]:
+        """The ledger that stands for this one, and what its blocks are called there.
+
+        `again`: holders and workers of which something may come a second time. What is kept to
+        answer that, it forgets of all others: tombstones, and how many blocks were cached.
+        """
+        key = (number, again)
+        if key not in self._settled:
+            ledger, renaming = canonical(self._ledgers[number])
+            for tombstones in (ledger.released, ledger.reaped):
+                for name in tombstones.epochs.keys() - again:
+                    tombstones.forget(name)
+            for holder in ledger.holders.values():
+                if holder.holder_id not in again:
+                    holder.num_cached_blocks = 0
+            self._settled[key] = (self._number(ledger), renaming)
+        return self._settled[key]
+
+    def _number(self, ledger: Ledger) -> int:
+        snapshot = ledger.snapshot()
+        if snapshot not in self._numbers:
+            violations = audit(ledger).violations
+            if violations:
+                raise Violation("; ".join(violations))
+            self._numbers[snapshot] = len(self._ledgers)
+            self._ledgers.append(ledger)
+        return self._numbers[snapshot]
+
+
+def canonical(ledger: Ledger) -> tuple[Ledger, Renaming]:
+    """The same ledger with its blocks renamed: held ones first, as their holders got them, then
+    cached ones, least recently used first, then free ones, as they will be handed out.
+
+    Free blocks then are those never used, just as in a pool in which nothing was ever freed.
+    """
+    twin = ledger.copy()
+    blocks = twin.blocks
+    used = [
+        *(block for key in sorted(twin.holders) for block in twin.holders[key].acquired),
+        *blocks.refs,
+        *blocks.cached,
+    ]
+    free = [*reversed(blocks.returned), *range(blocks.next_unused, blocks.num_blocks)]
+    names = {block: name for name, block in enumerate(dict.fromkeys([*used, *free]))}
+
+    blocks.returned, blocks.next_unused = [], blocks.num_blocks - len(free)
+    blocks.cached = {names[block]: None for block in blocks.cached}
+    blocks.refs = {names[block]: count for block, count in blocks.refs.items()}
+    blocks.index = {prefix_hash: names[block] for prefix_hash, block in blocks.index.items()}
+    blocks.hash_of = {names[block]: prefix_hash for block, prefix_hash in blocks.hash_of.items()}
+    for holder in twin.holders.values():
+        holder.acquired = [names[block] for block in holder.acquired]
+        holder.held = {names[block] for block in holder.held}
+    return twin, tuple(names[block] for block in range(blocks.num_blocks))

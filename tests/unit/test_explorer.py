@@ -1,0 +1,132 @@
+"""The protocol keeps its laws in every state; and the explorer sees it when a ledger does not."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from blockstore.actors import Faults
+from blockstore.explorer import EXPLORED, explore, main
+from blockstore.ledger import Ledger
+from blockstore.scenario import MakeLedger
+from blockstore.store import Allocation, PrefixHash
+
+NONE = Faults()
+CRASH = Faults(crashes=1)
+LOSS = Faults(losses=1)
+FENCE = Faults(fences=1)
+
+
+@pytest.mark.parametrize("faults", [NONE, CRASH, LOSS, FENCE], ids=str)
+def test_every_state_keeps_the_laws_and_can_end(faults: Faults) -> None:
+    found = explore(faults)
+
+    assert found.violation == "", "\n".join(found.trace)
+    assert found.num_finished > 0
+
+
+@pytest.mark.full
+def test_two_faults_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main() == 0
+    assert capsys.readouterr().out.count("transitions") == len(EXPLORED)
+
+
+class ClaimsFromTheRunning(Ledger):
+    """A claim does not look at the epoch."""
+
+    def claim(self, holder_id: str, epoch: int, worker_id: str) -> int:
+        self._live(worker_id)
+        holder = self._holder(holder_id)
+        holder.epoch, holder.worker_id = epoch + 1, worker_id
+        return holder.epoch
+
+
+class ReapForgetsOne(Ledger):
+    """The first of a dead worker's holders stays."""
+
+    def reap(self, worker_id: str) -> int:
+        forgotten = self._holders_of(worker_id)[:1]
+        num_holders = super().reap(worker_id)
+        for holder in forgotten:
+            self.holders[holder.holder_id] = holder
+            self.blocks.share(holder.acquired)
+            holder.held.update(holder.acquired)
+        return num_holders
+
+
+class ReapForgetsWaiters(Ledger):
+    def _end_waits_of(self, worker_id: str) -> None:
+        pass
+
+
+class ReleasesOnce(Ledger):
+    """A release that is sent again is an error."""
+
+    def release(self, holder_id: str, epoch: int) -> None:
+        self._end(self._holder(holder_id))
+
+
+class AllocatesTwice(Ledger):
+    """An allocation that is sent again gets new blocks."""
+
+    def allocate(
+        self,
+        holder_id: str,
+        worker_id: str,
+        order: int,
+        hashes: Sequence[PrefixHash],
+        num_blocks: int,
+    ) -> Allocation:
+        self.holders.pop(holder_id, None)
+        return super().allocate(holder_id, worker_id, order, hashes, num_blocks)
+
+
+class IgnoresFences(Ledger):
+    """Who is fenced goes on as if it were not."""
+
+    def _live(self, worker_id: str) -> None:
+        self._known(worker_id)
+
+
+class TakesFencedForDead(Ledger):
+    """A fence frees what the worker may still write."""
+
+    def fence(self, worker_id: str) -> None:
+        super().fence(worker_id)
+        for holder in self._holders_of(worker_id):
+            self._end(holder)
+
+
+class ListensToTheDead(Ledger):
+    """What a worker sent before it was reaped is carried out afterwards."""
+
+    def _live(self, worker_id: str) -> None:
+        if self.workers.get(worker_id):
+            super()._live(worker_id)
+
+
+class DemandsNobody(Ledger):
+    """Who is short waits for ever."""
+
+    def _demand_one(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("broken", "faults", "violation"),
+    [
+        (ClaimsFromTheRunning, CRASH, "runs r"),
+        (ReapForgetsOne, CRASH, "which is not there"),
+        (ReapForgetsWaiters, CRASH, "which is gone or fenced"),
+        (ReleasesOnce, LOSS, "release was answered"),
+        (AllocatesTwice, LOSS, "has 0 holders, but its ref count is 1"),
+        (IgnoresFences, FENCE, "is fenced, but"),
+        (TakesFencedForDead, FENCE, "which was released"),
+        (ListensToTheDead, CRASH, "which is not there"),
+        (DemandsNobody, NONE, "not all requests can come to an end"),
+    ],
+)
+def test_a_broken_ledger_is_found(broken: MakeLedger, faults: Faults, violation: str) -> None:
+    found = explore(faults, broken)
+
+    assert violation in found.violation
+    assert found.trace
