@@ -83,6 +83,7 @@ class CountingDecode(decode_pb2_grpc.DecodeServicer):
         self._num_slots = num_slots
         self._step_s = step_s
         self._left: dict[tuple[str, int], int] = {}
+        self._lengths: dict[tuple[str, int], int] = {}
         self._admitted = asyncio.Event()
 
     async def Connect(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
@@ -112,7 +113,10 @@ class CountingDecode(decode_pb2_grpc.DecodeServicer):
                 await context.write(decode_pb2.DecodeConnectResponse(reserved=reserved))
             elif kind == "admit":
                 ticket = request.admit.ticket
-                self._left[ticket.request_id, ticket.attempt] = ticket.sampling.max_tokens - 1
+                num_tokens = len(ticket.prompt_token_ids) + ticket.sampling.max_tokens
+                key = ticket.request_id, ticket.attempt
+                self._left[key] = ticket.sampling.max_tokens - 1
+                self._lengths[key] = num_tokens
                 if len(self._left) == self._num_slots:
                     self._admitted.set()
 
@@ -124,6 +128,7 @@ class CountingDecode(decode_pb2_grpc.DecodeServicer):
                 decode_pb2.SequenceOutput(
                     request_id=request_id,
                     attempt=attempt,
+                    position=self._lengths[request_id, attempt] - left,
                     token_ids=(TOKEN,),
                     finish_reason=sampling_pb2.FINISH_REASON_LENGTH if last else _GOES_ON,
                 )

@@ -52,6 +52,7 @@ def _output(output: Output) -> decode_pb2.SequenceOutput:
         request_id=output.request_id,
         attempt=output.attempt,
         index=output.index,
+        position=output.position,
         token_ids=(output.token_id,),
         finish_reason=finish_reason_to_wire(output.finish),
     )

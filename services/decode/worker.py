@@ -167,7 +167,14 @@ class DecodeWorker(PoolWorker):
             return None
         self.metrics.generation_tokens.inc()
         index = _ticket(job).sequences[0].index
-        return Output(job.request_id, job.attempt, index, advance.token, advance.finish)
+        return Output(
+            request_id=job.request_id,
+            attempt=job.attempt,
+            index=index,
+            position=advance.num_computed,  # KV ends where the drawn token begins
+            token_id=advance.token,
+            finish=advance.finish,
+        )
 
     async def _commit(self, job: Job, completed: Sequence[tuple[int, PrefixHash]]) -> None:
         ticket = _ticket(job)

@@ -243,6 +243,10 @@ class Journey:
         if event.index != 0 or len(event.token_ids) > num_left:
             self._set_back(f"decode worker {sender.id} sent tokens that were not asked for")
             return
+        if event.position != self.num_tokens:
+            where = f"position {event.position} after {self.num_tokens} tokens"
+            self._set_back(f"decode worker {sender.id} repeated or lost tokens: {where}")
+            return
         self._prefill = None  # the ticket is claimed
         self._deliver(event.token_ids, event.finish_reason, sender)
 

@@ -70,11 +70,13 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What one decode step gave one sequence."""
+    """What one decode step gave one sequence. `position`: of its first token, counted from the
+    start of the prompt."""
 
     request_id: str
     attempt: int
     index: int
+    position: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
 

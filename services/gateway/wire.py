@@ -116,7 +116,12 @@ def _generated(output: decode_pb2.SequenceOutput) -> Generated | Malformed:
     except InvalidRequest as error:
         return Malformed(output.request_id, output.attempt, str(error))
     return Generated(
-        output.request_id, output.attempt, output.index, tuple(output.token_ids), finish_reason
+        output.request_id,
+        output.attempt,
+        output.index,
+        output.position,
+        tuple(output.token_ids),
+        finish_reason,
     )
 
 

@@ -65,11 +65,12 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One sequence's token of one step."""
+    """One sequence's token of one step. `position`: counted from the start of the prompt."""
 
     request_id: str
     attempt: int
     index: int
+    position: int
     token_id: int
     finish: FinishReason | None
 

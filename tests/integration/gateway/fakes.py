@@ -285,6 +285,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             request_id=ticket.request_id,
             attempt=ticket.attempt,
             index=0,
+            position=len(running.tokens) - 1,
             token_ids=running.tokens[-1:],
             finish_reason=finish,
         )

@@ -132,8 +132,12 @@ class Walk:
             return [t async for delta in self.output.deltas() for t in delta.token_ids]
 
 
-def generated(attempt: int, *tokens: int, finish: FinishReason | None = None) -> Generated:
-    return Generated("r1", attempt, 0, tokens, finish)
+def generated(
+    walk: Walk, *tokens: int, finish: FinishReason | None = None, skip: int = 0
+) -> Generated:
+    """What the decode worker says of the attempt and position of the moment, `skip` tokens on."""
+    journey = walk.journey
+    return Generated("r1", journey.attempt, 0, journey.num_tokens + skip, tokens, finish)
 
 
 async def test_the_walk_from_queue_to_end() -> None:
@@ -141,7 +145,7 @@ async def test_the_walk_from_queue_to_end() -> None:
     await walk.until_decoding()
     assert walk.journey.stage is Stage.DECODING
     rest = expected(MAX_TOKENS)[1:]
-    walk.journey.on_event(walk.decode, generated(1, *rest, finish=FinishReason.LENGTH))
+    walk.journey.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
     assert await walk.tokens() == expected(MAX_TOKENS)
     assert [type(command) for command in walk.decode.sent] == [Reserve, Admit]
     assert walk.desk.ended == [None]
@@ -192,7 +196,7 @@ async def test_events_at_the_wrong_time_or_of_others_are_dropped() -> None:
     assert await walk.reserve()
     ticket = walk.start()
     dropped: list[tuple[Worker, RequestEvent]] = [
-        (walk.decode, generated(1, 5)),  # not admitted yet
+        (walk.decode, generated(walk, 5)),  # not admitted yet
         (walk.decode, Reserved("r1", 1, granted=False)),  # answered before
         (walk.decode, walk.prefilled(ticket)),  # not the one that has it
         (stranger, walk.prefilled(ticket)),
@@ -209,10 +213,21 @@ async def test_events_at_the_wrong_time_or_of_others_are_dropped() -> None:
     assert await walk.tokens() == expected(1)
 
 
+@pytest.mark.parametrize("skip", [-1, 1], ids=["repeated", "lost"])
+async def test_a_step_that_is_repeated_or_lost_never_reaches_the_client(skip: int) -> None:
+    walk = Walk()
+    await walk.until_decoding()
+    walk.journey.on_event(walk.decode, generated(walk, 5, skip=skip))
+    assert walk.journey.stage is Stage.QUEUED
+    assert Abort("r1", 1) in walk.decode.sent
+    walk.journey.end()
+    assert await walk.tokens() == expected(1)
+
+
 async def test_more_tokens_than_were_asked_for_never_reach_the_client() -> None:
     walk = Walk()
     await walk.until_decoding()
-    walk.journey.on_event(walk.decode, generated(1, *range(MAX_TOKENS)))
+    walk.journey.on_event(walk.decode, generated(walk, *range(MAX_TOKENS)))
     assert walk.journey.stage is Stage.QUEUED
     assert Abort("r1", 1) in walk.decode.sent
     walk.journey.end()
@@ -327,7 +342,7 @@ async def test_whatever_happens_tokens_are_final_and_nothing_is_left_behind(seed
             if final:
                 told.add(("d", attempt))
             finish = FinishReason.LENGTH if final else None
-            hear(walk.decode, generated(attempt, token, finish=finish))
+            hear(walk.decode, generated(walk, token, finish=finish))
     finished = journey.output.finish_reason is not None
     journey.end()
     try:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -72,7 +73,7 @@ async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
             store = MemoryStore()
             spec = await make_pool(store, num_blocks, block_size)
             stamps = make_stamps(tmp_path / "stamps", spec)
-            arena = Arena(block_size)
+            arena = Arena(block_size, stamps)
             limits = Limits(
                 max_num_seqs,
                 max_num_batched_tokens,
@@ -81,7 +82,7 @@ async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
                 ticket_ttl_s=ticket_ttl_s,
             )
             models = FakeForward(arena), FakeForward(arena)
-            workers = []
+            workers: list[Any] = []
             for cls, model in zip((PrefillWorker, DecodeWorker), models, strict=True):
                 membership = await join(store, spec, cls.__name__, stamps)
                 metrics = WorkerMetrics(CollectorRegistry())
@@ -89,7 +90,8 @@ async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
                 await stack.enter_async_context(running(workers[-1]))
             for model in models:
                 stack.callback(model.gate.set)
-            return Bench(store, spec, arena, *workers, *models, FakeSession())  # type: ignore[arg-type]
+            prefill, decode = workers
+            return Bench(store, spec, arena, prefill, decode, *models, FakeSession())
 
         yield make  # type: ignore[misc]
 

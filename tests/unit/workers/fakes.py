@@ -11,7 +11,7 @@ import xxhash
 
 from blockstore.memory_store import MemoryStore
 from blockstore.store import PoolSpec
-from services.common.pool.stamps import Stamps, record_bytes
+from services.common.pool.stamps import Stamps, StampState, record_bytes
 from services.common.ticket import SamplingParams, Ticket, TicketSequence
 from services.engine.batch import Row
 from services.worker.events import Event
@@ -32,9 +32,11 @@ def expected(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 @dataclass
 class Arena:
-    """slot -> (position, token): what the KV of a pool stands for. `computed` counts positions."""
+    """slot -> (position, token): what the KV of a pool stands for. Whoever writes must own the
+    block, by its stamp."""
 
     block_size: int
+    stamps: Stamps
     slots: dict[int, tuple[int, int]] = field(default_factory=dict)
     num_computed: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -59,7 +61,10 @@ class FakeForward:
         end = row.start + len(row.token_ids)
         for position, token in zip(range(row.start, end), row.token_ids, strict=True):
             if position >= row.store_from:
-                self.arena.slots[self._slot(row, position)] = position, token
+                slot = self._slot(row, position)
+                stamp = self.arena.stamps.read(slot // self.arena.block_size)
+                assert stamp.state is StampState.PRIVATE, "a finished block is never written again"
+                self.arena.slots[slot] = position, token
         self.arena.num_computed += len(row.token_ids)
         context = []
         for position in range(end):
@@ -101,7 +106,7 @@ def make_stamps(path: Any, spec: PoolSpec) -> Stamps:
 
 
 def ticket(request_id: str, prompt: Sequence[int], max_tokens: int = 8, **changes: Any) -> Ticket:
-    fields = {
+    fields: dict[str, Any] = {
         "request_id": request_id,
         "attempt": 1,
         "order": int(request_id.lstrip("r")),
@@ -113,4 +118,4 @@ def ticket(request_id: str, prompt: Sequence[int], max_tokens: int = 8, **change
         "sampling": SamplingParams(0.0, 0, 1.0, 0.0, seed=1, max_tokens=max_tokens),
         "sequences": (TicketSequence(0),),
     }
-    return Ticket(**{**fields, **changes})  # type: ignore[arg-type]
+    return Ticket(**{**fields, **changes})

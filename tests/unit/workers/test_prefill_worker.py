@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from services.common.errors import InvalidRequest
@@ -233,9 +235,7 @@ async def test_draining_sends_back_what_has_no_blocks(make_bench: MakeBench) -> 
         {"sequences": ()},
     ],
 )
-async def test_a_ticket_that_does_not_fit_is_refused(
-    bench: Bench, changes: dict[str, object]
-) -> None:
+async def test_a_ticket_that_does_not_fit_is_refused(bench: Bench, changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
         bench.prefill.submit(bench.session, ticket("r1", PROMPT, **changes))
     assert isinstance(bench.prefill, PrefillWorker)
