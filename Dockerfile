@@ -2,7 +2,7 @@
 #
 #   docker build --target worker --build-arg PIP_EXTRA_INDEX_URL=... .
 #
-# PIP_EXTRA_INDEX_URL names the index of PyTorch's CPU builds (see README.md, "Containers").
+# PIP_EXTRA_INDEX_URL may name the index of PyTorch's CPU builds (see README.md, "Containers").
 
 FROM python:3.11-slim-bookworm AS base
 ENV PATH=/opt/quire/bin:$PATH \
@@ -14,7 +14,7 @@ FROM base AS build-control
 WORKDIR /src
 RUN python -m venv /opt/quire
 COPY pyproject.toml README.md LICENSE ./
-COPY deploy/constraints-cpu.txt deploy/
+COPY deploy/constraints-cpu.txt deploy/no-cpu-torch.txt deploy/install.sh deploy/
 COPY quire quire
 COPY services services
 COPY blockstore blockstore
@@ -23,7 +23,7 @@ RUN pip install --no-cache-dir .
 
 FROM build-control AS build-worker
 ARG PIP_EXTRA_INDEX_URL=""
-RUN pip install --no-cache-dir --constraint deploy/constraints-cpu.txt ".[worker]"
+RUN PIP_NO_CACHE_DIR=1 deploy/install.sh ".[worker]"
 
 
 FROM base AS runtime

@@ -5,15 +5,17 @@ PROTOC := PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc
 .PHONY: help setup proto lint type test test-full check bench up down clean
 .NOTPARALLEL:
 
+# Tests run beside the services that they start: one thread each, and none that spins.
+TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0
+
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 setup: .venv/.installed ## Create .venv and install everything into it
 
-.venv/.installed: pyproject.toml deploy/constraints-cpu.txt
+.venv/.installed: pyproject.toml deploy/install.sh deploy/constraints-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint deploy/constraints-cpu.txt --editable '.[worker,local,dev]' \
-	  || { cat deploy/no-cpu-torch.txt; exit 1; }
+	PIP=$(BIN)/pip deploy/install.sh --editable '.[worker,local,dev]'
 	touch $@
 
 proto: setup ## Generate quire/v1 from proto/
@@ -31,10 +33,10 @@ type: setup ## mypy, strict
 	$(BIN)/mypy quire services blockstore kernels/kvops bench tools tests
 
 test: setup ## All tests, with a sample of the large matrices
-	$(BIN)/pytest
+	$(TEST_ENV) $(BIN)/pytest
 
 test-full: setup ## All tests, whole matrices
-	$(BIN)/pytest -m "full or not full"
+	$(TEST_ENV) $(BIN)/pytest -m "full or not full"
 
 check: lint type test ## Everything that must pass before a merge
 
