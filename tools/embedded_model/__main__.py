@@ -22,14 +22,13 @@ EMBEDDED = Path(__file__).parents[2] / "quire" / "embedded"
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.embedded_model", description=__doc__)
     parser.add_argument("--output", type=Path, default=EMBEDDED, help="folder of the checkpoint")
-    parser.add_argument("--steps", type=int, default=Recipe.num_steps, help="training steps")
     parser.add_argument("--evaluate-only", action="store_true", help="measure what is there")
     parser.add_argument("--questions", type=int, default=1, help="measured questions per fact")
     arguments = parser.parse_args()
 
     corpus = load()
     if not arguments.evaluate_only:
-        recipe = Recipe(num_steps=arguments.steps)
+        recipe = Recipe()
         arguments.output.mkdir(parents=True, exist_ok=True)
         tokenizer = train_tokenizer(corpus, recipe.vocab_size, recipe.max_length, arguments.output)
         train(corpus, tokenizer, recipe, arguments.output)

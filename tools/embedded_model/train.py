@@ -28,6 +28,21 @@ Model = Any
 
 
 @dataclass(frozen=True)
+class Cycle:
+    """A run of steps with a fresh optimizer: warm-up, then a cosine that ends at zero."""
+
+    num_steps: int
+    learning_rate: float
+    seed: int
+
+    def learning_rate_at(self, step: int, warmup_steps: int) -> float:
+        if step < warmup_steps:
+            return self.learning_rate * (step + 1) / warmup_steps
+        progress = (step - warmup_steps) / (self.num_steps - warmup_steps)
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
 class Recipe:
     """The sizes of the model and of its training."""
 
@@ -39,12 +54,10 @@ class Recipe:
     num_kv_heads: int = 2
     head_dim: int = 64
     max_length: int = 4096
-    num_steps: int = 1800
     batch_tokens: int = 2048
     warmup_steps: int = 100
-    learning_rate: float = 2e-3
     weight_decay: float = 0.05
-    seed: int = 7
+    cycles: tuple[Cycle, ...] = (Cycle(1800, 2e-3, seed=7), Cycle(1600, 1e-3, seed=8))
 
 
 def build_model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
@@ -75,18 +88,27 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
     return model
 
 
-def train(corpus: Corpus, tokenizer: Tokenizer, recipe: Recipe, folder: Path) -> Model:
-    """Trains, writes a checkpoint into `folder` every 500 steps, and answers the bf16 model."""
-    torch.manual_seed(recipe.seed)
+def train(corpus: Corpus, tokenizer: Tokenizer, recipe: Recipe, folder: Path) -> None:
+    """Trains all cycles; each starts from the bf16 weights that the one before left in `folder`."""
+    torch.manual_seed(recipe.cycles[0].seed)
     model = build_model(recipe, tokenizer)
+    for cycle in recipe.cycles:
+        train_cycle(model, corpus, tokenizer, recipe, cycle)
+        model = save(model, folder).float()
+
+
+def train_cycle(
+    model: Model, corpus: Corpus, tokenizer: Tokenizer, recipe: Recipe, cycle: Cycle
+) -> None:
+    """Trains the fp32 model in place."""
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=(0.9, 0.98), weight_decay=recipe.weight_decay, fused=True
     )
-    batches = islice(_batches(corpus, tokenizer, recipe), recipe.num_steps)
+    batches = islice(_batches(corpus, tokenizer, recipe, cycle.seed), cycle.num_steps)
     started, num_tokens = time.monotonic(), 0
     for step, (token_ids, labels) in enumerate(batches):
         for group in optimizer.param_groups:
-            group["lr"] = _learning_rate(step, recipe)
+            group["lr"] = cycle.learning_rate_at(step, recipe.warmup_steps)
         loss = _loss(model, token_ids, labels)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -96,9 +118,6 @@ def train(corpus: Corpus, tokenizer: Tokenizer, recipe: Recipe, folder: Path) ->
         if step % 50 == 0:
             rate = num_tokens / (time.monotonic() - started)
             print(f"step {step}  loss {loss.item():.4f}  {rate:.0f} tokens/s", flush=True)
-        if step % 500 == 499:
-            save(model, folder)
-    return save(model, folder)
 
 
 def save(model: Model, folder: Path) -> Model:
@@ -122,22 +141,14 @@ def _loss(model: Model, token_ids: Tensor, labels: Tensor) -> Tensor:
     return loss
 
 
-def _learning_rate(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, then a cosine that ends at zero."""
-    if step < recipe.warmup_steps:
-        return recipe.learning_rate * (step + 1) / recipe.warmup_steps
-    progress = (step - recipe.warmup_steps) / (recipe.num_steps - recipe.warmup_steps)
-    return recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
-
-
 def _batches(
-    corpus: Corpus, tokenizer: Tokenizer, recipe: Recipe
+    corpus: Corpus, tokenizer: Tokenizer, recipe: Recipe, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Texts of similar length, padded on the right to at most `batch_tokens` positions.
 
     Causal attention never looks right, so that padding needs no mask, only ignored labels.
     """
-    random = Random(recipe.seed)
+    random = Random(seed)
     pad = tokenizer.token_to_id(END_OF_TEXT)
     encoded = (
         [
@@ -145,7 +156,7 @@ def _batches(
             for segment in text
             for token in tokenizer.encode(segment.text).ids
         ]
-        for text in texts(corpus, recipe.seed)
+        for text in texts(corpus, seed)
     )
     while True:
         pool = sorted(islice(encoded, 1024), key=len)
