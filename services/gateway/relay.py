@@ -12,8 +12,9 @@ from grpc import aio
 
 from blockstore.registry import Member
 from quire.v1 import block_manager_pb2
-from services.common.errors import Unavailable
-from services.common.rpc import open_channel, translated
+from services.common.errors import QuireError, Unavailable
+from services.common.interceptor import CODE_TRAILER
+from services.common.rpc import from_rpc_error, open_channel
 
 _SERVICE = block_manager_pb2.DESCRIPTOR.services_by_name["BlockManager"]
 SERVICE_NAME: str = _SERVICE.full_name
@@ -47,12 +48,12 @@ class BlockManagerRelay:
         async def call(request: bytes, context: aio.ServicerContext[bytes, bytes]) -> bytes:
             channel = await self._channel_to_manager()
             relayed: Any = channel.unary_unary(f"/{SERVICE_NAME}/{name}")
-            with translated():
+            try:
                 answer: bytes = await relayed(
-                    request,
-                    timeout=context.time_remaining(),
-                    metadata=_metadata(context),
+                    request, timeout=context.time_remaining(), metadata=_metadata(context)
                 )
+            except aio.AioRpcError as error:
+                raise _as_ours(error) from error
             return answer
 
         return call
@@ -67,6 +68,14 @@ class BlockManagerRelay:
             self._address = member.address
             self._channel = open_channel(member.address)
         return self._channel
+
+
+def _as_ours(error: aio.AioRpcError) -> QuireError:
+    """The block manager's own error as it is; gRPC's, when nobody answers, in words."""
+    said_by_it = any(key == CODE_TRAILER for key, _ in error.trailing_metadata() or ())
+    if error.code() is grpc.StatusCode.UNAVAILABLE and not said_by_it:
+        return Unavailable("the block manager does not answer; try again")
+    return from_rpc_error(error)
 
 
 def _metadata(context: aio.ServicerContext[Any, Any]) -> tuple[tuple[str, str | bytes], ...]:

@@ -1,6 +1,6 @@
 """One small model with random weights, its oracle, and deployments of it."""
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,7 @@ from quire.client import AsyncClient
 
 from .deployment import Deployment, serving
 
-Oracle = Callable[[Sequence[int], int], list[int]]
-
-POOL_BLOCKS = 64
+POOL_BLOCKS = 128
 _BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4  # layers, K and V, tokens, KV heads, head size, fp32
 _STAMP_BYTES = 48 + 4 * 16
 
@@ -25,15 +23,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest.fixture(scope="session")
-def oracle(checkpoint: Path) -> Oracle:
-    """Greedy tokens of Hugging Face transformers, past any end-of-sequence token."""
-    torch.set_num_threads(1)
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+class Oracle:
+    """Hugging Face transformers on the same weights, past any end-of-sequence token."""
 
-    def greedy(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    def __init__(self, checkpoint: Path) -> None:
+        torch.set_num_threads(1)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         with torch.inference_mode():
-            output = model.generate(
+            output = self._model.generate(
                 torch.tensor([list(prompt)]),
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
                 do_sample=False,
@@ -43,12 +42,23 @@ def oracle(checkpoint: Path) -> Oracle:
             )
         return [int(token) for token in output[0, len(prompt) :]]
 
-    return greedy
+    def choices(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """What it would have chosen in place of each of `tokens`, given the ones before: equal to
+        them if and only if they are its greedy tokens. One pass instead of one a token."""
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([[*prompt, *tokens]])).logits[0]
+        chosen: list[int] = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        return chosen
+
+
+@pytest.fixture(scope="session")
+def oracle(checkpoint: Path) -> Oracle:
+    return Oracle(checkpoint)
 
 
 @pytest.fixture(scope="session")
 def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """1 prefill and 2 decode workers on a pool of 64 blocks of 16 tokens."""
+    """1 prefill and 2 decode workers on a pool of 128 blocks of 16 tokens."""
     memory = POOL_BLOCKS * (_BLOCK_BYTES + _STAMP_BYTES)
     with serving(
         checkpoint,

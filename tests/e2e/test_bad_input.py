@@ -49,7 +49,7 @@ BAD = {
         "4096",
     ),
     "never fits the pool": (
-        request(token_ids=pb.TokenIds(ids=[1] * 1000), sampling={"max_tokens": 1000}),
+        request(token_ids=pb.TokenIds(ids=[1] * 1100), sampling={"max_tokens": 1000}),
         Status.INVALID_ARGUMENT,
         str(POOL_BLOCKS),
     ),

@@ -31,7 +31,7 @@ def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="module")
 def expected(oracle: Oracle) -> list[int]:
-    return oracle(PROMPT, 200)
+    return oracle.greedy(PROMPT, 200)
 
 
 async def recovered(client: AsyncClient, expected: list[int]) -> None:
