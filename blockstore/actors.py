@@ -135,7 +135,7 @@ class State(NamedTuple):
 
     def renamed(self, ledger: int, renaming: Renaming) -> "State":
         """The same state over the ledger in which blocks are called as `renaming` says."""
-        if all(old == new for old, new in enumerate(renaming)):
+        if renaming == tuple(range(len(renaming))):
             return self._replace(ledger=ledger)
         lost = self.unanswered
         return self._replace(

@@ -1,7 +1,7 @@
 """Who holds, who waits, who is gone: the people of a `blockstore.ledger`."""
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from blockstore.store import TOMBSTONE_S, HolderInfo
@@ -39,7 +39,8 @@ class Holder:
         )
 
     def copy(self) -> "Holder":
-        return replace(self, acquired=self.acquired.copy(), held=self.held.copy())
+        own = (self.holder_id, self.worker_id, self.order, self.num_cached_blocks)
+        return Holder(*own, self.acquired.copy(), self.held.copy(), self.epoch)
 
 
 @dataclass(frozen=True, slots=True)

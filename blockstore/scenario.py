@@ -30,7 +30,6 @@ MakeLedger = Callable[[PoolSpec, Callable[[], float]], Ledger]
 SPEC = PoolSpec("pool", "model", "fingerprint", num_blocks=4, block_size=1, block_bytes=1)
 MAX_ATTEMPTS = 2
 
-
 Label = str | tuple[object, ...]
 """What happened; `spelled` makes it readable, when somebody wants to read it."""
 
@@ -258,7 +257,7 @@ class Scenario:
             faults_left=state.faults_left._replace(crashes=state.faults_left.crashes - 1),
         )
         yield Step(f"{worker} dies", dead, fault=True)
-        for operation in {run.operation() for run in own if run.phase != "unsure"}:
+        for operation in dict.fromkeys(run.operation() for run in own if run.phase != "unsure"):
             late = dead._replace(late=operation)
             yield Step(f"{worker} dies, {operation[0]} is on its way", late, fault=True)
 
@@ -271,15 +270,12 @@ class Scenario:
         ledger = self.ledgers[state.ledger]
         known = {(run.worker, run.holder) for run in state.runs}
         for holder in ledger.holders.values():
-            if (holder.worker_id, holder.holder_id) not in known | {
-                (worker, holder.holder_id) for worker in state.dead
-            }:
+            remembered = (holder.worker_id, holder.holder_id) in known
+            if not remembered and holder.worker_id not in state.dead:
                 raise Violation(f"nobody remembers {holder.holder_id} of {holder.worker_id}")
         for run in state.runs:
             sent = state.unanswered is not None and state.unanswered.run == run
-            if run.phase in ("commit", "extend") or (
-                run.phase in ("detach", "finish") and not sent
-            ):
+            if run.runs and not (sent and run.phase in ("detach", "finish")):
                 self._check_owner(ledger, run)
                 self._check_writes(ledger, run, sent)
 
