@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,7 @@ async def test_a_decode_worker_that_joins_takes_load(
     began = time.monotonic()
     joining = _one_more_like(pid)
     try:
-        load = [asyncio.create_task(_load(client)) for _ in range(8)]
+        load = [asyncio.create_task(_load(client)) for _ in range(4)]
         async with asyncio.timeout(30):
             while not await _both_run(client):
                 await asyncio.sleep(0.05)
@@ -115,8 +116,9 @@ def _one_more_like(pid: int) -> "subprocess.Popen[bytes]":
 
 
 async def _load(client: AsyncClient) -> None:
+    short = replace(GREEDY, max_tokens=30)
     while True:
-        await client.complete(PROMPT, GREEDY)
+        await client.complete(PROMPT, short)
 
 
 async def _clean(client: AsyncClient) -> bool:
