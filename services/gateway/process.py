@@ -7,14 +7,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
-from blockstore.redis_registry import RedisRegistry
-from blockstore.redis_store import RedisStore
 from quire.v1 import inference_pb2_grpc
-from services.common.config import without_password
+from services.common import redis
 from services.common.logging import get_logger
 from services.common.metrics import metrics_endpoint
 from services.common.presence import Presence
-from services.common.process import with_patience
 from services.common.rpc import RpcServer
 from services.gateway import relay, service
 from services.gateway.assembly import Assembly, assembled, keep_health
@@ -41,7 +38,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     secret = deployment_secret(configured, settings.secret_file, settings.run_dir)
     limits = Limits(settings.max_waiting, settings.patience_s, settings.reserve_timeout_s)
     async with AsyncExitStack() as stack:
-        store, registry = await _connect(settings, stack)
+        store, registry = await redis.connect(settings, stack)
         stack.enter_context(metrics_endpoint(settings, metrics))
         assembly = await stack.enter_async_context(
             assembled(store, registry, secret, limits, Figures(metrics), settings.poll_s)
@@ -87,20 +84,6 @@ async def _in_background(
         yield
         for task in running:
             task.cancel()
-
-
-async def _connect(
-    settings: GatewaySettings, stack: AsyncExitStack
-) -> tuple[RedisStore, RedisRegistry]:
-    what = f"Redis at {without_password(settings.redis_url)}"
-    patience_s = settings.redis_patience_s
-    store = await with_patience(lambda: RedisStore.connect(settings.redis_url), what, patience_s)
-    stack.push_async_callback(store.close)
-    registry = await with_patience(
-        lambda: RedisRegistry.connect(settings.redis_url), what, patience_s
-    )
-    stack.push_async_callback(registry.close)
-    return store, registry
 
 
 async def _grpc_server(

@@ -9,16 +9,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from blockstore.redis_registry import RedisRegistry
-from blockstore.redis_store import RedisStore
 from blockstore.registry import Member, Role, State
 from blockstore.store import BlockStore
-from services.common.config import without_password
+from services.common import redis
 from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics, metrics_endpoint
 from services.common.pool.names import new_worker_id
 from services.common.presence import Presence
-from services.common.process import with_patience
 from services.common.rpc import RpcServer
 from services.common.version import PROTOCOL_VERSION
 from services.engine.engine import ForwardPass
@@ -85,7 +82,7 @@ class _Entry:
 async def serve_worker(role: WorkerRole, settings: WorkerSettings, stop: asyncio.Event) -> None:
     """Until `stop`, or until it is drained. Raises when engine, pool or store are lost."""
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as vital:
-        store, registry = await _connect(settings, stack)
+        store, registry = await redis.connect(settings, stack)
         entry = _Entry(role, settings)
         presence = Presence(registry, entry.describe)
         announcing = vital.create_task(presence.keep())
@@ -130,20 +127,6 @@ async def serve_worker(role: WorkerRole, settings: WorkerSettings, stop: asyncio
         del runner  # It views the pool's memory.
         await membership.leave()
         announcing.cancel()
-
-
-async def _connect(
-    settings: WorkerSettings, stack: AsyncExitStack
-) -> tuple[RedisStore, RedisRegistry]:
-    what = f"Redis at {without_password(settings.redis_url)}"
-    patience_s = settings.redis_patience_s
-    store = await with_patience(lambda: RedisStore.connect(settings.redis_url), what, patience_s)
-    stack.push_async_callback(store.close)
-    registry = await with_patience(
-        lambda: RedisRegistry.connect(settings.redis_url), what, patience_s
-    )
-    stack.push_async_callback(registry.close)
-    return store, registry
 
 
 async def _finish(

@@ -1,0 +1,22 @@
+"""How a service comes to its block store and registry at start."""
+
+from contextlib import AsyncExitStack
+
+from blockstore.redis_registry import RedisRegistry
+from blockstore.redis_store import RedisStore
+from services.common.config import ServiceSettings, without_password
+from services.common.process import with_patience
+
+
+async def connect(
+    settings: ServiceSettings, stack: AsyncExitStack
+) -> tuple[RedisStore, RedisRegistry]:
+    """Both of the server at `redis_url`, closed with `stack`. StartupError: patience is over, or
+    the server cannot carry a block store."""
+    url, patience_s = settings.redis_url, settings.redis_patience_s
+    what = f"Redis at {without_password(url)}"
+    store = await with_patience(lambda: RedisStore.connect(url), what, patience_s)
+    stack.push_async_callback(store.close)
+    registry = await with_patience(lambda: RedisRegistry.connect(url), what, patience_s)
+    stack.push_async_callback(registry.close)
+    return store, registry
