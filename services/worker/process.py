@@ -9,6 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from blockstore.redis_store import RedisStore
 from blockstore.registry import Member, Role, State
 from blockstore.store import BlockStore
 from services.common import redis
@@ -88,35 +89,16 @@ async def serve_worker(role: WorkerRole, settings: WorkerSettings, stop: asyncio
         announcing = vital.create_task(presence.keep())
 
         loaded = await asyncio.to_thread(load, settings)
-        membership = await join(
-            store,
-            store.run_id,
-            settings.pool_root,
-            loaded.layout,
-            entry.member.member_id,
-            loaded.plan,
-        )
+        log.info("model_loaded", model=loaded.layout.model, **loaded.engine)
+        membership = await _join(store, settings, loaded, entry)
         metrics = CollectorRegistry()
         stack.enter_context(metrics_endpoint(settings, metrics))
-        runner = Runner(loaded.model, membership.pool.kv, settings.block_size)
-        await asyncio.to_thread(runner.warm_up, loaded.limits.max_num_batched_tokens)
+        runner = await _warm(loaded, membership)
         worker = role.make(store, membership, runner, loaded.limits, WorkerMetrics(metrics))
         working = vital.create_task(worker.run())
-
-        server = RpcServer(role.service_name)
-        role.serve(worker, server)
-        port = await server.start(settings.host, settings.port)
-        entry.serves(worker, settings.address(port), loaded)
+        server, address = await _listen(role, settings, worker)
+        entry.serves(worker, address, loaded)
         presence.changed()
-        await server.set_serving(True)
-        log.info(
-            "worker_ready",
-            worker_id=worker.worker_id,
-            pool_id=worker.pool_id,
-            address=entry.member.address,
-            num_blocks=worker.spec.num_blocks,
-            **loaded.engine,
-        )
         await _either(stop, worker.drain_asked)
 
         worker.drain()
@@ -124,9 +106,42 @@ async def serve_worker(role: WorkerRole, settings: WorkerSettings, stop: asyncio
         await _finish(worker, server, stop, settings.drain_grace_s)
         working.cancel()
         await asyncio.wait([working])
-        del runner  # It views the pool's memory.
         await membership.leave()
         announcing.cancel()
+
+
+async def _join(
+    store: RedisStore, settings: WorkerSettings, loaded: LoadedModel, entry: _Entry
+) -> Membership:
+    worker_id = entry.member.member_id
+    return await join(
+        store, store.run_id, settings.pool_root, loaded.layout, worker_id, loaded.plan
+    )
+
+
+async def _warm(loaded: LoadedModel, membership: Membership) -> Runner:
+    """With every weight touched, and at the peak of its memory."""
+    runner = Runner(loaded.model, membership.pool.kv, loaded.layout.block_size)
+    await asyncio.to_thread(runner.warm_up, loaded.limits.max_num_batched_tokens)
+    return runner
+
+
+async def _listen(
+    role: WorkerRole, settings: WorkerSettings, worker: PoolWorker
+) -> tuple[RpcServer, str]:
+    """Ready for gateways; the address that they reach it by."""
+    server = RpcServer(role.service_name)
+    role.serve(worker, server)
+    address = settings.address(await server.start(settings.host, settings.port))
+    await server.set_serving(True)
+    log.info(
+        "worker_ready",
+        worker_id=worker.worker_id,
+        pool_id=worker.pool_id,
+        num_blocks=worker.spec.num_blocks,
+        address=address,
+    )
+    return server, address
 
 
 async def _finish(
