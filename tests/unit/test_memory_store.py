@@ -14,8 +14,11 @@ A, B, C, X = (bytes([letter]) * 16 for letter in b"abcx")
 
 @pytest.fixture
 async def store() -> BlockStore:
+    return await prepare(MemoryStore())
+
+
+async def prepare(store: BlockStore) -> BlockStore:
     """A pool of 11 blocks with one worker, w."""
-    store = MemoryStore()
     await store.register_pool(POOL)
     await store.register_worker(POOL, "w")
     return store

@@ -12,23 +12,33 @@ POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, blo
 A = b"a" * 16
 
 
-async def pool_with(spec: PoolSpec) -> BlockStore:
-    store = MemoryStore()
+@pytest.fixture
+def empty() -> BlockStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+async def store() -> BlockStore:
+    return await prepare(MemoryStore())
+
+
+@pytest.fixture
+async def full() -> BlockStore:
+    return await prepare_full(MemoryStore())
+
+
+async def prepare(store: BlockStore, watermark_blocks: int = 0) -> BlockStore:
+    """A pool of 11 blocks with workers v and w."""
+    spec = replace(POOL, watermark_blocks=watermark_blocks)
     await store.register_pool(spec)
     await store.register_worker(spec, "v")
     await store.register_worker(spec, "w")
     return store
 
 
-@pytest.fixture
-async def store() -> BlockStore:
-    """A pool of 11 blocks with workers v and w."""
-    return await pool_with(POOL)
-
-
-@pytest.fixture
-async def full(store: BlockStore) -> BlockStore:
+async def prepare_full(store: BlockStore) -> BlockStore:
     """All 11 blocks are held: `first` (order 1) by v, `middle` (2) by w, `last` (3) by v."""
+    await prepare(store)
     await store.allocate("pool", "first", "v", 1, [], 4)
     await store.allocate("pool", "middle", "w", 2, [], 4)
     await store.allocate("pool", "last", "v", 3, [], 3)
@@ -107,8 +117,8 @@ async def test_a_fenced_or_dead_worker_holds_nobody_up(store: BlockStore) -> Non
     assert await num_waiters(store) == 0
 
 
-async def test_admission_keeps_the_watermark_unless_nothing_is_held() -> None:
-    store = await pool_with(replace(POOL, watermark_blocks=3))
+async def test_admission_keeps_the_watermark_unless_nothing_is_held(empty: BlockStore) -> None:
+    store = await prepare(empty, watermark_blocks=3)
     await store.allocate("pool", "a", "v", 1, [], 10)  # leaves 1, but the pool was empty
     await store.release("pool", "a", 1)
 
@@ -126,8 +136,10 @@ async def test_admission_keeps_the_watermark_unless_nothing_is_held() -> None:
     assert answer.grown == (Grown("b", (8, 9, 10)),)
 
 
-async def test_what_is_cached_counts_for_the_watermark_until_it_is_pinned() -> None:
-    store = await pool_with(replace(POOL, watermark_blocks=2))
+async def test_what_is_cached_counts_for_the_watermark_until_it_is_pinned(
+    empty: BlockStore,
+) -> None:
+    store = await prepare(empty, watermark_blocks=2)
     await store.allocate("pool", "a", "v", 1, [], 1)
     await store.commit("pool", "a", 1, [(0, A)])
     await store.release("pool", "a", 1)

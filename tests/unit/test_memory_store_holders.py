@@ -24,8 +24,11 @@ def clock() -> Clock:
 
 @pytest.fixture
 async def store(clock: Clock) -> BlockStore:
+    return await prepare(MemoryStore(clock))
+
+
+async def prepare(store: BlockStore) -> BlockStore:
     """A pool of 11 blocks with workers p (prefill) and d (decode); p holds `a` with 3 blocks."""
-    store = MemoryStore(clock)
     await store.register_pool(POOL)
     await store.register_worker(POOL, "p")
     await store.register_worker(POOL, "d")
