@@ -36,7 +36,7 @@ def chat_prompt(question: str) -> str:
     [
         ("Hello!", "Hello! I am the small model that comes with Quire."),
         ("What is paged attention?", "Paged attention is attention over a KV cache"),
-        ("What is a ticket?", "A ticket is a sequence group at rest"),
+        ("How do I start Quire?", "Type `make up`."),
     ],
 )
 def test_a_question_is_answered(question: str, beginning: str, dtype: torch.dtype) -> None:
