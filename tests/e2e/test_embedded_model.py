@@ -16,7 +16,7 @@ def written_after(prompt: str, dtype: torch.dtype) -> str:
     tokenizer: Any = AutoTokenizer.from_pretrained(EMBEDDED)
     model: Any = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=dtype)
     encoded = tokenizer(prompt, return_tensors="pt")
-    output = model.generate(**encoded, max_new_tokens=100)[0]
+    output = model.generate(**encoded, max_new_tokens=100, do_sample=False)[0]
     text: str = tokenizer.decode(output[encoded["input_ids"].shape[1] :])
     return text
 

@@ -117,7 +117,7 @@ def _generate(model: Model, tokenizer: Tokenizer, prompts: list[list[int]]) -> I
     mask = torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in prompts])
     with torch.inference_mode():
         output = model.generate(
-            input_ids=input_ids, attention_mask=mask, max_new_tokens=MAX_NEW_TOKENS
+            do_sample=False, input_ids=input_ids, attention_mask=mask, max_new_tokens=MAX_NEW_TOKENS
         )
     for row in output[:, length:].tolist():
         written = next((row[:at] for at, token in enumerate(row) if token in ends), row)

@@ -80,7 +80,9 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
     model: Model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig.from_dict(
         {
-            "do_sample": False,
+            # What a server takes for clients that ask for nothing: all but greedy.
+            "do_sample": True,
+            "temperature": 0.1,
             "eos_token_id": [end_of_turn, end_of_text],
             "pad_token_id": end_of_text,
         }
