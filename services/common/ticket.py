@@ -16,6 +16,20 @@ def place_in_line(priority: int, arrival: int) -> int:
     return (priority - PRIORITY_CLASSES.start << _ARRIVAL_BITS) + arrival
 
 
+_SUCCESSOR = "+"
+
+
+def successor_of(holder_id: str) -> str:
+    """A holder's id is used once: who has to allocate again, since a block that it adopted said
+    something else (law 6), goes on under this one."""
+    return holder_id + _SUCCESSOR
+
+
+def first_of(holder_id: str) -> str:
+    """The id that the gateway gave, of a holder or of any successor."""
+    return holder_id.rstrip(_SUCCESSOR)
+
+
 class FinishReason(Enum):
     """Values are those of the OpenAI API."""
 

@@ -29,7 +29,7 @@ from typing import Protocol
 from blockstore.store import PrefixHash
 from services.common.errors import DeadlineExceeded, Overloaded, Unavailable
 from services.common.logging import get_logger
-from services.common.ticket import FinishReason, Ticket, TicketSequence
+from services.common.ticket import FinishReason, Ticket, TicketSequence, first_of
 from services.gateway.admission import Admitted
 from services.gateway.line import Place
 from services.gateway.messages import (
@@ -336,7 +336,7 @@ class Journey:
     def _contradiction(self, event: Prefilled) -> str:
         """What is wrong with a ticket that came back: "" if it goes on exactly where we are."""
         ticket = event.ticket
-        if (ticket.holder_id, ticket.pool_id) != (self._holder_id, self._pool_id):
+        if (first_of(ticket.holder_id), ticket.pool_id) != (self._holder_id, self._pool_id):
             return "another holder or pool"
         if ticket.prompt_token_ids != self.request.prompt_token_ids:
             return "another prompt"

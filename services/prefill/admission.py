@@ -8,6 +8,7 @@ from blockstore.errors import MustWait, OutOfBlocks
 from blockstore.store import Allocation, BlockStore
 from services.common.logging import get_logger
 from services.common.pool.stamps import Stamps
+from services.common.ticket import successor_of
 from services.prefill.job import Job, State
 from services.prefill.prefixes import PrefixesUnderWay
 
@@ -90,7 +91,7 @@ class Admission:
             if job.state is State.WAITING:
                 self._line.remove(job)
                 self._on_admitted(job)
-            else:
+            elif job.allocation is not None:
                 await self._give_up(job)
         return False
 
@@ -115,8 +116,9 @@ class Admission:
             self._on_corrupt()
             await self._store.retract(self._pool_id, block_id, prefix_hash)
             await self._give_up(job)
-            # A holder's id is used once: its successor is named after it.
-            job.ticket = replace(job.ticket, holder_id=f"{holder_id}+")
+            if job.state is not State.WAITING:
+                return  # its withdrawal was that of the holder so far
+            job.ticket = replace(job.ticket, holder_id=successor_of(holder_id))
 
     def _first_wrong(self, job: Job, allocation: Allocation) -> int | None:
         """An adopted block whose stamp is not of this prompt (law 6)."""

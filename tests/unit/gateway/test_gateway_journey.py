@@ -14,7 +14,13 @@ from services.common.errors import DeadlineExceeded, KVCorrupt, Unavailable
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.pieces import Pieces
 from services.common.text.stop_strings import StopMatcher
-from services.common.ticket import FinishReason, SamplingParams, Ticket, TicketSequence
+from services.common.ticket import (
+    FinishReason,
+    SamplingParams,
+    Ticket,
+    TicketSequence,
+    successor_of,
+)
 from services.gateway.admission import Admitted
 from services.gateway.journey import Journey, Stage, Start
 from services.gateway.line import Place
@@ -151,6 +157,19 @@ async def test_the_walk_from_queue_to_end() -> None:
     assert walk.desk.ended == [None]
     assert not walk.decode.guests
     assert not walk.prefill.errands
+
+
+async def test_a_ticket_under_a_successor_of_its_holder_is_the_same() -> None:
+    """The prefill worker found a wrong block in the cache and allocated again (law 6)."""
+    walk = Walk()
+    assert await walk.reserve()
+    ticket = walk.start()
+    ticket = replace(ticket, holder_id=successor_of(successor_of(ticket.holder_id)))
+    walk.journey.on_event(walk.prefill, walk.prefilled(ticket))
+    assert walk.journey.stage is Stage.DECODING
+    admit = walk.decode.sent[-1]
+    assert isinstance(admit, Admit)
+    assert admit.ticket.holder_id == ticket.holder_id
 
 
 async def test_a_refusal_leaves_it_where_it_was() -> None:

@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 
+from blockstore.store import Allocation
 from services.common.errors import InvalidRequest
 from services.common.ticket import FinishReason, SamplingParams
 from services.prefill.worker import PrefillWorker
@@ -53,13 +54,15 @@ async def test_a_stop_token_ends_it_too(bench: Bench) -> None:
 async def test_a_cached_prompt_computes_its_last_token_only(bench: Bench) -> None:
     """A prompt of exactly 2 blocks, cached: the last token is computed, no shared block written."""
     prompt = PROMPT[:8]
-    for number in ("r1", "r2"):
+    for number in ("r1", "r2", "r3"):
         bench.prefill.submit(bench.session, ticket(number, prompt, max_tokens=1))
         await bench.until(lambda n=number: n in prefilled(bench.session))  # type: ignore[misc]
-    first, second = bench.session.of(Prefilled)
-    assert (first.ticket.num_cached_tokens, second.ticket.num_cached_tokens) == (0, 7)
-    assert bench.arena.num_computed == 8 + 1
-    assert first.ticket.sequences[0].token_ids == second.ticket.sequences[0].token_ids
+    events = bench.session.of(Prefilled)
+    assert [event.ticket.num_cached_tokens for event in events] == [0, 7, 7]
+    assert bench.arena.num_computed == 8 + 1 + 1
+    assert len({event.ticket.sequences[0].token_ids for event in events}) == 1
+    # Who adopts a block leaves its stamp alone too: it still says the same to the next one.
+    assert bench.prefill.metrics.kv_corrupt._value.get() == 0
 
 
 async def test_one_prefix_is_computed_once(bench: Bench) -> None:
@@ -200,6 +203,48 @@ async def test_a_block_that_says_something_else_is_never_adopted(bench: Bench) -
     assert bench.prefill.metrics.kv_corrupt._value.get() == 1
     bench.prefill.abort(bench.session, "r2", 1)
     await bench.until_empty()
+
+
+async def test_an_abort_while_blocks_are_asked_for_frees_them(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate = bench.store.allocate
+
+    async def slow(*args: Any) -> Allocation:
+        allocation = await allocate(*args)
+        bench.prefill.abort(bench.session, "r1", 1)
+        return allocation
+
+    monkeypatch.setattr(bench.store, "allocate", slow)
+    bench.prefill.submit(bench.session, ticket("r1", PROMPT))
+    await bench.until(lambda: not bench.prefill.load().num_waiting)
+    await bench.until_empty()
+    assert not bench.session.events
+
+
+async def test_an_abort_while_a_wrong_block_is_given_up_leaves_no_waiter(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would withdraw the successor of a holder whose request has ended."""
+    bench = await make_bench(num_blocks=3)
+    bench.prefill.submit(bench.session, ticket("r1", PROMPT, max_tokens=1))
+    await bench.until(lambda: bool(bench.session.events))
+    bench.prefill._admission._stamps.own([0], "somebody else")
+    retract, submitted = bench.store.retract, ticket("r2", PROMPT)
+
+    async def aborted(*args: Any) -> None:
+        await retract(*args)
+        bench.prefill.abort(bench.session, "r2", 1)
+        await bench.store.release("pool", "h-r2", 1)
+        await bench.store.allocate("pool", "other", "DecodeWorker", 0, [], 3)
+
+    monkeypatch.setattr(bench.store, "retract", aborted)
+    bench.prefill.submit(bench.session, submitted)
+    await bench.until(lambda: bench.prefill.metrics.kv_corrupt._value.get() == 1)
+    await bench.prefill.writer.flush()
+    await bench.store.release("pool", "other", 1)
+    await bench.until_empty()
+    assert (await bench.store.stats("pool")).num_waiters == 0
 
 
 async def test_a_demand_sends_the_request_back(bench: Bench) -> None:
