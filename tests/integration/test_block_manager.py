@@ -20,6 +20,8 @@ from blockstore.store import AuditReport
 from services.block_manager.config import BlockManagerSettings
 from services.block_manager.link import Connection, Link
 from services.block_manager.manager import BlockManager
+from services.block_manager.reaper import reap
+from services.block_manager.watcher import Watcher
 from services.common.metrics import PoolMetrics
 from services.common.pool.arena import make_file
 from services.common.pool.directory import PoolDirectory, new_directory, pool_directories
@@ -203,6 +205,27 @@ async def observed(host: Host, pool: PoolDirectory) -> bool:
     """The manager has been round at least once, so that it waits for every lock."""
     labels = {"pool_id": pool.pool_id, "model_name": "tiny"}
     return host.metrics.get_sample_value("quire:kv_cache_holders", labels) is not None
+
+
+async def test_a_lock_file_keeps_its_name_until_its_worker_is_reaped(host: Host) -> None:
+    """Who buries dies too: whatever is not done yet is found by the next one."""
+    pool = await host.make_pool()
+    worker = await host.start_worker(pool)
+    await host.store.allocate(pool.pool_id, "h", "decode-1", 1, [], 3)
+    names = []
+
+    async def bury(directory: PoolDirectory, worker_id: str) -> None:
+        names.append(directory.worker_ids())
+        assert await reap(host.connection, directory, worker_id)
+        await assert_lawful(host, pool, free=11, cached=0, held=0)
+        names.append(directory.worker_ids())
+
+    watching = asyncio.create_task(Watcher(host.root, bury).run(scan_interval_s=0.02))
+    worker.kill()
+    async with asyncio.timeout(LIMIT_S):
+        await until(gone(host, pool))
+    watching.cancel()
+    assert names == [("decode-1",), ("decode-1",)]
 
 
 async def test_what_a_dead_worker_had_finished_is_published(host: Host) -> None:

@@ -89,6 +89,23 @@ async def test_the_first_makes_the_pool_and_the_second_shares_it(
     assert is_held(first.directory.lock_path("prefill-1"))
 
 
+async def test_a_worker_is_locked_before_the_store_knows_it(
+    joined: Join, store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that dies right after it has registered is seen to die, like any other."""
+    register, was_held = store.register_worker, []
+
+    async def watched(spec: PoolSpec, worker_id: str) -> None:
+        (directory,) = pool_directories(tmp_path)
+        was_held.append(is_held(directory.lock_path(worker_id)))
+        await register(spec, worker_id)
+
+    monkeypatch.setattr(store, "register_worker", watched)
+    await joined("prefill-1")
+    await joined("decode-1")
+    assert was_held == [True, True]
+
+
 async def test_files_are_private_and_in_memory(joined: Join) -> None:
     directory = (await joined("prefill-1")).directory
     for path in (

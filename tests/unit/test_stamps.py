@@ -1,7 +1,9 @@
 """Stamps: a block says what it holds, and nothing else is believed (law 6)."""
 
-from collections.abc import Iterator
+import mmap
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,6 +151,51 @@ def test_a_dead_workers_complete_blocks_are_found_by_holder(stamps: Stamps) -> N
     stamps.complete(5, OTHER, ROOT, TOKENS[:4])
     assert stamps.complete_blocks(["h", "empty"]) == {"h": [2, 7]}
     assert stamps.complete_blocks(["other"]) == {"other": [5]}
+
+
+class Killed(Exception):
+    """What ends a process in the middle of its writes."""
+
+
+class DyingMemory:
+    """Takes one write; the next one never comes."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._num_writes = 0
+
+    def __getitem__(self, where: Any) -> Any:
+        return self._memory[where]
+
+    def __setitem__(self, where: Any, what: Any) -> None:
+        self._num_writes += 1
+        if self._num_writes > 1:
+            raise Killed
+        self._memory[where] = what
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda stamps: stamps.complete(3, H0, ROOT, TOKENS[:4]),
+        lambda stamps: stamps.own([7], "another"),
+    ],
+    ids=["complete", "own"],
+)
+def test_who_is_killed_between_two_writes_leaves_nothing_that_is_believed(
+    stamps: Stamps, write: Callable[[Stamps], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block 3 was private, 7 committed by h with H0: each is still so, or says nothing."""
+    write_prefix(stamps)
+    stamps.own([3], "h")
+    with monkeypatch.context() as dying:
+        dying.setattr(stamps, "_bytes", DyingMemory(stamps._bytes))
+        with pytest.raises(Killed):
+            write(stamps)
+    for block_id, prefix_hash in ((3, None), (7, H0)):
+        stamp = stamps.read(block_id)
+        if stamp.state is StampState.COMMITTED:
+            assert (stamp.owner, stamp.prefix_hash) == (owner_token("h"), prefix_hash)
 
 
 def test_two_mappings_of_one_file_see_each_other(path: Path, stamps: Stamps) -> None:

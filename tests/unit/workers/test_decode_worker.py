@@ -2,9 +2,13 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from blockstore.errors import WorkerFenced
 from services.common.errors import InvalidRequest
+from services.common.metrics import WorkerMetrics
 from services.common.ticket import FinishReason, Ticket, TicketSequence
+from services.decode.worker import DecodeWorker
 from services.worker.events import (
     Failed,
     Output,
@@ -16,7 +20,7 @@ from services.worker.events import (
 )
 
 from .conftest import Bench, MakeBench
-from .fakes import FakeSession, expected, ticket
+from .fakes import FakeForward, FakeSession, expected, join, ticket
 
 PROMPT = tuple(range(100, 110))
 
@@ -202,6 +206,18 @@ async def test_the_deadline_ends_a_running_sequence(bench: Bench) -> None:
     await bench.until(lambda: bool(bench.session.of(Failed)))
     assert bench.session.of(Failed)[0].code == "deadline_exceeded"
     await bench.until_empty()
+
+
+async def test_a_fenced_worker_ends(bench: Bench) -> None:
+    """Its requests are elsewhere by now; its blocks are free again when it is gone."""
+    fenced = await join(bench.store, bench.spec, "fenced", bench.arena.stamps)
+    metrics = WorkerMetrics(CollectorRegistry())
+    model = FakeForward(bench.arena)
+    worker = DecodeWorker(bench.store, fenced, model, bench.decode.limits, metrics)
+    running = asyncio.create_task(worker.run())
+    await bench.store.fence("pool", "fenced")
+    with pytest.raises(WorkerFenced):
+        await asyncio.wait_for(running, timeout=10)
 
 
 async def test_draining_lets_what_runs_finish(bench: Bench) -> None:
