@@ -174,7 +174,9 @@ class PrefillWorker(PoolWorker):
             return
         if job.ending:
             self._retire(job)
-        elif advance.finish:
+            return
+        self.metrics.generation_tokens.inc()
+        if advance.finish:
             self._finish(job, advance.token, advance.finish)
         else:
             self._issue(job, advance.token)

@@ -101,8 +101,9 @@ class PoolWorker(ABC):
             self._failure.set_exception(error)
 
     async def _pulse(self) -> None:
-        """Hear what the pool wants from this worker."""
+        """Hear what the pool wants from this worker, and show how loaded it is."""
         while True:
+            self.metrics.observe_load(self.load())
             heartbeat = await self.store.heartbeat(self.pool_id, self.worker_id)
             if heartbeat.fenced:
                 raise WorkerFenced(f"{self.worker_id} was fenced")

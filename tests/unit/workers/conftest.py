@@ -30,6 +30,7 @@ class Bench:
     prefill_model: FakeForward
     decode_model: FakeForward
     session: FakeSession
+    decode_figures: CollectorRegistry
 
     async def until(self, condition: Callable[[], bool], limit_s: float = 10.0) -> None:
         async with asyncio.timeout(limit_s):
@@ -83,15 +84,17 @@ async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
             )
             models = FakeForward(arena), FakeForward(arena)
             workers: list[Any] = []
-            for cls, model in zip((PrefillWorker, DecodeWorker), models, strict=True):
+            figures = CollectorRegistry(), CollectorRegistry()
+            classes = PrefillWorker, DecodeWorker
+            for cls, model, registry in zip(classes, models, figures, strict=True):
                 membership = await join(store, spec, cls.__name__, stamps)
-                metrics = WorkerMetrics(CollectorRegistry())
+                metrics = WorkerMetrics(registry)
                 workers.append(cls(store, membership, model, limits, metrics))
                 await stack.enter_async_context(running(workers[-1]))
             for model in models:
                 stack.callback(model.gate.set)
             prefill, decode = workers
-            return Bench(store, spec, arena, prefill, decode, *models, FakeSession())
+            return Bench(store, spec, arena, prefill, decode, *models, FakeSession(), figures[1])
 
         yield make  # type: ignore[misc]
 

@@ -220,6 +220,23 @@ async def test_a_fenced_worker_ends(bench: Bench) -> None:
         await asyncio.wait_for(running, timeout=10)
 
 
+async def test_figures_are_those_of_the_worker(bench: Bench) -> None:
+    """The prefill worker draws the first of 500 tokens; its load is shown while it has some."""
+    bench.decode_model.gate.clear()
+    await start(bench, ticket("r1", PROMPT, max_tokens=500))
+    await bench.until(lambda: figure(bench, "num_requests_running") == 1)
+    assert figure(bench, "num_free_slots") == 15
+    assert bench.prefill.metrics.generation_tokens._value.get() == 1
+    bench.decode_model.gate.set()
+    bench.decode.abort(bench.session, "r1", 1)
+    await bench.until(lambda: figure(bench, "num_requests_running") == 0)
+    assert figure(bench, "num_free_slots") == 16
+
+
+def figure(bench: Bench, name: str) -> float | None:
+    return bench.decode_figures.get_sample_value(f"quire:{name}")
+
+
 async def test_draining_lets_what_runs_finish(bench: Bench) -> None:
     issued = await start(bench, ticket("r1", PROMPT, max_tokens=20))
     assert bench.decode.drain() == 1
