@@ -73,10 +73,21 @@ async def test_a_running_holder_cannot_be_claimed(store: BlockStore) -> None:
     with pytest.raises(StaleHolder, match="running on p"):
         await store.claim("pool", "a", 1, "d")
 
+    # nor has it been, when that comes again after it was put at rest
+    await store.detach("pool", "a", 1)
+    for worker_id in ("p", "d"):
+        with pytest.raises(StaleHolder):
+            await store.claim("pool", "a", 1, worker_id)
+
 
 async def test_a_holder_at_rest_cannot_be_detached(store: BlockStore) -> None:
     await store.detach("pool", "a", 1)
     with pytest.raises(StaleHolder, match="at rest"):
+        await store.detach("pool", "a", 2)
+
+    # nor has it been, when that comes again after it was claimed
+    await store.claim("pool", "a", 2, "d")
+    with pytest.raises(StaleHolder):
         await store.detach("pool", "a", 2)
 
 

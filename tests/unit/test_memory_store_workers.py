@@ -8,6 +8,7 @@ import pytest
 from blockstore.errors import (
     FingerprintMismatch,
     GeometryMismatch,
+    OutOfBlocks,
     StaleHolder,
     UnknownPool,
     UnknownWorker,
@@ -159,6 +160,11 @@ async def test_only_an_empty_worker_leaves(store: BlockStore) -> None:
     with pytest.raises(WorkerNotEmpty, match="1 holders and 0 waiters"):
         await store.leave("pool", "w")
     await store.release("pool", "b", 1)
+    with pytest.raises(OutOfBlocks):
+        await store.allocate("pool", "c", "w", 4, [], 11)
+    with pytest.raises(WorkerNotEmpty, match="0 holders and 1 waiters"):
+        await store.leave("pool", "w")
+    await store.withdraw("pool", "c")
     await store.leave("pool", "w")
     await store.leave("pool", "w")
     assert (await store.stats("pool")).worker_ids == ("v",)

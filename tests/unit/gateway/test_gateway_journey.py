@@ -172,6 +172,18 @@ async def test_a_ticket_under_a_successor_of_its_holder_is_the_same() -> None:
     assert admit.ticket.holder_id == ticket.holder_id
 
 
+async def test_a_ticket_without_blocks_goes_to_nobody() -> None:
+    walk = Walk()
+    assert await walk.reserve()
+    event = walk.prefilled(walk.start())
+    bare = replace(event.ticket.sequences[0], block_ids=(), num_computed_tokens=0)
+    walk.journey.on_event(
+        walk.prefill, Prefilled(replace(event.ticket, sequences=(bare,)), finish_reason=None)
+    )
+    assert walk.journey.stage is Stage.QUEUED
+    assert not any(isinstance(command, Admit) for command in walk.decode.sent)
+
+
 async def test_a_refusal_leaves_it_where_it_was() -> None:
     walk = Walk()
     assert not await walk.reserve(granted=False)

@@ -208,15 +208,19 @@ async def test_the_deadline_reaches_the_worker(bench: Bench) -> None:
     await bench.until_empty()
 
 
-async def test_a_block_that_says_something_else_is_never_adopted(bench: Bench) -> None:
-    """Law 6: an index entry that leads to another prompt's KV is retracted, not served."""
+@pytest.mark.parametrize(("wrong", "num_cached_tokens"), [(0, 0), (1, 4)])
+async def test_a_block_that_says_something_else_is_never_adopted(
+    bench: Bench, wrong: int, num_cached_tokens: int
+) -> None:
+    """Law 6: an index entry that leads to another prompt's KV is retracted, not served; what is
+    right before it is."""
     bench.prefill.submit(bench.session, ticket("r1", PROMPT, max_tokens=1))
     await bench.until(lambda: bool(bench.session.events))
-    bench.prefill._admission._stamps.own([0], "somebody else")
+    bench.prefill._admission._stamps.own([wrong], "somebody else")
     bench.prefill.submit(bench.session, ticket("r2", PROMPT))
     await bench.until(lambda: len(bench.session.events) == 2)
     event = prefilled(bench.session)["r2"]
-    assert event.ticket.num_cached_tokens == 0
+    assert event.ticket.num_cached_tokens == num_cached_tokens
     assert event.ticket.holder_id == "h-r2+"
     assert event.ticket.sequences[0].token_ids == tuple(expected(PROMPT, 1))
     assert bench.prefill.metrics.kv_corrupt._value.get() == 1

@@ -1,0 +1,81 @@
+"""What a client writes into a gRPC request is what the gateway is asked for."""
+
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+from quire.v1 import inference_pb2, sampling_pb2
+from services.gateway.api import (
+    ChatMessage,
+    Delta,
+    GenerationRequest,
+    RequestedSampling,
+    ServedModel,
+)
+from services.gateway.service import InferenceService
+
+
+class Recorder:
+    """A generator that says nothing."""
+
+    def __init__(self) -> None:
+        self.asked: list[GenerationRequest] = []
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        self.asked.append(request)
+        return
+        yield
+
+    def models(self) -> tuple[ServedModel, ...]:
+        return ()
+
+    def ready(self) -> bool:
+        return True
+
+
+async def asked_for(message: inference_pb2.GenerateRequest, timeout_s: float | None) -> Any:
+    recorder, context = Recorder(), SimpleNamespace(time_remaining=lambda: timeout_s)
+    async for _ in InferenceService(recorder).Generate(message, context):  # type: ignore[arg-type]
+        raise AssertionError("nothing was generated")
+    (request,) = recorder.asked
+    return request
+
+
+async def test_every_field_arrives() -> None:
+    sampling = sampling_pb2.SamplingParams(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.75,
+        min_p=0.25,
+        seed=2**63,
+        max_tokens=9,
+        stop=["a", "b"],
+        stop_token_ids=[4, 5],
+        ignore_eos=True,
+    )
+    message = inference_pb2.GenerateRequest(
+        request_id="r",
+        model="m",
+        token_ids=inference_pb2.TokenIds(ids=[1, 2]),
+        sampling=sampling,
+        priority=-3,
+        cache_salt="tenant",
+    )
+    wanted = RequestedSampling(0.5, 3, 0.75, 0.25, 2**63, 9, ("a", "b"), (4, 5), True)
+    assert await asked_for(message, 1.5) == GenerationRequest(
+        (1, 2), "r", "m", wanted, priority=-3, cache_salt="tenant", timeout_s=1.5
+    )
+
+
+async def test_what_is_not_said_is_left_to_the_model() -> None:
+    """Zero is said: a temperature of 0 is greedy, not the default."""
+    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
+    silent = inference_pb2.GenerateRequest(chat=chat)
+    assert await asked_for(silent, None) == GenerationRequest((ChatMessage("user", "hi"),))
+
+    greedy = inference_pb2.GenerateRequest(
+        text="hi", sampling=sampling_pb2.SamplingParams(temperature=0.0)
+    )
+    assert await asked_for(greedy, None) == GenerationRequest(
+        "hi", sampling=RequestedSampling(temperature=0.0)
+    )
