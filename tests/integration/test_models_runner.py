@@ -125,6 +125,24 @@ def test_sampled_tokens_are_the_same_alone_and_in_a_batch_of_64(rig: Rig) -> Non
     assert len(set(together)) > 20
 
 
+def test_a_token_drawn_again_after_a_recompute_is_the_same(rig: Rig) -> None:
+    """Eight tokens decoded one by one, then each drawn again behind all before it as one prompt
+    (law 7); and every position has random numbers of its own."""
+    draw = Draw(replace(GREEDY.sampling, temperature=5.0, seed=7), 0)
+    prompt = random_prompt(12, seed=0)
+    tokens, start = list(prompt), 0
+    for _ in range(8):
+        (token,) = rig.run([Row(tokens[start:], start, range(5), draw=draw)])
+        start = len(tokens)
+        assert token is not None
+        tokens.append(token)
+    again = [
+        rig.run([Row(tokens[:length], 0, range(8, 13), draw=draw)])[0] for length in range(12, 20)
+    ]
+    assert again == tokens[12:]
+    assert len(set(again)) > 5
+
+
 @pytest.mark.parametrize("name", ["qwen3-gqa-tied", "qwen2-mha", "llama3-rope-mqa"])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_bf16_logits_are_near_those_in_fp32(tmp_path: Path, name: str, backend: str) -> None:
