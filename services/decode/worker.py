@@ -156,14 +156,14 @@ class DecodeWorker(PoolWorker):
             self._retire(self._running[removed.key], removed)
 
     def _on_advance(self, job: Job, advance: Advance) -> Output | None:
-        """What the gateway gets of this step: nothing once an error or an abort ends the job."""
+        """What the gateway gets of this step: nothing once it has aborted the job."""
         if advance.completed:
             self.writer.put(lambda: self._commit(job, advance.completed))
         if advance.finish:
             self._finish(job)
         else:
             self._grower.want(advance.key, advance.wanted_blocks)
-        if advance.token is None or (job.ending and not job.ending.requeue):
+        if advance.token is None or job.ending == ABORTED:
             return None
         self.metrics.generation_tokens.inc()
         index = _ticket(job).sequences[0].index

@@ -43,15 +43,17 @@ class Arena:
 
 
 class FakeForward:
-    """`gate`: when cleared, steps wait for it."""
+    """`gate`: when cleared, steps wait for it; `num_begun` counts those too."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self.gate = threading.Event()
         self.gate.set()
+        self.num_begun = 0
         self.num_steps = 0
 
     def run(self, rows: Sequence[Row]) -> list[int | None]:
+        self.num_begun += bool(rows)
         assert self.gate.wait(30)
         self.num_steps += bool(rows)
         with self.arena.lock:

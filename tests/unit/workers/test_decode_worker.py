@@ -208,6 +208,20 @@ async def test_the_deadline_ends_a_running_sequence(bench: Bench) -> None:
     await bench.until_empty()
 
 
+async def test_a_deadline_during_the_last_step_does_not_hide_the_end(bench: Bench) -> None:
+    """The gateway hears one of the two, whichever came first here."""
+    issued = await prefill(bench, ticket("r1", PROMPT, max_tokens=2))
+    bench.decode_model.gate.clear()
+    bench.decode.reserve(bench.session, "r1", 1, 1)
+    bench.decode.admit(bench.session, replace(issued, timeout_ms=20))
+    await bench.until(lambda: bench.decode_model.num_begun == 1)
+    await bench.until(lambda: all(job.ending for job in bench.decode._jobs.values()))
+    bench.decode_model.gate.set()
+    await bench.until_empty()
+    assert finished(bench.session, "r1")
+    assert tokens(bench.session, issued) == expected(PROMPT, 2)
+
+
 async def test_a_fenced_worker_ends(bench: Bench) -> None:
     """Its requests are elsewhere by now; its blocks are free again when it is gone."""
     fenced = await join(bench.store, bench.spec, "fenced", bench.arena.stamps)
