@@ -34,6 +34,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             self._worker.admit(session, ticket_from_wire(command.ticket))
         except InvalidRequest as error:
             key = command.ticket.request_id, command.ticket.attempt
+            self._worker.abort(session, *key)  # who hears that it failed sends no abort
             session.send(Failed(*key, error.code, str(error)))
 
 

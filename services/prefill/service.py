@@ -29,6 +29,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._worker.submit(session, ticket_from_wire(submit.ticket))
         except InvalidRequest as error:
             key = submit.ticket.request_id, submit.ticket.attempt
+            self._worker.abort(session, *key)  # who hears that it failed sends no abort
             session.send(Failed(*key, error.code, str(error)))
 
 

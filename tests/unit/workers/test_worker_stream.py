@@ -1,0 +1,68 @@
+"""A gateway's stream at a worker, without gRPC below it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from blockstore.store import FUNCTION_LIBRARY
+from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
+from services.common.version import PROTOCOL_VERSION
+from services.common.wire import ticket_to_wire
+from services.decode.service import DecodeService
+from services.prefill.service import PrefillService
+
+from .conftest import Bench
+from .fakes import ticket
+
+HELLO = worker_pb2.Hello(
+    peer_id="gateway", protocol_version=PROTOCOL_VERSION, function_library=FUNCTION_LIBRARY
+)
+PROMPT = tuple(range(100, 110))
+
+
+async def said(*requests: Any) -> AsyncIterator[Any]:
+    """What a gateway says; then it stays."""
+    for request in requests:
+        yield request
+    await asyncio.Event().wait()
+
+
+async def first_failed(responses: AsyncIterator[Any]) -> Any:
+    async with asyncio.timeout(10):
+        async for response in responses:
+            if response.WhichOneof("event") == "failed":
+                return response.failed
+
+
+async def test_a_ticket_that_is_refused_leaves_no_slot_taken(bench: Bench) -> None:
+    """The gateway is told that the request failed, and sends no abort after that."""
+    wrong = ticket_to_wire(ticket("r1", PROMPT, pool_id="another"))
+    gateway = said(
+        decode_pb2.DecodeConnectRequest(hello=HELLO),
+        decode_pb2.DecodeConnectRequest(
+            reserve=decode_pb2.Reserve(request_id="r1", attempt=1, num_sequences=1)
+        ),
+        decode_pb2.DecodeConnectRequest(admit=decode_pb2.Admit(ticket=wrong)),
+    )
+    service: Any = DecodeService(bench.decode)
+    async with aclosing(service.Connect(gateway, None)) as responses:
+        failed = await first_failed(responses)
+        assert (failed.request_id, failed.code) == ("r1", "invalid_request")
+        assert bench.decode.load().num_free_slots == 16
+
+
+async def test_an_attempt_sent_twice_fails_as_a_whole(bench: Bench) -> None:
+    bench.prefill_model.gate.clear()
+    submit = prefill_pb2.PrefillSubmit(ticket=ticket_to_wire(ticket("r1", PROMPT)))
+    gateway = said(
+        prefill_pb2.PrefillConnectRequest(hello=HELLO),
+        prefill_pb2.PrefillConnectRequest(submit=submit),
+        prefill_pb2.PrefillConnectRequest(submit=submit),
+    )
+    service: Any = PrefillService(bench.prefill)
+    async with aclosing(service.Connect(gateway, None)) as responses:
+        assert (await first_failed(responses)).request_id == "r1"
+        bench.prefill_model.gate.set()
+        await bench.until_empty()
+        await bench.until(lambda: not bench.prefill._jobs)
