@@ -114,7 +114,10 @@ class PoolWorker(ABC):
         if outcome.num_tokens:
             self.metrics.step_s.observe(outcome.duration_s)
             self.metrics.step_tokens.observe(outcome.num_tokens)
-        self._on_outcome(outcome)
+        try:
+            self._on_outcome(outcome)
+        except Exception as error:  # what the rest of the step did would be lost in silence
+            self._fail(error)
 
     def drain(self) -> int:
         """Take nothing new; how many requests are left to finish."""

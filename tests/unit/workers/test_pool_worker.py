@@ -1,0 +1,43 @@
+"""A worker that can not go on ends, so that nobody waits for it."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from blockstore.memory_store import MemoryStore
+from services.common.metrics import WorkerMetrics
+from services.common.ticket import TicketSequence
+from services.decode.worker import DecodeWorker
+from services.worker.events import Event, Step
+from services.worker.pool_worker import Limits
+
+from .fakes import Arena, FakeForward, FakeSession, join, make_pool, make_stamps, ticket
+
+
+class DeafSession(FakeSession):
+    def send(self, event: Event) -> None:
+        if isinstance(event, Step):
+            raise ValueError("cannot be sent")
+
+
+async def test_what_goes_wrong_after_a_step_ends_the_worker(tmp_path: Path) -> None:
+    """The outcomes of the rest of the step are lost: it must not seem to go on."""
+    store = MemoryStore()
+    spec = await make_pool(store, num_blocks=8, block_size=4)
+    stamps = make_stamps(tmp_path / "stamps", spec)
+    membership = await join(store, spec, "w", stamps)
+    model, limits = FakeForward(Arena(4, stamps)), Limits(4, 16, max_model_len=100)
+    worker = DecodeWorker(store, membership, model, limits, WorkerMetrics(CollectorRegistry()))
+    blocks = (await store.allocate("pool", "h-r1", "w", 1, (), 3)).block_ids
+    stamps.own(blocks, "h-r1")
+    await store.detach("pool", "h-r1", 1)
+    at_rest = TicketSequence(0, token_ids=(7,), block_ids=blocks)
+
+    working = asyncio.create_task(worker.run())
+    session = DeafSession()
+    worker.reserve(session, "r1", 1, 1)
+    worker.admit(session, ticket("r1", range(10), holder_epoch=2, sequences=(at_rest,)))
+    with pytest.raises(ValueError, match="cannot be sent"):
+        await asyncio.wait_for(working, 10)
