@@ -146,24 +146,20 @@ class Journey:
         self._answer = answer = asyncio.get_running_loop().create_future()
         decode.send(Reserve(self.id, self.attempt))
         attempt = self.attempt
-        try:
-            async with asyncio.timeout(timeout_s):
-                granted = await answer
-        except TimeoutError:
-            log.warning("reservation_unanswered", request_id=self.id, worker_id=decode.id)
-            granted = False
+        await asyncio.wait([answer], timeout=timeout_s)
         if self.stage is not Stage.RESERVING or self.attempt != attempt:
             return False
-        if granted:
-            return True
-        if answer.cancelled():  # it may still be granted, after we have turned away
+        if not answer.done():  # it may still be granted, after we have turned away
+            log.warning("reservation_unanswered", request_id=self.id, worker_id=decode.id)
             decode.unresponsive = True
             self._begin_again()
-        else:
-            decode.leave(self)
-            decode.full = True
-            self._decode = None
-            self._move(Stage.QUEUED)
+            return False
+        if answer.result():
+            return True
+        decode.leave(self)
+        decode.full = True
+        self._decode = None
+        self._move(Stage.QUEUED)
         return False
 
     def start(self, start: Start) -> None:

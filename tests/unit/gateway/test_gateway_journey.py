@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -199,6 +200,19 @@ async def test_a_slot_that_is_granted_too_late_was_given_up() -> None:
     assert walk.decode.sent == [Reserve("r1", 1), Abort("r1", 1)]
     walk.journey.on_event(walk.decode, Reserved("r1", 1, granted=True))
     assert (walk.journey.stage, walk.journey.attempt) == (Stage.QUEUED, 2)
+
+
+async def test_a_slot_granted_at_the_last_moment_is_taken() -> None:
+    """An event loop that was busy sees the answer and the end of the patience at once."""
+    walk = Walk()
+    asking = asyncio.create_task(walk.journey.reserve(walk.decode, timeout_s=0.002))
+    await asyncio.sleep(0)
+    granted = Reserved("r1", 1, granted=True)
+    asyncio.get_running_loop().call_later(0.001, walk.journey.on_event, walk.decode, granted)
+    time.sleep(0.01)  # noqa: ASYNC251 - the loop is busy
+    assert await asking
+    assert walk.decode.sent == [Reserve("r1", 1)]
+    assert walk.decode.guests
 
 
 async def test_cancelled_while_a_slot_is_asked_for() -> None:
