@@ -5,7 +5,6 @@ CONNECTING ──Welcome──▶ CONNECTED ──stream breaks──▶ CONNECT
 """
 
 import asyncio
-import contextlib
 import random
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
@@ -50,20 +49,20 @@ class Peer:
         self._dialect = PREFILL if member.role == "prefill" else DECODE
         self._gateway_id = gateway_id
         self._sink = sink
-        self._outgoing: asyncio.Queue[Command] | None = None
+        self._outgoing: asyncio.Queue[Any] | None = None
         self._backoff_s = _FIRST_BACKOFF_S
         self._task = asyncio.create_task(self._keep_connected(), name=f"peer {member.member_id}")
 
     async def close(self) -> None:
         """End the stream; what runs there for us is lost."""
         self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait([self._task])
 
     def _send(self, command: Command) -> None:
         # Not bounded by itself: a request has at most a few commands under way, and those are.
+        # Encoded here: what cannot be is the fault of one request, and must not end the stream.
         if self._outgoing is not None:
-            self._outgoing.put_nowait(command)
+            self._outgoing.put_nowait(self._dialect.command(command))
 
     async def _keep_connected(self) -> None:
         while True:
@@ -77,6 +76,9 @@ class Peer:
                 reason = "no answer to the handshake"
             except aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
+            except Exception as error:  # a fault of ours must not lose the worker for ever
+                log.error("worker_stream_failed", worker_id=self.worker.id, exc_info=error)
+                reason = "a fault of this gateway"
             first = self._backoff_s == _FIRST_BACKOFF_S  # of a row of failures only that is news
             (log.warning if first else log.debug)(
                 "worker_disconnected", worker_id=self.worker.id, reason=reason
@@ -86,7 +88,7 @@ class Peer:
 
     async def _session(self) -> None:
         """One stream, from Hello to its end. AioRpcError, TimeoutError, VersionMismatch."""
-        self._outgoing = outgoing = asyncio.Queue[Command]()
+        self._outgoing = outgoing = asyncio.Queue[Any]()
         async with open_channel(self.worker.member.address) as channel:
             stream = self._dialect.connect(channel, self._requests(outgoing))
             try:
@@ -100,7 +102,7 @@ class Peer:
                     self._sink.on_lost(self.worker)
                     self._sink.on_change()
 
-    async def _requests(self, outgoing: asyncio.Queue[Command]) -> AsyncIterator[Any]:
+    async def _requests(self, outgoing: asyncio.Queue[Any]) -> AsyncIterator[Any]:
         yield self._dialect.hello(
             worker_pb2.Hello(
                 peer_id=self._gateway_id,
@@ -109,7 +111,7 @@ class Peer:
             )
         )
         while True:
-            yield self._dialect.command(await outgoing.get())
+            yield await outgoing.get()
 
     async def _shake_hands(self, stream: Stream) -> None:
         try:

@@ -1,0 +1,64 @@
+"""The stream to a worker: what goes wrong on this side of it."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from blockstore.registry import Member
+from services.common.version import PROTOCOL_VERSION
+from services.gateway.messages import Reserve
+from services.gateway.peers import Peer
+
+from .conftest import PROMPT, Call, House, asked, until
+from .fakes import FakeDecode, FakePrefill, expected
+
+
+async def test_what_cannot_be_sent_is_the_fault_of_one_request(make_house: Any) -> None:
+    """Not of all others on the same stream."""
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    decode.pause_after = 4
+    call = Call(house.gateway, asked())
+    await until(lambda: len(call.tokens) == 4)
+    with pytest.raises(ValueError, match="range"):
+        _worker(house, "decode-1").send(Reserve("r2", attempt=-1))
+    decode.go_on(pause_after=8)
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    assert decode.num_hellos == 1
+
+
+async def test_a_fault_of_ours_does_not_lose_the_worker(
+    make_house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = FakeDecode()
+    house = await make_house(FakePrefill(), decode)
+    on_change = house.assembly.dispatcher.on_change
+
+    def fail_once() -> None:
+        monkeypatch.setattr(house.assembly.dispatcher, "on_change", on_change)
+        raise RuntimeError("not thought of")
+
+    monkeypatch.setattr(house.assembly.dispatcher, "on_change", fail_once)
+    decode.report(decode.load)
+    await until(lambda: decode.num_hellos == 2)
+    call = Call(house.gateway, asked())
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+
+
+async def test_who_is_cancelled_while_it_closes_a_stream_stays_cancelled(make_house: Any) -> None:
+    house = await make_house(FakePrefill())
+    member = Member("nobody", "decode", "127.0.0.1:1", "serving", 1, PROTOCOL_VERSION)
+    peer = Peer(member, "gateway", house.assembly.dispatcher)
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(peer.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait([closing])
+    assert closing.cancelled()
+
+
+def _worker(house: House, worker_id: str) -> Any:
+    return house.assembly.fleet._connections[worker_id].worker
