@@ -158,6 +158,17 @@ async def test_an_absent_seed_is_drawn_and_a_given_one_kept(house: Any, monkeypa
     assert seeds == [64, (1 << 64) - 1]
 
 
+async def test_only_equal_salts_share_prefixes(make_house: Any) -> None:
+    prefill = FakePrefill()
+    house = await make_house(prefill, FakeDecode())
+    for number, salt in enumerate(("", "a", "b", "a")):
+        await Call(house.gateway, asked(f"r{number}", cache_salt=salt)).result()
+    submits = prefill.commands(prefill_pb2.PrefillSubmit)
+    none, a, b, a_again = (submit.ticket.root_hash for submit in submits)
+    assert a == a_again
+    assert len({none, a, b}) == 3
+
+
 async def test_a_request_id_may_run_once_at_a_time(make_house: Any) -> None:
     decode = FakeDecode()
     house = await make_house(FakePrefill(), decode)

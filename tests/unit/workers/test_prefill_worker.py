@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from blockstore.hashing import prefix_hashes
 from blockstore.store import Allocation
 from services.common.errors import InvalidRequest
 from services.common.ticket import FinishReason, SamplingParams
@@ -31,6 +32,7 @@ async def test_a_ticket_comes_back_with_blocks_and_the_first_token(bench: Bench)
     assert event.ticket.holder_epoch == 2  # at rest
     (holder,) = await bench.store.holders("pool")
     assert (holder.holder_id, holder.epoch, holder.num_blocks) == ("h-r1", 2, 3)
+    assert holder.order == event.ticket.order
 
 
 async def test_a_ticket_is_at_rest_before_anybody_hears_of_it(
@@ -228,6 +230,26 @@ async def test_a_block_that_says_something_else_is_never_adopted(
     await bench.until_empty()
 
 
+@pytest.mark.parametrize(
+    ("parent", "tokens"),
+    [(b"o" * 16, PROMPT[:4]), (bytes(16), (*PROMPT[:3], 7))],
+    ids=["another parent", "other tokens"],
+)
+async def test_an_equal_hash_is_not_enough(
+    bench: Bench, parent: bytes, tokens: tuple[int, ...]
+) -> None:
+    """Two prompts whose hashes collide: the block says whose it is."""
+    bench.prefill.submit(bench.session, ticket("r1", PROMPT, max_tokens=1))
+    await bench.until(lambda: bool(bench.session.events))
+    bench.arena.stamps.own([0], "h-r1")
+    (first, _) = prefix_hashes(bytes(16), PROMPT, block_size=4)
+    bench.arena.stamps.complete(0, first, parent, tokens)
+    bench.prefill.submit(bench.session, ticket("r2", PROMPT, max_tokens=1))
+    await bench.until(lambda: len(bench.session.events) == 2)
+    assert prefilled(bench.session)["r2"].ticket.num_cached_tokens == 0
+    assert bench.prefill.metrics.kv_corrupt._value.get() == 1
+
+
 async def test_an_abort_while_blocks_are_asked_for_frees_them(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +299,18 @@ async def test_a_demand_sends_the_request_back(bench: Bench) -> None:
     bench.prefill._on_demands(["h-r1"])
     bench.prefill._on_demands(["h-r1"])  # heard again until it has gone
     await bench.until(lambda: len(bench.session.events) == 2)
+    (requeued,) = bench.session.of(Requeued)
+    assert requeued.reason is RequeueReason.PREEMPTED
+    await bench.until_empty()
+
+
+async def test_a_demand_ends_what_is_being_computed_too(bench: Bench) -> None:
+    bench.prefill_model.gate.clear()
+    bench.prefill.submit(bench.session, ticket("r1", range(20)))
+    await bench.until(lambda: bench.prefill.load().num_running == 1)
+    bench.prefill._on_demands(["h-r1"])
+    bench.prefill_model.gate.set()
+    await bench.until(lambda: bool(bench.session.events))
     (requeued,) = bench.session.of(Requeued)
     assert requeued.reason is RequeueReason.PREEMPTED
     await bench.until_empty()
