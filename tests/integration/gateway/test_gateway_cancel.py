@@ -85,6 +85,13 @@ async def test_an_id_may_be_used_again_before_the_workers_have_let_go(make_house
     assert len(set(attempts)) == 2
 
 
+async def test_a_deadline_is_kept_where_there_is_no_worker_yet(make_house: Any) -> None:
+    house = await make_house(patience_s=60)
+    with pytest.raises(DeadlineExceeded):
+        await Call(house.gateway, asked(timeout_s=0.02)).result()
+    assert house.assembly.dispatcher.num_waiting == 0
+
+
 async def test_a_deadline_reaches_every_hop(make_house: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
     house = await make_house(prefill, decode)

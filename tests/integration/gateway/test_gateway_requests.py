@@ -170,8 +170,9 @@ async def test_only_equal_salts_share_prefixes(make_house: Any) -> None:
 
 
 async def test_a_request_id_may_run_once_at_a_time(make_house: Any) -> None:
-    decode = FakeDecode()
-    house = await make_house(FakePrefill(), decode)
+    """Then again, under another attempt: a worker may not have let go of the first one yet."""
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
     decode.pause_after = 2
     first = Call(house.gateway, asked("same"))
     await until(lambda: "same" in decode.running)
@@ -180,6 +181,8 @@ async def test_a_request_id_may_run_once_at_a_time(make_house: Any) -> None:
     decode.go_on(pause_after=8)
     await first.result()
     await Call(house.gateway, asked("same")).result()
+    submits = prefill.commands(prefill_pb2.PrefillSubmit)
+    assert [submit.ticket.attempt for submit in submits] == [1, 2]
 
 
 async def test_an_unknown_model_is_named_with_those_that_are_there(house: Any) -> None:

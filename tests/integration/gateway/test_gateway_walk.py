@@ -213,6 +213,15 @@ async def test_a_full_queue_says_when_to_come_again(make_house: Any) -> None:
     await waiting.result()
 
 
+async def test_who_is_being_tokenized_has_a_place_in_the_queue_already(make_house: Any) -> None:
+    """Many who come at once are refused before any work is done for them."""
+    dispatcher = (await make_house(FakePrefill(), FakeDecode(), max_waiting=1)).assembly.dispatcher
+    with dispatcher.entering("r1"), pytest.raises(QueueFull), dispatcher.entering("r2"):
+        raise AssertionError("it was let in")
+    with dispatcher.entering("r3"):
+        pass
+
+
 async def test_prefill_goes_where_the_same_prefix_is_computed(make_house: Any) -> None:
     """Two prefill workers; while one computes a long prefix, who shares it goes there too, and who
     does not goes to the other."""

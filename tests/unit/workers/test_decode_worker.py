@@ -61,6 +61,8 @@ async def test_a_ticket_is_continued_to_its_end(bench: Bench) -> None:
     await bench.until(lambda: finished(bench.session, "r1"))
     assert tokens(bench.session, issued) == expected(PROMPT, 30)
     assert outputs(bench.session, "r1")[-1].finish is FinishReason.LENGTH
+    # 10 is the prefill worker's: counted from the start of the prompt, none twice and none left out
+    assert [output.position for output in outputs(bench.session, "r1")] == list(range(11, 40))
     await bench.until_empty()
     # 10 + 30 tokens, the last one's KV never computed: 9 full blocks stay cached.
     assert (await bench.store.stats("pool")).num_cached == 9

@@ -139,6 +139,23 @@ async def test_who_finds_no_blocks_waits_in_order(make_bench: MakeBench) -> None
     assert list(prefilled(bench.session)) == ["r1", "r2", "r3"]
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "num_let_in"), [(3, 3), (100, 8)], ids=["rows", "two steps of four quarters"]
+)
+async def test_who_is_far_from_its_turn_holds_nothing(
+    make_bench: MakeBench, max_num_seqs: int, num_let_in: int
+) -> None:
+    """12 prompts of 10 tokens: the engine computes 16 a step, and a prompt counts as 4 at most."""
+    bench = await make_bench(num_blocks=64, max_num_seqs=max_num_seqs)
+    bench.prefill_model.gate.clear()
+    for number in range(1, 13):
+        bench.prefill.submit(bench.session, ticket(f"r{number}", range(number, number + 10)))
+    await bench.until(lambda: bench.prefill.load().num_running == num_let_in)
+    assert len(await bench.store.holders("pool")) == num_let_in
+    bench.prefill_model.gate.set()
+    await bench.until(lambda: len(bench.session.events) == 12)
+
+
 async def test_a_waiter_that_is_aborted_lets_the_next_one_in(make_bench: MakeBench) -> None:
     bench = await make_bench(num_blocks=4)
     bench.prefill.submit(bench.session, ticket("r1", PROMPT))
