@@ -191,6 +191,16 @@ async def test_the_last_one_itself_goes_if_it_is_short(full: BlockStore) -> None
     assert (await full.extend("pool", "v", [Growth("last", 1, 3, 4)])).demands == ("last",)
 
 
+async def test_one_at_a_time_is_asked_to_give_way(full: BlockStore) -> None:
+    """Who is short again while `last` is about to go does not take another one's blocks too."""
+    short = [Growth("first", 1, 4, 5)]
+    assert (await full.extend("pool", "v", short)).demands == ("last",)
+    await full.give_back("pool", "middle", 1, [7])
+    await full.allocate("pool", "later", "w", 4, [], 1)
+    assert (await full.extend("pool", "v", short)).demands == ("last",)
+    assert (await full.heartbeat("pool", "w")).demands == ()
+
+
 async def test_a_demand_follows_its_holder(full: BlockStore) -> None:
     """A ticket at rest is a victim too; whoever claims it reads the demand."""
     await full.detach("pool", "last", 1)

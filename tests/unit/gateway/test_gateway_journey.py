@@ -254,6 +254,8 @@ async def test_events_at_the_wrong_time_or_of_others_are_dropped() -> None:
     assert walk.journey.stage is Stage.PREFILLING
     walk.journey.on_event(walk.prefill, walk.prefilled(ticket))
     walk.journey.on_event(walk.prefill, walk.prefilled(ticket))  # said twice
+    walk.journey.on_event(stranger, generated(walk, 5))  # not the one that runs it
+    walk.journey.on_event(walk.prefill, generated(walk, 5))
     walk.journey.end()
     assert await walk.tokens() == expected(1)
 

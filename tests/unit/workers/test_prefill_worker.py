@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from blockstore.hashing import prefix_hashes
-from blockstore.store import Allocation
+from blockstore.store import Allocation, Growth
 from services.common.errors import InvalidRequest
 from services.common.ticket import FinishReason, SamplingParams
 from services.prefill.worker import PrefillWorker
@@ -137,6 +137,19 @@ async def test_who_finds_no_blocks_waits_in_order(make_bench: MakeBench) -> None
     bench.prefill.abort(bench.session, "r2", 1)
     await bench.until(lambda: len(bench.session.events) == 3)
     assert list(prefilled(bench.session)) == ["r1", "r2", "r3"]
+
+
+async def test_order_decides_not_the_time_of_coming(make_bench: MakeBench) -> None:
+    """r9 has all 4 blocks; of those who wait for them the first in order came last."""
+    bench = await make_bench(num_blocks=4)
+    bench.prefill.submit(bench.session, ticket("r9", range(50, 64)))
+    await bench.until(lambda: len(bench.session.events) == 1)
+    for number in (5, 3, 1):
+        bench.prefill.submit(bench.session, ticket(f"r{number}", range(number, number + 14)))
+    for number, last in enumerate(("r9", "r1", "r3"), 2):
+        bench.prefill.abort(bench.session, last, 1)
+        await bench.until(lambda num=number: len(bench.session.events) == num)  # type: ignore[misc]
+    assert list(prefilled(bench.session)) == ["r9", "r1", "r3", "r5"]
 
 
 @pytest.mark.parametrize(
@@ -319,6 +332,17 @@ async def test_a_demand_sends_the_request_back(bench: Bench) -> None:
     (requeued,) = bench.session.of(Requeued)
     assert requeued.reason is RequeueReason.PREEMPTED
     await bench.until_empty()
+
+
+async def test_the_pulse_brings_demands(bench: Bench) -> None:
+    """The running sequence that is short may be another worker's."""
+    bench.prefill.submit(bench.session, ticket("r2", PROMPT))
+    await bench.until(lambda: len(bench.session.events) == 1)
+    await bench.store.allocate("pool", "short", "DecodeWorker", 1, [], 29)
+    await bench.store.extend("pool", "DecodeWorker", [Growth("short", 1, 29, 30)])
+    await bench.until(lambda: len(bench.session.events) == 2)
+    (requeued,) = bench.session.of(Requeued)
+    assert requeued.reason is RequeueReason.PREEMPTED
 
 
 async def test_a_demand_ends_what_is_being_computed_too(bench: Bench) -> None:
