@@ -17,6 +17,7 @@ from blockstore.errors import (
     StaleHolder,
     StoreUnavailable,
     UnknownPool,
+    WorkerFenced,
 )
 from blockstore.redis_store import RedisStore
 from blockstore.store import Allocation, Growth, PoolSpec
@@ -123,6 +124,18 @@ async def test_thousands_of_holders_are_listed_in_order_and_reaped(store: RedisS
     stats = await store.stats("large")
     assert (stats.num_free, stats.num_holders, stats.worker_ids) == (6000, 0, ())
     assert await store.reap("large", "w") == 0
+
+
+async def test_who_is_being_reaped_gets_nothing_between_two_pages(
+    store: RedisStore, valkey: Valkey
+) -> None:
+    calls = [store.allocate("large", f"h{n}", "w", n, [], 2) for n in range(1000)]
+    await asyncio.gather(*calls)
+    num_released, more = valkey.command("FCALL", "quire_v1_reap", 1, "{large}", "w")
+    assert (num_released, more) == (512, 1)
+    with pytest.raises(WorkerFenced):
+        await store.allocate("large", "late", "w", 1000, [], 2)
+    assert await store.reap("large", "w") == 1000 - 512
 
 
 async def test_the_largest_order_survives(store: RedisStore) -> None:

@@ -312,6 +312,17 @@ async def test_the_deadline_ends_it_wherever_it_is() -> None:
     assert Abort("r1", 1) in walk.prefill.sent
 
 
+async def test_a_ticket_goes_on_with_what_is_left_of_the_deadline() -> None:
+    walk = Walk(deadline=asyncio.get_running_loop().time() + 10)
+    assert await walk.reserve()
+    old = replace(walk.start(), timeout_ms=60_000)
+    walk.journey.on_event(walk.prefill, walk.prefilled(old))
+    admit = walk.decode.sent[-1]
+    assert isinstance(admit, Admit)
+    assert 0 < admit.ticket.timeout_ms <= 10_000
+    walk.journey.end()
+
+
 async def test_no_stage_is_skipped() -> None:
     walk = Walk()
     with pytest.raises(RuntimeError, match="queued cannot become prefilling"):

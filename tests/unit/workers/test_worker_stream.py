@@ -5,12 +5,15 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+import pytest
+
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
 from services.common.version import PROTOCOL_VERSION
 from services.common.wire import ticket_to_wire
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
+from services.worker import stream
 
 from .conftest import Bench
 from .fakes import ticket
@@ -50,6 +53,36 @@ async def test_a_ticket_that_is_refused_leaves_no_slot_taken(bench: Bench) -> No
         failed = await first_failed(responses)
         assert (failed.request_id, failed.code) == ("r1", "invalid_request")
         assert bench.decode.load().num_free_slots == 16
+
+
+async def test_a_stream_that_ends_takes_along_what_came_over_it(bench: Bench) -> None:
+    gateway = said(
+        decode_pb2.DecodeConnectRequest(hello=HELLO),
+        decode_pb2.DecodeConnectRequest(
+            reserve=decode_pb2.Reserve(request_id="r1", attempt=1, num_sequences=1)
+        ),
+    )
+    service: Any = DecodeService(bench.decode)
+    async with aclosing(service.Connect(gateway, None)) as responses, asyncio.timeout(10):
+        async for response in responses:
+            if response.WhichOneof("event") == "reserved":
+                break
+        assert bench.decode.load().num_free_slots == 15
+    await bench.until(lambda: bench.decode.load().num_free_slots == 16)
+
+
+async def test_a_gateway_that_does_not_read_loses_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it left unread is kept no longer than the stream."""
+    monkeypatch.setattr(stream, "_MAX_UNREAD", 3)
+    session = stream.StreamSession("gateway", lambda event: {})
+    for number in range(3):
+        session.put({"welcome": worker_pb2.Welcome(worker_id=str(number))})
+    assert session._unread.qsize() == 3
+    for _ in range(5):
+        session.put({"welcome": worker_pb2.Welcome()})
+    assert [fields async for fields in session.messages()] == []
 
 
 async def test_an_attempt_sent_twice_fails_as_a_whole(bench: Bench) -> None:
