@@ -27,7 +27,7 @@ from services.common.errors import (
 )
 from services.common.rpc import RpcServer, from_rpc_error, open_channel
 from services.common.version import PROTOCOL_VERSION
-from services.gateway import output
+from services.gateway import admission, output
 from services.gateway.api import ChatMessage, GenerationRequest, RequestedSampling
 from services.gateway.relay import SERVICE_NAME, BlockManagerRelay
 
@@ -156,6 +156,17 @@ async def test_an_absent_seed_is_drawn_and_a_given_one_kept(house: Any, monkeypa
     await Call(house.gateway, asked("given", sampling={"seed": (1 << 64) - 1})).result()
     seeds = [s.ticket.sampling.seed for s in prefill.commands(prefill_pb2.PrefillSubmit)]
     assert seeds == [64, (1 << 64) - 1]
+
+
+async def test_what_fits_no_pool_any_more_is_told_so_and_holds_nobody_up(
+    house: Any, monkeypatch: Any
+) -> None:
+    """It was admitted for a pool that is gone since."""
+    with monkeypatch.context() as before:
+        before.setattr(admission, "resolve_max_tokens", lambda *_: POOL_TOKENS)
+        with pytest.raises(PromptTooLong, match="the pool has"):
+            await Call(house.gateway, asked()).result()
+    await Call(house.gateway, asked("next")).result()
 
 
 async def test_only_equal_salts_share_prefixes(make_house: Any) -> None:
