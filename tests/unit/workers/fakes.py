@@ -41,6 +41,10 @@ class Arena:
     num_computed: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def wipe(self, block_id: int) -> None:
+        for offset in range(self.block_size):
+            self.slots.pop(block_id * self.block_size + offset, None)
+
 
 class FakeForward:
     """`gate`: when cleared, steps wait for it; `num_begun` counts those too."""

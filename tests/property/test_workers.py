@@ -1,0 +1,199 @@
+"""Whatever is asked of two workers, in whatever order, and however late everything arrives."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from services.worker.pool_worker import Limits
+from tests.property.pair import LateEngine, Pair, Request, VirtualLoop
+from tests.unit.workers.fakes import expected, ticket
+
+MAX_MODEL_LEN = 24
+TICKET_TTL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of pool and workers. The largest request just fits."""
+
+    block_size: int
+    num_spare_blocks: int
+    max_num_seqs: int
+    budget: int
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-MAX_MODEL_LEN // self.block_size) + self.num_spare_blocks
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            self.max_num_seqs,
+            self.budget,
+            MAX_MODEL_LEN,
+            look_ahead=2,
+            ticket_ttl_s=TICKET_TTL_S,
+        )
+
+
+@dataclass(frozen=True)
+class Ask:
+    """`num_shared` tokens begin many prompts, `num_own` are this one's."""
+
+    gateway: int
+    num_shared: int
+    num_own: int
+    max_tokens: int
+    timeout_ms: int
+
+    def do(self, pair: Pair) -> None:
+        order = len(pair.requests) + 1
+        own = range(1000 * order, 1000 * order + self.num_own)
+        prompt = (*range(self.num_shared), *own) or (0,)
+        gateway = pair.gateways[self.gateway]
+        asked = ticket(
+            f"r{len(gateway.requests)}",  # the other gateway has one of the same id
+            prompt,
+            min(self.max_tokens, MAX_MODEL_LEN - len(prompt)),
+            order=order,
+            timeout_ms=self.timeout_ms,
+        )
+        gateway.begin(asked)
+
+
+@dataclass(frozen=True)
+class Abort:
+    gateway: int
+    number: int
+
+    def do(self, pair: Pair) -> None:
+        pair.gateways[self.gateway].abort(f"r{self.number}")
+
+
+@dataclass(frozen=True)
+class Reconnect:
+    gateway: int
+
+    def do(self, pair: Pair) -> None:
+        pair.gateways[self.gateway].reconnect()
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Somebody on the pool wants more than there is."""
+
+    def do(self, pair: Pair) -> None:
+        pair.store.ledger("pool")._demand_one()
+
+
+@dataclass(frozen=True)
+class Corrupt:
+    """Whatever is published says something else now; what nobody holds is something else, too."""
+
+    def do(self, pair: Pair) -> None:
+        blocks = pair.store.ledger("pool").blocks
+        pair.arena.stamps.own(tuple(blocks.hash_of), "nobody")
+        for block_id in blocks.cached:
+            pair.arena.wipe(block_id)
+
+
+class Deed(Protocol):
+    def do(self, pair: Pair) -> None: ...
+
+
+GATEWAYS = st.integers(0, 1)
+SHAPES = st.builds(
+    Shape,
+    block_size=st.sampled_from([1, 4, 256]),
+    num_spare_blocks=st.integers(0, 4),
+    max_num_seqs=st.integers(1, 4),
+    budget=st.sampled_from([4, 16]),
+)
+ASKS = st.builds(
+    Ask,
+    gateway=GATEWAYS,
+    num_shared=st.sampled_from([0, 4, 8, 12]),
+    num_own=st.integers(0, 11),
+    max_tokens=st.sampled_from([1, 2, 6, 12, 24]),
+    timeout_ms=st.sampled_from([0, 0, 0, 0, 30, 60, 90, 120, 300]),
+)
+ABORTS = st.builds(Abort, GATEWAYS, st.integers(0, 7))
+OTHERS = st.one_of(st.builds(Reconnect, GATEWAYS), st.builds(Demand), st.builds(Corrupt))
+PAUSES_S = st.sampled_from([0, 0, 0.001, 0.02, 0.1])
+DEEDS = st.lists(
+    st.tuples(st.one_of(ASKS, ASKS, ASKS, ABORTS, OTHERS), PAUSES_S), min_size=8, max_size=24
+)
+
+
+@given(
+    shape=SHAPES,
+    deeds=DEEDS,
+    drained_amid=st.booleans(),
+    chance=st.builds(random.Random, st.integers(0, 999)),
+)
+@settings(
+    max_examples=200,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes, for little
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_every_request_ends_rightly_and_leaves_nothing(
+    tmp_path: Path,
+    shape: Shape,
+    deeds: Sequence[tuple[Deed, float]],
+    drained_amid: bool,
+    chance: random.Random,
+) -> None:
+    """Tokens are those of the model, whoever computed them and however often; each request ends;
+    nothing is held, kept or owed after that; the ledger's laws hold after every operation."""
+    with contextlib.closing(VirtualLoop()) as loop, LateEngine.instead(chance):
+        loop.run_until_complete(live(tmp_path, shape, deeds, drained_amid, chance))
+        assert loop.faults == []
+
+
+async def live(
+    directory: Path,
+    shape: Shape,
+    deeds: Sequence[tuple[Deed, float]],
+    drained_amid: bool,
+    chance: random.Random,
+) -> None:
+    pair = Pair(chance)
+    await pair.open(directory, shape.num_blocks, shape.block_size, shape.limits)
+    try:
+        for deed, pause_s in deeds:
+            deed.do(pair)
+            await asyncio.sleep(pause_s)
+        if drained_amid:
+            await pair.drain()
+        await pair.until(lambda: all(request.over for request in pair.requests))
+        await pair.until(lambda: not pair.leftovers)
+        await pair.drain()
+    finally:
+        await pair.close()
+    for worker in (pair.prefill, pair.decode):
+        await pair.store.leave("pool", worker.worker_id)
+    for request in pair.requests:
+        check(request, drained_amid)
+
+
+def check(request: Request, drained_amid: bool) -> None:
+    asked = request.asked
+    right = expected(asked.prompt_token_ids, asked.sampling.max_tokens)
+    match request.over:
+        case "length":
+            assert request.tokens == right
+        case "deadline_exceeded":
+            assert asked.timeout_ms
+        case "drained":
+            assert drained_amid
+        case over:
+            assert over == "aborted"
+    assert request.tokens == right[: len(request.tokens)]
