@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from blockstore.errors import MustWait, OutOfBlocks
+from blockstore.errors import MustWait, OutOfBlocks, StaleHolder
 from blockstore.store import Allocation, BlockStore
 from services.common.logging import get_logger
 from services.common.pool.stamps import Stamps
@@ -22,7 +22,7 @@ class Admission:
     A request that shares a prefix being computed here steps aside until that is done. One that the
     pool has no blocks for waits, and everyone behind it. `on_admitted` gets a job with its
     allocation, whose adopted blocks were compared with its tokens; `on_corrupt` hears of one that
-    said something else.
+    said something else, `on_stale` of a job whose holder's id was used before.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class Admission:
         has_room: Callable[[], bool],
         on_admitted: Callable[[Job], None],
         on_corrupt: Callable[[], None],
+        on_stale: Callable[[Job], None],
     ) -> None:
         self._store = store
         self._pool_id = pool_id
@@ -46,6 +47,7 @@ class Admission:
         self._has_room = has_room
         self._on_admitted = on_admitted
         self._on_corrupt = on_corrupt
+        self._on_stale = on_stale
         self._line: list[Job] = []
         self._woken = asyncio.Event()
 
@@ -88,6 +90,9 @@ class Admission:
                 await self._allocate(job)
             except (OutOfBlocks, MustWait):
                 return job.state is State.WAITING
+            except StaleHolder:  # its id was used before: only the gateway can give it another
+                self._on_stale(job)
+                continue
             if job.state is State.WAITING:
                 self._line.remove(job)
                 self._on_admitted(job)

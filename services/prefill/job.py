@@ -20,15 +20,14 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """`follows`: a prefix that somebody else here is computing. `waits`: the store knows it as a
-    waiter. `ending`: set once it is to end early."""
+    """`follows`: a prefix that somebody else here is computing. `ending`: set once it is to end
+    early."""
 
     session: Session
     ticket: Ticket
     hashes: Sequence[PrefixHash]
     state: State = State.WAITING
     follows: PrefixHash | None = None
-    waits: bool = False
     allocation: Allocation | None = None
     ending: Ending | None = None
     num_uncomputed: int = field(init=False)

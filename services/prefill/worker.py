@@ -65,6 +65,7 @@ class PrefillWorker(PoolWorker):
             has_room=self._has_room,
             on_admitted=self._compute,
             on_corrupt=metrics.kv_corrupt.inc,
+            on_stale=lambda job: self._end(job, STALE),
         )
         self._jobs: dict[tuple[int, str, int], Job] = {}
         self._computing: dict[str, Job] = {}
@@ -283,6 +284,9 @@ class PrefillWorker(PoolWorker):
         length = len(ticket.prompt_token_ids) + len(ticket.sequences[0].token_ids)
         if not 0 < length < self.limits.max_model_len:
             raise InvalidRequest(f"{length} tokens; at least 1, below {self.limits.max_model_len}")
+        num_slots = self.spec.num_blocks * self.spec.block_size
+        if length >= num_slots:
+            raise InvalidRequest(f"{length} tokens and one more for a pool of {num_slots} slots")
 
 
 def _epoch(job: Job) -> int:

@@ -375,6 +375,7 @@ async def test_draining_sends_back_what_has_no_blocks(make_bench: MakeBench) -> 
     [
         {"pool_id": "another"},
         {"prompt_token_ids": tuple(range(1000))},
+        {"prompt_token_ids": tuple(range(128))},  # 32 blocks of 4, and no slot for the token drawn
         {"sequences": ()},
     ],
 )
@@ -382,6 +383,20 @@ async def test_a_ticket_that_does_not_fit_is_refused(bench: Bench, changes: dict
     with pytest.raises(InvalidRequest):
         bench.prefill.submit(bench.session, ticket("r1", PROMPT, **changes))
     assert isinstance(bench.prefill, PrefillWorker)
+
+
+async def test_a_holder_that_was_used_before_costs_its_request_only(bench: Bench) -> None:
+    """A gateway that gives one out twice hears of it; the worker goes on."""
+    bench.prefill.submit(bench.session, ticket("r1", PROMPT, max_tokens=1))
+    await bench.until(lambda: len(bench.session.events) == 1)
+    bench.prefill.submit(bench.session, ticket("r2", PROMPT, holder_id="h-r1"))
+    bench.prefill.submit(bench.session, ticket("r3", PROMPT, max_tokens=1))
+    await bench.until(lambda: len(bench.session.events) == 3)
+    (requeued,) = bench.session.of(Requeued)
+    assert requeued.ticket.request_id == "r2"
+    assert requeued.reason is RequeueReason.STALE_TICKET
+    assert set(prefilled(bench.session)) == {"r1", "r3"}
+    await bench.until_empty()
 
 
 async def test_the_same_attempt_twice_is_refused(bench: Bench) -> None:
