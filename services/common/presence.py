@@ -18,7 +18,7 @@ class Presence:
         self,
         registry: Registry,
         describe: Callable[[], Member],
-        interval_s: float = 1.0,
+        interval_s: float = 0.5,
         ttl_s: float = 5.0,
     ) -> None:
         self._registry = registry
