@@ -41,7 +41,7 @@ test-full: setup ## All tests, whole matrices
 check: lint type test ## Everything that must pass before a merge
 
 bench: setup ## Print the benchmark tables
-	for script in store gateway_relay; do $(BIN)/python -m bench.$$script; done
+	for script in store gateway_relay recovery; do $(BIN)/python -m bench.$$script; done
 
 up: setup ## Serve the embedded model in the foreground (ARGS="--decode 2": as for quire serve)
 	$(BIN)/quire serve $(ARGS)
