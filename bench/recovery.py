@@ -57,13 +57,10 @@ async def until_joined(deployment: Deployment, client: AsyncClient) -> float:
     """From the start of one more decode worker until it runs a request beside the other."""
     await until_answered(client, time.perf_counter())
     (pid,) = deployment.children("services.decode")
-    raw = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    environ = dict(os.fsdecode(entry).split("=", 1) for entry in raw if b"=" in entry)
-    environ.pop("QUIRE_PARENT_FD", None)
     loads = [asyncio.create_task(_load(client)) for _ in range(2)]
     began = time.perf_counter()
     joining = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.decode", env=environ, stderr=subprocess.DEVNULL
+        sys.executable, "-m", "services.decode", env=_environment_of(pid), stderr=subprocess.DEVNULL
     )
     while not await _both_run(client):
         await asyncio.sleep(0.02)
@@ -73,6 +70,13 @@ async def until_joined(deployment: Deployment, client: AsyncClient) -> float:
     joining.send_signal(signal.SIGTERM)
     await joining.wait()
     return took_s
+
+
+def _environment_of(pid: int) -> dict[str, str]:
+    raw = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    environ = dict(os.fsdecode(entry).split("=", 1) for entry in raw if b"=" in entry)
+    environ.pop("QUIRE_PARENT_FD", None)
+    return environ
 
 
 async def _load(client: AsyncClient) -> None:
