@@ -3,8 +3,8 @@ until one more decode worker takes load.
 
     python -m bench.recovery [--repeats 3]
 
-Starts `quire serve` by itself. Prints a markdown table: seconds from the kill to the end of the first
-request that is answered.
+Starts `quire serve` by itself. Prints a markdown table: seconds from the kill to the end of the
+first request that is answered.
 """
 
 import argparse
