@@ -19,8 +19,8 @@ from quire.types import Sampling
 from .conftest import Oracle
 from .deployment import Deployment, remove, serving, start
 
-RECOVERY_LIMIT_S = 30.0
-"""That it recovers is what is tested; how fast, docs/benchmarks.md says."""
+RECOVERY_LIMIT_S = 10.0
+"""What is promised; docs/benchmarks.md says what it takes on a quiet machine."""
 
 PROMPT = list(range(260, 300))
 GREEDY = Sampling(temperature=0.0, max_tokens=200, ignore_eos=True)
