@@ -40,6 +40,17 @@ class Deployment:
                     found.append(int(pid))
         return found
 
+    def running(self, module: str) -> list[int]:
+        """Pids of a service that has to be there: AssertionError, with all there is to see, when it
+        is not."""
+        pids = self.children(module)
+        if not pids:
+            lines = self.log.read_text().splitlines()
+            seen = [line[:400] for line in lines if "request_ended" not in line][-60:]
+            listing = subprocess.run(["ps", "-ejf"], capture_output=True, text=True, check=True)
+            raise AssertionError("\n".join([f"no {module}:", *seen, listing.stdout]))
+        return pids
+
     def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
         deadline = time.monotonic() + limit_s
         with Client(self.address) as client:
