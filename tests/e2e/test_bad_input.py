@@ -28,7 +28,7 @@ def inference(deployment: Deployment) -> Iterator[Any]:
 
 
 def request(**fields: Any) -> pb.GenerateRequest:
-    sampling = fields.pop("sampling", {"max_tokens": 4})
+    sampling = fields.pop("sampling", {"max_tokens": 4, "ignore_eos": True})
     if not fields.keys() & {"text", "token_ids", "chat"}:
         fields["text"] = "hello"
     return pb.GenerateRequest(sampling=SamplingParams(**sampling), **fields)
