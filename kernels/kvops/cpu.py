@@ -27,15 +27,21 @@ class CpuKernels:
         cu_query_lens: Tensor,
         context_lens: Tensor,
         scale: float,
+        window: int | None,
     ) -> Tensor:
         out = torch.empty_like(q)
         bounds = cu_query_lens.tolist()
         for row, context_len in enumerate(context_lens.tolist()):
             tokens = slice(bounds[row], bounds[row + 1])
-            if tokens.start < tokens.stop:
-                keys, values = _gather(kv_layer, block_tables[row], context_len)
-                attend = _decode if tokens.stop - tokens.start == 1 else _prefill
-                out[tokens] = attend(q[tokens], keys, values, scale)
+            num_queries = tokens.stop - tokens.start
+            if num_queries:
+                # The first position that the first query sees: nothing before it is read.
+                first = 0 if window is None else max(0, context_len - num_queries + 1 - window)
+                keys, values = _gather(kv_layer, block_tables[row], first, context_len)
+                if num_queries == 1:
+                    out[tokens] = _decode(q[tokens], keys, values, scale)
+                else:
+                    out[tokens] = _prefill(q[tokens], keys, values, scale, window)
         return out
 
     def copy_blocks(self, kv: Tensor, pairs: Tensor) -> None:
@@ -66,43 +72,49 @@ class CpuKernels:
         return F.silu(gate).mul_(up)
 
 
-def _gather(kv_layer: Tensor, block_table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
-    """One row's keys and values, [1, K, context_len, D] each; whole blocks are copied (index_select
-    copies a block at once, indexing would go element by element), what is behind the context is cut
-    off."""
-    blocks = block_table[: -(-context_len // kv_layer.shape[2])]
+def _gather(
+    kv_layer: Tensor, block_table: Tensor, first: int, context_len: int
+) -> tuple[Tensor, Tensor]:
+    """One row's keys and values from position `first` on, [1, K, context_len - first, D] each.
+    Whole blocks are copied (index_select copies a block at once, indexing would go element by
+    element); what is before `first` or behind the context is cut off."""
+    block_size = kv_layer.shape[2]
+    skipped = first // block_size
+    blocks = block_table[skipped : -(-context_len // block_size)]
+    positions = slice(first - skipped * block_size, context_len - skipped * block_size)
     keys, values = (
-        half.index_select(0, blocks).flatten(0, 1)[:context_len].transpose(0, 1)[None]
+        half.index_select(0, blocks).flatten(0, 1)[positions].transpose(0, 1)[None]
         for half in kv_layer.unbind(dim=1)
     )
     return keys, values
 
 
 def _decode(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """One query sees everything, so that the queries of one key/value head can stand for as many
-    positions: [1, H, D] -> [1, K, H / K, D], and nothing is repeated or masked."""
+    """One query sees all that is gathered, so that the queries of one key/value head can stand for
+    as many positions: [1, H, D] -> [1, K, H / K, D], and nothing is repeated or masked."""
     grouped = q.reshape(1, keys.shape[1], -1, q.shape[-1])
     return F.scaled_dot_product_attention(grouped, keys, values, scale=scale).reshape_as(q)
 
 
-def _prefill(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def _prefill(q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
     """Several queries at the context's end; the mask's lower right corner is at its last pair."""
-    num_queries, context_len = q.shape[0], keys.shape[2]
-    whole = num_queries == context_len
-    mask = None if whole else _causal_mask(num_queries, context_len)
+    num_queries, num_keys = q.shape[0], keys.shape[2]
+    causal = num_queries == num_keys and (window is None or window >= num_keys)
+    mask = None if causal else _mask(num_queries, num_keys, window)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         keys,
         values,
         attn_mask=mask,
-        is_causal=whole,
+        is_causal=causal,
         scale=scale,
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)
 
 
-def _causal_mask(num_queries: int, context_len: int) -> Tensor:
-    """[num_queries, context_len], True where a query sees a position."""
-    mask = torch.ones(num_queries, context_len, dtype=torch.bool)
-    return mask.tril_(context_len - num_queries)
+def _mask(num_queries: int, num_keys: int, window: int | None) -> Tensor:
+    """[num_queries, num_keys], True where a query sees a position: the last keys are its own."""
+    own = num_keys - num_queries
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril_(own)
+    return mask if window is None else mask.triu_(own - window + 1)

@@ -19,6 +19,7 @@ class Kernels(Protocol):
         cu_query_lens: Tensor,
         context_lens: Tensor,
         scale: float,
+        window: int | None,
     ) -> Tensor: ...
 
     def copy_blocks(self, kv: Tensor, pairs: Tensor) -> None: ...

@@ -62,15 +62,18 @@ class Backend:
         cu_query_lens: Tensor,
         context_lens: Tensor,
         scale: float,
+        window: int | None = None,
     ) -> Tensor:
         """Causal attention of every row's new tokens over its context, new tokens included.
 
         q: [T, H, D], row b's tokens at `cu_query_lens[b] : cu_query_lens[b + 1]`; they stand at the
         last positions of its context, so that query i of n sees `context_lens[b] - n + i + 1`
-        positions. Prefill, a chunk and a decode step differ by n alone. Keys and values are read
-        from the arena only: store the new ones first. Position p of row b is in block
-        `block_tables[b, p // block_size]`; what a table holds behind its row's context is not
-        read. Query head h uses key/value head h // (H / K).
+        positions. With a `window` (>= 1) it sees the last `window` of those, its own included;
+        positions that no query of the row sees may hold anything, NaN included. Prefill, a chunk
+        and a decode step differ by n alone. Keys and values are read from the arena only: store the
+        new ones first. Position p of row b is in block `block_tables[b, p // block_size]`; what a
+        table holds behind its row's context is not read. Query head h uses key/value head
+        h // (H / K).
 
         block_tables: [B, any], cu_query_lens: [B + 1], context_lens: [B], int. Result: [T, H, D].
         """
@@ -83,8 +86,10 @@ class Backend:
         num_rows = context_lens.shape[0]
         _check_index("cu_query_lens", cu_query_lens, (num_rows + 1,))
         _check_index("block_tables", block_tables, (num_rows, -1))
+        if window is not None and window < 1:
+            raise ValueError(f"window: {window} is not positive; a query sees at least itself")
         return self._kernels.paged_attention(
-            q, kv_layer, block_tables, cu_query_lens, context_lens, scale
+            q, kv_layer, block_tables, cu_query_lens, context_lens, scale, window
         )
 
     def copy_blocks(self, kv: Tensor, pairs: Tensor) -> None:

@@ -23,6 +23,7 @@ class ReferenceKernels:
         cu_query_lens: Tensor,
         context_lens: Tensor,
         scale: float,
+        window: int | None,
     ) -> Tensor:
         out = torch.empty_like(q)
         queries_per_kv = q.shape[1] // kv_layer.shape[3]
@@ -32,10 +33,11 @@ class ReferenceKernels:
             keys = keys.repeat_interleave(queries_per_kv, dim=1)
             values = values.repeat_interleave(queries_per_kv, dim=1)
             for token in range(begin, end):
-                visible = context_len - (end - token) + 1
-                scores = torch.einsum("hd,phd->hp", q[token].float(), keys[:visible]) * scale
+                stop = context_len - (end - token) + 1
+                visible = slice(0 if window is None else max(0, stop - window), stop)
+                scores = torch.einsum("hd,phd->hp", q[token].float(), keys[visible]) * scale
                 weights = torch.softmax(scores, dim=-1)
-                out[token] = torch.einsum("hp,phd->hd", weights, values[:visible])
+                out[token] = torch.einsum("hp,phd->hd", weights, values[visible])
         return out
 
     def copy_blocks(self, kv: Tensor, pairs: Tensor) -> None:

@@ -1,5 +1,5 @@
 """Random paged batches for the tests of attention: an arena full of NaN, into which only the
-contexts of the batch are written."""
+contexts of the batch are written: of each, what its queries see."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,9 +30,11 @@ class PagedBatch:
     values: list[Tensor]
 
 
-def paged_batch(geometry: Geometry, rows: Sequence[tuple[int, int]], seed: int) -> PagedBatch:
+def paged_batch(
+    geometry: Geometry, rows: Sequence[tuple[int, int]], seed: int, window: int | None = None
+) -> PagedBatch:
     """`rows`: (new tokens, context with them). Blocks lie scattered in layer 1 of three; tables are
-    padded with an id that no arena has."""
+    padded with an id that no arena has. With a `window`, what is before it stays NaN."""
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-context // geometry.block_size) for _, context in rows]
     num_blocks = sum(needed) + 3
@@ -41,11 +43,12 @@ def paged_batch(geometry: Geometry, rows: Sequence[tuple[int, int]], seed: int) 
     free = torch.randperm(num_blocks, generator=generator).tolist()
     tables = torch.full((len(rows), max(needed)), num_blocks + 1000, dtype=torch.int32)
     keys, values = [], []
-    for row, (_, context) in enumerate(rows):
+    for row, (new, context) in enumerate(rows):
         blocks = [free.pop() for _ in range(needed[row])]
         tables[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
         kv = _randn((2, context, geometry.num_kv_heads, geometry.head_dim), geometry, generator)
-        for position in range(context):
+        first = 0 if window is None else max(0, context - new + 1 - window)
+        for position in range(first, context):
             block, offset = divmod(position, geometry.block_size)
             arena[blocks[block], 1, :, offset] = kv[:, position]
         keys.append(kv[0])

@@ -28,7 +28,11 @@ ROWS = {
 }
 
 
-def attend(ops: Backend, batch: PagedBatch) -> Tensor:
+# Within a block, whole blocks, over the ends of blocks, above all contexts.
+WINDOWS = [1, 5, 16, 40, 1000]
+
+
+def attend(ops: Backend, batch: PagedBatch, window: int | None = None) -> Tensor:
     return ops.paged_attention(
         batch.q,
         batch.kv_layer,
@@ -36,6 +40,7 @@ def attend(ops: Backend, batch: PagedBatch) -> Tensor:
         batch.cu_query_lens,
         batch.context_lens,
         batch.q.shape[-1] ** -0.5,
+        window,
     )
 
 
@@ -49,19 +54,39 @@ def test_every_backend_attends_as_the_reference(
     torch.testing.assert_close(attend(ops, batch), attend(reference, batch), rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_every_backend_slides_the_window_as_the_reference(
+    ops: Backend,
+    reference: Backend,
+    geometry: Geometry,
+    rows: list[tuple[int, int]],
+    window: int,
+) -> None:
+    batch = paged_batch(geometry, rows, seed=window, window=window)
+    rtol, atol = TOLERANCE[geometry.dtype]
+    torch.testing.assert_close(
+        attend(ops, batch, window), attend(reference, batch, window), rtol=rtol, atol=atol
+    )
+
+
+@pytest.mark.parametrize("window", [None, *WINDOWS])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
 def test_the_reference_is_softmax_attention_over_the_contiguous_context(
-    reference: Backend, rows: list[tuple[int, int]]
+    reference: Backend, rows: list[tuple[int, int]], window: int | None
 ) -> None:
     """In fp64, as a masked product over whole matrices: another formula than the reference's."""
     geometry = Geometry(block_size=5, num_heads=6, num_kv_heads=2, head_dim=12)
-    batch = paged_batch(geometry, rows, seed=1)
-    out = attend(reference, batch)
+    batch = paged_batch(geometry, rows, seed=1, window=window)
+    out = attend(reference, batch, window)
     begin = 0
     for (new, context), keys, values in zip(rows, batch.keys, batch.values, strict=True):
         q = batch.q[begin : begin + new].double().view(new, 2, 3, 12)
         scores = torch.einsum("ikgd,jkd->kgij", q, keys.double()) * 12**-0.5
         hidden = torch.ones(new, context, dtype=torch.bool).triu(context - new + 1)
+        if window is not None:
+            hidden |= torch.ones(new, context, dtype=torch.bool).tril(context - new - window)
         weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
         expected = torch.einsum("kgij,jkd->ikgd", weights, values.double()).reshape(new, 6, 12)
         torch.testing.assert_close(
@@ -84,6 +109,12 @@ def test_a_row_comes_out_the_same_alone_and_in_a_batch(ops: Backend) -> None:
             16**-0.5,
         )
         assert torch.equal(alone, together[begin:end])
+
+
+def test_a_window_of_one_is_the_value_of_the_query_s_own_position(ops: Backend) -> None:
+    batch = paged_batch(GEOMETRIES[0], [(4, 50), (1, 17)], seed=5, window=1)
+    own = torch.cat([batch.values[0][-4:], batch.values[1][-1:]])
+    torch.testing.assert_close(attend(ops, batch, 1), own.repeat_interleave(2, dim=1))
 
 
 def test_queries_may_be_a_strided_view(ops: Backend) -> None:

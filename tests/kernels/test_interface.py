@@ -62,6 +62,9 @@ REFUSED: dict[str, Callable[[Backend], object]] = {
     "context_lens: ": lambda ops: ops.paged_attention(
         zeros(3, 4, 8), LAYER, INDEX_2D, CU, INDEX_2D, 1.0
     ),
+    "window: 0 is not positive": lambda ops: ops.paged_attention(
+        zeros(3, 4, 8), LAYER, INDEX_2D, CU, INDEX, 1.0, window=0
+    ),
     "pairs: ": lambda ops: ops.copy_blocks(ARENA, INDEX),
     "kv: ": lambda ops: ops.copy_blocks(zeros(3), INDEX_2D),
     "x: ": lambda ops: ops.linear(zeros(3, 5), zeros(4, 6)),
