@@ -1,0 +1,2 @@
+#define QUIRE_ISA avx2
+#include "table.h"

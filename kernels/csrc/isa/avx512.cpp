@@ -1,0 +1,2 @@
+#define QUIRE_ISA avx512
+#include "table.h"

@@ -1,0 +1,2 @@
+#define QUIRE_ISA avx512_bf16
+#include "table.h"

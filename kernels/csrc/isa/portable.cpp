@@ -1,0 +1,2 @@
+#define QUIRE_ISA portable
+#include "table.h"

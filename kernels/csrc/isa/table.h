@@ -1,0 +1,25 @@
+// The table of one instruction set: included once by each of the files beside it, which are compiled
+// with that instruction set's flags.
+#include "../attention.h"
+#include "../kernels.h"
+#include "../linear.h"
+#include "../pack.h"
+#include "../rows.h"
+
+#define QUIRE_PASTE(a, b) a##b
+#define QUIRE_TABLE(isa) QUIRE_PASTE(isa, _kernels)
+#define QUIRE_STRING(a) #a
+#define QUIRE_NAME(isa) QUIRE_STRING(isa)
+
+namespace quire {
+
+const Kernels* QUIRE_TABLE(QUIRE_ISA)() {
+  static constexpr Kernels table = {
+      QUIRE_NAME(QUIRE_ISA),        QUIRE_ISA::linear,   QUIRE_ISA::pack,
+      QUIRE_ISA::attention,         QUIRE_ISA::attention_scratch,
+      QUIRE_ISA::rms_norm,          QUIRE_ISA::quantize, QUIRE_ISA::qkv,
+  };
+  return &table;
+}
+
+}  // namespace quire

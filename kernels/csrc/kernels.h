@@ -1,0 +1,177 @@
+// The kernels that exist once per instruction set, as a table of functions: what each computes,
+// over which memory, and which slice of it one call does. Nothing here allocates, starts threads or
+// throws; whoever calls splits the work (thread_pool.h) and has checked the arguments.
+//
+// Law: a row's result never depends on how the work was split, nor on the other rows. Every output
+// element is accumulated by one thread, in one order.
+//
+// Letters: M rows (tokens), N outputs, K inputs of a linear; T tokens, H query heads, G key/value
+// heads, D head size.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace quire {
+
+using bf16 = uint16_t;
+
+enum class Dtype : int { f32 = 0, bf16 = 1 };
+inline size_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+
+// ---- linear ------------------------------------------------------------------------------------
+
+enum class WeightKind : int { f32 = 0, bf16 = 1, int8 = 2 };
+
+inline constexpr int kPanel = 32;  // columns (outputs) of a panel
+
+// K values that a lane takes at once: one float, a pair of bf16, four bytes.
+inline int group_of(WeightKind kind) {
+  return kind == WeightKind::f32 ? 1 : kind == WeightKind::bf16 ? 2 : 4;
+}
+
+// Weights [N, K] as panels [ceil(N / 32)][ceil(K / group)][32][group]; what is behind N or K is 0.
+// One step of one panel is 128 bytes, so that a panel is one stream, read from front to back.
+// int8: weight = scale[n] * value; `sums[n]` is the sum of the values over K, because activations
+// are stored with an offset of 128. bias: fp32 [N padded to 32], or null.
+struct Linear {
+  WeightKind kind;
+  int64_t n;
+  int64_t k;
+  const void* panels;
+  const float* scales;  // int8 only, [N padded]
+  const int32_t* sums;  // int8 only, [N padded]
+  const float* bias;
+};
+
+// Row m of the input: K elements at data + m * stride (elements, padded with 0 to a multiple of the
+// group). f32 for f32 weights, bf16 for bf16, and for int8: unsigned bytes q with
+// x = scale[m] * (q - 128).
+struct Activations {
+  const void* data;
+  int64_t stride;
+  const float* scales;  // int8 only, [M]
+};
+
+// What becomes of y = x W^T + bias (fp32).
+enum class Epilogue : int {
+  store_f32 = 0,   // out[m, n] = y
+  store_bf16 = 1,
+  add_f32 = 2,     // out[m, n] += y: the residual stream
+  // Panels are 16 columns of `gate` and the same 16 of `up`:
+  silu_mul_f32 = 3,   // out[m, j] = silu(gate_j) * up_j
+  silu_mul_bf16 = 4,
+  // best[m] = the largest y of the columns of this call and its column, of equal ones the first
+  // (a NaN is larger than anything, as for torch.argmax):
+  argmax = 5,
+};
+
+struct Best {
+  float value;
+  int32_t index;
+};
+
+struct LinearCall {
+  const Linear* weights;
+  Activations x;
+  Epilogue epilogue;
+  void* out;           // see Epilogue; Best* [M] for argmax
+  int64_t out_stride;  // elements
+};
+
+// ---- attention ---------------------------------------------------------------------------------
+
+// Shapes and meaning as `kvops.ops.Backend.paged_attention`; strides in elements, heads and head
+// dimensions contiguous. A step of the online softmax is `kTile` positions, aligned at position 0,
+// whatever the block size: block by block in block order, the same for every query.
+inline constexpr int kTile = 64;
+
+struct AttentionCall {
+  Dtype dtype;  // of q, kv and out
+  int num_heads, num_kv_heads, head_dim, block_size;
+  int window;  // positions that a query sees, its own included; 0: all
+  float scale;
+  const void* q;  // [T, H, D]
+  int64_t q_stride;
+  const void* kv;  // keys of block 0 of this layer
+  int64_t block_stride, value_offset;  // to the next block; from a block's keys to its values
+  const int32_t* block_tables;         // [B, table_stride]
+  int64_t table_stride;
+  const int32_t* cu_query_lens;  // [B + 1]
+  const int32_t* context_lens;   // [B]
+  void* out;                     // [T, H, D]
+  int64_t out_stride;
+};
+
+// ---- rows --------------------------------------------------------------------------------------
+
+// How the linear that comes next wants its input.
+struct Rows {
+  WeightKind kind;
+  void* data;  // f32, bf16 or bytes, [M, stride]
+  int64_t stride;
+  float* scales;  // int8 only, [M]
+};
+
+struct NormCall {
+  const float* x;  // [M, width]: the residual stream
+  int64_t stride;
+  int width;
+  const float* weight;
+  float eps;
+  Rows out;
+};
+
+// From the output of the fused query/key/value linear, fp32 [T, (H + 2 G) * D], to queries as
+// attention takes them and keys and values in their slots: norm of queries and keys (weights may be
+// null), rotation (GPT-NeoX halves), store. Slot -1: nowhere.
+struct QkvCall {
+  Dtype dtype;  // of q and kv
+  int num_heads, num_kv_heads, head_dim, block_size;
+  const float* qkv;
+  int64_t qkv_stride;
+  const float* query_norm;  // [D], or null
+  const float* key_norm;
+  float eps;
+  const float* cos;  // [positions, D / 2]
+  const float* sin;
+  const int64_t* positions;     // [T]
+  const int64_t* slot_mapping;  // [T]
+  void* q;                      // [T, H, D]
+  int64_t q_stride;
+  void* kv;  // as in AttentionCall
+  int64_t block_stride, value_offset;
+};
+
+struct Kernels {
+  const char* name;
+
+  // One linear over panels [panel_begin, panel_end) and rows [row_begin, row_end).
+  void (*linear)(const LinearCall&, int64_t panel_begin, int64_t panel_end, int64_t row_begin,
+                 int64_t row_end);
+  // Weights [N, K] (row-major, `stride` elements apart) into panels [panel_begin, panel_end).
+  // `source` is f32 or bf16; int8 fills scales and sums too: scale = largest |w| / 127.
+  void (*pack)(const Linear&, const void* source, Dtype source_dtype, int64_t stride,
+               int64_t panel_begin, int64_t panel_end);
+
+  // Queries [query_begin, query_end) of row `row` (counted from the row's first) of all query heads
+  // of key/value head `kv_head`; `scratch` has `attention_scratch` bytes, 64-byte aligned.
+  void (*attention)(const AttentionCall&, int row, int kv_head, int query_begin, int query_end,
+                    void* scratch);
+  size_t (*attention_scratch)(const AttentionCall&);
+
+  void (*rms_norm)(const NormCall&, int64_t row_begin, int64_t row_end);
+  // fp32 or bf16 rows into bytes with a scale per row: q = round(x / scale) + 128,
+  // scale = largest |x| / 127.
+  void (*quantize)(const void* x, Dtype dtype, int64_t stride, int width, const Rows& out,
+                   int64_t row_begin, int64_t row_end);
+  void (*qkv)(const QkvCall&, int64_t token_begin, int64_t token_end);
+};
+
+// The table for each instruction set that this build has; null where it has not.
+const Kernels* portable_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+const Kernels* avx512_bf16_kernels();
+
+}  // namespace quire

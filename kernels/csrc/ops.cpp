@@ -1,0 +1,315 @@
+// The single operations, for `kvops.Backend` and for the tests of the kernels.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+
+#include "arrays.h"
+#include "cpu.h"
+#include "scratch.h"
+#include "thread_pool.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace quire {
+namespace {
+
+constexpr int64_t kRowsAtOnce = 64;
+
+WeightKind kind_called(const std::string& name) {
+  if (name == "float32") return WeightKind::f32;
+  if (name == "bfloat16") return WeightKind::bf16;
+  if (name == "int8") return WeightKind::int8;
+  throw std::invalid_argument("no weights of kind '" + name + "'");
+}
+
+int64_t padded(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Panels, then scales and sums (int8), each 64-byte aligned.
+size_t panel_bytes(WeightKind kind, int64_t n, int64_t k) {
+  return static_cast<size_t>(padded(n, kPanel) / kPanel * (padded(k, group_of(kind)) / group_of(kind)) * 128);
+}
+size_t packed_bytes(WeightKind kind, int64_t n, int64_t k) {
+  return panel_bytes(kind, n, k) +
+         (kind == WeightKind::int8 ? static_cast<size_t>(padded(n, kPanel)) * 8 : 0);
+}
+
+}  // namespace
+
+// A linear whose packed weights lie in somebody else's memory.
+class PackedLinear {
+ public:
+  PackedLinear(const std::string& kind, int64_t n, int64_t k, Array memory,
+               std::optional<Array> bias)
+      : memory_(memory), bias_(bias) {
+    linear_.kind = kind_called(kind);
+    require(n > 0 && k > 0, "a linear without inputs or outputs");
+    linear_.n = n;
+    linear_.k = k;
+    check_rank(memory, 1, "memory");
+    auto* bytes = data<uint8_t>(memory, "memory");
+    require(memory.size() == packed_bytes(linear_.kind, n, k), "memory is not packed_bytes long");
+    require(reinterpret_cast<uintptr_t>(bytes) % 64 == 0, "memory is not 64-byte aligned");
+    linear_.panels = bytes;
+    const size_t panels = panel_bytes(linear_.kind, n, k);
+    if (linear_.kind == WeightKind::int8) {
+      linear_.scales = reinterpret_cast<float*>(bytes + panels);
+      linear_.sums = reinterpret_cast<int32_t*>(bytes + panels + padded(n, kPanel) * 4);
+    }
+    if (bias) {
+      check_rank(*bias, 1, "bias");
+      require(static_cast<int64_t>(bias->size()) == padded(n, kPanel), "bias is not padded to 32");
+      linear_.bias = data<float>(*bias, "bias");
+    }
+  }
+
+  const Linear& get() const { return linear_; }
+  int64_t num_panels() const { return padded(linear_.n, kPanel) / kPanel; }
+
+ private:
+  Linear linear_{};
+  Array memory_;
+  std::optional<Array> bias_;
+};
+
+class Ops {
+ public:
+  Ops(const std::string& isa, ThreadPool& pool) : kernels_(kernels_called(isa)), pool_(pool) {}
+
+  void pack(PackedLinear& target, Array weight) {
+    check_rank(weight, 2, "weight");
+    const Linear& linear = target.get();
+    require(static_cast<int64_t>(weight.shape(0)) == linear.n &&
+                static_cast<int64_t>(weight.shape(1)) == linear.k,
+            "weight is not [n, k]");
+    const Dtype dtype = float_type(weight, "weight");
+    nb::gil_scoped_release free;
+    pool_.run([&](ThreadPool::Lane& lane) {
+      lane.loop(target.num_panels(), 4, [&](int64_t begin, int64_t end) {
+        kernels_.pack(linear, weight.data(), dtype, weight.stride(0), begin, end);
+      });
+    });
+  }
+
+  // out [M, N] fp32 or bf16 = x [M, K] of the weights' dtype (fp32 for int8).
+  void linear(Array x, const PackedLinear& weights, Array out) {
+    check_rank(x, 2, "x");
+    check_rank(out, 2, "out");
+    const Linear& w = weights.get();
+    const auto m = static_cast<int64_t>(x.shape(0));
+    require(static_cast<int64_t>(x.shape(1)) == w.k, "x is not [M, K]");
+    require(static_cast<int64_t>(out.shape(0)) == m && static_cast<int64_t>(out.shape(1)) == w.n,
+            "out is not [M, N]");
+    const Dtype in = float_type(x, "x"), to = float_type(out, "out");
+    require(w.kind == WeightKind::int8 || (in == Dtype::f32) == (w.kind == WeightKind::f32),
+            "x is not of the weights' dtype");
+    nb::gil_scoped_release free;
+    Scratch bytes, scales;
+    LinearCall call{&w, {x.data(), x.stride(0), nullptr},
+                    to == Dtype::f32 ? Epilogue::store_f32 : Epilogue::store_bf16, out.data(),
+                    out.stride(0)};
+    const int64_t width = padded(w.k, group_of(w.kind));
+    const bool copied = w.kind == WeightKind::int8 || width != w.k;
+    if (copied) {
+      call.x.stride = width;
+      call.x.data = bytes.get(m * width * (w.kind == WeightKind::int8 ? 1 : size_of(in)));
+      call.x.scales = static_cast<float*>(scales.get(m * sizeof(float)));
+    }
+    pool_.run([&](ThreadPool::Lane& lane) {
+      if (copied) lane.loop(m, 8, [&](int64_t begin, int64_t end) { take(x, in, w, call.x, begin, end); });
+      lane.loop(weights.num_panels(), 4, [&](int64_t begin, int64_t end) {
+        kernels_.linear(call, begin, end, 0, m);
+      });
+    });
+  }
+
+  // best [M] of (value, index): the largest output of each row.
+  void argmax(Array x, const PackedLinear& weights, Array values, Array indices) {
+    const auto m = static_cast<int64_t>(x.shape(0));
+    const Linear& w = weights.get();
+    check_rank(x, 2, "x");
+    require(static_cast<int64_t>(x.shape(1)) == w.k && w.k % group_of(w.kind) == 0 &&
+                w.kind != WeightKind::int8,
+            "x is not [M, K]");
+    auto* value = data<float>(values, "values");
+    auto* index = data<int64_t>(indices, "indices");
+    require(static_cast<int64_t>(values.size()) == m && static_cast<int64_t>(indices.size()) == m,
+            "values and indices are not [M]");
+    nb::gil_scoped_release free;
+    constexpr int64_t kGrain = 8;
+    const int64_t num_parts = (weights.num_panels() + kGrain - 1) / kGrain;
+    std::vector<Best> best(num_parts * m);
+    pool_.run([&](ThreadPool::Lane& lane) {
+      lane.loop(weights.num_panels(), kGrain, [&](int64_t begin, int64_t end) {
+        LinearCall call{&w, {x.data(), x.stride(0), nullptr}, Epilogue::argmax,
+                        best.data() + begin / kGrain * m, 0};
+        kernels_.linear(call, begin, end, 0, m);
+      });
+    });
+    for (int64_t row = 0; row < m; ++row) {
+      Best first = best[row];
+      for (int64_t part = 1; part < num_parts; ++part) {
+        const Best& other = best[part * m + row];
+        if (other.value > first.value || (other.value != other.value && first.value == first.value))
+          first = other;
+      }
+      value[row] = first.value;
+      index[row] = first.index;
+    }
+  }
+
+  void attention(Array q, Array kv_layer, Array block_tables, Array cu_query_lens,
+                 Array context_lens, float scale, int window, Array out) {
+    check_rank(q, 3, "q");
+    check_rank(out, 3, "out");
+    check_rank(kv_layer, 5, "kv_layer");
+    check_rank(block_tables, 2, "block_tables");
+    AttentionCall call{};
+    call.dtype = float_type(q, "q");
+    require(float_type(kv_layer, "kv_layer") == call.dtype && float_type(out, "out") == call.dtype,
+            "q, kv_layer and out differ in dtype");
+    call.num_heads = static_cast<int>(q.shape(1));
+    call.head_dim = static_cast<int>(q.shape(2));
+    call.block_size = static_cast<int>(kv_layer.shape(2));
+    call.num_kv_heads = static_cast<int>(kv_layer.shape(3));
+    require(static_cast<int>(kv_layer.shape(4)) == call.head_dim &&
+                kv_layer.stride(3) == call.head_dim &&
+                kv_layer.stride(2) == call.head_dim * call.num_kv_heads,
+            "kv_layer's heads are not contiguous");
+    require(q.stride(1) == call.head_dim && out.stride(1) == call.head_dim,
+            "q's or out's heads are not contiguous");
+    call.window = window;
+    call.scale = scale;
+    call.q = q.data();
+    call.q_stride = q.stride(0);
+    call.kv = kv_layer.data();
+    call.block_stride = kv_layer.stride(0);
+    call.value_offset = kv_layer.stride(1);
+    call.block_tables = data<int32_t>(block_tables, "block_tables");
+    call.table_stride = block_tables.stride(0);
+    call.cu_query_lens = data<int32_t>(cu_query_lens, "cu_query_lens");
+    call.context_lens = data<int32_t>(context_lens, "context_lens");
+    call.out = out.data();
+    call.out_stride = out.stride(0);
+    const auto num_rows = static_cast<int64_t>(context_lens.size());
+    nb::gil_scoped_release free;
+    const size_t scratch_bytes = padded(kernels_.attention_scratch(call), 64);
+    Scratch scratch;
+    auto* bytes = static_cast<char*>(scratch.get(scratch_bytes * pool_.num_threads()));
+    pool_.run([&](ThreadPool::Lane& lane) {
+      lane.loop(num_rows * call.num_kv_heads, 1, [&](int64_t task, int64_t) {
+        const int row = static_cast<int>(task / call.num_kv_heads);
+        kernels_.attention(call, row, static_cast<int>(task % call.num_kv_heads), 0,
+                           call.cu_query_lens[row + 1] - call.cu_query_lens[row],
+                           bytes + scratch_bytes * lane.index);
+      });
+    });
+  }
+
+  // out = x [M, width] fp32 normed, as fp32 or bf16.
+  void rms_norm(Array x, Array weight, float eps, Array out) {
+    check_rank(x, 2, "x");
+    check_rank(out, 2, "out");
+    const Dtype to = float_type(out, "out");
+    NormCall call{data<float>(x, "x"), x.stride(0), static_cast<int>(x.shape(1)),
+                  data<float>(weight, "weight"), eps,
+                  {to == Dtype::f32 ? WeightKind::f32 : WeightKind::bf16, out.data(),
+                   out.stride(0), nullptr}};
+    require(weight.size() == x.shape(1) && out.shape(0) == x.shape(0) &&
+                out.shape(1) == x.shape(1),
+            "x, weight and out do not fit");
+    nb::gil_scoped_release free;
+    pool_.run([&](ThreadPool::Lane& lane) {
+      lane.loop(static_cast<int64_t>(x.shape(0)), 16,
+                [&](int64_t begin, int64_t end) { kernels_.rms_norm(call, begin, end); });
+    });
+  }
+
+  // qkv fp32 [T, (H + 2 G) * D] -> q [T, H, D], keys and values in their slots.
+  void qkv(Array qkv, std::optional<Array> query_norm, std::optional<Array> key_norm, float eps,
+           Array cos, Array sin, Array positions, Array slot_mapping, Array q, Array kv_layer) {
+    check_rank(qkv, 2, "qkv");
+    check_rank(q, 3, "q");
+    check_rank(kv_layer, 5, "kv_layer");
+    QkvCall call{};
+    call.dtype = float_type(q, "q");
+    call.num_heads = static_cast<int>(q.shape(1));
+    call.head_dim = static_cast<int>(q.shape(2));
+    call.block_size = static_cast<int>(kv_layer.shape(2));
+    call.num_kv_heads = static_cast<int>(kv_layer.shape(3));
+    require(static_cast<int>(qkv.shape(1)) ==
+                (call.num_heads + 2 * call.num_kv_heads) * call.head_dim,
+            "qkv is not [T, (H + 2 G) * D]");
+    require(float_type(kv_layer, "kv_layer") == call.dtype, "q and kv_layer differ in dtype");
+    call.qkv = data<float>(qkv, "qkv");
+    call.qkv_stride = qkv.stride(0);
+    call.query_norm = query_norm ? data<float>(*query_norm, "query_norm") : nullptr;
+    call.key_norm = key_norm ? data<float>(*key_norm, "key_norm") : nullptr;
+    call.eps = eps;
+    call.cos = data<float>(cos, "cos");
+    call.sin = data<float>(sin, "sin");
+    call.positions = data<int64_t>(positions, "positions");
+    call.slot_mapping = data<int64_t>(slot_mapping, "slot_mapping");
+    call.q = q.data();
+    call.q_stride = q.stride(0);
+    call.kv = kv_layer.data();
+    call.block_stride = kv_layer.stride(0);
+    call.value_offset = kv_layer.stride(1);
+    nb::gil_scoped_release free;
+    pool_.run([&](ThreadPool::Lane& lane) {
+      lane.loop(static_cast<int64_t>(qkv.shape(0)), 4,
+                [&](int64_t begin, int64_t end) { kernels_.qkv(call, begin, end); });
+    });
+  }
+
+  std::string name() const { return kernels_.name; }
+
+ private:
+  // Rows of x as the weights want them: quantized, or padded with zeros.
+  void take(const Array& x, Dtype dtype, const Linear& w, const Activations& to, int64_t begin,
+            int64_t end) {
+    Rows rows{w.kind, const_cast<void*>(to.data), to.stride, const_cast<float*>(to.scales)};
+    if (w.kind == WeightKind::int8) {
+      kernels_.quantize(x.data(), dtype, x.stride(0), static_cast<int>(w.k), rows, begin, end);
+      return;
+    }
+    const size_t size = size_of(dtype);
+    for (int64_t row = begin; row < end; ++row) {
+      auto* out = static_cast<char*>(rows.data) + row * to.stride * size;
+      std::memcpy(out, static_cast<const char*>(x.data()) + row * x.stride(0) * size, w.k * size);
+      std::memset(out + w.k * size, 0, (to.stride - w.k) * size);
+    }
+  }
+
+  const Kernels& kernels_;
+  ThreadPool& pool_;
+};
+
+void bind_ops(nb::module_& m) {
+  m.def("packed_bytes",
+        [](const std::string& kind, int64_t n, int64_t k) {
+          return packed_bytes(kind_called(kind), n, k);
+        },
+        "kind"_a, "n"_a, "k"_a);
+  nb::class_<PackedLinear>(m, "PackedLinear")
+      .def(nb::init<const std::string&, int64_t, int64_t, Array, std::optional<Array>>(), "kind"_a,
+           "n"_a, "k"_a, "memory"_a, "bias"_a = nb::none());
+  nb::class_<Ops>(m, "Ops")
+      .def(nb::init<const std::string&, ThreadPool&>(), "isa"_a, "pool"_a, nb::keep_alive<1, 3>())
+      .def_prop_ro("name", &Ops::name)
+      .def("pack", &Ops::pack, "target"_a, "weight"_a)
+      .def("linear", &Ops::linear, "x"_a, "weights"_a, "out"_a)
+      .def("argmax", &Ops::argmax, "x"_a, "weights"_a, "values"_a, "indices"_a)
+      .def("attention", &Ops::attention, "q"_a, "kv_layer"_a, "block_tables"_a, "cu_query_lens"_a,
+           "context_lens"_a, "scale"_a, "window"_a, "out"_a)
+      .def("rms_norm", &Ops::rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a)
+      .def("qkv", &Ops::qkv, "qkv"_a, "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a, "cos"_a,
+           "sin"_a, "positions"_a, "slot_mapping"_a, "q"_a, "kv_layer"_a);
+}
+
+}  // namespace quire

@@ -1,0 +1,173 @@
+// Sixteen lanes of fp32, and the dot products that fill them, for the instruction set that the
+// including file is compiled for.
+//
+// GCC's and Clang's vector types are lowered to whatever the target has (AVX-512, AVX2, SSE, NEON),
+// so the arithmetic around the dot products is written once. Everything here lives in a namespace
+// of its own per instruction set, and what includes it uses no templates of the standard library:
+// a function compiled for several instruction sets under one name would be merged by the linker,
+// and an old CPU would meet a new one's instructions.
+//
+// Compiled with -ffp-contract=off: what is fused is written as `fma`, so that an element is rounded
+// the same in every loop that computes it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#ifndef QUIRE_ISA
+#error "QUIRE_ISA names the namespace of the instruction set"
+#endif
+
+namespace quire::QUIRE_ISA {
+
+inline constexpr int kLanes = 16;
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+template <typename V, typename T>
+inline V load(const T* from) {
+  V value;
+  std::memcpy(&value, from, sizeof(V));
+  return value;
+}
+
+template <typename T, typename V>
+inline void store(T* to, V value) {
+  std::memcpy(to, &value, sizeof(V));
+}
+
+inline f32x16 splat(float value) { return value - f32x16{}; }
+inline i32x16 splat_i32(int32_t value) { return value - i32x16{}; }
+
+// a * b + c, rounded once where the target has a fused multiply-add.
+inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  __m256 x[2], y[2], z[2];
+  std::memcpy(x, &a, sizeof a);
+  std::memcpy(y, &b, sizeof b);
+  std::memcpy(z, &c, sizeof c);
+  for (int i = 0; i < 2; ++i) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
+  std::memcpy(&c, z, sizeof c);
+  return c;
+#elif defined(__ARM_NEON)
+  float32x4_t x[4], y[4], z[4];
+  std::memcpy(x, &a, sizeof a);
+  std::memcpy(y, &b, sizeof b);
+  std::memcpy(z, &c, sizeof c);
+  for (int i = 0; i < 4; ++i) z[i] = vfmaq_f32(z[i], x[i], y[i]);
+  std::memcpy(&c, z, sizeof c);
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+
+inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+
+// Sum and maximum of all lanes, in one fixed tree.
+inline float reduce_add(f32x16 v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+inline float reduce_max(f32x16 v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  float largest = lanes[0];
+  for (int i = 1; i < kLanes; ++i) largest = lanes[i] > largest ? lanes[i] : largest;
+  return largest;
+}
+
+// bf16 is the upper half of fp32; rounding is to nearest, ties to even, NaN stays NaN.
+inline float to_f32(uint16_t bits) {
+  uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, sizeof value);
+  return value;
+}
+inline uint16_t to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+inline f32x16 load_bf16(const uint16_t* from) {
+  return (f32x16)(__builtin_convertvector(load<u16x16>(from), u32x16) << 16);
+}
+inline void store_bf16(uint16_t* to, f32x16 value) {
+#if defined(__AVX512BF16__)
+  store(to, (__m256i)_mm512_cvtneps_pbh((__m512)value));
+#else
+  u32x16 bits = (u32x16)value;
+  u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  u32x16 nan = (bits >> 16) | 0x40u;
+  u32x16 is_nan = (u32x16)((bits & 0x7fffffffu) > 0x7f800000u);
+  store(to, __builtin_convertvector((rounded & ~is_nan) | (nan & is_nan), u16x16));
+#endif
+}
+
+inline f32x16 load_f32(const float* from) { return load<f32x16>(from); }
+inline f32x16 load_f32(const uint16_t* from) { return load_bf16(from); }
+inline void store_f32(float* to, f32x16 value) { store(to, value); }
+inline void store_f32(uint16_t* to, f32x16 value) { store_bf16(to, value); }
+
+// Every lane of `a` and `b` is a pair of bf16 (lower half first): acc + a0 * b0 + a1 * b1.
+inline f32x16 dot_bf16(f32x16 acc, u32x16 a, u32x16 b) {
+#if defined(__AVX512BF16__)
+  return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#else
+  const u32x16 high = 0xffff0000u - u32x16{};
+  acc = fma((f32x16)(a << 16), (f32x16)(b << 16), acc);
+  return fma((f32x16)(a & high), (f32x16)(b & high), acc);
+#endif
+}
+
+// Every lane is four bytes, `a` unsigned and `b` signed: acc + their dot product, exact.
+inline i32x16 dot_int8(i32x16 acc, u32x16 a, i32x16 b) {
+#if defined(__AVX512VNNI__)
+  return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#else
+  for (int byte = 0; byte < 4; ++byte) {
+    i32x16 x = (i32x16)((a >> (8 * byte)) & 0xffu);
+    i32x16 y = (b << (24 - 8 * byte)) >> 24;
+    acc += x * y;
+  }
+  return acc;
+#endif
+}
+
+// e^x for x <= 0 (an online softmax asks for nothing else); below -87 exactly 0, also for -inf.
+// Cephes' expf: 2^n * p(r), |r| <= ln 2 / 2, error below 2 ulp.
+inline f32x16 exp_nonpositive(f32x16 x) {
+  const f32x16 clamped = max(x, splat(-88.0f));
+  const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const f32x16 shifted = fma(clamped, splat(1.44269504088896341f), magic);
+  const f32x16 n = shifted - magic;
+  f32x16 r = fma(n, splat(-0.693359375f), clamped);
+  r = fma(n, splat(2.12194440e-4f), r);
+  f32x16 p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r + 1.0f);
+  const i32x16 exponent = (__builtin_convertvector(n, i32x16) + 127) << 23;
+  const f32x16 value = p * (f32x16)exponent;
+  return x < -87.0f ? f32x16{} : value;
+}
+
+}  // namespace quire::QUIRE_ISA
