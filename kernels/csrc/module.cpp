@@ -11,6 +11,7 @@ using namespace nb::literals;
 
 namespace quire {
 void bind_ops(nb::module_& m);
+void bind_decoder(nb::module_& m);
 }  // namespace quire
 
 NB_MODULE(_native, m) {
@@ -30,4 +31,5 @@ NB_MODULE(_native, m) {
       .def_prop_ro("num_threads", &ThreadPool::num_threads);
 
   bind_ops(m);
+  bind_decoder(m);
 }

@@ -10,6 +10,7 @@
 
 #include "arrays.h"
 #include "cpu.h"
+#include "packed_linear.h"
 #include "scratch.h"
 #include "thread_pool.h"
 
@@ -17,66 +18,6 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace quire {
-namespace {
-
-constexpr int64_t kRowsAtOnce = 64;
-
-WeightKind kind_called(const std::string& name) {
-  if (name == "float32") return WeightKind::f32;
-  if (name == "bfloat16") return WeightKind::bf16;
-  if (name == "int8") return WeightKind::int8;
-  throw std::invalid_argument("no weights of kind '" + name + "'");
-}
-
-int64_t padded(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-// Panels, then scales and sums (int8), each 64-byte aligned.
-size_t panel_bytes(WeightKind kind, int64_t n, int64_t k) {
-  return static_cast<size_t>(padded(n, kPanel) / kPanel * (padded(k, group_of(kind)) / group_of(kind)) * 128);
-}
-size_t packed_bytes(WeightKind kind, int64_t n, int64_t k) {
-  return panel_bytes(kind, n, k) +
-         (kind == WeightKind::int8 ? static_cast<size_t>(padded(n, kPanel)) * 8 : 0);
-}
-
-}  // namespace
-
-// A linear whose packed weights lie in somebody else's memory.
-class PackedLinear {
- public:
-  PackedLinear(const std::string& kind, int64_t n, int64_t k, Array memory,
-               std::optional<Array> bias)
-      : memory_(memory), bias_(bias) {
-    linear_.kind = kind_called(kind);
-    require(n > 0 && k > 0, "a linear without inputs or outputs");
-    linear_.n = n;
-    linear_.k = k;
-    check_rank(memory, 1, "memory");
-    auto* bytes = data<uint8_t>(memory, "memory");
-    require(memory.size() == packed_bytes(linear_.kind, n, k), "memory is not packed_bytes long");
-    require(reinterpret_cast<uintptr_t>(bytes) % 64 == 0, "memory is not 64-byte aligned");
-    linear_.panels = bytes;
-    const size_t panels = panel_bytes(linear_.kind, n, k);
-    if (linear_.kind == WeightKind::int8) {
-      linear_.scales = reinterpret_cast<float*>(bytes + panels);
-      linear_.sums = reinterpret_cast<int32_t*>(bytes + panels + padded(n, kPanel) * 4);
-    }
-    if (bias) {
-      check_rank(*bias, 1, "bias");
-      require(static_cast<int64_t>(bias->size()) == padded(n, kPanel), "bias is not padded to 32");
-      linear_.bias = data<float>(*bias, "bias");
-    }
-  }
-
-  const Linear& get() const { return linear_; }
-  int64_t num_panels() const { return padded(linear_.n, kPanel) / kPanel; }
-
- private:
-  Linear linear_{};
-  Array memory_;
-  std::optional<Array> bias_;
-};
-
 class Ops {
  public:
   Ops(const std::string& isa, ThreadPool& pool) : kernels_(kernels_called(isa)), pool_(pool) {}
@@ -113,7 +54,7 @@ class Ops {
     LinearCall call{&w, {x.data(), x.stride(0), nullptr},
                     to == Dtype::f32 ? Epilogue::store_f32 : Epilogue::store_bf16, out.data(),
                     out.stride(0)};
-    const int64_t width = padded(w.k, group_of(w.kind));
+    const int64_t width = input_width(w);
     const bool copied = w.kind == WeightKind::int8 || width != w.k;
     if (copied) {
       call.x.stride = width;
@@ -198,7 +139,7 @@ class Ops {
     call.out_stride = out.stride(0);
     const auto num_rows = static_cast<int64_t>(context_lens.size());
     nb::gil_scoped_release free;
-    const size_t scratch_bytes = padded(kernels_.attention_scratch(call), 64);
+    const size_t scratch_bytes = round_up(kernels_.attention_scratch(call), 64);
     Scratch scratch;
     auto* bytes = static_cast<char*>(scratch.get(scratch_bytes * pool_.num_threads()));
     pool_.run([&](ThreadPool::Lane& lane) {

@@ -1,0 +1,251 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace quire {
+namespace {
+
+constexpr int64_t kTokensAtOnce = 8;   // of a loop over tokens
+constexpr int64_t kPanelsAtOnce = 4;   // of a linear
+constexpr int kQueriesAtOnce = 64;     // of one row's attention
+
+float widened(const void* from, Dtype dtype, int64_t i) {
+  if (dtype == Dtype::f32) return static_cast<const float*>(from)[i];
+  const uint32_t bits = static_cast<uint32_t>(static_cast<const bf16*>(from)[i]) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// To nearest, ties to even; NaN stays NaN.
+bf16 narrowed(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if (value != value) return static_cast<bf16>((bits >> 16) | 0x40u);
+  return static_cast<bf16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Whether a larger one comes later; NaN is the largest, the first one stays.
+bool beats(const Best& challenger, const Best& holder) {
+  if (holder.value != holder.value) return false;
+  return challenger.value > holder.value || challenger.value != challenger.value;
+}
+
+}  // namespace
+
+Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
+  const int64_t t = batch.num_tokens;
+  const Dtype dtype = arena.dtype;
+  const Layer& layer = layers_.front();
+  const int64_t widest = round_up(
+      std::max({shape_.hidden, shape_.attention_size(), shape_.intermediate}), 64);
+  AttentionCall call{};
+  call.dtype = dtype;
+  call.num_heads = shape_.num_heads;
+  call.num_kv_heads = shape_.num_kv_heads;
+  call.head_dim = shape_.head_dim;
+  call.block_size = arena.block_size;
+  const size_t scratch = static_cast<size_t>(
+      round_up(static_cast<int64_t>(kernels_.attention_scratch(call)), 64));
+  Buffers b{};
+  b.num_tokens = t;
+  b.residual = static_cast<float*>(residual_.get(t * shape_.hidden * sizeof(float)));
+  b.qkv = static_cast<float*>(qkv_.get(t * shape_.qkv_size() * sizeof(float)));
+  b.q = q_.get(t * shape_.attention_size() * size_of(dtype));
+  b.attended = attended_.get(t * shape_.attention_size() * size_of(dtype));
+  b.gated = gated_.get(t * round_up(shape_.intermediate, 16) * size_of(dtype));
+  b.inputs = {layer.qkv->kind, inputs_.get(t * widest * sizeof(float)), widest,
+              static_cast<float*>(scales_.get(t * sizeof(float)))};
+  b.scratch = static_cast<char*>(scratch_.get(scratch * pool_.num_threads()));
+  b.scratch_bytes = scratch;
+  return b;
+}
+
+// Longest first, so that no lane starts a long piece when the others are done.
+void Decoder::split(const Batch& batch) {
+  queries_.clear();
+  for (int64_t row = 0; row < batch.num_rows; ++row) {
+    const int size = batch.cu_query_lens[row + 1] - batch.cu_query_lens[row];
+    for (int end = size; end > 0; end -= kQueriesAtOnce)
+      queries_.push_back({static_cast<int>(row), std::max(0, end - kQueriesAtOnce), end});
+  }
+  const auto cost = [&](const Queries& q) {
+    return static_cast<int64_t>(q.end - q.begin) * batch.context_lens[q.row];
+  };
+  std::stable_sort(queries_.begin(), queries_.end(),
+                   [&](const Queries& a, const Queries& b) { return cost(a) > cost(b); });
+}
+
+void Decoder::forward(const Batch& batch, const Arena& arena, float* hidden) {
+  const Buffers b = buffers(batch, arena);
+  split(batch);
+  pool_.run([&](Lane& lane) {
+    int64_t m = batch.num_tokens;
+    embed(lane, batch, b);
+    for (size_t i = 0; i < layers_.size(); ++i) {
+      const Layer& layer = layers_[i];
+      norm(lane, layer.input_norm, m, *layer.qkv, b);
+      linear(lane, *layer.qkv, {b.inputs.data, b.inputs.stride, b.inputs.scales}, m,
+             Epilogue::store_f32, b.qkv, shape_.qkv_size());
+      attend(lane, layer, static_cast<int64_t>(i), batch, arena, b);
+      if (i + 1 == layers_.size() && batch.num_wanted < m) {
+        // The KV is stored: nothing more is asked of the other tokens.
+        keep_wanted(lane, batch, arena.dtype, b);
+        m = batch.num_wanted;
+      }
+      finish_layer(lane, layer, m, arena.dtype, b);
+    }
+    lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
+      const NormCall call{b.residual, shape_.hidden, shape_.hidden, final_norm_, shape_.eps,
+                          {WeightKind::f32, hidden, shape_.hidden, nullptr}};
+      kernels_.rms_norm(call, begin, end);
+    });
+  });
+}
+
+void Decoder::embed(Lane& lane, const Batch& batch, const Buffers& b) {
+  const int64_t width = shape_.hidden;
+  lane.loop(batch.num_tokens, kTokensAtOnce, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t i = 0; i < width; ++i)
+        b.residual[t * width + i] =
+            widened(embedding_, embedding_dtype_, batch.token_ids[t] * width + i);
+  });
+}
+
+void Decoder::attend(Lane& lane, const Layer& layer, int64_t index, const Batch& batch,
+                     const Arena& arena, const Buffers& b) {
+  char* kv = static_cast<char*>(arena.data) + index * arena.layer_stride * size_of(arena.dtype);
+  const int64_t width = shape_.attention_size();
+  const QkvCall store{arena.dtype,       shape_.num_heads, shape_.num_kv_heads,
+                      shape_.head_dim,   arena.block_size, b.qkv,
+                      shape_.qkv_size(), layer.query_norm, layer.key_norm,
+                      shape_.eps,        cos_,             sin_,
+                      batch.positions,   batch.slot_mapping, b.q,
+                      width,             kv,               arena.block_stride,
+                      arena.value_offset};
+  lane.loop(batch.num_tokens, kTokensAtOnce,
+            [&](int64_t begin, int64_t end) { kernels_.qkv(store, begin, end); });
+  const float scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim));
+  const AttentionCall call{arena.dtype,       shape_.num_heads,   shape_.num_kv_heads,
+                           shape_.head_dim,   arena.block_size,   layer.window,
+                           scale,             b.q,                width,
+                           kv,                arena.block_stride, arena.value_offset,
+                           batch.block_tables, batch.table_stride, batch.cu_query_lens,
+                           batch.context_lens, b.attended,        width};
+  const int num_heads = shape_.num_kv_heads;
+  const auto num_tasks = static_cast<int64_t>(queries_.size()) * num_heads;
+  lane.loop(num_tasks, 1, [&](int64_t task, int64_t) {
+    const Queries& queries = queries_[task / num_heads];
+    kernels_.attention(call, queries.row, static_cast<int>(task % num_heads), queries.begin,
+                       queries.end, b.scratch + b.scratch_bytes * lane.index);
+  });
+}
+
+// Moves the wanted rows of the stream and of the attention's output to the front.
+void Decoder::keep_wanted(Lane& lane, const Batch& batch, Dtype dtype, const Buffers& b) {
+  lane.loop(1, 1, [&](int64_t, int64_t) {
+    const size_t stream = shape_.hidden * sizeof(float);
+    const size_t row = shape_.attention_size() * size_of(dtype);
+    char* attended = static_cast<char*>(b.attended);
+    for (int64_t i = 0; i < batch.num_wanted; ++i) {
+      const int64_t from = batch.wanted[i];
+      std::memmove(b.residual + i * shape_.hidden, b.residual + from * shape_.hidden, stream);
+      std::memmove(attended + i * row, attended + from * row, row);
+    }
+  });
+}
+
+void Decoder::finish_layer(Lane& lane, const Layer& layer, int64_t m, Dtype dtype,
+                           const Buffers& b) {
+  const int64_t gated_stride = round_up(shape_.intermediate, 16);
+  Activations x = taken(lane, b.attended, dtype, shape_.attention_size(), m, *layer.output, b);
+  linear(lane, *layer.output, x, m, Epilogue::add_f32, b.residual, shape_.hidden);
+  norm(lane, layer.mlp_norm, m, *layer.gate_up, b);
+  linear(lane, *layer.gate_up, {b.inputs.data, b.inputs.stride, b.inputs.scales}, m,
+         dtype == Dtype::f32 ? Epilogue::silu_mul_f32 : Epilogue::silu_mul_bf16, b.gated,
+         gated_stride);
+  x = taken(lane, b.gated, dtype, gated_stride, m, *layer.down, b);
+  linear(lane, *layer.down, x, m, Epilogue::add_f32, b.residual, shape_.hidden);
+}
+
+void Decoder::norm(Lane& lane, const float* weight, int64_t m, const Linear& next,
+                   const Buffers& b) {
+  const NormCall call{b.residual, shape_.hidden, shape_.hidden, weight, shape_.eps,
+                      {next.kind, b.inputs.data, b.inputs.stride, b.inputs.scales}};
+  lane.loop(m, kTokensAtOnce,
+            [&](int64_t begin, int64_t end) { kernels_.rms_norm(call, begin, end); });
+}
+
+void Decoder::linear(Lane& lane, const Linear& weights, const Activations& x, int64_t m,
+                     Epilogue epilogue, void* out, int64_t out_stride) {
+  const LinearCall call{&weights, x, epilogue, out, out_stride};
+  const int64_t num_panels = round_up(weights.n, kPanel) / kPanel;
+  lane.loop(num_panels, kPanelsAtOnce, [&](int64_t begin, int64_t end) {
+    kernels_.linear(call, begin, end, 0, m);
+  });
+}
+
+// What is in fp32 or bf16 already is taken as it is; int8 weights want bytes.
+Activations Decoder::taken(Lane& lane, const void* x, Dtype dtype, int64_t stride, int64_t m,
+                           const Linear& next, const Buffers& b) {
+  if (next.kind != WeightKind::int8) return {x, stride, nullptr};
+  const Rows rows{next.kind, b.inputs.data, b.inputs.stride, b.inputs.scales};
+  lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
+    kernels_.quantize(x, dtype, stride, static_cast<int>(next.k), rows, begin, end);
+  });
+  return {rows.data, rows.stride, rows.scales};
+}
+
+Decoder::Buffers Decoder::head_buffers(int64_t m) {
+  const int64_t width = round_up(shape_.hidden, 64);
+  Buffers b{};
+  b.inputs = {head_->kind, inputs_.get(m * width * sizeof(float)), width,
+              static_cast<float*>(scales_.get(m * sizeof(float)))};
+  return b;
+}
+
+Activations Decoder::head_input(Lane& lane, const float* hidden, int64_t m, const Buffers& b) {
+  if (head_->kind == WeightKind::int8)
+    return taken(lane, hidden, Dtype::f32, shape_.hidden, m, *head_, b);
+  if (head_->kind == WeightKind::f32) return {hidden, shape_.hidden, nullptr};
+  lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      for (int64_t i = 0; i < shape_.hidden; ++i)
+        static_cast<bf16*>(b.inputs.data)[row * b.inputs.stride + i] =
+            narrowed(hidden[row * shape_.hidden + i]);
+  });
+  return {b.inputs.data, b.inputs.stride, nullptr};
+}
+
+void Decoder::logits(const float* hidden, int64_t m, float* out) {
+  const Buffers b = head_buffers(m);
+  pool_.run([&](Lane& lane) {
+    const Activations x = head_input(lane, hidden, m, b);
+    linear(lane, *head_, x, m, Epilogue::store_f32, out, shape_.vocab);
+  });
+}
+
+void Decoder::best(const float* hidden, int64_t m, Best* out) {
+  const Buffers b = head_buffers(m);
+  const int64_t num_panels = round_up(head_->n, kPanel) / kPanel;
+  const int64_t grain = std::max<int64_t>(kPanelsAtOnce, num_panels / 256);
+  const int64_t num_parts = (num_panels + grain - 1) / grain;
+  auto* parts = static_cast<Best*>(bests_.get(num_parts * m * sizeof(Best)));
+  pool_.run([&](Lane& lane) {
+    const Activations x = head_input(lane, hidden, m, b);
+    lane.loop(num_panels, grain, [&](int64_t begin, int64_t end) {
+      kernels_.linear({head_, x, Epilogue::argmax, parts + begin / grain * m, 0}, begin, end, 0,
+                      m);
+    });
+  });
+  for (int64_t row = 0; row < m; ++row) {
+    out[row] = parts[row];
+    for (int64_t part = 1; part < num_parts; ++part)
+      if (beats(parts[part * m + row], out[row])) out[row] = parts[part * m + row];
+  }
+}
+
+}  // namespace quire

@@ -1,0 +1,127 @@
+// A decoder-only transformer (Llama, Qwen2, Qwen3, Mistral): one call computes one step of a batch,
+// all layers, without Python in between.
+//
+// The residual stream is fp32; what goes into a linear is rounded to the weights' kind (fp32, bf16,
+// or bytes with a scale per token), what goes into attention to the KV's dtype. Buffers grow to the
+// largest batch seen and are kept.
+#pragma once
+
+#include <vector>
+
+#include "kernels.h"
+#include "packed_linear.h"
+#include "scratch.h"
+#include "thread_pool.h"
+
+namespace quire {
+
+struct Layer {
+  const float* input_norm;  // [hidden]
+  const Linear* qkv;        // [(H + 2 G) * D, hidden]
+  const float* query_norm;  // [D], or null
+  const float* key_norm;
+  const Linear* output;    // [hidden, H * D]
+  const float* mlp_norm;   // [hidden]
+  const Linear* gate_up;   // panels of 16 gate and 16 up columns, see Epilogue::silu_mul_*
+  const Linear* down;      // [hidden, intermediate]
+  int window;              // positions that a query sees; 0: all
+};
+
+struct Shape {
+  int hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab;
+  float eps;
+
+  int qkv_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
+  int attention_size() const { return num_heads * head_dim; }
+};
+
+// [num_blocks, num_layers, 2, block_size, G, D]; strides in elements.
+struct Arena {
+  void* data;
+  Dtype dtype;
+  int64_t block_stride, layer_stride, value_offset;
+  int block_size;
+};
+
+// T tokens of B rows, as `services.engine.models.Batch`.
+struct Batch {
+  int64_t num_tokens, num_rows;
+  const int64_t* token_ids;     // [T]
+  const int64_t* positions;     // [T]
+  const int64_t* slot_mapping;  // [T]
+  const int32_t* block_tables;  // [B, table_stride]
+  int64_t table_stride;
+  const int32_t* cu_query_lens;  // [B + 1]
+  const int32_t* context_lens;   // [B]
+  const int64_t* wanted;         // [num_wanted], rising: tokens whose final state is asked for
+  int64_t num_wanted;
+};
+
+class Decoder {
+ public:
+  Decoder(const Kernels& kernels, ThreadPool& pool, Shape shape, std::vector<Layer> layers,
+          const void* embedding, Dtype embedding_dtype, const float* final_norm,
+          const Linear* head, const float* cos, const float* sin)
+      : kernels_(kernels), pool_(pool), shape_(shape), layers_(std::move(layers)),
+        embedding_(embedding), embedding_dtype_(embedding_dtype), final_norm_(final_norm),
+        head_(head), cos_(cos), sin_(sin) {}
+
+  // Final, normed states fp32 [num_wanted, hidden]; writes the new tokens' KV into the arena.
+  void forward(const Batch& batch, const Arena& arena, float* hidden);
+
+  // From states [M, hidden] to fp32 logits [M, vocab].
+  void logits(const float* hidden, int64_t m, float* out);
+
+  // Only each state's largest logit and its token: what greedy sampling needs.
+  void best(const float* hidden, int64_t m, Best* out);
+
+ private:
+  using Lane = ThreadPool::Lane;
+
+  struct Buffers {
+    int64_t num_tokens;
+    float* residual;  // [T, hidden]
+    float* qkv;       // [T, qkv_size]
+    void* q;          // [T, H * D], the arena's dtype
+    void* attended;   // [T, H * D], the arena's dtype
+    void* gated;      // [T, intermediate], fp32 or bf16
+    Rows inputs;      // [T, widest]: what the next linear takes
+    char* scratch;    // per lane
+    size_t scratch_bytes;
+  };
+
+  // Queries [begin, end) of a row, for every key/value head.
+  struct Queries {
+    int row, begin, end;
+  };
+
+  Buffers buffers(const Batch& batch, const Arena& arena);
+  void split(const Batch& batch);
+  void embed(Lane& lane, const Batch& batch, const Buffers& b);
+  void attend(Lane& lane, const Layer& layer, int64_t index, const Batch& batch,
+              const Arena& arena, const Buffers& b);
+  void keep_wanted(Lane& lane, const Batch& batch, Dtype dtype, const Buffers& b);
+  void finish_layer(Lane& lane, const Layer& layer, int64_t m, Dtype dtype, const Buffers& b);
+  void norm(Lane& lane, const float* weight, int64_t m, const Linear& next, const Buffers& b);
+  void linear(Lane& lane, const Linear& weights, const Activations& x, int64_t m,
+              Epilogue epilogue, void* out, int64_t out_stride);
+  Activations taken(Lane& lane, const void* x, Dtype dtype, int64_t stride, int64_t m,
+                    const Linear& next, const Buffers& b);
+  Activations head_input(Lane& lane, const float* hidden, int64_t m, const Buffers& b);
+  Buffers head_buffers(int64_t m);
+
+  const Kernels& kernels_;
+  ThreadPool& pool_;
+  const Shape shape_;
+  const std::vector<Layer> layers_;
+  const void* embedding_;  // [vocab, hidden]
+  const Dtype embedding_dtype_;
+  const float* final_norm_;
+  const Linear* head_;
+  const float* cos_;  // [positions, D / 2]
+  const float* sin_;
+  std::vector<Queries> queries_;
+  Scratch residual_, qkv_, q_, attended_, gated_, inputs_, scales_, scratch_, bests_;
+};
+
+}  // namespace quire

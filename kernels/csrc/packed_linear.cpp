@@ -1,0 +1,54 @@
+#include "packed_linear.h"
+
+namespace quire {
+namespace {
+
+size_t panel_bytes(WeightKind kind, int64_t n, int64_t k) {
+  const int64_t num_panels = round_up(n, kPanel) / kPanel;
+  const int64_t num_steps = round_up(k, group_of(kind)) / group_of(kind);
+  return static_cast<size_t>(num_panels * num_steps) * 128;
+}
+
+}  // namespace
+
+WeightKind kind_called(const std::string& name) {
+  if (name == "float32") return WeightKind::f32;
+  if (name == "bfloat16") return WeightKind::bf16;
+  if (name == "int8") return WeightKind::int8;
+  throw std::invalid_argument("no weights of kind '" + name + "'");
+}
+
+size_t packed_bytes(WeightKind kind, int64_t n, int64_t k) {
+  const size_t columns = static_cast<size_t>(round_up(n, kPanel));
+  return panel_bytes(kind, n, k) +
+         (kind == WeightKind::int8 ? columns * (sizeof(float) + sizeof(int32_t)) : 0);
+}
+
+PackedLinear::PackedLinear(const std::string& kind, int64_t n, int64_t k, Array memory,
+                           std::optional<Array> bias)
+    : memory_(memory) {
+  require(n > 0 && k > 0, "a linear without inputs or outputs");
+  linear_.kind = kind_called(kind);
+  linear_.n = n;
+  linear_.k = k;
+  check_rank(memory, 1, "memory");
+  auto* bytes = data<uint8_t>(memory, "memory");
+  require(memory.size() == packed_bytes(linear_.kind, n, k), "memory is not packed_bytes long");
+  require(reinterpret_cast<uintptr_t>(bytes) % 64 == 0, "memory is not 64-byte aligned");
+  linear_.panels = bytes;
+  if (linear_.kind == WeightKind::int8) {
+    const uint8_t* scales = bytes + panel_bytes(linear_.kind, n, k);
+    linear_.scales = reinterpret_cast<const float*>(scales);
+    linear_.sums = reinterpret_cast<const int32_t*>(scales + round_up(n, kPanel) * sizeof(float));
+  }
+  if (bias) {
+    check_rank(*bias, 1, "bias");
+    require(static_cast<int64_t>(bias->size()) == n, "bias is not [n]");
+    const float* values = data<float>(*bias, "bias");
+    bias_.assign(round_up(n, kPanel), 0.0f);
+    std::copy(values, values + n, bias_.begin());
+    linear_.bias = bias_.data();
+  }
+}
+
+}  // namespace quire

@@ -1,0 +1,43 @@
+// A linear whose packed weights lie in memory that somebody else owns (a mapped file).
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "arrays.h"
+#include "kernels.h"
+
+namespace quire {
+
+inline int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+WeightKind kind_called(const std::string& name);
+
+// Panels, then (int8) scales and sums: the sections of `PackedLinear`'s memory.
+size_t packed_bytes(WeightKind kind, int64_t n, int64_t k);
+
+// K elements of an input row, padded as `Activations` wants them.
+inline int64_t input_width(const Linear& linear) {
+  return round_up(linear.k, group_of(linear.kind));
+}
+
+class PackedLinear {
+ public:
+  // memory: uint8, packed_bytes long, 64-byte aligned. bias: fp32 [N], or none.
+  // std::invalid_argument: they are not.
+  PackedLinear(const std::string& kind, int64_t n, int64_t k, Array memory,
+               std::optional<Array> bias);
+
+  const Linear& get() const { return linear_; }
+  int64_t num_panels() const { return round_up(linear_.n, kPanel) / kPanel; }
+
+ private:
+  Linear linear_{};
+  Array memory_;
+  std::vector<float> bias_;
+};
+
+}  // namespace quire
