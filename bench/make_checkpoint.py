@@ -1,4 +1,4 @@
-"""Checkpoints with random weights in Hugging Face's format, of any shape of the three families.
+"""Checkpoints with random weights in Hugging Face's format, of any shape of the families.
 
     python bench/make_checkpoint.py /tmp/tiny
     python bench/make_checkpoint.py /tmp/like-0.6b --hidden-size 1024 --num-layers 28 \
@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-Family = Literal["qwen3", "qwen2", "llama"]
+Family = Literal["qwen3", "qwen2", "llama", "mistral"]
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _EOS_TOKEN_IDS = (258, 256)  # <|im_end|>, <|endoftext|>: special tokens come after 256 bytes
@@ -37,6 +37,7 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
 }
 _EMBEDDING_STD = 0.03  # far below what sublayers add (about 1 each): see the module's docstring
 _LOGIT_STD = 2.0
@@ -47,7 +48,9 @@ class CheckpointSpec:
     """The default is the smallest thing that has every feature: grouped queries, tied embeddings.
 
     `rope_scaling` is config.json's object of that name. `attention_bias` is for llama and qwen3;
-    qwen2 always has biases. `shards` > 1 writes an index and so many files.
+    qwen2 always has biases, mistral none. `sliding_window` is for all layers of mistral, for the
+    second half of the layers of qwen2 and qwen3; 0: none. `shards` > 1 writes an index and so many
+    files.
     """
 
     family: Family = "qwen3"
@@ -63,6 +66,7 @@ class CheckpointSpec:
     attention_bias: bool = False
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None
+    sliding_window: int = 0
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     shards: int = 1
     seed: int = 0
@@ -116,6 +120,9 @@ def _config(spec: CheckpointSpec) -> dict[str, Any]:
         "rope_scaling": spec.rope_scaling,
         "tie_word_embeddings": spec.tied,
         "attention_bias": spec.attention_bias,
+        "sliding_window": spec.sliding_window or None,
+        "use_sliding_window": spec.sliding_window > 0 and spec.family in ("qwen2", "qwen3"),
+        "max_window_layers": (spec.num_layers + 1) // 2,
         "hidden_act": "silu",
         "bos_token_id": None,
         "eos_token_id": _EOS_TOKEN_IDS[0],
@@ -158,8 +165,8 @@ def _layer_group(spec: CheckpointSpec, layer: int) -> Iterator[_Weight]:
     prefix = f"model.layers.{layer}"
     attention = f"{prefix}.self_attn"
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    qkv_bias = spec.family == "qwen2" or spec.attention_bias
-    o_bias = spec.family != "qwen2" and spec.attention_bias
+    o_bias = spec.family in ("qwen3", "llama") and spec.attention_bias
+    qkv_bias = spec.family == "qwen2" or o_bias
     yield _norm(f"{prefix}.input_layernorm", spec.hidden_size)
     yield _norm(f"{prefix}.post_attention_layernorm", spec.hidden_size)
     yield from _linear(f"{attention}.q_proj", q_size, spec.hidden_size, qkv_bias)

@@ -46,6 +46,14 @@ SPECS = {
     "llama3-rope-mqa": CheckpointSpec(
         "llama", num_kv_heads=1, attention_bias=True, rope_scaling=LLAMA3_ROPE
     ),
+    "mistral-window": CheckpointSpec(
+        "mistral", num_layers=3, tied=False, sliding_window=40, vocab_size=521
+    ),
+    "mistral-no-window-mha": CheckpointSpec("mistral", num_kv_heads=4, head_dim=12),
+    "qwen2-window-in-upper-half": CheckpointSpec(
+        "qwen2", num_layers=4, num_heads=6, tied=False, sliding_window=11
+    ),
+    "qwen3-window-in-upper-half": CheckpointSpec(num_layers=3, sliding_window=100),
     "llama-linear-rope": CheckpointSpec(
         "llama", num_heads=3, num_kv_heads=3, hidden_size=48, rope_scaling=LINEAR_ROPE
     ),

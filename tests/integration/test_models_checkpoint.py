@@ -64,7 +64,7 @@ def test_the_chat_template_renders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral"])
 def test_greedy_decoding_wanders(tmp_path: Path, family: str, tied: bool) -> None:
     """Ten prompts' first 6 tokens hold at least 20 different ones."""
     oracle = Oracle(make_checkpoint(tmp_path, family=family, tied=tied))
@@ -75,7 +75,7 @@ def test_greedy_decoding_wanders(tmp_path: Path, family: str, tied: bool) -> Non
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"family": "mamba"}, "'mamba' is none of qwen3, qwen2, llama"),
+        ({"family": "mamba"}, "'mamba' is none of qwen3, qwen2, llama, mistral"),
         ({"vocab_size": 258}, "vocab_size 258 is below 259"),
         ({"num_kv_heads": 3}, "3 kv heads do not divide 4 heads"),
         ({"head_dim": 15}, "head_dim 15 is odd"),

@@ -42,3 +42,27 @@ def test_a_checkpoint_that_transformers_has_saved_is_served(tmp_path: Path) -> N
         rig.decode_all([trial], chunk=64)
         answers.append(trial.new_tokens)
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "absent"),
+    [
+        ("mistral-window", "sliding_window"),
+        ("mistral-window", "use_sliding_window"),
+        ("qwen2-window-in-upper-half", "sliding_window"),
+        ("qwen2-window-in-upper-half", "use_sliding_window"),
+        ("qwen3-window-in-upper-half", "max_window_layers"),
+    ],
+)
+def test_windows_are_those_of_transformers_where_the_config_is_silent(
+    tmp_path: Path, name: str, absent: str
+) -> None:
+    path = make_checkpoint(tmp_path, SPECS[name]) / "config.json"
+    config = json.loads(path.read_text())
+    del config[absent]
+    path.write_text(json.dumps(config))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    kinds = getattr(theirs, "layer_types", ["sliding_attention"] * theirs.num_hidden_layers)
+    assert ModelConfig.from_directory(tmp_path).windows == tuple(
+        theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds
+    )

@@ -35,6 +35,25 @@ BLOCKS = """{{ bos_token }}
 {{ eos_token }}{% if tools is none and not documents %} no tools{% endif %}
 {% endgeneration %}
 """
+# As Mistral's: the system's words go into the first instruction, roles must alternate.
+INST = """
+{%- if messages[0]['role'] == 'system' %}
+    {%- set first = messages[0]['content'] + '\\n\\n' %}{% set turns = messages[1:] %}
+{%- else %}
+    {%- set first = '' %}{% set turns = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in turns %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('user and assistant must take turns') }}
+    {%- endif %}
+    {%- if message['role'] == 'user' %}
+        {{- ' [INST] ' + (first if loop.first else '') + message['content'] + ' [/INST]' }}
+    {%- else %}
+        {{- ' ' + message['content'] | trim + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
 
 
 def render(source: str, messages: object = HELLO, **options: bool) -> str:
@@ -59,6 +78,17 @@ def test_it_renders_as_transformers_does(source: str, roles: list[str]) -> None:
     options: dict[str, Any] = {"add_generation_prompt": True, **SPECIAL}
     rendered = render_jinja_template([messages], chat_template=source, **options)[0]
     assert render(source, messages) == rendered[0]
+
+
+def test_instructions_render_as_transformers_does_and_must_alternate() -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    answered = [*HELLO, {"role": "assistant", "content": " Hi! "}, {"role": "user", "content": "?"}]
+    rendered = render_jinja_template([answered], chat_template=INST, **SPECIAL)[0]
+    assert render(INST, answered) == rendered[0]
+    assert rendered[0] == "<s> [INST] Be brief.\n\nHi <b> [/INST] Hi!</s> [INST] ? [/INST]"
+    with pytest.raises(InvalidRequest, match="must take turns"):
+        render(INST, [HELLO[1], HELLO[1]])
 
 
 def test_the_templates_own_refusal_reaches_the_client() -> None:

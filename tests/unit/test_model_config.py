@@ -37,6 +37,9 @@ QWEN3: dict[str, Any] = {
     "eos_token_id": 151645,
     "torch_dtype": "bfloat16",
 }
+MISTRAL: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "head_dim": None}
+QWEN_SLIDES: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 3}
+FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA3 = {
     "factor": 32.0,
     "low_freq_factor": 1.0,
@@ -81,6 +84,7 @@ def test_qwen3_0_6b_reads_as_published(tmp_path: Path) -> None:
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
+        windows=(None,) * 28,
         dtype="bfloat16",
         eos_token_ids=(151645, 151643),
         generation=GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95),
@@ -106,6 +110,47 @@ def test_families_differ_in_norms_biases_and_head_size(tmp_path: Path) -> None:
     )
     assert (llama.num_kv_heads, llama.head_dim) == (16, 64)
     assert read(tmp_path, head_dim=None).head_dim == 128
+    mistral = read(tmp_path, **MISTRAL, attention_bias=True)
+    assert (mistral.qk_norm, mistral.qkv_bias, mistral.o_bias, mistral.head_dim) == (
+        False,
+        False,
+        False,
+        64,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        (MISTRAL | {"sliding_window": 3}, (3, 3, 3, 3)),
+        (MISTRAL | {"sliding_window": None}, (None,) * 4),
+        (MISTRAL | {"sliding_window": 3, "layer_types": [SLIDING] * 4}, (3, 3, 3, 3)),
+        (MISTRAL | {"sliding_window": 3, "use_sliding_window": False}, (3, 3, 3, 3)),
+        ({"sliding_window": 3, "max_window_layers": 1}, (None,) * 4),
+        ({"use_sliding_window": True}, (None,) * 4),
+        (QWEN_SLIDES | {"max_window_layers": 1}, (None, 3, 3, 3)),
+        (QWEN_SLIDES | {"max_window_layers": 0}, (3, 3, 3, 3)),
+        (QWEN_SLIDES, (None,) * 4),  # transformers' default is 28 layers
+        (QWEN_SLIDES | {"layer_types": [SLIDING, FULL, FULL, SLIDING]}, (3, None, None, 3)),
+        ({"layer_types": [FULL] * 4}, (None,) * 4),
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 3}, (None,) * 4),
+    ],
+    ids=str,
+)
+def test_each_layer_has_a_window_of_its_own(
+    tmp_path: Path, changes: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    assert read(tmp_path, **{"num_hidden_layers": 4} | changes).windows == windows
+
+
+@pytest.mark.parametrize("changes", [MISTRAL, {"use_sliding_window": True, "max_window_layers": 0}])
+def test_a_window_that_is_not_in_the_file_is_of_4096_positions(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """Null, on the other hand, is none."""
+    config = QWEN3 | {"num_hidden_layers": 2} | changes
+    del config["sliding_window"]
+    assert ModelConfig.from_directory(write(tmp_path, config)).windows == (4096, 4096)
 
 
 @pytest.mark.parametrize("kind", ["rope_type", "type"])
@@ -176,8 +221,22 @@ def test_dtype_has_an_old_and_a_new_name(tmp_path: Path) -> None:
             "rope_parameters.high_freq_factor",
         ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary"),
-        ({"use_sliding_window": True}, "use_sliding_window: sliding window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: 'sliding"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "use_sliding_window": True},
+            "use_sliding_window: this architecture has no sliding window",
+        ),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window: 0"),
+        (MISTRAL | {"sliding_window": "4096"}, "sliding_window: '4096'"),
+        (QWEN_SLIDES | {"max_window_layers": -1}, "max_window_layers: -1"),
+        ({"layer_types": [FULL]}, "layer_types: ['full_attention'] is not a list of 28"),
+        ({"layer_types": FULL}, "layer_types: 'full_attention' is not a list of 28"),
+        ({"layer_types": [SLIDING] * 28}, "layer_types: 'sliding_attention' is none of full_"),
+        (QWEN_SLIDES | {"layer_types": ["chunked"] * 28}, "layer_types: 'chunked' is none of full"),
+        (QWEN_SLIDES | {"layer_types": [[]] * 28}, "layer_types: [] is none of full"),
+        (
+            MISTRAL | {"sliding_window": 3, "layer_types": [SLIDING] * 27 + [FULL]},
+            "layer_types: all layers of this architecture are sliding_attention",
+        ),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: quantized"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: 'yes'"),

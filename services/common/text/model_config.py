@@ -3,14 +3,13 @@
 Light on purpose: the gateway reads it too, so no torch here.
 """
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from services.common.errors import StartupError
+from services.common.text.json_fields import JsonFields
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -56,7 +55,8 @@ class ModelConfig:
     """A decoder of one of the families in `_FAMILIES`.
 
     `qkv_bias`, `o_bias`, `mlp_bias`: which linears carry a bias. `qk_norm`: queries and keys are
-    normed per head before rotation. `dtype`: of the weights in the files, one of `DTYPES`.
+    normed per head before rotation. `windows`: per layer, how many positions a query sees, its own
+    included; None: all. `dtype`: of the weights in the files, one of `DTYPES`.
     """
 
     architecture: str
@@ -75,6 +75,7 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    windows: tuple[int | None, ...]
     dtype: str
     eos_token_ids: tuple[int, ...]
     generation: GenerationDefaults
@@ -89,12 +90,12 @@ class ModelConfig:
         directory = Path(directory)
         if not directory.is_dir():
             raise StartupError(f"{directory}: no such checkpoint directory")
-        config = _Fields.read(directory / CONFIG_FILE)
+        config = JsonFields.read(directory / CONFIG_FILE)
         generation_path = directory / GENERATION_FILE
         generation = (
-            _Fields.read(generation_path)
+            JsonFields.read(generation_path)
             if generation_path.exists()
-            else _Fields(generation_path, {})
+            else JsonFields(generation_path, {})
         )
         return _model_config(config, generation)
 
@@ -105,92 +106,34 @@ class _Family:
     transformers."""
 
     qk_norm: bool
-    always_qkv_bias: bool
-    default_head_dim: int | None
+    bias: Literal["never", "as configured", "qkv"]  # of the attention's linears
+    sliding: Literal["never", "all layers", "some layers"]
+    default_head_dim: int | None = None
 
 
 _FAMILIES: Mapping[str, _Family] = {
-    "LlamaForCausalLM": _Family(qk_norm=False, always_qkv_bias=False, default_head_dim=None),
-    "Qwen2ForCausalLM": _Family(qk_norm=False, always_qkv_bias=True, default_head_dim=None),
-    "Qwen3ForCausalLM": _Family(qk_norm=True, always_qkv_bias=False, default_head_dim=128),
+    "LlamaForCausalLM": _Family(qk_norm=False, bias="as configured", sliding="never"),
+    "MistralForCausalLM": _Family(qk_norm=False, bias="never", sliding="all layers"),
+    "Qwen2ForCausalLM": _Family(qk_norm=False, bias="qkv", sliding="some layers"),
+    "Qwen3ForCausalLM": _Family(
+        qk_norm=True, bias="as configured", sliding="some layers", default_head_dim=128
+    ),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """A JSON object whose fields are read with their type checked; `prefix` is what leads to it."""
-
-    path: Path
-    values: Mapping[str, Any]
-    prefix: str = ""
-
-    @classmethod
-    def read(cls, path: Path) -> "_Fields":
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as exc:
-            raise StartupError(f"{path}: {exc.strerror}") from exc
-        except ValueError as exc:  # also what is not UTF-8
-            raise StartupError(f"{path}: not JSON: {exc}") from exc
-        if not isinstance(values, dict):
-            raise StartupError(f"{path}: not a JSON object")
-        return cls(path, values)
-
-    def wrong(self, name: str, text: str) -> StartupError:
-        return StartupError(f"{self.path}: {self.prefix}{name}: {text}")
-
-    def has(self, name: str) -> bool:
-        return self.values.get(name) is not None
-
-    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        value = self.values[name] if self.has(name) else default
-        if value is None:
-            raise self.wrong(name, "missing")
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.wrong(name, f"{value!r} is not an integer >= {least}")
-        return value
-
-    def number(self, name: str, default: float | None = None, positive: bool = True) -> float:
-        value = self.values[name] if self.has(name) else default
-        if value is None:
-            raise self.wrong(name, "missing")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.wrong(name, f"{value!r} is not a number")
-        if not math.isfinite(value) or value < 0 or (positive and value == 0):
-            raise self.wrong(name, f"{value!r} is not {'positive' if positive else '0 or more'}")
-        return float(value)
-
-    def boolean(self, name: str, default: bool) -> bool:
-        value = self.values[name] if self.has(name) else default
-        if not isinstance(value, bool):
-            raise self.wrong(name, f"{value!r} is not true or false")
-        return value
-
-    def text(self, name: str, default: str | None = None) -> str:
-        value = self.values[name] if self.has(name) else default
-        if not isinstance(value, str):
-            raise self.wrong(name, "missing" if value is None else f"{value!r} is not a string")
-        return value
-
-    def object(self, name: str) -> "_Fields":
-        value = self.values.get(name) or {}
-        if not isinstance(value, dict):
-            raise self.wrong(name, f"{value!r} is not an object")
-        return _Fields(self.path, value, f"{self.prefix}{name}.")
-
-
-def _model_config(config: _Fields, generation: _Fields) -> ModelConfig:
+def _model_config(config: JsonFields, generation: JsonFields) -> ModelConfig:
     architecture = _architecture(config)
     family = _FAMILIES[architecture]
     _refuse_unsupported(config)
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     vocab_size = config.integer("vocab_size")
-    bias = config.boolean("attention_bias", default=False)
+    num_layers = config.integer("num_hidden_layers")
+    bias = family.bias == "as configured" and config.boolean("attention_bias", default=False)
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
-        num_layers=config.integer("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(config, num_heads),
         head_dim=_head_dim(config, family, hidden_size, num_heads),
@@ -201,16 +144,17 @@ def _model_config(config: _Fields, generation: _Fields) -> ModelConfig:
         rope=_rope(config),
         tied_embeddings=config.boolean("tie_word_embeddings", default=False),
         qk_norm=family.qk_norm,
-        qkv_bias=family.always_qkv_bias or bias,
-        o_bias=bias and not family.always_qkv_bias,
+        qkv_bias=bias or family.bias == "qkv",
+        o_bias=bias,
         mlp_bias=architecture == "LlamaForCausalLM" and config.boolean("mlp_bias", default=False),
+        windows=_windows(config, family, num_layers),
         dtype=_dtype(config),
         eos_token_ids=_eos_token_ids(config, generation, vocab_size),
         generation=_generation_defaults(generation),
     )
 
 
-def _architecture(config: _Fields) -> str:
+def _architecture(config: JsonFields) -> str:
     known = ", ".join(_FAMILIES)
     names = config.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
@@ -220,22 +164,14 @@ def _architecture(config: _Fields) -> str:
     return str(names[0])
 
 
-def _refuse_unsupported(config: _Fields) -> None:
+def _refuse_unsupported(config: JsonFields) -> None:
     if config.has("quantization_config"):
         raise config.wrong("quantization_config", "quantized weights are not supported")
-    if config.boolean("use_sliding_window", default=False):
-        raise config.wrong("use_sliding_window", "sliding window attention is not supported")
-    layer_types = config.values.get("layer_types") or []
-    if not isinstance(layer_types, list):
-        raise config.wrong("layer_types", f"{layer_types!r} is not a list")
-    for kind in layer_types:
-        if kind != "full_attention":
-            raise config.wrong("layer_types", f"{kind!r} is not supported")
     if (act := config.text("hidden_act", "silu")) != "silu":
         raise config.wrong("hidden_act", f"{act!r} is not supported, only 'silu'")
 
 
-def _num_kv_heads(config: _Fields, num_heads: int) -> int:
+def _num_kv_heads(config: JsonFields, num_heads: int) -> int:
     num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise config.wrong(
@@ -244,7 +180,7 @@ def _num_kv_heads(config: _Fields, num_heads: int) -> int:
     return num_kv_heads
 
 
-def _head_dim(config: _Fields, family: _Family, hidden_size: int, num_heads: int) -> int:
+def _head_dim(config: JsonFields, family: _Family, hidden_size: int, num_heads: int) -> int:
     if not config.has("head_dim") and family.default_head_dim is None and hidden_size % num_heads:
         raise config.wrong(
             "hidden_size", f"{hidden_size} is not a multiple of num_attention_heads {num_heads}"
@@ -255,7 +191,41 @@ def _head_dim(config: _Fields, family: _Family, hidden_size: int, num_heads: int
     return head_dim
 
 
-def _rope(config: _Fields) -> RopeConfig:
+def _windows(config: JsonFields, family: _Family, num_layers: int) -> tuple[int | None, ...]:
+    """Mistral slides in all layers or none; Qwen where `layer_types` says so, else from
+    `max_window_layers` on."""
+    window = _window(config, family)
+    begin = config.integer("max_window_layers", 28, 0) if family.sliding == "some layers" else 0
+    windows = tuple(window if layer >= begin else None for layer in range(num_layers))
+    if not config.has("layer_types"):
+        return windows
+    kinds = config.values["layer_types"]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise config.wrong("layer_types", f"{kinds!r} is not a list of {num_layers}")
+    known = ("full_attention", "sliding_attention") if window else ("full_attention",)
+    for kind in kinds:
+        if kind not in known:
+            raise config.wrong("layer_types", f"{kind!r} is none of {', '.join(known)}")
+    by_type = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    # Of Mistral's layer_types transformers takes no notice, other engines do.
+    if family.sliding == "all layers" and by_type != windows:
+        raise config.wrong("layer_types", f"all layers of this architecture are {known[-1]}")
+    return by_type
+
+
+def _window(config: JsonFields, family: _Family) -> int | None:
+    """What layers that slide see. Absent and null differ: transformers' default is 4096, null is
+    no window."""
+    if family.sliding != "all layers" and not config.boolean("use_sliding_window", default=False):
+        return None
+    if family.sliding == "never":
+        raise config.wrong("use_sliding_window", "this architecture has no sliding window")
+    if config.values.get("sliding_window", 4096) is None:
+        return None
+    return config.integer("sliding_window", 4096)
+
+
+def _rope(config: JsonFields) -> RopeConfig:
     """Both spellings: transformers 5 has all of it in `rope_parameters`, earlier ones had
     `rope_theta` beside `rope_scaling`."""
     fields = config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
@@ -273,7 +243,7 @@ def _rope(config: _Fields) -> RopeConfig:
     raise fields.wrong("rope_type", f"{kind!r} is not supported, only default, linear and llama3")
 
 
-def _llama3(fields: _Fields) -> Llama3Scaling:
+def _llama3(fields: JsonFields) -> Llama3Scaling:
     scaling = Llama3Scaling(
         factor=fields.number("factor"),
         low_freq_factor=fields.number("low_freq_factor"),
@@ -285,7 +255,7 @@ def _llama3(fields: _Fields) -> Llama3Scaling:
     return scaling
 
 
-def _dtype(config: _Fields) -> str:
+def _dtype(config: JsonFields) -> str:
     name = "dtype" if config.has("dtype") else "torch_dtype"  # transformers 5, and before
     dtype = config.text(name, "float32")
     if dtype not in DTYPES:
@@ -293,7 +263,7 @@ def _dtype(config: _Fields) -> str:
     return dtype
 
 
-def _eos_token_ids(config: _Fields, generation: _Fields, vocab_size: int) -> tuple[int, ...]:
+def _eos_token_ids(config: JsonFields, generation: JsonFields, vocab_size: int) -> tuple[int, ...]:
     owner = generation if generation.has("eos_token_id") else config
     value = owner.values.get("eos_token_id")
     if value is None:
@@ -307,7 +277,7 @@ def _eos_token_ids(config: _Fields, generation: _Fields, vocab_size: int) -> tup
     return tuple(ids)
 
 
-def _generation_defaults(fields: _Fields) -> GenerationDefaults:
+def _generation_defaults(fields: JsonFields) -> GenerationDefaults:
     for name in ("top_p", "min_p"):
         if fields.has(name) and fields.number(name, positive=False) > 1:
             raise fields.wrong(name, f"{fields.values[name]!r} is above 1")
@@ -319,5 +289,5 @@ def _generation_defaults(fields: _Fields) -> GenerationDefaults:
     )
 
 
-def _optional_number(fields: _Fields, name: str) -> float | None:
+def _optional_number(fields: JsonFields, name: str) -> float | None:
     return fields.number(name, positive=False) if fields.has(name) else None

@@ -1,5 +1,5 @@
 """The decoder: Llama's, with the norms of Qwen3 and the biases of Qwen2 where the weights have
-them."""
+them, and the windows of Mistral where the configuration has them."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,8 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's weights; `query_norm` and `key_norm` are there in Qwen3 only."""
+    """One layer's weights; `query_norm` and `key_norm` are there in Qwen3 only. `window`: how many
+    positions a query sees, its own included; None: all."""
 
     input_norm: Tensor
     query: Linear
@@ -48,6 +49,7 @@ class Layer:
     gate: Linear
     up: Linear
     down: Linear
+    window: int | None
 
 
 class Model:
@@ -120,6 +122,7 @@ class Model:
             batch.cu_query_lens,
             batch.context_lens,
             self.config.head_dim**-0.5,
+            layer.window,
         )
         return self._linear(layer.output, attended.flatten(1))
 

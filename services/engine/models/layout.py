@@ -1,7 +1,7 @@
 """Names and shapes of a checkpoint's tensors.
 
-Qwen3, Qwen2 and Llama share the names; where they differ (biases, norms of queries and keys, a head
-of its own) `ModelConfig` says so.
+Qwen3, Qwen2, Llama and Mistral share the names; where they differ (biases, norms of queries and
+keys, a head of its own) `ModelConfig` says so.
 """
 
 from services.common.text.model_config import ModelConfig

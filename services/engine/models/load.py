@@ -32,13 +32,15 @@ def load_model(directory: Path | str, dtype: torch.dtype, backend: Backend) -> M
         config=config,
         ops=backend,
         embedding=weights[EMBEDDING],
-        layers=tuple(_layer(weights, layer_prefix(i)) for i in range(config.num_layers)),
+        layers=tuple(
+            _layer(weights, layer_prefix(i), window) for i, window in enumerate(config.windows)
+        ),
         final_norm=weights[FINAL_NORM],
         head=weights[EMBEDDING if config.tied_embeddings else HEAD],
     )
 
 
-def _layer(weights: Mapping[str, Tensor], prefix: str) -> Layer:
+def _layer(weights: Mapping[str, Tensor], prefix: str, window: int | None) -> Layer:
     def linear(name: str) -> Linear:
         return Linear(weights[f"{prefix}.{name}.weight"], weights.get(f"{prefix}.{name}.bias"))
 
@@ -54,4 +56,5 @@ def _layer(weights: Mapping[str, Tensor], prefix: str) -> Layer:
         gate=linear("mlp.gate_proj"),
         up=linear("mlp.up_proj"),
         down=linear("mlp.down_proj"),
+        window=window,
     )

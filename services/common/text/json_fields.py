@@ -1,0 +1,76 @@
+"""A JSON object read field by field, every type checked, every error naming file and field."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import StartupError
+
+
+@dataclass(frozen=True, slots=True)
+class JsonFields:
+    """A field that is null counts as one that is not there. `prefix`: what leads to the object.
+
+    Whatever is missing or of a wrong type or value: StartupError.
+    """
+
+    path: Path
+    values: Mapping[str, Any]
+    prefix: str = ""
+
+    @classmethod
+    def read(cls, path: Path) -> "JsonFields":
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as exc:
+            raise StartupError(f"{path}: {exc.strerror}") from exc
+        except ValueError as exc:  # also what is not UTF-8
+            raise StartupError(f"{path}: not JSON: {exc}") from exc
+        if not isinstance(values, dict):
+            raise StartupError(f"{path}: not a JSON object")
+        return cls(path, values)
+
+    def wrong(self, name: str, text: str) -> StartupError:
+        return StartupError(f"{self.path}: {self.prefix}{name}: {text}")
+
+    def has(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
+        value = self.values[name] if self.has(name) else default
+        if value is None:
+            raise self.wrong(name, "missing")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.wrong(name, f"{value!r} is not an integer >= {least}")
+        return value
+
+    def number(self, name: str, default: float | None = None, positive: bool = True) -> float:
+        value = self.values[name] if self.has(name) else default
+        if value is None:
+            raise self.wrong(name, "missing")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.wrong(name, f"{value!r} is not a number")
+        if not math.isfinite(value) or value < 0 or (positive and value == 0):
+            raise self.wrong(name, f"{value!r} is not {'positive' if positive else '0 or more'}")
+        return float(value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self.values[name] if self.has(name) else default
+        if not isinstance(value, bool):
+            raise self.wrong(name, f"{value!r} is not true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self.values[name] if self.has(name) else default
+        if not isinstance(value, str):
+            raise self.wrong(name, "missing" if value is None else f"{value!r} is not a string")
+        return value
+
+    def object(self, name: str) -> "JsonFields":
+        value = self.values.get(name) or {}
+        if not isinstance(value, dict):
+            raise self.wrong(name, f"{value!r} is not an object")
+        return JsonFields(self.path, value, f"{self.prefix}{name}.")
