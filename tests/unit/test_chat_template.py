@@ -84,7 +84,8 @@ def test_instructions_render_as_transformers_does_and_must_alternate() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     answered = [*HELLO, {"role": "assistant", "content": " Hi! "}, {"role": "user", "content": "?"}]
-    rendered = render_jinja_template([answered], chat_template=INST, **SPECIAL)[0]
+    options: dict[str, Any] = {"chat_template": INST, **SPECIAL}
+    rendered = render_jinja_template([answered], **options)[0]
     assert render(INST, answered) == rendered[0]
     assert rendered[0] == "<s> [INST] Be brief.\n\nHi <b> [/INST] Hi!</s> [INST] ? [/INST]"
     with pytest.raises(InvalidRequest, match="must take turns"):
