@@ -1,0 +1,91 @@
+// The K step of each kind of weights, on vectors as wide as a register: a tile of a linear fills the
+// register file, which leaves no room for vectors that the compiler has to cut.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace quire::QUIRE_ISA {
+
+#if defined(__AVX512F__)
+inline constexpr int kWide = 16;  // lanes of 4 bytes
+#elif defined(__AVX2__)
+inline constexpr int kWide = 8;
+#else
+inline constexpr int kWide = 4;
+#endif
+
+typedef float vf32 __attribute__((vector_size(4 * kWide)));
+typedef int32_t vi32 __attribute__((vector_size(4 * kWide)));
+typedef uint32_t vu32 __attribute__((vector_size(4 * kWide)));
+typedef int16_t vi16 __attribute__((vector_size(4 * kWide)));
+
+inline vf32 multiply_add(vf32 a, vf32 b, vf32 c) {
+#if defined(__AVX512F__)
+  return (vf32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (vf32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  return (vf32)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+// Lanes of two 16-bit numbers: their dot product, exact.
+inline vi32 multiply_pairs(vi16 a, vi16 b) {
+#if defined(__AVX512BW__)
+  return (vi32)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (vi32)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+  const vi32 x = (vi32)a, y = (vi32)b;
+  return (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
+#endif
+}
+
+// Adds to `sum` the products of a step's activations, the same 4 bytes in every lane, and weights.
+template <WeightKind>
+struct Dot;
+
+template <>
+struct Dot<WeightKind::f32> {
+  using Sum = vf32;
+  using Lanes = f32x16;
+  static Sum step(Sum sum, vu32 x, vu32 weights) {
+    return multiply_add((vf32)x, (vf32)weights, sum);
+  }
+};
+
+template <>
+struct Dot<WeightKind::bf16> {
+  using Sum = vf32;
+  using Lanes = f32x16;
+  static Sum step(Sum sum, vu32 x, vu32 weights) {
+#if defined(__AVX512BF16__)
+    return (vf32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weights);
+#else
+    const vu32 high = 0xffff0000u - vu32{};
+    sum = multiply_add((vf32)(x << 16), (vf32)(weights << 16), sum);
+    return multiply_add((vf32)(x & high), (vf32)(weights & high), sum);
+#endif
+  }
+};
+
+template <>
+struct Dot<WeightKind::int8> {
+  using Sum = vi32;
+  using Lanes = i32x16;
+  static Sum step(Sum sum, vu32 x, vu32 weights) {  // bytes: x unsigned, weights signed
+#if defined(__AVX512VNNI__)
+    return (vi32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)weights);
+#else
+    const vu32 even = 0x00ff00ffu - vu32{};
+    const vi16 w = (vi16)weights;
+    return sum + multiply_pairs((vi16)(x & even), w << 8 >> 8) +
+           multiply_pairs((vi16)(x >> 8 & even), w >> 8);
+#endif
+  }
+};
+
+}  // namespace quire::QUIRE_ISA
