@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 
+import torch
+
 from kvops.cpu import CpuKernels
 from kvops.kernels import Kernels
 from kvops.ops import Backend
 from kvops.reference import ReferenceKernels
-
-BACKENDS = ("reference", "cpu", "triton", "flash")
-
-_AVAILABLE: dict[str, Callable[[], Kernels]] = {"reference": ReferenceKernels, "cpu": CpuKernels}
 
 
 class BackendUnavailable(Exception):
@@ -18,11 +16,52 @@ class BackendUnavailable(Exception):
 
 def backend(name: str) -> Backend:
     """The backend called `name`, one of `BACKENDS`. BackendUnavailable, with what is missing."""
-    if name not in BACKENDS:
+    if name not in _FACTORIES:
         raise BackendUnavailable(f"no backend {name!r}; there are {', '.join(BACKENDS)}")
-    if name not in _AVAILABLE:
+    try:
+        return Backend(_FACTORIES[name]())
+    except ModuleNotFoundError as error:
+        if error.name not in _PACKAGES:
+            raise
         raise BackendUnavailable(
-            f"backend {name!r} needs CUDA kernels, which this version does not have yet; "
-            f"it has {', '.join(_AVAILABLE)}"
+            f"backend {name!r} needs the package {_PACKAGES[error.name]}, which is not installed: "
+            "see the extra quire[cuda]"
+        ) from error
+
+
+# Packages are imported by who asks for a backend that needs them, and by nobody else.
+
+
+def _triton() -> Kernels:
+    import triton  # type: ignore[import-untyped]
+
+    from kvops.triton import TritonKernels
+
+    if not triton.knobs.runtime.interpret:
+        _need_gpu("triton")
+    return TritonKernels()
+
+
+def _flash() -> Kernels:
+    from kvops.flash import FlashKernels
+
+    _need_gpu("flash")
+    return FlashKernels()
+
+
+def _need_gpu(name: str) -> None:
+    if not torch.cuda.is_available():
+        raise BackendUnavailable(
+            f"backend {name!r} needs a CUDA device; PyTorch {torch.__version__} sees none"
         )
-    return Backend(_AVAILABLE[name]())
+
+
+_FACTORIES: dict[str, Callable[[], Kernels]] = {
+    "reference": ReferenceKernels,
+    "cpu": CpuKernels,
+    "triton": _triton,
+    "flash": _flash,
+}
+_PACKAGES = {"triton": "triton", "flash_attn": "flash-attn"}
+
+BACKENDS = tuple(_FACTORIES)

@@ -1,5 +1,7 @@
 """The choice of a backend, and the arguments that every backend refuses."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -29,10 +31,38 @@ def test_a_backend_says_what_it_is(name: str) -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["triton", "flash"])
-def test_a_cuda_backend_is_refused_with_what_is_missing(name: str) -> None:
-    with pytest.raises(BackendUnavailable, match=f"'{name}' needs CUDA kernels.*reference, cpu"):
+@pytest.mark.parametrize(
+    ("name", "module", "package"),
+    [("triton", "triton", "triton"), ("flash", "flash_attn", "flash-attn")],
+)
+def test_a_backend_is_refused_without_its_package(
+    monkeypatch: pytest.MonkeyPatch, name: str, module: str, package: str
+) -> None:
+    """What is imported already would not ask for it again."""
+    for imported in [n for n in sys.modules if n.startswith(("kvops.triton", "kvops.flash"))]:
+        monkeypatch.delitem(sys.modules, imported)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(BackendUnavailable, match=f"'{name}' needs the package {package},.*cuda"):
         kvops.backend(name)
+
+
+def test_a_module_of_ours_that_is_missing_is_no_missing_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "kvops.triton", None)
+    with pytest.raises(ModuleNotFoundError, match=r"kvops\.triton"):
+        kvops.backend("triton")
+
+
+def test_triton_is_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendUnavailable, match=r"'triton' needs a CUDA device; PyTorch .* none"):
+        kvops.backend("triton")
+
+
+def test_importing_kvops_imports_no_package_of_gpus() -> None:
+    loaded = "import sys, kvops; print(sorted({'triton', 'flash_attn'} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", loaded], text=True) == "[]\n"
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:

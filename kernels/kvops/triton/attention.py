@@ -1,0 +1,280 @@
+"""Attention over paged KV: one kernel for rows of any length, in two shapes, and what joins splits.
+
+A program takes one *tile*, some query tokens of one row with all query heads of one key/value head,
+so that what it reads of the KV serves the whole group:
+
+    prefill   as many tokens as fill 64 lines; it walks the tile's context alone
+    decode    one token; the context is cut into splits, one program each, joined by `_combine`
+
+Either shape computes any batch rightly; which one is used only decides how fast. Nothing that the
+host would have to ask the device for is needed: tiles and splits are bounded by the shapes of q and
+the block tables, and programs beyond a row's last tile or split end at once.
+
+Where splits begin depends on a row's own context alone, so that a decoded row has the same bits in
+whichever batch it comes. The softmax is that of FlashAttention (Dao et al., 2022), the splits those
+of Flash-Decoding (Dao et al., 2023).
+"""
+# Triton has no types, and a kernel's arguments are none of Python's.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="import-untyped"
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PREFILL_LINES = 64
+_MIN_DOT = 16  # the smallest side of a matrix product on tensor cores
+_MIN_SPLIT = 256  # positions: what keeps one program busy for about as long as a launch takes
+_MAX_SPLITS = 32
+_NO_WINDOW = 1 << 30
+
+
+def paged_attention(
+    q: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    cu_query_lens: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """See `kvops.ops.Backend.paged_attention`."""
+    num_tokens, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = kv_layer.shape[2:4]
+    num_rows, group = len(context_lens), num_heads // num_kv_heads
+    decode = num_tokens <= num_rows
+    # Wide lines: fewer keys at once, for the shared memory, and more warps, for the registers.
+    wide = q.element_size() * head_dim > 256
+    lines = max(_MIN_DOT if decode else _PREFILL_LINES, triton.next_power_of_2(group))
+    tokens_per_tile = 1 if decode else lines // group
+    num_tiles = num_tokens if tokens_per_tile == 1 else num_tokens // tokens_per_tile + num_rows
+    longest = block_tables.shape[1] * block_size
+    num_splits = min(_MAX_SPLITS, triton.cdiv(longest, _MIN_SPLIT)) if decode else 1
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    parts, maxima, sums = _partials(out, num_splits) if num_splits > 1 else (out, out, out)
+    _attend[(num_tiles, num_kv_heads, num_splits)](
+        q,
+        *q.stride(),
+        kv_layer,
+        *kv_layer.stride(),
+        block_tables,
+        *block_tables.stride(),
+        cu_query_lens,
+        context_lens,
+        parts,
+        maxima,
+        sums,
+        num_rows,
+        scale * math.log2(math.e),
+        _NO_WINDOW if window is None else window,
+        HEAD_DIM=head_dim,
+        GROUP=group,
+        BLOCK_SIZE=block_size,
+        ROWS=triton.next_power_of_2(num_rows),
+        TOKENS=tokens_per_tile,
+        LINES=lines,
+        KEYS=32 if wide else 64,
+        DIMS=max(_MIN_DOT, triton.next_power_of_2(head_dim)),
+        SPLIT=num_splits > 1,
+        MIN_SPLIT=_MIN_SPLIT,
+        MAX_SPLITS=_MAX_SPLITS,
+        num_warps=8 if wide else 4,
+        num_stages=2,
+    )
+    if num_splits > 1:
+        _combine[(num_tokens, num_heads)](
+            parts,
+            maxima,
+            sums,
+            out,
+            num_splits,
+            HEAD_DIM=head_dim,
+            DIMS=triton.next_power_of_2(head_dim),
+            MAX_SPLITS=_MAX_SPLITS,
+        )
+    return out
+
+
+def _partials(out: Tensor, num_splits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every token, head and split: the values' weighted sum, the largest score, the weights'
+    sum. fp32."""
+    num_tokens, num_heads, head_dim = out.shape
+    shape = (num_tokens, num_heads, num_splits)
+    parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=out.device)
+    maxima, sums = torch.empty((2, *shape), dtype=torch.float32, device=out.device)
+    return parts, maxima, sums
+
+
+@triton.jit
+def _tile(tile, cu_query_lens, num_rows, ROWS: tl.constexpr, TOKENS: tl.constexpr):
+    """The tile's row, and its first token and the row's last but one within q.
+
+    With several tokens a tile, row r begins at tile cu_query_lens[r] // TOKENS + r: that leaves
+    each row enough tiles, and some that are empty.
+    """
+    rows = tl.arange(0, ROWS)
+    begins = tl.load(cu_query_lens + rows, mask=rows < num_rows, other=0).to(tl.int32)
+    first_tiles = begins if TOKENS == 1 else begins // TOKENS + rows
+    row = tl.sum(((first_tiles <= tile) & (rows < num_rows)).to(tl.int32), axis=0) - 1
+    begin = tl.load(cu_query_lens + row).to(tl.int32)
+    end = tl.load(cu_query_lens + row + 1).to(tl.int32)
+    first_tile = begin if TOKENS == 1 else begin // TOKENS + row
+    return row, begin + (tile - first_tile) * TOKENS, end
+
+
+@triton.jit
+def _attend(
+    q,
+    q_token_stride,
+    q_head_stride,
+    q_dim_stride,
+    kv,
+    kv_block_stride,
+    kv_half_stride,
+    kv_slot_stride,
+    kv_head_stride,
+    kv_dim_stride,
+    tables,
+    table_stride,
+    table_entry_stride,
+    cu_query_lens,
+    context_lens,
+    out,
+    maxima,
+    sums,
+    num_rows,
+    scale,
+    window,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LINES: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """One tile over its context, or over one split of it.
+
+    Line i of a tile is token i // GROUP with head i % GROUP of the group. `scale` holds log2(e),
+    since the exponentials are powers of two. `out`: [T, H, D], or with SPLIT [T, H, splits, D], of
+    which nothing but the maximum is written where the split is empty.
+    """
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    row, first_token, end_token = _tile(tl.program_id(0), cu_query_lens, num_rows, ROWS, TOKENS)
+    if first_token >= end_token:
+        return
+
+    context = tl.load(context_lens + row).to(tl.int32)
+    lines, dims = tl.arange(0, LINES), tl.arange(0, DIMS)
+    tokens = first_token + lines // GROUP
+    heads = kv_head * GROUP + lines % GROUP
+    is_line = (lines < TOKENS * GROUP) & (tokens < end_token)
+    is_dim = dims < HEAD_DIM
+    positions = context - end_token + tokens
+
+    # The tile's first query sees furthest back, its last one furthest ahead. What lies outside may
+    # hold anything and is not read.
+    first_position = context - end_token + first_token
+    first_key = tl.maximum(first_position - window + 1, 0)
+    end_key = tl.minimum(first_position + TOKENS, context)
+    if SPLIT:
+        split_size = tl.maximum(tl.cdiv(tl.cdiv(context, MAX_SPLITS), KEYS) * KEYS, MIN_SPLIT)
+        first_key = tl.maximum(first_key, split * split_size)
+        end_key = tl.minimum(end_key, (split + 1) * split_size)
+
+    queries = tl.load(
+        q
+        + tokens[:, None].to(tl.int64) * q_token_stride
+        + heads[:, None] * q_head_stride
+        + dims[None, :] * q_dim_stride,
+        mask=is_line[:, None] & is_dim[None, :],
+        other=0.0,
+    )
+    table = tables + row.to(tl.int64) * table_stride
+    largest = tl.full([LINES], float("-inf"), tl.float32)
+    total = tl.zeros([LINES], tl.float32)
+    values = tl.zeros([LINES, DIMS], tl.float32)
+    for begin in range(first_key // KEYS * KEYS, end_key, KEYS):
+        keys = begin + tl.arange(0, KEYS)
+        is_key = (keys >= first_key) & (keys < end_key)
+        blocks = tl.load(table + keys // BLOCK_SIZE * table_entry_stride, mask=is_key, other=0)
+        places = (
+            kv
+            + blocks.to(tl.int64) * kv_block_stride
+            + keys % BLOCK_SIZE * kv_slot_stride
+            + kv_head * kv_head_stride
+        )
+        k = tl.load(
+            places[None, :] + dims[:, None] * kv_dim_stride,
+            mask=is_key[None, :] & is_dim[:, None],
+            other=0.0,
+        )
+        scores = tl.dot(queries, k, input_precision="ieee") * scale
+        ahead = keys[None, :] - positions[:, None]
+        seen = is_key[None, :] & (ahead <= 0) & (ahead > -window)
+        scores = tl.where(seen, scores, float("-inf"))
+        raised = tl.maximum(largest, tl.max(scores, axis=1))
+        base = tl.where(raised == float("-inf"), 0.0, raised)  # a line that has seen nothing yet
+        weights = tl.exp2(scores - base[:, None])
+        kept = tl.exp2(largest - base)
+        v = tl.load(
+            places[:, None] + kv_half_stride + dims[None, :] * kv_dim_stride,
+            mask=is_key[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        total = total * kept + tl.sum(weights, axis=1)
+        values = values * kept[:, None]
+        values = tl.dot(weights.to(v.dtype), v, acc=values, input_precision="ieee")
+        largest = raised
+
+    spots = tokens.to(tl.int64) * tl.num_programs(1) * GROUP + heads
+    if SPLIT:
+        spots = spots * tl.num_programs(2) + split
+        tl.store(maxima + spots, largest, mask=is_line)
+        if first_key >= end_key:
+            return
+        tl.store(sums + spots, total, mask=is_line)
+    else:
+        # A line without a token may have seen nothing.
+        values = values / tl.where(is_line, total, 1.0)[:, None]
+    tl.store(
+        out + spots[:, None] * HEAD_DIM + dims[None, :],
+        values.to(out.dtype.element_ty),
+        mask=is_line[:, None] & is_dim[None, :],
+    )
+
+
+@triton.jit
+def _combine(
+    parts,
+    maxima,
+    sums,
+    out,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """One token's head: its splits weighted by exp2(own maximum - largest). The sum is always one
+    of MAX_SPLITS terms, zeros too, so that its order is the same in every batch."""
+    spot = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    splits, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, DIMS)
+    places = spot * num_splits + splits
+    maximum = tl.load(maxima + places, mask=splits < num_splits, other=float("-inf"))
+    is_there = maximum > float("-inf")
+    weights = tl.exp2(maximum - tl.max(maximum, axis=0))
+    total = tl.sum(weights * tl.load(sums + places, mask=is_there, other=0.0), axis=0)
+    values = tl.load(
+        parts + places[:, None] * HEAD_DIM + dims[None, :],
+        mask=is_there[:, None] & (dims < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    value = tl.sum(weights[:, None] * values, axis=0) / total
+    tl.store(out + spot * HEAD_DIM + dims, value.to(out.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -1,0 +1,236 @@
+"""What goes through memory once instead of several times: norms, rotation, activation, and the
+store of new keys and values. One program a token; all arithmetic in fp32."""
+# Triton has no types, and a kernel's arguments are none of Python's.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="import-untyped"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_SILU_WIDTH = 1024
+
+
+def store_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    num_tokens, num_kv_heads, head_dim = k.shape
+    _store_kv[(num_tokens,)](
+        kv_layer,
+        *kv_layer.stride(),
+        k,
+        *k.stride(),
+        v,
+        *v.stride(),
+        slot_mapping,
+        *slot_mapping.stride(),
+        HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=kv_layer.shape[2],
+        WIDTH=triton.next_power_of_2(num_kv_heads * head_dim),
+    )
+
+
+@triton.jit
+def _store_kv(
+    kv,
+    kv_block_stride,
+    kv_half_stride,
+    kv_slot_stride,
+    kv_head_stride,
+    kv_dim_stride,
+    k,
+    k_token_stride,
+    k_head_stride,
+    k_dim_stride,
+    v,
+    v_token_stride,
+    v_head_stride,
+    v_dim_stride,
+    slots,
+    slot_stride,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token * slot_stride).to(tl.int64)
+    if slot < 0:
+        return
+    i = tl.arange(0, WIDTH)
+    heads, dims, is_value = i // HEAD_DIM, i % HEAD_DIM, i < HEADS * HEAD_DIM
+    key = tl.load(
+        k + token * k_token_stride + heads * k_head_stride + dims * k_dim_stride, is_value
+    )
+    value = tl.load(
+        v + token * v_token_stride + heads * v_head_stride + dims * v_dim_stride, is_value
+    )
+    place = (
+        kv
+        + slot // BLOCK_SIZE * kv_block_stride
+        + slot % BLOCK_SIZE * kv_slot_stride
+        + heads * kv_head_stride
+        + dims * kv_dim_stride
+    )
+    tl.store(place, key, is_value)
+    tl.store(place + kv_half_stride, value, is_value)
+
+
+def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Of x, or of `residual`, which first becomes residual + x."""
+    size = x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tokens = x.reshape(-1, size)
+    # view, not reshape: what is written must be the caller's memory, never a copy of it.
+    sums = tokens if residual is None else residual.view(-1, size)
+    _rms_norm[(len(tokens),)](
+        tokens,
+        *tokens.stride(),
+        sums,
+        *sums.stride(),
+        weight,
+        *weight.stride(),
+        out,
+        eps,
+        SIZE=size,
+        WIDTH=triton.next_power_of_2(size),
+        ADD=residual is not None,
+    )
+    return out
+
+
+@triton.jit
+def _rms_norm(
+    x,
+    x_token_stride,
+    x_dim_stride,
+    residual,
+    residual_token_stride,
+    residual_dim_stride,
+    weight,
+    weight_stride,
+    out,
+    eps,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    token, dims = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    inside = dims < SIZE
+    values = tl.load(x + token * x_token_stride + dims * x_dim_stride, inside, other=0.0)
+    wide = values.to(tl.float32)
+    if ADD:
+        place = residual + token * residual_token_stride + dims * residual_dim_stride
+        wide += tl.load(place, inside, other=0.0).to(tl.float32)
+        total = wide.to(residual.dtype.element_ty)
+        tl.store(place, total, inside)
+        wide = total.to(
+            tl.float32
+        )  # the norm is that of the rounded sum, which the next layer adds to
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
+    weights = tl.load(weight + dims * weight_stride, inside, other=0.0).to(tl.float32)
+    tl.store(out + token * SIZE + dims, (wide * scale * weights).to(out.dtype.element_ty), inside)
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    num_tokens, num_heads, head_dim = q.shape
+    half = head_dim // 2
+    _rope[(num_tokens,)](
+        q,
+        *q.stride(),
+        k,
+        *k.stride(),
+        cos,
+        *cos.stride(),
+        sin,
+        *sin.stride(),
+        HEADS=num_heads,
+        KV_HEADS=k.shape[1],
+        HALF=half,
+        ALL_HEADS=triton.next_power_of_2(num_heads),
+        ALL_KV_HEADS=triton.next_power_of_2(k.shape[1]),
+        WIDTH=triton.next_power_of_2(half),
+    )
+
+
+@triton.jit
+def _rope(
+    q,
+    q_token_stride,
+    q_head_stride,
+    q_dim_stride,
+    k,
+    k_token_stride,
+    k_head_stride,
+    k_dim_stride,
+    cos,
+    cos_token_stride,
+    cos_dim_stride,
+    sin,
+    sin_token_stride,
+    sin_dim_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    ALL_HEADS: tl.constexpr,
+    ALL_KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    token, dims = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    c = tl.load(cos + token * cos_token_stride + dims * cos_dim_stride, dims < HALF)
+    s = tl.load(sin + token * sin_token_stride + dims * sin_dim_stride, dims < HALF)
+    _turn(q + token * q_token_stride, q_head_stride, q_dim_stride, c, s, HEADS, ALL_HEADS, HALF)
+    _turn(
+        k + token * k_token_stride, k_head_stride, k_dim_stride, c, s, KV_HEADS, ALL_KV_HEADS, HALF
+    )
+
+
+@triton.jit
+def _turn(
+    x,
+    head_stride,
+    dim_stride,
+    cos,
+    sin,
+    HEADS: tl.constexpr,
+    ALL_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Turns one token's heads; `cos` and `sin` as wide as the padded half."""
+    heads, dims = tl.arange(0, ALL_HEADS)[:, None], tl.arange(0, cos.shape[0])[None, :]
+    inside = (heads < HEADS) & (dims < HALF)
+    first = x + heads * head_stride + dims * dim_stride
+    second = first + HALF * dim_stride
+    a, b = tl.load(first, inside).to(tl.float32), tl.load(second, inside).to(tl.float32)
+    tl.store(first, (a * cos[None, :] - b * sin[None, :]).to(x.dtype.element_ty), inside)
+    tl.store(second, (b * cos[None, :] + a * sin[None, :]).to(x.dtype.element_ty), inside)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    num_tokens, size = gate.shape
+    _silu_mul[(num_tokens, triton.cdiv(size, _SILU_WIDTH))](
+        gate, *gate.stride(), up, *up.stride(), out, size, WIDTH=_SILU_WIDTH
+    )
+    return out
+
+
+@triton.jit
+def _silu_mul(
+    gate,
+    gate_token_stride,
+    gate_dim_stride,
+    up,
+    up_token_stride,
+    up_dim_stride,
+    out,
+    size,
+    WIDTH: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    dims = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = dims < size
+    g = tl.load(gate + token * gate_token_stride + dims * gate_dim_stride, inside).to(tl.float32)
+    u = tl.load(up + token * up_token_stride + dims * up_dim_stride, inside).to(tl.float32)
+    silu = g / (1.0 + tl.exp(-g))
+    tl.store(out + token * size + dims, (silu * u).to(out.dtype.element_ty), inside)

@@ -1,0 +1,41 @@
+"""Triton's interpreter knows no bf16 arithmetic, for NumPy has none: it cuts fp32 off to bf16 where
+a GPU rounds to the nearest (of two, the even one), and its matrix product takes the bit patterns
+for numbers. Here are both as the hardware does them."""
+# Triton has no types.
+# mypy: disable-error-code="import-untyped"
+
+from typing import Any
+
+import numpy as np
+import pytest
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def compute_bf16_as_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+    def rounding_cast(self: Any, source: Any, target: Any) -> Any:
+        if (source.dtype.scalar, target.scalar) == (tl.float32, tl.bfloat16):
+            return TensorHandle(_rounded(source.data), tl.bfloat16)
+        return cast(self, source, target)
+
+    def wide_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, _widened(a), _widened(b), *rest)
+
+    patch.setattr(InterpreterBuilder, "cast_impl", rounding_cast)
+    patch.setattr(InterpreterBuilder, "create_dot", wide_dot)
+
+
+def _rounded(values: Any) -> Any:
+    """fp32 to the upper halves of the nearest bf16; a NaN, which may overflow here, to a NaN."""
+    bits = values.view(np.uint32)
+    nearest = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), nearest)
+
+
+def _widened(handle: Any) -> Any:
+    """Products of bf16 values are exact in fp32."""
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
