@@ -1,0 +1,175 @@
+"""An OpenAI-compatible server around OpenVINO GenAI's pipeline; run by its own interpreter.
+
+    python openvino_server.py --model DIR --port 8100 [--threads 2] [--max-num-seqs 64] [--int8]
+
+`POST /v1/completions` with `prompt` (token ids), `max_tokens`, `stream`; `GET /health`. Greedy, and
+an end of sequence does not end it. It answers token ids and makes no text of them, so that the
+pipeline is charged with nothing of ours that can be left out.
+
+One thread steps the pipeline; what a step produced crosses to the event loop in one call.
+"""
+
+import argparse
+import asyncio
+import json
+import queue
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import openvino  # type: ignore[import-not-found]
+import openvino_genai as genai  # type: ignore[import-not-found]
+import uvicorn
+from engine import openvino_properties  # type: ignore[import-not-found]  # beside this file
+
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """`steps` has what each step gave it; None ends it. `cancelled`: its client has gone."""
+
+    prompt: list[int]
+    max_tokens: int
+    steps: asyncio.Queue[list[int] | None] = field(default_factory=asyncio.Queue)
+    cancelled: bool = False
+
+
+class Pipeline:
+    """The engine's thread, and the requests that run on it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        scheduler = genai.SchedulerConfig()
+        scheduler.cache_size = 4
+        scheduler.max_num_seqs = options.max_num_seqs
+        scheduler.enable_prefix_caching = True
+        properties = openvino_properties(options.threads, options.int8)
+        self._pipeline = genai.ContinuousBatchingPipeline(
+            options.model, scheduler, "CPU", properties
+        )
+        self._arrived: queue.Queue[Request] = queue.Queue()
+        self._running: dict[Request, Any] = {}
+        self._num_requests = 0
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def submit(self, request: Request) -> None:
+        self._arrived.put(request)
+
+    def _work(self) -> None:
+        while True:
+            while not self._running or not self._arrived.empty():
+                self._admit(self._arrived.get())
+            self._pipeline.step()
+            self._loop.call_soon_threadsafe(_deliver, list(self._gained()))
+
+    def _admit(self, request: Request) -> None:
+        config = genai.GenerationConfig()
+        config.max_new_tokens = request.max_tokens
+        config.ignore_eos = True
+        config.do_sample = False
+        ids = openvino.Tensor(numpy.array([request.prompt], dtype=numpy.int64))
+        self._num_requests += 1
+        self._running[request] = self._pipeline.add_request(self._num_requests, ids, config)
+
+    def _gained(self) -> Iterator[tuple[Request, list[int] | None]]:
+        for request, generation in list(self._running.items()):
+            while generation.can_read():
+                (output,) = generation.read().values()
+                yield request, list(output.generated_ids)
+            if request.cancelled:
+                generation.cancel()
+            if generation.get_status() != genai.GenerationStatus.RUNNING:
+                del self._running[request]
+                yield request, None
+
+
+def _deliver(gained: list[tuple[Request, list[int] | None]]) -> None:
+    for request, ids in gained:
+        request.steps.put_nowait(ids)
+
+
+class App:
+    """ASGI without a framework: two routes."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._pipeline: Pipeline | None = None
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif scope["path"] == "/health":
+            await _answer(send, 200, b"{}")
+        elif scope["path"] == "/v1/completions":
+            await self._complete(receive, send)
+        else:
+            await _answer(send, 404, b"{}")
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        self._pipeline = Pipeline(self._options)
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _complete(self, receive: Receive, send: Send) -> None:
+        assert self._pipeline is not None  # uvicorn starts the lifespan first
+        body = json.loads(await _body(receive))
+        request = Request(body["prompt"], body["max_tokens"])
+        self._pipeline.submit(request)
+        gone = asyncio.ensure_future(receive())  # answers http.disconnect
+        await _start(send, 200, b"text/event-stream")
+        total = 0
+        while (ids := await request.steps.get()) is not None:
+            total += len(ids)
+            await _event(send, {"choices": [{"index": 0, "text": "", "token_ids": ids}]})
+            if gone.done():
+                request.cancelled = True
+                return
+        gone.cancel()
+        await _event(send, {"choices": [], "usage": {"completion_tokens": total}})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+async def _body(receive: Receive) -> bytes:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return body
+
+
+async def _start(send: Send, status: int, content_type: bytes) -> None:
+    headers = [(b"content-type", content_type)]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _answer(send: Send, status: int, body: bytes) -> None:
+    await _start(send, status, b"application/json")
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _event(send: Send, data: Message) -> None:
+    body = b"data: " + json.dumps(data).encode() + b"\n\n"
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--int8", action="store_true")
+    options = parser.parse_args()
+    uvicorn.run(App(options), host="127.0.0.1", port=options.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""llama.cpp, built for this machine from the sources that the package llama-cpp-python carries.
+
+`llama-batched-bench` measures the engine, `llama-server` serves. Weights go into a GGUF file: as
+they are (bfloat16), or as Q8_0 (int8 in blocks of 32, a scale each).
+"""
+
+import os
+import tarfile
+from pathlib import Path
+from typing import Any
+
+from bench.peers.environment import DIRECTORY, Environment, run
+from bench.peers.peer import (
+    Command,
+    Dtype,
+    EngineRun,
+    Figure,
+    PeerFailed,
+    ServerOptions,
+    best_of,
+    converted_directory,
+    json_lines,
+    output_of,
+)
+
+_PACKAGE = "llama-cpp-python==0.3.36"
+_TARGETS = ("llama-server", "llama-batched-bench")
+_CMAKE_OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=ON",
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_APP=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    # the web page of the server would be downloaded
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_BUILD_NUMBER=0",
+    "-DLLAMA_BUILD_COMMIT=sdist",
+)
+_GGUF_TYPES: dict[Dtype, str] = {"bfloat16": "bf16", "int8": "q8_0"}
+_CONVERT = Path(__file__).parent / "inside" / "llamacpp_convert.py"
+
+
+class LlamaCpp:
+    name = "llama.cpp"
+    dtypes: tuple[Dtype, ...] = ("bfloat16", "int8")
+
+    # only converts: the programs are C++
+    _environment = Environment(
+        "llamacpp",
+        (
+            "torch==2.13.0",
+            "transformers==5.23.0",
+            "sentencepiece==0.2.2",
+            "numpy",
+            "cmake",
+            "ninja",
+        ),
+    )
+    _source = DIRECTORY / "llamacpp-source"
+    _build = _source / "build"
+
+    @property
+    def is_ready(self) -> bool:
+        return self._environment.is_ready and all(
+            (self._build / "bin" / target).exists() for target in _TARGETS
+        )
+
+    def setup(self) -> None:
+        self._environment.create()
+        if not self._source.exists():
+            self._fetch()
+        if not self.is_ready:
+            self._compile()
+
+    def _fetch(self) -> None:
+        """The package's sources have llama.cpp's whole tree in `vendor/`."""
+        pip = (str(self._environment.python), "-m", "pip", "download", "--quiet", "--no-deps")
+        downloads = DIRECTORY / "downloads"
+        run(*pip, "--no-binary", "llama-cpp-python", "--dest", str(downloads), _PACKAGE)
+        (archive,) = downloads.glob("llama_cpp_python-*.tar.gz")
+        with tarfile.open(archive) as tar:
+            tar.extractall(downloads, filter="data")
+        tree = downloads / archive.name.removesuffix(".tar.gz") / "vendor" / "llama.cpp"
+        tree.rename(self._source)
+
+    def _compile(self) -> None:
+        cmake = str(self._environment.path / "bin" / "cmake")
+        ninja = self._environment.path / "bin" / "ninja"
+        generator = ("-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}")
+        run(cmake, "-S", ".", "-B", "build", *generator, *_CMAKE_OPTIONS, cwd=self._source)
+        jobs = str(os.cpu_count() or 1)
+        run(cmake, "--build", "build", "-j", jobs, "--target", *_TARGETS, cwd=self._source)
+
+    def prepare(self, checkpoint: Path, dtype: Dtype) -> Path:
+        directory = converted_directory(self.name, checkpoint, dtype)
+        model = directory / "model.gguf"
+        if not model.exists():
+            directory.mkdir(parents=True, exist_ok=True)
+            unfinished = directory / "unfinished.gguf"
+            python, source = str(self._environment.python), str(self._source)
+            options = ("--outtype", _GGUF_TYPES[dtype], "--outfile", str(unfinished))
+            output_of(Command((python, str(_CONVERT), source, *options, str(checkpoint))))
+            unfinished.rename(model)
+        return model
+
+    def measure(self, model: Path, dtype: Dtype, run: EngineRun) -> list[Figure]:
+        lines: list[Figure] = []
+        if run.decode:
+            rows = self._bench(model, run, (run.prompt,), run.tokens, run.decode)
+            lines += [Figure("decode", row["pl"], row["speed_tg"]) for row in rows]
+        if run.prefill:
+            rows = self._bench(model, run, run.prefill, 1, (1,))
+            lines += [Figure("prefill", row["pp"], row["speed_pp"]) for row in rows]
+        return best_of(lines)
+
+    def _bench(
+        self,
+        model: Path,
+        run: EngineRun,
+        prompts: tuple[int, ...],
+        tokens: int,
+        streams: tuple[int, ...],
+    ) -> list[dict[str, Any]]:
+        """One row for each prompt length and number of streams, `run.repeats` times."""
+        batch = str(max(*prompts, 2048))
+        options = {
+            "--model": str(model),
+            "--ctx-size": str(max(streams) * (max(prompts) + tokens)),
+            "--batch-size": batch,
+            "-npp": _comma_separated(prompts),
+            "-ntg": str(tokens),
+            "-npl": _comma_separated(streams * run.repeats),
+            "--threads": str(run.threads),
+            "--output-format": "jsonl",
+        }
+        words = (word for option in options.items() for word in option)
+        program = str(self._build / "bin" / "llama-batched-bench")
+        rows = json_lines(output_of(Command((program, *words))))
+        if not rows:
+            raise PeerFailed(f"no figure: {program}")
+        return rows
+
+    def server(self, model: Path, dtype: Dtype, options: ServerOptions) -> Command:
+        flags = {
+            "--model": str(model),
+            "--host": "127.0.0.1",
+            "--port": str(options.port),
+            "--threads": str(options.threads),
+            "--parallel": str(options.max_num_seqs),
+            # one cache for all streams: a stream may have all of it
+            "--ctx-size": str(options.num_kv_tokens),
+        }
+        words = (word for flag in flags.items() for word in flag)
+        program = str(self._build / "bin" / "llama-server")
+        return Command((program, *words, "--kv-unified"))
+
+
+def _comma_separated(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))

