@@ -1,0 +1,141 @@
+"""How flash-attn is called: layouts, lengths, masks, and what it cannot do.
+
+flash-attn needs a GPU: on the CPU a stand-in with its signatures takes its place, which shows that
+it is called rightly, not that it is fast. With QUIRE_KERNEL_DEVICE=cuda (`bench/gpu_check.sh`)
+these tests call the package itself.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+import torch
+
+import kvops
+from kvops import Backend, BackendUnavailable
+
+from . import flash_stand_in
+from .on_device import OnDevice
+from .paged import Geometry, PagedBatch, paged_batch
+from .test_attention import ROWS, TOLERANCE, attend
+
+BF16 = torch.bfloat16
+ON_GPU = os.environ.get("QUIRE_KERNEL_DEVICE") == "cuda"
+GEOMETRIES = [
+    Geometry(block_size=256, num_heads=4, num_kv_heads=2, head_dim=64, dtype=BF16),
+    Geometry(block_size=512, num_heads=3, num_kv_heads=1, head_dim=128, dtype=BF16),
+    Geometry(block_size=256, num_heads=2, num_kv_heads=2, head_dim=32, dtype=torch.float16),
+]
+SEVERAL_BLOCKS = [(1, 256), (300, 600), (1, 257), (20, 513)]
+LONG_DECODE = [(1, 600), (1, 512), (1, 1)]
+BATCHES = {**ROWS, "several blocks": SEVERAL_BLOCKS, "long decode": LONG_DECODE}
+
+
+@pytest.fixture(scope="module")
+def flash() -> Iterator[Backend]:
+    if ON_GPU:
+        yield cast(Backend, OnDevice(kvops.backend("flash"), "cuda"))
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "flash_attn", flash_stand_in)
+        patch.delitem(sys.modules, "kvops.flash", raising=False)
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        yield kvops.backend("flash")
+        sys.modules.pop("kvops.flash")
+
+
+def finite(batch: PagedBatch) -> PagedBatch:
+    """flash-attn multiplies what a window hides by zero: it must not be NaN."""
+    batch.kv_layer.nan_to_num_(1000.0)
+    return batch
+
+
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES.keys())
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_it_attends_as_the_reference(
+    flash: Backend, reference: Backend, geometry: Geometry, rows: list[tuple[int, int]]
+) -> None:
+    """Behind the contexts the arena is full of NaN."""
+    batch = paged_batch(geometry, rows, seed=len(rows))
+    rtol, atol = TOLERANCE[BF16]
+    torch.testing.assert_close(attend(flash, batch), attend(reference, batch), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("window", [1, 40, 300, 1000])
+@pytest.mark.parametrize("rows", [SEVERAL_BLOCKS, LONG_DECODE], ids=["prefill", "decode"])
+def test_it_slides_the_window_as_the_reference(
+    flash: Backend, reference: Backend, rows: list[tuple[int, int]], window: int
+) -> None:
+    batch = finite(paged_batch(GEOMETRIES[0], rows, seed=window, window=window))
+    rtol, atol = TOLERANCE[BF16]
+    torch.testing.assert_close(
+        attend(flash, batch, window), attend(reference, batch, window), rtol=rtol, atol=atol
+    )
+
+
+@pytest.mark.parametrize(
+    "rows", [[(2, 300), (0, 20), (1, 7)], [(1, 300), (1, 20), (1, 7)]], ids=["uneven", "one each"]
+)
+def test_as_many_tokens_as_rows_need_not_be_one_each(
+    flash: Backend, reference: Backend, rows: list[tuple[int, int]]
+) -> None:
+    """One each is a decode step, for which flash-attn has a function of its own; the two steps
+    follow each other with the same shapes."""
+    batch = paged_batch(GEOMETRIES[0], rows, seed=11)
+    rtol, atol = TOLERANCE[BF16]
+    for _ in range(2):
+        torch.testing.assert_close(
+            attend(flash, batch), attend(reference, batch), rtol=rtol, atol=atol
+        )
+
+
+def test_a_decode_step_takes_the_function_that_splits_contexts(
+    flash: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("kvops.flash.flash_attn_varlen_func")
+    attend(flash, paged_batch(GEOMETRIES[0], LONG_DECODE, seed=13))
+    with pytest.raises(NameError):
+        attend(flash, paged_batch(GEOMETRIES[0], SEVERAL_BLOCKS, seed=13))
+
+
+def test_indices_may_be_int64_and_queries_a_strided_view(
+    flash: Backend, reference: Backend
+) -> None:
+    batch = paged_batch(GEOMETRIES[0], SEVERAL_BLOCKS, seed=12)
+    qkv = torch.full((len(batch.q), 8, 64), float("nan"), dtype=BF16)
+    qkv[:, 2:6] = batch.q
+    out = flash.paged_attention(
+        qkv[:, 2:6],
+        batch.kv_layer,
+        batch.block_tables.long(),
+        batch.cu_query_lens.long(),
+        batch.context_lens.long(),
+        64**-0.5,
+    )
+    rtol, atol = TOLERANCE[BF16]
+    torch.testing.assert_close(out, attend(reference, batch), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "message"),
+    [
+        (Geometry(16, 2, 2, 64, BF16), "multiple of 256, this pool has 16: choose --block-size"),
+        (Geometry(256, 2, 2, 12, BF16), "no kernels for head size 12"),
+        (Geometry(256, 2, 2, 264, BF16), "no kernels for head size 264"),
+        (Geometry(256, 2, 2, 64), r"bf16 and fp16, not in torch\.float32"),
+    ],
+    ids=["block size", "odd head size", "large head size", "fp32"],
+)
+def test_an_arena_that_flash_attn_cannot_read_is_refused(
+    flash: Backend, geometry: Geometry, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        attend(flash, paged_batch(geometry, [(1, 3)], seed=0))
+
+
+def test_flash_is_refused_without_a_gpu(flash: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendUnavailable, match="'flash' needs a CUDA device"):
+        kvops.backend("flash")
