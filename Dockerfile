@@ -1,4 +1,5 @@
-# Two images from one file: `control` (gateway, block manager) without PyTorch, `worker` with it.
+# Two images from one file: `control` (gateway, block manager), and `worker` with PyTorch and the
+# native kernels.
 #
 #   docker build --target worker --build-arg PIP_EXTRA_INDEX_URL=... .
 #
@@ -10,18 +11,31 @@ ENV PATH=/opt/quire/bin:$PATH \
     PYTHONUNBUFFERED=1
 
 
-FROM base AS build-control
+# What both build from, so that the compiler's layer does not follow every change.
+FROM scratch AS sources
 WORKDIR /src
-RUN python -m venv /opt/quire
 COPY pyproject.toml README.md LICENSE ./
 COPY deploy/constraints-cpu.txt deploy/no-cpu-torch.txt deploy/install.sh deploy/
 COPY quire quire
 COPY services services
 COPY blockstore blockstore
 COPY kernels kernels
-RUN pip install --no-cache-dir .
 
-FROM build-control AS build-worker
+FROM base AS build-control
+RUN python -m venv /opt/quire
+WORKDIR /src
+COPY --from=sources /src ./
+# It computes nothing: no native kernels, and so no compiler.
+RUN QUIRE_NATIVE=OFF pip install --no-cache-dir .
+
+FROM base AS build-worker
+# hadolint ignore=DL3008  # whichever patch level the distribution's compiler has
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends g++ \
+ && rm -rf /var/lib/apt/lists/*
+RUN python -m venv /opt/quire
+WORKDIR /src
+COPY --from=sources /src ./
 ARG PIP_EXTRA_INDEX_URL=""
 RUN PIP_NO_CACHE_DIR=1 deploy/install.sh ".[worker]"
 

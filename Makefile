@@ -2,6 +2,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROTOC := PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc
 
+CXX_FILES := $(shell find kernels/csrc -name '*.cpp' -o -name '*.h')
+
 .PHONY: help setup proto lint type test test-full check bench up down clean
 .NOTPARALLEL:
 
@@ -11,11 +13,17 @@ TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-setup: .venv/.installed ## Create .venv and install everything into it
+setup: .venv/.native ## Create .venv and install everything into it
 
+# All but the kernels in C++, the tools that build them included.
 .venv/.installed: pyproject.toml deploy/install.sh deploy/constraints-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	PIP=$(BIN)/pip deploy/install.sh --editable '.[worker,local,dev]'
+	QUIRE_NATIVE=OFF PIP=$(BIN)/pip deploy/install.sh --editable '.[worker,local,dev]'
+	touch $@
+
+# With those tools, in a build folder that stays: later on, only what has changed is compiled.
+.venv/.native: .venv/.installed kernels/CMakeLists.txt $(CXX_FILES)
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --check-build-dependencies --editable .
 	touch $@
 
 proto: setup ## Generate quire/v1 from proto/
@@ -50,4 +58,4 @@ down: ## End what `make up` started
 	$(BIN)/quire down
 
 clean: ## Remove .venv and all caches
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def test_the_pool_directory_is_a_private_tmpfs_of_the_images_user(compose: Any) 
     assert (options["type"], options["device"]) == ("tmpfs", "tmpfs")
     wanted = dict(item.split("=") for item in options["o"].split(","))
     assert wanted == {"size": "2g", "uid": "10001", "gid": "10001", "mode": "0700"}
-    assert "USER 10001:10001" in (ROOT / "Dockerfile").read_text()
+    assert "USER 10001:10001" in _dockerfile()
 
 
 def test_prefill_and_decode_make_the_same_pool(settings: dict[str, ServiceSettings]) -> None:
@@ -173,20 +174,23 @@ def test_the_example_environment_names_every_variable_with_its_default() -> None
     assert documented | {"QUIRE_MODELS_DIR": "models"} == used
 
 
-def test_the_images_files_make_a_complete_wheel(tmp_path: Path) -> None:
-    """From nothing but what the Dockerfile copies and .dockerignore lets through."""
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """Nothing but what the Dockerfile copies and .dockerignore lets through."""
     let_through = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
-    source = tmp_path / "source"
+    directory = tmp_path / "sources"
     for path in _copied():
         assert any(path == kept or path.startswith(kept + "/") for kept in let_through), path
-        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / path).is_dir():
-            shutil.copytree(ROOT / path, source / path)
+            shutil.copytree(ROOT / path, directory / path)
         else:
-            shutil.copy(ROOT / path, source / path)
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory"]
-    subprocess.run([*build, str(tmp_path)], cwd=source, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+            shutil.copy(ROOT / path, directory / path)
+    return directory
+
+
+def test_the_control_image_has_a_complete_wheel_and_needs_no_compiler(sources: Path) -> None:
+    wheel = _wheel(sources, QUIRE_NATIVE="OFF", CXX="/nonexistent")
     names = zipfile.ZipFile(wheel).namelist()
     for needed in (
         "quire/cli/__main__.py",
@@ -198,10 +202,56 @@ def test_the_images_files_make_a_complete_wheel(tmp_path: Path) -> None:
         assert needed in names
     functions = {path.name for path in (ROOT / "blockstore" / "functions").glob("*.lua")}
     assert {Path(name).name for name in names if name.endswith(".lua")} == functions
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not any(name.endswith(".so") for name in names)
+
+
+@pytest.mark.full
+def test_the_worker_image_has_a_wheel_with_the_native_kernels(sources: Path) -> None:
+    """And the flags of its compiler are for no machine in particular."""
+    wheel = _wheel(sources, CMAKE_EXPORT_COMPILE_COMMANDS="ON")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert f"kvops/_native{sysconfig.get_config_var('EXT_SUFFIX')}" in names
+    (commands,) = sources.glob("build/*/compile_commands.json")
+    assert "-march=native" not in commands.read_text()
+
+
+def _wheel(sources: Path, **environment: str) -> Path:
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    wheels = sources.parent / "wheels"
+    done = subprocess.run(
+        [*build, "--wheel-dir", wheels, sources],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = wheels.glob("*.whl")
+    return wheel
 
 
 def _copied() -> list[str]:
-    """What the Dockerfile's first build stage takes from the build context."""
-    stage = (ROOT / "Dockerfile").read_text().partition("AS build-control")[2].partition("FROM")[0]
+    """What the Dockerfile takes from the build context to build from."""
+    stage = _dockerfile().partition("AS sources")[2].partition("FROM")[0]
     lines = re.findall(r"^COPY (.+) \S+$", stage, re.MULTILINE)
     return [path for line in lines for path in line.split()]
+
+
+@pytest.mark.parametrize("image", ["control", "worker"])
+def test_no_image_carries_a_compiler(image: str) -> None:
+    """Its stages, down to the base, install nothing; only what it copies from was built."""
+    stages = re.findall(r"^FROM (\S+) AS (\S+)\n(.*?)(?=^FROM|\Z)", _dockerfile(), re.M | re.S)
+    parents = {name: parent for parent, name, _ in stages}
+    bodies = {name: body for _, name, body in stages}
+    stage = image
+    while stage in parents:
+        assert "apt-get" not in bodies[stage], stage
+        stage = parents[stage]
+    assert stage == "python:3.11-slim-bookworm"
+    assert "apt-get" in bodies["build-worker"]
+    assert "apt-get" not in bodies["build-control"]
+
+
+def _dockerfile() -> str:
+    return (ROOT / "Dockerfile").read_text()
