@@ -1,17 +1,25 @@
-"""The pool's arena as a tensor: one file, mapped by every worker of the host, copied by none."""
+"""The pool's arena as a tensor: a file that every worker of the host maps, or one process's own
+memory on a device.
+
+A GPU's arena is of the second kind for now: another process cannot open it, which will need CUDA
+IPC. So what runs there prefills and decodes in one process.
+"""
 
 from pathlib import Path
+from typing import Self
 
 import torch
 
+from services.common.errors import StartupError
 from services.common.pool.layout import Dtype, PoolLayout
+from services.common.pool.sizing import format_size
 
 DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class KVPool:
-    """The arena `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, shared and
-    writable."""
+    """The arena `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, writable; mapped
+    from a file it is shared, made by `private` it is not."""
 
     def __init__(self, path: Path, layout: PoolLayout, num_blocks: int) -> None:
         """Map the file. ValueError: it is not of this geometry (mapping would stretch it)."""
@@ -24,6 +32,24 @@ class KVPool:
         )
         self._kv: torch.Tensor | None = values.view(num_blocks, *layout.block_shape)
 
+    @classmethod
+    def private(cls, layout: PoolLayout, num_blocks: int, device: str) -> Self:
+        """An arena of zeros that no other process sees, one allocation on `device` ("cuda", "cpu").
+
+        StartupError: no such device, or not this much memory on it.
+        """
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise StartupError(f"no pool on {device}: PyTorch {torch.__version__} sees no GPU")
+        pool = cls.__new__(cls)
+        try:
+            pool._kv = torch.zeros(
+                (num_blocks, *layout.block_shape), dtype=DTYPES[layout.dtype], device=device
+            )
+        except RuntimeError as error:
+            wanted = format_size(num_blocks * layout.block_bytes)
+            raise StartupError(f"cannot have {wanted} on {device}: {error}") from error
+        return pool
+
     @property
     def kv(self) -> torch.Tensor:
         """All blocks. RuntimeError after `close`."""
@@ -32,5 +58,5 @@ class KVPool:
         return self._kv
 
     def close(self) -> None:
-        """Unmap, as soon as nobody holds a view of `kv` any more. Again: no error."""
+        """Let go, as soon as nobody holds a view of `kv` any more. Again: no error."""
         self._kv = None
