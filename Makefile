@@ -30,9 +30,10 @@ proto: setup ## Generate quire/v1 from proto/
 	$(PROTOC) --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. --mypy_grpc_out=quiet:. \
 	  proto/quire/v1/*.proto
 
-lint: setup ## Style, imports between packages, the wire contract and its generated code
+lint: setup ## Style of Python and C++, imports between packages, the wire contract and its generated code
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/buf lint proto
 	$(BIN)/pytest --quiet tests/integration/test_proto_drift.py
