@@ -1,7 +1,235 @@
+// Causal attention over the paged arena, decode and prefill alike: a tile of keys and values is
+// read once for all queries of the call and all heads that share it.
+//
+// A row here is one query of one head of the group: row r of a call is its query r / group, head
+// r % group. It takes the tiles that it sees in order, and of a tile exactly the positions that it
+// sees, whatever its neighbours see: its result is the same, to the bit, in any company, chunk or
+// call.
+//
+// Head sizes: even, up to kMaxHeadDim; fastest are multiples of 32 (bf16) or 16 (fp32).
 #pragma once
+
+#include "attention_product.h"
+#include "attention_softmax.h"
+#include "attention_split.h"
+#include "attention_tile.h"
 #include "kernels.h"
 #include "simd.h"
+
 namespace quire::QUIRE_ISA {
-inline void attention(const AttentionCall&, int, int, int, int, void*) {}
-inline size_t attention_scratch(const AttentionCall&) { return 0; }
+
+inline int smaller(int a, int b) { return a < b ? a : b; }
+inline int larger(int a, int b) { return a > b ? a : b; }
+
+// Memory of a call, in bytes from the beginning of its scratch.
+struct AttentionLayout {
+  int64_t tile, queries, scores, probabilities, sums, states, corrections, bytes;
+};
+
+inline AttentionLayout attention_layout(const AttentionCall& call) {
+  const int64_t words = call.head_dim / per_word(call.dtype);
+  const int64_t columns = num_columns(call.dtype, call.head_dim);
+  AttentionLayout at{};
+  int64_t end = 0;
+  const auto take = [&end](int64_t num_words) {
+    const int64_t begin = end;
+    end += (4 * num_words + 63) / 64 * 64;
+    return begin;
+  };
+  at.tile = take(kTile * columns);
+  at.queries = take(kAttentionRows * words);
+  at.scores = take(kBlockRows * kTile);
+  at.probabilities = take(kAttentionRows * kTile);
+  at.sums = take(kAttentionRows * columns);
+  at.states = take(kAttentionRows * sizeof(SoftmaxState) / 4);
+  at.corrections = take(kAttentionRows);
+  at.bytes = end;
+  return at;
 }
+
+// Up to kAttentionRows rows of a call.
+template <Dtype dtype>
+class AttentionRows {
+ public:
+  AttentionRows(const AttentionCall& call, int row, int kv_head, int begin, int end, void* scratch)
+      : call_(call),
+        row_(row),
+        kv_head_(kv_head),
+        begin_(begin),
+        num_rows_(end - begin),
+        group_(call.num_heads / call.num_kv_heads),
+        num_words_(call.head_dim / kPerWord),
+        num_columns_(num_columns(dtype, call.head_dim)),
+        first_token_(call.cu_query_lens[row]),
+        first_position_(call.context_lens[row] - call.cu_query_lens[row + 1] + first_token_) {
+    const AttentionLayout at = attention_layout(call);
+    char* memory = static_cast<char*>(scratch);
+    tile_ = reinterpret_cast<uint32_t*>(memory + at.tile);
+    queries_ = reinterpret_cast<uint32_t*>(memory + at.queries);
+    scores_ = reinterpret_cast<float*>(memory + at.scores);
+    probabilities_ = reinterpret_cast<uint32_t*>(memory + at.probabilities);
+    sums_ = reinterpret_cast<float*>(memory + at.sums);
+    states_ = reinterpret_cast<SoftmaxState*>(memory + at.states);
+    corrections_ = reinterpret_cast<float*>(memory + at.corrections);
+  }
+
+  void attend() {
+    start();
+    const int begin = first_visible(0);
+    const int end = position(num_rows_ - 1) + 1;
+    for (int tile = begin / kTile * kTile; tile < end; tile += kTile) {
+      int first = 0, last = num_rows_;  // rows that see some of it
+      while (position(first) < tile) ++first;
+      while (first_visible(last - 1) >= tile + kTile) --last;
+      TileRows where;
+      locate(call_, row_, kv_head_, tile, begin, end, where);
+      transpose_keys(where, num_words_, tile_);
+      for (int row = first; row < last; row += kBlockRows)
+        weigh(tile, row, smaller(kBlockRows, last - row));
+      interleave_values<dtype>(where, num_words_, tile_);
+      for (int row = first; row < last; row += kBlockRows)
+        add_values(tile, row, smaller(kBlockRows, last - row));
+    }
+    for (int row = 0; row < num_rows_; ++row) finish(row);
+  }
+
+ private:
+  static constexpr int kPerWord = per_word(dtype);
+  static constexpr int kSteps = kTile / kPerWord;
+  using Element = typename Word<dtype>::Element;
+
+  int position(int row) const { return first_position_ + (begin_ + row) / group_; }
+  int first_visible(int row) const {
+    return call_.window > 0 ? larger(0, position(row) - call_.window + 1) : 0;
+  }
+  Span visible(int tile, int row) const {
+    return {larger(0, first_visible(row) - tile), smaller(kTile, position(row) + 1 - tile)};
+  }
+
+  // Where a row's query or output begins, in elements.
+  int64_t place(int row, int64_t stride) const {
+    const int64_t token = first_token_ + (begin_ + row) / group_;
+    const int64_t head = int64_t{kv_head_} * group_ + (begin_ + row) % group_;
+    return token * stride + head * call_.head_dim;
+  }
+
+  void start() {
+    const auto* q = static_cast<const Element*>(call_.q);
+    for (int row = 0; row < num_rows_; ++row) {
+      std::memcpy(queries_ + int64_t{row} * num_words_, q + place(row, call_.q_stride),
+                  4 * num_words_);
+      states_[row] = {kLowest, {}};
+    }
+    std::memset(sums_, 0, sizeof(float) * num_rows_ * num_columns_);
+  }
+
+  // Probabilities of a block of rows over the tile of keys.
+  void weigh(int tile, int row, int num_rows) {
+    multiply<dtype>({queries_ + int64_t{row} * num_words_, num_words_, tile_, kTile, scores_, kTile,
+                     nullptr, num_words_},
+                    num_rows, kTile);
+    Span spans[kBlockRows];
+    for (int i = 0; i < num_rows; ++i) spans[i] = visible(tile, row + i);
+    softmax_step(scores_, call_.scale, spans, states_ + row, num_rows,
+                 reinterpret_cast<Element*>(probabilities_ + row * kSteps), corrections_ + row);
+  }
+
+  // Outputs of a block of rows over the tile of values: together what all see, and before and
+  // behind it each row what it sees alone.
+  void add_values(int tile, int row, int num_rows) {
+    Span spans[kBlockRows];
+    Span common = {0, kTile};
+    for (int i = 0; i < num_rows; ++i) {
+      spans[i] = visible(tile, row + i);
+      common = {larger(common.begin, spans[i].begin), smaller(common.end, spans[i].end)};
+    }
+    const int first = (common.begin + kPerWord - 1) / kPerWord;
+    const int last = larger(first, common.end / kPerWord);
+    if (first > 0)
+      for (int i = 0; i < num_rows; ++i) {
+        correct(row + i);
+        add_alone(row + i, spans[i], 0, first);
+      }
+    multiply<dtype>(
+        {probabilities_ + row * kSteps + first, kSteps, tile_ + int64_t{first} * num_columns_,
+         num_columns_, sums_ + int64_t{row} * num_columns_, num_columns_, corrections_ + row,
+         last - first},
+        num_rows, num_columns_);
+    if (last < kSteps)
+      for (int i = 0; i < num_rows; ++i) add_alone(row + i, spans[i], last, kSteps);
+  }
+
+  void correct(int row) {
+    float* sums = sums_ + int64_t{row} * num_columns_;
+    for (int i = 0; i < num_columns_; i += kLanes)
+      store_f32(sums + i, load_f32(sums + i) * corrections_[row]);
+    corrections_[row] = 1.0f;
+  }
+
+  // Of the steps [begin, end) those that the row sees something of; what it does not see of a pair
+  // may be NaN, which a probability of 0 would not keep out.
+  void add_alone(int row, Span span, int begin, int end) {
+    const float one = 1.0f;
+    for (int step = begin; step < end; ++step) {
+      const int position = step * kPerWord;
+      if (position + kPerWord <= span.begin || position >= span.end) continue;
+      const uint32_t* values = tile_ + int64_t{step} * num_columns_;
+      uint32_t masked[kMaxColumns];
+      if (position < span.begin || position + kPerWord > span.end) {
+        const uint32_t mask = position < span.begin ? 0xffff0000u : 0x0000ffffu;
+        for (int i = 0; i < num_columns_; ++i) masked[i] = values[i] & mask;
+        values = masked;
+      }
+      multiply<dtype>({probabilities_ + row * kSteps + step, kSteps, values, num_columns_,
+                       sums_ + int64_t{row} * num_columns_, num_columns_, &one, 1},
+                      1, num_columns_);
+    }
+  }
+
+  void finish(int row) const {
+    const float* sums = sums_ + int64_t{row} * num_columns_;
+    const float total = reduce_add(load_f32(states_[row].sums));
+    Element all[kMaxColumns];
+    for (int i = 0; i < num_columns_; i += kLanes * kPerWord) join<dtype>(sums + i, total, all + i);
+    std::memcpy(static_cast<Element*>(call_.out) + place(row, call_.out_stride), all,
+                call_.head_dim * sizeof(Element));
+  }
+
+  const AttentionCall& call_;
+  const int row_, kv_head_;
+  const int begin_, num_rows_;  // of (query, head) pairs
+  const int group_;
+  const int num_words_, num_columns_;
+  const int first_token_, first_position_;  // of the row's new tokens
+  uint32_t* tile_;                          // keys [words, kTile], then values [kSteps, columns]
+  uint32_t* queries_;                       // [rows, words]
+  float* scores_;                           // [kBlockRows, kTile]
+  uint32_t* probabilities_;                 // [rows, kSteps]
+  float* sums_;                             // [rows, columns]: values times probabilities
+  SoftmaxState* states_;                    // [rows]
+  float* corrections_;                      // [rows]: of the sums, by the tile at hand
+};
+
+template <Dtype dtype>
+inline void attention_of(const AttentionCall& call, int row, int kv_head, int query_begin,
+                         int query_end, void* scratch) {
+  const int group = call.num_heads / call.num_kv_heads;
+  const int end = query_end * group;
+  for (int begin = query_begin * group; begin < end; begin += kAttentionRows)
+    AttentionRows<dtype>(call, row, kv_head, begin, smaller(begin + kAttentionRows, end), scratch)
+        .attend();
+}
+
+inline void attention(const AttentionCall& call, int row, int kv_head, int query_begin,
+                      int query_end, void* scratch) {
+  if (call.dtype == Dtype::f32)
+    attention_of<Dtype::f32>(call, row, kv_head, query_begin, query_end, scratch);
+  else
+    attention_of<Dtype::bf16>(call, row, kv_head, query_begin, query_end, scratch);
+}
+
+inline size_t attention_scratch(const AttentionCall& call) {
+  return static_cast<size_t>(attention_layout(call).bytes);
+}
+
+}  // namespace quire::QUIRE_ISA

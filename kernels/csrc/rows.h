@@ -1,8 +1,189 @@
+// What happens to rows between linears and attention: norms, rotation, quantization.
+//
+// A row's sums run over lanes and vectors in an order that only its width decides. What is not
+// finite stays so: a row of bytes that held an infinity or a NaN has NaN as its scale.
 #pragma once
+
 #include "kernels.h"
+#include "linear_epilogue.h"
 #include "simd.h"
+
 namespace quire::QUIRE_ISA {
-inline void rms_norm(const NormCall&, int64_t, int64_t) {}
-inline void quantize(const void*, Dtype, int64_t, int, const Rows&, int64_t, int64_t) {}
-inline void qkv(const QkvCall&, int64_t, int64_t) {}
+
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+
+inline f32x16 load_some(const uint16_t* from, int64_t count) {
+  if (count >= kLanes) return load_f32(from);
+  uint16_t all[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) all[i] = from[i];
+  return load_f32(all);
 }
+
+// 1 / sqrt(mean(x^2) + eps)
+inline float rms_factor(const float* x, int width, float eps) {
+  f32x16 sums[4] = {};
+  for (int i = 0; i < width; i += 4 * kLanes)
+    for (int j = 0; j < 4 && i + j * kLanes < width; ++j) {
+      const f32x16 values = load_some(x + i + j * kLanes, width - i - j * kLanes);
+      sums[j] = fma(values, values, sums[j]);
+    }
+  const float sum = reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  return 1.0f / __builtin_sqrtf(sum / static_cast<float>(width) + eps);
+}
+
+// Rows as the functions below read them: `at(i)` is elements i to i + 15, behind the last one 0.
+template <typename T>
+struct PlainRow {
+  const T* x;
+  int width;
+
+  f32x16 at(int i) const { return load_some(x + i, width - i); }
+};
+
+struct NormedRow {
+  const float* x;
+  const float* weight;
+  float factor;
+  int width;
+
+  f32x16 at(int i) const {
+    return load_some(x + i, width - i) * factor * load_some(weight + i, width - i);
+  }
+};
+
+inline int64_t padded(int width, WeightKind kind) {
+  const int64_t group = group_of(kind);
+  return (width + group - 1) / group * group;
+}
+
+template <typename T, typename Row>
+inline void write_floats(const Row& row, int64_t width, T* out) {
+  for (int64_t i = 0; i < width; i += kLanes)
+    store_some(out + i, row.at(static_cast<int>(i)), width - i);
+}
+
+// The largest magnitude, compared as an integer, in which NaN is above infinity.
+template <typename Row>
+inline float largest_magnitude(const Row& row) {
+  i32x16 largest = {};
+  for (int i = 0; i < row.width; i += kLanes) {
+    const i32x16 bits = (i32x16)row.at(i) & 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  }
+  int32_t lanes[kLanes];
+  store(lanes, largest);
+  for (int i = 1; i < kLanes; ++i) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
+  float value;
+  std::memcpy(&value, lanes, sizeof value);
+  return value;
+}
+
+// A row too small for a scale that has a reciprocal (below 1.5e-36) is a row of zeros.
+template <typename Row>
+inline float write_bytes(const Row& row, int64_t width, uint8_t* out) {
+  const float scale = largest_magnitude(row) / 127.0f;
+  const bool is_zero = scale < 1.17549435e-38f;
+  const bool is_finite = scale < __builtin_inff();
+  const float factor = is_zero || !is_finite ? 0.0f : 1.0f / scale;
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const f32x16 rounded = row.at(static_cast<int>(i)) * factor + magic;
+    const u32x16 bytes = (u32x16)rounded - (0x4b400000u - 128);
+    const u8x16 values = __builtin_convertvector(bytes, u8x16);
+    std::memcpy(out + i, &values, width - i < kLanes ? width - i : kLanes);
+  }
+  return is_zero ? 0.0f : is_finite ? scale : __builtin_nanf("");
+}
+
+template <typename Row>
+inline void write_row(const Row& row, const Rows& out, int64_t index) {
+  const int64_t width = padded(row.width, out.kind);
+  const int64_t at = index * out.stride;
+  if (out.kind == WeightKind::f32)
+    write_floats(row, width, static_cast<float*>(out.data) + at);
+  else if (out.kind == WeightKind::bf16)
+    write_floats(row, width, static_cast<bf16*>(out.data) + at);
+  else
+    out.scales[index] = write_bytes(row, width, static_cast<uint8_t*>(out.data) + at);
+}
+
+inline void rms_norm(const NormCall& call, int64_t row_begin, int64_t row_end) {
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    const float* x = call.x + row * call.stride;
+    const float factor = rms_factor(x, call.width, call.eps);
+    write_row(NormedRow{x, call.weight, factor, call.width}, call.out, row);
+  }
+}
+
+inline void quantize(const void* x, Dtype dtype, int64_t stride, int width, const Rows& out,
+                     int64_t row_begin, int64_t row_end) {
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    if (dtype == Dtype::f32)
+      write_row(PlainRow<float>{static_cast<const float*>(x) + row * stride, width}, out, row);
+    else
+      write_row(PlainRow<bf16>{static_cast<const bf16*>(x) + row * stride, width}, out, row);
+  }
+}
+
+// ---- queries, keys and values ------------------------------------------------------------------
+
+// A head's rotation: the pairs (x[i], x[i + D / 2]) by the angles of a position (Su et al., 2021).
+struct Rotation {
+  const float* cos;  // [D / 2]
+  const float* sin;
+  int half;
+};
+
+// A row whose halves are rotated; of either, `at(i)` is a vector of the row before that.
+template <typename Row, typename T>
+inline void write_rotated(const Row& first, const Row& second, const Rotation& rotation, T* out) {
+  for (int i = 0; i < rotation.half; i += kLanes) {
+    const int count = rotation.half - i;
+    const f32x16 a = first.at(i), b = second.at(i);
+    const f32x16 cos = load_some(rotation.cos + i, count);
+    const f32x16 sin = load_some(rotation.sin + i, count);
+    store_some(out + i, fma(-b, sin, a * cos), count);
+    store_some(out + rotation.half + i, fma(a, sin, b * cos), count);
+  }
+}
+
+template <typename T>
+inline void write_head(const float* x, const float* weight, float eps, const Rotation& rotation,
+                       T* out) {
+  const int half = rotation.half;
+  if (weight == nullptr)
+    return write_rotated(PlainRow<float>{x, half}, PlainRow<float>{x + half, half}, rotation, out);
+  const float factor = rms_factor(x, 2 * half, eps);
+  write_rotated(NormedRow{x, weight, factor, half},
+                NormedRow{x + half, weight + half, factor, half}, rotation, out);
+}
+
+template <typename T>
+inline void qkv_token(const QkvCall& call, int64_t token) {
+  const int head_dim = call.head_dim, half = head_dim / 2;
+  const float* x = call.qkv + token * call.qkv_stride;
+  const int64_t angles = call.positions[token] * half;
+  const Rotation rotation = {call.cos + angles, call.sin + angles, half};
+  T* q = static_cast<T*>(call.q) + token * call.q_stride;
+  for (int head = 0; head < call.num_heads; ++head, x += head_dim)
+    write_head(x, call.query_norm, call.eps, rotation, q + head * head_dim);
+  const int64_t slot = call.slot_mapping[token];
+  if (slot == -1) return;
+  T* keys = static_cast<T*>(call.kv) + slot / call.block_size * call.block_stride +
+            slot % call.block_size * call.num_kv_heads * head_dim;
+  for (int head = 0; head < call.num_kv_heads; ++head, x += head_dim)
+    write_head(x, call.key_norm, call.eps, rotation, keys + head * head_dim);
+  const int width = call.num_kv_heads * head_dim;
+  write_floats(PlainRow<float>{x, width}, width, keys + call.value_offset);
+}
+
+inline void qkv(const QkvCall& call, int64_t token_begin, int64_t token_end) {
+  for (int64_t token = token_begin; token < token_end; ++token) {
+    if (call.dtype == Dtype::f32)
+      qkv_token<float>(call, token);
+    else
+      qkv_token<bf16>(call, token);
+  }
+}
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,86 @@
+// C += A B, in the words that a lane of a dot product takes: both halves of attention.
+//
+// Scores are queries times transposed keys, outputs are probabilities times values. An element of C
+// is one lane of one accumulator, to which the steps are added from front to back: it does not know
+// what was computed beside it, nor where the steps were interrupted.
+#pragma once
+
+#include "kernels.h"
+#include "linear_dot.h"
+#include "simd.h"
+
+namespace quire::QUIRE_ISA {
+
+// A word is 4 bytes: one float, or a pair of bf16.
+inline constexpr int per_word(Dtype dtype) { return dtype == Dtype::f32 ? 1 : 2; }
+
+template <Dtype dtype>
+struct Word : Dot<WeightKind::f32> {
+  using Element = float;
+};
+template <>
+struct Word<Dtype::bf16> : Dot<WeightKind::bf16> {
+  using Element = bf16;
+};
+
+struct Product {
+  const uint32_t* a;  // [rows, steps]
+  int64_t a_stride;
+  const uint32_t* b;  // [steps, columns]
+  int64_t b_stride;
+  float* c;  // [rows, columns]
+  int64_t c_stride;
+  const float* keep;  // [rows]: factors of what C holds; null: it holds nothing yet
+  int64_t num_steps;
+};
+
+// Registers of a block: 6 x 4 sums, 4 columns of B and one broadcast fill AVX-512's 32, 2 x 4 the
+// 16 of the others.
+inline constexpr int kBlockRows = kWide == 16 ? 6 : 2;
+inline constexpr int kBlockVectors = 4;
+
+template <Dtype dtype, int rows, int vectors>
+inline void multiply_block(const Product& product, int64_t column) {
+  vf32 sums[rows][vectors] = {};
+  float* c = product.c + column;
+  if (product.keep) {
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; ++row)
+#pragma GCC unroll 4
+      for (int i = 0; i < vectors; ++i)
+        sums[row][i] = load<vf32>(c + row * product.c_stride + i * kWide) * product.keep[row];
+  }
+  const uint32_t* b = product.b + column;
+  for (int64_t step = 0; step < product.num_steps; ++step, b += product.b_stride) {
+    vu32 words[vectors];
+#pragma GCC unroll 4
+    for (int i = 0; i < vectors; ++i) words[i] = load<vu32>(b + i * kWide);
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; ++row) {
+      const vu32 a = product.a[row * product.a_stride + step] - vu32{};
+#pragma GCC unroll 4
+      for (int i = 0; i < vectors; ++i) sums[row][i] = Word<dtype>::step(sums[row][i], a, words[i]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < rows; ++row)
+#pragma GCC unroll 4
+    for (int i = 0; i < vectors; ++i) store(c + row * product.c_stride + i * kWide, sums[row][i]);
+}
+
+// Columns [begin, end), a multiple of a vector.
+template <Dtype dtype, int rows, int vectors = kBlockVectors>
+inline void multiply_columns(const Product& product, int64_t begin, int64_t end) {
+  for (; begin + vectors * kWide <= end; begin += vectors * kWide)
+    multiply_block<dtype, rows, vectors>(product, begin);
+  if constexpr (vectors > 1) multiply_columns<dtype, rows, vectors / 2>(product, begin, end);
+}
+
+// Up to kBlockRows rows.
+template <Dtype dtype, int rows = kBlockRows>
+inline void multiply(const Product& product, int num_rows, int64_t num_columns) {
+  if (num_rows == rows) return multiply_columns<dtype, rows>(product, 0, num_columns);
+  if constexpr (rows > 1) multiply<dtype, rows - 1>(product, num_rows, num_columns);
+}
+
+}  // namespace quire::QUIRE_ISA

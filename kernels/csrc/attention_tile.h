@@ -1,0 +1,141 @@
+// A tile of keys or values: from wherever its blocks lie into the order that products take it.
+//
+// Positions that no query of the call sees are zeros here, whatever the arena holds.
+#pragma once
+
+#include "attention_product.h"
+#include "kernels.h"
+#include "simd.h"
+
+namespace quire::QUIRE_ISA {
+
+inline constexpr int kMaxHeadDim = 256;
+inline constexpr int kMaxColumns = kMaxHeadDim;  // a multiple of 32, see num_columns
+
+alignas(64) inline constexpr uint32_t kZeros[kMaxHeadDim] = {};
+
+// Where a tile's keys and values begin, by position.
+struct TileRows {
+  const char* keys[kTile];
+  const char* values[kTile];
+};
+
+// Positions [begin, end) of the tile that begins at `tile`; kZeros stands for the others.
+inline void locate(const AttentionCall& call, int row, int kv_head, int64_t tile, int64_t begin,
+                   int64_t end, TileRows& rows) {
+  const auto size = static_cast<int64_t>(size_of(call.dtype));
+  const int64_t slot_stride = int64_t{call.num_kv_heads} * call.head_dim * size;
+  const int32_t* table = call.block_tables + row * call.table_stride;
+  const char* kv = static_cast<const char*>(call.kv) + int64_t{kv_head} * call.head_dim * size;
+  if (begin < tile) begin = tile;
+  if (end > tile + kTile) end = tile + kTile;
+  for (int i = 0; i < kTile; ++i) rows.keys[i] = rows.values[i] = (const char*)kZeros;
+  int64_t block = begin / call.block_size;
+  int64_t offset = begin % call.block_size;
+  for (int64_t position = begin; position < end; ++block, offset = 0) {
+    const char* keys = kv + table[block] * call.block_stride * size;
+    for (; offset < call.block_size && position < end; ++offset, ++position) {
+      rows.keys[position - tile] = keys + offset * slot_stride;
+      rows.values[position - tile] = rows.keys[position - tile] + call.value_offset * size;
+    }
+  }
+}
+
+template <int half, int lane>
+inline constexpr int kEven = (lane & half) ? 16 + lane - half : lane;
+template <int half, int lane>
+inline constexpr int kOdd = (lane & half) ? 16 + lane : lane + half;
+
+#define QUIRE_LANES(select)                                                                     \
+  select<half, 0>, select<half, 1>, select<half, 2>, select<half, 3>, select<half, 4>,          \
+      select<half, 5>, select<half, 6>, select<half, 7>, select<half, 8>, select<half, 9>,      \
+      select<half, 10>, select<half, 11>, select<half, 12>, select<half, 13>, select<half, 14>, \
+      select<half, 15>
+
+// Of 16 x 16 words, exchanges what lies across the diagonal in blocks of 2 half x 2 half.
+template <int half>
+inline void exchange(u32x16 (&rows)[kLanes]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & half) continue;
+    const u32x16 a = rows[i], b = rows[i + half];
+    rows[i] = __builtin_shufflevector(a, b, QUIRE_LANES(kEven));
+    rows[i + half] = __builtin_shufflevector(a, b, QUIRE_LANES(kOdd));
+  }
+}
+#undef QUIRE_LANES
+
+// Keys as [words, kTile]: lanes are positions.
+inline void transpose_keys(const TileRows& rows, int num_words, uint32_t* out) {
+  for (int begin = 0; begin < kTile; begin += kLanes) {
+    const char* const* keys = rows.keys + begin;
+    int word = 0;
+    for (; word + kLanes <= num_words; word += kLanes) {
+      u32x16 block[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) block[i] = load<u32x16>(keys[i] + 4 * word);
+      exchange<8>(block);
+      exchange<4>(block);
+      exchange<2>(block);
+      exchange<1>(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) store(out + (word + i) * kTile + begin, block[i]);
+    }
+    for (; word < num_words; ++word)
+      for (int i = 0; i < kLanes; ++i)
+        out[word * kTile + begin + i] = load<uint32_t>(keys[i] + 4 * word);
+  }
+}
+
+// Columns of a tile of values, and of the sums of outputs: head dimensions, in an order of their
+// own. fp32: as they are; bf16: of every 16 words first the lower halves, then the upper ones.
+// Padded with zeros.
+inline int num_columns(Dtype dtype, int head_dim) {
+  const int width = kLanes * per_word(dtype);
+  return (head_dim + width - 1) / width * width;
+}
+
+inline u32x16 load_words(const char* from, int count) {
+  if (count >= kLanes) return load<u32x16>(from);
+  uint32_t words[kLanes] = {};
+  for (int i = 0; i < count; ++i) words[i] = load<uint32_t>(from + 4 * i);
+  return load<u32x16>(words);
+}
+
+// Values as [kTile / per_word, columns]; for bf16 two positions are one word.
+template <Dtype dtype>
+inline void interleave_values(const TileRows& rows, int num_words, uint32_t* out) {
+  for (int i = 0; i < kTile; i += per_word(dtype)) {
+    for (int word = 0; word < num_words; word += kLanes) {
+      const u32x16 first = load_words(rows.values[i] + 4 * word, num_words - word);
+      if constexpr (dtype == Dtype::f32) {
+        store(out, first);
+        out += kLanes;
+      } else {
+        const u32x16 second = load_words(rows.values[i + 1] + 4 * word, num_words - word);
+        store(out, (first & 0xffffu) | (second << 16));
+        store(out + kLanes, (first >> 16) | (second & 0xffff0000u));
+        out += 2 * kLanes;
+      }
+    }
+  }
+}
+
+// 16 words of columns, divided by `total`, as elements in the order of head dimensions.
+template <Dtype dtype>
+inline void join(const float* columns, float total, typename Word<dtype>::Element* out) {
+  const f32x16 first = load_f32(columns) / total;
+  if constexpr (dtype == Dtype::f32) {
+    store_f32(out, first);
+  } else {
+    uint16_t halves[2][kLanes];
+    store_bf16(halves[0], first);
+    store_bf16(halves[1], load_f32(columns + kLanes) / total);
+    for (int i = 0; i < kLanes; ++i) {
+      out[2 * i] = halves[0][i];
+      out[2 * i + 1] = halves[1][i];
+    }
+  }
+}
+
+}  // namespace quire::QUIRE_ISA
