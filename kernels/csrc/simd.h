@@ -153,7 +153,7 @@ inline i32x16 dot_int8(i32x16 acc, u32x16 a, i32x16 b) {
 // of NaN it is NaN. Cephes' expf: 2^n * p(r), |r| <= ln 2 / 2, error below 2 ulp.
 inline f32x16 exp_nonpositive(f32x16 x) {
   const f32x16 clamped = max(splat(-88.0f), x);  // in this order NaN stays
-  const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const f32x16 magic = splat(12582912.0f);       // 1.5 * 2^23: adding it rounds to an integer
   const f32x16 shifted = fma(clamped, splat(1.44269504088896341f), magic);
   const f32x16 n = shifted - magic;
   f32x16 r = fma(n, splat(-0.693359375f), clamped);
