@@ -7,9 +7,9 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kTokensAtOnce = 8;   // of a loop over tokens
-constexpr int64_t kPanelsAtOnce = 4;   // of a linear
-constexpr int kQueriesAtOnce = 64;     // of one row's attention
+constexpr int64_t kTokensAtOnce = 8;  // of a loop over tokens
+constexpr int64_t kPanelsAtOnce = 4;  // of a linear
+constexpr int kQueriesAtOnce = 64;    // of one row's attention
 
 float widened(const void* from, Dtype dtype, int64_t i) {
   if (dtype == Dtype::f32) return static_cast<const float*>(from)[i];
@@ -39,16 +39,16 @@ Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
   const int64_t t = batch.num_tokens;
   const Dtype dtype = arena.dtype;
   const Layer& layer = layers_.front();
-  const int64_t widest = round_up(
-      std::max({shape_.hidden, shape_.attention_size(), shape_.intermediate}), 64);
+  const int64_t widest =
+      round_up(std::max({shape_.hidden, shape_.attention_size(), shape_.intermediate}), 64);
   AttentionCall call{};
   call.dtype = dtype;
   call.num_heads = shape_.num_heads;
   call.num_kv_heads = shape_.num_kv_heads;
   call.head_dim = shape_.head_dim;
   call.block_size = arena.block_size;
-  const size_t scratch = static_cast<size_t>(
-      round_up(static_cast<int64_t>(kernels_.attention_scratch(call)), 64));
+  const size_t scratch =
+      static_cast<size_t>(round_up(static_cast<int64_t>(kernels_.attention_scratch(call)), 64));
   Buffers b{};
   b.num_tokens = t;
   b.residual = static_cast<float*>(residual_.get(t * shape_.hidden * sizeof(float)));
@@ -58,7 +58,7 @@ Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
   b.gated = gated_.get(t * round_up(shape_.intermediate, 16) * size_of(dtype));
   b.inputs = {layer.qkv->kind, inputs_.get(t * widest * sizeof(float)), widest,
               static_cast<float*>(scales_.get(t * sizeof(float)))};
-  b.scratch = static_cast<char*>(scratch_.get(scratch * pool_.num_threads()));
+  b.scratch = static_cast<char*>(scratch_.get(scratch * pool_.num_lanes()));
   b.scratch_bytes = scratch;
   return b;
 }
@@ -98,8 +98,9 @@ void Decoder::forward(const Batch& batch, const Arena& arena, float* hidden) {
       finish_layer(lane, layer, m, arena.dtype, b);
     }
     lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
-      const NormCall call{b.residual, shape_.hidden, shape_.hidden, final_norm_, shape_.eps,
-                          {WeightKind::f32, hidden, shape_.hidden, nullptr}};
+      const NormCall call{b.residual,    shape_.hidden,
+                          shape_.hidden, final_norm_,
+                          shape_.eps,    {WeightKind::f32, hidden, shape_.hidden, nullptr}};
       kernels_.rms_norm(call, begin, end);
     });
   });
@@ -119,22 +120,46 @@ void Decoder::attend(Lane& lane, const Layer& layer, int64_t index, const Batch&
                      const Arena& arena, const Buffers& b) {
   char* kv = static_cast<char*>(arena.data) + index * arena.layer_stride * size_of(arena.dtype);
   const int64_t width = shape_.attention_size();
-  const QkvCall store{arena.dtype,       shape_.num_heads, shape_.num_kv_heads,
-                      shape_.head_dim,   arena.block_size, b.qkv,
-                      shape_.qkv_size(), layer.query_norm, layer.key_norm,
-                      shape_.eps,        cos_,             sin_,
-                      batch.positions,   batch.slot_mapping, b.q,
-                      width,             kv,               arena.block_stride,
+  const QkvCall store{arena.dtype,
+                      shape_.num_heads,
+                      shape_.num_kv_heads,
+                      shape_.head_dim,
+                      arena.block_size,
+                      b.qkv,
+                      shape_.qkv_size(),
+                      layer.query_norm,
+                      layer.key_norm,
+                      shape_.eps,
+                      cos_,
+                      sin_,
+                      batch.positions,
+                      batch.slot_mapping,
+                      b.q,
+                      width,
+                      kv,
+                      arena.block_stride,
                       arena.value_offset};
   lane.loop(batch.num_tokens, kTokensAtOnce,
             [&](int64_t begin, int64_t end) { kernels_.qkv(store, begin, end); });
   const float scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim));
-  const AttentionCall call{arena.dtype,       shape_.num_heads,   shape_.num_kv_heads,
-                           shape_.head_dim,   arena.block_size,   layer.window,
-                           scale,             b.q,                width,
-                           kv,                arena.block_stride, arena.value_offset,
-                           batch.block_tables, batch.table_stride, batch.cu_query_lens,
-                           batch.context_lens, b.attended,        width};
+  const AttentionCall call{arena.dtype,
+                           shape_.num_heads,
+                           shape_.num_kv_heads,
+                           shape_.head_dim,
+                           arena.block_size,
+                           layer.window,
+                           scale,
+                           b.q,
+                           width,
+                           kv,
+                           arena.block_stride,
+                           arena.value_offset,
+                           batch.block_tables,
+                           batch.table_stride,
+                           batch.cu_query_lens,
+                           batch.context_lens,
+                           b.attended,
+                           width};
   const int num_heads = shape_.num_kv_heads;
   const auto num_tasks = static_cast<int64_t>(queries_.size()) * num_heads;
   lane.loop(num_tasks, 1, [&](int64_t task, int64_t) {
@@ -173,8 +198,9 @@ void Decoder::finish_layer(Lane& lane, const Layer& layer, int64_t m, Dtype dtyp
 
 void Decoder::norm(Lane& lane, const float* weight, int64_t m, const Linear& next,
                    const Buffers& b) {
-  const NormCall call{b.residual, shape_.hidden, shape_.hidden, weight, shape_.eps,
-                      {next.kind, b.inputs.data, b.inputs.stride, b.inputs.scales}};
+  const NormCall call{b.residual,    shape_.hidden,
+                      shape_.hidden, weight,
+                      shape_.eps,    {next.kind, b.inputs.data, b.inputs.stride, b.inputs.scales}};
   lane.loop(m, kTokensAtOnce,
             [&](int64_t begin, int64_t end) { kernels_.rms_norm(call, begin, end); });
 }
@@ -183,9 +209,8 @@ void Decoder::linear(Lane& lane, const Linear& weights, const Activations& x, in
                      Epilogue epilogue, void* out, int64_t out_stride) {
   const LinearCall call{&weights, x, epilogue, out, out_stride};
   const int64_t num_panels = round_up(weights.n, kPanel) / kPanel;
-  lane.loop(num_panels, kPanelsAtOnce, [&](int64_t begin, int64_t end) {
-    kernels_.linear(call, begin, end, 0, m);
-  });
+  lane.loop(num_panels, kPanelsAtOnce,
+            [&](int64_t begin, int64_t end) { kernels_.linear(call, begin, end, 0, m); });
 }
 
 // What is in fp32 or bf16 already is taken as it is; int8 weights want bytes.
@@ -237,8 +262,7 @@ void Decoder::best(const float* hidden, int64_t m, Best* out) {
   pool_.run([&](Lane& lane) {
     const Activations x = head_input(lane, hidden, m, b);
     lane.loop(num_panels, grain, [&](int64_t begin, int64_t end) {
-      kernels_.linear({head_, x, Epilogue::argmax, parts + begin / grain * m, 0}, begin, end, 0,
-                      m);
+      kernels_.linear({head_, x, Epilogue::argmax, parts + begin / grain * m, 0}, begin, end, 0, m);
     });
   });
   for (int64_t row = 0; row < m; ++row) {

@@ -20,11 +20,11 @@ struct Layer {
   const Linear* qkv;        // [(H + 2 G) * D, hidden]
   const float* query_norm;  // [D], or null
   const float* key_norm;
-  const Linear* output;    // [hidden, H * D]
-  const float* mlp_norm;   // [hidden]
-  const Linear* gate_up;   // panels of 16 gate and 16 up columns, see Epilogue::silu_mul_*
-  const Linear* down;      // [hidden, intermediate]
-  int window;              // positions that a query sees; 0: all
+  const Linear* output;   // [hidden, H * D]
+  const float* mlp_norm;  // [hidden]
+  const Linear* gate_up;  // panels of 16 gate and 16 up columns, see Epilogue::silu_mul_*
+  const Linear* down;     // [hidden, intermediate]
+  int window;             // positions that a query sees; 0: all
 };
 
 struct Shape {
@@ -60,11 +60,18 @@ struct Batch {
 class Decoder {
  public:
   Decoder(const Kernels& kernels, ThreadPool& pool, Shape shape, std::vector<Layer> layers,
-          const void* embedding, Dtype embedding_dtype, const float* final_norm,
-          const Linear* head, const float* cos, const float* sin)
-      : kernels_(kernels), pool_(pool), shape_(shape), layers_(std::move(layers)),
-        embedding_(embedding), embedding_dtype_(embedding_dtype), final_norm_(final_norm),
-        head_(head), cos_(cos), sin_(sin) {}
+          const void* embedding, Dtype embedding_dtype, const float* final_norm, const Linear* head,
+          const float* cos, const float* sin)
+      : kernels_(kernels),
+        pool_(pool),
+        shape_(shape),
+        layers_(std::move(layers)),
+        embedding_(embedding),
+        embedding_dtype_(embedding_dtype),
+        final_norm_(final_norm),
+        head_(head),
+        cos_(cos),
+        sin_(sin) {}
 
   // Final, normed states fp32 [num_wanted, hidden]; writes the new tokens' KV into the arena.
   void forward(const Batch& batch, const Arena& arena, float* hidden);
@@ -98,13 +105,13 @@ class Decoder {
   Buffers buffers(const Batch& batch, const Arena& arena);
   void split(const Batch& batch);
   void embed(Lane& lane, const Batch& batch, const Buffers& b);
-  void attend(Lane& lane, const Layer& layer, int64_t index, const Batch& batch,
-              const Arena& arena, const Buffers& b);
+  void attend(Lane& lane, const Layer& layer, int64_t index, const Batch& batch, const Arena& arena,
+              const Buffers& b);
   void keep_wanted(Lane& lane, const Batch& batch, Dtype dtype, const Buffers& b);
   void finish_layer(Lane& lane, const Layer& layer, int64_t m, Dtype dtype, const Buffers& b);
   void norm(Lane& lane, const float* weight, int64_t m, const Linear& next, const Buffers& b);
-  void linear(Lane& lane, const Linear& weights, const Activations& x, int64_t m,
-              Epilogue epilogue, void* out, int64_t out_stride);
+  void linear(Lane& lane, const Linear& weights, const Activations& x, int64_t m, Epilogue epilogue,
+              void* out, int64_t out_stride);
   Activations taken(Lane& lane, const void* x, Dtype dtype, int64_t stride, int64_t m,
                     const Linear& next, const Buffers& b);
   Activations head_input(Lane& lane, const float* hidden, int64_t m, const Buffers& b);

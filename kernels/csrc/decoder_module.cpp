@@ -37,8 +37,15 @@ class LayerWeights {
   LayerWeights(Array input_norm, const PackedLinear& qkv, std::optional<Array> query_norm,
                std::optional<Array> key_norm, const PackedLinear& output, Array mlp_norm,
                const PackedLinear& gate_up, const PackedLinear& down, int window)
-      : input_norm(input_norm), query_norm(query_norm), key_norm(key_norm), mlp_norm(mlp_norm),
-        qkv(qkv), output(output), gate_up(gate_up), down(down), window(window) {
+      : input_norm(input_norm),
+        query_norm(query_norm),
+        key_norm(key_norm),
+        mlp_norm(mlp_norm),
+        qkv(qkv),
+        output(output),
+        gate_up(gate_up),
+        down(down),
+        window(window) {
     require(window >= 0, "a window of less than 0 positions");
   }
 
@@ -72,8 +79,13 @@ class BoundDecoder {
   BoundDecoder(const std::string& isa, ThreadPool& pool, const Shape& shape,
                const std::vector<const LayerWeights*>& layers, Array embedding, Array final_norm,
                const PackedLinear& head, Array cos, Array sin)
-      : shape_(shape), num_layers_(layers.size()), kind_(head.get().kind),
-        embedding_(embedding), final_norm_(final_norm), cos_(cos), sin_(sin) {
+      : shape_(shape),
+        num_layers_(layers.size()),
+        kind_(head.get().kind),
+        embedding_(embedding),
+        final_norm_(final_norm),
+        cos_(cos),
+        sin_(sin) {
     check(shape, head);
     std::vector<Layer> checked;
     for (const LayerWeights* layer : layers) checked.push_back(layer->checked(shape));
@@ -108,8 +120,7 @@ class BoundDecoder {
     require(block_tables.shape(0) == context_lens.size() &&
                 cu_query_lens.size() == context_lens.size() + 1,
             "block_tables, cu_query_lens and context_lens are not of as many rows");
-    require(hidden.shape(0) == wanted.size() &&
-                static_cast<int>(hidden.shape(1)) == shape_.hidden,
+    require(hidden.shape(0) == wanted.size() && static_cast<int>(hidden.shape(1)) == shape_.hidden,
             "hidden is not [wanted, hidden_size]");
     auto* out = data<float>(hidden, "hidden");
     nb::gil_scoped_release free;
@@ -119,9 +130,9 @@ class BoundDecoder {
   void logits(Array hidden, Array out) {
     const auto m = rows_of(hidden);
     check_rank(out, 2, "out");
-    require(static_cast<int64_t>(out.shape(0)) == m &&
-                static_cast<int>(out.shape(1)) == shape_.vocab,
-            "out is not [M, vocab_size]");
+    require(
+        static_cast<int64_t>(out.shape(0)) == m && static_cast<int>(out.shape(1)) == shape_.vocab,
+        "out is not [M, vocab_size]");
     const auto* x = data<float>(hidden, "hidden");
     auto* y = data<float>(out, "out");
     nb::gil_scoped_release free;
@@ -159,9 +170,9 @@ class BoundDecoder {
             "embedding is not a contiguous [vocab_size, hidden_size]");
     for (const Array* table : {&cos_, &sin_}) {
       check_rank(*table, 2, "a rotation table");
-      require(static_cast<int>(table->shape(1)) == s.head_dim / 2 &&
-                  table->stride(0) == s.head_dim / 2,
-              "a rotation table is not a contiguous [positions, head_dim / 2]");
+      require(
+          static_cast<int>(table->shape(1)) == s.head_dim / 2 && table->stride(0) == s.head_dim / 2,
+          "a rotation table is not a contiguous [positions, head_dim / 2]");
     }
   }
 
@@ -199,13 +210,14 @@ class BoundDecoder {
 
 void bind_decoder(nb::module_& m) {
   nb::class_<Shape>(m, "Shape")
-      .def("__init__",
-           [](Shape* self, int hidden, int num_heads, int num_kv_heads, int head_dim,
-              int intermediate, int vocab, float eps) {
-             new (self) Shape{hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab, eps};
-           },
-           nb::kw_only(), "hidden"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
-           "intermediate"_a, "vocab"_a, "eps"_a);
+      .def(
+          "__init__",
+          [](Shape* self, int hidden, int num_heads, int num_kv_heads, int head_dim,
+             int intermediate, int vocab, float eps) {
+            new (self) Shape{hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab, eps};
+          },
+          nb::kw_only(), "hidden"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
+          "intermediate"_a, "vocab"_a, "eps"_a);
   nb::class_<LayerWeights>(m, "Layer")
       .def(nb::init<Array, const PackedLinear&, std::optional<Array>, std::optional<Array>,
                     const PackedLinear&, Array, const PackedLinear&, const PackedLinear&, int>(),
@@ -217,8 +229,7 @@ void bind_decoder(nb::module_& m) {
                     const std::vector<const LayerWeights*>&, Array, Array, const PackedLinear&,
                     Array, Array>(),
            "isa"_a, "pool"_a, "shape"_a, "layers"_a, "embedding"_a, "final_norm"_a, "head"_a,
-           "cos"_a, "sin"_a, nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>(),
-           nb::keep_alive<1, 8>())
+           "cos"_a, "sin"_a, nb::keep_alive<1, 3>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 8>())
       .def("forward", &BoundDecoder::forward, "token_ids"_a, "positions"_a, "slot_mapping"_a,
            "block_tables"_a, "cu_query_lens"_a, "context_lens"_a, "wanted"_a, "kv"_a, "hidden"_a,
            "Writes `hidden` [wanted, hidden_size] and the new tokens' KV.")

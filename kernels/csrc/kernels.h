@@ -55,11 +55,11 @@ struct Activations {
 
 // What becomes of y = x W^T + bias (fp32).
 enum class Epilogue : int {
-  store_f32 = 0,   // out[m, n] = y
+  store_f32 = 0,  // out[m, n] = y
   store_bf16 = 1,
-  add_f32 = 2,     // out[m, n] += y: the residual stream
+  add_f32 = 2,  // out[m, n] += y: the residual stream
   // Panels are 16 columns of `gate` and the same 16 of `up`:
-  silu_mul_f32 = 3,   // out[m, j] = silu(gate_j) * up_j
+  silu_mul_f32 = 3,  // out[m, j] = silu(gate_j) * up_j
   silu_mul_bf16 = 4,
   // best[m] = the largest y of the columns of this call and its column, of equal ones the first
   // (a NaN is larger than anything, as for torch.argmax):
@@ -93,7 +93,7 @@ struct AttentionCall {
   float scale;
   const void* q;  // [T, H, D]
   int64_t q_stride;
-  const void* kv;  // keys of block 0 of this layer
+  const void* kv;                      // keys of block 0 of this layer
   int64_t block_stride, value_offset;  // to the next block; from a block's keys to its values
   const int32_t* block_tables;         // [B, table_stride]
   int64_t table_stride;

@@ -1,8 +1,10 @@
 // kvops._native: what Python sees. Arguments are checked here, the GIL is free while it computes.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "arrays.h"
 #include "cpu.h"
 #include "thread_pool.h"
 
@@ -12,23 +14,53 @@ using namespace nb::literals;
 namespace quire {
 void bind_ops(nb::module_& m);
 void bind_decoder(nb::module_& m);
+
+namespace {
+
+std::vector<LaneSpec> lanes_of(const std::vector<int>& cpus,
+                               const std::vector<std::vector<int>>& owners,
+                               const std::optional<Array>& board) {
+  require(cpus.size() == owners.size(), "cpus and owners are not of the same length");
+  const size_t size = board ? board->size() : 0;
+  const uint8_t* bytes = board ? data<uint8_t>(*board, "board") : nullptr;
+  std::vector<LaneSpec> lanes;
+  for (size_t i = 0; i < cpus.size(); ++i) {
+    LaneSpec lane{cpus[i], {}};
+    for (int owner : owners[i]) {
+      require(owner >= 0 && static_cast<size_t>(owner) < size, "an owner that is not on the board");
+      lane.owners.push_back(bytes + owner);
+    }
+    lanes.push_back(std::move(lane));
+  }
+  return lanes;
+}
+
+}  // namespace
 }  // namespace quire
 
 NB_MODULE(_native, m) {
   using namespace quire;
 
-  m.def("usable_kernels", [] {
-    std::vector<std::string> names;
-    for (const Kernels* kernels : usable_kernels()) names.emplace_back(kernels->name);
-    return names;
-  }, "Instruction sets that this CPU can run, best first.");
+  m.def(
+      "usable_kernels",
+      [] {
+        std::vector<std::string> names;
+        for (const Kernels* kernels : usable_kernels()) names.emplace_back(kernels->name);
+        return names;
+      },
+      "Instruction sets that this CPU can run, best first.");
 
   nb::class_<ThreadPool>(m, "ThreadPool", "Threads that compute steps; the caller is the first.")
-      .def(nb::init<int, const std::vector<int>&>(), "num_threads"_a,
-           "cpus"_a = std::vector<int>())
-      .def("assign", &ThreadPool::assign, "num_threads"_a, "cpus"_a = std::vector<int>(),
-           "From the next step on: one pinned thread a CPU, or `num_threads` unpinned ones.")
-      .def_prop_ro("num_threads", &ThreadPool::num_threads);
+      .def(nb::init<int>(), "num_threads"_a)
+      .def(
+          "assign",
+          [](ThreadPool& pool, const std::vector<int>& cpus,
+             const std::vector<std::vector<int>>& owners,
+             std::optional<Array> board) { pool.assign(lanes_of(cpus, owners, board)); },
+          "cpus"_a, "owners"_a, "board"_a.none(), nb::keep_alive<1, 4>(),
+          "One lane per CPU (-1: anywhere), from the next step on; `owners[i]` are the bytes of "
+          "`board` that are not 0 while lane i must not work. Called where steps are.")
+      .def_prop_ro("num_lanes", &ThreadPool::num_lanes);
 
   bind_ops(m);
   bind_decoder(m);

@@ -51,8 +51,10 @@ class Ops {
             "x is not of the weights' dtype");
     nb::gil_scoped_release free;
     Scratch bytes, scales;
-    LinearCall call{&w, {x.data(), x.stride(0), nullptr},
-                    to == Dtype::f32 ? Epilogue::store_f32 : Epilogue::store_bf16, out.data(),
+    LinearCall call{&w,
+                    {x.data(), x.stride(0), nullptr},
+                    to == Dtype::f32 ? Epilogue::store_f32 : Epilogue::store_bf16,
+                    out.data(),
                     out.stride(0)};
     const int64_t width = input_width(w);
     const bool copied = w.kind == WeightKind::int8 || width != w.k;
@@ -62,10 +64,10 @@ class Ops {
       call.x.scales = static_cast<float*>(scales.get(m * sizeof(float)));
     }
     pool_.run([&](ThreadPool::Lane& lane) {
-      if (copied) lane.loop(m, 8, [&](int64_t begin, int64_t end) { take(x, in, w, call.x, begin, end); });
-      lane.loop(weights.num_panels(), 4, [&](int64_t begin, int64_t end) {
-        kernels_.linear(call, begin, end, 0, m);
-      });
+      if (copied)
+        lane.loop(m, 8, [&](int64_t begin, int64_t end) { take(x, in, w, call.x, begin, end); });
+      lane.loop(weights.num_panels(), 4,
+                [&](int64_t begin, int64_t end) { kernels_.linear(call, begin, end, 0, m); });
     });
   }
 
@@ -87,8 +89,11 @@ class Ops {
     std::vector<Best> best(num_parts * m);
     pool_.run([&](ThreadPool::Lane& lane) {
       lane.loop(weights.num_panels(), kGrain, [&](int64_t begin, int64_t end) {
-        LinearCall call{&w, {x.data(), x.stride(0), nullptr}, Epilogue::argmax,
-                        best.data() + begin / kGrain * m, 0};
+        LinearCall call{&w,
+                        {x.data(), x.stride(0), nullptr},
+                        Epilogue::argmax,
+                        best.data() + begin / kGrain * m,
+                        0};
         kernels_.linear(call, begin, end, 0, m);
       });
     });
@@ -141,7 +146,7 @@ class Ops {
     nb::gil_scoped_release free;
     const size_t scratch_bytes = round_up(kernels_.attention_scratch(call), 64);
     Scratch scratch;
-    auto* bytes = static_cast<char*>(scratch.get(scratch_bytes * pool_.num_threads()));
+    auto* bytes = static_cast<char*>(scratch.get(scratch_bytes * pool_.num_lanes()));
     pool_.run([&](ThreadPool::Lane& lane) {
       lane.loop(num_rows * call.num_kv_heads, 1, [&](int64_t task, int64_t) {
         const int row = static_cast<int>(task / call.num_kv_heads);
@@ -157,12 +162,14 @@ class Ops {
     check_rank(x, 2, "x");
     check_rank(out, 2, "out");
     const Dtype to = float_type(out, "out");
-    NormCall call{data<float>(x, "x"), x.stride(0), static_cast<int>(x.shape(1)),
-                  data<float>(weight, "weight"), eps,
-                  {to == Dtype::f32 ? WeightKind::f32 : WeightKind::bf16, out.data(),
-                   out.stride(0), nullptr}};
-    require(weight.size() == x.shape(1) && out.shape(0) == x.shape(0) &&
-                out.shape(1) == x.shape(1),
+    NormCall call{data<float>(x, "x"),
+                  x.stride(0),
+                  static_cast<int>(x.shape(1)),
+                  data<float>(weight, "weight"),
+                  eps,
+                  {to == Dtype::f32 ? WeightKind::f32 : WeightKind::bf16, out.data(), out.stride(0),
+                   nullptr}};
+    require(weight.size() == x.shape(1) && out.shape(0) == x.shape(0) && out.shape(1) == x.shape(1),
             "x, weight and out do not fit");
     nb::gil_scoped_release free;
     pool_.run([&](ThreadPool::Lane& lane) {
@@ -183,9 +190,9 @@ class Ops {
     call.head_dim = static_cast<int>(q.shape(2));
     call.block_size = static_cast<int>(kv_layer.shape(2));
     call.num_kv_heads = static_cast<int>(kv_layer.shape(3));
-    require(static_cast<int>(qkv.shape(1)) ==
-                (call.num_heads + 2 * call.num_kv_heads) * call.head_dim,
-            "qkv is not [T, (H + 2 G) * D]");
+    require(
+        static_cast<int>(qkv.shape(1)) == (call.num_heads + 2 * call.num_kv_heads) * call.head_dim,
+        "qkv is not [T, (H + 2 G) * D]");
     require(float_type(kv_layer, "kv_layer") == call.dtype, "q and kv_layer differ in dtype");
     call.qkv = data<float>(qkv, "qkv");
     call.qkv_stride = qkv.stride(0);
@@ -232,11 +239,12 @@ class Ops {
 };
 
 void bind_ops(nb::module_& m) {
-  m.def("packed_bytes",
-        [](const std::string& kind, int64_t n, int64_t k) {
-          return packed_bytes(kind_called(kind), n, k);
-        },
-        "kind"_a, "n"_a, "k"_a);
+  m.def(
+      "packed_bytes",
+      [](const std::string& kind, int64_t n, int64_t k) {
+        return packed_bytes(kind_called(kind), n, k);
+      },
+      "kind"_a, "n"_a, "k"_a);
   nb::class_<PackedLinear>(m, "PackedLinear")
       .def(nb::init<const std::string&, int64_t, int64_t, Array, std::optional<Array>>(), "kind"_a,
            "n"_a, "k"_a, "memory"_a, "bias"_a = nb::none());

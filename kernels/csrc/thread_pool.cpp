@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <stdexcept>
+#include <string>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -11,11 +12,6 @@
 
 namespace quire {
 namespace {
-
-// A step's number and its lanes are one value, so that a lane that sleeps through steps in which it
-// has no part never takes one for another.
-constexpr uint32_t kOneStep = 1u << 10;
-constexpr int kMostLanes = kOneStep - 1;
 
 constexpr auto kSpin = std::chrono::microseconds(50);
 
@@ -27,20 +23,13 @@ void relax() {
 #endif
 }
 
+// A CPU may have been taken from us since it was assigned: not pinned, the lane still computes.
 void pin(pthread_t thread, int cpu) {
+  if (cpu < 0) return;
   cpu_set_t set;
   CPU_ZERO(&set);
   CPU_SET(cpu, &set);
-  // A CPU may have been taken from us since it was assigned; unpinned, the lane still computes.
   pthread_setaffinity_np(thread, sizeof set, &set);
-}
-
-void check(int num_threads, const std::vector<int>& cpus) {
-  if (cpus.empty() ? num_threads < 1 || num_threads > kMostLanes : cpus.size() > kMostLanes)
-    throw std::invalid_argument("a thread pool of " + std::to_string(num_threads) + " threads");
-  for (int cpu : cpus)
-    if (cpu < 0 || cpu >= CPU_SETSIZE)
-      throw std::invalid_argument("no CPU " + std::to_string(cpu));
 }
 
 }  // namespace
@@ -66,77 +55,90 @@ void Signal::wait_past(uint32_t old) {
   num_sleeping_.fetch_sub(1);
 }
 
-ThreadPool::ThreadPool(int num_threads, const std::vector<int>& cpus) {
-  assign(num_threads, cpus);
+ThreadPool::ThreadPool(int num_threads) {
+  assign(std::vector<LaneSpec>(num_threads < 0 ? 0 : num_threads, LaneSpec{-1, {}}));
 }
 
 ThreadPool::~ThreadPool() {
   is_ending_ = true;
-  step_.set(step_.value() + kOneStep);
-  for (std::thread& thread : threads_) thread.join();
+  for (auto& lane : threads_) {
+    lane->step.set(lane->step.value() + 1);
+    lane->thread.join();
+  }
 }
 
-void ThreadPool::assign(int num_threads, const std::vector<int>& cpus) {
-  check(num_threads, cpus);
-  std::lock_guard<std::mutex> lock(assignment_mutex_);
-  wanted_ = {cpus.empty() ? num_threads : static_cast<int>(cpus.size()), cpus};
-  is_reassigned_ = true;
-}
-
-int ThreadPool::num_threads() const {
-  std::lock_guard<std::mutex> lock(assignment_mutex_);
-  return wanted_.num_threads;
+void ThreadPool::assign(std::vector<LaneSpec> lanes) {
+  if (lanes.empty()) throw std::invalid_argument("a thread pool without threads");
+  if (!lanes[0].owners.empty()) throw std::invalid_argument("the first lane cannot be lent");
+  for (const LaneSpec& lane : lanes)
+    if (lane.cpu < -1 || lane.cpu >= CPU_SETSIZE)
+      throw std::invalid_argument("no CPU " + std::to_string(lane.cpu));
+  lanes_ = std::move(lanes);
+  while (threads_.size() + 1 < lanes_.size()) start();
+  for (size_t i = 1; i < lanes_.size(); ++i)
+    pin(threads_[i - 1]->thread.native_handle(), lanes_[i].cpu);
+  is_pinned_ = false;
 }
 
 void ThreadPool::run(const std::function<void(Lane&)>& body) {
-  if (is_reassigned_.exchange(false)) adopt();
+  if (!is_pinned_) {
+    pin(pthread_self(), lanes_[0].cpu);
+    is_pinned_ = true;
+  }
   body_ = &body;
   next_.store(0, std::memory_order_relaxed);
-  if (num_lanes_ > 1) {
-    const uint32_t number = step_.value() / kOneStep + 1;
-    step_.set(number * kOneStep + static_cast<uint32_t>(num_lanes_));
-  }
-  Lane lane(*this, 0);
+  std::vector<Thread*> called;
+  for (size_t i = 1; i < lanes_.size(); ++i)
+    if (lanes_[i].is_free()) called.push_back(threads_[i - 1].get());
+  num_active_ = 1 + static_cast<int>(called.size());
+  for (Thread* thread : called) thread->step.set(thread->step.value() + 1);
+  Lane lane(*this, 0, lanes_[0]);
   body(lane);
-  if (num_lanes_ > 1) meet();
+  if (num_active_ > 1) meet();
 }
 
-void ThreadPool::adopt() {
-  std::lock_guard<std::mutex> lock(assignment_mutex_);
-  num_lanes_ = wanted_.num_threads;
-  for (int index = static_cast<int>(threads_.size()) + 1; index < num_lanes_; ++index)
-    start(index);
-  for (size_t i = 0; i < wanted_.cpus.size(); ++i)
-    pin(i == 0 ? pthread_self() : threads_[i - 1].native_handle(), wanted_.cpus[i]);
-}
-
-void ThreadPool::start(int index) {
-  threads_.emplace_back([this, index, seen = step_.value()]() mutable {
-    for (;;) {
-      step_.wait_past(seen);
-      seen = step_.value();
+void ThreadPool::start() {
+  threads_.push_back(std::make_unique<Thread>());
+  Thread& thread = *threads_.back();
+  const int index = static_cast<int>(threads_.size());
+  thread.thread = std::thread([this, &thread, index] {
+    for (uint32_t seen = 0;;) {
+      thread.step.wait_past(seen);
+      ++seen;
       if (is_ending_) return;
-      if (index < static_cast<int>(seen % kOneStep)) work(index);
+      work(index);
     }
   });
 }
 
 void ThreadPool::work(int index) {
-  Lane lane(*this, index);
-  (*body_)(lane);
-  meet();
+  try {
+    Lane lane(*this, index, lanes_[index]);
+    (*body_)(lane);
+    meet();
+  } catch (const Left&) {
+  }
 }
 
-// The last to come resets what the others share before it lets them go.
 void ThreadPool::meet() {
   const uint32_t generation = gate_.value();
-  if (num_met_.fetch_add(1) + 1 < num_lanes_) {
-    gate_.wait_past(generation);
-    return;
-  }
+  arrive();
+  gate_.wait_past(generation);
+}
+
+// Nothing of the step may be touched after the others were let on.
+void ThreadPool::leave() {
+  num_leaving_.fetch_add(1);
+  arrive();
+  throw Left{};
+}
+
+void ThreadPool::arrive() {
+  if (num_met_.fetch_add(1) + 1 < num_active_) return;
+  num_active_ -= num_leaving_.exchange(0);
   num_met_.store(0, std::memory_order_relaxed);
   next_.store(0, std::memory_order_relaxed);
-  gate_.set(generation + 1);
+  gate_.set(gate_.value() + 1);
 }
 
 }  // namespace quire

@@ -13,7 +13,9 @@ Wrong shapes, dtypes or devices: ValueError. Values of index tensors are the cal
 import torch
 from torch import Tensor
 
+from kvops.cpu import CpuKernels
 from kvops.kernels import Kernels
+from kvops.native import NUMERICS, NativeCpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -29,17 +31,25 @@ class Backend:
     def name(self) -> str:
         return self._kernels.name
 
+    @property
+    def native(self) -> NativeCpu | None:
+        """What computes whole steps in C++; None where steps are composed of these operations."""
+        return self._kernels.native if isinstance(self._kernels, CpuKernels) else None
+
     def describe(self, dtype: torch.dtype) -> dict[str, str]:
         """What computes, for logs and the registry."""
-        return {**self.numerics(dtype), "threads": str(torch.get_num_threads())}
+        num_threads = self.native.num_lanes if self.native else torch.get_num_threads()
+        return {**self.numerics(dtype), "threads": str(num_threads)}
 
     def numerics(self, dtype: torch.dtype) -> dict[str, str]:
         """All that the last bits of a result depend on; workers that share a pool agree in it."""
+        native = {"isa": self.native.isa, "kernels": NUMERICS} if self.native else {}
         return {
             "backend": self.name,
             "dtype": str(dtype).removeprefix("torch."),
             "isa": torch.backends.cpu.get_cpu_capability(),
             "torch": torch.__version__,
+            **native,
         }
 
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:

@@ -70,7 +70,19 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
     group.add_argument("--backend", choices=("cpu", "reference", "triton", "flash"))
     group.add_argument(
-        "--threads", type=_positive, metavar="N", help="per worker; default: an equal share"
+        "--quantize", choices=("int8",), help="linears of 8-bit weights and activations"
+    )
+    computing = group.add_mutually_exclusive_group()
+    computing.add_argument(
+        "--cpus",
+        metavar="LIST",
+        help="CPUs that the workers divide among them, such as 0-3,6; default: auto, all",
+    )
+    computing.add_argument(
+        "--threads", type=_positive, metavar="N", help="per worker, on any CPU, none divided"
+    )
+    group.add_argument(
+        "--weights-cache", type=Path, metavar="DIR", help="packed weights; default: ~/.cache/quire"
     )
     group.add_argument(
         "--max-model-len",
@@ -136,7 +148,10 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         block_size=args.block_size,
         dtype=args.dtype,
         backend=args.backend,
+        quantize=args.quantize,
+        cpus=args.cpus,
         threads=args.threads,
+        weights_cache=args.weights_cache,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,

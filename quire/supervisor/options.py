@@ -1,6 +1,5 @@
 """What `quire serve` was asked for."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +28,10 @@ class ServeOptions:
     block_size: int | None = None
     dtype: str | None = None
     backend: str | None = None
+    quantize: str | None = None
+    cpus: str | None = None
     threads: int | None = None
+    weights_cache: Path | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -39,7 +41,3 @@ class ServeOptions:
     def num_workers(self) -> int:
         return self.num_prefill + self.num_decode
 
-    @property
-    def threads_per_worker(self) -> int:
-        """An equal share of the cores that this process may use, at least one."""
-        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.num_workers)

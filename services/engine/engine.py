@@ -15,6 +15,9 @@ class ForwardPass(Protocol):
     def run(self, rows: Seq[Row]) -> Seq[int | None]:
         """Compute and store the rows' KV; the token that each row with a draw drew."""
 
+    def rest(self) -> None:
+        """There is nothing to compute until the next `run`."""
+
 
 class BlockStamps(Protocol):
     """The pool's record of what each block holds (law 6)."""
@@ -51,10 +54,16 @@ class Engine:
         removed = self._apply(commands)
         batch = self._scheduler.next_batch()
         rows = [sequence.row(count) for sequence, count in batch]
-        tokens = self._forward.run(rows) if rows else ()
+        tokens = self._compute(rows)
         advances = self._retire(batch, tokens)
         num_tokens = sum(count for _, count in batch)
         return StepOutcome(advances, removed, num_tokens, time.perf_counter() - began)
+
+    def _compute(self, rows: Seq[Row]) -> Seq[int | None]:
+        if rows:
+            return self._forward.run(rows)
+        self._forward.rest()
+        return ()
 
     def _apply(self, commands: Seq[Command]) -> tuple[Removed, ...]:
         removed = []

@@ -10,7 +10,7 @@ from torch import Tensor
 from services.common.ticket import SamplingParams
 from services.engine.batch import Draw, Row
 from services.engine.models import Batch, Model
-from services.engine.sampler import sample
+from services.engine.sampler import refuse_not_finite, sample
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
 
@@ -38,20 +38,25 @@ class Runner:
         too short a block table, or with a block or token id that is not there. FloatingPointError:
         a row's logits are not finite.
         """
-        logits = self.logits(rows)
+        hidden = self.hidden(rows)
         drawing = [row for row in rows if row.draw is not None]
-        draws = [row.draw for row in drawing if row.draw is not None]
-        tokens = iter(sample(logits, draws, [_end(row) for row in drawing]) if draws else ())
+        tokens = iter(self._tokens(hidden, drawing) if drawing else ())
         return [None if row.draw is None else next(tokens) for row in rows]
 
+    def rest(self) -> None:
+        """Nothing runs between steps."""
+
     @torch.inference_mode()
-    def logits(self, rows: Sequence[Row]) -> Tensor:
-        """The pass alone: fp32 [rows with a draw, vocab_size], after each row's last token."""
+    def hidden(self, rows: Sequence[Row]) -> Tensor:
+        """The pass alone: final states [rows with a draw, hidden_size], after each row's last
+        token."""
         batch = self._batch(rows)
-        hidden = self._model.forward(batch, self._kv)
         drawing = torch.tensor([row.draw is not None for row in rows])
-        last_tokens = batch.cu_query_lens[1:][drawing].long() - 1
-        return self._model.logits(hidden[last_tokens])
+        return self._model.forward(batch, self._kv, batch.cu_query_lens[1:][drawing].long() - 1)
+
+    def logits(self, rows: Sequence[Row]) -> Tensor:
+        """fp32 [rows with a draw, vocab_size]."""
+        return self._model.logits(self.hidden(rows))
 
     def warm_up(self, max_tokens: int) -> None:
         """Touch every weight and the memory of a step: one prefill of `max_tokens` tokens (at most
@@ -62,6 +67,26 @@ class Runner:
             start = num_tokens - len(token_ids)
             nowhere = Row(token_ids, start, [0] * num_blocks, num_tokens, Draw(_GREEDY, 0))
             self.logits([nowhere])
+
+    @torch.inference_mode()
+    def _tokens(self, hidden: Tensor, rows: Sequence[Row]) -> list[int]:
+        """Greedy rows need the largest logit alone."""
+        draws = [row.draw for row in rows if row.draw is not None]
+        is_greedy = [draw.sampling.temperature == 0 for draw in draws]
+        greedy = [i for i, yes in enumerate(is_greedy) if yes]
+        drawn = [i for i, yes in enumerate(is_greedy) if not yes]
+        tokens = [0] * len(draws)
+        if greedy:
+            values, token_ids = self._model.best(hidden if not drawn else hidden[greedy])
+            refuse_not_finite(values)
+            for i, token in zip(greedy, token_ids.tolist(), strict=True):
+                tokens[i] = token
+        if drawn:
+            logits = self._model.logits(hidden if not greedy else hidden[drawn])
+            sampled = sample(logits, [draws[i] for i in drawn], [_end(rows[i]) for i in drawn])
+            for i, token in zip(drawn, sampled, strict=True):
+                tokens[i] = token
+        return tokens
 
     def _batch(self, rows: Sequence[Row]) -> Batch:
         self._check(rows)

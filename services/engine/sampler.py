@@ -34,7 +34,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> l
     that are not finite.
     """
     best = logits.argmax(dim=-1)
-    _refuse_not_finite(logits.gather(1, best[:, None]))
+    refuse_not_finite(logits.gather(1, best[:, None]).squeeze(1))
     tokens = best.tolist()
     drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     for begin in range(0, len(drawn), _ROWS_AT_ONCE):
@@ -134,8 +134,9 @@ def _finishing_times(
     return numbers.neg_().log1p_().neg_().div_(probs)
 
 
-def _refuse_not_finite(largest: Tensor) -> None:
-    """A NaN or an infinity anywhere in a row is its argmax; -inf alone is not harmful."""
+def refuse_not_finite(largest: Tensor) -> None:
+    """`largest`: each row's largest logit, [N]. A NaN or an infinity anywhere in a row is its
+    argmax; -inf alone is not harmful. FloatingPointError."""
     if not bool(largest.isfinite().all()):
-        rows = (~largest.isfinite()).any(dim=1).nonzero().squeeze(1).tolist()
+        rows = (~largest.isfinite()).nonzero().squeeze(1).tolist()
         raise FloatingPointError(f"logits of rows {rows} are not finite")

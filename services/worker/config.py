@@ -1,9 +1,10 @@
 """Settings that prefill and decode workers share."""
 
+import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from services.common.config import PoolServiceSettings
 
@@ -16,6 +17,14 @@ class WorkerSettings(PoolServiceSettings):
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="of weights, activations and KV; auto: as in the checkpoint"
     )
+    quantize: Literal["int8"] | None = Field(
+        None, description="int8: linears of 8-bit weights and activations; none: as dtype says"
+    )
+    weights_cache: Path | None = Field(
+        Path("~/.cache/quire").expanduser(),
+        description="directory of packed weights, made once and mapped by all of this host's "
+        "workers; empty: each packs its own",
+    )
     backend: Literal["cpu", "reference", "triton", "flash"] = Field(
         "cpu", description="kernels that compute"
     )
@@ -26,7 +35,12 @@ class WorkerSettings(PoolServiceSettings):
     num_expected_workers: int = Field(
         1, ge=1, description="workers that this host's memory has to hold"
     )
-    threads: int | None = Field(None, ge=1, description="threads that compute; none: all cores")
+    cpus: str = Field(
+        "auto", description="CPUs that this host's workers divide, e.g. 0-3,6; auto: all"
+    )
+    threads: int | None = Field(
+        None, ge=1, description="threads that compute, on any CPU; none: this worker's part of cpus"
+    )
     max_model_len: int | None = Field(
         None, ge=2, description="longest prompt + generation; none: the model's context"
     )
@@ -36,10 +50,42 @@ class WorkerSettings(PoolServiceSettings):
         10.0, ge=0, description="how long running requests may go on after SIGTERM"
     )
 
+    @field_validator("weights_cache", mode="before")
+    @classmethod
+    def _expanded(cls, path: str | Path | None) -> Path | None:
+        return Path(path).expanduser() if path else None
+
+    @field_validator("cpus")
+    @classmethod
+    def _readable(cls, text: str) -> str:
+        _parsed(text)
+        return text
+
+    @property
+    def divided_cpus(self) -> tuple[int, ...]:
+        """CPUs that workers divide among them; empty when the number of threads is given."""
+        return () if self.threads else _parsed(self.cpus)
+
     @property
     def num_threads(self) -> int | None:
-        return self.threads
+        """Of PyTorch: the native kernels have their own, and leave it but the sampling."""
+        return 1 if self.backend == "cpu" else self.threads
 
     @property
     def served_name(self) -> str:
         return self.model_name or self.model.resolve().name
+
+
+def _parsed(text: str) -> tuple[int, ...]:
+    """ "0-3,6" -> 0, 1, 2, 3, 6; "auto": those that this process may use. ValueError."""
+    usable = os.sched_getaffinity(0)
+    if text == "auto":
+        return tuple(sorted(usable))
+    try:
+        ranges = [[int(end) for end in part.split("-")] for part in text.split(",")]
+        cpus = {cpu for ends in ranges for cpu in range(ends[0], ends[-1] + 1)}
+    except ValueError:
+        raise ValueError(f"{text!r} is neither auto nor a list of CPUs such as 0-3,6") from None
+    if not cpus or not cpus <= usable:
+        raise ValueError(f"{text!r}: this process may use the CPUs {sorted(usable)}")
+    return tuple(sorted(cpus))

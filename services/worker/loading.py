@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 import kvops
+from kvops.native import Lane, NativeCpu
 from services.common.errors import StartupError
 from services.common.pool.layout import Dtype, PoolLayout
 from services.common.pool.sizing import MemoryPlan, parse_size
@@ -23,6 +24,7 @@ class LoadedModel:
     layout: PoolLayout
     limits: Limits
     plan: MemoryPlan
+    native: NativeCpu | None
     engine: dict[str, str]
 
 
@@ -35,12 +37,15 @@ def load(settings: WorkerSettings) -> LoadedModel:
         backend = kvops.backend(settings.backend)
     except kvops.BackendUnavailable as error:
         raise StartupError(str(error)) from error
-    model = load_model(settings.model, dtype, backend)
+    if backend.native is not None:
+        backend.native.assign([Lane()] * (settings.threads or len(settings.divided_cpus)))
+    model = load_model(
+        settings.model, dtype, backend, quantize=settings.quantize, cache=settings.weights_cache
+    )
+    numerics = {**backend.numerics(dtype), "quantize": settings.quantize or "none"}
     layout = PoolLayout(
         model=settings.served_name,
-        fingerprint=fingerprint(
-            settings.model, dtype, settings.block_size, backend.numerics(dtype)
-        ),
+        fingerprint=fingerprint(config, model.weights_digest, dtype, settings.block_size, numerics),
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -52,7 +57,8 @@ def load(settings: WorkerSettings) -> LoadedModel:
         layout,
         limits=_limits(settings, config),
         plan=_plan(settings, config, dtype),
-        engine=backend.describe(dtype),
+        native=backend.native,
+        engine={**backend.describe(dtype), "quantize": numerics["quantize"]},
     )
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from prometheus_client import CollectorRegistry
 
@@ -13,6 +13,7 @@ from blockstore.redis_store import RedisStore
 from blockstore.registry import Member, Role, State
 from blockstore.store import BlockStore
 from services.common import redis
+from services.common.board import Board
 from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics, metrics_endpoint
 from services.common.pool.names import new_worker_id
@@ -23,11 +24,14 @@ from services.engine.engine import ForwardPass
 from services.engine.membership import Membership, join
 from services.engine.runner import Runner
 from services.worker.config import WorkerSettings
+from services.worker.lanes import SharedCpus
 from services.worker.loading import LoadedModel, load
 from services.worker.pool_worker import Limits, PoolWorker
 
 _ABORT_LIMIT_S = 5.0
 """How long a worker that leaves waits for its last step and releases."""
+
+_DIVIDE_INTERVAL_S = 0.2
 
 log = get_logger(__name__)
 
@@ -94,7 +98,11 @@ async def serve_worker(role: WorkerRole, settings: WorkerSettings, stop: asyncio
         metrics = CollectorRegistry()
         stack.enter_context(metrics_endpoint(settings, metrics))
         runner = await _warm(loaded, membership)
-        worker = role.make(store, membership, runner, loaded.limits, WorkerMetrics(metrics))
+        forward = _on_its_cpus(runner, loaded, settings, entry, stack)
+        if isinstance(forward, SharedCpus):
+            dividing = vital.create_task(_refresh(forward))
+            stack.callback(dividing.cancel)
+        worker = role.make(store, membership, forward, loaded.limits, WorkerMetrics(metrics))
         working = vital.create_task(worker.run())
         server, address = await _listen(role, settings, worker)
         entry.serves(worker, address, loaded)
@@ -124,6 +132,28 @@ async def _warm(loaded: LoadedModel, membership: Membership) -> Runner:
     runner = Runner(loaded.model, membership.pool.kv, loaded.layout.block_size)
     await asyncio.to_thread(runner.warm_up, loaded.limits.max_num_batched_tokens)
     return runner
+
+
+def _on_its_cpus(
+    runner: Runner,
+    loaded: LoadedModel,
+    settings: WorkerSettings,
+    entry: _Entry,
+    stack: AsyncExitStack,
+) -> ForwardPass:
+    native, cpus = loaded.native, settings.divided_cpus
+    if native is None or not cpus:
+        return runner
+    board = Board(settings.pool_root / "board")
+    stack.callback(board.leave)
+    own = board.sit_down(entry.member.role, entry.member.member_id)
+    return SharedCpus(runner, native, board, own, cpus)
+
+
+async def _refresh(forward: SharedCpus) -> NoReturn:
+    while True:
+        forward.refresh()
+        await asyncio.sleep(_DIVIDE_INTERVAL_S)
 
 
 async def _listen(

@@ -162,9 +162,10 @@ class Rig(Runner):
         self.free = random.Random(num_blocks).sample(range(num_blocks), num_blocks)
         super().__init__(model, self.arena, block_size)
 
-    def logits(self, rows: Sequence[Row]) -> Tensor:
-        self.last_logits = super().logits(rows)
-        return self.last_logits
+    def hidden(self, rows: Sequence[Row]) -> Tensor:
+        hidden = super().hidden(rows)
+        self.last_logits = self._model.logits(hidden)
+        return hidden
 
     def place(self, prompt: tuple[int, ...], shared: Trial | None = None) -> Trial:
         """A new sequence, which shares the full blocks that its prompt has in common with

@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-import pytest
-
 from quire.supervisor import child, tether, topology, valkey
 from quire.supervisor.options import ServeOptions
 from services.common import process
@@ -50,12 +48,15 @@ def test_a_setting_that_nobody_asked_for_is_left_to_the_service() -> None:
     assert decode.environment["QUIRE_DECODE_NUM_EXPECTED_WORKERS"] == "2"
 
 
-def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
-    assert options().threads_per_worker == 4
-    assert options(num_decode=3).threads_per_worker == 2
-    assert options(num_decode=30).threads_per_worker == 1
-    assert options(threads=5).threads_per_worker == 5
+def test_workers_divide_the_cpus_unless_their_threads_are_given() -> None:
+    for asked, said in [
+        (options(), {}),
+        (options(cpus="0-3"), {"QUIRE_DECODE_CPUS": "0-3"}),
+        (options(threads=5), {"QUIRE_DECODE_THREADS": "5"}),
+    ]:
+        (decode,) = (s for s in topology.services(asked, RUN) if s.name == "decode-1")
+        names = {"QUIRE_DECODE_CPUS", "QUIRE_DECODE_THREADS"}
+        assert {name: decode.environment[name] for name in names & set(decode.environment)} == said
 
 
 def test_the_name_of_the_pipe_is_the_one_that_services_read() -> None:

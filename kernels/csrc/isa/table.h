@@ -1,5 +1,5 @@
-// The table of one instruction set: included once by each of the files beside it, which are compiled
-// with that instruction set's flags.
+// The table of one instruction set: included once by each of the files beside it, which are
+// compiled with that instruction set's flags.
 #include "../attention.h"
 #include "../kernels.h"
 #include "../linear.h"
@@ -15,9 +15,8 @@ namespace quire {
 
 const Kernels* QUIRE_TABLE(QUIRE_ISA)() {
   static constexpr Kernels table = {
-      QUIRE_NAME(QUIRE_ISA),        QUIRE_ISA::linear,   QUIRE_ISA::pack,
-      QUIRE_ISA::attention,         QUIRE_ISA::attention_scratch,
-      QUIRE_ISA::rms_norm,          QUIRE_ISA::quantize, QUIRE_ISA::qkv,
+      QUIRE_NAME(QUIRE_ISA),        QUIRE_ISA::linear,   QUIRE_ISA::pack,     QUIRE_ISA::attention,
+      QUIRE_ISA::attention_scratch, QUIRE_ISA::rms_norm, QUIRE_ISA::quantize, QUIRE_ISA::qkv,
   };
   return &table;
 }

@@ -1,6 +1,6 @@
 """Decoders of the families that Quire serves, from Hugging Face checkpoints."""
 
-from services.engine.models.decoder import Batch, Model
 from services.engine.models.load import load_model
+from services.engine.models.model import Batch, Model
 
 __all__ = ["Batch", "Model", "load_model"]

@@ -8,23 +8,8 @@ from torch import Tensor
 
 from kvops import Backend
 from services.common.text.model_config import ModelConfig
+from services.engine.models.model import Batch
 from services.engine.rope import rope_tables
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The tensors of one step: T new tokens of B rows, row after row; see `kvops.ops`.
-
-    token_ids, positions, slot_mapping: [T] int64. block_tables: [B, any] int32. cu_query_lens:
-    [B + 1] int32. context_lens: [B] int32, new tokens included.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
-    block_tables: Tensor
-    cu_query_lens: Tensor
-    context_lens: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +37,8 @@ class Layer:
     window: int | None
 
 
-class Model:
-    """Weights and arithmetic; the KV it reads and writes is the caller's."""
+class ComposedModel:
+    """`Model` as a composition of the backend's operations, on any device."""
 
     def __init__(
         self,
@@ -63,6 +48,7 @@ class Model:
         layers: tuple[Layer, ...],
         final_norm: Tensor,
         head: Tensor,
+        weights_digest: str,
     ) -> None:
         self.config = config
         self.ops = ops
@@ -70,19 +56,17 @@ class Model:
         self._layers = layers
         self._final_norm = final_norm
         self._head = head
+        self.weights_digest = weights_digest
         self._cos, self._sin = rope_tables(
             config.rope, config.head_dim, config.max_position_embeddings
         )
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, activations and KV."""
         return self._embedding.dtype
 
-    def forward(self, batch: Batch, kv: Tensor) -> Tensor:
-        """Final hidden states [T, hidden_size]; writes the new tokens' KV into the arena `kv`.
-
-        The residual stream starts empty; what a sublayer has to say is added when the next one
+    def forward(self, batch: Batch, kv: Tensor, wanted: Tensor) -> Tensor:
+        """The residual stream starts empty; what a sublayer has to say is added when the next one
         norms the stream.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
@@ -94,11 +78,14 @@ class Model:
             x = self._attention(layer, x, rotation, batch, kv_layer)
             x = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = self._mlp(layer, x)
-        return ops.add_rms_norm(x, residual, self._final_norm, eps)
+        return ops.add_rms_norm(x[wanted], residual[wanted], self._final_norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden_size] -> fp32 [N, vocab_size]."""
         return self.ops.linear(hidden, self._head).float()
+
+    def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        values, token_ids = self.logits(hidden).max(dim=-1)
+        return values, token_ids
 
     def _attention(
         self,

@@ -2,13 +2,17 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvops import Backend
+from kvops.native import Kind
+from services.common.errors import StartupError
 from services.common.text.model_config import ModelConfig
-from services.engine.models.decoder import Layer, Linear, Model
+from services.engine.models.decoder import ComposedModel, Layer, Linear
+from services.engine.models.fused import load_fused
 from services.engine.models.layout import (
     EMBEDDING,
     FINAL_NORM,
@@ -17,18 +21,39 @@ from services.engine.models.layout import (
     layer_prefix,
     weight_shapes,
 )
-from services.engine.weights import load_weights
+from services.engine.models.model import Model
+from services.engine.weights import load_weights, weights_digest
 
 
-def load_model(directory: Path | str, dtype: torch.dtype, backend: Backend) -> Model:
-    """The checkpoint's decoder, computing in `dtype` (bf16 or fp32) on `backend`.
+def load_model(
+    directory: Path | str,
+    dtype: torch.dtype,
+    backend: Backend,
+    *,
+    quantize: Literal["int8"] | None = None,
+    cache: Path | None = None,
+) -> Model:
+    """The checkpoint's decoder, computing in `dtype` (bf16 or fp32) on `backend`, its linears
+    perhaps quantized.
 
-    StartupError: the configuration or a weight is missing, wrong or not supported.
+    `cache`: a directory for weights as the backend packs them, for the next start and the other
+    workers of this host; None: each process packs its own. StartupError: the configuration or a
+    weight is missing, wrong or not supported, or this backend does not quantize.
     """
+    directory = Path(directory)
+    if backend.native is not None:
+        kind: Kind = quantize or ("float32" if dtype == torch.float32 else "bfloat16")
+        return load_fused(directory, dtype, kind, backend.native, cache)
+    if quantize:
+        raise StartupError(f"backend {backend.name!r} has no {quantize} kernels; 'cpu' has")
+    return _composed(directory, dtype, backend)
+
+
+def _composed(directory: Path, dtype: torch.dtype, backend: Backend) -> ComposedModel:
     config = ModelConfig.from_directory(directory)
     shapes = weight_shapes(config)
-    weights = load_weights(Path(directory), shapes, dtype, ignored_weights(config))
-    return Model(
+    weights = load_weights(directory, shapes, dtype, ignored_weights(config))
+    return ComposedModel(
         config=config,
         ops=backend,
         embedding=weights[EMBEDDING],
@@ -37,6 +62,7 @@ def load_model(directory: Path | str, dtype: torch.dtype, backend: Backend) -> M
         ),
         final_norm=weights[FINAL_NORM],
         head=weights[EMBEDDING if config.tied_embeddings else HEAD],
+        weights_digest=weights_digest(directory),
     )
 
 

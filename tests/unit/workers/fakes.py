@@ -56,6 +56,9 @@ class FakeForward:
         self.num_begun = 0
         self.num_steps = 0
 
+    def rest(self) -> None:
+        pass
+
     def run(self, rows: Sequence[Row]) -> list[int | None]:
         self.num_begun += bool(rows)
         assert self.gate.wait(30)

@@ -1,0 +1,170 @@
+"""The engine alone, without gateway and store: whole steps of a model.
+
+    python -m bench.engine decode --model DIR --streams 1 8 16 --prompt 128 --tokens 128
+    python -m bench.engine prefill --model DIR --tokens 512 2048
+
+Decode: every stream has a prompt of its own in the arena; one step a token for all. Prefill: one
+prompt in chunks of --chunk tokens. Tokens per second are medians of --rounds, with the lowest and
+the highest.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import torch
+
+import kvops
+from kvops.native import Lane
+from services.common.ticket import SamplingParams
+from services.engine.batch import Draw, Row
+from services.engine.models import Model, load_model
+from services.engine.runner import Runner
+
+GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    what: str
+    streams: int
+    tokens_per_s: float
+    lowest: float
+    highest: float
+    worst_step_ms: float
+
+
+class Bench:
+    """A model with an arena for `num_rows` rows of `context` positions."""
+
+    def __init__(self, model: Model, num_rows: int, context: int) -> None:
+        c = model.config
+        self.blocks_per_row = -(-context // BLOCK_SIZE)
+        num_blocks = num_rows * self.blocks_per_row
+        shape = (num_blocks, c.num_layers, 2, BLOCK_SIZE, c.num_kv_heads, c.head_dim)
+        self.runner = Runner(model, torch.zeros(shape, dtype=model.dtype), BLOCK_SIZE)
+        self.vocab_size = c.vocab_size
+        self.generator = torch.Generator().manual_seed(0)
+
+    def prompt(self, length: int) -> list[int]:
+        ids: list[int] = torch.randint(
+            0, self.vocab_size, (length,), generator=self.generator
+        ).tolist()
+        return ids
+
+    def table(self, row: int) -> range:
+        return range(row * self.blocks_per_row, (row + 1) * self.blocks_per_row)
+
+    def prefill(self, prompt: Sequence[int], chunk: int, row: int = 0) -> int:
+        """The first token."""
+        token: int | None = None
+        for start in range(0, len(prompt), chunk):
+            piece = prompt[start : start + chunk]
+            draw = Draw(GREEDY, 0) if start + chunk >= len(prompt) else None
+            (token,) = self.runner.run([Row(piece, start, self.table(row), draw=draw)])
+        assert token is not None
+        return token
+
+    def decode(self, tokens: list[int], start: int, num_steps: int) -> Iterator[float]:
+        """Seconds of each step, all rows at the same position."""
+        for position in range(start, start + num_steps):
+            rows = [
+                Row([token], position, self.table(row), draw=Draw(GREEDY, 0))
+                for row, token in enumerate(tokens)
+            ]
+            began = time.perf_counter()
+            tokens = [token for token in self.runner.run(rows) if token is not None]
+            yield time.perf_counter() - began
+
+
+def decode(model: Model, streams: int, prompt: int, tokens: int, rounds: int) -> Result:
+    bench = Bench(model, streams, prompt + tokens)
+    first = [bench.prefill(bench.prompt(prompt), 512, row) for row in range(streams)]
+    speeds, worst = [], 0.0
+    for _ in range(rounds):
+        steps = list(bench.decode(first, prompt, tokens))
+        speeds.append(streams * len(steps) / sum(steps))
+        worst = max(worst, *steps)
+    return _result("decode", streams, speeds, worst)
+
+
+def prefill(model: Model, tokens: int, chunk: int, rounds: int) -> Result:
+    bench = Bench(model, 1, tokens)
+    speeds, worst = [], 0.0
+    bench.prefill(bench.prompt(tokens), chunk)
+    for _ in range(rounds):
+        prompt = bench.prompt(tokens)
+        began = time.perf_counter()
+        bench.prefill(prompt, chunk)
+        took = time.perf_counter() - began
+        speeds.append(tokens / took)
+        worst = max(worst, took)
+    return _result(f"prefill {tokens}", 1, speeds, worst)
+
+
+def _result(what: str, streams: int, speeds: Sequence[float], worst_s: float) -> Result:
+    median = statistics.median(speeds)
+    return Result(what, streams, median, min(speeds), max(speeds), 1000 * worst_s)
+
+
+def load(args: argparse.Namespace) -> Model:
+    dtype = torch.float32 if args.dtype == "float32" else torch.bfloat16
+    backend = kvops.backend(args.backend)
+    if backend.native is not None:
+        backend.native.assign([Lane(cpu) for cpu in args.cpus] or [Lane()] * args.threads)
+    return load_model(args.model, dtype, backend, quantize=args.quantize, cache=args.cache)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--model", type=Path, required=True)
+    common.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    common.add_argument("--quantize", choices=("int8",))
+    common.add_argument("--backend", default="cpu", choices=kvops.BACKENDS)
+    common.add_argument("--threads", type=int, default=os.cpu_count())
+    common.add_argument("--cpus", type=int, nargs="*", default=[], help="pin a thread to each")
+    common.add_argument("--cache", type=Path, default=Path("~/.cache/quire").expanduser())
+    common.add_argument("--rounds", type=int, default=3)
+    common.add_argument("--json", action="store_true")
+    one = commands.add_parser("decode", parents=[common])
+    one.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16])
+    one.add_argument("--prompt", type=int, default=128)
+    one.add_argument("--tokens", type=int, default=128)
+    two = commands.add_parser("prefill", parents=[common])
+    two.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
+    two.add_argument("--chunk", type=int, default=512)
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
+    model = load(args)
+    for size in args.streams if args.command == "decode" else args.tokens:
+        if args.command == "decode":
+            result = decode(model, size, args.prompt, args.tokens, args.rounds)
+        else:
+            result = prefill(model, size, args.chunk, args.rounds)
+        if args.json:
+            print(json.dumps(asdict(result)), flush=True)
+        else:
+            print(
+                f"{result.what:<14}{result.streams:>4} streams {result.tokens_per_s:>9.1f} tok/s "
+                f"({result.lowest:.1f} .. {result.highest:.1f}), "
+                f"worst {result.worst_step_ms:.1f} ms",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+from torch import Tensor
+
+def usable_kernels() -> list[str]: ...
+def packed_bytes(kind: str, n: int, k: int) -> int: ...
+
+class ThreadPool:
+    def __init__(self, num_threads: int) -> None: ...
+    def assign(self, cpus: list[int], owners: list[list[int]], board: Tensor | None) -> None: ...
+    @property
+    def num_lanes(self) -> int: ...
+
+class PackedLinear:
+    def __init__(
+        self, kind: str, n: int, k: int, memory: Tensor, bias: Tensor | None = None
+    ) -> None: ...
+
+class Ops:
+    def __init__(self, isa: str, pool: ThreadPool) -> None: ...
+    @property
+    def name(self) -> str: ...
+    def pack(self, target: PackedLinear, weight: Tensor) -> None: ...
+    def linear(self, x: Tensor, weights: PackedLinear, out: Tensor) -> None: ...
+    def argmax(self, x: Tensor, weights: PackedLinear, values: Tensor, indices: Tensor) -> None: ...
+    def attention(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        block_tables: Tensor,
+        cu_query_lens: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        window: int,
+        out: Tensor,
+    ) -> None: ...
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
+    def qkv(
+        self,
+        qkv: Tensor,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        q: Tensor,
+        kv_layer: Tensor,
+    ) -> None: ...
+
+class Shape:
+    def __init__(
+        self,
+        *,
+        hidden: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        intermediate: int,
+        vocab: int,
+        eps: float,
+    ) -> None: ...
+
+class Layer:
+    def __init__(
+        self,
+        *,
+        input_norm: Tensor,
+        qkv: PackedLinear,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        output: PackedLinear,
+        mlp_norm: Tensor,
+        gate_up: PackedLinear,
+        down: PackedLinear,
+        window: int,
+    ) -> None: ...
+
+class Decoder:
+    def __init__(
+        self,
+        isa: str,
+        pool: ThreadPool,
+        shape: Shape,
+        layers: list[Layer],
+        embedding: Tensor,
+        final_norm: Tensor,
+        head: PackedLinear,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> None: ...
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        cu_query_lens: Tensor,
+        context_lens: Tensor,
+        wanted: Tensor,
+        kv: Tensor,
+        hidden: Tensor,
+    ) -> None: ...
+    def logits(self, hidden: Tensor, out: Tensor) -> None: ...
+    def best(self, hidden: Tensor, values: Tensor, indices: Tensor) -> None: ...

@@ -1,0 +1,124 @@
+"""The C++ kernels (`kernels/csrc`): the instruction set that this CPU has, the threads that
+compute, weights in panels, and a decoder in one call.
+
+    cpu = NativeCpu(num_threads=2)
+    weights = cpu.pack("bfloat16", weight)         # [N, K]
+    cpu.ops.linear(x, weights, out)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvops._native import (
+    Decoder,
+    Layer,
+    Ops,
+    PackedLinear,
+    Shape,
+    ThreadPool,
+    packed_bytes,
+    usable_kernels,
+)
+
+__all__ = [
+    "NUMERICS",
+    "PACKING",
+    "Decoder",
+    "Kind",
+    "Lane",
+    "Layer",
+    "NativeCpu",
+    "PackedLinear",
+    "Shape",
+    "packed_bytes",
+    "usable_kernels",
+]
+
+Kind = Literal["float32", "bfloat16", "int8"]
+
+PACKING = "panels-32.1"
+"""Names the layout of packed weights; another layout, another name."""
+
+NUMERICS = "1"
+"""Of what the kernels compute, down to the last bit: another order of sums, another number."""
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A thread on `cpu` (None: wherever the system puts it), which works only while all `owners`,
+    indices of bytes on a board that workers share, are 0."""
+
+    cpu: int | None = None
+    owners: tuple[int, ...] = ()
+
+
+class NativeCpu:
+    """`num_threads` threads on one instruction set, by default the best that this CPU has.
+
+    ValueError: no such instruction set here, or no threads.
+    """
+
+    def __init__(self, num_threads: int = 1, isa: str | None = None) -> None:
+        self.isa = isa or usable_kernels()[0]
+        self.pool = ThreadPool(num_threads)
+        self.ops = Ops(self.isa, self.pool)
+
+    @property
+    def num_lanes(self) -> int:
+        return self.pool.num_lanes
+
+    def assign(self, lanes: Sequence[Lane], board: Tensor | None = None) -> None:
+        """The threads of the next steps; the first, the caller's own, has no owners. To be called
+        where steps are. ValueError: no lanes, no such CPU, or an owner that is not on the board."""
+        cpus = [-1 if lane.cpu is None else lane.cpu for lane in lanes]
+        self.pool.assign(cpus, [list(lane.owners) for lane in lanes], board)
+
+    def pack(self, kind: Kind, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """Weights [N, K] fp32 or bf16 in memory of their own."""
+        n, k = weight.shape
+        return self.pack_into(aligned(packed_bytes(kind, n, k)), kind, weight, bias)
+
+    def pack_into(
+        self, memory: Tensor, kind: Kind, weight: Tensor, bias: Tensor | None = None
+    ) -> PackedLinear:
+        """Fills `memory`, uint8 [packed_bytes], with the panels of `weight`."""
+        n, k = weight.shape
+        packed = PackedLinear(kind, n, k, memory, None if bias is None else bias.float())
+        self.ops.pack(packed, weight)
+        return packed
+
+    def decoder(
+        self,
+        shape: Shape,
+        layers: list[Layer],
+        embedding: Tensor,
+        final_norm: Tensor,
+        head: PackedLinear,
+        rotation: tuple[Tensor, Tensor],
+    ) -> Decoder:
+        """embedding: [vocab, hidden] fp32 or bf16. final_norm: [hidden] fp32. rotation: cosines and
+        sines [positions, head_dim / 2] fp32."""
+        return Decoder(
+            self.isa,
+            self.pool,
+            shape,
+            layers,
+            embedding,
+            final_norm,
+            head,
+            rotation[0],
+            rotation[1],
+        )
+
+
+def aligned(num_bytes: int) -> Tensor:
+    """uint8 [num_bytes] that begins at a multiple of 64."""
+    memory = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
+    begin = -memory.data_ptr() % _ALIGNMENT
+    return memory[begin : begin + num_bytes]

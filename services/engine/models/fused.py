@@ -1,0 +1,197 @@
+"""The decoder in native code: one call a step, weights packed into panels and shared by all workers
+of the host."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import xxhash
+from torch import Tensor
+
+from kvops.native import PACKING, Kind, Layer, NativeCpu, PackedLinear, Shape, aligned, packed_bytes
+from services.common.text.model_config import ModelConfig
+from services.engine.models.layout import (
+    EMBEDDING,
+    FINAL_NORM,
+    ignored_weights,
+    layer_prefix,
+    weight_shapes,
+)
+from services.engine.models.model import Batch
+from services.engine.models.sections import Section, all_sections, layer_sections
+from services.engine.packed_file import Facts, Fill, packed_file
+from services.engine.rope import rope_tables
+from services.engine.weights import load_weights, weight_files, weights_digest
+
+
+class FusedModel:
+    """`Model` on a CPU. Activations are rounded to the weights' dtype where a linear takes them;
+    the residual stream is fp32."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        cpu: NativeCpu,
+        weights: Mapping[str, Tensor],
+        packed: Mapping[str, PackedLinear],
+        digest: str,
+    ) -> None:
+        """weights: the checkpoint's, for what is not packed: embedding, norms, biases."""
+        self.config = config
+        self.dtype = dtype
+        self.weights_digest = digest
+        layers = [
+            _layer(config, layer, window, weights, packed)
+            for layer, window in enumerate(config.windows)
+        ]
+        self._decoder = cpu.decoder(
+            _shape(config),
+            layers,
+            _embedding(weights[EMBEDDING]),
+            weights[FINAL_NORM].float(),
+            packed["head"],
+            rope_tables(config.rope, config.head_dim, config.max_position_embeddings),
+        )
+
+    def forward(self, batch: Batch, kv: Tensor, wanted: Tensor) -> Tensor:
+        hidden = torch.empty(len(wanted), self.config.hidden_size)
+        self._decoder.forward(
+            batch.token_ids,
+            batch.positions,
+            batch.slot_mapping,
+            batch.block_tables,
+            batch.cu_query_lens,
+            batch.context_lens,
+            wanted,
+            kv,
+            hidden,
+        )
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        out = torch.empty(len(hidden), self.config.vocab_size)
+        if len(hidden):
+            self._decoder.logits(hidden, out)
+        return out
+
+    def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Computed beside the head, without logits in memory."""
+        values = torch.empty(len(hidden))
+        token_ids = torch.empty(len(hidden), dtype=torch.int64)
+        self._decoder.best(hidden, values, token_ids)
+        return values, token_ids
+
+
+def load_fused(
+    directory: Path, dtype: torch.dtype, kind: Kind, cpu: NativeCpu, cache: Path | None
+) -> FusedModel:
+    """`cache`: where packed weights are kept; None: in memory of this process alone.
+
+    StartupError: as `load_model`, or nothing can be written to the cache.
+    """
+    config = ModelConfig.from_directory(directory)
+    weights = load_weights(directory, weight_shapes(config), None, ignored_weights(config))
+    sections = tuple(all_sections(config))
+    sizes = {s.name: packed_bytes(kind, s.num_outputs, s.num_inputs) for s in sections}
+
+    def fill(memories: Mapping[str, Tensor]) -> None:
+        for section in sections:
+            cpu.pack_into(memories[section.name], kind, _packable(section.weight(weights)))
+
+    if cache is None:
+        memories: Mapping[str, Tensor] = {name: aligned(size) for name, size in sizes.items()}
+        fill(memories)
+        digest = weights_digest(directory)
+    else:
+        memories, digest = _cached(directory, config, kind, cache, sizes, fill)
+    packed = {s.name: _packed(s, kind, memories[s.name], weights) for s in sections}
+    return FusedModel(config, dtype, cpu, weights, packed, digest)
+
+
+def _cached(
+    directory: Path,
+    config: ModelConfig,
+    kind: Kind,
+    cache: Path,
+    sizes: Mapping[str, int],
+    fill: Fill,
+) -> tuple[Mapping[str, Tensor], str]:
+    """Sections, and the digest of the weights that they were made from."""
+    origin = _origin(directory, config, kind)
+
+    def is_current(facts: Facts) -> bool:
+        return bool(facts["origin"] == origin)
+
+    def make() -> tuple[Facts, Mapping[str, int], Fill]:
+        return {"origin": origin, "weights_digest": weights_digest(directory)}, sizes, fill
+
+    name = xxhash.xxh3_64_hexdigest(str(directory.resolve()).encode())
+    packed = packed_file(cache / f"{directory.resolve().name}-{kind}-{name}", is_current, make)
+    return packed.sections, packed.facts["weights_digest"]
+
+
+def _origin(directory: Path, config: ModelConfig, kind: Kind) -> dict[str, Any]:
+    """What says that weights are still those that were packed, without reading them."""
+    status = {path.name: path.stat() for path in weight_files(directory)}
+    return {
+        "packing": PACKING,
+        "kind": kind,
+        "config": str(asdict(config)),
+        "files": {name: [s.st_size, s.st_mtime_ns, s.st_ino] for name, s in status.items()},
+    }
+
+
+def _layer(
+    config: ModelConfig,
+    index: int,
+    window: int | None,
+    weights: Mapping[str, Tensor],
+    packed: Mapping[str, PackedLinear],
+) -> Layer:
+    prefix = layer_prefix(index)
+
+    def norm(name: str) -> Tensor | None:
+        found = weights.get(f"{prefix}.{name}.weight")
+        return None if found is None else found.float()
+
+    linears = {name: packed[s.name] for name, s in layer_sections(config, index).items()}
+    return Layer(
+        input_norm=cast(Tensor, norm("input_layernorm")),
+        query_norm=norm("self_attn.q_norm"),
+        key_norm=norm("self_attn.k_norm"),
+        mlp_norm=cast(Tensor, norm("post_attention_layernorm")),
+        window=window or 0,
+        **linears,
+    )
+
+
+def _shape(config: ModelConfig) -> Shape:
+    return Shape(
+        hidden=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate=config.intermediate_size,
+        vocab=config.vocab_size,
+        eps=config.rms_norm_eps,
+    )
+
+
+def _packed(
+    section: Section, kind: Kind, memory: Tensor, weights: Mapping[str, Tensor]
+) -> PackedLinear:
+    bias = section.bias(weights)
+    bias = None if bias is None else bias.float()
+    return PackedLinear(kind, section.num_outputs, section.num_inputs, memory, bias)
+
+
+def _embedding(table: Tensor) -> Tensor:
+    """As it lies in the file, where the kernels can read that; half precision is widened."""
+    return table.float() if table.dtype == torch.float16 else table
+
+
+def _packable(weight: Tensor) -> Tensor:
+    return weight.float() if weight.dtype == torch.float16 else weight
