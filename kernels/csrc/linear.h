@@ -1,8 +1,13 @@
-// y = x W^T: tiles of some rows and one panel in registers.
+// y = x W^T: some rows and one panel at a time, their sums in registers.
 //
-// An output element is one lane of one accumulator, to which the K steps are added from front to
-// back; rows, panels and calls only choose which elements lie side by side in registers. Hence law:
-// no element knows what it was computed with.
+// An output element is one lane of one register, to which the K steps are added from front to back.
+// Rows, panels and calls only choose which elements lie side by side: hence the law that an element
+// does not know what it was computed with.
+//
+// A panel is read from memory once and serves all rows of the call: what limits few rows is memory,
+// what limits many is arithmetic. So the fetching goes on steadily beside the arithmetic: a panel's
+// only tile fetches a little ahead of itself; of several tiles, each fetches a part of the next
+// panel.
 #pragma once
 
 #include "kernels.h"
@@ -12,22 +17,34 @@
 
 namespace quire::QUIRE_ISA {
 
-inline constexpr int64_t kStepBytes = 4 * kPanel;  // of a panel
-inline constexpr int kVectors = kPanel / kWide;
+inline constexpr int kVectors = kPanel / kWide;  // of a panel's step
+
+// As many rows as the register file has room for, beside a step's weights and one activation.
 inline constexpr int kTileRows = kWide == 16 ? 12 : kWide == 8 ? 3 : 2;
+
+inline constexpr int64_t kStepBytes = 4 * kPanel;  // of a panel
+inline constexpr int64_t kCacheLine = 64;
+
+// Memory's latency at its bandwidth is about 4 KB; more, since the stream is not perfectly even.
+inline constexpr int64_t kAheadBytes = 12 * 1024;
 
 struct Tile {
   const char* x;     // its first row
   int64_t x_stride;  // bytes
   const char* panel;
   int64_t num_steps;
+  const char* fetched;  // what will be needed next, `fetched_step` bytes of it each step
+  int64_t fetched_step;
 };
 
-// The sums of `rows` rows and the columns of a panel.
+// sums[row] += the products of all K with the columns of a panel.
 template <WeightKind kind, int rows>
 inline void accumulate(const Tile& tile, typename Dot<kind>::Sum (&sums)[rows][kVectors]) {
   const char* weights = tile.panel;
-  for (int64_t step = 0; step < tile.num_steps; ++step, weights += kStepBytes) {
+  const char* fetched = tile.fetched;
+  for (int64_t step = 0; step < tile.num_steps; ++step) {
+    __builtin_prefetch(fetched);
+    if (tile.fetched_step > kCacheLine) __builtin_prefetch(fetched + kCacheLine);
     vu32 w[kVectors];
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; ++i) w[i] = load<vu32>(weights + i * sizeof(vu32));
@@ -37,20 +54,18 @@ inline void accumulate(const Tile& tile, typename Dot<kind>::Sum (&sums)[rows][k
 #pragma GCC unroll 8
       for (int i = 0; i < kVectors; ++i) sums[row][i] = Dot<kind>::step(sums[row][i], x, w[i]);
     }
+    weights += kStepBytes;
+    fetched += tile.fetched_step;
   }
 }
 
 template <WeightKind kind, int rows>
 inline void compute_tile(const LinearCall& call, const Tile& tile, int64_t row, int64_t panel) {
-  using Sums = typename Dot<kind>::Lanes;
   typename Dot<kind>::Sum sums[rows][kVectors] = {};
   accumulate<kind, rows>(tile, sums);
-  for (int i = 0; i < rows; ++i) {
-    Sums halves[2];
-    std::memcpy(halves, sums[i], sizeof halves);
-    finish(call, row + i, panel, scaled(call, row + i, panel * kPanel, halves[0]),
-           scaled(call, row + i, panel * kPanel + kLanes, halves[1]));
-  }
+  typename Dot<kind>::Lanes lanes[rows][2];
+  std::memcpy(lanes, sums, sizeof lanes);
+  finish(call, row, rows, panel, lanes);
 }
 
 // As above, for a number of rows that is known only now.
@@ -61,34 +76,61 @@ inline void compute_rows(const LinearCall& call, const Tile& tile, int64_t row, 
   if constexpr (rows > 1) compute_rows<kind, rows - 1>(call, tile, row, panel, num_rows);
 }
 
+// One panel with all rows of the call.
 template <WeightKind kind>
-inline void linear_of(const LinearCall& call, int64_t panel_begin, int64_t panel_end,
-                      int64_t row_begin, int64_t row_end) {
+inline void compute_panel(const LinearCall& call, int64_t panel, bool is_first, bool is_last,
+                          int64_t row_begin, int64_t row_end) {
   const int64_t group = group_of(kind);
   const int64_t num_steps = (call.weights->k + group - 1) / group;
-  const int64_t x_stride = call.x.stride * 4 / group;
-  for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-    const char* weights =
-        static_cast<const char*>(call.weights->panels) + panel * num_steps * kStepBytes;
-    for (int64_t row = row_begin; row < row_end; row += kTileRows) {
-      const Tile tile = {static_cast<const char*>(call.x.data) + row * x_stride, x_stride, weights,
-                         num_steps};
-      compute_rows<kind, kTileRows>(call, tile, row, panel,
-                                    row_end - row < kTileRows ? row_end - row : kTileRows);
+  const int64_t x_stride = call.x.stride * (4 / group);
+  const char* weights =
+      static_cast<const char*>(call.weights->panels) + panel * num_steps * kStepBytes;
+
+  // Tiles of equal size: a tile of few rows waits for its own sums.
+  const int64_t num_rows = row_end - row_begin;
+  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  // Nobody has fetched the first panel: its first tile streams it as if it were the only one.
+  const int64_t num_streaming = num_tiles == 1 || is_first ? 1 : 0;
+  const int64_t num_fetching = num_tiles - num_streaming;
+  int64_t row = row_begin;
+  for (int64_t i = 0; i < num_tiles; ++i) {
+    Tile tile = {static_cast<const char*>(call.x.data) + row * x_stride,
+                 x_stride,
+                 weights,
+                 num_steps,
+                 weights,
+                 0};
+    if (i < num_streaming) {
+      tile.fetched = weights + kAheadBytes;
+      tile.fetched_step = kStepBytes;
+    } else if (!is_last) {
+      tile.fetched_step = (kStepBytes + num_fetching - 1) / num_fetching;
+      tile.fetched += num_steps * (kStepBytes + (i - num_streaming) * tile.fetched_step);
     }
+    const int64_t end = row_begin + num_rows * (i + 1) / num_tiles;
+    compute_rows<kind, kTileRows>(call, tile, row, panel, end - row);
+    row = end;
   }
+}
+
+template <WeightKind kind>
+inline void compute_panels(const LinearCall& call, int64_t panel_begin, int64_t panel_end,
+                           int64_t row_begin, int64_t row_end) {
+  for (int64_t panel = panel_begin; panel < panel_end; ++panel)
+    compute_panel<kind>(call, panel, panel == panel_begin, panel + 1 == panel_end, row_begin,
+                        row_end);
 }
 
 inline void linear(const LinearCall& call, int64_t panel_begin, int64_t panel_end,
                    int64_t row_begin, int64_t row_end) {
-  if (call.epilogue == Epilogue::argmax) no_best(call, panel_begin, row_begin, row_end);
+  if (call.epilogue == Epilogue::argmax) forget_best(call, panel_begin, row_begin, row_end);
   switch (call.weights->kind) {
     case WeightKind::f32:
-      return linear_of<WeightKind::f32>(call, panel_begin, panel_end, row_begin, row_end);
+      return compute_panels<WeightKind::f32>(call, panel_begin, panel_end, row_begin, row_end);
     case WeightKind::bf16:
-      return linear_of<WeightKind::bf16>(call, panel_begin, panel_end, row_begin, row_end);
+      return compute_panels<WeightKind::bf16>(call, panel_begin, panel_end, row_begin, row_end);
     case WeightKind::int8:
-      return linear_of<WeightKind::int8>(call, panel_begin, panel_end, row_begin, row_end);
+      return compute_panels<WeightKind::int8>(call, panel_begin, panel_end, row_begin, row_end);
   }
 }
 

@@ -1,5 +1,5 @@
-// The K step of each kind of weights, on vectors as wide as a register: a tile of a linear fills the
-// register file, which leaves no room for vectors that the compiler has to cut.
+// The K step of each kind of weights, on vectors as wide as a register: a tile of a linear fills
+// the register file, which leaves no room for vectors that the compiler has to cut.
 #pragma once
 
 #include "kernels.h"

@@ -124,6 +124,23 @@ inline f32x16 load_f32(const uint16_t* from) { return load_bf16(from); }
 inline void store_f32(float* to, f32x16 value) { store(to, value); }
 inline void store_f32(uint16_t* to, f32x16 value) { store_bf16(to, value); }
 
+// The first `count` of 16 values, for ends that are not a whole vector; behind them are zeros. T:
+// float, or uint16_t as bf16.
+template <typename T>
+inline f32x16 load_some(const T* from, int64_t count) {
+  if (count >= kLanes) return load_f32(from);
+  T values[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) values[i] = from[i];
+  return load_f32(values);
+}
+template <typename T>
+inline void store_some(T* to, f32x16 value, int64_t count) {
+  if (count >= kLanes) return store_f32(to, value);
+  T values[kLanes];
+  store_f32(values, value);
+  for (int64_t i = 0; i < count; ++i) to[i] = values[i];
+}
+
 // Every lane of `a` and `b` is a pair of bf16 (lower half first): acc + a0 * b0 + a1 * b1.
 inline f32x16 dot_bf16(f32x16 acc, u32x16 a, u32x16 b) {
 #if defined(__AVX512BF16__)
