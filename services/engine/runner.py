@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0,
 class Runner:
     """A model at work on an arena `[num_blocks, num_layers, 2, block_size, kv_heads, head_dim]`.
 
-    It keeps nothing between steps but the KV. ValueError: the arena is not the model's.
+    Both on one device, any; the host has the tokens alone. It keeps nothing between steps but the
+    KV. ValueError: the arena is not the model's.
     """
 
     def __init__(self, model: Model, kv: Tensor, block_size: int) -> None:
@@ -51,8 +53,9 @@ class Runner:
         """The pass alone: final states [rows with a draw, hidden_size], after each row's last
         token."""
         batch = self._batch(rows)
-        drawing = torch.tensor([row.draw is not None for row in rows])
-        return self._model.forward(batch, self._kv, batch.cu_query_lens[1:][drawing].long() - 1)
+        ends = np.cumsum([len(row.token_ids) for row in rows])
+        wanted = ends[[row.draw is not None for row in rows]] - 1
+        return self._model.forward(batch, self._kv, self._placed(wanted))
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """fp32 [rows with a draw, vocab_size]."""
@@ -83,7 +86,10 @@ class Runner:
                 tokens[i] = token
         if drawn:
             logits = self._model.logits(hidden if not greedy else hidden[drawn])
-            sampled = sample(logits, [draws[i] for i in drawn], [_end(rows[i]) for i in drawn])
+            # On the CPU everywhere: the same draws from the same logits.
+            sampled = sample(
+                logits.cpu(), [draws[i] for i in drawn], [_end(rows[i]) for i in drawn]
+            )
             for i, token in zip(drawn, sampled, strict=True):
                 tokens[i] = token
         return tokens
@@ -103,13 +109,17 @@ class Runner:
         if token_ids.min() < 0 or token_ids.max() >= self._model.config.vocab_size:
             raise ValueError(f"token ids outside the vocabulary {self._model.config.vocab_size}")
         return Batch(
-            token_ids=torch.from_numpy(token_ids),
-            positions=torch.from_numpy(positions),
-            slot_mapping=torch.from_numpy(slots),
-            block_tables=torch.from_numpy(tables),
-            cu_query_lens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
-            context_lens=torch.from_numpy((starts + lens).astype(np.int32)),
+            token_ids=self._placed(token_ids),
+            positions=self._placed(positions),
+            slot_mapping=self._placed(slots),
+            block_tables=self._placed(tables),
+            cu_query_lens=self._placed(np.concatenate([[0], ends]).astype(np.int32)),
+            context_lens=self._placed((starts + lens).astype(np.int32)),
         )
+
+    def _placed(self, indices: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
+        """Where the arena is; on the CPU without a copy."""
+        return torch.from_numpy(indices).to(self._kv.device)
 
     def _block_tables(self, rows: Sequence[Row]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
         """[rows, longest], each cut after its context, padded with block 0 that nothing reads."""
