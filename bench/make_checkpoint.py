@@ -1,15 +1,15 @@
 """Checkpoints with random weights in Hugging Face's format, of any shape of the families.
 
     python bench/make_checkpoint.py /tmp/tiny
-    python bench/make_checkpoint.py /tmp/like-0.6b --hidden-size 1024 --num-layers 28 \
-        --num-heads 16 --num-kv-heads 8 --head-dim 128 --intermediate-size 3072 \
-        --vocab-size 151936 --dtype bfloat16 --shards 2
+    python bench/make_checkpoint.py /tmp/like-0.6b --shape 0.6b --shards 2
+    python bench/make_checkpoint.py /tmp/other --shape small --family llama --num-layers 4
 
 The same arguments give the same bytes. Weights are scaled so that greedy decoding wanders through
 the vocabulary instead of repeating one token: sublayers say much more than the embedding does.
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import math
@@ -70,6 +70,42 @@ class CheckpointSpec:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     shards: int = 1
     seed: int = 0
+
+    @property
+    def fingerprint(self) -> str:
+        """Differs where any field does."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:12]
+
+
+SHAPES = {
+    "tiny": CheckpointSpec(),
+    # overhead shows: a step of one stream is 1 ms of arithmetic
+    "small": CheckpointSpec(
+        num_layers=8,
+        hidden_size=512,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        intermediate_size=1536,
+        vocab_size=8192,
+        max_position_embeddings=8192,
+        rope_theta=1_000_000.0,
+        dtype="bfloat16",
+    ),
+    # Qwen3-0.6B
+    "0.6b": CheckpointSpec(
+        num_layers=28,
+        hidden_size=1024,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        vocab_size=151_936,
+        max_position_embeddings=8192,
+        rope_theta=1_000_000.0,
+        dtype="bfloat16",
+    ),
+}
 
 
 def make_checkpoint(
@@ -261,23 +297,26 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Every field of `CheckpointSpec` is an option."""
+    """Every field of `CheckpointSpec` is an option; `--shape` sets what they are by default."""
+    shape = argparse.ArgumentParser(add_help=False)
+    shape.add_argument("--shape", choices=list(SHAPES), default="tiny")
+    chosen, _ = shape.parse_known_args()
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, parents=[shape]
     )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--rope-scaling", type=json.loads, help="config.json's object, as JSON")
     for field in fields(CheckpointSpec):
         option = "--" + field.name.replace("_", "-")
+        default = getattr(SHAPES[chosen.shape], field.name)
         if field.type is bool:
-            parser.add_argument(
-                option, action=argparse.BooleanOptionalAction, default=field.default
-            )
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default)
         elif field.name != "rope_scaling":
             choices = get_args(field.type) or None
             kind = type(field.default)
-            parser.add_argument(option, type=kind, choices=choices, default=field.default)
+            parser.add_argument(option, type=kind, choices=choices, default=default)
     options = vars(parser.parse_args())
+    del options["shape"]
     print(make_checkpoint(options.pop("directory"), **options))
 
 

@@ -83,8 +83,9 @@ class Vllm:
         if self.chunk:
             flags["--max-num-batched-tokens"] = self.chunk
         words = (str(word) for flag in flags.items() for word in flag)
-        program = str(_ENVIRONMENT.path / "bin" / "vllm")
-        command = (program, "serve", str(model), *words, "--disable-uvicorn-access-log")
+        # not `vllm serve`, which asks for a package `vllm`, and this one is called otherwise
+        module = (str(_ENVIRONMENT.python), "-m", "vllm.entrypoints.openai.api_server")
+        command = (*module, "--model", str(model), *words, "--disable-uvicorn-access-log")
         return Command(command, _variables(options.threads))
 
 

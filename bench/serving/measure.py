@@ -18,6 +18,10 @@ class Measurement:
     scenario: str
     values: dict[str, float]
 
+    def is_number(self, column: str) -> bool:
+        """Whether it was measured, and is finite."""
+        return math.isfinite(self.values.get(column, math.nan))
+
     def as_json(self) -> dict[str, Any]:
         """JSON knows no nan: what is not a number is null."""
         finite = {key: v if math.isfinite(v) else None for key, v in self.values.items()}

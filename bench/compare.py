@@ -1,0 +1,183 @@
+"""Quire and its peers, in turn, on one checkpoint: the table of `docs/benchmarks.md`.
+
+    python -m bench.peers setup
+    python -m bench.compare --shape 0.6b --rounds 3
+    python -m bench.compare --shape small --only decode prefill --streams 1 8 16 --dtype int8
+    python -m bench.compare --only closed interference --peers vllm openvino --json results.json
+
+Each contestant runs alone. A round is one process of each engine and one server of each; rounds
+alternate who begins, and draw other prompts. Cells are medians over the rounds with the lowest and
+the highest, ratios are Quire's median by the best peer's. A contestant that fails is left out of
+the table, its error is printed, and the exit status is 1.
+
+decode, prefill     the engine alone, without a server
+closed, poisson, prefix, interference     as in `bench/serve.py`; Quire over gRPC, peers over HTTP
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import shlex
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import get_args
+
+from bench.make_checkpoint import SHAPES, make_checkpoint
+from bench.peers.environment import DIRECTORY
+from bench.peers.peer import Dtype, EngineRun, Peer, PeerFailed, ServerOptions
+from bench.peers.quire import Quire
+from bench.peers.registry import PEERS
+from bench.serving.comparison import Better, Comparison, Row
+from bench.serving.measure import Measurement, closed, interfered, poisson_arrivals, prefixed
+from bench.serving.prompts import Prompts
+from bench.serving.server import running
+from bench.serving.target import RequestFailed, Target
+
+Options = argparse.Namespace
+ENGINE = ("decode", "prefill")
+SERVING = ("closed", "poisson", "prefix", "interference")
+COMPARED: dict[str, Better] = {
+    "decode tok/s": "higher",
+    "tok/s": "higher",
+    "goodput req/s": "higher",
+    "worst / quiet": "lower",
+    "seconds": "lower",
+    "ttft p50 ms": "lower",
+    "gap p50 ms": "lower",
+    "gap p99 ms": "lower",
+    "worst gap ms": "lower",
+    "failed": "lower",
+}
+"""The columns of `bench/serve.py` that are compared, in their order."""
+
+
+def checkpoint(shape: str) -> Path:
+    """The shape's checkpoint, made once. A shape that changed has another name."""
+    spec = SHAPES[shape]
+    directory = DIRECTORY / "checkpoints" / f"{shape}-{spec.fingerprint}"
+    if not directory.exists():
+        unfinished = directory.with_name(f"{directory.name}-unfinished")
+        make_checkpoint(unfinished, spec).rename(directory)
+    return directory
+
+
+def engine_rows(peer: Peer, model: Path, options: Options) -> Iterator[tuple[Row, float]]:
+    run = EngineRun(
+        decode=tuple(options.streams) if "decode" in options.only else (),
+        prefill=tuple(options.prefill) if "prefill" in options.only else (),
+        threads=options.threads,
+        repeats=options.repeats,
+    )
+    for figure in peer.measure(model, options.dtype, run):
+        what = f"{figure.size} streams" if figure.kind == "decode" else f"{figure.size} tokens"
+        yield Row(f"engine, {figure.kind} of {what}: tok/s", "higher"), figure.tokens_per_s
+
+
+async def serving_rows(
+    peer: Peer, model: Path, prompts: Prompts, options: Options
+) -> list[tuple[Row, float]]:
+    server = ServerOptions(options.port, options.threads)
+    async with running(peer, model, options.dtype, server) as served:
+        rows = [(Row("server: seconds to the first token", "lower"), served.ready_s)]
+        # Sizes that were never seen are prepared at first use: not while it is measured.
+        await closed(served.target, prompts, max(options.streams), 64, 8, 1)
+        async for measurement in scenarios(served.target, prompts, options):
+            rows += [
+                (Row(f"{measurement.scenario}: {column}", better), measurement.values[column])
+                for column, better in COMPARED.items()
+                if measurement.is_number(column)
+            ]
+    return rows
+
+
+async def scenarios(
+    target: Target, prompts: Prompts, options: Options
+) -> AsyncIterator[Measurement]:
+    if "closed" in options.only:
+        for streams in options.streams:
+            yield await closed(target, prompts, streams, 128, 128, 1)
+    if "interference" in options.only:
+        yield await interfered(target, prompts, 4, 128, 2048)
+    if "prefix" in options.only:
+        for measurement in await prefixed(target, prompts, 16, 1024, 64, 16):
+            yield measurement
+    if "poisson" in options.only:
+        for rate in options.rate:
+            yield await poisson_arrivals(
+                target, prompts, rate, options.requests, 512, 128, options.seed
+            )
+
+
+async def compare(contestants: Sequence[Peer], options: Options) -> tuple[Comparison, bool]:
+    """The comparison, and whether nobody failed."""
+    ours, *peers = (contestant.name for contestant in contestants)
+    comparison, whole = Comparison(ours, peers), True
+    model = checkpoint(options.shape)
+    for number in range(options.rounds):
+        turn = number % len(contestants)
+        for peer in (*contestants[turn:], *contestants[:turn]):
+            print(f"round {number + 1}: {peer.name}", file=sys.stderr, flush=True)
+            try:
+                rows = await one_round(peer, model, options.seed + number, options)
+            except (PeerFailed, RequestFailed, ValueError) as error:
+                print(f"{peer.name} failed: {error}", file=sys.stderr, flush=True)
+                whole = False
+                continue
+            for row, value in rows:
+                comparison.add(peer.name, row, value)
+    return comparison, whole
+
+
+async def one_round(
+    peer: Peer, model: Path, seed: int, options: Options
+) -> list[tuple[Row, float]]:
+    own = peer.prepare(model, options.dtype)
+    rows: list[tuple[Row, float]] = []
+    if not set(options.only).isdisjoint(ENGINE):
+        rows += engine_rows(peer, own, options)
+    if not set(options.only).isdisjoint(SERVING):
+        rows += await serving_rows(peer, own, Prompts.of(model, seed), options)
+    return rows
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = (*ENGINE, *SERVING)
+    result.add_argument("--shape", choices=list(SHAPES), default="small")
+    result.add_argument("--dtype", choices=get_args(Dtype), default="bfloat16")
+    result.add_argument("--only", choices=kinds, nargs="+", default=kinds)
+    result.add_argument("--peers", choices=list(PEERS), nargs="*", default=list(PEERS))
+    result.add_argument("--rounds", type=int, default=3)
+    result.add_argument("--repeats", type=int, default=2, help="best of, within a round; engine")
+    result.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16])
+    result.add_argument("--prefill", type=int, nargs="+", default=[512, 2048], metavar="TOKENS")
+    result.add_argument("--rate", type=float, nargs="+", default=[0.5], help="requests a second")
+    result.add_argument("--requests", type=int, default=40, help="for each rate")
+    result.add_argument("--threads", type=int, default=os.cpu_count())
+    result.add_argument("--seed", type=int, default=0)
+    result.add_argument("--port", type=int, default=8150)
+    result.add_argument("--quire-arguments", type=shlex.split, default=[], help="for quire serve")
+    result.add_argument("--json", type=Path, metavar="FILE", help="every value of every round")
+    return result
+
+
+def main() -> None:
+    options = parser().parse_args()
+    peers = [PEERS[name] for name in options.peers]
+    if missing := [peer.name for peer in peers if not peer.is_ready]:
+        raise SystemExit(f"not set up: python -m bench.peers setup {' '.join(missing)}")
+    contestants = [Quire(tuple(options.quire_arguments)), *peers]
+    comparison, whole = asyncio.run(compare(contestants, options))
+    print(comparison.table())
+    if options.json:
+        options.json.write_text(json.dumps(comparison.as_json(), indent=2) + "\n")
+    if not whole:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

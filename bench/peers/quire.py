@@ -1,0 +1,90 @@
+"""Quire behind the peers' interface: `bench/engine.py` for its engine, `quire serve` to serve."""
+
+import sys
+from pathlib import Path
+
+from bench.peers.peer import (
+    Command,
+    Dtype,
+    EngineRun,
+    Figure,
+    PeerFailed,
+    ServerOptions,
+    json_lines,
+    output_of,
+)
+
+
+class Quire:
+    """`arguments` are added to `quire serve`, such as `--cpus 0-1`."""
+
+    name = "quire"
+    dtypes: tuple[Dtype, ...] = ("bfloat16", "int8")
+    is_ready = True
+
+    def __init__(self, arguments: tuple[str, ...] = ()) -> None:
+        self._arguments = arguments
+
+    def setup(self) -> None:
+        """It runs from this checkout."""
+
+    def prepare(self, checkpoint: Path, dtype: Dtype) -> Path:
+        return checkpoint
+
+    def measure(self, model: Path, dtype: Dtype, run: EngineRun) -> list[Figure]:
+        shape = ("--prompt", str(run.prompt), "--tokens", str(run.tokens))
+        decode = self._bench("decode", "--streams", run.decode, shape, model, dtype, run)
+        prefill = self._bench("prefill", "--tokens", run.prefill, (), model, dtype, run)
+        return [
+            *(Figure("decode", size, rate) for size, rate in zip(run.decode, decode, strict=True)),
+            *(
+                Figure("prefill", size, rate)
+                for size, rate in zip(run.prefill, prefill, strict=True)
+            ),
+        ]
+
+    def _bench(
+        self,
+        kind: str,
+        option: str,
+        sizes: tuple[int, ...],
+        shape: tuple[str, ...],
+        model: Path,
+        dtype: Dtype,
+        run: EngineRun,
+    ) -> list[float]:
+        """The best rate of each size. PeerFailed: an error, or figures missing."""
+        if not sizes:
+            return []
+        command = Command(
+            (
+                *(sys.executable, "-m", "bench.engine", kind, "--json", "--model", str(model)),
+                *(option, *map(str, sizes), *shape, *_quantize(dtype)),
+                *("--threads", str(run.threads), "--rounds", str(run.repeats)),
+            )
+        )
+        rates = [float(line["highest"]) for line in json_lines(output_of(command))]
+        if len(rates) != len(sizes):
+            raise PeerFailed(f"{len(rates)} figures for {sizes}: {' '.join(command.arguments)}")
+        return rates
+
+    def server(self, model: Path, dtype: Dtype, options: ServerOptions) -> Command:
+        """A gateway on `options.port`; gRPC, not HTTP. Its workers divide the CPUs themselves."""
+        flags = {
+            "--model": model,
+            "--prefill": 1,
+            "--decode": 1,
+            "--dtype": "bfloat16",
+            "--grpc-port": options.port,
+            "--http-port": 0,
+            "--max-num-seqs": options.max_num_seqs,
+            "--max-model-len": options.max_model_len,
+            "--log-level": "warning",
+        }
+        words = (str(word) for flag in flags.items() for word in flag)
+        program = str(Path(sys.executable).parent / "quire")
+        return Command((program, "serve", *words, *_quantize(dtype), *self._arguments))
+
+
+def _quantize(dtype: Dtype) -> tuple[str, ...]:
+    return ("--quantize", "int8") if dtype == "int8" else ()

@@ -1,0 +1,84 @@
+"""Starts a server, waits until it serves, and ends it with everything that it started."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.peers.peer import Command, Dtype, Peer, PeerFailed, ServerOptions
+from bench.peers.quire import Quire
+from bench.serving.target import GatewayTarget, HttpTarget, RequestFailed, Target
+
+READY_LIMIT_S = 600.0
+_STOP_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    target: Target
+    ready_s: float
+    """From the start of the process to the first token."""
+
+
+@asynccontextmanager
+async def running(
+    peer: Peer, model: Path, dtype: Dtype, options: ServerOptions
+) -> AsyncIterator[Running]:
+    """`model` as `peer.prepare` returned it. PeerFailed: it ended, or did not serve in time."""
+    with tempfile.TemporaryFile() as log:
+        began = time.perf_counter()
+        process = _start(peer.server(model, dtype, options), log.fileno())
+        target = _target(peer, options.port)
+        try:
+            while not await _answers(target):
+                if process.poll() is not None or time.perf_counter() - began > READY_LIMIT_S:
+                    log.seek(0)
+                    tail = log.read()[-4000:].decode(errors="replace")
+                    raise PeerFailed(f"{peer.name} does not serve; its log ends with\n{tail}")
+                await asyncio.sleep(0.1)
+            yield Running(target, time.perf_counter() - began)
+        finally:
+            await target.close()
+            await asyncio.to_thread(_stop, process)
+
+
+def _start(command: Command, log: int) -> subprocess.Popen[bytes]:
+    """In a process group of its own, so that its children can be ended with it."""
+    return subprocess.Popen(
+        command.arguments,
+        env=command.full_environment,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+
+
+def _target(peer: Peer, port: int) -> Target:
+    if isinstance(peer, Quire):
+        return GatewayTarget(f"127.0.0.1:{port}")
+    return HttpTarget(f"http://127.0.0.1:{port}", "bench")
+
+
+async def _answers(target: Target) -> bool:
+    try:
+        async for _ in target.stream([300, 301, 302], 1):
+            pass
+    except RequestFailed:
+        return False
+    return True
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_STOP_LIMIT_S)
+    # Whatever did not end with its parent. The group is gone when nothing is left of it.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
