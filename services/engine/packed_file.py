@@ -58,7 +58,7 @@ def packed_file(
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
+        with _locked(path.with_name(f"{path.name}.lock")):
             found = _opened(path)
             if found is None or not is_current(found.facts):
                 found = None
@@ -115,7 +115,7 @@ def _write(path: Path, facts: Facts, sizes: Mapping[str, int], fill: Fill) -> No
     begin = _padded(_HEADER_ROOM + _ENTRY_ROOM * len(sizes) + len(json.dumps(facts)))
     sections = dict(_places(sizes, begin))
     size = max(at + _padded(length) for at, length in sections.values())
-    unfinished = path.with_suffix(".part")
+    unfinished = path.with_name(f"{path.name}.part")
     try:
         with unfinished.open("w+b") as file:
             os.posix_fallocate(file.fileno(), 0, size)
