@@ -134,7 +134,10 @@ void ThreadPool::leave() {
 }
 
 void ThreadPool::arrive() {
-  if (num_met_.fetch_add(1) + 1 < num_active_) return;
+  // Read first: once counted in, the last one may change it, and this one would take itself for the
+  // last too.
+  const int num_active = num_active_;
+  if (num_met_.fetch_add(1) + 1 < num_active) return;
   num_active_ -= num_leaving_.exchange(0);
   num_met_.store(0, std::memory_order_relaxed);
   next_.store(0, std::memory_order_relaxed);
