@@ -27,7 +27,7 @@ from pathlib import Path
 from bench.serving.measure import Measurement, closed, interfered, poisson_arrivals, prefixed
 from bench.serving.prompts import Prompts
 from bench.serving.report import table
-from bench.serving.target import GatewayTarget, HttpTarget, Target
+from bench.serving.target import GatewayTarget, HttpTarget, RequestFailed, Target
 from quire.client import DEFAULT_ADDRESS
 
 Options = argparse.Namespace
@@ -132,7 +132,10 @@ def _add_common(command: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    asyncio.run(measure(parser().parse_args()))
+    try:
+        asyncio.run(measure(parser().parse_args()))
+    except (RequestFailed, ValueError) as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 if __name__ == "__main__":

@@ -51,11 +51,6 @@ class EngineRun:
     repeats: int = 1
 
     @property
-    def context(self) -> int:
-        """The longest sequence of the run."""
-        return max(self.prompt + self.tokens, *(length + 1 for length in self.prefill), 0)
-
-    @property
     def arguments(self) -> tuple[str, ...]:
         """As the programs in `bench/peers/inside` read them."""
         options = {

@@ -75,6 +75,8 @@ class Quire:
             "--prefill": 1,
             "--decode": 1,
             "--dtype": "bfloat16",
+            # as much as vLLM and OpenVINO get
+            "--pool-memory": "4GiB",
             "--grpc-port": options.port,
             "--http-port": 0,
             "--max-num-seqs": options.max_num_seqs,

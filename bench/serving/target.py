@@ -83,18 +83,8 @@ class HttpTarget:
             raise RequestFailed(str(error)) from error
         try:
             writer.write(self._request(prompt, num_tokens))
-            status, chunked = await _read_head(reader)
-            if status != 200:
-                text = b"".join([piece async for piece in _pieces(reader, chunked)])
-                raise RequestFailed(f"status {status}: {text[:500].decode(errors='replace')}")
-            rest = b""
-            async for piece in _pieces(reader, chunked):
-                *lines, rest = (rest + piece).split(b"\n")
-                for line in lines:
-                    if line.startswith(b"data: {"):
-                        yield json.loads(line[len(b"data: ") :])
-        except (OSError, asyncio.IncompleteReadError) as error:
-            raise RequestFailed(f"connection lost: {error}") from error
+            async for event in server_sent_events(reader):
+                yield event
         finally:
             writer.close()
 
@@ -127,6 +117,24 @@ def _num_tokens(choice: dict[str, Any]) -> int:
     if ids is not None:
         return len(ids)
     return 1 if choice.get("text") else 0
+
+
+async def server_sent_events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
+    """The JSON objects of an HTTP answer, as they come. RequestFailed: another status than 200, or
+    it was broken off."""
+    try:
+        status, chunked = await _read_head(reader)
+        if status != 200:
+            text = b"".join([piece async for piece in _pieces(reader, chunked)])
+            raise RequestFailed(f"status {status}: {text[:500].decode(errors='replace')}")
+        rest = b""
+        async for piece in _pieces(reader, chunked):
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[len(b"data: ") :])
+    except (OSError, asyncio.IncompleteReadError) as error:
+        raise RequestFailed(f"connection lost: {error}") from error
 
 
 async def _read_head(reader: asyncio.StreamReader) -> tuple[int, bool]:

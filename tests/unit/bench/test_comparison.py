@@ -1,0 +1,42 @@
+"""Ratios are of medians, against whichever peer is best."""
+
+import pytest
+
+from bench.serving.comparison import Comparison, Row
+
+RATE = Row("decode", "higher")
+GAP = Row("gap", "lower")
+
+
+@pytest.fixture
+def comparison() -> Comparison:
+    result = Comparison("ours", ["one", "two"])
+    for value in (30.0, 10.0, 20.0):
+        result.add("ours", RATE, value)
+    for name, value in (("one", 8.0), ("two", 10.0)):
+        result.add(name, RATE, value)
+    for name, value in (("ours", 3.0), ("one", 2.0), ("two", 4.0)):
+        result.add(name, GAP, value)
+    return result
+
+
+def test_the_best_peer_is_the_highest_or_the_lowest(comparison: Comparison) -> None:
+    assert comparison.ratio(RATE) == 20 / 10
+    assert comparison.ratio(GAP) == 3 / 2
+
+
+def test_there_is_no_ratio_of_one_alone() -> None:
+    comparison = Comparison("ours", ["one"])
+    comparison.add("ours", RATE, 1.0)
+    assert comparison.ratio(RATE) is None
+    comparison.add("one", GAP, 1.0)
+    assert comparison.ratio(GAP) is None
+
+
+def test_the_table_shows_median_and_spread(comparison: Comparison) -> None:
+    assert comparison.table().splitlines() == [
+        "|  | ours | one | two | ratio | better |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| decode | 20 (10-30) | 8 | 10 | 2.00x | higher |",
+        "| gap | 3 | 2 | 4 | 1.50x | lower |",
+    ]

@@ -1,0 +1,72 @@
+"""How peers are measured and what they are given."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from bench.peers.inside.engine import run_batch
+from bench.peers.inside.vllm_int8 import quantized
+from bench.peers.peer import EngineRun, Figure, best_of, json_lines
+
+
+class Fake:
+    """The second request starts two steps late and gets two tokens a step."""
+
+    def __init__(self) -> None:
+        self.steps: Iterator[dict[int, int]] = iter(
+            [{0: 1}, {0: 1}, {0: 1, 1: 1}, {0: 1, 1: 2}, {0: 1, 1: 2}]
+        )
+
+    def add(self, request: int, prompt: list[int], num_tokens: int) -> None:
+        assert num_tokens == 5
+
+    def step(self) -> dict[int, int]:
+        return next(self.steps)
+
+
+def test_only_what_all_decode_together_counts_as_decode() -> None:
+    """After the third step, when the second request has its first token, come 3 and 3 tokens."""
+    times = run_batch(Fake(), [[1], [2]], 5)
+    assert times.num_decoded == 6
+    assert times.began < times.all_started < times.first_ended
+
+
+def test_the_best_of_each_kind_and_size_counts() -> None:
+    repeated = [
+        Figure("decode", 1, 10.0),
+        Figure("prefill", 1, 5.0),
+        Figure("decode", 1, 12.0),
+        Figure("decode", 8, 11.0),
+    ]
+    assert best_of(repeated) == [
+        Figure("decode", 1, 12.0),
+        Figure("prefill", 1, 5.0),
+        Figure("decode", 8, 11.0),
+    ]
+
+
+def test_figures_are_found_between_an_engine_s_logs() -> None:
+    assert json_lines('INFO {"no"}\n{"tokens_per_s": 1.5}\ndone\n') == [{"tokens_per_s": 1.5}]
+
+
+def test_a_run_without_prefill_names_none() -> None:
+    arguments = " ".join(EngineRun(decode=(1, 8), threads=1).arguments)
+    assert arguments == "--decode 1 8 --prompt 128 --tokens 128 --threads 1 --repeats 1"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_weights_are_within_half_a_step_of_theirs(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(8, 64, generator=generator).to(dtype)
+    norm = torch.ones(64, dtype=dtype)
+    result = quantized({"layers.0.q_proj.weight": weight, "norm.weight": norm})
+    assert set(result) == {"layers.0.q_proj.weight", "layers.0.q_proj.weight_scale", "norm.weight"}
+    packed, scale = result["layers.0.q_proj.weight"], result["layers.0.q_proj.weight_scale"]
+    assert packed.dtype == torch.int8
+    assert scale.shape == (8, 1)
+    # the scale itself is rounded to the checkpoint's dtype: 127 steps of that error at most
+    slack = 0.5 + 127 * torch.finfo(dtype).eps
+    error = (packed.float() * scale.float() - weight.float()).abs()
+    assert bool((error <= slack * scale.float()).all())
+    assert result["norm.weight"] is norm
