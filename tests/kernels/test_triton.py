@@ -1,7 +1,8 @@
-"""Triton's kernels, computed by Triton's interpreter on the CPU.
+"""Triton's kernels, and a model made of them, computed by Triton's interpreter on the CPU.
 
 Whether Triton interprets is decided by the environment when its modules are first imported, and
-other tests import them too (by way of transformers): so the suite runs in a process of its own.
+other tests import them too (by way of transformers): so what is interpreted runs in processes of
+its own.
 """
 
 import os
@@ -22,12 +23,21 @@ PARTS = [
 
 @pytest.mark.parametrize("part", PARTS)
 def test_triton_s_kernels_agree_with_the_reference(part: str) -> None:
-    suite = subprocess.run(
-        [sys.executable, "-m", "pytest", "--quiet", "-k", part, str(SUITE)],
+    assert_passes("pytest", "--quiet", "-k", part, str(SUITE))
+
+
+def test_a_model_on_triton_s_kernels_draws_the_reference_s_tokens() -> None:
+    """Without and with a sliding window; prefill, chunks, and a batch of decoding rows."""
+    assert_passes("bench.gpu_check", "tokens", "--device", "cpu")
+
+
+def assert_passes(*module_and_arguments: str) -> None:
+    interpreted = subprocess.run(
+        [sys.executable, "-m", *module_and_arguments],
         cwd=SUITE.parents[2],
         env={**os.environ, "TRITON_INTERPRET": "1", "QUIRE_KERNEL_DEVICE": "cpu"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert suite.returncode == 0, suite.stdout + suite.stderr
+    assert interpreted.returncode == 0, interpreted.stdout + interpreted.stderr
