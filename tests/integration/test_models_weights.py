@@ -13,9 +13,12 @@ from torch import Tensor
 import kvops
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from services.common.errors import StartupError
+from services.common.text.model_config import ModelConfig
 from services.engine.batch import Row
 from services.engine.fingerprint import fingerprint
 from services.engine.models import Model, load_model
+from services.engine.models.layout import weight_shapes
+from services.engine.weights import load_weights, weights_digest
 
 from .models_oracle import GREEDY, Rig
 
@@ -28,15 +31,9 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> Model:
     return load_model(directory, dtype, OPS)
 
 
-def logits(directory: Path, dtype: torch.dtype = torch.float32) -> Tensor:
-    rig = Rig(directory, block_size=16, num_blocks=1, dtype=dtype)
+def logits(directory: Path, dtype: torch.dtype = torch.float32, backend: str = "cpu") -> Tensor:
+    rig = Rig(directory, block_size=16, num_blocks=1, backend=backend, dtype=dtype)
     return rig.logits([Row([5, 6, 7], 0, [0], 0, GREEDY)])
-
-
-def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """Up to the last bits: MKL's follow the alignment of a matrix, and that its place in the
-    file."""
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 @pytest.fixture
@@ -47,32 +44,50 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_shards_hold_the_same_model_as_one_file(checkpoint: Path, tmp_path: Path) -> None:
     sharded = make_checkpoint(tmp_path / "sharded", shards=3)
     assert len(list(sharded.glob("*.safetensors"))) == 3
-    assert_same(logits(sharded), logits(checkpoint))
+    assert torch.equal(logits(sharded), logits(checkpoint))
 
 
-def test_weights_of_the_wanted_dtype_are_views_of_the_file(checkpoint: Path) -> None:
-    """Two loads share their memory's origin: the kernel maps the file, nothing is copied."""
-    model = load(checkpoint)
+def read(directory: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    return load_weights(directory, weight_shapes(ModelConfig.from_directory(directory)), dtype)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
+def test_weights_of_the_wanted_dtype_are_views_of_the_file(
+    checkpoint: Path, dtype: torch.dtype | None
+) -> None:
+    """All of them: the kernel maps the file, nothing is copied."""
+    weights = read(checkpoint, dtype)
     mapped = [
-        line.split("-")[0]
+        range(*(int(address, 16) for address in line.split()[0].split("-")))
         for line in Path("/proc/self/maps").read_text().splitlines()
         if line.endswith(str(checkpoint / FILE))
     ]
-    begins = [int(address, 16) for address in mapped]
-    pointer = model._embedding.data_ptr()
-    size = (checkpoint / FILE).stat().st_size
-    assert any(begin <= pointer < begin + size for begin in begins)
+    assert all(any(weight.data_ptr() in part for part in mapped) for weight in weights.values())
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_weights_are_read_in_the_dtype_asked_for_or_as_they_are(
+    tmp_path: Path, stored: str
+) -> None:
+    checkpoint = make_checkpoint(tmp_path, dtype=stored)
+    in_file = load_file(checkpoint / FILE)
+    for dtype in (None, torch.float32, torch.bfloat16):
+        weights = read(checkpoint, dtype)
+        assert weights.keys() == in_file.keys()
+        wanted = dtype or getattr(torch, stored)
+        assert {weight.dtype for weight in weights.values()} == {wanted}
+        assert all(torch.equal(weights[name], in_file[name].to(wanted)) for name in in_file)
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_float_file_loads_as_any_float(tmp_path: Path, stored: str, dtype: torch.dtype) -> None:
+    """In fp32 nothing of the file is lost: the logits are those of the reference."""
     checkpoint = make_checkpoint(tmp_path, dtype=stored)
-    model = load(checkpoint, dtype)
-    assert model.dtype == dtype
-    in_file = load_file(checkpoint / FILE)["model.embed_tokens.weight"]
-    assert torch.equal(model._embedding, in_file.to(dtype))
-    assert logits(checkpoint, dtype).isfinite().all()
+    assert load(checkpoint, dtype).dtype == dtype
+    exact = logits(checkpoint, backend="reference")
+    limit = 1e-5 if dtype == torch.float32 else 0.1 * float(exact.std())
+    torch.testing.assert_close(logits(checkpoint, dtype), exact, rtol=0, atol=limit)
 
 
 def test_a_head_beside_tied_embeddings_and_old_rope_buffers_are_passed_over(
@@ -83,7 +98,7 @@ def test_a_head_beside_tied_embeddings_and_old_rope_buffers_are_passed_over(
     tensors["lm_head.weight"] = torch.zeros(384, 64)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
     save_file(tensors, checkpoint / FILE)
-    assert_same(logits(checkpoint), before)
+    assert torch.equal(logits(checkpoint), before)
 
 
 def refused(directory: Path) -> str:
@@ -178,20 +193,29 @@ def test_a_fingerprint_is_of_what_the_kv_depends_on(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "a", spec)
     numerics = OPS.numerics(torch.float32)
 
-    def of(directory: Path, dtype: torch.dtype = torch.float32, block_size: int = 16) -> str:
-        return fingerprint(directory, dtype, block_size, numerics)
+    def of(
+        directory: Path,
+        dtype: torch.dtype = torch.float32,
+        block_size: int = 16,
+        **changed: str,
+    ) -> str:
+        config = ModelConfig.from_directory(directory)
+        digest = weights_digest(directory)
+        return fingerprint(config, digest, dtype, block_size, numerics | changed)
 
     others = [
         of(make_checkpoint(tmp_path / "seed", replace(spec, seed=1))),
         of(make_checkpoint(tmp_path / "theta", replace(spec, rope_theta=500.0))),
         of(checkpoint, dtype=torch.bfloat16),
         of(checkpoint, block_size=32),
-        fingerprint(checkpoint, torch.float32, 16, numerics | {"isa": "other"}),
+        of(checkpoint, isa="other"),
+        of(checkpoint, kernels="other"),
+        of(checkpoint, quantize="int8"),
     ]
     same = of(make_checkpoint(tmp_path / "b", spec))
     assert of(checkpoint) == same
     assert len(same) == 32
-    assert len({same, *others}) == 6
+    assert len({same, *others}) == 8
     with (checkpoint / FILE).open("r+b") as file:
         file.seek(-1, 2)
         last = file.read(1)[0]
@@ -200,6 +224,21 @@ def test_a_fingerprint_is_of_what_the_kv_depends_on(tmp_path: Path) -> None:
     assert of(checkpoint) not in {same, *others}
 
 
-def test_a_fingerprint_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_model_knows_the_digest_of_its_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    """Packed from the files, read from the cache, or composed."""
+    digest = weights_digest(checkpoint)
+    cached = [load_model(checkpoint, torch.float32, OPS, cache=tmp_path / "c") for _ in range(2)]
+    composed = load_model(checkpoint, torch.float32, kvops.backend("reference"))
+    assert {m.weights_digest for m in (load(checkpoint), *cached, composed)} == {digest}
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"config\.json: No such file"):
-        fingerprint(tmp_path, torch.float32, 16, {})
+        load(tmp_path)
+    with pytest.raises(StartupError, match=r"neither model\.safetensors nor"):
+        weights_digest(tmp_path)
+
+
+def test_only_the_native_backend_quantizes(checkpoint: Path) -> None:
+    with pytest.raises(StartupError, match="'reference' has no int8 kernels; 'cpu' has"):
+        load_model(checkpoint, torch.float32, kvops.backend("reference"), quantize="int8")
