@@ -11,7 +11,6 @@ from torch import zeros
 import kvops
 from kvops import Backend, BackendUnavailable
 from kvops.native import NUMERICS, Lane, NativeCpu, usable_kernels
-from kvops.native import usable_kernels
 
 ARENA = zeros(4, 2, 2, 16, 2, 8)
 LAYER = ARENA[:, 0]
@@ -20,20 +19,64 @@ INDEX_2D = torch.zeros(3, 2, dtype=torch.int64)
 CU = torch.tensor([0, 1, 2, 3])
 
 
-@pytest.mark.parametrize(
-    ("name", "isa"),
-    [("reference", torch.backends.cpu.get_cpu_capability()), ("cpu", usable_kernels()[0])],
-)
-def test_a_backend_says_what_it_is(name: str, isa: str) -> None:
-    backend = kvops.backend(name)
-    described = backend.describe(torch.bfloat16)
-    assert backend.name == described["backend"] == name
-    assert described["dtype"] == "bfloat16"
-    assert int(described["threads"]) >= 1
-    assert described["isa"] == isa
-    assert described.items() - backend.numerics(torch.bfloat16).items() == {
-        ("threads", described["threads"])
+def test_the_reference_says_what_it_is() -> None:
+    backend = kvops.backend("reference")
+    numerics = {
+        "backend": "reference",
+        "dtype": "bfloat16",
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
     }
+    assert backend.name == "reference"
+    assert backend.native is None
+    assert backend.numerics(torch.bfloat16) == numerics
+    assert backend.describe(torch.bfloat16) == numerics | {"threads": str(torch.get_num_threads())}
+
+
+def test_the_native_backend_says_its_own_instruction_set_kernels_and_lanes() -> None:
+    backend = kvops.backend("cpu")
+    assert backend.native is not None
+    backend.native.assign([Lane()] * 3)
+    numerics = {
+        "backend": "cpu",
+        "dtype": "float32",
+        "isa": usable_kernels()[0],
+        "kernels": NUMERICS,
+        "torch": torch.__version__,
+    }
+    assert backend.name == "cpu"
+    assert backend.numerics(torch.float32) == numerics
+    assert backend.describe(torch.float32) == numerics | {"threads": "3"}
+
+
+@pytest.mark.parametrize("isa", usable_kernels())
+def test_any_instruction_set_that_is_here_can_be_chosen(isa: str) -> None:
+    assert NativeCpu(isa=isa).isa == isa
+
+
+def test_an_instruction_set_that_is_not_here_is_refused() -> None:
+    with pytest.raises(ValueError, match="sse9"):
+        NativeCpu(isa="sse9")
+
+
+@pytest.mark.parametrize(
+    ("lanes", "message"),
+    [
+        ([], "without threads"),
+        ([Lane(owners=(0,))], "first lane cannot be lent"),
+        ([Lane(), Lane(owners=(64,))], "an owner that is not on the board"),
+        ([Lane(), Lane(owners=(-1,))], "an owner that is not on the board"),
+        ([Lane(-2)], "no CPU -2"),
+        ([Lane(100_000)], "no CPU 100000"),
+    ],
+    ids=str,
+)
+def test_lanes_that_cannot_be_are_refused(lanes: list[Lane], message: str) -> None:
+    """And those from before stay."""
+    cpu = NativeCpu(num_threads=2)
+    with pytest.raises(ValueError, match=message):
+        cpu.assign(lanes, torch.zeros(64, dtype=torch.uint8))
+    assert cpu.num_lanes == 2
 
 
 @pytest.mark.parametrize(
