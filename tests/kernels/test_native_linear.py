@@ -1,0 +1,196 @@
+"""The native linears of every instruction set that this CPU has: against fp64 and exact integers,
+and bitwise against themselves."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvops.native import Kind, NativeCpu, usable_kernels
+
+FP32, BF16 = torch.float32, torch.bfloat16
+NAN = float("nan")
+FLOATS = pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+KINDS = pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+ROW_COUNTS = [*range(1, 30), 47, 64, 70]  # more than two tiles of any instruction set
+
+
+@pytest.fixture(scope="module", params=usable_kernels())
+def cpu(request: pytest.FixtureRequest) -> NativeCpu:
+    return NativeCpu(1, request.param)
+
+
+def randn(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def dtype_of(kind: Kind) -> torch.dtype:
+    return BF16 if kind == "bfloat16" else FP32
+
+
+def linear(
+    cpu: NativeCpu,
+    kind: Kind,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = FP32,
+) -> Tensor:
+    """y [M, N] from the middle of NaN: a forgotten element shows, and one written beside it."""
+    m, n = len(x), len(weight)
+    poisoned = torch.full((m, n + 40), NAN, dtype=out_dtype)
+    cpu.ops.linear(x, cpu.pack(kind, weight, bias), poisoned[:, 3 : 3 + n])
+    assert poisoned[:, :3].isnan().all()
+    assert poisoned[:, 3 + n :].isnan().all()
+    return poisoned[:, 3 : 3 + n]
+
+
+@FLOATS
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [
+        (1, 1, 1),
+        (1, 96, 512),
+        (2, 31, 3),
+        (5, 33, 7),
+        (13, 100, 130),
+        (27, 257, 515),
+        (500, 64, 48),
+    ],
+)
+def test_a_linear_is_as_near_as_its_sum_allows(
+    cpu: NativeCpu, kind: Kind, m: int, n: int, k: int
+) -> None:
+    """Products of bf16 are exact in fp32, every addition is rounded once: |error| is at most
+    K * 2^-24 * sum |x| |w|. Beside x there is NaN."""
+    dtype = dtype_of(kind)
+    x = torch.full((m, k + 9), NAN, dtype=dtype)[:, 5 : 5 + k]
+    x.copy_(randn(m, k, dtype=dtype))
+    weight, bias = randn(n, k, dtype=dtype, seed=1), randn(n, seed=2)
+    for b in (None, bias):
+        actual = linear(cpu, kind, x, weight, b).double()
+        expected = x.double() @ weight.double().T
+        size = x.double().abs() @ weight.double().abs().T
+        if b is not None:
+            expected, size = expected + b.double(), size + b.double().abs()
+        assert ((actual - expected).abs() <= (k + 2) * 2.0**-24 * size).all()
+
+
+@KINDS
+def test_a_row_does_not_know_the_others(cpu: NativeCpu, kind: Kind) -> None:
+    """Rows of a batch of 70, bitwise: the same in every smaller batch, alone, at another place."""
+    x, weight = randn(70, 70, dtype=dtype_of(kind)), randn(70, 70, dtype=dtype_of(kind), seed=1)
+    bias = randn(70, seed=2)
+    together = linear(cpu, kind, x, weight, bias)
+    for m in ROW_COUNTS:
+        assert torch.equal(linear(cpu, kind, x[:m], weight, bias), together[:m])
+        assert torch.equal(linear(cpu, kind, x[70 - m :], weight, bias), together[70 - m :])
+
+
+@KINDS
+def test_a_column_does_not_know_the_others(cpu: NativeCpu, kind: Kind) -> None:
+    """Columns of 300, bitwise: the same in other panels, at other places of a panel."""
+    x, weight = randn(14, 36, dtype=dtype_of(kind)), randn(300, 36, dtype=dtype_of(kind), seed=1)
+    together = linear(cpu, kind, x, weight)
+    for begin, end in [(0, 1), (5, 250), (40, 72), (63, 300)]:
+        assert torch.equal(linear(cpu, kind, x, weight[begin:end]), together[:, begin:end])
+
+
+@KINDS
+def test_threads_change_nothing(cpu: NativeCpu, kind: Kind) -> None:
+    x, weight = randn(30, 64, dtype=dtype_of(kind)), randn(1000, 64, dtype=dtype_of(kind), seed=1)
+    two = NativeCpu(2, cpu.isa)
+    assert torch.equal(linear(two, kind, x, weight), linear(cpu, kind, x, weight))
+
+
+@KINDS
+def test_bf16_out_is_fp32_out_rounded(cpu: NativeCpu, kind: Kind) -> None:
+    x, weight = randn(20, 40, dtype=dtype_of(kind)), randn(50, 40, dtype=dtype_of(kind), seed=1)
+    exact = linear(cpu, kind, x, weight)
+    assert torch.equal(linear(cpu, kind, x, weight, out_dtype=BF16), exact.to(BF16))
+
+
+@pytest.mark.parametrize("source", [FP32, BF16])
+def test_weights_are_converted_to_their_kind(cpu: NativeCpu, source: torch.dtype) -> None:
+    """fp32 weights packed as bf16 are rounded, bf16 ones packed as fp32 are kept; rows of the
+    source may lie apart."""
+    weight = randn(45, 90, dtype=source)[:, 11:50]
+    for kind in ("float32", "bfloat16"):
+        x = randn(3, 39, dtype=dtype_of(kind), seed=1)
+        converted = weight.to(dtype_of(kind)).contiguous()
+        assert torch.equal(linear(cpu, kind, x, weight), linear(cpu, kind, x, converted))
+
+
+def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers [N, K] int64 and scales [N] with weight = scale * number."""
+    scales = weight.float().abs().amax(1) / 127
+    safe = torch.where(scales > 0, scales, torch.ones(()))
+    return (weight.float() / safe[:, None]).round().long(), scales
+
+
+@pytest.mark.parametrize("source", [FP32, BF16])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 1, 1), (1, 64, 256), (3, 33, 7), (14, 95, 130), (70, 40, 3073)]
+)
+def test_int8_is_exact_in_its_integers(
+    cpu: NativeCpu, source: torch.dtype, m: int, n: int, k: int
+) -> None:
+    """Activations that are whole numbers times a power of two are quantized without error; what
+    comes after the integer sum is three fp32 operations, in a known order."""
+    numbers = torch.randint(-127, 128, (m, k), generator=torch.Generator().manual_seed(3))
+    numbers[:, 0] = 127
+    x_scale = 2.0 ** -(torch.arange(m) % 5).float()
+    weight, bias = randn(n, k, dtype=source, seed=1), randn(n, seed=2)
+    weight[0] = 0
+    whole, scales = quantized(weight)
+    sums = (numbers @ whole.T).float()
+    expected = sums * (x_scale[:, None] * scales) + bias
+    x = numbers * x_scale[:, None]
+    assert torch.equal(linear(cpu, "int8", x, weight, bias), expected)
+
+
+@pytest.mark.parametrize("wrong", [NAN, float("inf"), -float("inf")])
+def test_int8_does_not_hide_a_weight_that_is_not_finite(cpu: NativeCpu, wrong: float) -> None:
+    """It costs its own column, and no other."""
+    weight = randn(40, 20)
+    weight[17, 3] = wrong
+    y = linear(cpu, "int8", randn(5, 20, seed=1), weight)
+    assert y[:, 17].isnan().all()
+    assert y.isfinite().sum() == 5 * 39
+
+
+def best(cpu: NativeCpu, kind: Kind, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    values, indices = torch.full((len(x),), NAN), torch.full((len(x),), -1)
+    cpu.ops.argmax(x, cpu.pack(kind, weight), values, indices)
+    return values, indices
+
+
+@FLOATS
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_the_largest_column_is_found(cpu: NativeCpu, kind: Kind, num_threads: int) -> None:
+    """... without its logits, which decide: of equal ones the first, and columns behind the last
+    (zeros in a panel) never win."""
+    dtype = dtype_of(kind)
+    threads = NativeCpu(num_threads, cpu.isa)
+    x = randn(19, 24, dtype=dtype).abs()
+    weight = randn(1001, 24, dtype=dtype, seed=1)
+    weight[[5, 40, 700, 1000]] = 2.5  # the largest four times
+    for w in (weight, weight[6:], weight[:39], -weight.abs(), -weight.abs()[:1]):
+        logits = linear(cpu, kind, x, w)
+        values, indices = best(threads, kind, x, w)
+        assert torch.equal(indices, logits.argmax(1))
+        assert torch.equal(values, logits.amax(1))
+
+
+@FLOATS
+def test_nan_is_larger_than_anything(cpu: NativeCpu, kind: Kind) -> None:
+    """As for torch.argmax, and the first one counts; nothing but -inf still has a first column."""
+    dtype = dtype_of(kind)
+    x = torch.ones(3, 8, dtype=dtype)
+    weight = randn(600, 8, dtype=dtype)
+    weight[3], weight[[300, 301, 590]] = float("inf"), NAN
+    values, indices = best(cpu, kind, x, weight)
+    assert values.isnan().all()
+    assert indices.tolist() == [300] * 3
+    values, indices = best(cpu, kind, x, torch.full_like(weight, -float("inf")))
+    assert values.tolist() == [-float("inf")] * 3
+    assert indices.tolist() == [0] * 3
