@@ -253,6 +253,20 @@ void Decoder::logits(const float* hidden, int64_t m, float* out) {
   });
 }
 
+void Decoder::sample(const float* hidden, int64_t m, const Draw* draws, int64_t* tokens) {
+  const Buffers b = head_buffers(m);
+  auto* rows = static_cast<float*>(logits_.get(m * shape_.vocab * sizeof(float)));
+  while (static_cast<int>(samplers_.size()) < pool_.num_lanes()) samplers_.emplace_back(kernels_);
+  pool_.run([&](Lane& lane) {
+    const Activations x = head_input(lane, hidden, m, b);
+    linear(lane, *head_, x, m, Epilogue::store_f32, rows, shape_.vocab);
+    lane.loop(m, 1, [&](int64_t row, int64_t) {
+      const float* logits = rows + row * shape_.vocab;
+      tokens[row] = samplers_[lane.index].sample(logits, shape_.vocab, draws[row]);
+    });
+  });
+}
+
 void Decoder::best(const float* hidden, int64_t m, Best* out) {
   const Buffers b = head_buffers(m);
   const int64_t num_panels = round_up(head_->n, kPanel) / kPanel;

@@ -10,6 +10,7 @@
 
 #include "kernels.h"
 #include "packed_linear.h"
+#include "sampler.h"
 #include "scratch.h"
 #include "thread_pool.h"
 
@@ -79,6 +80,9 @@ class Decoder {
   // From states [M, hidden] to fp32 logits [M, vocab].
   void logits(const float* hidden, int64_t m, float* out);
 
+  // A token for each state, drawn as `draws[i]` says; -1: its logits are not finite.
+  void sample(const float* hidden, int64_t m, const Draw* draws, int64_t* tokens);
+
   // Only each state's largest logit and its token: what greedy sampling needs.
   void best(const float* hidden, int64_t m, Best* out);
 
@@ -128,7 +132,8 @@ class Decoder {
   const float* cos_;  // [positions, D / 2]
   const float* sin_;
   std::vector<Queries> queries_;
-  Scratch residual_, qkv_, q_, attended_, gated_, inputs_, scales_, scratch_, bests_;
+  std::vector<Sampler> samplers_;  // one a lane
+  Scratch residual_, qkv_, q_, attended_, gated_, inputs_, scales_, scratch_, bests_, logits_;
 };
 
 }  // namespace quire

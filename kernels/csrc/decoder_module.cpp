@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
@@ -29,6 +30,33 @@ void check_linear(const PackedLinear& linear, int64_t n, int64_t k, const char* 
   if (linear.get().n != n || linear.get().k != k)
     throw std::invalid_argument(std::string(name) + " is not [" + std::to_string(n) + ", " +
                                 std::to_string(k) + "]");
+}
+
+using DrawTuple = std::tuple<float, float, int64_t, double, uint64_t, uint64_t, uint64_t>;
+
+std::vector<Draw> checked_draws(const std::vector<DrawTuple>& draws) {
+  std::vector<Draw> checked;
+  for (const auto& [temperature, min_p, top_k, top_p, seed, index, position] : draws) {
+    require(temperature > 0, "a draw at a temperature that is not above 0");
+    checked.push_back({temperature, min_p, top_k, top_p, seed, index, position});
+  }
+  return checked;
+}
+
+// tokens [M] int64, drawn from logits [M, vocab] fp32; -1: not finite.
+void sample(const std::string& isa, Array logits, const std::vector<DrawTuple>& draws,
+            Array tokens) {
+  check_rank(logits, 2, "logits");
+  require(logits.shape(0) == draws.size() && tokens.size() == draws.size() && logits.shape(1) > 0,
+          "logits, draws and tokens are not of as many rows");
+  const std::vector<Draw> checked = checked_draws(draws);
+  const auto* rows = data<float>(logits, "logits");
+  auto* out = data<int64_t>(tokens, "tokens");
+  Sampler sampler(kernels_called(isa));
+  nb::gil_scoped_release free;
+  for (size_t row = 0; row < checked.size(); ++row)
+    out[row] = sampler.sample(rows + row * logits.stride(0), static_cast<int64_t>(logits.shape(1)),
+                              checked[row]);
 }
 
 // A layer's weights; what they point to is kept alive by Python (see `bind_decoder`).
@@ -139,6 +167,17 @@ class BoundDecoder {
     decoder_->logits(x, m, y);
   }
 
+  void sample(Array hidden, const std::vector<DrawTuple>& draws, Array tokens) {
+    const auto m = rows_of(hidden);
+    require(static_cast<int64_t>(draws.size()) == m && static_cast<int64_t>(tokens.size()) == m,
+            "draws and tokens are not [M]");
+    const auto* x = data<float>(hidden, "hidden");
+    auto* out = data<int64_t>(tokens, "tokens");
+    const std::vector<Draw> checked = checked_draws(draws);
+    nb::gil_scoped_release free;
+    decoder_->sample(x, m, checked.data(), out);
+  }
+
   void best(Array hidden, Array values, Array indices) {
     const auto m = rows_of(hidden);
     require(static_cast<int64_t>(values.size()) == m && static_cast<int64_t>(indices.size()) == m,
@@ -209,6 +248,8 @@ class BoundDecoder {
 }  // namespace
 
 void bind_decoder(nb::module_& m) {
+  m.def("sample", &sample, "isa"_a, "logits"_a, "draws"_a, "tokens"_a,
+        "Draws from logits that are there already.");
   nb::class_<Shape>(m, "Shape")
       .def(
           "__init__",
@@ -234,6 +275,10 @@ void bind_decoder(nb::module_& m) {
            "block_tables"_a, "cu_query_lens"_a, "context_lens"_a, "wanted"_a, "kv"_a, "hidden"_a,
            "Writes `hidden` [wanted, hidden_size] and the new tokens' KV.")
       .def("logits", &BoundDecoder::logits, "hidden"_a, "out"_a)
+      .def(
+          "sample", &BoundDecoder::sample, "hidden"_a, "draws"_a, "tokens"_a,
+          "Draws of (temperature, min_p, top_k, top_p, seed, sequence index, position); -1: logits "
+          "that are not finite.")
       .def("best", &BoundDecoder::best, "hidden"_a, "values"_a, "indices"_a);
 }
 

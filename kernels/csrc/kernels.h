@@ -166,6 +166,12 @@ struct Kernels {
   void (*quantize)(const void* x, Dtype dtype, int64_t stride, int width, const Rows& out,
                    int64_t row_begin, int64_t row_end);
   void (*qkv)(const QkvCall&, int64_t token_begin, int64_t token_end);
+
+  // Of a row of n logits: the largest (NaN if there is one), then, with that one,
+  // scaled = (x - largest) / temperature and powers = e^scaled.
+  float (*largest)(const float* x, int64_t n);
+  void (*exp_scaled)(const float* x, int64_t n, float largest, float temperature, float* scaled,
+                     float* powers);
 };
 
 // The table for each instruction set that this build has; null where it has not.

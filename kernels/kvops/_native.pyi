@@ -47,6 +47,13 @@ class Ops:
         kv_layer: Tensor,
     ) -> None: ...
 
+def sample(
+    isa: str,
+    logits: Tensor,
+    draws: list[tuple[float, float, int, float, int, int, int]],
+    tokens: Tensor,
+) -> None: ...
+
 class Shape:
     def __init__(
         self,
@@ -101,4 +108,10 @@ class Decoder:
         hidden: Tensor,
     ) -> None: ...
     def logits(self, hidden: Tensor, out: Tensor) -> None: ...
+    def sample(
+        self,
+        hidden: Tensor,
+        draws: list[tuple[float, float, int, float, int, int, int]],
+        tokens: Tensor,
+    ) -> None: ...
     def best(self, hidden: Tensor, values: Tensor, indices: Tensor) -> None: ...

@@ -1,9 +1,9 @@
 """Weights as the native kernels want them, packed once and kept in a file that every worker of the
 host maps: one copy in memory, ready at the next start.
 
-A file is: a header of JSON padded to 4 KiB pages, then the sections, each on a page of its own. The
-header names what the file was made from; a file made from anything else, half written or changed
-since is made again. It may be deleted at any time.
+A file is: the magic, the digest of all that follows, the length of the header, the header in JSON,
+then the sections, each from a page's begin on. The header names what the file was made from; a file
+made from anything else, half written or changed since is made again. It may be deleted at any time.
 """
 
 import fcntl
@@ -27,8 +27,9 @@ log = get_logger(__name__)
 
 _PAGE = 4096
 _MAGIC = b"QUIREPK1"
-_TEXT = len(_MAGIC) + 8  # where the JSON begins, after its length
-_HEADER_ROOM, _ENTRY_ROOM = 512, 128  # bytes; a section's entry takes about 40
+_DIGEST = slice(8, 16)
+_LENGTH = slice(16, 24)
+_TEXT = 24
 
 Facts = Mapping[str, Any]
 """JSON: what a file was made from."""
@@ -88,58 +89,54 @@ def _opened(path: Path) -> PackedFile | None:
         return None
     except ValueError:  # An empty file cannot be mapped.
         return None
-    header = _header(mapped)
-    if header is None:
+    if mapped[: len(_MAGIC)] != _MAGIC or mapped[_DIGEST] != _digest(mapped):
         log.warning("packed_weights_damaged", path=str(path))
         return None
-    whole = torch.frombuffer(mapped, dtype=torch.uint8)
-    sections = {name: whole[at : at + length] for name, (at, length) in header["sections"].items()}
-    return PackedFile(header["facts"], sections)
-
-
-def _header(mapped: mmap.mmap) -> dict[str, Any] | None:
-    """None unless everything is there and nothing has changed since it was written."""
-    num_bytes = int.from_bytes(mapped[len(_MAGIC) : _TEXT], "little")
-    if mapped[: len(_MAGIC)] != _MAGIC or num_bytes > len(mapped) - _TEXT:
-        return None
-    try:
-        header: dict[str, Any] = json.loads(mapped[_TEXT : _TEXT + num_bytes])
-    except ValueError:
-        return None
-    whole = header["size"] == len(mapped) and header["digest"] == _digest(mapped, header["begin"])
-    return header if whole else None
+    end = _TEXT + int.from_bytes(mapped[_LENGTH], "little")
+    header = json.loads(mapped[_TEXT:end])
+    return PackedFile(header["facts"], _views(mapped, _padded(end), header["sections"]))
 
 
 def _write(path: Path, facts: Facts, sizes: Mapping[str, int], fill: Fill) -> None:
     """Under another name first: a file with its own is whole."""
-    begin = _padded(_HEADER_ROOM + _ENTRY_ROOM * len(sizes) + len(json.dumps(facts)))
-    sections = dict(_places(sizes, begin))
-    size = max(at + _padded(length) for at, length in sections.values())
+    sections = dict(_places(sizes))
+    text = json.dumps({"facts": facts, "sections": sections}).encode()
+    begin = _padded(_TEXT + len(text))
     unfinished = path.with_name(f"{path.name}.part")
     try:
         with unfinished.open("w+b") as file:
+            size = begin + sum(_padded(length) for length in sizes.values())
             os.posix_fallocate(file.fileno(), 0, size)
             mapped = mmap.mmap(file.fileno(), size)
-        whole = torch.frombuffer(mapped, dtype=torch.uint8)
-        fill({name: whole[at : at + length] for name, (at, length) in sections.items()})
-        header = {"facts": facts, "sections": sections, "begin": begin, "size": size}
-        text = json.dumps({**header, "digest": _digest(mapped, begin)}).encode()
-        mapped[: _TEXT + len(text)] = _MAGIC + len(text).to_bytes(8, "little") + text
+        fill(_views(mapped, begin, sections))
+        mapped[_LENGTH] = len(text).to_bytes(8, "little")
+        mapped[_TEXT : _TEXT + len(text)] = text
+        mapped[_DIGEST] = _digest(mapped)
+        mapped[: len(_MAGIC)] = _MAGIC
         unfinished.rename(path)
     finally:
         unfinished.unlink(missing_ok=True)
 
 
-def _places(sizes: Mapping[str, int], begin: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Offset and length of every section."""
+def _places(sizes: Mapping[str, int]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Offset, counted from where sections begin, and length of every section."""
+    offset = 0
     for name, length in sizes.items():
-        yield name, (begin, length)
-        begin += _padded(length)
+        yield name, (offset, length)
+        offset += _padded(length)
 
 
-def _digest(mapped: mmap.mmap, begin: int) -> str:
-    with memoryview(mapped) as view, view[begin:] as contents:
-        return xxhash.xxh3_64_hexdigest(contents)
+def _views(
+    mapped: mmap.mmap, begin: int, sections: Mapping[str, tuple[int, int]]
+) -> dict[str, Tensor]:
+    contents = torch.frombuffer(mapped, dtype=torch.uint8)[begin:]
+    return {name: contents[at : at + length] for name, (at, length) in sections.items()}
+
+
+def _digest(mapped: mmap.mmap) -> bytes:
+    """Of all behind the digest's own place."""
+    with memoryview(mapped) as view, view[_DIGEST.stop :] as contents:
+        return xxhash.xxh3_64_digest(contents)
 
 
 def _padded(num_bytes: int) -> int:

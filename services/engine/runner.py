@@ -11,7 +11,7 @@ from torch import Tensor
 from services.common.ticket import SamplingParams
 from services.engine.batch import Draw, Row
 from services.engine.models import Batch, Model
-from services.engine.sampler import refuse_not_finite, sample
+from services.engine.sampler import refuse_not_finite
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
 
@@ -85,10 +85,10 @@ class Runner:
             for i, token in zip(greedy, token_ids.tolist(), strict=True):
                 tokens[i] = token
         if drawn:
-            logits = self._model.logits(hidden if not greedy else hidden[drawn])
-            # On the CPU everywhere: the same draws from the same logits.
-            sampled = sample(
-                logits.cpu(), [draws[i] for i in drawn], [_end(rows[i]) for i in drawn]
+            sampled = self._model.sample(
+                hidden if not greedy else hidden[drawn],
+                [draws[i] for i in drawn],
+                [_end(rows[i]) for i in drawn],
             )
             for i, token in zip(drawn, sampled, strict=True):
                 tokens[i] = token

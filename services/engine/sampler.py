@@ -23,7 +23,7 @@ from services.engine.philox import uniforms
 
 _ROWS_AT_ONCE = 4  # keeps the temporaries in the cache: 4 rows of 150,000 tokens are 2.4 MB
 _NUCLEUS_WIDTH = 1024  # how many of the likeliest tokens top_p alone looks at before it sorts all
-_SMALLEST_TEMPERATURE = 1e-30  # an fp32 temperature below may round to 0
+SMALLEST_TEMPERATURE = 1e-30  # an fp32 temperature below may round to 0
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
@@ -73,7 +73,7 @@ class _Columns:
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> "_Columns":
         return cls(
-            temperature=torch.tensor([[max(p.temperature, _SMALLEST_TEMPERATURE)] for p in params]),
+            temperature=torch.tensor([[max(p.temperature, SMALLEST_TEMPERATURE)] for p in params]),
             min_p=torch.tensor([[p.min_p] for p in params], dtype=torch.float32),
             top_k=torch.tensor([[p.top_k] for p in params]),
             top_p=torch.tensor([[p.top_p] for p in params], dtype=torch.float64),

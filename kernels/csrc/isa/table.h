@@ -5,6 +5,7 @@
 #include "../linear.h"
 #include "../pack.h"
 #include "../rows.h"
+#include "../softmax.h"
 
 #define QUIRE_PASTE(a, b) a##b
 #define QUIRE_TABLE(isa) QUIRE_PASTE(isa, _kernels)
@@ -15,8 +16,16 @@ namespace quire {
 
 const Kernels* QUIRE_TABLE(QUIRE_ISA)() {
   static constexpr Kernels table = {
-      QUIRE_NAME(QUIRE_ISA),        QUIRE_ISA::linear,   QUIRE_ISA::pack,     QUIRE_ISA::attention,
-      QUIRE_ISA::attention_scratch, QUIRE_ISA::rms_norm, QUIRE_ISA::quantize, QUIRE_ISA::qkv,
+      QUIRE_NAME(QUIRE_ISA),
+      QUIRE_ISA::linear,
+      QUIRE_ISA::pack,
+      QUIRE_ISA::attention,
+      QUIRE_ISA::attention_scratch,
+      QUIRE_ISA::rms_norm,
+      QUIRE_ISA::quantize,
+      QUIRE_ISA::qkv,
+      QUIRE_ISA::largest,
+      QUIRE_ISA::exp_scaled,
   };
   return &table;
 }

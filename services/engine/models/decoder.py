@@ -1,6 +1,7 @@
 """The decoder: Llama's, with the norms of Qwen3 and the biases of Qwen2 where the weights have
 them, and the windows of Mistral where the configuration has them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,8 +9,10 @@ from torch import Tensor
 
 from kvops import Backend
 from services.common.text.model_config import ModelConfig
+from services.engine.batch import Draw
 from services.engine.models.model import Batch
 from services.engine.rope import rope_tables
+from services.engine.sampler import sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,9 @@ class ComposedModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ops.linear(hidden, self._head).float()
+
+    def sample(self, hidden: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
+        return sample(self.logits(hidden), draws, positions)
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         values, token_ids = self.logits(hidden).max(dim=-1)

@@ -1,7 +1,7 @@
 """The decoder in native code: one call a step, weights packed into panels and shared by all workers
 of the host."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvops.native import PACKING, Kind, Layer, NativeCpu, PackedLinear, Shape, aligned, packed_bytes
 from services.common.text.model_config import ModelConfig
+from services.engine.batch import Draw
 from services.engine.models.layout import (
     EMBEDDING,
     FINAL_NORM,
@@ -23,6 +24,7 @@ from services.engine.models.model import Batch
 from services.engine.models.sections import Section, all_sections, layer_sections
 from services.engine.packed_file import Facts, Fill, packed_file
 from services.engine.rope import rope_tables
+from services.engine.sampler import SMALLEST_TEMPERATURE, refuse_not_finite
 from services.engine.weights import load_weights, weight_files, weights_digest
 
 
@@ -76,6 +78,15 @@ class FusedModel:
         if len(hidden):
             self._decoder.logits(hidden, out)
         return out
+
+    def sample(self, hidden: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
+        tokens = torch.empty(len(hidden), dtype=torch.int64)
+        native = [_draw(draw, position) for draw, position in zip(draws, positions, strict=True)]
+        self._decoder.sample(hidden, native, tokens)
+        found: list[int] = tokens.tolist()
+        if -1 in found:
+            refuse_not_finite(self.logits(hidden).amax(dim=-1))
+        return found
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Computed beside the head, without logits in memory."""
@@ -186,6 +197,12 @@ def _packed(
     bias = section.bias(weights)
     bias = None if bias is None else bias.float()
     return PackedLinear(kind, section.num_outputs, section.num_inputs, memory, bias)
+
+
+def _draw(draw: Draw, position: int) -> tuple[float, float, int, float, int, int, int]:
+    s = draw.sampling
+    temperature = max(s.temperature, SMALLEST_TEMPERATURE)
+    return temperature, s.min_p, s.top_k, s.top_p, s.seed, draw.sequence_index, position
 
 
 def _embedding(table: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """What a runner asks of a model, whatever computes it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from services.common.text.model_config import ModelConfig
+from services.engine.batch import Draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,11 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden_size] -> fp32 [N, vocab_size]."""
+        ...
+
+    def sample(self, hidden: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
+        """A token drawn for each state, to stand at `positions[i]`; every temperature is above 0.
+        FloatingPointError: logits that are not finite."""
         ...
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
