@@ -1,0 +1,245 @@
+"""Files of packed weights: made once, shared, and never believed when anything about them is
+wrong."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.common.errors import StartupError
+from services.engine.packed_file import Facts, Fill, PackedFile, packed_file
+
+SIZES = {"first": 5000, "empty": 0, "second": 64}
+FACTS = {"made_of": "rice"}
+LIMIT_S = 30.0
+
+
+class Kitchen:
+    """Opens a file, and counts how often it was made."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_made = 0
+
+    def open(self, facts: Facts = FACTS) -> PackedFile:
+        def make() -> tuple[Facts, Mapping[str, int], Fill]:
+            self.num_made += 1
+            return facts, SIZES, fill
+
+        return packed_file(self.path, lambda found: found == facts, make)
+
+    @property
+    def files(self) -> list[str]:
+        return sorted(path.name for path in self.path.parent.iterdir())
+
+
+def fill(sections: Mapping[str, Tensor]) -> None:
+    for name, section in sections.items():
+        section.copy_(contents(name))
+
+
+def contents(name: str) -> Tensor:
+    return (torch.arange(SIZES[name]) * (3 if name == "first" else 5) % 251).byte()
+
+
+@pytest.fixture
+def kitchen(tmp_path: Path) -> Kitchen:
+    return Kitchen(tmp_path / "cache" / "qwen3-0.6b")
+
+
+def test_a_file_holds_what_was_filled_in(kitchen: Kitchen) -> None:
+    found = kitchen.open()
+    assert found.facts == FACTS
+    assert found.sections.keys() == SIZES.keys()
+    assert all(torch.equal(found.sections[name], contents(name)) for name in SIZES)
+    assert found.sections["first"].data_ptr() % 4096 == found.sections["second"].data_ptr() % 4096
+    assert found.sections["first"].data_ptr() % 4096 == 0
+    assert kitchen.files == ["qwen3-0.6b", "qwen3-0.6b.lock"]
+    assert kitchen.path.stat().st_size == 4 * 4096  # the header, 5000 bytes on two pages, 64
+    assert kitchen.path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_file_is_made_once(kitchen: Kitchen) -> None:
+    first = kitchen.open()
+    before = kitchen.path.stat()
+    second = kitchen.open()
+    assert kitchen.num_made == 1
+    assert kitchen.path.stat().st_mtime_ns == before.st_mtime_ns
+    assert all(torch.equal(first.sections[name], second.sections[name]) for name in SIZES)
+
+
+def test_a_file_of_something_else_is_made_again(kitchen: Kitchen) -> None:
+    """Who has mapped the old one keeps it."""
+    old = kitchen.open()
+    assert kitchen.open({"made_of": "wheat"}).facts == {"made_of": "wheat"}
+    assert kitchen.num_made == 2
+    assert torch.equal(old.sections["first"], contents("first"))
+
+
+def test_a_file_that_was_deleted_is_made_again(kitchen: Kitchen) -> None:
+    kitchen.open()
+    kitchen.path.unlink()
+    kitchen.open()
+    assert kitchen.num_made == 2
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 16, 23, 24, 100, 4096, 12_288, -1])
+def test_a_truncated_file_is_made_again(kitchen: Kitchen, size: int) -> None:
+    kitchen.open()
+    whole = kitchen.path.read_bytes()
+    kitchen.path.write_bytes(whole[:size])
+    kitchen.open()
+    assert kitchen.num_made == 2
+    assert kitchen.path.read_bytes() == whole
+
+
+def test_a_file_with_any_byte_flipped_is_made_again(kitchen: Kitchen) -> None:
+    """All bytes of magic, digest, length and header, and some of the padding and the sections."""
+    kitchen.open()
+    whole = kitchen.path.read_bytes()
+    places = [*range(160), 4095, 4096, 4097, 9095, 9096, 12_288, 12_351, len(whole) - 1]
+    for place in places:
+        flipped = bytearray(whole)
+        flipped[place] ^= 1
+        kitchen.path.write_bytes(flipped)
+        assert torch.equal(kitchen.open().sections["first"], contents("first"))
+    assert kitchen.num_made == 1 + len(places)
+    assert kitchen.path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"{}",
+        b"QUIREPK1" + bytes(100),
+        b"QUIREPK1" + b"\xff" * 100,
+        json.dumps({"facts": FACTS, "sections": {}}).encode(),
+        bytes(1 << 16),
+    ],
+    ids=["json", "no header", "a header without end", "no magic", "zeros"],
+)
+def test_garbage_is_made_again(kitchen: Kitchen, garbage: bytes) -> None:
+    kitchen.path.parent.mkdir()
+    kitchen.path.write_bytes(garbage)
+    kitchen.open()
+    assert kitchen.num_made == 1
+
+
+def test_facts_may_be_longer_than_a_page(kitchen: Kitchen) -> None:
+    facts = {"made_of": "rice" * 5000}
+    assert kitchen.open(facts).facts == facts
+    assert torch.equal(kitchen.open(facts).sections["first"], contents("first"))
+    assert kitchen.num_made == 1
+
+
+def test_two_files_of_one_stem_are_two(kitchen: Kitchen) -> None:
+    """Model names have dots in them, which are no suffixes."""
+    kitchen.open()
+    other = Kitchen(kitchen.path.with_name("qwen3-0.7b"))
+    other.open()
+    assert kitchen.files == ["qwen3-0.6b", "qwen3-0.6b.lock", "qwen3-0.7b", "qwen3-0.7b.lock"]
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_without_room_nothing_is_left(kitchen: Kitchen) -> None:
+    with file_size_limit(8192), pytest.raises(StartupError) as error:
+        kitchen.open()
+    assert str(error.value) == f"packed weights {kitchen.path}: File too large"
+    assert kitchen.files == ["qwen3-0.6b.lock"]
+
+
+def test_without_room_the_old_file_stays(kitchen: Kitchen) -> None:
+    kitchen.open()
+    with file_size_limit(8192), pytest.raises(StartupError):
+        kitchen.open({"made_of": "wheat"})
+    kitchen.open()
+    assert kitchen.num_made == 2
+    assert kitchen.files == ["qwen3-0.6b", "qwen3-0.6b.lock"]
+
+
+def test_without_the_right_to_write_it_says_where() -> None:
+    """Nobody, root included, makes directories there."""
+    kitchen = Kitchen(Path("/sys/quire/qwen3-0.6b"))
+    with pytest.raises(StartupError, match=r"^packed weights /sys/quire/qwen3-0\.6b: \w+"):
+        kitchen.open()
+    assert kitchen.num_made == 0
+
+
+def test_a_failure_to_fill_leaves_nothing(kitchen: Kitchen) -> None:
+    def burn(sections: Mapping[str, Tensor]) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        packed_file(kitchen.path, lambda facts: True, lambda: (FACTS, SIZES, burn))
+    assert kitchen.files == ["qwen3-0.6b.lock"]
+
+
+COOK = """
+import sys
+from pathlib import Path
+from services.engine.packed_file import packed_file
+
+def fill(sections):
+    print("filling", flush=True)
+    sys.stdin.readline()
+    sections["only"].fill_(7)
+
+found = packed_file(Path(sys.argv[1]), lambda facts: True, lambda: ({}, {"only": 100}, fill))
+print(sum(found.sections["only"].tolist()), flush=True)
+"""
+
+
+def cook(path: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", COOK, str(path)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def wait_until_blocked(lock: Path) -> None:
+    """Until a process waits for the lock that another one has: a line of `->`."""
+    wanted = f":{lock.stat().st_ino} "
+    deadline = time.monotonic() + LIMIT_S
+    while not any("->" in s and wanted in s for s in Path("/proc/locks").read_text().splitlines()):
+        assert time.monotonic() < deadline, "nobody waits"
+        os.sched_yield()
+
+
+def test_of_two_processes_one_makes_it_and_the_other_waits(tmp_path: Path) -> None:
+    path = tmp_path / "packed"
+    with cook(path) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "filling\n"
+        with cook(path) as second:
+            wait_until_blocked(path.with_name("packed.lock"))
+            assert not path.exists()
+            assert first.communicate("go\n", LIMIT_S)[0] == "700\n"
+            assert second.communicate("", LIMIT_S)[0] == "700\n"
+
+
+def test_who_is_killed_while_it_makes_one_is_in_nobodys_way(tmp_path: Path) -> None:
+    kitchen = Kitchen(tmp_path / "packed")
+    with cook(kitchen.path) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "filling\n"
+        first.kill()
+    assert kitchen.files == ["packed.lock", "packed.part"]
+    kitchen.open()
+    assert kitchen.num_made == 1
+    assert kitchen.files == ["packed", "packed.lock"]
