@@ -9,6 +9,9 @@ Whatever dies in between is finished by the block manager, or by the next who jo
 """
 
 import asyncio
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +25,7 @@ from blockstore.errors import (
 )
 from blockstore.store import BlockStore, PoolSpec
 from services.common.errors import StartupError
-from services.common.pool.arena import make_file
+from services.common.pool.arena import complete_file, make_file, missing_bytes
 from services.common.pool.directory import (
     PoolDirectory,
     new_directory,
@@ -41,6 +44,9 @@ from services.engine.pool import KVPool
 DEFAULT_WATERMARK = 0.01
 """Share of a pool that must stay free when a request is admitted, as in vLLM."""
 
+_ALLOCATION_NICENESS = 10
+"""A tenth of a core beside workers that compute on all: some times faster than blocks get full."""
+
 
 @dataclass(frozen=True, slots=True)
 class Membership:
@@ -57,6 +63,20 @@ class Membership:
     @property
     def spec(self) -> PoolSpec:
         return self.header.spec
+
+    async def complete_memory(self) -> None:
+        """Allocate what `join` left of the pool, beside the serving. Every worker does, so that it
+        does not matter who dies. StartupError: the memory is not there any more."""
+        stopped = threading.Event()
+        # A thread of its own: Linux has a niceness for each, and it can only rise.
+        thread = ThreadPoolExecutor(1, "arena", os.nice, (_ALLOCATION_NICENESS,))
+        loop = asyncio.get_running_loop()
+        try:
+            for path in (self.directory.stamps, self.directory.kv):
+                await loop.run_in_executor(thread, complete_file, path, stopped.is_set)
+        finally:
+            stopped.set()
+            thread.shutdown(wait=False)
 
     async def leave(self) -> None:
         """Go for good; the worker holds nothing any more and no step is in flight.
@@ -152,9 +172,11 @@ def _find_live(root: Path, layout: PoolLayout, run_id: str) -> PoolDirectory | N
 def _make(
     root: Path, layout: PoolLayout, run_id: str, plan: MemoryPlan, watermark: float
 ) -> PoolDirectory:
-    """A new incarnation with all its memory; blocks for as long as the kernel clears pages."""
+    """A new incarnation; its memory is there, if not yet all allocated."""
     stamp_bytes = record_bytes(layout.block_size)
-    num_blocks = num_blocks_for(plan, layout.block_bytes + stamp_bytes, available_bytes(root))
+    promised = sum(missing_bytes(directory.kv) for directory in pool_directories(root))
+    available = max(0, available_bytes(root) - promised)
+    num_blocks = num_blocks_for(plan, layout.block_bytes + stamp_bytes, available)
     header = PoolHeader(
         pool_id=new_pool_id(layout.model),
         run_id=run_id,

@@ -95,6 +95,7 @@ async def serve_worker(role: WorkerRole, settings: WorkerSettings, stop: asyncio
         loaded = await asyncio.to_thread(load, settings)
         log.info("model_loaded", model=loaded.layout.model, **loaded.engine)
         membership = await _join(store, settings, loaded, entry)
+        allocating = vital.create_task(membership.complete_memory())
         metrics = CollectorRegistry()
         stack.enter_context(metrics_endpoint(settings, metrics))
         runner = await _warm(loaded, membership)
@@ -113,7 +114,8 @@ async def serve_worker(role: WorkerRole, settings: WorkerSettings, stop: asyncio
         presence.changed()
         await _finish(worker, server, stop, settings.drain_grace_s)
         working.cancel()
-        await asyncio.wait([working])
+        allocating.cancel()
+        await asyncio.wait([working, allocating])
         await membership.leave()
         announcing.cancel()
 

@@ -1,9 +1,11 @@
 """Joining and leaving pools: made by the first, taken away by the last, shared in between."""
 
 import asyncio
+import mmap
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,8 @@ from blockstore.errors import StoreLost, StoreUnavailable, WorkerNotEmpty
 from blockstore.memory_store import MemoryStore
 from blockstore.store import PoolSpec
 from services.common.errors import StartupError
+from services.common.pool import arena
+from services.common.pool.arena import missing_bytes
 from services.common.pool.directory import pool_directories
 from services.common.pool.layout import Dtype, PoolLayout
 from services.common.pool.locks import is_held
@@ -215,6 +219,74 @@ async def test_measured_memory_is_used_when_none_is_given(
     plan = MemoryPlan(None, num_expected_workers=2, weight_bytes=10_000, activation_bytes=5_000)
     member = await joined("decode-1", plan=plan)
     assert member.spec.num_blocks == 40_000 // (LAYOUT.block_bytes + record_bytes(4)) == 39
+
+
+@pytest.fixture
+def small_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joining allocates one page of the arena."""
+    monkeypatch.setattr(arena, "FIRST_BYTES", mmap.PAGESIZE)
+    monkeypatch.setattr(arena, "_PIECE_BYTES", mmap.PAGESIZE)
+
+
+@pytest.mark.usefixtures("small_front")
+async def test_workers_allocate_the_rest_together_while_they_use_it(joined: Join) -> None:
+    first, second = await joined("prefill-1"), await joined("decode-1")
+    kv = first.directory.kv
+    assert missing_bytes(kv) == first.header.arena_bytes - mmap.PAGESIZE
+    first.pool.kv[10] = 7.0
+    await asyncio.gather(first.complete_memory(), second.complete_memory())
+    assert missing_bytes(kv) == 0
+    assert torch.all(second.pool.kv[10] == 7.0)
+    assert not second.pool.kv[:10].any()
+    await first.complete_memory()
+    assert torch.all(second.pool.kv[10] == 7.0)
+
+
+@pytest.mark.usefixtures("small_front")
+async def test_who_joins_later_goes_on_for_who_died(joined: Join) -> None:
+    first, second = await joined("prefill-1"), await joined("decode-1")
+    die(first)
+    assert missing_bytes(second.directory.kv) > 0
+    await second.complete_memory()
+    assert missing_bytes(second.directory.kv) == 0
+
+
+@pytest.mark.usefixtures("small_front")
+async def test_a_worker_that_leaves_stops_allocating(
+    joined: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, allowed, pieces = threading.Event(), threading.Event(), []
+
+    def slowly(fd: int, start: int, num_bytes: int) -> None:
+        pieces.append(start)
+        begun.set()
+        assert allowed.wait(10)
+
+    member = await joined("decode-1")
+    monkeypatch.setattr(arena, "_allocate", slowly)
+    allocating = asyncio.create_task(member.complete_memory())
+    await asyncio.to_thread(begun.wait, 10)
+    allocating.cancel()
+    await asyncio.wait([allocating])
+    await member.leave()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name.startswith("arena")]
+    allowed.set()
+    await asyncio.to_thread(thread.join, 10)
+    assert pieces == [mmap.PAGESIZE]
+    assert names(tmp_path) == ["host.lock"]
+
+
+@pytest.mark.usefixtures("small_front")
+async def test_memory_that_another_pool_will_still_take_is_not_given_twice(
+    joined: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await joined("decode-1")
+    missing = missing_bytes(first.directory.kv)
+    assert missing > 0
+    monkeypatch.setattr("services.engine.membership.available_bytes", lambda root: 100_000)
+    second = await joined("decode-2", replace(LAYOUT, fingerprint="beef"), plan=MemoryPlan(None))
+    bytes_per_block = LAYOUT.block_bytes + record_bytes(4)
+    assert second.spec.num_blocks == (100_000 - missing) // 2 // bytes_per_block
 
 
 class Refusing(MemoryStore):

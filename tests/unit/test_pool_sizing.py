@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import StartupError
-from services.common.pool.arena import make_file
 from services.common.pool.memory import available_bytes
 from services.common.pool.sizing import MemoryPlan, format_size, num_blocks_for, parse_size
 
@@ -114,18 +113,3 @@ def test_in_a_container_the_mounts_root_is_its_own_cgroup(host: Path) -> None:
     write(host / "cgroup/memory/memory.usage_in_bytes", "100000")
     write(host / "cgroup/memory/memory.stat", "total_inactive_file 30000\n")
     assert measure(host) == 20_000
-
-
-def test_the_file_of_an_arena_is_in_memory_and_private(tmp_path: Path) -> None:
-    make_file(tmp_path / "kv", 100_000)
-    status = (tmp_path / "kv").stat()
-    assert (status.st_size, status.st_mode & 0o777) == (100_000, 0o600)
-    assert status.st_blocks * 512 >= 100_000
-
-
-def test_memory_that_is_not_there_is_an_error_with_the_numbers_and_leaves_no_file() -> None:
-    """/dev/shm, a real tmpfs, is asked for 1 EiB."""
-    path = Path("/dev/shm/quire-test-no-room")
-    with pytest.raises(StartupError, match=r"1048576\.00 TiB .*No space left.* free"):
-        make_file(path, 1 << 60)
-    assert not path.exists()

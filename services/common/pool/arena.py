@@ -1,25 +1,45 @@
-"""Files of fixed size whose memory is really there: allocated and faulted in before use.
+"""The files of a pool: of fixed size, their memory allocated before it is used.
 
-A sparse file in /dev/shm would be granted at any size and kill its user with SIGBUS later.
+A sparse file in /dev/shm would be granted at any size and kill its user with SIGBUS later. But to
+allocate an arena takes the kernel 0.3 s a GiB, so workers serve as soon as its front is there, and
+allocate the rest beside their work:
+
+    0             FIRST_BYTES                                 size
+    |-- make_file --|-- complete_file, from front to back ------|
+    |- blocks in use, from 0 up ->
+
+Block ids are given from 0 up, and to fill a block takes a step of the model, far longer than to
+allocate it: use stays behind. Pages are cleared when they are first written, which costs a tenth of
+mapping them.
 """
 
-import mmap
+import ctypes
+import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from services.common.errors import StartupError
 from services.common.pool.sizing import format_size
 
-_PIECE_BYTES = 32 << 20
+FIRST_BYTES = 256 << 20
+_PIECE_BYTES = 16 << 20
+
+# Not os.posix_fallocate: where a file system cannot allocate, that reads and writes back a byte of
+# every page, and what another process writes meanwhile is lost.
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+_fallocate.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
 
 
 def make_file(path: Path, num_bytes: int) -> None:
-    """Make `path` with `num_bytes` zero bytes in memory. StartupError: they are not there; then
-    the file is gone again."""
+    """Make `path` with `num_bytes` zero bytes, the first FIRST_BYTES of them in memory.
+    StartupError: the file system has not as many; then the file is gone again."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(fd, 0, num_bytes)
-        _fault_in(fd, num_bytes)
+        if num_bytes > _free_bytes(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.ftruncate(fd, num_bytes)
+        _allocate(fd, 0, min(num_bytes, FIRST_BYTES))
     except OSError as error:
         path.unlink()
         raise StartupError(_refusal(path, num_bytes, error)) from error
@@ -27,19 +47,44 @@ def make_file(path: Path, num_bytes: int) -> None:
         os.close(fd)
 
 
-def _fault_in(fd: int, num_bytes: int) -> None:
-    """Have the kernel clear every page now, not in the middle of a request. In pieces, since mmap
-    keeps the interpreter locked."""
-    for start in range(0, num_bytes, _PIECE_BYTES):
-        length = min(_PIECE_BYTES, num_bytes - start)
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        mmap.mmap(fd, length, flags=flags, offset=start).close()
+def complete_file(path: Path, is_stopped: Callable[[], bool]) -> None:
+    """Allocate the rest, piece by piece, until `is_stopped`. Beside anybody who uses the file or
+    completes it too: what is there already is passed over, so that any process can go on with what
+    another one began. StartupError: the memory is not there any more."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    num_bytes = os.fstat(fd).st_size
+    try:
+        for start in range(FIRST_BYTES, num_bytes, _PIECE_BYTES):
+            if is_stopped():
+                return
+            _allocate(fd, start, min(_PIECE_BYTES, num_bytes - start))
+    except OSError as error:
+        raise StartupError(_refusal(path, num_bytes, error)) from error
+    finally:
+        os.close(fd)
+
+
+def missing_bytes(path: Path) -> int:
+    """What is still to be allocated of the file."""
+    status = path.stat()
+    return max(0, status.st_size - status.st_blocks * 512)
+
+
+def _allocate(fd: int, start: int, num_bytes: int) -> None:
+    """OSError: there is no room, or the file system cannot allocate."""
+    while _fallocate(fd, 0, start, num_bytes) != 0:
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+def _free_bytes(path: Path) -> int:
+    disk = os.statvfs(path.parent)
+    return disk.f_bavail * disk.f_frsize
 
 
 def _refusal(path: Path, num_bytes: int, error: OSError) -> str:
-    disk = os.statvfs(path.parent)
-    free = disk.f_bavail * disk.f_frsize
     return (
         f"cannot have {format_size(num_bytes)} for {path}: {error.strerror}; "
-        f"the file system has {format_size(free)} free"
+        f"the file system has {format_size(_free_bytes(path))} free"
     )
