@@ -143,6 +143,10 @@ struct QkvCall {
   int64_t block_stride, value_offset;
 };
 
+// ---- sampling ----------------------------------------------------------------------------------
+
+inline constexpr int kLogitChunk = 64;
+
 struct Kernels {
   const char* name;
 
@@ -167,9 +171,10 @@ struct Kernels {
                    int64_t row_begin, int64_t row_end);
   void (*qkv)(const QkvCall&, int64_t token_begin, int64_t token_end);
 
-  // Of a row of n logits: the largest (NaN if there is one), then, with that one,
-  // scaled = (x - largest) / temperature and powers = e^scaled.
-  float (*largest)(const float* x, int64_t n);
+  // Of a row of n logits: the largest of each chunk (NaN if there is one). Of one chunk of n of
+  // them: scaled = (x - largest) / temperature and powers = e^scaled, [kLogitChunk] each; -inf and
+  // 0 behind n.
+  void (*largest)(const float* x, int64_t n, float* chunks);
   void (*exp_scaled)(const float* x, int64_t n, float largest, float temperature, float* scaled,
                      float* powers);
 };

@@ -19,7 +19,8 @@ struct Draw {
   uint64_t position;
 };
 
-// Memory that a draw needs; kept from draw to draw.
+// Looks at a row chunk by chunk, at most of them only at their largest logit. Its memory is kept
+// from draw to draw.
 class Sampler {
  public:
   explicit Sampler(const Kernels& kernels) : kernels_(kernels) {}
@@ -28,14 +29,27 @@ class Sampler {
   int64_t sample(const float* logits, int64_t vocab, const Draw& draw);
 
  private:
-  float threshold(const Draw& draw, int64_t vocab);
-  float rank_threshold(const Draw& draw);
-  float nucleus_threshold(double wanted);
-  int64_t race(const Draw& draw, int64_t vocab, float threshold) const;
+  // A chunk's (logit - largest) / temperature, and e^ that.
+  struct Chunk {
+    float scaled[kLogitChunk];
+    float powers[kLogitChunk];
+  };
+
+  int64_t num_chunks() const { return static_cast<int64_t>(chunks_.size()); }
+  void expand(int64_t index, Chunk& chunk) const;
+  float threshold();
+  void keep_likeliest(float bound);
+  double keep_above(float bound, float nucleus);
+  float nucleus_threshold(double wanted) const;
+  int64_t race(float threshold) const;
 
   const Kernels& kernels_;
-  std::vector<float> scaled_, powers_;  // [vocab]: (logit - largest) / temperature, and e^ that
-  std::vector<float> kept_;             // scaled logits that the filters have left so far
+  const float* logits_ = nullptr;
+  int64_t vocab_ = 0;
+  float largest_ = 0;
+  Draw draw_{};
+  std::vector<float> chunks_;  // each chunk's largest scaled logit
+  std::vector<float> kept_;    // scaled logits that the filters have left so far
 };
 
 }  // namespace quire

@@ -1,4 +1,4 @@
-// Over a whole row of logits, for the sampler.
+// Over a row of logits, for the sampler.
 #pragma once
 
 #include "kernels.h"
@@ -6,40 +6,40 @@
 
 namespace quire::QUIRE_ISA {
 
-// NaN if there is one.
-inline float largest(const float* x, int64_t n) {
-  f32x16 most = splat(-__builtin_inff()), nan{};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    const f32x16 v = load<f32x16>(x + i);
-    most = max(v, most);
-    nan = v == v ? nan : v;
+// Of up to kLogitChunk logits; NaN if there is one.
+inline float largest_of_chunk(const float* x, int64_t n) {
+  float most = -__builtin_inff();
+  if (n == kLogitChunk) {
+    f32x16 v[4], nan{};
+    for (int i = 0; i < 4; ++i) {
+      v[i] = load<f32x16>(x + i * kLanes);
+      nan = v[i] == v[i] ? nan : v[i];
+    }
+    most = reduce_max(max(max(v[0], v[1]), max(v[2], v[3])));
+    const float poison = reduce_add(nan);
+    return poison == poison ? most : poison;
   }
-  float found = reduce_max(most);
-  for (; i < n; ++i) {
+  for (int64_t i = 0; i < n; ++i) {
     if (x[i] != x[i]) return x[i];
-    found = x[i] > found ? x[i] : found;
+    most = x[i] > most ? x[i] : most;
   }
-  for (int lane = 0; lane < kLanes; ++lane)
-    if (nan[lane] != nan[lane]) return nan[lane];
-  return found;
+  return most;
+}
+
+inline void largest(const float* x, int64_t n, float* chunks) {
+  for (int64_t begin = 0; begin < n; begin += kLogitChunk, ++chunks)
+    *chunks = largest_of_chunk(x + begin, n - begin < kLogitChunk ? n - begin : kLogitChunk);
 }
 
 inline void exp_scaled(const float* x, int64_t n, float largest, float temperature, float* scaled,
                        float* powers) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    const f32x16 v = (load<f32x16>(x + i) - largest) / temperature;
+  float logits[kLogitChunk];
+  for (int64_t i = 0; i < kLogitChunk; ++i) logits[i] = i < n ? x[i] : -__builtin_inff();
+  for (int i = 0; i < kLogitChunk; i += kLanes) {
+    const f32x16 v = (load<f32x16>(logits + i) - largest) / temperature;
     store(scaled + i, v);
     store(powers + i, exp_nonpositive(v));
   }
-  if (i == n) return;
-  float tail[kLanes] = {};
-  std::memcpy(tail, x + i, (n - i) * sizeof(float));
-  const f32x16 v = (load<f32x16>(tail) - largest) / temperature;
-  const f32x16 power = exp_nonpositive(v > 0.0f ? f32x16{} : v);
-  std::memcpy(scaled + i, &v, (n - i) * sizeof(float));
-  std::memcpy(powers + i, &power, (n - i) * sizeof(float));
 }
 
 }  // namespace quire::QUIRE_ISA
