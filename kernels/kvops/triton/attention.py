@@ -57,11 +57,11 @@ def paged_attention(
     parts, maxima, sums = _partials(out, num_splits) if num_splits > 1 else (out, out, out)
     _attend[(num_tiles, num_kv_heads, num_splits)](
         q,
-        *q.stride(),
+        q.stride(),
         kv_layer,
-        *kv_layer.stride(),
+        kv_layer.stride(),
         block_tables,
-        *block_tables.stride(),
+        block_tables.stride(),
         cu_query_lens,
         context_lens,
         parts,
@@ -128,18 +128,11 @@ def _tile(tile, cu_query_lens, num_rows, ROWS: tl.constexpr, TOKENS: tl.constexp
 @triton.jit
 def _attend(
     q,
-    q_token_stride,
-    q_head_stride,
-    q_dim_stride,
+    q_strides,
     kv,
-    kv_block_stride,
-    kv_half_stride,
-    kv_slot_stride,
-    kv_head_stride,
-    kv_dim_stride,
+    kv_strides,
     tables,
-    table_stride,
-    table_entry_stride,
+    table_strides,
     cu_query_lens,
     context_lens,
     out,
@@ -175,6 +168,8 @@ def _attend(
     lines, dims = tl.arange(0, LINES), tl.arange(0, DIMS)
     tokens = first_token + lines // GROUP
     heads = kv_head * GROUP + lines % GROUP
+    q_token_stride, q_head_stride, q_dim_stride = q_strides
+    block_stride, half_stride, slot_stride, head_stride, dim_stride = kv_strides
     is_line = (lines < TOKENS * GROUP) & (tokens < end_token)
     is_dim = dims < HEAD_DIM
     positions = context - end_token + tokens
@@ -197,22 +192,22 @@ def _attend(
         mask=is_line[:, None] & is_dim[None, :],
         other=0.0,
     )
-    table = tables + row.to(tl.int64) * table_stride
+    table = tables + row.to(tl.int64) * table_strides[0]
     largest = tl.full([LINES], float("-inf"), tl.float32)
     total = tl.zeros([LINES], tl.float32)
     values = tl.zeros([LINES, DIMS], tl.float32)
     for begin in range(first_key // KEYS * KEYS, end_key, KEYS):
         keys = begin + tl.arange(0, KEYS)
         is_key = (keys >= first_key) & (keys < end_key)
-        blocks = tl.load(table + keys // BLOCK_SIZE * table_entry_stride, mask=is_key, other=0)
+        blocks = tl.load(table + keys // BLOCK_SIZE * table_strides[1], mask=is_key, other=0)
         places = (
             kv
-            + blocks.to(tl.int64) * kv_block_stride
-            + keys % BLOCK_SIZE * kv_slot_stride
-            + kv_head * kv_head_stride
+            + blocks.to(tl.int64) * block_stride
+            + keys % BLOCK_SIZE * slot_stride
+            + kv_head * head_stride
         )
         k = tl.load(
-            places[None, :] + dims[:, None] * kv_dim_stride,
+            places[None, :] + dims[:, None] * dim_stride,
             mask=is_key[None, :] & is_dim[:, None],
             other=0.0,
         )
@@ -225,7 +220,7 @@ def _attend(
         weights = tl.exp2(scores - base[:, None])
         kept = tl.exp2(largest - base)
         v = tl.load(
-            places[:, None] + kv_half_stride + dims[None, :] * kv_dim_stride,
+            places[:, None] + half_stride + dims[None, :] * dim_stride,
             mask=is_key[:, None] & is_dim[None, :],
             other=0.0,
         )

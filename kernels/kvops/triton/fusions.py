@@ -16,13 +16,13 @@ def store_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> No
     num_tokens, num_kv_heads, head_dim = k.shape
     _store_kv[(num_tokens,)](
         kv_layer,
-        *kv_layer.stride(),
+        kv_layer.stride(),
         k,
-        *k.stride(),
+        k.stride(),
         v,
-        *v.stride(),
+        v.stride(),
         slot_mapping,
-        *slot_mapping.stride(),
+        slot_mapping.stride(),
         HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=kv_layer.shape[2],
@@ -33,47 +33,36 @@ def store_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> No
 @triton.jit
 def _store_kv(
     kv,
-    kv_block_stride,
-    kv_half_stride,
-    kv_slot_stride,
-    kv_head_stride,
-    kv_dim_stride,
+    kv_strides,
     k,
-    k_token_stride,
-    k_head_stride,
-    k_dim_stride,
+    k_strides,
     v,
-    v_token_stride,
-    v_head_stride,
-    v_dim_stride,
+    v_strides,
     slots,
-    slot_stride,
+    slots_strides,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token * slot_stride).to(tl.int64)
+    slot = tl.load(slots + token * slots_strides[0]).to(tl.int64)
     if slot < 0:
         return
     i = tl.arange(0, WIDTH)
     heads, dims, is_value = i // HEAD_DIM, i % HEAD_DIM, i < HEADS * HEAD_DIM
-    key = tl.load(
-        k + token * k_token_stride + heads * k_head_stride + dims * k_dim_stride, is_value
-    )
-    value = tl.load(
-        v + token * v_token_stride + heads * v_head_stride + dims * v_dim_stride, is_value
-    )
+    key = k + token * k_strides[0] + heads * k_strides[1] + dims * k_strides[2]
+    value = v + token * v_strides[0] + heads * v_strides[1] + dims * v_strides[2]
+    block_stride, half_stride, slot_stride, head_stride, dim_stride = kv_strides
     place = (
         kv
-        + slot // BLOCK_SIZE * kv_block_stride
-        + slot % BLOCK_SIZE * kv_slot_stride
-        + heads * kv_head_stride
-        + dims * kv_dim_stride
+        + slot // BLOCK_SIZE * block_stride
+        + slot % BLOCK_SIZE * slot_stride
+        + heads * head_stride
+        + dims * dim_stride
     )
-    tl.store(place, key, is_value)
-    tl.store(place + kv_half_stride, value, is_value)
+    tl.store(place, tl.load(key, is_value), is_value)
+    tl.store(place + half_stride, tl.load(value, is_value), is_value)
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -85,11 +74,11 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     sums = tokens if residual is None else residual.view(-1, size)
     _rms_norm[(len(tokens),)](
         tokens,
-        *tokens.stride(),
+        tokens.stride(),
         sums,
-        *sums.stride(),
+        sums.stride(),
         weight,
-        *weight.stride(),
+        weight.stride(),
         out,
         eps,
         SIZE=size,
@@ -102,13 +91,11 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 @triton.jit
 def _rms_norm(
     x,
-    x_token_stride,
-    x_dim_stride,
+    x_strides,
     residual,
-    residual_token_stride,
-    residual_dim_stride,
+    residual_strides,
     weight,
-    weight_stride,
+    weight_strides,
     out,
     eps,
     SIZE: tl.constexpr,
@@ -117,10 +104,10 @@ def _rms_norm(
 ):
     token, dims = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     inside = dims < SIZE
-    values = tl.load(x + token * x_token_stride + dims * x_dim_stride, inside, other=0.0)
+    values = tl.load(x + token * x_strides[0] + dims * x_strides[1], inside, other=0.0)
     wide = values.to(tl.float32)
     if ADD:
-        place = residual + token * residual_token_stride + dims * residual_dim_stride
+        place = residual + token * residual_strides[0] + dims * residual_strides[1]
         wide += tl.load(place, inside, other=0.0).to(tl.float32)
         total = wide.to(residual.dtype.element_ty)
         tl.store(place, total, inside)
@@ -128,7 +115,7 @@ def _rms_norm(
             tl.float32
         )  # the norm is that of the rounded sum, which the next layer adds to
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-    weights = tl.load(weight + dims * weight_stride, inside, other=0.0).to(tl.float32)
+    weights = tl.load(weight + dims * weight_strides[0], inside, other=0.0).to(tl.float32)
     tl.store(out + token * SIZE + dims, (wide * scale * weights).to(out.dtype.element_ty), inside)
 
 
@@ -137,13 +124,13 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     half = head_dim // 2
     _rope[(num_tokens,)](
         q,
-        *q.stride(),
+        q.stride(),
         k,
-        *k.stride(),
+        k.stride(),
         cos,
-        *cos.stride(),
+        cos.stride(),
         sin,
-        *sin.stride(),
+        sin.stride(),
         HEADS=num_heads,
         KV_HEADS=k.shape[1],
         HALF=half,
@@ -156,19 +143,13 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 @triton.jit
 def _rope(
     q,
-    q_token_stride,
-    q_head_stride,
-    q_dim_stride,
+    q_strides,
     k,
-    k_token_stride,
-    k_head_stride,
-    k_dim_stride,
+    k_strides,
     cos,
-    cos_token_stride,
-    cos_dim_stride,
+    cos_strides,
     sin,
-    sin_token_stride,
-    sin_dim_stride,
+    sin_strides,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -177,12 +158,10 @@ def _rope(
     WIDTH: tl.constexpr,
 ):
     token, dims = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    c = tl.load(cos + token * cos_token_stride + dims * cos_dim_stride, dims < HALF)
-    s = tl.load(sin + token * sin_token_stride + dims * sin_dim_stride, dims < HALF)
-    _turn(q + token * q_token_stride, q_head_stride, q_dim_stride, c, s, HEADS, ALL_HEADS, HALF)
-    _turn(
-        k + token * k_token_stride, k_head_stride, k_dim_stride, c, s, KV_HEADS, ALL_KV_HEADS, HALF
-    )
+    c = tl.load(cos + token * cos_strides[0] + dims * cos_strides[1], dims < HALF)
+    s = tl.load(sin + token * sin_strides[0] + dims * sin_strides[1], dims < HALF)
+    _turn(q + token * q_strides[0], q_strides[1], q_strides[2], c, s, HEADS, ALL_HEADS, HALF)
+    _turn(k + token * k_strides[0], k_strides[1], k_strides[2], c, s, KV_HEADS, ALL_KV_HEADS, HALF)
 
 
 @triton.jit
@@ -210,7 +189,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     num_tokens, size = gate.shape
     _silu_mul[(num_tokens, triton.cdiv(size, _SILU_WIDTH))](
-        gate, *gate.stride(), up, *up.stride(), out, size, WIDTH=_SILU_WIDTH
+        gate, gate.stride(), up, up.stride(), out, size, WIDTH=_SILU_WIDTH
     )
     return out
 
@@ -218,11 +197,9 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 @triton.jit
 def _silu_mul(
     gate,
-    gate_token_stride,
-    gate_dim_stride,
+    gate_strides,
     up,
-    up_token_stride,
-    up_dim_stride,
+    up_strides,
     out,
     size,
     WIDTH: tl.constexpr,
@@ -230,7 +207,7 @@ def _silu_mul(
     token = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = dims < size
-    g = tl.load(gate + token * gate_token_stride + dims * gate_dim_stride, inside).to(tl.float32)
-    u = tl.load(up + token * up_token_stride + dims * up_dim_stride, inside).to(tl.float32)
+    g = tl.load(gate + token * gate_strides[0] + dims * gate_strides[1], inside).to(tl.float32)
+    u = tl.load(up + token * up_strides[0] + dims * up_strides[1], inside).to(tl.float32)
     silu = g / (1.0 + tl.exp(-g))
     tl.store(out + token * size + dims, (silu * u).to(out.dtype.element_ty), inside)
