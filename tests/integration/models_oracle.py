@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, count, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import kvops
 from bench.make_checkpoint import CheckpointSpec
+from kvops.native import Lane
 from services.common.ticket import SamplingParams
 from services.engine.batch import Draw, Row
 from services.engine.models import load_model
@@ -153,8 +154,15 @@ class Rig(Runner):
         num_blocks: int,
         backend: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        *,
+        quantize: Literal["int8"] | None = None,
+        cache: Path | None = None,
+        num_threads: int = 1,
     ) -> None:
-        model = load_model(directory, dtype, kvops.backend(backend))
+        ops = kvops.backend(backend)
+        if ops.native is not None:
+            ops.native.assign([Lane()] * num_threads)
+        model = load_model(directory, dtype, ops, quantize=quantize, cache=cache)
         c = model.config
         shape = (num_blocks, c.num_layers, 2, block_size, c.num_kv_heads, c.head_dim)
         self.arena = torch.full(shape, float("nan"), dtype=dtype)

@@ -11,6 +11,7 @@ import xxhash
 from torch import Tensor
 
 from kvops.native import PACKING, Kind, Layer, NativeCpu, PackedLinear, Shape, aligned, packed_bytes
+from services.common.errors import StartupError
 from services.common.text.model_config import ModelConfig
 from services.engine.batch import Draw
 from services.engine.models.layout import (
@@ -101,7 +102,8 @@ def load_fused(
 ) -> FusedModel:
     """`cache`: where packed weights are kept; None: in memory of this process alone.
 
-    StartupError: as `load_model`, or nothing can be written to the cache.
+    StartupError: as `load_model`, a shape that the kernels do not know, or nothing can be written to
+    the cache.
     """
     config = ModelConfig.from_directory(directory)
     weights = load_weights(directory, weight_shapes(config), None, ignored_weights(config))
@@ -119,7 +121,10 @@ def load_fused(
     else:
         memories, digest = _cached(directory, config, kind, cache, sizes, fill)
     packed = {s.name: _packed(s, kind, memories[s.name], weights) for s in sections}
-    return FusedModel(config, dtype, cpu, weights, packed, digest)
+    try:
+        return FusedModel(config, dtype, cpu, weights, packed, digest)
+    except ValueError as error:
+        raise StartupError(f"{directory}: {error}") from error
 
 
 def _cached(
@@ -134,7 +139,7 @@ def _cached(
     origin = _origin(directory, config, kind)
 
     def is_current(facts: Facts) -> bool:
-        return bool(facts["origin"] == origin)
+        return bool(facts.get("origin") == origin)
 
     def make() -> tuple[Facts, Mapping[str, int], Fill]:
         return {"origin": origin, "weights_digest": weights_digest(directory)}, sizes, fill
