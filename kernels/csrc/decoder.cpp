@@ -4,12 +4,13 @@
 #include <cmath>
 #include <cstring>
 
+#include "attention_split.h"
+#include "split.h"
+
 namespace quire {
 namespace {
 
 constexpr int64_t kTokensAtOnce = 8;  // of a loop over tokens
-constexpr int64_t kPanelsAtOnce = 4;  // of a linear
-constexpr int kQueriesAtOnce = 64;    // of one row's attention
 
 float widened(const void* from, Dtype dtype, int64_t i) {
   if (dtype == Dtype::f32) return static_cast<const float*>(from)[i];
@@ -65,14 +66,19 @@ Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
 
 // Longest first, so that no lane starts a long piece when the others are done.
 void Decoder::split(const Batch& batch) {
+  AttentionCall call{};
+  call.num_heads = shape_.num_heads;
+  call.num_kv_heads = shape_.num_kv_heads;
+  const int most = attention_queries(call);
   queries_.clear();
   for (int64_t row = 0; row < batch.num_rows; ++row) {
     const int size = batch.cu_query_lens[row + 1] - batch.cu_query_lens[row];
-    for (int end = size; end > 0; end -= kQueriesAtOnce)
-      queries_.push_back({static_cast<int>(row), std::max(0, end - kQueriesAtOnce), end});
+    for (int end = size; end > 0; end -= most)
+      queries_.push_back({static_cast<int>(row), std::max(0, end - most), end});
   }
   const auto cost = [&](const Queries& q) {
-    return static_cast<int64_t>(q.end - q.begin) * batch.context_lens[q.row];
+    const int size = batch.cu_query_lens[q.row + 1] - batch.cu_query_lens[q.row];
+    return static_cast<int64_t>(q.end - q.begin) * (batch.context_lens[q.row] - size + q.end);
   };
   std::stable_sort(queries_.begin(), queries_.end(),
                    [&](const Queries& a, const Queries& b) { return cost(a) > cost(b); });
@@ -209,7 +215,7 @@ void Decoder::linear(Lane& lane, const Linear& weights, const Activations& x, in
                      Epilogue epilogue, void* out, int64_t out_stride) {
   const LinearCall call{&weights, x, epilogue, out, out_stride};
   const int64_t num_panels = round_up(weights.n, kPanel) / kPanel;
-  lane.loop(num_panels, kPanelsAtOnce,
+  lane.loop(num_panels, linear_grain(num_panels, m, pool_.num_lanes()),
             [&](int64_t begin, int64_t end) { kernels_.linear(call, begin, end, 0, m); });
 }
 
@@ -270,7 +276,7 @@ void Decoder::sample(const float* hidden, int64_t m, const Draw* draws, int64_t*
 void Decoder::best(const float* hidden, int64_t m, Best* out) {
   const Buffers b = head_buffers(m);
   const int64_t num_panels = round_up(head_->n, kPanel) / kPanel;
-  const int64_t grain = std::max<int64_t>(kPanelsAtOnce, num_panels / 256);
+  const int64_t grain = linear_grain(num_panels, m, pool_.num_lanes());
   const int64_t num_parts = (num_panels + grain - 1) / grain;
   auto* parts = static_cast<Best*>(bests_.get(num_parts * m * sizeof(Best)));
   pool_.run([&](Lane& lane) {
