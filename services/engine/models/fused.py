@@ -102,8 +102,8 @@ def load_fused(
 ) -> FusedModel:
     """`cache`: where packed weights are kept; None: in memory of this process alone.
 
-    StartupError: as `load_model`, a shape that the kernels do not know, or nothing can be written to
-    the cache.
+    StartupError: as `load_model`, a shape that the kernels do not know, or nothing can be written
+    to the cache.
     """
     config = ModelConfig.from_directory(directory)
     weights = load_weights(directory, weight_shapes(config), None, ignored_weights(config))

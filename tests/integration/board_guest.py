@@ -1,0 +1,63 @@
+"""Another worker of the host: a process with a seat on the board."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from services.common.board import Seat
+
+LIMIT_S = 30.0
+
+_GUEST = """
+import sys
+from pathlib import Path
+from services.common.board import Board
+
+board = Board(Path(sys.argv[1]))
+print(board.sit_down(sys.argv[2], sys.argv[3]).index, flush=True)
+for line in sys.stdin:
+    board.set_busy(line == "busy\\n")
+    print("done", flush=True)
+board.leave()
+"""
+
+
+class Guest:
+    """Sits from its construction on, until it leaves or is killed."""
+
+    def __init__(self, board: Path, role: str, worker_id: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _GUEST, str(board), role, worker_id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.seat = Seat(worker_id, role, int(self._read()))
+
+    def set_busy(self, busy: bool) -> None:
+        assert self._process.stdin is not None
+        print("busy" if busy else "idle", file=self._process.stdin, flush=True)
+        self._read()
+
+    def leave(self) -> None:
+        self._process.communicate(timeout=LIMIT_S)
+
+    def kill(self) -> None:
+        """Kill -9, and wait until it is gone."""
+        self._process.kill()
+        self._process.communicate(timeout=LIMIT_S)
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+
+@contextmanager
+def guest(board: Path, role: str, worker_id: str) -> Iterator[Guest]:
+    sitting = Guest(board, role, worker_id)
+    try:
+        yield sitting
+    finally:
+        sitting.kill()
