@@ -3,11 +3,12 @@
     python -m bench.gpu_check tokens [--backend triton] [--device cuda]
     python -m bench.gpu_check bandwidth [--backend triton]
 
-`tokens`: greedy tokens in fp32 must be those of the reference, and logits in bf16 within 3 % of
-their spread (root mean square; the CPU's own bf16 is at 2 %); of a model without and of one with a
-sliding window; prompts in one piece, in chunks, and decoded in one batch. Exit status 1 if not.
-flash-attn has no fp32: there the logits are all. On the CPU (`--device cpu`, TRITON_INTERPRET=1)
-Triton's interpreter computes: no bf16, and little of everything, since it takes its time.
+`tokens`: tokens in fp32, greedy and sampled, must be those of the reference, and logits in bf16
+within 3 % of their spread (root mean square; the CPU's own bf16 is at 2 %); of a model without and
+of one with a sliding window; prompts in one piece, in chunks, and decoded in one batch. Exit status
+1 if not. flash-attn has no fp32: there the logits are all. On the CPU (`--device cpu`,
+TRITON_INTERPRET=1) Triton's interpreter computes: no bf16, and little of everything, since it takes
+its time.
 
 `bandwidth`: bytes of keys and values per second in decode, beside what copying a gigabyte within
 the GPU's memory reaches, and arithmetic per second in prefill.
@@ -44,9 +45,9 @@ SPECS = {
     ),
 }
 BF16_ERROR = 0.03
-GREEDY = Draw(
-    SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=64), 0
-)
+GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=64)
+DRAWS = (Draw(GREEDY, 0), Draw(replace(GREEDY, temperature=1.0, top_p=0.95, seed=7), 0))
+"""Of the prompts in turn."""
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 DECODE_SHAPES = ((1, 1024), (1, 32768), (8, 4096), (64, 1024), (64, 8192), (256, 2048))
@@ -95,7 +96,7 @@ class Engine:
         pool = KVPool.private(layout, self._num_blocks * len(load.prompts), device)
         self._runner = Runner(model, pool.kv, block_size)
 
-    def greedy(self, chunk: int) -> list[list[int]]:
+    def tokens(self, chunk: int) -> list[list[int]]:
         """Each prompt computed alone, in chunks, then all decoded together."""
         sequences = [list(prompt) for prompt in self._load.prompts]
         for i, prompt in enumerate(self._load.prompts):
@@ -118,7 +119,7 @@ class Engine:
 
     def _row(self, i: int, token_ids: Sequence[int], start: int) -> Row:
         first = i * self._num_blocks
-        return Row(token_ids, start, range(first, first + self._num_blocks), 0, GREEDY)
+        return Row(token_ids, start, range(first, first + self._num_blocks), 0, DRAWS[i % 2])
 
 
 def _drawn(token: int | None) -> int:
@@ -167,12 +168,12 @@ def check_tokens(backend_name: str, device: str) -> bool:
 
 
 def _same_tokens(name: str, here: Engine, there: Engine, load: Load) -> bool:
-    wanted = here.greedy(load.longest)
+    wanted = here.tokens(load.longest)
     good = True
     for chunk in (load.longest, load.chunk):
-        same = there.greedy(chunk) == wanted
+        same = there.tokens(chunk) == wanted
         good &= same
-        print(f"{name}, fp32, chunks of {chunk}: greedy tokens {'equal' if same else 'DIFFER'}")
+        print(f"{name}, fp32, chunks of {chunk}: tokens {'equal' if same else 'DIFFER'}")
     return good
 
 
