@@ -19,8 +19,11 @@ namespace quire::QUIRE_ISA {
 
 inline constexpr int kVectors = kPanel / kWide;  // of a panel's step
 
-// As many rows as the register file has room for, beside a step's weights and one activation.
-inline constexpr int kTileRows = kWide == 16 ? 12 : kWide == 8 ? 3 : 2;
+// As many rows as the register file has room for, beside a step's weights and one activation (of
+// 16 registers, what has more than one operation a step may spill some).
+inline constexpr int tile_rows(WeightKind kind) {
+  return kWide == 16 ? 12 : kWide == 8 && kind != WeightKind::f32 ? 4 : 3;
+}
 
 inline constexpr int64_t kStepBytes = 4 * kPanel;  // of a panel
 inline constexpr int64_t kCacheLine = 64;
@@ -88,7 +91,8 @@ inline void compute_panel(const LinearCall& call, int64_t panel, bool is_first, 
 
   // Tiles of equal size: a tile of few rows waits for its own sums.
   const int64_t num_rows = row_end - row_begin;
-  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  constexpr int kRows = tile_rows(kind);
+  const int64_t num_tiles = (num_rows + kRows - 1) / kRows;
   // Nobody has fetched the first panel: its first tile streams it as if it were the only one.
   const int64_t num_streaming = num_tiles == 1 || is_first ? 1 : 0;
   const int64_t num_fetching = num_tiles - num_streaming;
@@ -108,7 +112,7 @@ inline void compute_panel(const LinearCall& call, int64_t panel, bool is_first, 
       tile.fetched += num_steps * (kStepBytes + (i - num_streaming) * tile.fetched_step);
     }
     const int64_t end = row_begin + num_rows * (i + 1) / num_tiles;
-    compute_rows<kind, kTileRows>(call, tile, row, panel, end - row);
+    compute_rows<kind, kRows>(call, tile, row, panel, end - row);
     row = end;
   }
 }

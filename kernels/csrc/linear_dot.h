@@ -5,6 +5,10 @@
 #include "kernels.h"
 #include "simd.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace quire::QUIRE_ISA {
 
 #if defined(__AVX512F__)
@@ -38,6 +42,8 @@ inline vi32 multiply_pairs(vi16 a, vi16 b) {
   return (vi32)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
   return (vi32)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (vi32)_mm_madd_epi16((__m128i)a, (__m128i)b);
 #else
   const vi32 x = (vi32)a, y = (vi32)b;
   return (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
