@@ -43,14 +43,21 @@ class Backend:
 
     def numerics(self, dtype: torch.dtype) -> dict[str, str]:
         """All that the last bits of a result depend on; workers that share a pool agree in it."""
-        native = {"isa": self.native.isa, "kernels": NUMERICS} if self.native else {}
         return {
             "backend": self.name,
             "dtype": str(dtype).removeprefix("torch."),
-            "isa": torch.backends.cpu.get_cpu_capability(),
+            "isa": self._processor(),
             "torch": torch.__version__,
-            **native,
+            **({"kernels": NUMERICS} if self.native else {}),
         }
+
+    def _processor(self) -> str:
+        """The instruction set or the GPU that computes."""
+        if self.native is not None:
+            return self.native.isa
+        if self.name in ("triton", "flash") and torch.cuda.is_available():
+            return torch.cuda.get_device_name()
+        return torch.backends.cpu.get_cpu_capability()
 
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Writes `kv_layer`: token t's key and value go to slot `slot_mapping[t]`, -1: nowhere.

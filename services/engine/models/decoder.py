@@ -87,7 +87,7 @@ class ComposedModel:
         return self.ops.linear(hidden, self._head).float()
 
     def sample(self, hidden: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
-        return sample(self.logits(hidden), draws, positions)
+        return sample(self.logits(hidden).cpu(), draws, positions)
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         values, token_ids = self.logits(hidden).max(dim=-1)
