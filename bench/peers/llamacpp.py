@@ -5,6 +5,7 @@ they are (bfloat16), or as Q8_0 (int8 in blocks of 32, a scale each).
 """
 
 import os
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ class LlamaCpp:
             tar.extractall(downloads, filter="data")
         tree = downloads / archive.name.removesuffix(".tar.gz") / "vendor" / "llama.cpp"
         tree.rename(self._source)
+        shutil.rmtree(downloads)
 
     def _compile(self) -> None:
         cmake = str(self._environment.path / "bin" / "cmake")

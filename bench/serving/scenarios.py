@@ -51,6 +51,10 @@ async def poisson(
     return records
 
 
+_ENDLESS = 2048
+"""Tokens of streams that are cancelled: more than they can decode until then."""
+
+
 @dataclass(frozen=True, slots=True)
 class Interference:
     """What streams that decode feel of a long prompt. Seconds."""
@@ -74,9 +78,8 @@ async def interference(
     """`long` arrives when each of `short` has decoded `quiet_tokens`; they decode until it has its
     first token, and a little more. RequestFailed: one of them failed."""
     records = [Record() for _ in short]
-    # More than they can decode until then: they are cancelled at the end.
     streams = [
-        asyncio.create_task(observe(target, prompt, 2048, record))
+        asyncio.create_task(observe(target, prompt, _ENDLESS, record))
         for prompt, record in zip(short, records, strict=True)
     ]
     try:
@@ -110,12 +113,13 @@ def worst_gap_s(record: Record, began: float, ended: float) -> float:
     )
 
 
-async def _reached(records: Sequence[Record], num_tokens: int, since: float = 0.0) -> None:
-    """Returns when each has so many arrivals after `since`. RequestFailed: one failed."""
+async def _reached(records: Sequence[Record], count: int, since: float = 0.0) -> None:
+    """Returns when each has so many arrivals after `since`. RequestFailed: one failed or
+    ended."""
     for record in records:
-        while sum(arrival.at > since for arrival in record.arrivals) < num_tokens:
-            if record.error:
-                raise RequestFailed(record.error)
+        while sum(arrival.at > since for arrival in record.arrivals) < count:
+            if record.error or record.num_tokens == _ENDLESS:
+                raise RequestFailed(record.error or "a stream ended before the long prompt did")
             await asyncio.sleep(0.001)
 
 

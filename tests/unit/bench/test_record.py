@@ -19,6 +19,14 @@ def test_latencies_are_of_arrivals() -> None:
     assert seen.num_tokens == 5
 
 
+def test_what_waited_for_a_slow_client_came_together() -> None:
+    """A client that got no CPU for a while reads several messages in microseconds: no gaps."""
+    seen = Record(0.0)
+    for now in (1.0, 1.00001, 1.00009, 1.002, 1.00201):
+        seen.add(1, now)
+    assert seen.arrivals == [Arrival(1.0, 3), Arrival(1.002, 2)]
+
+
 def test_decode_is_measured_while_all_streams_decode() -> None:
     """From 2.0, when the second has its first token, to 5.0, when the first has its last: 3 tokens
     of the first and 2 + 1 of the second."""
