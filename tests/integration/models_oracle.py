@@ -159,10 +159,10 @@ class Rig(Runner):
         cache: Path | None = None,
         num_threads: int = 1,
     ) -> None:
-        ops = kvops.backend(backend)
-        if ops.native is not None:
-            ops.native.assign([Lane()] * num_threads)
-        model = load_model(directory, dtype, ops, quantize=quantize, cache=cache)
+        self.ops = kvops.backend(backend)
+        if self.ops.native is not None:
+            self.ops.native.assign([Lane()] * num_threads)
+        model = load_model(directory, dtype, self.ops, quantize=quantize, cache=cache)
         c = model.config
         shape = (num_blocks, c.num_layers, 2, block_size, c.num_kv_heads, c.head_dim)
         self.arena = torch.full(shape, float("nan"), dtype=dtype)
