@@ -153,10 +153,10 @@ struct Kernels {
   // One linear over panels [panel_begin, panel_end) and rows [row_begin, row_end).
   void (*linear)(const LinearCall&, int64_t panel_begin, int64_t panel_end, int64_t row_begin,
                  int64_t row_end);
-  // Weights [N, K] (row-major, `stride` elements apart) into panels [panel_begin, panel_end).
-  // `source` is f32 or bf16; int8 fills scales and sums too: scale = largest |w| / 127.
-  void (*pack)(const Linear&, const void* source, Dtype source_dtype, int64_t stride,
-               int64_t panel_begin, int64_t panel_end);
+  // Weights into panels [panel_begin, panel_end): row n is the K values, f32 or bf16, at rows[n],
+  // zeros where that is null. int8 fills scales and sums too: scale = largest |w| / 127.
+  void (*pack)(const Linear&, const void* const* rows, Dtype dtype, int64_t panel_begin,
+               int64_t panel_end);
 
   // Queries [query_begin, query_end) of row `row` (counted from the row's first) of all query heads
   // of key/value head `kv_head`; `scratch` has `attention_scratch` bytes, 64-byte aligned.

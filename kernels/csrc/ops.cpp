@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -22,17 +23,17 @@ class Ops {
  public:
   Ops(const std::string& isa, ThreadPool& pool) : kernels_(kernels_called(isa)), pool_(pool) {}
 
-  void pack(PackedLinear& target, Array weight) {
-    check_rank(weight, 2, "weight");
+  // Outputs [first, first + n) of the weights, joined as `Outputs` says, into the n of `target`.
+  void pack(PackedLinear& target, const std::vector<Array>& weights, int64_t turn, int64_t first) {
     const Linear& linear = target.get();
-    require(static_cast<int64_t>(weight.shape(0)) == linear.n &&
-                static_cast<int64_t>(weight.shape(1)) == linear.k,
-            "weight is not [n, k]");
-    const Dtype dtype = float_type(weight, "weight");
+    const Outputs outputs(weights, turn);
+    const auto num_rows = static_cast<int64_t>(outputs.rows.size());
+    require(outputs.k == linear.k && first >= 0 && first + linear.n <= num_rows,
+            "weights are not [n, k]");
     nb::gil_scoped_release free;
     pool_.run([&](ThreadPool::Lane& lane) {
       lane.loop(target.num_panels(), 4, [&](int64_t begin, int64_t end) {
-        kernels_.pack(linear, weight.data(), dtype, weight.stride(0), begin, end);
+        kernels_.pack(linear, outputs.rows.data() + first, outputs.dtype, begin, end);
       });
     });
   }
@@ -251,7 +252,7 @@ void bind_ops(nb::module_& m) {
   nb::class_<Ops>(m, "Ops")
       .def(nb::init<const std::string&, ThreadPool&>(), "isa"_a, "pool"_a, nb::keep_alive<1, 3>())
       .def_prop_ro("name", &Ops::name)
-      .def("pack", &Ops::pack, "target"_a, "weight"_a)
+      .def("pack", &Ops::pack, "target"_a, "weights"_a, "turn"_a = 0, "first"_a = 0)
       .def("linear", &Ops::linear, "x"_a, "weights"_a, "out"_a)
       .def("argmax", &Ops::argmax, "x"_a, "weights"_a, "values"_a, "indices"_a)
       .def("attention", &Ops::attention, "q"_a, "kv_layer"_a, "block_tables"_a, "cu_query_lens"_a,

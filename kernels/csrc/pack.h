@@ -79,14 +79,15 @@ inline void transpose(const uint32_t (&from)[kPanel][kPackedSteps],
 }
 
 template <typename Source>
-inline void pack_panel(const Linear& linear, const Source* source, int64_t stride, int64_t panel) {
+inline void pack_panel(const Linear& linear, const void* const* sources, int64_t panel) {
   const int64_t group = group_of(linear.kind);
   const int64_t num_steps = (linear.k + group - 1) / group;
   auto* to = static_cast<uint32_t*>(const_cast<void*>(linear.panels)) + panel * num_steps * kPanel;
   PackedRow<Source> rows[kPanel];
   for (int64_t i = 0; i < kPanel; ++i) {
     const int64_t n = panel * kPanel + i;
-    rows[i] = {source + n * stride, n < linear.n ? linear.k : 0, 0.0f, i32x16{}};
+    const void* source = n < linear.n ? sources[n] : nullptr;
+    rows[i] = {static_cast<const Source*>(source), source ? linear.k : 0, 0.0f, i32x16{}};
     if (linear.kind == WeightKind::int8)
       rows[i].scale = largest_of(rows[i].values, rows[i].k) / 127.0f;
   }
@@ -107,13 +108,13 @@ inline void pack_panel(const Linear& linear, const Source* source, int64_t strid
   }
 }
 
-inline void pack(const Linear& linear, const void* source, Dtype dtype, int64_t stride,
-                 int64_t panel_begin, int64_t panel_end) {
+inline void pack(const Linear& linear, const void* const* rows, Dtype dtype, int64_t panel_begin,
+                 int64_t panel_end) {
   for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
     if (dtype == Dtype::f32)
-      pack_panel(linear, static_cast<const float*>(source), stride, panel);
+      pack_panel<float>(linear, rows, panel);
     else
-      pack_panel(linear, static_cast<const uint16_t*>(source), stride, panel);
+      pack_panel<uint16_t>(linear, rows, panel);
   }
 }
 

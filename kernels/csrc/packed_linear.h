@@ -40,4 +40,15 @@ class PackedLinear {
   std::vector<float> bias_;
 };
 
+// The outputs of a linear that is made of several weights [n_i, K]: the address of each one's row.
+// They take turns by `turn` rows, null behind the end of one; 0: each whole, one after another.
+// std::invalid_argument: they differ in K or dtype.
+struct Outputs {
+  Outputs(const std::vector<Array>& weights, int64_t turn);
+
+  std::vector<const void*> rows;
+  Dtype dtype;
+  int64_t k;
+};
+
 }  // namespace quire

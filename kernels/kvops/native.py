@@ -6,7 +6,7 @@ compute, weights in panels, and a decoder in one call.
     cpu.ops.linear(x, weights, out)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,6 +47,8 @@ NUMERICS = "1"
 """Of what the kernels compute, down to the last bit: another order of sums, another number."""
 
 _ALIGNMENT = 64
+_PANEL = 32
+_PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +84,36 @@ class NativeCpu:
     def pack(self, kind: Kind, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """Weights [N, K] fp32 or bf16 in memory of their own."""
         n, k = weight.shape
-        return self.pack_into(aligned(packed_bytes(kind, n, k)), kind, weight, bias)
-
-    def pack_into(
-        self, memory: Tensor, kind: Kind, weight: Tensor, bias: Tensor | None = None
-    ) -> PackedLinear:
-        """Fills `memory`, uint8 [packed_bytes], with the panels of `weight`."""
-        n, k = weight.shape
+        memory = aligned(packed_bytes(kind, n, k))
         packed = PackedLinear(kind, n, k, memory, None if bias is None else bias.float())
-        self.ops.pack(packed, weight)
+        self.ops.pack(packed, [weight])
         return packed
+
+    def packed_pieces(
+        self, kind: Kind, num_outputs: int, weights: Sequence[Tensor], turn: int = 0
+    ) -> Iterator[Tensor]:
+        """The `packed_bytes` of a linear of several weights [n_i, K], all fp32 or all bf16, from
+        front to back, uint8; each piece holds until the next one is asked for.
+
+        `turn`: the weights take turns by so many outputs, zeros behind the end of one; 0: each
+        whole, one after another.
+        """
+        k = weights[0].shape[1]
+        step = max(1, _PIECE_BYTES // packed_bytes(kind, _PANEL, k)) * _PANEL
+        memory = aligned(packed_bytes(kind, min(step, num_outputs), k))
+        scales, sums = [], []
+        for first in range(0, num_outputs, step):
+            n = min(step, num_outputs - first)
+            piece = memory[: packed_bytes(kind, n, k)]
+            self.ops.pack(PackedLinear(kind, n, k, piece), weights, turn, first)
+            if kind == "int8":  # What is behind the panels belongs behind those of all pieces.
+                num_panel_bytes = len(piece) - 2 * 4 * -(-n // _PANEL) * _PANEL
+                piece, values = piece[:num_panel_bytes], piece[num_panel_bytes:].clone()
+                scales.append(values[: len(values) // 2])
+                sums.append(values[len(values) // 2 :])
+            yield piece
+        yield from scales
+        yield from sums
 
     def decoder(
         self,

@@ -9,12 +9,12 @@ made from anything else, half written or changed since is made again. It may be 
 import fcntl
 import json
 import mmap
-import os
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import xxhash
@@ -31,11 +31,19 @@ _DIGEST = slice(8, 16)
 _LENGTH = slice(16, 24)
 _TEXT = 24
 
+_WRITTEN_BYTES = 32 << 20
+_DIGESTED_BYTES = 64 << 20
+_LOCK_INTERVAL_S = 0.05
+
 Facts = Mapping[str, Any]
 """JSON: what a file was made from."""
 
-Fill = Callable[[Mapping[str, Tensor]], None]
-"""Writes every section."""
+Contents = Callable[[str], Iterable[Tensor]]
+"""The bytes of a section, by its name: uint8, from front to back in pieces of any size; each is
+needed until the next one is asked for."""
+
+Progress = Callable[[], None]
+"""Called every now and then by what takes long; what it raises ends that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,73 +57,131 @@ class PackedFile:
 def packed_file(
     path: Path,
     is_current: Callable[[Facts], bool],
-    make: Callable[[], tuple[Facts, Mapping[str, int], Fill]],
+    make: Callable[[], tuple[Facts, Mapping[str, int], Contents]],
+    progress: Progress,
 ) -> PackedFile:
     """The file at `path` if it is whole and current, else a new one: `make` says its facts, the
-    sizes of its sections in bytes, and what fills them.
+    sizes of its sections in bytes, and what is in them.
 
     Of several workers that start at once, one makes it and the others wait. StartupError: there is
-    no room, or no right to write there.
+    no room, or no right to write there. Whatever `progress` raises leaves nothing half made.
     """
+
+    def current() -> PackedFile | None:
+        found = _opened(path, progress)
+        return found if found is not None and is_current(found.facts) else None
+
     try:
+        if (found := current()) is not None:
+            return found
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(path.with_name(f"{path.name}.lock")):
-            found = _opened(path)
-            if found is None or not is_current(found.facts):
-                found = None
-                _write(path, *make())
-                found = _opened(path)
+        with _locked(path.with_name(f"{path.name}.lock"), progress):
+            if (found := current()) is not None:
+                return found
+            _write(path, *make())
+            return _read(_mapped(path))
     except OSError as error:
         raise StartupError(f"packed weights {path}: {error.strerror}") from error
-    if found is None:
-        raise StartupError(f"packed weights {path}: damaged while they were written")
-    return found
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, progress: Progress) -> Iterator[None]:
     with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while not _locks(file.fileno()):
+            progress()
+            time.sleep(_LOCK_INTERVAL_S)
         yield
 
 
-def _opened(path: Path) -> PackedFile | None:
+def _locks(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _opened(path: Path, progress: Progress) -> PackedFile | None:
     """None: it is not there, or not whole."""
     try:
-        with path.open("rb") as file:
-            # Private, so that torch may take it for writable; nobody writes, so nothing is copied.
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except FileNotFoundError:
+        mapped = _mapped(path)
+    except (FileNotFoundError, ValueError):  # An empty file cannot be mapped.
         return None
-    except ValueError:  # An empty file cannot be mapped.
-        return None
-    if mapped[: len(_MAGIC)] != _MAGIC or mapped[_DIGEST] != _digest(mapped):
+    if mapped[: len(_MAGIC)] != _MAGIC or mapped[_DIGEST] != _digest(mapped, progress):
         log.warning("packed_weights_damaged", path=str(path))
         return None
+    return _read(mapped)
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        # Private, so that torch may take it for writable; nobody writes, so nothing is copied.
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _read(mapped: mmap.mmap) -> PackedFile:
     end = _TEXT + int.from_bytes(mapped[_LENGTH], "little")
     header = json.loads(mapped[_TEXT:end])
-    return PackedFile(header["facts"], _views(mapped, _padded(end), header["sections"]))
+    contents = torch.frombuffer(mapped, dtype=torch.uint8)[_padded(end) :]
+    places = header["sections"].items()
+    return PackedFile(
+        header["facts"], {name: contents[at : at + length] for name, (at, length) in places}
+    )
 
 
-def _write(path: Path, facts: Facts, sizes: Mapping[str, int], fill: Fill) -> None:
+def _digest(mapped: mmap.mmap, progress: Progress) -> bytes:
+    """Of all behind the digest's own place."""
+    digest = xxhash.xxh3_64()
+    with memoryview(mapped) as view:
+        for begin in range(_DIGEST.stop, len(view), _DIGESTED_BYTES):
+            with view[begin : begin + _DIGESTED_BYTES] as piece:
+                digest.update(piece)
+            progress()
+    return digest.digest()
+
+
+def _write(path: Path, facts: Facts, sizes: Mapping[str, int], contents: Contents) -> None:
     """Under another name first: a file with its own is whole."""
-    sections = dict(_places(sizes))
-    text = json.dumps({"facts": facts, "sections": sections}).encode()
-    begin = _padded(_TEXT + len(text))
+    text = json.dumps({"facts": facts, "sections": dict(_places(sizes))}).encode()
     unfinished = path.with_name(f"{path.name}.part")
     try:
-        with unfinished.open("w+b") as file:
-            size = begin + sum(_padded(length) for length in sizes.values())
-            os.posix_fallocate(file.fileno(), 0, size)
-            mapped = mmap.mmap(file.fileno(), size)
-        fill(_views(mapped, begin, sections))
-        mapped[_LENGTH] = len(text).to_bytes(8, "little")
-        mapped[_TEXT : _TEXT + len(text)] = text
-        mapped[_DIGEST] = _digest(mapped)
-        mapped[: len(_MAGIC)] = _MAGIC
+        # By writes of 2 MiB and more, which the kernel keeps in huge pages, and many times as fast
+        # as through a mapping, which asks the file system for page after page.
+        with unfinished.open("wb", buffering=_WRITTEN_BYTES) as file:
+            file.write(bytes(_DIGEST.stop))
+            out = _Digesting(file)
+            out.write(len(text).to_bytes(_LENGTH.stop - _LENGTH.start, "little") + text)
+            for name, length in sizes.items():
+                out.pad()
+                begin = out.position
+                for piece in contents(name):
+                    out.write(piece.numpy().data)
+                if out.position != begin + length:
+                    raise ValueError(f"{name} has {out.position - begin} bytes, not {length}")
+            out.pad()
+            file.seek(0)
+            file.write(_MAGIC + out.digest.digest())
         unfinished.rename(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+class _Digesting:
+    """Writes to a file, from behind the digest on."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.position = _DIGEST.stop
+        self.digest = xxhash.xxh3_64()
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self.digest.update(data)
+        self.position += len(data)
+
+    def pad(self) -> None:
+        """To the next page's begin."""
+        self.write(bytes(_padded(self.position) - self.position))
 
 
 def _places(sizes: Mapping[str, int]) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -124,19 +190,6 @@ def _places(sizes: Mapping[str, int]) -> Iterator[tuple[str, tuple[int, int]]]:
     for name, length in sizes.items():
         yield name, (offset, length)
         offset += _padded(length)
-
-
-def _views(
-    mapped: mmap.mmap, begin: int, sections: Mapping[str, tuple[int, int]]
-) -> dict[str, Tensor]:
-    contents = torch.frombuffer(mapped, dtype=torch.uint8)[begin:]
-    return {name: contents[at : at + length] for name, (at, length) in sections.items()}
-
-
-def _digest(mapped: mmap.mmap) -> bytes:
-    """Of all behind the digest's own place."""
-    with memoryview(mapped) as view, view[_DIGEST.stop :] as contents:
-        return xxhash.xxh3_64_digest(contents)
 
 
 def _padded(num_bytes: int) -> int:

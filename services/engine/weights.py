@@ -4,10 +4,9 @@ A tensor whose file already has the wanted dtype is a view of the mapped file: i
 memory, and all workers of a host share its pages.
 """
 
-import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -19,6 +18,8 @@ from services.common.errors import StartupError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+_DIGESTED_BYTES = 1 << 20
 
 _LOADABLE = (torch.float32, torch.bfloat16, torch.float16)
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
@@ -60,16 +61,19 @@ def load_weights(
     return weights
 
 
-def weights_digest(directory: Path) -> str:
+def weights_digest(directory: Path, progress: Callable[[], None] = lambda: None) -> str:
     """xxh3-128 over every byte of the weight files, in hexadecimal: read once, as fast as the disk,
     or at 20 GB/s from the page cache. StartupError: a file cannot be read."""
     digest = xxhash.xxh3_128()
+    piece = memoryview(bytearray(_DIGESTED_BYTES))
     for path in weight_files(directory):
         try:
             # Length first, so that bytes cannot move from one file to the next unseen.
             digest.update(path.stat().st_size.to_bytes(8, "little"))
-            with path.open("rb") as file:
-                hashlib.file_digest(file, lambda: digest)
+            with path.open("rb", buffering=0) as file:
+                while num_bytes := file.readinto(piece):
+                    digest.update(piece[:num_bytes])
+                    progress()
         except OSError as exc:
             raise StartupError(f"{path}: {exc.strerror}") from exc
     return digest.hexdigest()

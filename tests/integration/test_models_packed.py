@@ -165,7 +165,9 @@ def test_a_file_that_says_nothing_of_its_origin_is_packed_again(
     expected = logits(checkpoint, cache)
     (file,) = packed(cache)
     file.unlink()
-    packed_file(file, lambda facts: True, lambda: ({"age": 7}, {"head": 64}, lambda sections: None))
+    head = torch.zeros(64, dtype=torch.uint8)
+    make = lambda: ({"age": 7}, {"head": 64}, lambda name: [head])  # noqa: E731
+    packed_file(file, lambda facts: True, make, lambda: None)
     assert torch.equal(logits(checkpoint, cache), expected)
 
 

@@ -2,11 +2,9 @@
 wrong."""
 
 import json
-import os
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 
 from services.common.errors import StartupError
-from services.engine.packed_file import Facts, Fill, PackedFile, packed_file
+from services.engine.packed_file import Contents, Facts, PackedFile, packed_file
 
 SIZES = {"first": 5000, "empty": 0, "second": 64}
 FACTS = {"made_of": "rice"}
@@ -31,20 +29,29 @@ class Kitchen:
         self.num_made = 0
 
     def open(self, facts: Facts = FACTS) -> PackedFile:
-        def make() -> tuple[Facts, Mapping[str, int], Fill]:
+        def make() -> tuple[Facts, Mapping[str, int], Contents]:
             self.num_made += 1
-            return facts, SIZES, fill
+            return facts, SIZES, pieces
 
-        return packed_file(self.path, lambda found: found == facts, make)
+        return packed_file(self.path, lambda found: found == facts, make, proceed)
 
     @property
     def files(self) -> list[str]:
         return sorted(path.name for path in self.path.parent.iterdir())
 
 
-def fill(sections: Mapping[str, Tensor]) -> None:
-    for name, section in sections.items():
-        section.copy_(contents(name))
+def proceed() -> None:
+    """Progress that is fine."""
+
+
+def pieces(name: str) -> Iterator[Tensor]:
+    """In one memory, one after another."""
+    memory = torch.empty(1999, dtype=torch.uint8)
+    for begin in range(0, SIZES[name], 1999):
+        piece = contents(name)[begin : begin + 1999]
+        memory[: len(piece)] = piece
+        yield memory[: len(piece)]
+        memory.fill_(99)
 
 
 def contents(name: str) -> Tensor:
@@ -56,7 +63,7 @@ def kitchen(tmp_path: Path) -> Kitchen:
     return Kitchen(tmp_path / "cache" / "qwen3-0.6b")
 
 
-def test_a_file_holds_what_was_filled_in(kitchen: Kitchen) -> None:
+def test_a_file_holds_what_was_written(kitchen: Kitchen) -> None:
     found = kitchen.open()
     assert found.facts == FACTS
     assert found.sections.keys() == SIZES.keys()
@@ -183,42 +190,74 @@ def test_without_the_right_to_write_it_says_where() -> None:
     assert kitchen.num_made == 0
 
 
-def test_a_failure_to_fill_leaves_nothing(kitchen: Kitchen) -> None:
-    def burn(sections: Mapping[str, Tensor]) -> None:
-        raise ZeroDivisionError
+def burn(name: str) -> Iterator[Tensor]:
+    yield contents(name)[:1]
+    raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
-        packed_file(kitchen.path, lambda facts: True, lambda: (FACTS, SIZES, burn))
+
+def spill(name: str) -> Iterator[Tensor]:
+    yield contents(name)
+    yield torch.zeros(1, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("cooking", "error"), [(burn, ZeroDivisionError), (spill, ValueError)], ids=["burnt", "spilt"]
+)
+def test_a_failure_to_fill_leaves_nothing(
+    kitchen: Kitchen, cooking: Contents, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        packed_file(kitchen.path, lambda facts: True, lambda: (FACTS, SIZES, cooking), proceed)
     assert kitchen.files == ["qwen3-0.6b.lock"]
+
+
+class Stop(Exception):
+    pass
+
+
+def stop() -> None:
+    raise Stop
+
+
+def test_who_is_told_to_stop_reads_no_further(kitchen: Kitchen) -> None:
+    kitchen.open()
+    with pytest.raises(Stop):
+        packed_file(kitchen.path, lambda facts: True, lambda: (FACTS, SIZES, pieces), stop)
+    assert kitchen.files == ["qwen3-0.6b", "qwen3-0.6b.lock"]
+
+
+def test_who_is_told_to_stop_does_not_wait_for_another(tmp_path: Path) -> None:
+    path = tmp_path / "packed"
+    with cook(path) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "filling\n"
+        with pytest.raises(Stop):
+            packed_file(path, lambda facts: True, lambda: (FACTS, SIZES, pieces), stop)
+        assert first.communicate("go\n", LIMIT_S)[0] == "700\n"
 
 
 COOK = """
 import sys
 from pathlib import Path
+import torch
 from services.engine.packed_file import packed_file
 
-def fill(sections):
+def only(name):
     print("filling", flush=True)
     sys.stdin.readline()
-    sections["only"].fill_(7)
+    yield torch.full((100,), 7, dtype=torch.uint8)
 
-found = packed_file(Path(sys.argv[1]), lambda facts: True, lambda: ({}, {"only": 100}, fill))
+make = lambda: ({}, {"only": 100}, only)
+waits = lambda: print("waiting", file=sys.stderr, flush=True)
+found = packed_file(Path(sys.argv[1]), lambda facts: True, make, waits)
 print(sum(found.sections["only"].tolist()), flush=True)
 """
 
 
 def cook(path: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", COOK, str(path)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def wait_until_blocked(lock: Path) -> None:
-    """Until a process waits for the lock that another one has: a line of `->`."""
-    wanted = f":{lock.stat().st_ino} "
-    deadline = time.monotonic() + LIMIT_S
-    while not any("->" in s and wanted in s for s in Path("/proc/locks").read_text().splitlines()):
-        assert time.monotonic() < deadline, "nobody waits"
-        os.sched_yield()
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def test_of_two_processes_one_makes_it_and_the_other_waits(tmp_path: Path) -> None:
@@ -227,7 +266,8 @@ def test_of_two_processes_one_makes_it_and_the_other_waits(tmp_path: Path) -> No
         assert first.stdout is not None
         assert first.stdout.readline() == "filling\n"
         with cook(path) as second:
-            wait_until_blocked(path.with_name("packed.lock"))
+            assert second.stderr is not None
+            assert second.stderr.readline() == "waiting\n"
             assert not path.exists()
             assert first.communicate("go\n", LIMIT_S)[0] == "700\n"
             assert second.communicate("", LIMIT_S)[0] == "700\n"

@@ -1,7 +1,7 @@
 """The decoder in native code: one call a step, weights packed into panels and shared by all workers
 of the host."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,7 @@ from services.engine.models.layout import (
 )
 from services.engine.models.model import Batch
 from services.engine.models.sections import Section, all_sections, layer_sections
-from services.engine.packed_file import Facts, Fill, packed_file
+from services.engine.packed_file import Contents, Facts, Progress, packed_file
 from services.engine.rope import rope_tables
 from services.engine.sampler import SMALLEST_TEMPERATURE, refuse_not_finite
 from services.engine.weights import load_weights, weight_files, weights_digest
@@ -98,7 +98,12 @@ class FusedModel:
 
 
 def load_fused(
-    directory: Path, dtype: torch.dtype, kind: Kind, cpu: NativeCpu, cache: Path | None
+    directory: Path,
+    dtype: torch.dtype,
+    kind: Kind,
+    cpu: NativeCpu,
+    cache: Path | None,
+    progress: Progress,
 ) -> FusedModel:
     """`cache`: where packed weights are kept; None: in memory of this process alone.
 
@@ -107,24 +112,37 @@ def load_fused(
     """
     config = ModelConfig.from_directory(directory)
     weights = load_weights(directory, weight_shapes(config), None, ignored_weights(config))
-    sections = tuple(all_sections(config))
-    sizes = {s.name: packed_bytes(kind, s.num_outputs, s.num_inputs) for s in sections}
+    sections = {section.name: section for section in all_sections(config)}
+    sizes = {s.name: packed_bytes(kind, s.num_outputs, s.num_inputs) for s in sections.values()}
 
-    def fill(memories: Mapping[str, Tensor]) -> None:
-        for section in sections:
-            cpu.pack_into(memories[section.name], kind, _packable(section.weight(weights)))
+    def contents(name: str) -> Iterator[Tensor]:
+        section = sections[name]
+        parts = [_packable(weight) for weight in section.weights(weights)]
+        for piece in cpu.packed_pieces(kind, section.num_outputs, parts, section.turn):
+            progress()
+            yield piece
 
     if cache is None:
-        memories: Mapping[str, Tensor] = {name: aligned(size) for name, size in sizes.items()}
-        fill(memories)
-        digest = weights_digest(directory)
+        memories: Mapping[str, Tensor] = {
+            name: _gathered(size, contents(name)) for name, size in sizes.items()
+        }
+        digest = weights_digest(directory, progress)
     else:
-        memories, digest = _cached(directory, config, kind, cache, sizes, fill)
-    packed = {s.name: _packed(s, kind, memories[s.name], weights) for s in sections}
+        memories, digest = _cached(directory, config, kind, cache, sizes, contents, progress)
+    packed = {s.name: _packed(s, kind, memories[s.name], weights) for s in sections.values()}
     try:
         return FusedModel(config, dtype, cpu, weights, packed, digest)
     except ValueError as error:
         raise StartupError(f"{directory}: {error}") from error
+
+
+def _gathered(num_bytes: int, pieces: Iterable[Tensor]) -> Tensor:
+    memory = aligned(num_bytes)
+    begin = 0
+    for piece in pieces:
+        memory[begin : begin + len(piece)] = piece
+        begin += len(piece)
+    return memory
 
 
 def _cached(
@@ -133,7 +151,8 @@ def _cached(
     kind: Kind,
     cache: Path,
     sizes: Mapping[str, int],
-    fill: Fill,
+    contents: Contents,
+    progress: Progress,
 ) -> tuple[Mapping[str, Tensor], str]:
     """Sections, and the digest of the weights that they were made from."""
     origin = _origin(directory, config, kind)
@@ -141,12 +160,17 @@ def _cached(
     def is_current(facts: Facts) -> bool:
         return bool(facts.get("origin") == origin)
 
-    def make() -> tuple[Facts, Mapping[str, int], Fill]:
-        return {"origin": origin, "weights_digest": weights_digest(directory)}, sizes, fill
+    def make() -> tuple[Facts, Mapping[str, int], Contents]:
+        digest = weights_digest(directory, progress)
+        return {"origin": origin, "weights_digest": digest}, sizes, contents
 
-    name = xxhash.xxh3_64_hexdigest(str(directory.resolve()).encode())
-    packed = packed_file(cache / f"{directory.resolve().name}-{kind}-{name}", is_current, make)
+    name = f"{directory.resolve().name}-{kind}-{_name_digest(directory)}"
+    packed = packed_file(cache / name, is_current, make, progress)
     return packed.sections, packed.facts["weights_digest"]
+
+
+def _name_digest(directory: Path) -> str:
+    return xxhash.xxh3_64_hexdigest(str(directory.resolve()).encode())
 
 
 def _origin(directory: Path, config: ModelConfig, kind: Kind) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from services.engine.models.layout import (
     weight_shapes,
 )
 from services.engine.models.model import Model
+from services.engine.packed_file import Progress
 from services.engine.weights import load_weights, weights_digest
 
 
@@ -32,24 +33,28 @@ def load_model(
     *,
     quantize: Literal["int8"] | None = None,
     cache: Path | None = None,
+    progress: Progress = lambda: None,
 ) -> Model:
     """The checkpoint's decoder, computing in `dtype` (bf16 or fp32) on `backend`, its linears
     perhaps quantized.
 
     `cache`: a directory for weights as the backend packs them, for the next start and the other
-    workers of this host; None: each process packs its own. StartupError: the configuration or a
-    weight is missing, wrong or not supported, or this backend does not quantize.
+    workers of this host; None: each process packs its own. `progress` is called several times a
+    second, and ends the loading by what it raises. StartupError: the configuration or a weight is
+    missing, wrong or not supported, or this backend does not quantize.
     """
     directory = Path(directory)
     if backend.native is not None:
         kind: Kind = quantize or ("float32" if dtype == torch.float32 else "bfloat16")
-        return load_fused(directory, dtype, kind, backend.native, cache)
+        return load_fused(directory, dtype, kind, backend.native, cache, progress)
     if quantize:
         raise StartupError(f"backend {backend.name!r} has no {quantize} kernels; 'cpu' has")
-    return _composed(directory, dtype, backend)
+    return _composed(directory, dtype, backend, progress)
 
 
-def _composed(directory: Path, dtype: torch.dtype, backend: Backend) -> ComposedModel:
+def _composed(
+    directory: Path, dtype: torch.dtype, backend: Backend, progress: Progress
+) -> ComposedModel:
     config = ModelConfig.from_directory(directory)
     shapes = weight_shapes(config)
     weights = load_weights(directory, shapes, dtype, ignored_weights(config))
@@ -62,7 +67,7 @@ def _composed(directory: Path, dtype: torch.dtype, backend: Backend) -> Composed
         ),
         final_norm=weights[FINAL_NORM],
         head=weights[EMBEDDING if config.tied_embeddings else HEAD],
-        weights_digest=weights_digest(directory),
+        weights_digest=weights_digest(directory, progress),
     )
 
 

@@ -1,7 +1,7 @@
 """What the native decoder's linears are made of: which weights of a checkpoint are computed in one,
 and in which order their outputs lie."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,32 +13,29 @@ from services.engine.models.layout import EMBEDDING, HEAD, layer_prefix
 GATE_UP_COLUMNS = 16
 """`gate` and `up` alternate by this many outputs, so that one panel has both of a pair."""
 
-Join = Callable[[list[Tensor]], Tensor]
-
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One linear [num_outputs, num_inputs]: `sources`, joined along the outputs."""
+    """One linear [num_outputs, num_inputs]: `sources`, joined along the outputs, by turns of so
+    many of each or (0) one after another."""
 
     name: str
     sources: tuple[str, ...]
     num_outputs: int
     num_inputs: int
-    join: Join = torch.cat
+    turn: int = 0
 
-    def weight(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """[num_outputs, num_inputs]."""
-        return self._joined([weights[f"{source}.weight"] for source in self.sources])
+    def weights(self, weights: Mapping[str, Tensor]) -> list[Tensor]:
+        """[n_i, num_inputs] each, to be joined."""
+        return [weights[f"{source}.weight"] for source in self.sources]
 
     def bias(self, weights: Mapping[str, Tensor]) -> Tensor | None:
         """[num_outputs], or None where the checkpoint has none."""
         names = [f"{source}.bias" for source in self.sources]
         if not all(name in weights for name in names):
             return None
-        return self._joined([weights[name] for name in names])
-
-    def _joined(self, parts: list[Tensor]) -> Tensor:
-        return parts[0] if len(parts) == 1 else self.join(parts)
+        parts = [weights[name] for name in names]
+        return alternated(parts) if self.turn else torch.cat(parts)
 
 
 def layer_sections(config: ModelConfig, layer: int) -> dict[str, Section]:
@@ -47,16 +44,16 @@ def layer_sections(config: ModelConfig, layer: int) -> dict[str, Section]:
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     wide = _padded(config.intermediate_size)
 
-    def section(name: str, sources: str, outputs: int, inputs: int, join: Join) -> Section:
+    def section(name: str, sources: str, outputs: int, inputs: int, turn: int = 0) -> Section:
         names = tuple(f"{prefix}.{source}" for source in sources.split())
-        return Section(f"{layer}.{name}", names, outputs, inputs, join)
+        return Section(f"{layer}.{name}", names, outputs, inputs, turn)
 
-    qkv = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
+    qkv, pair = "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "mlp.gate_proj mlp.up_proj"
     return {
-        "qkv": section("qkv", qkv, q_size + 2 * kv_size, hidden, torch.cat),
-        "output": section("output", "self_attn.o_proj", hidden, q_size, torch.cat),
-        "gate_up": section("gate_up", "mlp.gate_proj mlp.up_proj", 2 * wide, hidden, alternated),
-        "down": section("down", "mlp.down_proj", hidden, config.intermediate_size, torch.cat),
+        "qkv": section("qkv", qkv, q_size + 2 * kv_size, hidden),
+        "output": section("output", "self_attn.o_proj", hidden, q_size),
+        "gate_up": section("gate_up", pair, 2 * wide, hidden, GATE_UP_COLUMNS),
+        "down": section("down", "mlp.down_proj", hidden, config.intermediate_size),
     }
 
 
