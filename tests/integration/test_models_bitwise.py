@@ -1,0 +1,176 @@
+"""Law 10: a sequence's logits and KV are the same down to the last bit, whatever else is in the
+batch, however its prompt was cut, whether its prefix was cached or decoded, on how many threads,
+and wherever the packed weights came from."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.make_checkpoint import CheckpointSpec, make_checkpoint
+from kvops.native import usable_kernels
+
+from .models_oracle import NUM_NEW_TOKENS, Rig, Trial, random_prompt
+
+# No size is a multiple of a panel, of a tile or of another one's.
+_SIZES = CheckpointSpec(hidden_size=148, intermediate_size=212, vocab_size=601, head_dim=20)
+SPECS = {
+    "qwen3": replace(_SIZES, num_heads=6, num_kv_heads=2),
+    "llama": replace(_SIZES, family="llama", num_layers=3, num_kv_heads=4, tied=False),
+    "mistral": replace(_SIZES, family="mistral", num_kv_heads=1, sliding_window=70),
+}
+KINDS: dict[str, tuple[torch.dtype, Literal["int8"] | None]] = {
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "int8": (torch.bfloat16, "int8"),
+}
+PROMPT = random_prompt(150, seed=0)
+BLOCK_SIZE = 16
+WHOLE = 4096
+
+Make = Callable[[str], Path]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """logits: [new tokens, vocab_size]. kv: [positions, layers, 2, kv heads, head size]."""
+
+    token_ids: list[int]
+    logits: Tensor
+    kv: Tensor
+
+    def assert_equals(self, other: "Outcome") -> None:
+        assert self.token_ids == other.token_ids
+        assert torch.equal(self.logits, other.logits)
+        assert torch.equal(self.kv, other.kv)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    @cache
+    def make(name: str) -> Path:
+        return make_checkpoint(tmp_path_factory.mktemp(name), SPECS[name])
+
+    return make
+
+
+class Sequence:
+    """The one sequence that is computed again and again."""
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        self._directory = directory
+        self._kind = kind
+        self.expected = self.compute()
+
+    def rig(self, *, block_size: int = BLOCK_SIZE, **options: Any) -> Rig:
+        dtype, quantize = KINDS[self._kind]
+        num_blocks = 2048 // block_size + 256
+        return Rig(
+            self._directory, block_size, num_blocks, dtype=dtype, quantize=quantize, **options
+        )
+
+    def compute(self, *, chunk: int = WHOLE, **options: Any) -> Outcome:
+        rig = self.rig(**options)
+        trial = rig.place(PROMPT)
+        rig.decode_all([trial], chunk)
+        return outcome(rig, trial)
+
+
+def outcome(rig: Rig, trial: Trial) -> Outcome:
+    positions = rig.arena[trial.block_table].permute(0, 3, 1, 2, 4, 5).flatten(0, 1)
+    stored = len(trial.prompt) + NUM_NEW_TOKENS - 1  # the last token is drawn and not computed
+    kv = positions[:stored].clone()
+    assert kv.isfinite().all()
+    return Outcome(trial.new_tokens, torch.stack(trial.logits), kv)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(params=SPECS)
+def sequence(checkpoints: Make, kind: str, request: pytest.FixtureRequest) -> Sequence:
+    return Sequence(checkpoints(request.param), kind)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 149])
+def test_however_the_prompt_is_cut(sequence: Sequence, chunk: int) -> None:
+    """In chunks of 1 it is decoded, token by token."""
+    sequence.compute(chunk=chunk).assert_equals(sequence.expected)
+
+
+@pytest.mark.parametrize(("batch", "chunk"), [(2, WHOLE), (5, 33), (17, 64), (64, 7), (64, WHOLE)])
+def test_whatever_else_is_in_the_batch(sequence: Sequence, batch: int, chunk: int) -> None:
+    """It comes when half of the others are there, prompts and decoding rows, and sees the rest
+    come."""
+    rig = sequence.rig()
+    others = [random_prompt(1 + i * 37 % 100, seed=i) for i in range(1, batch)]
+    trials = [rig.place(prompt) for prompt in others]
+    trials.insert(batch // 2, own := rig.place(PROMPT))
+    rig.decode_all(trials, chunk, late=1)
+    outcome(rig, own).assert_equals(sequence.expected)
+
+
+def test_when_its_prefix_was_cached(sequence: Sequence) -> None:
+    """Of another prompt, computed in other chunks; then its own whole prompt."""
+    rig = sequence.rig()
+    donor = rig.place((*PROMPT[:100], *random_prompt(30, seed=5)))
+    rig.decode_all([donor], chunk=11)
+    partly = rig.place(PROMPT, donor)
+    assert partly.num_cached == 96
+    rig.decode_all([partly], WHOLE)
+    outcome(rig, partly).assert_equals(sequence.expected)
+    wholly = rig.place(PROMPT, partly)
+    assert wholly.num_cached == 144
+    rig.decode_all([wholly], WHOLE)
+    outcome(rig, wholly).assert_equals(sequence.expected)
+
+
+def test_when_what_was_decoded_comes_back_as_a_prompt(sequence: Sequence) -> None:
+    """As after a recompute: the first tokens of the answer are computed with the prompt."""
+    rig = sequence.rig()
+    again = rig.place(PROMPT + tuple(sequence.expected.token_ids[:4]))
+    rig.decode_all([again], WHOLE)
+    found = outcome(rig, again)
+    assert found.token_ids[:2] == sequence.expected.token_ids[4:]
+    assert torch.equal(found.logits[:2], sequence.expected.logits[4:])
+    assert torch.equal(found.kv[:-4], sequence.expected.kv)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 256])
+def test_whatever_the_size_of_a_block(sequence: Sequence, block_size: int) -> None:
+    sequence.compute(block_size=block_size).assert_equals(sequence.expected)
+
+
+@pytest.mark.parametrize(("num_threads", "chunk"), [(2, WHOLE), (4, WHOLE), (4, 50), (3, 1)])
+def test_on_any_number_of_threads(sequence: Sequence, num_threads: int, chunk: int) -> None:
+    sequence.compute(num_threads=num_threads, chunk=chunk).assert_equals(sequence.expected)
+
+
+def test_with_weights_from_the_cache(sequence: Sequence, tmp_path: Path) -> None:
+    """By who packs them, and by who finds them packed."""
+    for _ in range(2):
+        sequence.compute(cache=tmp_path).assert_equals(sequence.expected)
+    assert len([path for path in tmp_path.iterdir() if path.suffix != ".lock"]) == 1
+
+
+@pytest.mark.parametrize("isa", usable_kernels()[1:])
+def test_on_every_instruction_set(
+    checkpoints: Make, kind: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each by itself: between them the bits may differ, and such workers share no pool."""
+    monkeypatch.setattr("kvops.native.usable_kernels", lambda: [isa])
+    sequence = Sequence(checkpoints("qwen3"), kind)
+    rig = sequence.rig(num_threads=3)
+    assert rig.ops.numerics(torch.float32)["isa"] == isa
+    others = [rig.place(random_prompt(1 + i * 37 % 100, seed=i)) for i in range(1, 40)]
+    rig.decode_all([*others, own := rig.place(PROMPT)], chunk=29, late=1)
+    outcome(rig, own).assert_equals(sequence.expected)
+    sequence.compute(chunk=1).assert_equals(sequence.expected)
