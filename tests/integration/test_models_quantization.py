@@ -1,0 +1,146 @@
+"""What rounding costs: bf16 against transformers' own in fp64, int8 against fp32, and the embedded
+model's perplexity in each.
+
+`pytest -s` prints the figures of docs/benchmarks.md.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from bench.make_checkpoint import CheckpointSpec, make_checkpoint
+from services.engine.batch import Row
+from tools.embedded_model.corpus import load
+from tools.embedded_model.render import END_OF_TURN, sentence, user_turn
+
+from .models_oracle import LLAMA3_ROPE, Rig, random_prompt
+
+EMBEDDED = Path(__file__).parents[2] / "quire" / "embedded"
+BLOCK_SIZE = 16
+PROMPTS = [random_prompt(length, seed=i) for i, length in enumerate((1, 2, 17, 60, 150, 300))]
+SHAPES = {
+    "qwen3": CheckpointSpec(num_layers=4, hidden_size=256, intermediate_size=768, head_dim=32),
+    "qwen3-deep": CheckpointSpec(num_layers=12, hidden_size=128, intermediate_size=384),
+    "qwen2": CheckpointSpec("qwen2", num_layers=4, hidden_size=192, num_heads=6, tied=False),
+    "llama": CheckpointSpec("llama", hidden_size=512, num_kv_heads=1, intermediate_size=1024),
+    "llama3": CheckpointSpec(
+        "llama", num_layers=6, hidden_size=192, tied=False, rope_scaling=LLAMA3_ROPE
+    ),
+    "mistral": CheckpointSpec("mistral", num_layers=4, hidden_size=256, sliding_window=50),
+}
+
+
+def all_logits(rig: Rig, token_ids: Sequence[int]) -> Tensor:
+    """fp32 [tokens, vocab_size]: after every one of them, in one pass."""
+    num_blocks = -(-len(token_ids) // BLOCK_SIZE)
+    batch = rig._batch([Row(token_ids, 0, range(num_blocks))])
+    hidden = rig._model.forward(batch, rig.arena, torch.arange(len(token_ids)))
+    return rig._model.logits(hidden)
+
+
+def ours(directory: Path, dtype: torch.dtype, quantize: Literal["int8"] | None = None) -> Rig:
+    return Rig(directory, BLOCK_SIZE, num_blocks=128, dtype=dtype, quantize=quantize)
+
+
+@torch.inference_mode()
+def theirs(directory: Path, dtype: torch.dtype) -> list[Tensor]:
+    """transformers' logits of every prompt."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+    return [model(torch.tensor([prompt])).logits[0] for prompt in PROMPTS]
+
+
+def error(found: list[Tensor], exact: list[Tensor]) -> float:
+    """Root mean square over all logits, as a share of their spread."""
+    difference = torch.cat(found).double() - torch.cat(exact).double()
+    return float(difference.square().mean().sqrt() / torch.cat(exact).double().std())
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_bf16_is_at_least_as_near_to_fp64_as_transformers(tmp_path: Path, name: str) -> None:
+    """Of the same bf16 weights."""
+    directory = make_checkpoint(tmp_path, replace(SHAPES[name], dtype="bfloat16"))
+    exact = theirs(directory, torch.float64)
+    rig = ours(directory, torch.bfloat16)
+    our_error = error([all_logits(rig, prompt) for prompt in PROMPTS], exact)
+    their_error = error(theirs(directory, torch.bfloat16), exact)
+    print(f"\n{name}: bf16 error {our_error:.4f}, transformers' {their_error:.4f}")
+    assert our_error <= their_error
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_int8_logits_are_near_those_in_fp32(tmp_path: Path, name: str) -> None:
+    """Random weights have no outliers, but nothing to fall back on either: an error goes through
+    all layers."""
+    directory = make_checkpoint(tmp_path, SHAPES[name])
+    exact, rounded = ours(directory, torch.float32), ours(directory, torch.bfloat16, "int8")
+    int8_error = error(
+        [all_logits(rounded, prompt) for prompt in PROMPTS],
+        [all_logits(exact, prompt) for prompt in PROMPTS],
+    )
+    print(f"\n{name}: int8 error {int8_error:.4f}")
+    assert 0.001 < int8_error < 0.07
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A held-out question, as a chat, and its answer, which begins at token `begin`."""
+
+    token_ids: list[int]
+    begin: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """Perplexity of the questions, which the model has not learned to write, and of the answers
+    given them, which it has; and the likeliest token after every one."""
+
+    questions: float
+    answers: float
+    best: Tensor
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[Text]:
+    tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+    found = []
+    for fact in load().facts:
+        for phrasing in fact.phrasings[:1]:
+            question, answer = user_turn(sentence(phrasing)), fact.answer + END_OF_TURN
+            begin = len(tokenizer.encode(question).ids)
+            found.append(Text(tokenizer.encode(question + answer).ids, begin))
+    return found
+
+
+def quality(rig: Rig, texts: list[Text]) -> Quality:
+    losses: dict[bool, list[Tensor]] = {False: [], True: []}
+    best = []
+    for text in texts:
+        log_probs = all_logits(rig, text.token_ids[:-1]).double().log_softmax(dim=-1)
+        of_next = -log_probs.gather(1, torch.tensor(text.token_ids[1:])[:, None])
+        losses[False].append(of_next[: text.begin - 1])
+        losses[True].append(of_next[text.begin - 1 :])
+        best.append(log_probs.argmax(dim=-1))
+    questions, answers = (float(torch.cat(losses[part]).mean().exp()) for part in (False, True))
+    return Quality(questions, answers, torch.cat(best))
+
+
+def test_int8_keeps_the_embedded_models_perplexity(texts: list[Text]) -> None:
+    """Within 1 % of fp32's where the model is unsure, and within 0.1 % where it is not; bf16
+    within a fifth of that."""
+    exact = quality(ours(EMBEDDED, torch.float32), texts)
+    bf16 = quality(ours(EMBEDDED, torch.bfloat16), texts)
+    int8 = quality(ours(EMBEDDED, torch.bfloat16, "int8"), texts)
+    print(f"\n{len(texts)} questions and answers, {len(exact.best)} tokens")
+    for name, found in (("fp32", exact), ("bf16", bf16), ("int8", int8)):
+        same = float((found.best == exact.best).double().mean())
+        print(f"{name}: {found.questions:.3f}, {found.answers:.5f}, as in fp32 {same:.2%}")
+    for found, limit in ((bf16, 0.2), (int8, 1.0)):
+        assert found.questions == pytest.approx(exact.questions, rel=0.01 * limit)
+        assert found.answers == pytest.approx(exact.answers, rel=0.001 * limit)
