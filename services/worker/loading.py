@@ -12,6 +12,7 @@ from services.common.pool.sizing import MemoryPlan, parse_size
 from services.common.text.model_config import ModelConfig
 from services.engine.fingerprint import fingerprint
 from services.engine.models import Model, load_model
+from services.engine.packed_file import Progress
 from services.engine.pool import DTYPES
 from services.engine.weights import weight_files
 from services.worker.config import WorkerSettings
@@ -28,8 +29,9 @@ class LoadedModel:
     engine: dict[str, str]
 
 
-def load(settings: WorkerSettings) -> LoadedModel:
-    """Blocks for as long as it takes to read the weights. StartupError."""
+def load(settings: WorkerSettings, progress: Progress) -> LoadedModel:
+    """Blocks for as long as it takes to read the weights, or until `progress` raises, which is
+    called several times a second. StartupError."""
     config = ModelConfig.from_directory(settings.model)
     name = _dtype(settings, config)
     dtype = DTYPES[name]
@@ -40,7 +42,12 @@ def load(settings: WorkerSettings) -> LoadedModel:
     if backend.native is not None:
         backend.native.assign([Lane()] * (settings.threads or len(settings.divided_cpus)))
     model = load_model(
-        settings.model, dtype, backend, quantize=settings.quantize, cache=settings.weights_cache
+        settings.model,
+        dtype,
+        backend,
+        quantize=settings.quantize,
+        cache=settings.weights_cache,
+        progress=progress,
     )
     numerics = {**backend.numerics(dtype), "quantize": settings.quantize or "none"}
     layout = PoolLayout(

@@ -92,19 +92,21 @@ async def serve_worker(role: WorkerRole, settings: WorkerSettings, stop: asyncio
         presence = Presence(registry, entry.describe)
         announcing = vital.create_task(presence.keep())
 
-        loaded = await asyncio.to_thread(load, settings)
+        loaded = await _load(settings, stop)
+        if loaded is None:
+            announcing.cancel()
+            return
         log.info("model_loaded", model=loaded.layout.model, **loaded.engine)
         membership = await _join(store, settings, loaded, entry)
-        allocating = vital.create_task(membership.complete_memory())
         metrics = CollectorRegistry()
         stack.enter_context(metrics_endpoint(settings, metrics))
         runner = await _warm(loaded, membership)
         forward = _on_its_cpus(runner, loaded, settings, entry, stack)
-        if isinstance(forward, SharedCpus):
-            dividing = vital.create_task(_refresh(forward))
-            stack.callback(dividing.cancel)
         worker = role.make(store, membership, forward, loaded.limits, WorkerMetrics(metrics))
-        working = vital.create_task(worker.run())
+        working = [worker.run(), membership.complete_memory()]
+        if isinstance(forward, SharedCpus):
+            working.append(_refresh(forward))
+        tasks = [vital.create_task(work) for work in working]
         server, address = await _listen(role, settings, worker)
         entry.serves(worker, address, loaded)
         presence.changed()
@@ -113,11 +115,27 @@ async def serve_worker(role: WorkerRole, settings: WorkerSettings, stop: asyncio
         worker.drain()
         presence.changed()
         await _finish(worker, server, stop, settings.drain_grace_s)
-        working.cancel()
-        allocating.cancel()
-        await asyncio.wait([working, allocating])
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
         await membership.leave()
         announcing.cancel()
+
+
+class _Stopped(Exception):
+    pass
+
+
+async def _load(settings: WorkerSettings, stop: asyncio.Event) -> LoadedModel | None:
+    """None: stopped before it was done."""
+
+    def progress() -> None:
+        if stop.is_set():
+            raise _Stopped
+
+    with suppress(_Stopped):
+        return await asyncio.to_thread(load, settings, progress)
+    return None
 
 
 async def _join(
