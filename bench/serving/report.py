@@ -28,4 +28,4 @@ def shown(value: float) -> str:
         return "-"
     if value == int(value) or abs(value) >= 100:
         return f"{value:,.0f}"
-    return f"{value:#.3g}"
+    return f"{value:#.3g}".removesuffix(".")

@@ -3,6 +3,7 @@
 import pytest
 
 from bench.serving.comparison import Comparison, Row
+from bench.serving.report import shown
 
 RATE = Row("decode", "higher")
 GAP = Row("gap", "lower")
@@ -40,3 +41,11 @@ def test_the_table_shows_median_and_spread(comparison: Comparison) -> None:
         "| decode | 20 (10-30) | 8 | 10 | 2.00x | higher |",
         "| gap | 3 | 2 | 4 | 1.50x | lower |",
     ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1234.5, "1,234"), (99.96, "100"), (3.0, "3"), (0.12345, "0.123"), (float("nan"), "-")],
+)
+def test_figures_have_three_digits(value: float, text: str) -> None:
+    assert shown(value) == text
