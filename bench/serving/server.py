@@ -75,10 +75,14 @@ async def _answers(target: Target) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Its children get the rest of the time to end after it: they remove what they shared."""
+    deadline = time.monotonic() + _STOP_LIMIT_S
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_STOP_LIMIT_S)
-    # Whatever did not end with its parent. The group is gone when nothing is left of it.
     with suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)  # ProcessLookupError: nobody is left of the group
+            time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
