@@ -13,12 +13,25 @@
 #include "cpu.h"
 #include "packed_linear.h"
 #include "scratch.h"
+#include "split.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace quire {
+namespace {
+
+Epilogue epilogue_called(const std::string& name, Dtype out) {
+  const bool is_f32 = out == Dtype::f32;
+  if (name == "store") return is_f32 ? Epilogue::store_f32 : Epilogue::store_bf16;
+  if (name == "silu_mul") return is_f32 ? Epilogue::silu_mul_f32 : Epilogue::silu_mul_bf16;
+  if (name == "add" && is_f32) return Epilogue::add_f32;
+  throw std::invalid_argument("no epilogue '" + name + "' for this output");
+}
+
+}  // namespace
+
 class Ops {
  public:
   Ops(const std::string& isa, ThreadPool& pool) : kernels_(kernels_called(isa)), pool_(pool) {}
@@ -38,25 +51,26 @@ class Ops {
     });
   }
 
-  // out [M, N] fp32 or bf16 = x [M, K] of the weights' dtype (fp32 for int8).
-  void linear(Array x, const PackedLinear& weights, Array out) {
+  // out [M, N] fp32 or bf16, or [M, N / 2] for "silu_mul" (see Epilogue), from x [M, K] of the
+  // weights' dtype (fp32 for int8).
+  void linear(Array x, const PackedLinear& weights, Array out, const std::string& epilogue) {
     check_rank(x, 2, "x");
     check_rank(out, 2, "out");
     const Linear& w = weights.get();
     const auto m = static_cast<int64_t>(x.shape(0));
     require(static_cast<int64_t>(x.shape(1)) == w.k, "x is not [M, K]");
-    require(static_cast<int64_t>(out.shape(0)) == m && static_cast<int64_t>(out.shape(1)) == w.n,
-            "out is not [M, N]");
     const Dtype in = float_type(x, "x"), to = float_type(out, "out");
+    const Epilogue last = epilogue_called(epilogue, to);
+    const bool is_gated = last == Epilogue::silu_mul_f32 || last == Epilogue::silu_mul_bf16;
+    require(!is_gated || w.n % kPanel == 0, "a gated linear has panels that are not full");
+    require(static_cast<int64_t>(out.shape(0)) == m &&
+                static_cast<int64_t>(out.shape(1)) == (is_gated ? w.n / 2 : w.n),
+            "out is not [M, N]");
     require(w.kind == WeightKind::int8 || (in == Dtype::f32) == (w.kind == WeightKind::f32),
             "x is not of the weights' dtype");
     nb::gil_scoped_release free;
     Scratch bytes, scales;
-    LinearCall call{&w,
-                    {x.data(), x.stride(0), nullptr},
-                    to == Dtype::f32 ? Epilogue::store_f32 : Epilogue::store_bf16,
-                    out.data(),
-                    out.stride(0)};
+    LinearCall call{&w, {x.data(), x.stride(0), nullptr}, last, out.data(), out.stride(0)};
     const int64_t width = input_width(w);
     const bool copied = w.kind == WeightKind::int8 || width != w.k;
     if (copied) {
@@ -67,7 +81,7 @@ class Ops {
     pool_.run([&](ThreadPool::Lane& lane) {
       if (copied)
         lane.loop(m, 8, [&](int64_t begin, int64_t end) { take(x, in, w, call.x, begin, end); });
-      lane.loop(weights.num_panels(), 4,
+      lane.loop(weights.num_panels(), linear_grain(weights.num_panels(), m, pool_.num_lanes()),
                 [&](int64_t begin, int64_t end) { kernels_.linear(call, begin, end, 0, m); });
     });
   }
@@ -253,7 +267,7 @@ void bind_ops(nb::module_& m) {
       .def(nb::init<const std::string&, ThreadPool&>(), "isa"_a, "pool"_a, nb::keep_alive<1, 3>())
       .def_prop_ro("name", &Ops::name)
       .def("pack", &Ops::pack, "target"_a, "weights"_a, "turn"_a = 0, "first"_a = 0)
-      .def("linear", &Ops::linear, "x"_a, "weights"_a, "out"_a)
+      .def("linear", &Ops::linear, "x"_a, "weights"_a, "out"_a, "epilogue"_a = "store")
       .def("argmax", &Ops::argmax, "x"_a, "weights"_a, "values"_a, "indices"_a)
       .def("attention", &Ops::attention, "q"_a, "kv_layer"_a, "block_tables"_a, "cu_query_lens"_a,
            "context_lens"_a, "scale"_a, "window"_a, "out"_a)
