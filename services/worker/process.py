@@ -1,6 +1,7 @@
 """A worker's process: load the model, join a pool, serve gateways, leave."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
@@ -30,6 +31,10 @@ from services.worker.pool_worker import Limits, PoolWorker
 
 _ABORT_LIMIT_S = 5.0
 """How long a worker that leaves waits for its last step and releases."""
+
+_SWITCH_INTERVAL_S = 0.0005
+"""The engine's thread comes back from a step for the interpreter's lock; by default it would wait
+5 ms for an event loop that is busy."""
 
 _DIVIDE_INTERVAL_S = 0.2
 
@@ -86,6 +91,7 @@ class _Entry:
 
 async def serve_worker(role: WorkerRole, settings: WorkerSettings, stop: asyncio.Event) -> None:
     """Until `stop`, or until it is drained. Raises when engine, pool or store are lost."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as vital:
         store, registry = await redis.connect(settings, stack)
         entry = _Entry(role, settings)
