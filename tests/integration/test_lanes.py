@@ -1,5 +1,6 @@
 """A worker on its part of the host's CPUs, with real neighbours on the board and real lanes."""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -79,9 +80,12 @@ class Worker:
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Worker]:
+    """This thread computes its first lane, and is bound to that lane's CPU until the test ends."""
+    usable = os.sched_getaffinity(0)
     worker = Worker(tmp_path / "board")
     yield worker
     worker.board.leave()
+    os.sched_setaffinity(0, usable)
 
 
 ALONE = (Lane(0), Lane(1))
