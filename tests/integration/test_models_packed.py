@@ -179,7 +179,7 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 10])
+@pytest.mark.parametrize("num_steps", [0, 1, 5])
 def test_packing_can_be_stopped_and_leaves_nothing_half_made(
     checkpoint: Path, cache: Path, num_steps: int
 ) -> None:

@@ -1,0 +1,118 @@
+"""`python -m services.decode` as it runs: a process and a real Valkey. It ends when it is told to,
+whatever it is doing."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+import torch
+
+import kvops
+from bench.make_checkpoint import make_checkpoint
+from quire.supervisor.supervisor import GRACE_S
+from services.common.pool.directory import pool_directories
+from services.engine.models import load_model
+
+LIMIT_S = 60.0
+
+
+class Valkey(Protocol):
+    url: str
+
+
+@dataclass
+class Worker:
+    process: subprocess.Popen[str]
+    root: Path
+
+    def wait_for(self, event: str) -> None:
+        """Until its log says so."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{") and json.loads(line)["event"] == event:
+                return
+        raise AssertionError(f"ended without {event}")
+
+    def has_open(self, path: Path) -> bool:
+        links = Path(f"/proc/{self.process.pid}/fd").iterdir()
+        return any(os.path.realpath(link) == str(path) for link in links)
+
+    def stop(self) -> int:
+        """The exit status, in less time than a supervisor gives it."""
+        self.process.send_signal(signal.SIGTERM)
+        self.process.communicate(timeout=GRACE_S)
+        return self.process.returncode
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def start(valkey: Valkey, checkpoint: Path, tmp_path: Path) -> Iterator[Callable[[], Worker]]:
+    workers: list[Worker] = []
+
+    def start() -> Worker:
+        settings = {
+            "REDIS_URL": valkey.url,
+            "POOL_ROOT": str(tmp_path / "pools"),
+            "MODEL": str(checkpoint),
+            "WEIGHTS_CACHE": str(tmp_path / "cache"),
+            "POOL_MEMORY": "16MiB",
+            "LOG_FORMAT": "json",
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.decode"],
+            env={**os.environ, **{f"QUIRE_DECODE_{name}": text for name, text in settings.items()}},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        workers.append(Worker(process, tmp_path))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        worker.process.kill()
+        worker.process.communicate()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_one_that_serves_leaves_and_takes_its_pool_away(start: Callable[[], Worker]) -> None:
+    worker = start()
+    worker.wait_for("worker_ready")
+    assert len(pool_directories(worker.root / "pools")) == 1
+    assert worker.stop() == 0
+    assert pool_directories(worker.root / "pools") == ()
+
+
+def test_one_that_waits_for_packed_weights_goes_without_them(
+    start: Callable[[], Worker], checkpoint: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    load_model(checkpoint, torch.float32, kvops.backend("cpu"), cache=cache)
+    lock, packed = sorted(cache.iterdir(), key=lambda path: path.suffix != ".lock")
+    packed.unlink()
+    with lock.open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        worker = start()
+        until(lambda: worker.has_open(lock))
+        assert worker.stop() == 0
+    assert [path.name for path in cache.iterdir()] == [lock.name]
