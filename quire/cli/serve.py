@@ -82,7 +82,9 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         "--threads", type=_positive, metavar="N", help="per worker, on any CPU, none divided"
     )
     group.add_argument(
-        "--weights-cache", type=Path, metavar="DIR", help="packed weights; default: ~/.cache/quire"
+        "--weights-cache",
+        metavar="DIR",
+        help="where packed weights are kept, or none; default: ~/.cache/quire",
     )
     group.add_argument(
         "--max-model-len",

@@ -31,7 +31,7 @@ class ServeOptions:
     quantize: str | None = None
     cpus: str | None = None
     threads: int | None = None
-    weights_cache: Path | None = None
+    weights_cache: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None

@@ -21,9 +21,10 @@ class WorkerSettings(PoolServiceSettings):
         None, description="int8: linears of 8-bit weights and activations; none: as dtype says"
     )
     weights_cache: Path | None = Field(
-        Path("~/.cache/quire").expanduser(),
+        Path("~/.cache/quire"),
+        validate_default=True,
         description="directory of packed weights, made once and mapped by all of this host's "
-        "workers; empty: each packs its own",
+        "workers; none: each packs its own",
     )
     backend: Literal["cpu", "reference", "triton", "flash"] = Field(
         "cpu", description="kernels that compute"
@@ -53,7 +54,14 @@ class WorkerSettings(PoolServiceSettings):
     @field_validator("weights_cache", mode="before")
     @classmethod
     def _expanded(cls, path: str | Path | None) -> Path | None:
-        return Path(path).expanduser() if path else None
+        if path is None:
+            return None
+        if not str(path):
+            raise ValueError("a directory, or none")
+        try:
+            return Path(path).expanduser()
+        except RuntimeError:
+            raise ValueError(f"{path}: this user has no home directory; name another") from None
 
     @field_validator("cpus")
     @classmethod
@@ -82,7 +90,7 @@ def _parsed(text: str) -> tuple[int, ...]:
     if text == "auto":
         return tuple(sorted(usable))
     try:
-        ranges = [[int(end) for end in part.split("-")] for part in text.split(",")]
+        ranges = [[int(end) for end in part.split("-", 1)] for part in text.split(",")]
         cpus = {cpu for ends in ranges for cpu in range(ends[0], ends[-1] + 1)}
     except ValueError:
         raise ValueError(f"{text!r} is neither auto nor a list of CPUs such as 0-3,6") from None

@@ -102,6 +102,17 @@ def test_all_workers_and_the_block_manager_share_one_pool_directory(
         assert "pools:/pools" in compose["services"][name]["volumes"]
 
 
+def test_workers_keep_packed_weights_in_a_volume_of_the_images_user(
+    compose: Any, settings: dict[str, ServiceSettings]
+) -> None:
+    for name in ("prefill", "decode"):
+        loaded = settings[name]
+        assert isinstance(loaded, WorkerSettings)
+        assert str(loaded.weights_cache) == "/weights"
+        assert "weights:/weights" in compose["services"][name]["volumes"]
+    assert "/run/quire /pools /weights" in _dockerfile()
+
+
 def test_the_pool_directory_is_a_private_tmpfs_of_the_images_user(compose: Any) -> None:
     options = compose["volumes"]["pools"]["driver_opts"]
     assert (options["type"], options["device"]) == ("tmpfs", "tmpfs")
@@ -114,7 +125,15 @@ def test_prefill_and_decode_make_the_same_pool(settings: dict[str, ServiceSettin
     prefill, decode = settings["prefill"], settings["decode"]
     assert isinstance(prefill, WorkerSettings)
     assert isinstance(decode, WorkerSettings)
-    for field in ("model", "model_name", "dtype", "backend", "block_size", "pool_memory"):
+    for field in (
+        "model",
+        "model_name",
+        "dtype",
+        "backend",
+        "block_size",
+        "pool_memory",
+        "quantize",
+    ):
         assert getattr(prefill, field) == getattr(decode, field), field
 
 

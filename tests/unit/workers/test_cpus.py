@@ -193,6 +193,7 @@ def test_lists_of_cpus_are_read(text: str, expected: tuple[int, ...]) -> None:
         ("0,", "'0,' is neither auto nor a list"),
         ("-1", "'-1' is neither auto nor a list"),
         ("0x1", "'0x1' is neither auto nor a list"),
+        ("0-1-2", "'0-1-2' is neither auto nor a list"),
         ("3-1", "'3-1': this process may use the CPUs"),
         ("0-4", r"'0-4': this process may use the CPUs \[0, 1, 2, 3, 8, 9, 10, 11\]"),
         ("64", "'64': this process may use the CPUs"),
@@ -207,8 +208,10 @@ def test_with_threads_no_cpus_are_divided() -> None:
     assert settings(threads=3).divided_cpus == ()
 
 
-def test_an_empty_weights_cache_is_none() -> None:
-    assert settings(weights_cache="").weights_cache is None
+def test_a_weights_cache_is_a_directory_or_none() -> None:
+    assert settings(weights_cache=None).weights_cache is None
+    with pytest.raises(ValueError, match="a directory, or none"):
+        settings(weights_cache="")
 
 
 def test_a_weights_cache_may_be_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
