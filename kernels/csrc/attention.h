@@ -77,16 +77,19 @@ class AttentionRows {
     start();
     const int begin = first_visible(0);
     const int end = position(num_rows_ - 1) + 1;
-    for (int tile = begin / kTile * kTile; tile < end; tile += kTile) {
+    int tile = begin / kTile * kTile;
+    TileRows where[2];  // of this tile and the next
+    locate(call_, row_, kv_head_, tile, begin, end, where[0]);
+    for (int parity = 0; tile < end; tile += kTile, parity ^= 1) {
       int first = 0, last = num_rows_;  // rows that see some of it
       while (position(first) < tile) ++first;
       while (first_visible(last - 1) >= tile + kTile) --last;
-      TileRows where;
-      locate(call_, row_, kv_head_, tile, begin, end, where);
-      transpose_keys(where, num_words_, tile_);
+      TileRows &rows = where[parity], &next = where[parity ^ 1];
+      locate(call_, row_, kv_head_, tile + kTile, begin, end, next);
+      transpose_keys(rows, next, num_words_, tile_);
       for (int row = first; row < last; row += kBlockRows)
         weigh(tile, row, smaller(kBlockRows, last - row));
-      interleave_values<dtype>(where, num_words_, tile_);
+      interleave_values<dtype>(rows, next, num_words_, tile_);
       for (int row = first; row < last; row += kBlockRows)
         add_values(tile, row, smaller(kBlockRows, last - row));
     }

@@ -5,19 +5,11 @@
 #pragma once
 
 #include "kernels.h"
-#include "linear_epilogue.h"
 #include "simd.h"
 
 namespace quire::QUIRE_ISA {
 
 typedef uint8_t u8x16 __attribute__((vector_size(16)));
-
-inline f32x16 load_some(const uint16_t* from, int64_t count) {
-  if (count >= kLanes) return load_f32(from);
-  uint16_t all[kLanes] = {};
-  for (int64_t i = 0; i < count; ++i) all[i] = from[i];
-  return load_f32(all);
-}
 
 // 1 / sqrt(mean(x^2) + eps)
 inline float rms_factor(const float* x, int width, float eps) {
