@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,9 @@ from services.gateway.worker import Worker
 log = get_logger(__name__)
 
 _WORKER_ROLES = ("prefill", "decode")
+
+_STARTING_POLL_S = 0.1
+"""While a worker starts, somebody waits for it."""
 
 
 class Connection(Protocol):
@@ -63,6 +67,7 @@ class Fleet:
         self._specs: dict[str, PoolSpec] = {}
         self._models: dict[str, Model] = {}
         self._unusable: set[str] = set()
+        self._starting = False
         self.block_manager: Member | None = None
 
     # ── what others ask ──────────────────────────────────────────────────────────────────────────
@@ -121,7 +126,8 @@ class Fleet:
                     raise
                 except BlockStoreError as error:
                     log.warning("registry_unread", reason=str(error))
-                await asyncio.sleep(self._poll_s)
+                wait_s = self._poll_s
+                await asyncio.sleep(min(wait_s, _STARTING_POLL_S) if self._starting else wait_s)
         finally:
             await self.close()
 
@@ -130,15 +136,16 @@ class Fleet:
         members = await self._registry.members()
         managers = [member for member in members if member.role == "block_manager"]
         self.block_manager = managers[0] if managers else None
-        present = {
-            member.member_id: member
-            for member in members
-            if member.role in _WORKER_ROLES and member.state != "starting"
-        }
+        workers = [member for member in members if member.role in _WORKER_ROLES]
+        starting = [member for member in workers if member.state == "starting"]
+        present = {m.member_id: m for m in workers if m.state != "starting"}
+        self._starting = bool(starting)
         for worker_id in self._connections.keys() - present.keys():
             await self._part_with(worker_id)
         for member in present.values():
             await self._see(member)
+        for member in starting:
+            await self._prepare(member)
 
     async def close(self) -> None:
         for worker_id in tuple(self._connections):
@@ -162,15 +169,22 @@ class Fleet:
         await connection.close()
         self._on_change()
 
+    async def _prepare(self, member: Member) -> None:
+        """Read the model that a worker is loading, beside it. What is wrong with it is told once
+        the worker is there."""
+        with suppress(StartupError):
+            await self._read_model(member.model_dir)
+
+    async def _read_model(self, directory: str) -> None:
+        if directory not in self._models:
+            self._models[directory] = await asyncio.to_thread(self._load, directory)
+
     async def _learn(self, member: Member) -> bool:
         """Know the worker's pool and model before it gets work. False: not yet, or not possible."""
         try:
             if member.pool_id not in self._specs:
                 self._specs[member.pool_id] = (await self._store.stats(member.pool_id)).spec
-            if member.model_dir not in self._models:
-                self._models[member.model_dir] = await asyncio.to_thread(
-                    self._load, member.model_dir
-                )
+            await self._read_model(member.model_dir)
         except StoreLost:
             raise
         except (BlockStoreError, StartupError) as error:

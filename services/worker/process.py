@@ -38,6 +38,9 @@ _SWITCH_INTERVAL_S = 0.0005
 
 _DIVIDE_INTERVAL_S = 0.2
 
+_NUM_WARM_UP_TOKENS = 32
+"""The longest prefill would take a second of all cores, and save the first one its page faults."""
+
 log = get_logger(__name__)
 
 MakeWorker = Callable[[BlockStore, Membership, ForwardPass, Limits, WorkerMetrics], PoolWorker]
@@ -154,9 +157,9 @@ async def _join(
 
 
 async def _warm(loaded: LoadedModel, membership: Membership) -> Runner:
-    """With every weight touched, and at the peak of its memory."""
+    """Having gone through every weight and every operation once."""
     runner = Runner(loaded.model, membership.pool.kv, loaded.layout.block_size)
-    await asyncio.to_thread(runner.warm_up, loaded.limits.max_num_batched_tokens)
+    await asyncio.to_thread(runner.warm_up, _NUM_WARM_UP_TOKENS)
     return runner
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -43,8 +44,11 @@ class Worker:
         raise AssertionError(f"ended without {event}")
 
     def has_open(self, path: Path) -> bool:
-        links = Path(f"/proc/{self.process.pid}/fd").iterdir()
-        return any(os.path.realpath(link) == str(path) for link in links)
+        for link in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # Closed meanwhile.
+                if os.readlink(link) == str(path):
+                    return True
+        return False
 
     def stop(self) -> int:
         """The exit status, in less time than a supervisor gives it."""

@@ -116,6 +116,38 @@ async def test_a_starting_worker_is_left_alone_and_a_draining_one_gets_nothing(
     assert not harbour.connections["d1"].closed
 
 
+async def test_a_model_is_read_while_its_workers_start(harbour: Harbour) -> None:
+    starting = replace(member("p1", "prefill"), state="starting", pool_id="")
+    broken = replace(member("p2", "prefill"), state="starting", model_dir="bad")
+    await harbour.announce(starting)
+    assert harbour.num_loads == 1
+    await harbour.announce(member("p1", "prefill"), member("d1", "decode"), broken)
+    assert harbour.num_loads == 2
+    assert set(harbour.connections) == {"p1", "d1"}
+    assert harbour.fleet.ready()
+
+
+async def test_who_starts_is_looked_for_more_often(
+    harbour: Harbour, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    async def sleep(delay_s: float) -> None:
+        pauses.append(delay_s)
+        if len(pauses) == 3:
+            raise asyncio.CancelledError
+        await harbour.registry.withdraw("p1")
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    await harbour.registry.announce(replace(member("p1", "prefill"), state="starting"), TTL_S)
+    fleet = Fleet(
+        harbour.registry, harbour.store, harbour._connect, harbour._load, harbour.changes.ring
+    )
+    with pytest.raises(asyncio.CancelledError):
+        await fleet.watch()
+    assert pauses == [0.1, 0.5, 0.5]
+
+
 async def test_a_broken_model_directory_makes_only_its_workers_unusable(harbour: Harbour) -> None:
     broken = replace(member("p2", "prefill", "b"), model_dir="bad")
     await harbour.announce(member("p1", "prefill"), broken, member("d1", "decode"))
