@@ -85,7 +85,7 @@ class AttentionRows {
       while (position(first) < tile) ++first;
       while (first_visible(last - 1) >= tile + kTile) --last;
       TileRows &rows = where[parity], &next = where[parity ^ 1];
-      locate(call_, row_, kv_head_, tile + kTile, begin, end, next);
+      locate_next(tile + kTile, begin, end, next);
       transpose_keys(rows, next, num_words_, tile_);
       for (int row = first; row < last; row += kBlockRows)
         weigh(tile, row, smaller(kBlockRows, last - row));
@@ -100,6 +100,13 @@ class AttentionRows {
   static constexpr int kPerWord = per_word(dtype);
   static constexpr int kSteps = kTile / kPerWord;
   using Element = typename Word<dtype>::Element;
+
+  // A caller goes on with the next head, if it can: what is read next is its first tile then.
+  void locate_next(int tile, int begin, int end, TileRows& rows) const {
+    if (tile < end) return locate(call_, row_, kv_head_, tile, begin, end, rows);
+    const int visible_end = kv_head_ + 1 < call_.num_kv_heads ? end : 0;
+    locate(call_, row_, kv_head_ + 1, begin / kTile * kTile, begin, visible_end, rows);
+  }
 
   int position(int row) const { return first_position_ + (begin_ + row) / group_; }
   int first_visible(int row) const {

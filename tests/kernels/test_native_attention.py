@@ -1,0 +1,208 @@
+"""The native attention of every instruction set that this CPU has: against fp64 within the error
+that its roundings allow, and bitwise against itself in other company, chunks and threads."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvops import Backend
+from kvops.native import NativeCpu, usable_kernels
+
+from .paged import Geometry, PagedBatch, paged_batch
+
+FP32, BF16 = torch.float32, torch.bfloat16
+NAN = float("nan")
+
+GEOMETRIES = [
+    Geometry(block_size=1, num_heads=4, num_kv_heads=4, head_dim=64),
+    Geometry(block_size=7, num_heads=3, num_kv_heads=1, head_dim=96),
+    Geometry(block_size=16, num_heads=4, num_kv_heads=2, head_dim=128),
+    Geometry(block_size=64, num_heads=7, num_kv_heads=1, head_dim=20),
+    Geometry(block_size=256, num_heads=8, num_kv_heads=1, head_dim=2),
+    Geometry(block_size=96, num_heads=2, num_kv_heads=2, head_dim=256),
+]
+# New tokens and context: ends of tiles of 64 positions and of blocks, before, at and behind.
+ROWS = [(1, 1), (1, 64), (1, 65), (40, 40), (0, 20), (130, 200), (5, 90), (1, 300)]
+# Within a tile, over the end of one, one whole, more than any context.
+WINDOWS = [None, 1, 5, 64, 100, 1000]
+
+
+@pytest.fixture(scope="module", params=usable_kernels())
+def cpu(request: pytest.FixtureRequest) -> NativeCpu:
+    return NativeCpu(1, request.param)
+
+
+def attend(cpu: NativeCpu, batch: PagedBatch, window: int | None = None) -> Tensor:
+    """Into the middle of NaN: a forgotten output shows, and one written beside it."""
+    num_tokens, num_heads, head_dim = batch.q.shape
+    poisoned = torch.full((num_tokens, num_heads + 2, head_dim), NAN, dtype=batch.q.dtype)
+    out = poisoned[:, 1:-1]
+    cpu.ops.attention(
+        batch.q,
+        batch.kv_layer,
+        batch.block_tables,
+        batch.cu_query_lens,
+        batch.context_lens,
+        head_dim**-0.5,
+        window or 0,
+        out,
+    )
+    assert poisoned[:, [0, -1]].isnan().all()
+    return out
+
+
+def in_fp64(batch: PagedBatch, window: int | None) -> tuple[Tensor, Tensor]:
+    """The outputs, and what the same weights make of the values' magnitudes."""
+    outputs: list[Tensor] = []
+    magnitudes: list[Tensor] = []
+    for row, (keys, values) in enumerate(zip(batch.keys, batch.values, strict=True)):
+        begin, end = batch.cu_query_lens[row : row + 2].tolist()
+        num_heads, head_dim = batch.q.shape[1:]
+        grouped = (end - begin, keys.shape[1], num_heads // keys.shape[1], head_dim)
+        q = batch.q[begin:end].double().reshape(grouped)
+        scores = torch.einsum("ikgd,jkd->kgij", q, keys.double()) * head_dim**-0.5
+        last = torch.arange(len(keys) - len(q), len(keys))[:, None]
+        position = torch.arange(len(keys))
+        hidden = position > last
+        if window is not None:
+            hidden |= position <= last - window
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        for results, x in ((outputs, values), (magnitudes, values.abs())):
+            results.append(torch.einsum("kgij,jkd->ikgd", weights, x.double()).flatten(1, 2))
+    return torch.cat(outputs), torch.cat(magnitudes)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_attention_is_as_near_as_its_roundings_allow(
+    cpu: NativeCpu, geometry: Geometry, dtype: torch.dtype, window: int | None
+) -> None:
+    """bf16 rounds probabilities before they weigh the values and are summed (each by at most 2^-8
+    of itself, above and below the line) and the result; all else is fp32."""
+    batch = paged_batch(dataclasses.replace(geometry, dtype=dtype), ROWS, seed=1, window=window)
+    expected, magnitude = in_fp64(batch, window)
+    error = (attend(cpu, batch, window).double() - expected).abs()
+    roundings = 2 * 2**-8 * magnitude + 2**-8 * expected.abs() if dtype == BF16 else 0.0
+    assert (error <= roundings + 2e-6 * magnitude).all()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_it_is_the_reference_s_attention(
+    cpu: NativeCpu, reference: Backend, dtype: torch.dtype
+) -> None:
+    """Of the whole interface: tables, slots and windows mean the same."""
+    batch = paged_batch(dataclasses.replace(GEOMETRIES[1], dtype=dtype), ROWS, seed=2, window=70)
+    expected = reference.paged_attention(
+        batch.q,
+        batch.kv_layer,
+        batch.block_tables,
+        batch.cu_query_lens,
+        batch.context_lens,
+        96**-0.5,
+        70,
+    )
+    tolerance = 2e-6 if dtype == FP32 else 1.6e-2
+    torch.testing.assert_close(attend(cpu, batch, 70), expected, rtol=tolerance, atol=tolerance)
+
+
+def chunk(batch: PagedBatch, begin: int, end: int) -> PagedBatch:
+    """Tokens [begin, end) of a batch that is one whole prompt, as a row of their own."""
+    return dataclasses.replace(
+        batch,
+        q=batch.q[begin:end],
+        cu_query_lens=torch.tensor([0, end - begin], dtype=torch.int32),
+        context_lens=torch.tensor([end], dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (7, 1)])
+def test_a_query_s_bits_do_not_depend_on_how_the_prompt_is_cut(
+    cpu: NativeCpu, num_heads: int, num_kv_heads: int, dtype: torch.dtype, window: int | None
+) -> None:
+    """Chunks of one are a decode, token by token."""
+    geometry = Geometry(16, num_heads, num_kv_heads, 32, dtype)
+    batch = paged_batch(geometry, [(300, 300)], seed=3)
+    whole = attend(cpu, batch, window)
+    for size in (1, 7, 64, 100):
+        chunks = [
+            attend(cpu, chunk(batch, begin, min(300, begin + size)), window)
+            for begin in range(0, 300, size)
+        ]
+        assert torch.equal(torch.cat(chunks), whole)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_what_comes_later_does_not_matter_even_if_it_is_nan(
+    cpu: NativeCpu, dtype: torch.dtype
+) -> None:
+    """Keys and values of position 101 on are NaN, and other queries of the call see them."""
+    batch = paged_batch(Geometry(16, 4, 2, 32, dtype), [(200, 200)], seed=4)
+    whole = attend(cpu, batch)
+    for position in range(101, 200):
+        block = batch.block_tables[0, position // 16]
+        batch.kv_layer[block, :, position % 16] = NAN
+    spoilt = attend(cpu, batch)
+    assert torch.equal(spoilt[:101], whole[:101])
+    assert spoilt[101:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_what_is_before_the_window_does_not_matter_even_if_it_is_nan(
+    cpu: NativeCpu, dtype: torch.dtype
+) -> None:
+    """Position 70 is NaN: queries 70 to 94 see it through a window of 25, and no others."""
+    batch = paged_batch(Geometry(16, 4, 2, 32, dtype), [(200, 200)], seed=5)
+    whole = attend(cpu, batch, 25)
+    batch.kv_layer[batch.block_tables[0, 70 // 16], :, 70 % 16] = NAN
+    spoilt = attend(cpu, batch, 25)
+    assert torch.equal(spoilt[:70], whole[:70])
+    assert spoilt[70:95].isnan().all()
+    assert torch.equal(spoilt[95:], whole[95:])
+
+
+@pytest.mark.parametrize("spoilt", ["key", "value", "query"])
+@pytest.mark.parametrize("poison", [NAN, float("inf"), float("-inf")])
+def test_what_is_not_finite_stays_visible(cpu: NativeCpu, spoilt: str, poison: float) -> None:
+    batch = paged_batch(Geometry(16, 1, 1, 32), [(1, 100)], seed=6)
+    if spoilt == "query":
+        batch.q[0, 0, 3] = poison
+    else:
+        batch.kv_layer[batch.block_tables[0, 2], int(spoilt == "value"), 1, 0, 3] = poison
+    finite = attend(cpu, batch).isfinite()
+    if spoilt == "key":
+        # An infinite score is a weight of 1 or 0 in the limit: NaN, or that position left out.
+        score = batch.q[0, 0, 3].item() * poison
+        assert finite.all() == (score == float("-inf"))
+    else:
+        assert not finite[0, 0, 3]
+
+
+def test_scores_that_overflow_a_softmax_without_a_maximum(cpu: NativeCpu) -> None:
+    batch = paged_batch(GEOMETRIES[2], [(3, 150)], seed=7)
+    batch.q.mul_(1000.0)
+    expected, magnitude = in_fp64(batch, None)
+    assert ((attend(cpu, batch).double() - expected).abs() <= 2e-3 * magnitude).all()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_a_row_s_bits_depend_neither_on_company_nor_on_threads(
+    cpu: NativeCpu, dtype: torch.dtype
+) -> None:
+    batch = paged_batch(dataclasses.replace(GEOMETRIES[2], dtype=dtype), ROWS, seed=8)
+    together = attend(cpu, batch)
+    assert torch.equal(attend(NativeCpu(2, cpu.isa), batch), together)
+    for row, (begin, end) in enumerate(itertools.pairwise(batch.cu_query_lens.tolist())):
+        alone = dataclasses.replace(
+            batch,
+            q=batch.q[begin:end],
+            block_tables=batch.block_tables[row : row + 1],
+            cu_query_lens=torch.tensor([0, end - begin], dtype=torch.int32),
+            context_lens=batch.context_lens[row : row + 1],
+        )
+        assert torch.equal(attend(cpu, alone), together[begin:end])
