@@ -1,7 +1,8 @@
 // What happens to rows between linears and attention: norms, rotation, quantization.
 //
 // A row's sums run over lanes and vectors in an order that only its width decides. What is not
-// finite stays so: a row of bytes that held an infinity or a NaN has NaN as its scale.
+// finite stays so: a row of bytes that held an infinity or a NaN has a scale that is not finite,
+// and every byte is 0 there, so that all products with it are NaN.
 #pragma once
 
 #include "kernels.h"
@@ -84,7 +85,7 @@ inline float write_bytes(const Row& row, int64_t width, uint8_t* out) {
     const u8x16 values = __builtin_convertvector(bytes, u8x16);
     std::memcpy(out + i, &values, width - i < kLanes ? width - i : kLanes);
   }
-  return is_zero ? 0.0f : is_finite ? scale : __builtin_nanf("");
+  return is_zero ? 0.0f : scale;
 }
 
 template <typename Row>

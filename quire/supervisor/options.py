@@ -40,4 +40,3 @@ class ServeOptions:
     @property
     def num_workers(self) -> int:
         return self.num_prefill + self.num_decode
-
