@@ -2,29 +2,24 @@
 
 import asyncio
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from prometheus_client import CollectorRegistry
 
-from blockstore.redis_store import RedisStore
-from blockstore.registry import Member, Role, State
+from blockstore.registry import Role
 from blockstore.store import BlockStore
-from services.common import redis
 from services.common.board import Board
 from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics, metrics_endpoint
-from services.common.pool.names import new_worker_id
-from services.common.presence import Presence
 from services.common.rpc import RpcServer
-from services.common.version import PROTOCOL_VERSION
 from services.engine.engine import ForwardPass
 from services.engine.membership import Membership, join
 from services.engine.runner import Runner
 from services.worker.config import WorkerSettings
+from services.worker.entry import Entry
 from services.worker.lanes import SharedCpus
 from services.worker.loading import LoadedModel, load
 from services.worker.pool_worker import Limits, PoolWorker
@@ -57,78 +52,37 @@ class WorkerRole:
     serve: Callable[[Any, RpcServer], None]
 
 
-class _Entry:
-    """The worker's entry in the registry, as it is at any moment."""
-
-    def __init__(self, role: WorkerRole, settings: WorkerSettings) -> None:
-        self.worker: PoolWorker | None = None
-        self.member = Member(
-            member_id=new_worker_id(role.role),
-            role=role.role,
-            address="",
-            state="starting",
-            started_unix_ms=time.time_ns() // 1_000_000,
-            protocol_version=PROTOCOL_VERSION,
-            model=settings.served_name,
-            model_dir=str(settings.model.resolve()),
-        )
-
-    def serves(self, worker: PoolWorker, address: str, loaded: LoadedModel) -> None:
-        self.worker = worker
-        self.member = replace(
-            self.member,
-            address=address,
-            state="serving",
-            pool_id=worker.pool_id,
-            max_model_len=loaded.limits.max_model_len,
-            max_num_seqs=loaded.limits.max_num_seqs,
-            engine=loaded.engine,
-        )
-
-    def describe(self) -> Member:
-        if self.worker is None:
-            return self.member
-        state: State = "draining" if self.worker.draining else "serving"
-        return replace(self.member, state=state, load=self.worker.load())
-
-
-async def serve_worker(role: WorkerRole, settings: WorkerSettings, stop: asyncio.Event) -> None:
+async def serve_worker(
+    role: WorkerRole, settings: WorkerSettings, stop: asyncio.Event, entry: Entry
+) -> None:
     """Until `stop`, or until it is drained. Raises when engine, pool or store are lost."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    loaded = await _load(settings, stop)
+    if loaded is None:
+        return
+    log.info("model_loaded", model=loaded.layout.model, **loaded.engine)
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as vital:
-        store, registry = await redis.connect(settings, stack)
-        entry = _Entry(role, settings)
-        presence = Presence(registry, entry.describe)
-        announcing = vital.create_task(presence.keep())
-
-        loaded = await _load(settings, stop)
-        if loaded is None:
-            announcing.cancel()
-            return
-        log.info("model_loaded", model=loaded.layout.model, **loaded.engine)
-        membership = await _join(store, settings, loaded, entry)
+        membership = await _join(settings, loaded, entry)
         metrics = CollectorRegistry()
         stack.enter_context(metrics_endpoint(settings, metrics))
         runner = await _warm(loaded, membership)
         forward = _on_its_cpus(runner, loaded, settings, entry, stack)
-        worker = role.make(store, membership, forward, loaded.limits, WorkerMetrics(metrics))
+        worker = role.make(entry.store, membership, forward, loaded.limits, WorkerMetrics(metrics))
         working = [worker.run(), membership.complete_memory()]
         if isinstance(forward, SharedCpus):
             working.append(_refresh(forward))
         tasks = [vital.create_task(work) for work in working]
         server, address = await _listen(role, settings, worker)
         entry.serves(worker, address, loaded)
-        presence.changed()
         await _either(stop, worker.drain_asked)
 
         worker.drain()
-        presence.changed()
+        entry.presence.changed()
         await _finish(worker, server, stop, settings.drain_grace_s)
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
         await membership.leave()
-        announcing.cancel()
 
 
 class _Stopped(Exception):
@@ -147,13 +101,9 @@ async def _load(settings: WorkerSettings, stop: asyncio.Event) -> LoadedModel | 
     return None
 
 
-async def _join(
-    store: RedisStore, settings: WorkerSettings, loaded: LoadedModel, entry: _Entry
-) -> Membership:
-    worker_id = entry.member.member_id
-    return await join(
-        store, store.run_id, settings.pool_root, loaded.layout, worker_id, loaded.plan
-    )
+async def _join(settings: WorkerSettings, loaded: LoadedModel, entry: Entry) -> Membership:
+    root, store = settings.pool_root, entry.store
+    return await join(store, store.run_id, root, loaded.layout, entry.worker_id, loaded.plan)
 
 
 async def _warm(loaded: LoadedModel, membership: Membership) -> Runner:
@@ -167,7 +117,7 @@ def _on_its_cpus(
     runner: Runner,
     loaded: LoadedModel,
     settings: WorkerSettings,
-    entry: _Entry,
+    entry: Entry,
     stack: AsyncExitStack,
 ) -> ForwardPass:
     native, cpus = loaded.native, settings.divided_cpus
@@ -175,7 +125,7 @@ def _on_its_cpus(
         return runner
     board = Board(settings.pool_root / "board")
     stack.callback(board.leave)
-    own = board.sit_down(entry.member.role, entry.member.member_id)
+    own = board.sit_down(entry.role, entry.worker_id)
     return SharedCpus(runner, native, board, own, cpus)
 
 

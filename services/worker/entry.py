@@ -1,0 +1,81 @@
+"""A worker's entry in the registry, from before it imports and loads anything: gateways read the
+model's tokenizer meanwhile."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from blockstore.redis_store import RedisStore
+from blockstore.registry import Member, Registry, Role, State
+from services.common import redis
+from services.common.pool.names import new_worker_id
+from services.common.presence import Presence
+from services.common.version import PROTOCOL_VERSION
+from services.worker.config import WorkerSettings
+
+if TYPE_CHECKING:  # They import torch.
+    from services.worker.loading import LoadedModel
+    from services.worker.pool_worker import PoolWorker
+
+
+@asynccontextmanager
+async def announced(role: Role, settings: WorkerSettings) -> AsyncIterator["Entry"]:
+    """An entry that is kept up to date, and withdrawn at the end. Raises, at once and within, when
+    the server is lost."""
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as vital:
+        store, registry = await redis.connect(settings, stack)
+        entry = Entry(role, settings, store, registry)
+        announcing = vital.create_task(entry.presence.keep())
+        yield entry
+        announcing.cancel()
+
+
+class Entry:
+    """The worker as the registry knows it at any moment, and the store that it works with."""
+
+    def __init__(
+        self, role: Role, settings: WorkerSettings, store: RedisStore, registry: Registry
+    ) -> None:
+        self.store = store
+        self.presence = Presence(registry, self._describe)
+        self._worker: PoolWorker | None = None
+        self._member = Member(
+            member_id=new_worker_id(role),
+            role=role,
+            address="",
+            state="starting",
+            started_unix_ms=time.time_ns() // 1_000_000,
+            protocol_version=PROTOCOL_VERSION,
+            model=settings.served_name,
+            model_dir=str(settings.model.resolve()),
+        )
+
+    @property
+    def worker_id(self) -> str:
+        return self._member.member_id
+
+    @property
+    def role(self) -> Role:
+        return self._member.role
+
+    def serves(self, worker: "PoolWorker", address: str, loaded: "LoadedModel") -> None:
+        self._worker = worker
+        self._member = replace(
+            self._member,
+            address=address,
+            state="serving",
+            pool_id=worker.pool_id,
+            max_model_len=loaded.limits.max_model_len,
+            max_num_seqs=loaded.limits.max_num_seqs,
+            engine=loaded.engine,
+        )
+        self.presence.changed()
+
+    def _describe(self) -> Member:
+        if self._worker is None:
+            return self._member
+        state: State = "draining" if self._worker.draining else "serving"
+        return replace(self._member, state=state, load=self._worker.load())
