@@ -1,0 +1,19 @@
+"""The toys' `services` before the installed ones: an editable install finds its packages by a hook
+of its own, which asks no path."""
+
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+
+class _Toys:
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name == "services":
+            return PathFinder.find_spec(name, [str(Path(__file__).parent)])
+        if name.startswith("services."):
+            return PathFinder.find_spec(name, path)
+        return None
+
+
+sys.meta_path.insert(0, _Toys)
