@@ -197,8 +197,8 @@ class BoundDecoder {
  private:
   void check(const Shape& s, const PackedLinear& head) const {
     require(num_layers_ > 0 && s.num_kv_heads > 0 && s.num_heads % s.num_kv_heads == 0 &&
-                s.head_dim > 0 && s.head_dim % 2 == 0,
-            "a shape that is no decoder's");
+                s.head_dim > 0 && s.head_dim % 2 == 0 && s.head_dim <= kMostHeadDim,
+            "a shape that is no decoder's, or heads of an odd size or of more than 256");
     require(s.hidden % 4 == 0 && s.attention_size() % 4 == 0,
             "hidden size and heads * head size must be multiples of 4");
     check_linear(head, s.vocab, s.hidden, "head");

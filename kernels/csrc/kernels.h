@@ -85,6 +85,7 @@ struct LinearCall {
 // dimensions contiguous. A step of the online softmax is `kTile` positions, aligned at position 0,
 // whatever the block size: block by block in block order, the same for every query.
 inline constexpr int kTile = 64;
+inline constexpr int kMostHeadDim = 256;  // and even
 
 struct AttentionCall {
   Dtype dtype;  // of q, kv and out

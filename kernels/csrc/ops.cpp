@@ -142,6 +142,8 @@ class Ops {
                 kv_layer.stride(3) == call.head_dim &&
                 kv_layer.stride(2) == call.head_dim * call.num_kv_heads,
             "kv_layer's heads are not contiguous");
+    require(call.head_dim % 2 == 0 && call.head_dim <= kMostHeadDim,
+            "heads of an odd size or of more than 256");
     require(q.stride(1) == call.head_dim && out.stride(1) == call.head_dim,
             "q's or out's heads are not contiguous");
     call.window = window;

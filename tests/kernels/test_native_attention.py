@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kvops
 from kvops import Backend
 from kvops.native import NativeCpu, usable_kernels
 
@@ -206,3 +207,18 @@ def test_a_row_s_bits_depend_neither_on_company_nor_on_threads(
             context_lens=batch.context_lens[row : row + 1],
         )
         assert torch.equal(attend(cpu, alone), together[begin:end])
+
+
+@pytest.mark.parametrize("head_dim", [7, 258])
+def test_heads_that_the_kernels_cannot_do_are_refused(head_dim: int) -> None:
+    geometry = Geometry(block_size=4, num_heads=2, num_kv_heads=1, head_dim=head_dim)
+    batch = paged_batch(geometry, [(1, 5)], seed=0)
+    with pytest.raises(ValueError, match="odd size or of more than 256"):
+        kvops.backend("cpu").paged_attention(
+            batch.q,
+            batch.kv_layer,
+            batch.block_tables,
+            batch.cu_query_lens,
+            batch.context_lens,
+            1.0,
+        )
