@@ -99,7 +99,11 @@ def test_a_message_beyond_the_limit_is_refused(inference: Any) -> None:
 
 def test_a_deadline_is_kept(inference: Any) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        list(inference.Generate(request(sampling={"max_tokens": 900}), timeout=0.05))
+        list(
+            inference.Generate(
+                request(sampling={"max_tokens": 900, "ignore_eos": True}), timeout=0.05
+            )
+        )
     assert caught.value.code() is Status.DEADLINE_EXCEEDED
 
 
