@@ -75,19 +75,21 @@ async def test_a_second_turn_finds_the_first_in_the_cache(
     assert again.usage.num_cached_tokens >= 64  # 79 tokens have KV: 4 full blocks
 
 
-async def test_64_streams_on_a_quarter_of_their_memory(client: AsyncClient, oracle: Oracle) -> None:
-    """64 requests of 8 blocks each on 128 blocks: preempted, requeued, and all tokens right."""
+async def test_64_streams_on_a_sixteenth_of_their_memory(
+    client: AsyncClient, oracle: Oracle
+) -> None:
+    """64 requests of 32 blocks each on 128 blocks: preempted, requeued, and all tokens right."""
     lengths = [random.Random(n).randrange(10, 100) for n in range(64)]
     prompts = [prompt(100 + n, length) for n, length in enumerate(lengths)]
-    assert 4 * POOL_BLOCKS == 64 * 8
-    running = [asyncio.create_task(client.complete(p, greedy(128 - len(p)))) for p in prompts]
+    assert 16 * POOL_BLOCKS == 64 * 32
+    running = [asyncio.create_task(client.complete(p, greedy(512 - len(p)))) for p in prompts]
     while not all(task.done() for task in running):
         assert_clean(await client.audit())
         await asyncio.sleep(0.1)
     completions = [task.result() for task in running]
     assert sum(completion.usage.num_preemptions for completion in completions) > 0
     for p, completion in zip(prompts, completions, strict=True):
-        assert len(completion.token_ids) == 128 - len(p)
+        assert len(completion.token_ids) == 512 - len(p)
         assert_greedy(oracle, p, completion)
     await settled(client)
 
