@@ -29,7 +29,7 @@ class Deployment:
     def children(self, module: str = "") -> list[int]:
         """Pids of its processes; `module` such as services.decode, or valkey."""
         listing = subprocess.run(
-            ["ps", "-eo", "pid=,pgid=,ppid=,args="], capture_output=True, text=True, check=True
+            ["ps", "-ww", "-eo", "pid=,pgid=,ppid=,args="], capture_output=True, text=True, check=True
         ).stdout
         rows = [line.split(None, 3) for line in listing.splitlines()]
         mine, found = {self.process.pid}, []
@@ -47,7 +47,7 @@ class Deployment:
         if not pids:
             lines = self.log.read_text().splitlines()
             seen = [line[:400] for line in lines if "request_ended" not in line][-60:]
-            listing = subprocess.run(["ps", "-ejf"], capture_output=True, text=True, check=True)
+            listing = subprocess.run(["ps", "-wwejf"], capture_output=True, text=True, check=True)
             raise AssertionError("\n".join([f"no {module}:", *seen, listing.stdout]))
         return pids
 
