@@ -29,7 +29,10 @@ class Deployment:
     def children(self, module: str = "") -> list[int]:
         """Pids of its processes; `module` such as services.decode, or valkey."""
         listing = subprocess.run(
-            ["ps", "-ww", "-eo", "pid=,pgid=,ppid=,args="], capture_output=True, text=True, check=True
+            ["ps", "-ww", "-eo", "pid=,pgid=,ppid=,args="],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         rows = [line.split(None, 3) for line in listing.splitlines()]
         mine, found = {self.process.pid}, []
