@@ -39,6 +39,7 @@ _WORKER_COLUMNS: Columns[Worker] = {
     "RUNNING": lambda worker: worker.num_running,
     "WAITING": lambda worker: worker.num_waiting,
     "FREE SLOTS": lambda worker: worker.num_free_slots,
+    "KERNELS": lambda worker: _kernels(worker),
 }
 _POOL_COLUMNS: Columns[Pool] = {
     "POOL": lambda pool: pool.pool_id,
@@ -86,6 +87,12 @@ def add_commands(commands: "Commands") -> None:
     drain_command.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="limit of --wait; %(default)s"
     )
+
+
+def _kernels(worker: Worker) -> str:
+    """What computes: backend, instruction set or GPU, dtype, and int8 where it is quantized."""
+    names = [worker.engine.get(key, "") for key in ("backend", "isa", "dtype", "quantize")]
+    return " ".join(name for name in names if name not in ("", "none"))
 
 
 def health(args: argparse.Namespace) -> int:

@@ -27,7 +27,7 @@ def worker(worker_id: str) -> bm.Worker:
         pool_id="p-1",
         state="WORKER_STATE_DRAINING",
         load=WorkerLoad(num_running=2, num_free_slots=62),
-        engine={"backend": "cpu"},
+        engine={"backend": "cpu", "isa": "avx2", "dtype": "bfloat16", "quantize": "none"},
     )
 
 
@@ -67,8 +67,9 @@ def test_workers(gateway: Any, capsys: Any) -> None:
     gateway.worker_lists = [[worker("decode-1")]]
     assert main(["workers"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "WORKER    ROLE    STATE     ADDRESS         POOL  RUNNING  WAITING  FREE SLOTS",
-        "decode-1  decode  draining  127.0.0.1:4000  p-1         2        0          62",
+        "WORKER    ROLE    STATE     ADDRESS         POOL  RUNNING  WAITING  FREE SLOTS  KERNELS",
+        "decode-1  decode  draining  127.0.0.1:4000  p-1         2        0          62  "
+        "cpu avx2 bfloat16",
     ]
 
 
@@ -76,7 +77,7 @@ def test_workers_as_json(gateway: Any, capsys: Any) -> None:
     gateway.worker_lists = [[worker("decode-1")]]
     assert main(["workers", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
-    assert (found["worker_id"], found["engine"]) == ("decode-1", {"backend": "cpu"})
+    assert (found["worker_id"], found["engine"]["isa"]) == ("decode-1", "avx2")
 
 
 def test_models(gateway: Any, capsys: Any) -> None:
