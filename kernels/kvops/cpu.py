@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvops.copying import copy_between
 from kvops.native import Kind, NativeCpu
 
 _KINDS: dict[torch.dtype, Kind] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -52,7 +53,10 @@ class CpuKernels:
         )
         return out
 
-    def copy_blocks(self, kv: Tensor, pairs: Tensor) -> None:
+    def copy_blocks(self, kv: Tensor, pairs: Tensor, source: Tensor | None) -> None:
+        if source is not None:
+            copy_between(kv, source, pairs)
+            return
         sources, targets = pairs.long().unbind(dim=1)
         kv.index_copy_(0, targets, kv.index_select(0, sources))
 

@@ -109,16 +109,20 @@ class Backend:
             q, kv_layer, block_tables, cu_query_lens, context_lens, scale, window
         )
 
-    def copy_blocks(self, kv: Tensor, pairs: Tensor) -> None:
-        """Writes `kv`: block `pairs[i, 1]` becomes a copy of block `pairs[i, 0]`, all layers.
+    def copy_blocks(self, kv: Tensor, pairs: Tensor, source: Tensor | None = None) -> None:
+        """Writes `kv`: block `pairs[i, 1]` becomes a copy of block `pairs[i, 0]`, all layers, of
+        `kv` itself or of `source`.
 
-        kv: the arena, or anything whose first dimension is blocks. pairs: [any, 2], int; no
-        destination twice. All sources are read before any destination is written.
+        kv: the arena, or anything whose first dimension is blocks. source: another one, with blocks
+        of the same shape, on any device. pairs: [any, 2], int; no destination twice. All sources
+        are read before any destination is written.
         """
         if kv.dim() < 2:
             raise ValueError(f"kv: {_shape(kv)} has no blocks in it")
+        if source is not None and (source.shape[1:], source.dtype) != (kv.shape[1:], kv.dtype):
+            raise ValueError(f"source: {_shape(source)} has other blocks than {_shape(kv)}")
         _check_index("pairs", pairs, (-1, 2))
-        self._kernels.copy_blocks(kv, pairs)
+        self._kernels.copy_blocks(kv, pairs, source)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] @ weight [out, in] transposed + bias [out]: [T, out]."""

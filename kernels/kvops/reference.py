@@ -40,8 +40,9 @@ class ReferenceKernels:
                 out[token] = torch.einsum("hp,phd->hd", weights, values[visible])
         return out
 
-    def copy_blocks(self, kv: Tensor, pairs: Tensor) -> None:
-        copies = [(target, kv[source].clone()) for source, target in pairs.tolist()]
+    def copy_blocks(self, kv: Tensor, pairs: Tensor, source: Tensor | None) -> None:
+        read = kv if source is None else source
+        copies = [(target, read[block].clone()) for block, target in pairs.tolist()]
         for target, copy in copies:
             kv[target] = copy
 

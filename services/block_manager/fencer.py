@@ -22,24 +22,25 @@ class Fencer:
     def __init__(self, root: Path, fence_after_s: float, metrics: PoolMetrics) -> None:
         self._root = root
         self._metrics = metrics
-        self._silent = Overdue(fence_after_s)
+        self._silent = Overdue[tuple[str, str]](fence_after_s)
         self._announced: set[str] = set()
 
     async def look(self, connection: Connection) -> None:
         """One round over the pools of this host."""
         members = {member.member_id for member in await connection.registry.members()}
-        pools = await self._stuck(connection, members)
-        for worker_id in sorted(self._silent.look(pools)):
+        stuck = await self._stuck(connection, members)
+        for pool_id, worker_id in sorted(self._silent.look(stuck)):
             try:
-                await connection.store.fence(pools[worker_id], worker_id)
+                await connection.store.fence(pool_id, worker_id)
             except (UnknownPool, UnknownWorker):
                 continue  # It died or left meanwhile.
             self._metrics.workers_fenced.inc()
-            log.error("worker_fenced", pool_id=pools[worker_id], worker_id=worker_id)
+            log.error("worker_fenced", pool_id=pool_id, worker_id=worker_id)
 
-    async def _stuck(self, connection: Connection, members: set[str]) -> dict[str, str]:
-        """Workers, with their pools, that live and do not say so."""
-        stuck = {}
+    async def _stuck(self, connection: Connection, members: set[str]) -> set[tuple[str, str]]:
+        """(pool, worker) of those that live and do not say so; a worker is on several pools when
+        one has a colder one."""
+        stuck = set()
         present: set[str] = set()
         for directory in pool_directories(self._root):
             try:
@@ -50,7 +51,7 @@ class Fencer:
             silent = set(stats.worker_ids) - set(stats.fenced_worker_ids) - members
             for worker_id in silent & await self._answerable(connection, stats, members):
                 if is_held(directory.lock_path(worker_id)):
-                    stuck[worker_id] = directory.pool_id
+                    stuck.add((directory.pool_id, worker_id))
         self._announced &= present
         return stuck
 

@@ -1,20 +1,23 @@
-"""Names for which something has been wrong for too long, look after look."""
+"""Things that have been wrong for too long, look after look."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from typing import Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
 
 
-class Overdue:
+class Overdue(Generic[T]):
     """`clock` counts seconds from anywhere. A pause between two looks as long as the limit starts
     everything anew: nobody is blamed for the time in which nobody looked."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_s = limit_s
         self._clock = clock
-        self._since: dict[str, float] = {}
+        self._since: dict[T, float] = {}
         self._looked_at = clock()
 
-    def look(self, names: Iterable[str]) -> set[str]:
+    def look(self, names: Iterable[T]) -> set[T]:
         """Those of `names`, wrong now, that were in every look for at least the limit."""
         now = self._clock()
         if now - self._looked_at > max(self._limit_s, 1.0):

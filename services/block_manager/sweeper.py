@@ -27,8 +27,8 @@ log = get_logger(__name__)
 class Sweeper:
     def __init__(self, root: Path, grace_s: float) -> None:
         self._root = root
-        self._empty = Overdue(grace_s)
-        self._homeless = Overdue(grace_s)
+        self._empty = Overdue[str](grace_s)
+        self._homeless = Overdue[str](grace_s)
 
     async def sweep(self, connection: Connection) -> None:
         """One round. Errors of the store end it; the next one goes on."""

@@ -13,7 +13,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blockstore.errors import (
@@ -117,21 +117,23 @@ async def join(
     worker_id: str,
     plan: MemoryPlan,
     watermark: float = DEFAULT_WATERMARK,
+    colder_of: str | None = None,
 ) -> Membership:
-    """Join the live pool of these weights, or make one; `run_id` is the store's.
+    """Join the live pool of these weights, or make one; `run_id` is the store's. With `colder_of`
+    it is that pool's colder one.
 
     StartupError: a live pool of the same weights has another geometry, or the memory for a new one
     is not there. Errors of the store. Nothing is left behind by a join that fails.
     """
     async with host_lock(root):
         await _remove_dead(store, root)
-        found = _find_live(root, layout, run_id)
+        found = _find_live(root, layout, run_id, colder_of)
         if found is not None:
             try:
                 return await _enter(store, found, worker_id)
             except UnknownPool:
                 pass  # The store was emptied; that pool ends with its last worker.
-        made = await asyncio.to_thread(_make, root, layout, run_id, plan, watermark)
+        made = await asyncio.to_thread(_make, root, layout, run_id, plan, watermark, colder_of)
         try:
             await store.register_pool(made.read_header().spec)
             return await _enter(store, made, worker_id)
@@ -140,6 +142,28 @@ async def join(
             with suppress(BlockStoreError):
                 await store.drop_pool(made.pool_id)
             raise
+
+
+async def join_colder(hot: Membership, num_bytes: int) -> Membership:
+    """Join the pool that blocks of `hot` are swapped out to, or make it, of `num_bytes`. Like any
+    pool it has a directory, locks and a ledger of its own, and ends with its last worker. Errors
+    are those of `join`."""
+    root, header = hot.directory.path.parent, hot.header
+    plan = MemoryPlan(pool_bytes=num_bytes)
+    layout = replace(header.layout, model=f"{header.layout.model}-swap")
+    try:
+        return await join(
+            hot.store,
+            header.run_id,
+            root,
+            layout,
+            hot.worker_id,
+            plan,
+            watermark=0.0,
+            colder_of=header.pool_id,
+        )
+    except StartupError as error:
+        raise StartupError(f"swap memory: {error}") from error
 
 
 async def _remove_dead(store: BlockStore, root: Path) -> None:
@@ -151,15 +175,18 @@ async def _remove_dead(store: BlockStore, root: Path) -> None:
             await asyncio.to_thread(directory.remove)
 
 
-def _find_live(root: Path, layout: PoolLayout, run_id: str) -> PoolDirectory | None:
+def _find_live(
+    root: Path, layout: PoolLayout, run_id: str, colder_of: str | None
+) -> PoolDirectory | None:
     """The pool of these weights in this store. Pools of another run of the store wait for their
     workers to leave."""
+    wanted = layout.fingerprint, run_id, colder_of
     for directory in pool_directories(root):
         try:
             header = directory.read_header()
         except BadHeader:
             continue  # Of another version of Quire, and alive.
-        if (header.layout.fingerprint, header.run_id) == (layout.fingerprint, run_id):
+        if (header.layout.fingerprint, header.run_id, header.colder_of) == wanted:
             if header.layout != layout:
                 raise StartupError(
                     f"pool {header.pool_id} has the same weights but another geometry: "
@@ -170,7 +197,12 @@ def _find_live(root: Path, layout: PoolLayout, run_id: str) -> PoolDirectory | N
 
 
 def _make(
-    root: Path, layout: PoolLayout, run_id: str, plan: MemoryPlan, watermark: float
+    root: Path,
+    layout: PoolLayout,
+    run_id: str,
+    plan: MemoryPlan,
+    watermark: float,
+    colder_of: str | None,
 ) -> PoolDirectory:
     """A new incarnation; its memory is there, if not yet all allocated."""
     stamp_bytes = record_bytes(layout.block_size)
@@ -183,6 +215,7 @@ def _make(
         layout=layout,
         num_blocks=num_blocks,
         watermark_blocks=int(watermark * num_blocks),
+        colder_of=colder_of,
     )
     with new_directory(root, header.pool_id) as directory:
         make_file(directory.kv, header.arena_bytes)

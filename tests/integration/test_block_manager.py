@@ -317,6 +317,21 @@ async def test_a_stopped_worker_is_fenced_and_its_blocks_are_quarantined_until_i
         await assert_lawful(host, pool, free=11, cached=0, held=0)
 
 
+async def test_who_is_stuck_is_fenced_on_every_pool_it_is_on(host: Host) -> None:
+    """A pool and its colder one: they share nothing but the workers."""
+    pools = [await host.make_pool(pool_id) for pool_id in ("tiny-1", "tiny-swap-1")]
+    for pool in pools:
+        await host.start_worker(pool, "decode-1")
+        await host.store.allocate(pool.pool_id, "h", "decode-1", 1, [], 3)
+
+    async def fenced() -> bool:
+        stats = [await host.store.stats(pool.pool_id) for pool in pools]
+        return all(one.fenced_worker_ids == ("decode-1",) for one in stats)
+
+    async with managed(host, fence_after_s=0.2):
+        await until(fenced)
+
+
 async def test_workers_that_report_or_are_still_starting_are_not_fenced(host: Host) -> None:
     """decode-3 is silent and holds something: when it is fenced, the others had their chance."""
     pool = await host.make_pool()

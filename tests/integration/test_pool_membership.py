@@ -24,7 +24,7 @@ from services.common.pool.layout import Dtype, PoolLayout
 from services.common.pool.locks import is_held
 from services.common.pool.sizing import MemoryPlan
 from services.common.pool.stamps import record_bytes
-from services.engine.membership import Membership, join
+from services.engine.membership import Membership, join, join_colder
 
 LAYOUT = PoolLayout(
     model="tiny",
@@ -122,6 +122,34 @@ async def test_files_are_private_and_in_memory(joined: Join) -> None:
     for path in (directory.path, directory.workers):
         assert path.stat().st_mode & 0o777 == 0o700, path
     assert directory.kv.stat().st_blocks * 512 >= 11 * LAYOUT.block_bytes
+
+
+async def test_a_colder_pool_is_a_pool_beside_the_one_whose_blocks_it_takes(
+    joined: Join, store: MemoryStore, tmp_path: Path
+) -> None:
+    """Both workers share it; who joins by the weights never gets into it; it ends with its last."""
+    first, second = await joined("prefill-1"), await joined("decode-1")
+    assert PLAN.pool_bytes is not None
+    colder = [await join_colder(member, PLAN.pool_bytes) for member in (first, second)]
+    assert colder[0].spec == colder[1].spec != first.spec
+    assert colder[0].header.colder_of == first.spec.pool_id
+    assert (colder[0].spec.num_blocks, colder[0].spec.watermark_blocks) == (NUM_BLOCKS, 0)
+    third = await joined("decode-2")
+    assert third.spec == first.spec
+    assert set(await store.pool_ids()) == {first.spec.pool_id, colder[0].spec.pool_id}
+    colder[0].pool.kv[10, 1, 1, 3, 2, 4] = 7.0
+    assert colder[1].pool.kv[10, 1, 1, 3, 2, 4] == 7.0
+    for member in colder:
+        await member.leave()
+    assert await store.pool_ids() == (first.spec.pool_id,)
+    assert [directory.pool_id for directory in pool_directories(tmp_path)] == [first.spec.pool_id]
+
+
+async def test_swap_memory_that_is_not_there_is_named(joined: Join, store: MemoryStore) -> None:
+    first = await joined("prefill-1")
+    with pytest.raises(StartupError, match=r"swap memory: .* is not available"):
+        await join_colder(first, 1 << 60)
+    assert await store.pool_ids() == (first.spec.pool_id,)
 
 
 async def test_the_last_one_out_takes_the_pool_away(

@@ -145,6 +145,7 @@ REFUSED: dict[str, Callable[[Backend], object]] = {
     ),
     "pairs: ": lambda ops: ops.copy_blocks(ARENA, INDEX),
     "kv: ": lambda ops: ops.copy_blocks(zeros(3), INDEX_2D),
+    "source: ": lambda ops: ops.copy_blocks(ARENA, zeros(3, 2).long(), ARENA[:, :, :1]),
     "x: ": lambda ops: ops.linear(zeros(3, 5), zeros(4, 6)),
     "bias: ": lambda ops: ops.linear(zeros(3, 6), zeros(4, 6), zeros(6)),
     "weight: ": lambda ops: ops.rms_norm(zeros(3, 5), zeros(6), 1e-6),

@@ -60,6 +60,18 @@ def test_copy_blocks_reads_every_source_before_it_writes(ops: Backend, reference
         assert torch.equal(arena, before[[1, 0, 3, 3, 3, 5]])
 
 
+def test_copy_blocks_from_another_arena(ops: Backend, reference: Backend) -> None:
+    """0, 1 and 2 stay side by side, 4 goes to 0 and to 5, and the source stays what it is."""
+    pairs = torch.tensor([[0, 1], [1, 2], [2, 3], [4, 0], [4, 5]])
+    for backend in (ops, reference):
+        arena, source = randn(7, 2, 2, 4, 1, 8), randn(5, 2, 2, 4, 1, 8)
+        before, source_before = arena.clone(), source.clone()
+        backend.copy_blocks(arena, pairs, source)
+        assert torch.equal(arena[[1, 2, 3, 0, 5]], source[[0, 1, 2, 4, 4]])
+        assert torch.equal(arena[[4, 6]], before[[4, 6]])
+        assert torch.equal(source, source_before)
+
+
 def test_copying_no_blocks_changes_nothing(ops: Backend) -> None:
     arena = randn(2, 1, 2, 4, 1, 8)
     before = arena.clone()

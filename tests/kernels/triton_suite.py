@@ -25,6 +25,7 @@ from .test_attention import (
 )
 from .test_ops import (
     test_add_rms_norm_adds_in_place_and_norms_the_sum,
+    test_copy_blocks_from_another_arena,
     test_copy_blocks_reads_every_source_before_it_writes,
     test_copying_no_blocks_changes_nothing,
     test_linear,
@@ -40,6 +41,7 @@ from .triton_interpreter import compute_bf16_as_a_gpu
 __all__ = [
     "test_a_window_of_one_is_the_value_of_the_query_s_own_position",
     "test_add_rms_norm_adds_in_place_and_norms_the_sum",
+    "test_copy_blocks_from_another_arena",
     "test_copy_blocks_reads_every_source_before_it_writes",
     "test_copying_no_blocks_changes_nothing",
     "test_every_backend_attends_as_the_reference",

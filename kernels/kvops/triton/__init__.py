@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvops.copying import copy_between
 from kvops.triton import attention, fusions
 
 
@@ -28,9 +29,12 @@ class TritonKernels:
             q, kv_layer, block_tables, cu_query_lens, context_lens, scale, window
         )
 
-    def copy_blocks(self, kv: Tensor, pairs: Tensor) -> None:
+    def copy_blocks(self, kv: Tensor, pairs: Tensor, source: Tensor | None) -> None:
         """By PyTorch: sources go through a buffer, since one pair's source may be another's target,
         and both ways are plain copies at memory speed already."""
+        if source is not None:
+            copy_between(kv, source, pairs)
+            return
         sources, targets = pairs.long().unbind(dim=1)
         kv.index_copy_(0, targets, kv.index_select(0, sources))
 

@@ -15,13 +15,15 @@ class BadHeader(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PoolHeader:
-    """`run_id` is the block store's own: another one means that the pool's ledger is lost."""
+    """`run_id` is the block store's own: another one means that the pool's ledger is lost.
+    `colder_of`: the pool whose blocks are swapped out to this one."""
 
     pool_id: str
     run_id: str
     layout: PoolLayout
     num_blocks: int
     watermark_blocks: int
+    colder_of: str | None = None
 
     @property
     def spec(self) -> PoolSpec:
