@@ -25,7 +25,7 @@ import torch
 import kvops
 from kvops.native import Lane
 from services.common.ticket import SamplingParams
-from services.engine.batch import Draw, Row
+from services.engine.batch import Draw, Drawn, Row
 from services.engine.models import Model, load_model
 from services.engine.runner import Runner
 
@@ -66,12 +66,12 @@ class Bench:
 
     def prefill(self, prompt: Sequence[int], chunk: int, row: int = 0) -> int:
         """The first token."""
-        token: int | None = None
+        token: Drawn = None
         for start in range(0, len(prompt), chunk):
             piece = prompt[start : start + chunk]
             draw = Draw(GREEDY, 0) if start + chunk >= len(prompt) else None
             (token,) = self.runner.run([Row(piece, start, self.table(row), draw=draw)])
-        assert token is not None
+        assert isinstance(token, int)
         return token
 
     def decode(self, tokens: list[int], start: int, num_steps: int) -> Iterator[float]:
@@ -82,7 +82,7 @@ class Bench:
                 for row, token in enumerate(tokens)
             ]
             began = time.perf_counter()
-            tokens = [token for token in self.runner.run(rows) if token is not None]
+            tokens = [token for token in self.runner.run(rows) if isinstance(token, int)]
             yield time.perf_counter() - began
 
 

@@ -32,7 +32,7 @@ from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from kvops import Backend
 from services.common.pool.layout import PoolLayout
 from services.common.ticket import SamplingParams
-from services.engine.batch import Draw, Row
+from services.engine.batch import Draw, Drawn, Row
 from services.engine.models import Model, load_model
 from services.engine.models.decoder import Layer, Linear
 from services.engine.pool import KVPool
@@ -122,8 +122,8 @@ class Engine:
         return Row(token_ids, start, range(first, first + self._num_blocks), 0, DRAWS[i % 2])
 
 
-def _drawn(token: int | None) -> int:
-    if token is None:
+def _drawn(token: Drawn) -> int:
+    if not isinstance(token, int):
         raise RuntimeError("a row with a draw drew no token")
     return token
 

@@ -13,6 +13,7 @@ QuireError
 │   ├── NoWorker
 │   └── Draining
 ├── DeadlineExceeded
+├── PoisonRequest          it fails by itself, wherever it is computed
 ├── KVCorrupt              a block does not say what its hash promised
 ├── VersionMismatch        a peer speaks another protocol
 └── StartupError           bad configuration, model, memory or server; the process ends with its
@@ -74,6 +75,10 @@ class Draining(Unavailable):
 
 class DeadlineExceeded(QuireError):
     code = "deadline_exceeded"
+
+
+class PoisonRequest(QuireError):
+    code = "poison_request"
 
 
 class KVCorrupt(QuireError):

@@ -70,6 +70,7 @@ FAULTS: dict[type[Exception], Fault] = {
     domain.NoWorker: _domain(domain.NoWorker, _UNAVAILABLE, 503),
     domain.Draining: _domain(domain.Draining, _UNAVAILABLE, 503),
     domain.DeadlineExceeded: _domain(domain.DeadlineExceeded, StatusCode.DEADLINE_EXCEEDED, 504),
+    domain.PoisonRequest: _domain(domain.PoisonRequest, StatusCode.INTERNAL, 500),
     domain.KVCorrupt: _domain(domain.KVCorrupt, StatusCode.DATA_LOSS, 500),
     domain.VersionMismatch: _domain(domain.VersionMismatch, _PRECONDITION, 500),
     domain.StartupError: _domain(domain.StartupError, _PRECONDITION, 500),

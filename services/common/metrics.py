@@ -120,6 +120,9 @@ class WorkerMetrics:
         self.num_preemptions = Counter(
             "quire:num_preemptions", "Sequence groups that gave way to others.", registry=registry
         )
+        self.num_broken = Counter(
+            "quire:num_broken", "Sequences whose output was not finite.", registry=registry
+        )
         self.kv_corrupt = Counter(
             "quire:kv_corrupt",
             "Blocks that did not say what their hash promised.",

@@ -16,7 +16,7 @@ from services.decode.job import Job, State
 from services.engine import messages
 from services.engine.engine import ForwardPass
 from services.engine.membership import Membership
-from services.engine.messages import Advance, Removed, StepOutcome
+from services.engine.messages import Advance, Broken, Removed, StepOutcome
 from services.engine.sequence import Sequence as EngineSequence
 from services.worker.events import (
     ABORTED,
@@ -28,6 +28,7 @@ from services.worker.events import (
     Reserved,
     Session,
     Step,
+    poisoned,
     report,
 )
 from services.worker.pool_worker import Limits, PoolWorker
@@ -152,6 +153,8 @@ class DecodeWorker(PoolWorker):
                 outputs.setdefault(job.session, []).append(output)
         for session, mine in outputs.items():
             session.send(Step(tuple(mine)))
+        for broken in outcome.broken:
+            self._break(self._running[broken.key], broken)
         for removed in outcome.removed:
             self._retire(self._running[removed.key], removed)
 
@@ -185,6 +188,11 @@ class DecodeWorker(PoolWorker):
         self._release(job, _ticket(job), ABORTED)
 
     # Early ends.
+
+    def _break(self, job: Job, broken: Broken) -> None:
+        """The engine has dropped it; the others of its step went on."""
+        self.distrust(broken)
+        self._release(job, _ticket(job), job.ending or poisoned(broken.fault))
 
     def _end(self, job: Job, ending: Ending) -> None:
         if job.ending:

@@ -3,8 +3,15 @@ tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from services.common.ticket import SamplingParams
+
+
+class Fault(Enum):
+    """Why a row that was to draw has no token."""
+
+    NOT_FINITE = "the model's output for it is not finite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +39,7 @@ class Row:
     block_table: Sequence[int]
     store_from: int = 0
     draw: Draw | None = None
+
+
+Drawn = int | Fault | None
+"""What a row comes to: a token, a fault of this row alone, or None where it draws nothing."""

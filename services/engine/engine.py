@@ -5,15 +5,24 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from services.common.ticket import FinishReason
-from services.engine.batch import Row
-from services.engine.messages import Admit, Advance, Command, Grow, Remove, Removed, StepOutcome
+from services.engine.batch import Drawn, Fault, Row
+from services.engine.messages import (
+    Admit,
+    Advance,
+    Broken,
+    Command,
+    Grow,
+    Remove,
+    Removed,
+    StepOutcome,
+)
 from services.engine.scheduler import Batch, Scheduler
 from services.engine.sequence import Sequence
 
 
 class ForwardPass(Protocol):
-    def run(self, rows: Seq[Row]) -> Seq[int | None]:
-        """Compute and store the rows' KV; the token that each row with a draw drew."""
+    def run(self, rows: Seq[Row]) -> Seq[Drawn]:
+        """Compute and store the rows' KV; what each row with a draw drew."""
 
     def rest(self) -> None:
         """There is nothing to compute until the next `run`."""
@@ -54,12 +63,12 @@ class Engine:
         removed = self._apply(commands)
         batch = self._scheduler.next_batch()
         rows = [sequence.row(count) for sequence, count in batch]
-        tokens = self._compute(rows)
-        advances = self._retire(batch, tokens)
+        drawn = self._compute(rows)
+        advances, broken = self._retire(batch, drawn)
         num_tokens = sum(count for _, count in batch)
-        return StepOutcome(advances, removed, num_tokens, time.perf_counter() - began)
+        return StepOutcome(advances, broken, removed, num_tokens, time.perf_counter() - began)
 
-    def _compute(self, rows: Seq[Row]) -> Seq[int | None]:
+    def _compute(self, rows: Seq[Row]) -> Seq[Drawn]:
         if rows:
             return self._forward.run(rows)
         self._forward.rest()
@@ -81,11 +90,17 @@ class Engine:
                         removed.append(Removed(key, tuple(found.tokens), found.num_computed))
         return tuple(removed)
 
-    def _retire(self, batch: Batch, tokens: Seq[int | None]) -> tuple[Advance, ...]:
-        return tuple(
-            self._advance(sequence, count, token)
-            for (sequence, count), token in zip(batch, tokens, strict=True)
-        )
+    def _retire(
+        self, batch: Batch, drawn: Seq[Drawn]
+    ) -> tuple[tuple[Advance, ...], tuple[Broken, ...]]:
+        advances, broken = [], []
+        for (sequence, count), token in zip(batch, drawn, strict=True):
+            if isinstance(token, Fault):
+                self._scheduler.remove(sequence.key)
+                broken.append(Broken(sequence.key, token, sequence.full_blocks))
+            else:
+                advances.append(self._advance(sequence, count, token))
+        return tuple(advances), tuple(broken)
 
     def _advance(self, sequence: Sequence, count: int, token: int | None) -> Advance:
         finish = sequence.advance(count, token)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from blockstore.store import PrefixHash
 from services.common.ticket import FinishReason
+from services.engine.batch import Fault
 from services.engine.sequence import Sequence
 
 
@@ -55,10 +56,21 @@ class Removed:
 
 
 @dataclass(frozen=True, slots=True)
+class Broken:
+    """A sequence failed alone, and the engine has dropped it. `blocks`: all its full ones, its
+    own and adopted, whose KV is not to be trusted any more."""
+
+    key: str
+    fault: Fault
+    blocks: tuple[tuple[int, PrefixHash], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutcome:
     """`num_tokens` were computed in `duration_s`."""
 
     advances: tuple[Advance, ...] = ()
+    broken: tuple[Broken, ...] = ()
     removed: tuple[Removed, ...] = ()
     num_tokens: int = 0
     duration_s: float = 0.0

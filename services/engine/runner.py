@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from services.common.ticket import SamplingParams
-from services.engine.batch import Draw, Row
+from services.engine.batch import Draw, Drawn, Fault, Row
 from services.engine.models import Batch, Model
-from services.engine.sampler import refuse_not_finite
+from services.engine.sampler import greedy
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
 
@@ -32,13 +32,13 @@ class Runner:
         self._kv = kv
         self._block_size = block_size
 
-    def run(self, rows: Sequence[Row]) -> list[int | None]:
+    def run(self, rows: Sequence[Row]) -> list[Drawn]:
         """Compute all rows in one pass, store their KV, and draw a token for every row with a
-        `draw`; None for the others.
+        `draw`; None for the others. A row whose logits are not finite has a fault instead, and
+        disturbs no other.
 
         ValueError, before anything is written: a row without tokens, past the model's context, with
-        too short a block table, or with a block or token id that is not there. FloatingPointError:
-        a row's logits are not finite.
+        too short a block table, or with a block or token id that is not there.
         """
         hidden = self.hidden(rows)
         drawing = [row for row in rows if row.draw is not None]
@@ -72,21 +72,20 @@ class Runner:
             self.logits([nowhere])
 
     @torch.inference_mode()
-    def _tokens(self, hidden: Tensor, rows: Sequence[Row]) -> list[int]:
+    def _tokens(self, hidden: Tensor, rows: Sequence[Row]) -> list[int | Fault]:
         """Greedy rows need the largest logit alone."""
         draws = [row.draw for row in rows if row.draw is not None]
         is_greedy = [draw.sampling.temperature == 0 for draw in draws]
-        greedy = [i for i, yes in enumerate(is_greedy) if yes]
+        likeliest = [i for i, yes in enumerate(is_greedy) if yes]
         drawn = [i for i, yes in enumerate(is_greedy) if not yes]
-        tokens = [0] * len(draws)
-        if greedy:
-            values, token_ids = self._model.best(hidden if not drawn else hidden[greedy])
-            refuse_not_finite(values)
-            for i, token in zip(greedy, token_ids.tolist(), strict=True):
+        tokens: list[int | Fault] = [0] * len(draws)
+        if likeliest:
+            found = self._model.best(hidden if not drawn else hidden[likeliest])
+            for i, token in zip(likeliest, greedy(*found), strict=True):
                 tokens[i] = token
         if drawn:
             sampled = self._model.sample(
-                hidden if not greedy else hidden[drawn],
+                hidden if not likeliest else hidden[drawn],
                 [draws[i] for i in drawn],
                 [_end(rows[i]) for i in drawn],
             )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from services.common.ticket import SamplingParams
-from services.engine.batch import Draw
+from services.engine.batch import Draw, Fault
 from services.engine.philox import uniforms
 
 _ROWS_AT_ONCE = 4  # keeps the temporaries in the cache: 4 rows of 150,000 tokens are 2.4 MB
@@ -26,17 +26,19 @@ _NUCLEUS_WIDTH = 1024  # how many of the likeliest tokens top_p alone looks at b
 SMALLEST_TEMPERATURE = 1e-30  # an fp32 temperature below may round to 0
 
 
-def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
-    """One token id per row.
+def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int | Fault]:
+    """One token id per row, or what is wrong with that row.
 
     logits: [N, vocab_size] fp32, row i for `draws[i]`, whose token will stand at `positions[i]`.
-    Temperature 0 takes the largest logit, of equal ones the lowest id. FloatingPointError: logits
-    that are not finite.
+    Temperature 0 takes the largest logit, of equal ones the lowest id.
     """
-    best = logits.argmax(dim=-1)
-    refuse_not_finite(logits.gather(1, best[:, None]).squeeze(1))
-    tokens = best.tolist()
-    drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
+    largest, best = logits.max(dim=-1)
+    tokens = greedy(largest, best)
+    drawn = [
+        row
+        for row, draw in enumerate(draws)
+        if draw.sampling.temperature > 0 and not isinstance(tokens[row], Fault)
+    ]
     for begin in range(0, len(drawn), _ROWS_AT_ONCE):
         rows = drawn[begin : begin + _ROWS_AT_ONCE]
         probs = filtered_probs(logits[rows], [draws[row].sampling for row in rows])
@@ -134,9 +136,10 @@ def _finishing_times(
     return numbers.neg_().log1p_().neg_().div_(probs)
 
 
-def refuse_not_finite(largest: Tensor) -> None:
-    """`largest`: each row's largest logit, [N]. A NaN or an infinity anywhere in a row is its
-    argmax; -inf alone is not harmful. FloatingPointError."""
-    if not bool(largest.isfinite().all()):
-        rows = (~largest.isfinite()).nonzero().squeeze(1).tolist()
-        raise FloatingPointError(f"logits of rows {rows} are not finite")
+def greedy(largest: Tensor, token_ids: Tensor) -> list[int | Fault]:
+    """`token_ids`: of each row's largest logit, [N]. A NaN or an infinity anywhere in a row is its
+    largest; -inf alone is not harmful."""
+    return [
+        token if finite else Fault.NOT_FINITE
+        for token, finite in zip(token_ids.tolist(), largest.isfinite().tolist(), strict=True)
+    ]

@@ -85,6 +85,11 @@ class Sequence:
             return FinishReason.LENGTH
         return None
 
+    @property
+    def full_blocks(self) -> tuple[tuple[int, PrefixHash], ...]:
+        """Its finished blocks, adopted ones too, as they are or may be published."""
+        return tuple(zip(self.block_table, self.hashes, strict=False))
+
     def take_completed(self) -> list[CompletedBlock]:
         """Blocks whose KV became complete since the last call; never an adopted one."""
         return self._hash_until(self.num_computed)

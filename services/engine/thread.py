@@ -47,8 +47,8 @@ class EngineThread:
             busy = False
             while (commands := self._take(wait=not busy)) is not None:
                 outcome = self._engine.step(commands)
-                busy = bool(outcome.advances)
-                if outcome.advances or outcome.removed:
+                busy = outcome.num_tokens > 0
+                if busy or outcome.removed:
                     self._loop.call_soon_threadsafe(self._on_outcome, outcome)
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._on_failure, error)

@@ -15,7 +15,7 @@ from services.common.ticket import FinishReason, Ticket
 from services.engine import messages
 from services.engine.engine import ForwardPass
 from services.engine.membership import Membership
-from services.engine.messages import Advance, StepOutcome
+from services.engine.messages import Advance, Broken, StepOutcome
 from services.engine.sequence import Sequence as EngineSequence
 from services.prefill.admission import Admission
 from services.prefill.job import Job, State
@@ -31,6 +31,7 @@ from services.worker.events import (
     Requeued,
     RequeueReason,
     Session,
+    poisoned,
     report,
 )
 from services.worker.pool_worker import Limits, PoolWorker
@@ -163,6 +164,8 @@ class PrefillWorker(PoolWorker):
     def _on_outcome(self, outcome: StepOutcome) -> None:
         for advance in outcome.advances:
             self._on_advance(self._computing[advance.key], advance)
+        for broken in outcome.broken:
+            self._break(self._computing[broken.key], broken)
         for removed in outcome.removed:
             self._retire(self._computing[removed.key])
         self._admission.wake()
@@ -213,6 +216,12 @@ class PrefillWorker(PoolWorker):
         self.writer.put(release)
 
     # Early ends.
+
+    def _break(self, job: Job, broken: Broken) -> None:
+        """The engine has dropped it; the others of its step went on."""
+        self.distrust(broken)
+        job.ending = job.ending or poisoned(broken.fault)
+        self._retire(job)
 
     def _end(self, job: Job, ending: Ending) -> None:
         if job.ending:

@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
-from services.common.errors import DeadlineExceeded
+from services.common.errors import DeadlineExceeded, PoisonRequest
 from services.common.ticket import FinishReason, Ticket
+from services.engine.batch import Fault
 
 
 class RequeueReason(Enum):
@@ -28,6 +29,10 @@ EXPIRED = Ending(error=(DeadlineExceeded.code, "the request's deadline has passe
 PREEMPTED = Ending(requeue=RequeueReason.PREEMPTED)
 DRAINED = Ending(requeue=RequeueReason.DRAINING)
 STALE = Ending(requeue=RequeueReason.STALE_TICKET)
+
+
+def poisoned(fault: Fault) -> Ending:
+    return Ending(error=(PoisonRequest.code, f"this request cannot be computed: {fault.value}"))
 
 
 @dataclass(frozen=True, slots=True)

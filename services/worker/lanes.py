@@ -8,7 +8,7 @@ import torch
 from kvops.native import Lane, NativeCpu
 from services.common.board import Board, Seat
 from services.common.logging import get_logger
-from services.engine.batch import Row
+from services.engine.batch import Drawn, Row
 from services.engine.runner import Runner
 from services.worker.cpus import lanes
 
@@ -32,7 +32,7 @@ class SharedCpus:
         self._wanted: tuple[Lane, ...] | None = None
         self.refresh()
 
-    def run(self, rows: Sequence[Row]) -> Sequence[int | None]:
+    def run(self, rows: Sequence[Row]) -> Sequence[Drawn]:
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
             self._native.assign(wanted, self._busy_bytes)

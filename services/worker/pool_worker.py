@@ -9,14 +9,17 @@ from typing import Any, Protocol
 from blockstore.errors import WorkerFenced
 from blockstore.registry import Load
 from blockstore.store import BlockStore, PoolSpec
+from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics
 from services.engine.engine import BlockStamps, Engine, ForwardPass
-from services.engine.messages import StepOutcome
+from services.engine.messages import Broken, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.thread import EngineThread
 from services.worker.store_writer import StoreWriter
 
 _PULSE_S = 0.1
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,18 @@ class PoolWorker(ABC):
             self._on_outcome(outcome)
         except Exception as error:  # what the rest of the step did would be lost in silence
             self._fail(error)
+
+    def distrust(self, broken: Broken) -> None:
+        """Take a broken sequence's blocks out of the index: what broke it may lie in one of them,
+        and would break whoever adopts it."""
+
+        async def retract() -> None:
+            for block_id, prefix_hash in broken.blocks:
+                await self.store.retract(self.pool_id, block_id, prefix_hash)
+
+        log.error("sequence_broken", holder_id=broken.key, reason=broken.fault.value)
+        self.metrics.num_broken.inc()
+        self.writer.put(retract)
 
     def drain(self) -> int:
         """Take nothing new; how many requests are left to finish."""

@@ -212,6 +212,6 @@ class Rig(Runner):
         logits = iter(self.last_logits)
         for trial, row, token in zip(trials, rows, tokens, strict=True):
             trial.num_computed += len(row.token_ids)
-            if token is not None:
+            if isinstance(token, int):
                 trial.new_tokens.append(token)
                 trial.logits.append(next(logits))

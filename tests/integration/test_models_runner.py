@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.make_checkpoint import make_checkpoint
-from services.engine.batch import Draw, Row
+from services.engine.batch import Draw, Fault, Row
 from services.engine.runner import Runner
 
 from .models_oracle import GREEDY, SPECS, Rig, random_prompt
@@ -102,10 +102,20 @@ def test_warm_up_stores_nothing_and_is_cut_at_the_context(rig: Rig) -> None:
     assert rig.arena.isnan().all()
 
 
-def test_broken_kv_is_an_error_and_not_a_token(rig: Rig) -> None:
-    """The row's earlier positions were never stored: the arena has NaN there."""
-    with pytest.raises(FloatingPointError, match="not finite"):
-        rig.run([ROW])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_broken_kv_is_a_fault_of_its_row_and_not_a_token(rig: Rig, temperature: float) -> None:
+    """The row's earlier positions were never stored: the arena has NaN there. Its neighbours, one
+    greedy and one drawn, get the tokens that they get without it."""
+    prompt = random_prompt(4, seed=1)
+    whole = [
+        Row(prompt, start=0, block_table=(6,), draw=GREEDY),
+        Row(
+            prompt, start=0, block_table=(7,), draw=Draw(replace(GREEDY.sampling, temperature=1), 0)
+        ),
+    ]
+    right = rig.run(whole)
+    broken = replace(ROW, draw=Draw(replace(GREEDY.sampling, temperature=temperature), 0))
+    assert rig.run([whole[0], broken, whole[1]]) == [right[0], Fault.NOT_FINITE, right[1]]
 
 
 def test_sampled_tokens_are_the_same_alone_and_in_a_batch_of_64(rig: Rig) -> None:
@@ -134,7 +144,7 @@ def test_a_token_drawn_again_after_a_recompute_is_the_same(rig: Rig) -> None:
     for _ in range(8):
         (token,) = rig.run([Row(tokens[start:], start, range(5), draw=draw)])
         start = len(tokens)
-        assert token is not None
+        assert isinstance(token, int)
         tokens.append(token)
     again = [
         rig.run([Row(tokens[:length], 0, range(8, 13), draw=draw)])[0] for length in range(12, 20)

@@ -159,9 +159,9 @@ class LateEngine:
         except BaseException as error:
             self._on_failure(error)
             return
-        if outcome.advances or outcome.removed:
+        if outcome.num_tokens or outcome.removed:
             self._outcomes.put(lambda: self._on_outcome(outcome))
-        if outcome.advances:
+        if outcome.num_tokens:
             self._go_on()
 
 

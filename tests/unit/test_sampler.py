@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.common.ticket import SamplingParams
-from services.engine.batch import Draw
+from services.engine.batch import Draw, Fault
 from services.engine.philox import uniforms
 from services.engine.sampler import filtered_probs, sample
 
@@ -205,11 +205,13 @@ def test_extreme_temperatures_stay_in_the_vocabulary(temperature: float) -> None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
-    logits = torch.zeros(3, 4)
-    logits[1, 2] = bad
-    with pytest.raises(FloatingPointError, match=r"rows \[1\]"):
-        sample(logits, [draw(temperature=0.0), draw(), draw()], [0, 0, 0])
+def test_a_row_whose_logits_are_not_finite_has_no_token_and_disturbs_no_other(bad: float) -> None:
+    draws = [draw(temperature=0.0), draw(), draw(), draw(temperature=0.0)]
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(1))
+    right = sample(logits, draws, range(4))
+    logits[1, 2] = logits[3, 0] = bad
+    faulty = sample(logits, draws, range(4))
+    assert faulty == [right[0], Fault.NOT_FINITE, right[2], Fault.NOT_FINITE]
 
 
 def test_philox_gives_the_published_numbers() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvops import Backend
 from services.common.text.model_config import ModelConfig
-from services.engine.batch import Draw
+from services.engine.batch import Draw, Fault
 from services.engine.models.model import Batch
 from services.engine.rope import rope_tables
 from services.engine.sampler import sample
@@ -86,7 +86,9 @@ class ComposedModel:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ops.linear(hidden, self._head).float()
 
-    def sample(self, hidden: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
+    def sample(
+        self, hidden: Tensor, draws: Sequence[Draw], positions: Sequence[int]
+    ) -> list[int | Fault]:
         return sample(self.logits(hidden).cpu(), draws, positions)
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

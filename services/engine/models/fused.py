@@ -13,7 +13,7 @@ from torch import Tensor
 from kvops.native import PACKING, Kind, Layer, NativeCpu, PackedLinear, Shape, aligned, packed_bytes
 from services.common.errors import StartupError
 from services.common.text.model_config import ModelConfig
-from services.engine.batch import Draw
+from services.engine.batch import Draw, Fault
 from services.engine.models.layout import (
     EMBEDDING,
     FINAL_NORM,
@@ -25,8 +25,11 @@ from services.engine.models.model import Batch
 from services.engine.models.sections import Section, all_sections, layer_sections
 from services.engine.packed_file import Contents, Facts, Progress, packed_file
 from services.engine.rope import rope_tables
-from services.engine.sampler import SMALLEST_TEMPERATURE, refuse_not_finite
+from services.engine.sampler import SMALLEST_TEMPERATURE
 from services.engine.weights import load_weights, weight_files, weights_digest
+
+_NO_TOKEN = -1
+"""The native sampler's answer for logits that are not finite."""
 
 
 class FusedModel:
@@ -80,14 +83,13 @@ class FusedModel:
             self._decoder.logits(hidden, out)
         return out
 
-    def sample(self, hidden: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
+    def sample(
+        self, hidden: Tensor, draws: Sequence[Draw], positions: Sequence[int]
+    ) -> list[int | Fault]:
         tokens = torch.empty(len(hidden), dtype=torch.int64)
         native = [_draw(draw, position) for draw, position in zip(draws, positions, strict=True)]
         self._decoder.sample(hidden, native, tokens)
-        found: list[int] = tokens.tolist()
-        if -1 in found:
-            refuse_not_finite(self.logits(hidden).amax(dim=-1))
-        return found
+        return [Fault.NOT_FINITE if token == _NO_TOKEN else token for token in tokens.tolist()]
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Computed beside the head, without logits in memory."""

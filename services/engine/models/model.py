@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.common.text.model_config import ModelConfig
-from services.engine.batch import Draw
+from services.engine.batch import Draw, Fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,10 @@ class Model(Protocol):
         """[N, hidden_size] -> fp32 [N, vocab_size]."""
         ...
 
-    def sample(self, hidden: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
-        """A token drawn for each state, to stand at `positions[i]`; every temperature is above 0.
-        FloatingPointError: logits that are not finite."""
+    def sample(
+        self, hidden: Tensor, draws: Sequence[Draw], positions: Sequence[int]
+    ) -> list[int | Fault]:
+        """A token drawn for each state, to stand at `positions[i]`; temperatures are above 0."""
         ...
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

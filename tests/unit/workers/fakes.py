@@ -13,7 +13,7 @@ from blockstore.memory_store import MemoryStore
 from blockstore.store import PoolSpec
 from services.common.pool.stamps import Stamps, StampState, record_bytes
 from services.common.ticket import SamplingParams, Ticket, TicketSequence
-from services.engine.batch import Row
+from services.engine.batch import Drawn, Fault, Row
 from services.worker.events import Event
 
 VOCAB = 50_000
@@ -47,7 +47,8 @@ class Arena:
 
 
 class FakeForward:
-    """`gate`: when cleared, steps wait for it; `num_begun` counts those too."""
+    """`gate`: when cleared, steps wait for it; `num_begun` counts those too. `poison`: a token
+    behind which nothing is finite."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -55,18 +56,19 @@ class FakeForward:
         self.gate.set()
         self.num_begun = 0
         self.num_steps = 0
+        self.poison: int | None = None
 
     def rest(self) -> None:
         pass
 
-    def run(self, rows: Sequence[Row]) -> list[int | None]:
+    def run(self, rows: Sequence[Row]) -> list[Drawn]:
         self.num_begun += bool(rows)
         assert self.gate.wait(30)
         self.num_steps += bool(rows)
         with self.arena.lock:
             return [self._row(row) for row in rows]
 
-    def _row(self, row: Row) -> int | None:
+    def _row(self, row: Row) -> Drawn:
         end = row.start + len(row.token_ids)
         for position, token in zip(range(row.start, end), row.token_ids, strict=True):
             if position >= row.store_from:
@@ -80,6 +82,8 @@ class FakeForward:
             stored_position, token = self.arena.slots[self._slot(row, position)]
             assert stored_position == position
             context.append(token)
+        if row.draw and self.poison in context:
+            return Fault.NOT_FINITE
         return next_token(context) if row.draw else None
 
     def _slot(self, row: Row, position: int) -> int:

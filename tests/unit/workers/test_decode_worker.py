@@ -5,6 +5,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from blockstore.errors import WorkerFenced
+from blockstore.hashing import prefix_hashes
 from services.common.errors import InvalidRequest
 from services.common.metrics import WorkerMetrics
 from services.common.ticket import FinishReason, Ticket, TicketSequence
@@ -89,6 +90,39 @@ async def test_many_sequences_run_in_one_batch(make_bench: MakeBench) -> None:
         assert tokens(bench.session, one) == expected(one.prompt_token_ids, 12)
     assert bench.decode_model.num_steps - steps_before < 2 * 12
     await bench.until_empty()
+
+
+async def test_a_sequence_that_is_not_finite_fails_alone(bench: Bench) -> None:
+    """Those beside it get every token, it gets an error that says why, and nobody adopts its
+    blocks: not even the finished ones, which may be what broke it."""
+    poisoned = tuple(range(200, 210))
+    bench.decode_model.gate.clear()
+    good = await start(bench, ticket("r1", PROMPT, max_tokens=20))
+    await start(bench, ticket("r2", poisoned, max_tokens=20))
+    assert await bench.store.match("pool", prefix_hashes(bytes(16), poisoned, 4)) == 2
+    bench.decode_model.poison = poisoned[0]
+    bench.decode_model.gate.set()
+    await bench.until(lambda: finished(bench.session, "r1") and bool(bench.session.of(Failed)))
+    assert tokens(bench.session, good) == expected(PROMPT, 20)
+    (failed,) = bench.session.of(Failed)
+    assert (failed.request_id, failed.code) == ("r2", "poison_request")
+    assert "not finite" in failed.message
+    assert not outputs(bench.session, "r2")
+    await bench.until_empty()
+    assert await bench.store.match("pool", prefix_hashes(bytes(16), poisoned, 4)) == 0
+    assert await bench.store.match("pool", prefix_hashes(bytes(16), PROMPT, 4)) == 2
+    assert bench.decode_figures.get_sample_value("quire:num_broken_total") == 1
+
+
+async def test_an_abort_of_a_sequence_that_is_not_finite_is_not_answered(bench: Bench) -> None:
+    bench.decode_model.gate.clear()
+    bench.decode_model.poison = PROMPT[0]
+    issued = await start(bench, ticket("r1", PROMPT, max_tokens=20))
+    await bench.until(lambda: bench.decode_model.num_begun == 1)
+    bench.decode.abort(bench.session, *issued.key)
+    bench.decode_model.gate.set()
+    await bench.until_empty()
+    assert bench.session.of(Failed) == []
 
 
 async def test_all_tokens_of_a_step_go_in_one_message(bench: Bench) -> None:

@@ -85,6 +85,21 @@ async def test_a_cached_prompt_computes_its_last_token_only(bench: Bench) -> Non
     assert bench.prefill.metrics.kv_corrupt._value.get() == 0
 
 
+async def test_a_prompt_that_is_not_finite_fails_alone(bench: Bench) -> None:
+    """Its first blocks were finished, and others may have adopted them, before it was known."""
+    poisoned = tuple(range(200, 230))
+    bench.prefill_model.poison = poisoned[-1]
+    bench.prefill.submit(bench.session, ticket("r1", poisoned))
+    bench.prefill.submit(bench.session, ticket("r2", range(10)))
+    await bench.until(lambda: bool(bench.session.of(Failed)) and "r2" in prefilled(bench.session))
+    (failed,) = bench.session.of(Failed)
+    assert (failed.request_id, failed.code) == ("r1", "poison_request")
+    assert "not finite" in failed.message
+    bench.prefill.close(bench.session)
+    await bench.until_empty()
+    assert await bench.store.match("pool", prefix_hashes(bytes(16), poisoned, 4)) == 0
+
+
 async def test_one_prefix_is_computed_once(bench: Bench) -> None:
     """Four prompts share 32 tokens: one computes them, three follow and find them."""
     prefix = tuple(range(32))
