@@ -8,7 +8,8 @@ QuireError
 ├── UnknownWorker
 ├── DuplicateRequest
 ├── Overloaded             try again later
-│   └── QueueFull
+│   ├── QueueFull
+│   └── WouldBeLate        its deadline passes before those who wait now are served
 ├── Unavailable            nobody there to do it now
 │   ├── NoWorker
 │   └── Draining
@@ -59,6 +60,10 @@ class Overloaded(QuireError):
 
 class QueueFull(Overloaded):
     code = "queue_full"
+
+
+class WouldBeLate(Overloaded):
+    code = "would_be_late"
 
 
 class Unavailable(QuireError):

@@ -66,6 +66,7 @@ FAULTS: dict[type[Exception], Fault] = {
     domain.DuplicateRequest: _domain(domain.DuplicateRequest, StatusCode.ALREADY_EXISTS, 409),
     domain.Overloaded: _domain(domain.Overloaded, _EXHAUSTED, 429),
     domain.QueueFull: _domain(domain.QueueFull, _EXHAUSTED, 429),
+    domain.WouldBeLate: _domain(domain.WouldBeLate, _EXHAUSTED, 429),
     domain.Unavailable: _domain(domain.Unavailable, _UNAVAILABLE, 503),
     domain.NoWorker: _domain(domain.NoWorker, _UNAVAILABLE, 503),
     domain.Draining: _domain(domain.Draining, _UNAVAILABLE, 503),

@@ -86,7 +86,8 @@ class Generator(Protocol):
         """Stream one request. Closing the iterator cancels it at every hop.
 
         Raises, before the first delta or in its place: InvalidRequest, PromptTooLong, UnknownModel,
-        DuplicateRequest, QueueFull, NoWorker, DeadlineExceeded, KVCorrupt (services.common.errors).
+        DuplicateRequest, QueueFull, WouldBeLate, NoWorker, DeadlineExceeded, KVCorrupt
+        (services.common.errors).
         """
 
     def models(self) -> tuple[ServedModel, ...]:

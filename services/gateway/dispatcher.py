@@ -9,16 +9,25 @@ import contextvars
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from blockstore.registry import Registry
-from services.common.errors import Draining, DuplicateRequest, NoWorker, PromptTooLong, QueueFull
+from services.common.errors import (
+    Draining,
+    DuplicateRequest,
+    NoWorker,
+    PromptTooLong,
+    QueueFull,
+    WouldBeLate,
+)
 from services.common.logging import get_logger
 from services.gateway.admission import Admitted
+from services.gateway.api import GenerationRequest
 from services.gateway.bell import Bell
 from services.gateway.journey import Journey, Start
-from services.gateway.line import Line, Place, ServiceRate
+from services.gateway.lane import Lane
+from services.gateway.line import Place, ServiceRate
 from services.gateway.messages import RequestEvent
 from services.gateway.output import Output
 from services.gateway.router import Pool, Route, Router, choose_prefill
@@ -54,14 +63,6 @@ class Limits:
     max_waiting: int = 1024
     patience_s: float = 5.0
     reserve_timeout_s: float = 2.0
-
-
-@dataclass(slots=True)
-class Lane:
-    model: str
-    line: Line[Journey] = field(default_factory=Line)
-    deserted_since: float | None = None
-    task: asyncio.Task[None] | None = None
 
 
 class Dispatcher:
@@ -121,14 +122,33 @@ class Dispatcher:
         if request_id in self._journeys or request_id in self._entering:
             raise DuplicateRequest(f"a request with id {request_id!r} is running")
         if self.num_waiting >= self._limits.max_waiting:
-            delay_s = self._rate.retry_delay_s(self.num_waiting, self._clock())
             text = f"the queue is full ({self.num_waiting} requests wait); try again later"
-            raise QueueFull(text, delay_s)
+            raise QueueFull(text, self._retry_delay_s())
         self._entering.add(request_id)
         try:
             yield
         finally:
             self._entering.discard(request_id)
+
+    @contextmanager
+    def in_time(
+        self, request: GenerationRequest, model: str, deadline: float | None
+    ) -> Iterator[None]:
+        """Around what is left of admission once the model is known; within `entering`. WouldBeLate:
+        it cannot be done by its deadline, a time of the event loop's clock."""
+        lane, now = self.lane(model), self._clock()
+        if deadline is not None:
+            pools = self._workers.complete_pools(model)
+            if problem := lane.lateness(request, deadline - now, pools, now):
+                raise WouldBeLate(problem, self._retry_delay_s())
+        lane.num_entering += 1
+        try:
+            yield
+        finally:
+            lane.num_entering -= 1
+
+    def _retry_delay_s(self) -> float:
+        return self._rate.retry_delay_s(self.num_waiting, self._clock())
 
     async def enter(self, request: Admitted, output: Output) -> Journey:
         """Put an admitted request in line; within `entering`. BlockStoreError, Draining."""
@@ -143,11 +163,15 @@ class Dispatcher:
     # ── what journeys report ─────────────────────────────────────────────────────────────────────
 
     def waits_again(self, journey: Journey) -> None:
-        self._lane(journey.request.model).line.join(journey, self._clock())
+        lane = self.lane(journey.request.model)
+        lane.forecast.gave_way(journey)
+        lane.line.join(journey, self._clock())
         self._bell.ring()
 
     def has_ended(self, journey: Journey, error: Exception | None) -> None:
-        self._lane(journey.request.model).line.leave(journey)
+        lane = self.lane(journey.request.model)
+        lane.line.leave(journey)
+        lane.forecast.ended(journey, journey.output.tally.num_generated_tokens, self._clock())
         self._journeys.pop(journey.id, None)
         self._bell.ring()
         self._on_end(journey, error)
@@ -174,7 +198,7 @@ class Dispatcher:
 
     # ── placing ──────────────────────────────────────────────────────────────────────────────────
 
-    def _lane(self, model: str) -> Lane:
+    def lane(self, model: str) -> Lane:
         lane = self._lanes.get(model)
         if lane is None:
             lane = self._lanes[model] = Lane(model)
@@ -214,6 +238,10 @@ class Dispatcher:
         if all(problems):  # pools may have come and gone since it was admitted
             journey.end(PromptTooLong(problems[0]))
             return AT_ONCE
+        if lane.is_late(journey, self._clock()):
+            text = "its turn came so late that it could not be done by its deadline"
+            journey.end(WouldBeLate(text, self._retry_delay_s()))
+            return AT_ONCE
         fitting = [pool for pool, problem in zip(pools, problems, strict=True) if not problem]
         open_pools = [pool for pool in fitting if pool.open_decode]
         if not open_pools:
@@ -240,6 +268,7 @@ class Dispatcher:
                 return True
             journey.start(Start(route.pool.spec.pool_id, route.root_hash, *choice))
             lane.line.leave(journey)
+            lane.forecast.started(journey, self._clock())
             self._rate.departed(self._clock())
             return True
         return False

@@ -45,9 +45,12 @@ class Gateway:
             try:
                 async with asyncio.timeout_at(deadline):
                     name, served = await self._served(request.model)
-                    admitted = await admit(request, request_id, name, served, arrived_at, deadline)
-                    output = self._output(admitted, served)
-                    journey = await self._dispatcher.enter(admitted, output)
+                    with self._dispatcher.in_time(request, name, deadline):
+                        admitted = await admit(
+                            request, request_id, name, served, arrived_at, deadline
+                        )
+                        output = self._output(admitted, served)
+                        journey = await self._dispatcher.enter(admitted, output)
             except TimeoutError as error:
                 raise DeadlineExceeded("the request's deadline has passed") from error
         try:

@@ -5,7 +5,7 @@ every class. A request that comes back keeps its arrival and the class that it h
 """
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -50,6 +50,7 @@ class Line(Generic[W]):
         self._by_order: list[tuple[int, int, W]] = []
         self._by_rise: list[tuple[float, int, W]] = []
         self._num_entries = 0
+        self._of_class: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._latest)
@@ -58,15 +59,22 @@ class Line(Generic[W]):
         return who in self._latest
 
     def join(self, who: W, now: float) -> None:
+        self.leave(who)
         self._num_entries += 1
         self._latest[who] = self._num_entries
+        self._of_class[who.place.priority] += 1
         heapq.heappush(self._by_order, (who.place.order, self._num_entries, who))
         if who.place.priority > PRIORITY_CLASSES.start:
             heapq.heappush(self._by_rise, (now + RISE_EVERY_S, self._num_entries, who))
 
     def leave(self, who: W) -> None:
         """Who does not stand in line is no error."""
-        self._latest.pop(who, None)
+        if self._latest.pop(who, None) is not None:
+            self._of_class[who.place.priority] -= 1
+
+    def num_ahead(self, priority: int) -> int:
+        """How many a new request of this class would find before it."""
+        return sum(number for cls, number in self._of_class.items() if cls <= priority)
 
     def first(self, now: float) -> W | None:
         """Who is first in order; stays in line. None: nobody waits."""
@@ -82,6 +90,7 @@ class Line(Generic[W]):
         while self._by_rise and self._by_rise[0][0] <= now:
             due, entry, who = heapq.heappop(self._by_rise)
             if self._latest.get(who) == entry:
+                self.leave(who)
                 who.place.priority -= 1
                 self.join(who, due)
 

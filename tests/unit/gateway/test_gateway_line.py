@@ -85,6 +85,20 @@ def test_who_was_served_does_not_rise_any_more() -> None:
     assert served.place.priority == 3
 
 
+def test_who_goes_first_is_counted_by_class() -> None:
+    """Four wait, of classes 0, 0, 3 and 5; one leaves, and the last rises to class 4."""
+    line = Line[Somebody]()
+    people = [somebody(arrival, priority) for arrival, priority in enumerate((0, 0, 3, 5))]
+    for one in people:
+        line.join(one, now=0)
+    assert [line.num_ahead(priority) for priority in (-1, 0, 4, 5)] == [0, 2, 3, 4]
+    line.leave(people[0])
+    line.leave(people[0])
+    line.first(RISE_EVERY_S)
+    line.join(people[1], RISE_EVERY_S)
+    assert [line.num_ahead(priority) for priority in (-2, -1, 2, 4)] == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(("interval_s", "delay_s"), [(0.5, 5.0), (1e-6, 0.1), (60, 30.0)])
 def test_the_retry_delay_is_that_of_a_tenth_of_the_line(interval_s: float, delay_s: float) -> None:
     """100 wait and one leaves every half second: ten have left in 5 s. Never absurd."""

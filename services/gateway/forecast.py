@@ -1,0 +1,75 @@
+"""How long requests will take: what a deadline is compared with while a line waits.
+
+Little's law: of `num_slots` requests at work that take `S` seconds each, one ends every
+`S / num_slots` seconds. Only time at work is measured; time in line is what is forecast.
+"""
+
+from collections import deque
+from collections.abc import Hashable
+
+
+class Forecast:
+    """Times are those of any clock that only goes forward, in seconds. While nothing is known yet
+    every answer is 0: nobody is refused on a guess."""
+
+    _WINDOW = 64
+
+    def __init__(self) -> None:
+        self._began: dict[Hashable, float] = {}
+        self._sum_began = 0.0
+        self._ended: deque[tuple[float, int]] = deque()
+        self._sum_s = 0.0
+        self._sum_tokens = 0
+
+    @property
+    def num_at_work(self) -> int:
+        return len(self._began)
+
+    def started(self, who: Hashable, now: float) -> None:
+        self._began[who] = now
+        self._sum_began += now
+
+    def gave_way(self, who: Hashable) -> None:
+        """It goes on later; what it has done so far says nothing of a whole one. Who is not at work
+        is no error."""
+        self._sum_began -= self._began.pop(who, 0.0)
+
+    def ended(self, who: Hashable, num_tokens: int, now: float) -> None:
+        """However it ended, it was at work for so long. Who is not at work is no error."""
+        began = self._began.get(who)
+        if began is None:
+            return
+        self.gave_way(who)
+        self._ended.append((now - began, num_tokens))
+        self._sum_s += now - began
+        self._sum_tokens += num_tokens
+        if len(self._ended) > self._WINDOW:
+            oldest_s, oldest_tokens = self._ended.popleft()
+            self._sum_s -= oldest_s
+            self._sum_tokens -= oldest_tokens
+
+    def wait_s(self, num_ahead: int, num_free_slots: int, now: float) -> float:
+        """Until somebody with so many before them gets a slot."""
+        num_slots = self.num_at_work + num_free_slots
+        num_to_end = num_ahead + 1 - num_free_slots
+        if num_to_end <= 0 or not self.num_at_work:
+            return 0.0
+        return num_to_end * self._time_at_work_s(now) / num_slots
+
+    def work_s(self, max_tokens: int | None, *, to_the_end: bool) -> float:
+        """From slot to last token, of one that generates `max_tokens`: all of them when it goes
+        `to_the_end`, else as many as the others do if they are fewer."""
+        if not self._sum_tokens:
+            return 0.0
+        usual = self._sum_tokens / len(self._ended)
+        if max_tokens is None or not to_the_end:
+            num_tokens = usual if max_tokens is None else min(max_tokens, usual)
+        else:
+            num_tokens = max_tokens
+        return num_tokens * self._sum_s / self._sum_tokens
+
+    def _time_at_work_s(self, now: float) -> float:
+        """Of one request, on average. Those at work now count too: when it gets slower, their age
+        says so before the first of them ends."""
+        age_s = now - self._sum_began / len(self._began)
+        return max(age_s, self._sum_s / len(self._ended)) if self._ended else age_s

@@ -1,0 +1,90 @@
+"""Who cannot be done by its deadline is told so at once, and costs the others nothing."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from quire.v1 import prefill_pb2
+from services.common.errors import WouldBeLate
+
+from .conftest import Call, House, asked, until
+from .fakes import FakeDecode, FakePrefill
+
+
+class Busy:
+    """A gateway whose one slot `r0` has, while `r1` waits."""
+
+    def __init__(self, house: House, prefill: FakePrefill, decode: FakeDecode) -> None:
+        self.house = house
+        self.prefill = prefill
+        self.decode = decode
+        self.calls: list[Call] = []
+
+    def call(self, request_id: str, **fields: Any) -> Call:
+        self.calls.append(Call(self.house.gateway, asked(request_id, **fields)))
+        return self.calls[-1]
+
+    def has_taken(self, seconds: float) -> None:
+        """Let the gateway have seen a request that was at work for so long."""
+        now = asyncio.get_running_loop().time()
+        forecast = self.house.assembly.dispatcher.lane("toy").forecast
+        forecast.started("another", now - seconds)
+        forecast.ended("another", 8, now)
+
+
+@pytest.fixture
+async def busy(make_house: Any) -> AsyncIterator[Busy]:
+    prefill, decode = FakePrefill(), FakeDecode(num_slots=1)
+    busy = Busy(await make_house(prefill, decode), prefill, decode)
+    decode.pause_after = 2
+    first = busy.call("r0")
+    await until(lambda: len(first.tokens) == 2)
+    busy.call("r1", timeout_s=60.0)
+    await busy.house.num_waiting(1)
+    yield busy
+    for call in busy.calls:
+        await call.cancel()
+
+
+async def test_a_deadline_that_the_line_does_not_leave_is_refused_at_once(busy: Busy) -> None:
+    """Each takes 10 s: it would start in 20 s and take 10, and a third is kept in reserve."""
+    busy.has_taken(10.0)
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(WouldBeLate, match=r"1 requests go first: .* 20\.0 s and take 10\.0 s"):
+        await busy.call("r2", timeout_s=36.0).result()
+    assert asyncio.get_running_loop().time() - began < 1.0
+    assert busy.house.assembly.dispatcher.num_waiting == 1
+
+
+async def test_who_has_time_or_none_to_keep_waits(busy: Busy) -> None:
+    busy.has_taken(10.0)
+    busy.call("r2", timeout_s=39.0)
+    busy.call("r3")
+    await busy.house.num_waiting(3)
+
+
+async def test_an_urgent_request_has_nobody_before_it(busy: Busy) -> None:
+    busy.has_taken(10.0)
+    busy.call("r2", timeout_s=36.0, priority=-1)
+    await busy.house.num_waiting(2)
+
+
+async def test_nobody_is_refused_on_a_guess(busy: Busy) -> None:
+    """Nothing has ended yet, and what runs is milliseconds old."""
+    busy.call("r2", timeout_s=20.0)
+    await busy.house.num_waiting(2)
+
+
+async def test_who_is_late_when_its_turn_comes_is_not_begun(busy: Busy) -> None:
+    """`r1` has a minute, and it turns out that each takes an hour: the slot goes to who is next."""
+    busy.call("r2")
+    await busy.house.num_waiting(2)
+    busy.has_taken(3600.0)
+    busy.decode.go_on(pause_after=8)
+    with pytest.raises(WouldBeLate, match="its turn came so late"):
+        await busy.calls[1].result()
+    await busy.calls[2].result()
+    submitted = [s.ticket.request_id for s in busy.prefill.commands(prefill_pb2.PrefillSubmit)]
+    assert submitted == ["r0", "r2"]

@@ -1,0 +1,63 @@
+"""How long a request will take, from how long others took."""
+
+import pytest
+
+from services.gateway.forecast import Forecast
+
+
+def test_nothing_known_nobody_refused() -> None:
+    forecast = Forecast()
+    assert forecast.wait_s(1000, 0, now=5.0) == 0.0
+    assert forecast.work_s(1000, to_the_end=True) == 0.0
+
+
+def test_slots_get_free_at_the_rate_of_littles_law() -> None:
+    """Two slots of 10 s each: one gets free every 5 s, so the fourth in line has 20 s to wait."""
+    forecast = Forecast()
+    for name in ("a", "b"):
+        forecast.started(name, 0.0)
+    forecast.ended("a", 100, 10.0)
+    forecast.started("c", 10.0)
+    assert forecast.wait_s(3, 0, now=10.0) == 20.0
+    assert forecast.wait_s(3, 2, now=10.0) == 5.0  # two free slots: two of the four go at once
+    assert forecast.wait_s(3, 4, now=10.0) == 0.0
+
+
+def test_when_it_gets_slower_the_age_of_those_at_work_says_so() -> None:
+    forecast = Forecast()
+    forecast.started("quick", 0.0)
+    forecast.ended("quick", 10, 1.0)
+    forecast.started("slow", 1.0)
+    assert forecast.wait_s(0, 0, now=1.5) == 1.0
+    assert forecast.wait_s(0, 0, now=9.0) == 8.0
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "to_the_end", "work_s"),
+    [(None, False, 2.0), (40, False, 2.0), (5, False, 0.5), (40, True, 4.0)],
+)
+def test_as_many_tokens_as_the_others_unless_it_says_so(
+    max_tokens: int | None, to_the_end: bool, work_s: float
+) -> None:
+    """Others: 20 tokens in 2 s."""
+    forecast = Forecast()
+    forecast.started("one", 0.0)
+    forecast.ended("one", 20, 2.0)
+    assert forecast.work_s(max_tokens, to_the_end=to_the_end) == pytest.approx(work_s)
+
+
+def test_who_gave_way_is_no_sample() -> None:
+    forecast = Forecast()
+    forecast.started("one", 0.0)
+    forecast.gave_way("one")
+    forecast.ended("one", 5, 100.0)
+    assert forecast.num_at_work == 0
+    assert forecast.work_s(None, to_the_end=False) == 0.0
+
+
+def test_only_the_last_64_count() -> None:
+    forecast = Forecast()
+    for number in range(65):
+        forecast.started(number, 0.0)
+        forecast.ended(number, 1, 100.0 if number == 0 else 1.0)
+    assert forecast.work_s(1, to_the_end=True) == pytest.approx(1.0)
