@@ -9,7 +9,7 @@ QuireError
 ├── DuplicateRequest
 ├── Overloaded             try again later
 │   ├── QueueFull
-│   └── WouldBeLate        its deadline passes before those who wait now are served
+│   └── WouldBeLate        its deadline leaves no time for those who wait before it
 ├── Unavailable            nobody there to do it now
 │   ├── NoWorker
 │   └── Draining

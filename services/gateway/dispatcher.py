@@ -14,6 +14,7 @@ from typing import Protocol
 
 from blockstore.registry import Registry
 from services.common.errors import (
+    DeadlineExceeded,
     Draining,
     DuplicateRequest,
     NoWorker,
@@ -239,8 +240,8 @@ class Dispatcher:
             journey.end(PromptTooLong(problems[0]))
             return AT_ONCE
         if lane.is_late(journey, self._clock()):
-            text = "its turn came so late that it could not be done by its deadline"
-            journey.end(WouldBeLate(text, self._retry_delay_s()))
+            text = "its turn came so late that it could not be done by its deadline any more"
+            journey.end(DeadlineExceeded(text))
             return AT_ONCE
         fitting = [pool for pool, problem in zip(pools, problems, strict=True) if not problem]
         open_pools = [pool for pool in fitting if pool.open_decode]

@@ -9,7 +9,7 @@ from services.gateway.journey import Journey
 from services.gateway.line import Line
 from services.gateway.router import Pool
 
-_MARGIN = 1.25
+_MARGIN = 1.5
 """A forecast is a mean: of requests admitted at the very limit half would be late, and their work
 for nothing."""
 

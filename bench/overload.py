@@ -1,0 +1,147 @@
+"""What a deployment does with more load than it can carry: how many requests are done by their
+deadline, how soon the others are told, and whether memory grows.
+
+    python -m bench.overload [--seconds 120] [--times 5] [--seed 1]
+
+Starts `quire serve` with the embedded model by itself. Clients that ask again as soon as they are
+answered find the capacity; requests at random times (Poisson, seeded) then offer parts and
+multiples of it. Prints a markdown table.
+"""
+
+import argparse
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quire.client import AsyncClient
+from quire.errors import DeadlineExceeded, Overloaded
+from quire.messages import Request
+from quire.types import Sampling
+from tests.e2e.deployment import Deployment, serving
+
+NUM_SLOTS = 16
+MAX_TOKENS = 256
+DEADLINE_IN_SERVICE_TIMES = 4.0
+
+
+@dataclass
+class Tally:
+    """Of one load; times in seconds. `elapsed_s`: until the last request was answered."""
+
+    elapsed_s: float = 0.0
+    num_offered: int = 0
+    num_good: int = 0
+    num_late: int = 0
+    refusals_s: list[float] = field(default_factory=list)
+
+
+async def ask(client: AsyncClient, tally: Tally, rng: random.Random, deadline_s: float) -> None:
+    prompt = [rng.randrange(300, 1000) for _ in range(32)]
+    sampling = Sampling(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    tally.num_offered += 1
+    began = time.perf_counter()
+    try:
+        async for _ in client.send(Request(prompt, sampling), deadline_s):
+            pass
+    except Overloaded:
+        tally.refusals_s.append(time.perf_counter() - began)
+    except DeadlineExceeded:
+        tally.num_late += 1
+    else:
+        tally.num_good += 1
+
+
+async def capacity(client: AsyncClient, rng: random.Random, seconds: float) -> tuple[float, float]:
+    """Requests a second with every slot taken, and how long one takes then."""
+    tally, until = Tally(), time.perf_counter() + seconds
+
+    async def one_after_another() -> None:
+        while time.perf_counter() < until:
+            await ask(client, tally, rng, 60.0)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(one_after_another() for _ in range(NUM_SLOTS)))
+    rate = tally.num_good / (time.perf_counter() - began)
+    return rate, NUM_SLOTS / rate
+
+
+async def offer(
+    client: AsyncClient, rng: random.Random, rate: float, seconds: float, deadline_s: float
+) -> Tally:
+    """Requests at random times; waits until the last one is answered."""
+    tally, now = Tally(), time.perf_counter()
+    due, until = now, now + seconds
+    async with asyncio.TaskGroup() as tasks:
+        while (due := due + rng.expovariate(rate)) < until:
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            tasks.create_task(ask(client, tally, rng, deadline_s))
+    tally.elapsed_s = time.perf_counter() - now
+    return tally
+
+
+def memory_mib(deployment: Deployment) -> float:
+    """Of all its processes, without what they share."""
+    total_kib = 0
+    for pid in deployment.children():
+        status = Path(f"/proc/{pid}/status").read_text()
+        line = next((ln for ln in status.splitlines() if ln.startswith("RssAnon")), "RssAnon: 0 kB")
+        total_kib += int(line.split()[1])
+    return total_kib / 1024
+
+
+def row(name: str, tally: Tally, seconds: float, memory: float) -> str:
+    refused = sorted(tally.refusals_s)
+    return (
+        f"| {name} | {tally.num_offered / seconds:.1f} | {tally.num_good / tally.elapsed_s:.1f} "
+        f"| {tally.num_late} | {len(refused)} | {_at(refused, 0.5)} | {_at(refused, 0.99)} "
+        f"| {_at(refused, 1.0)} | {memory:.0f} |"
+    )
+
+
+def _at(ordered: Sequence[float], share: float) -> str:
+    if not ordered:
+        return "-"
+    return f"{1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]:.1f}"
+
+
+async def measure(deployment: Deployment, args: argparse.Namespace) -> None:
+    rng = random.Random(args.seed)
+    async with AsyncClient(deployment.address) as client:
+        await capacity(client, rng, 3.0)
+        rate, service_s = await capacity(client, rng, args.warm_up)
+        deadline_s = DEADLINE_IN_SERVICE_TIMES * service_s
+        print(
+            f"Capacity {rate:.1f} requests/s, {NUM_SLOTS} at a time, {service_s:.2f} s each; "
+            f"deadline {deadline_s:.2f} s.\n"
+        )
+        print(
+            "| load | offered/s | good/s | late | refused | refusal p50, ms | p99 | max "
+            "| memory, MiB |\n|---|" + "---:|" * 8
+        )
+        for times in (0.5, 0.8, 1.0, 1.2, 2.0, args.times):
+            seconds = args.seconds if times == args.times else args.seconds / 6
+            tally = await offer(client, rng, times * rate, seconds, deadline_s)
+            print(row(f"{times:g} x", tally, seconds, memory_mib(deployment)), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of the greatest load")
+    parser.add_argument("--times", type=float, default=5.0, help="the greatest load")
+    parser.add_argument("--warm-up", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    options = ("--max-num-seqs", str(NUM_SLOTS))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving("embedded", Path(folder), *options) as deployment,
+    ):
+        asyncio.run(measure(deployment, args))
+
+
+if __name__ == "__main__":
+    main()
