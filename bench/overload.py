@@ -14,6 +14,7 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from quire.messages import Request
 from quire.types import Sampling
 from tests.e2e.deployment import Deployment, serving
 
+NUM_CLIENTS = 32
 NUM_SLOTS = 16
 MAX_TOKENS = 256
 DEADLINE_IN_SERVICE_TIMES = 4.0
@@ -39,7 +41,10 @@ class Tally:
     refusals_s: list[float] = field(default_factory=list)
 
 
-async def ask(client: AsyncClient, tally: Tally, rng: random.Random, deadline_s: float) -> None:
+async def ask(
+    clients: Sequence[AsyncClient], tally: Tally, rng: random.Random, deadline_s: float
+) -> None:
+    client = rng.choice(clients)
     prompt = [rng.randrange(300, 1000) for _ in range(32)]
     sampling = Sampling(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
     tally.num_offered += 1
@@ -55,13 +60,15 @@ async def ask(client: AsyncClient, tally: Tally, rng: random.Random, deadline_s:
         tally.num_good += 1
 
 
-async def capacity(client: AsyncClient, rng: random.Random, seconds: float) -> tuple[float, float]:
+async def capacity(
+    clients: Sequence[AsyncClient], rng: random.Random, seconds: float
+) -> tuple[float, float]:
     """Requests a second with every slot taken, and how long one takes then."""
     tally, until = Tally(), time.perf_counter() + seconds
 
     async def one_after_another() -> None:
         while time.perf_counter() < until:
-            await ask(client, tally, rng, 60.0)
+            await ask(clients, tally, rng, 60.0)
 
     began = time.perf_counter()
     await asyncio.gather(*(one_after_another() for _ in range(NUM_SLOTS)))
@@ -70,7 +77,11 @@ async def capacity(client: AsyncClient, rng: random.Random, seconds: float) -> t
 
 
 async def offer(
-    client: AsyncClient, rng: random.Random, rate: float, seconds: float, deadline_s: float
+    clients: Sequence[AsyncClient],
+    rng: random.Random,
+    rate: float,
+    seconds: float,
+    deadline_s: float,
 ) -> Tally:
     """Requests at random times; waits until the last one is answered."""
     tally, now = Tally(), time.perf_counter()
@@ -78,7 +89,7 @@ async def offer(
     async with asyncio.TaskGroup() as tasks:
         while (due := due + rng.expovariate(rate)) < until:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            tasks.create_task(ask(client, tally, rng, deadline_s))
+            tasks.create_task(ask(clients, tally, rng, deadline_s))
     tally.elapsed_s = time.perf_counter() - now
     return tally
 
@@ -110,9 +121,13 @@ def _at(ordered: Sequence[float], share: float) -> str:
 
 async def measure(deployment: Deployment, args: argparse.Namespace) -> None:
     rng = random.Random(args.seed)
-    async with AsyncClient(deployment.address) as client:
-        await capacity(client, rng, 3.0)
-        rate, service_s = await capacity(client, rng, args.warm_up)
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(AsyncClient(deployment.address))
+            for _ in range(NUM_CLIENTS)
+        ]
+        await capacity(clients, rng, 3.0)
+        rate, service_s = await capacity(clients, rng, args.warm_up)
         deadline_s = DEADLINE_IN_SERVICE_TIMES * service_s
         print(
             f"Capacity {rate:.1f} requests/s, {NUM_SLOTS} at a time, {service_s:.2f} s each; "
@@ -124,7 +139,7 @@ async def measure(deployment: Deployment, args: argparse.Namespace) -> None:
         )
         for times in (0.5, 0.8, 1.0, 1.2, 2.0, args.times):
             seconds = args.seconds if times == args.times else args.seconds / 6
-            tally = await offer(client, rng, times * rate, seconds, deadline_s)
+            tally = await offer(clients, rng, times * rate, seconds, deadline_s)
             print(row(f"{times:g} x", tally, seconds, memory_mib(deployment)), flush=True)
 
 
