@@ -83,10 +83,12 @@ class Requeue(_message.Message):
         REASON_PREEMPTED: _ClassVar[Requeue.Reason]
         REASON_DRAINING: _ClassVar[Requeue.Reason]
         REASON_STALE_TICKET: _ClassVar[Requeue.Reason]
+        REASON_HANDED_OVER: _ClassVar[Requeue.Reason]
     REASON_UNSPECIFIED: Requeue.Reason
     REASON_PREEMPTED: Requeue.Reason
     REASON_DRAINING: Requeue.Reason
     REASON_STALE_TICKET: Requeue.Reason
+    REASON_HANDED_OVER: Requeue.Reason
     TICKET_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     ticket: _ticket_pb2.Ticket

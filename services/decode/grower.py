@@ -63,11 +63,17 @@ class Grower:
         extension = await self._store.extend(self._pool_id, self._worker_id, growths)
         short = False
         for growth, grown in zip(growths, extension.grown, strict=True):
-            if growth.holder_id in self._holders:
+            if self._is_ours(growth):
                 short |= grown.error == OutOfBlocks.code
                 self._take(growth, grown)
         self._on_demands(extension.demands)
         return short
+
+    def _is_ours(self, growth: Growth) -> bool:
+        """Whether the answer is still for us: the holder may have left meanwhile, and come back
+        under another epoch."""
+        holder = self._holders.get(growth.holder_id)
+        return holder is not None and holder.epoch == growth.epoch
 
     def _take(self, asked: Growth, grown: Grown) -> None:
         if grown.error == StaleHolder.code:

@@ -8,17 +8,20 @@ from services.worker.events import Ending, Session
 
 
 class State(Enum):
-    """RESERVED (slots only) -> CLAIMING (asks the store for the holder) -> RUNNING -> ENDED."""
+    """RESERVED (slots only) -> CLAIMING (asks the store for the holder) -> RUNNING -> ENDED, or
+    RUNNING -> AT_REST (a ticket with blocks, for somebody else to claim) -> ENDED."""
 
     RESERVED = auto()
     CLAIMING = auto()
     RUNNING = auto()
+    AT_REST = auto()
     ENDED = auto()
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """`ticket` is there once it is admitted; its epoch is the claim's once it runs."""
+    """`ticket` is there once it is admitted; its epoch is the claim's once it runs. `ending`: set
+    once it is to end early, or to come to rest."""
 
     session: Session
     request_id: str
@@ -27,6 +30,11 @@ class Job:
     state: State = State.RESERVED
     ticket: Ticket | None = None
     ending: Ending | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """What it keeps from others."""
+        return 0 if self.state is State.AT_REST else self.num_sequences
 
     @property
     def key(self) -> tuple[int, str, int]:

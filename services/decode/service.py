@@ -12,6 +12,8 @@ from services.worker.events import Event, Failed, Output, Reserved, Step
 from services.worker.process import WorkerRole
 from services.worker.stream import Fields, StreamSession, WorkerStream
 
+Command = decode_pb2.Reserve | decode_pb2.Admit | decode_pb2.HandOver
+
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
     def __init__(self, worker: DecodeWorker) -> None:
@@ -24,12 +26,18 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         async for response in self._stream.serve(request_iterator):
             yield response
 
-    def _obey(self, session: StreamSession, command: decode_pb2.Reserve | decode_pb2.Admit) -> None:
-        if isinstance(command, decode_pb2.Reserve):
-            self._worker.reserve(
-                session, command.request_id, command.attempt, command.num_sequences
-            )
-            return
+    def _obey(self, session: StreamSession, command: Command) -> None:
+        match command:
+            case decode_pb2.Reserve(
+                request_id=request_id, attempt=attempt, num_sequences=num_sequences
+            ):
+                self._worker.reserve(session, request_id, attempt, num_sequences)
+            case decode_pb2.HandOver(request_id=request_id, attempt=attempt):
+                self._worker.hand_over(session, request_id, attempt)
+            case decode_pb2.Admit():
+                self._admit(session, command)
+
+    def _admit(self, session: StreamSession, command: decode_pb2.Admit) -> None:
         try:
             self._worker.admit(session, ticket_from_wire(command.ticket))
         except InvalidRequest as error:

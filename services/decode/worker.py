@@ -1,4 +1,5 @@
-"""The decode worker: tickets at rest in, tokens out, one continuously running batch."""
+"""The decode worker: tickets at rest in, tokens out, one continuously running batch; and tickets at
+rest again, for another one to go on with."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -10,7 +11,7 @@ from blockstore.registry import Load
 from blockstore.store import BlockStore, PrefixHash
 from services.common.errors import InvalidRequest
 from services.common.metrics import WorkerMetrics
-from services.common.ticket import Ticket
+from services.common.ticket import Ticket, TicketSequence
 from services.decode.grower import Grower
 from services.decode.job import Job, State
 from services.engine import messages
@@ -21,10 +22,13 @@ from services.engine.sequence import Sequence as EngineSequence
 from services.worker.events import (
     ABORTED,
     EXPIRED,
+    HANDED_OVER,
     PREEMPTED,
     STALE,
     Ending,
     Output,
+    Requeued,
+    RequeueReason,
     Reserved,
     Session,
     Step,
@@ -35,7 +39,8 @@ from services.worker.pool_worker import Limits, PoolWorker
 
 
 class DecodeWorker(PoolWorker):
-    """reserve -> admit (claim) -> one token a step -> finish, or an early end at any point."""
+    """reserve -> admit (claim) -> one token a step -> finish, or an early end at any point, or a
+    hand-over: the ticket is at rest until another worker claims it."""
 
     def __init__(
         self,
@@ -55,8 +60,8 @@ class DecodeWorker(PoolWorker):
         )
         self._jobs: dict[tuple[int, str, int], Job] = {}
         self._running: dict[str, Job] = {}
-        self._deadlines: dict[Job, asyncio.TimerHandle] = {}
-        self._emptied = asyncio.Event()
+        self._at_rest: dict[str, Job] = {}
+        self._timers: dict[Job, list[asyncio.TimerHandle]] = {}
 
     # What gateways ask.
 
@@ -81,14 +86,19 @@ class DecodeWorker(PoolWorker):
         job.ticket = ticket
         job.state = State.CLAIMING
         if ticket.timeout_ms:
-            loop = asyncio.get_running_loop()
-            delay_s = ticket.timeout_ms / 1000
-            self._deadlines[job] = loop.call_later(delay_s, self._end, job, EXPIRED)
+            self._after(ticket.timeout_ms / 1000, job, EXPIRED)
         self.writer.put(lambda: self._claim(job, ticket))
 
     def abort(self, session: Session, request_id: str, attempt: int) -> None:
         if job := self._jobs.get((id(session), request_id, attempt)):
             self._end(job, ABORTED)
+
+    def hand_over(self, session: Session, request_id: str, attempt: int) -> None:
+        """Put a sequence at rest after the step in flight; answered by a requeue with blocks,
+        unless it ends before."""
+        job = self._jobs.get((id(session), request_id, attempt))
+        if job and job.state in (State.CLAIMING, State.RUNNING):
+            self._end(job, HANDED_OVER)
 
     def close(self, session: Session) -> None:
         """The gateway is gone: its reservations end, its sequences are aborted."""
@@ -96,21 +106,20 @@ class DecodeWorker(PoolWorker):
             self._end(job, ABORTED)
 
     def _on_drain(self) -> int:
-        return len(self._jobs)
+        return self.num_busy
 
-    async def drained(self) -> None:
-        if self._jobs:
-            await self._emptied.wait()
-        await self.writer.flush()
+    @property
+    def num_busy(self) -> int:
+        return sum(job.state is not State.AT_REST for job in self._jobs.values())
 
     def load(self) -> Load:
         return Load(num_running=len(self._running), num_free_slots=self._num_free_slots)
 
     @property
     def _num_free_slots(self) -> int:
-        return self.limits.max_num_seqs - sum(job.num_sequences for job in self._jobs.values())
+        return self.limits.max_num_seqs - sum(job.num_slots for job in self._jobs.values())
 
-    # The walk of a job: RESERVED -> CLAIMING -> RUNNING -> ENDED.
+    # The walk of a job: RESERVED -> CLAIMING -> RUNNING -> ENDED, or RUNNING -> AT_REST -> ENDED.
 
     async def _claim(self, job: Job, ticket: Ticket) -> None:
         try:
@@ -119,11 +128,14 @@ class DecodeWorker(PoolWorker):
             )
         except StaleHolder:
             self._forget(job)
-            report(job.session, ticket, job.ending or STALE)
+            ending = STALE if job.ending in (None, HANDED_OVER) else job.ending
+            report(job.session, ticket, ending)
             return
         job.ticket = replace(ticket, holder_epoch=epoch)
+        if ours := self._at_rest.get(ticket.holder_id):
+            self._forget(ours)  # it was claimed, and has come back
         if job.ending:
-            self._release(job, job.ticket, job.ending)
+            self._leave(job, job.ticket, job.ending)
         else:
             self._run(job, job.ticket)
 
@@ -161,7 +173,8 @@ class DecodeWorker(PoolWorker):
     def _on_advance(self, job: Job, advance: Advance) -> Output | None:
         """What the gateway gets of this step: nothing once it has aborted the job."""
         if advance.completed:
-            self.writer.put(lambda: self._commit(job, advance.completed))
+            ticket = _ticket(job)  # of now: the job's epoch is another once it is at rest
+            self.writer.put(lambda: self._commit(ticket, advance.completed))
         if advance.finish:
             self._finish(job)
         else:
@@ -179,8 +192,7 @@ class DecodeWorker(PoolWorker):
             finish=advance.finish,
         )
 
-    async def _commit(self, job: Job, completed: Sequence[tuple[int, PrefixHash]]) -> None:
-        ticket = _ticket(job)
+    async def _commit(self, ticket: Ticket, completed: Sequence[tuple[int, PrefixHash]]) -> None:
         await self.store.commit(self.pool_id, ticket.holder_id, ticket.holder_epoch, completed)
 
     def _finish(self, job: Job) -> None:
@@ -195,22 +207,66 @@ class DecodeWorker(PoolWorker):
         self._release(job, _ticket(job), job.ending or poisoned(broken.fault))
 
     def _end(self, job: Job, ending: Ending) -> None:
-        if job.ending:
+        """Who is on the way to rest can still end; nobody ends twice."""
+        before, job.ending = job.ending, job.ending or ending
+        if before is HANDED_OVER:
+            job.ending = ending
+        elif before:
             return
-        job.ending = ending
-        if job.state is State.RESERVED:
+        elif job.state is State.RESERVED:
             self._forget(job)
         elif job.state is State.RUNNING:
             self.engine.send(messages.Remove(_ticket(job).holder_id))
+        elif job.state is State.AT_REST:
+            self.writer.put(lambda: self._take_back(job, ending))
 
     def _retire(self, job: Job, removed: Removed) -> None:
         """The engine has let go of a job that ends early; its commits are written before this."""
         ticket, ending = _ticket(job), job.ending
         assert ending is not None
-        generated = removed.token_ids[len(ticket.prompt_token_ids) :]
-        sequence = replace(ticket.sequences[0], token_ids=generated)
+        sequence = TicketSequence(
+            index=ticket.sequences[0].index,
+            token_ids=removed.token_ids[len(ticket.prompt_token_ids) :],
+            block_ids=removed.block_ids,
+            num_computed_tokens=removed.num_computed,
+        )
+        self._leave(job, replace(ticket, sequences=(sequence,)), ending)
+
+    def _leave(self, job: Job, ticket: Ticket, ending: Ending) -> None:
+        """No step touches its blocks: they go, or stay for who claims the ticket."""
+        if ending is HANDED_OVER:
+            self._put_at_rest(job, ticket)
+        else:
+            self._release(job, ticket, ending)
+
+    def _put_at_rest(self, job: Job, ticket: Ticket) -> None:
+        """Nobody writes its blocks until somebody claims them; blocks that the store gives it just
+        now are the claimer's, who asks from where the block table ends."""
+        epoch = ticket.holder_epoch
+
+        async def detach() -> None:
+            await self.store.detach(self.pool_id, ticket.holder_id, epoch)
+            if not job.ending:
+                job.session.send(Requeued(_ticket(job), RequeueReason.HANDED_OVER))
+
+        self._stop_running(job)
+        job.state = State.AT_REST
+        job.ending = None
+        job.ticket = replace(ticket, holder_epoch=epoch + 1)
+        self._at_rest[ticket.holder_id] = job
+        self._after(self.limits.ticket_ttl_s, job, STALE)
+        self.writer.put(detach)
+
+    async def _take_back(self, job: Job, ending: Ending) -> None:
+        """Release a ticket at rest, unless somebody has claimed it: then it is theirs."""
+        ticket = _ticket(job)
+        try:
+            await self.store.release(self.pool_id, ticket.holder_id, ticket.holder_epoch)
+        except StaleHolder:
+            pass
+        else:
+            report(job.session, ticket, ending)
         self._forget(job)
-        self._release(job, replace(ticket, sequences=(sequence,)), ending)
 
     def _release(self, job: Job, ticket: Ticket, ending: Ending) -> None:
         async def release() -> None:
@@ -221,19 +277,26 @@ class DecodeWorker(PoolWorker):
         self.writer.put(release)
 
     def _forget(self, job: Job) -> None:
+        self._stop_running(job)
+        if job.state is State.AT_REST:
+            self._at_rest.pop(_ticket(job).holder_id)
         job.state = State.ENDED
         self._jobs.pop(job.key, None)
-        if job.ticket:
-            self._running.pop(job.ticket.holder_id, None)
-            self._grower.remove(job.ticket.holder_id)
-        if deadline := self._deadlines.pop(job, None):
-            deadline.cancel()
-        if self.draining and not self._jobs:
-            self._emptied.set()
+        for timer in self._timers.pop(job, ()):
+            timer.cancel()
+
+    def _stop_running(self, job: Job) -> None:
+        if job.state is State.RUNNING:
+            del self._running[_ticket(job).holder_id]
+            self._grower.remove(_ticket(job).holder_id)
+
+    def _after(self, delay_s: float, job: Job, ending: Ending) -> None:
+        loop = asyncio.get_running_loop()
+        self._timers.setdefault(job, []).append(loop.call_later(delay_s, self._end, job, ending))
 
     def _on_demands(self, holder_ids: Sequence[str]) -> None:
         for holder_id in holder_ids:
-            job = self._running.get(holder_id)
+            job = self._running.get(holder_id) or self._at_rest.get(holder_id)
             if job and not job.ending:
                 self.metrics.num_preemptions.inc()
                 self._end(job, PREEMPTED)
@@ -254,8 +317,12 @@ class DecodeWorker(PoolWorker):
                 f"the context is {self.limits.max_model_len}"
             )
         num_slots = len(sequence.block_ids) * self.spec.block_size
-        if num_slots < length or max(sequence.block_ids) >= self.spec.num_blocks:
-            raise InvalidRequest(f"{num_slots} slots in pool {self.pool_id} for {length} tokens")
+        num_computed = sequence.num_computed_tokens
+        # Who came to rest while it waited for its next block has no slot for its last token yet.
+        if num_slots < max(num_computed, 1) or max(sequence.block_ids) >= self.spec.num_blocks:
+            raise InvalidRequest(
+                f"{num_slots} slots in pool {self.pool_id} for {num_computed} computed tokens"
+            )
 
 
 def _ticket(job: Job) -> Ticket:

@@ -87,7 +87,7 @@ class Engine:
                         found.block_table.extend(block_ids)
                 case Remove(key):
                     if found := self._scheduler.remove(key):
-                        removed.append(Removed(key, tuple(found.tokens), found.num_computed))
+                        removed.append(_removed(found))
         return tuple(removed)
 
     def _retire(
@@ -123,3 +123,12 @@ class Engine:
 
     def _wanted_blocks(self, sequence: Sequence, finish: FinishReason | None) -> int:
         return 0 if finish or self._one_token else sequence.wanted_blocks(self._look_ahead)
+
+
+def _removed(sequence: Sequence) -> Removed:
+    return Removed(
+        key=sequence.key,
+        token_ids=tuple(sequence.tokens),
+        block_ids=tuple(sequence.block_table),
+        num_computed=sequence.num_computed,
+    )

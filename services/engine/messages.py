@@ -48,10 +48,12 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """No step touches the sequence's blocks any more. `token_ids`: prompt and generated."""
+    """No step touches the sequence's blocks any more. `token_ids`: prompt and generated.
+    `block_ids`: its block table."""
 
     key: str
     token_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
     num_computed: int
 
 

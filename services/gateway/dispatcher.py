@@ -247,6 +247,7 @@ class Dispatcher:
         open_pools = [pool for pool in fitting if pool.open_decode]
         if not open_pools:
             return ASK_AGAIN_S
+        open_pools = _where_its_blocks_are(journey, open_pools)
         request = journey.request
         routes = await self._router.routes(request.prompt_token_ids, request.cache_salt, open_pools)
         for route in routes:
@@ -263,11 +264,13 @@ class Dispatcher:
             granted = decode.open and await journey.reserve(decode, self._limits.reserve_timeout_s)
             if not granted:
                 continue
-            choice = choose_prefill(route, journey.num_tokens)
-            if choice is None:
+            if journey.at_rest is not None:
+                journey.go_on()
+            elif choice := choose_prefill(route, journey.num_tokens):
+                journey.start(Start(route.pool.spec.pool_id, route.root_hash, *choice))
+            else:
                 journey.give_up_slot()
                 return True
-            journey.start(Start(route.pool.spec.pool_id, route.root_hash, *choice))
             lane.line.leave(journey)
             lane.forecast.started(journey, self._clock())
             self._rate.departed(self._clock())
@@ -284,3 +287,15 @@ class Dispatcher:
             return left_s
         journey.end(NoWorker(f"no prefill and decode worker serve {lane.model!r} now"))
         return AT_ONCE
+
+
+def _where_its_blocks_are(journey: Journey, pools: list[Pool]) -> list[Pool]:
+    """The pool of its ticket at rest. Where that has no slot, or the ticket is of no use any more,
+    the ticket is given up, and every pool will do."""
+    if journey.at_rest is None:
+        return pools
+    pool_id = journey.at_rest.ticket.pool_id
+    there = [pool for pool in pools if pool.spec.pool_id == pool_id]
+    if not there:
+        journey.give_up_ticket()
+    return there or pools

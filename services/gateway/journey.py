@@ -1,9 +1,10 @@
 """The walk of one request through the workers, as one state machine.
 
-          reserve()            start()                Prefilled
-    QUEUED ───────▶ RESERVING ─────────▶ PREFILLING ────────────▶ DECODING
-      ▲ ▲   refused    │                     │                        │
-      │ └──────────────┘                     │                        │
+          reserve()            start()                Prefilled                move()
+    QUEUED ───────▶ RESERVING ─────────▶ PREFILLING ────────────▶ DECODING ◀──────────┐
+      ▲ ▲   refused  │ │                     │                     ▲  │ │ handed over │
+      │ └────────────┘ │ go_on()             │                     │  │ └─────────────┘
+      │                └─────────────────────┼─────────────────────┘  │
       └──────────────────────────────────────┴────────────────────────┘
         given back (preempted, draining, stale ticket), or the worker was lost
 
@@ -12,7 +13,10 @@
 Who may have something of the request at each stage, and is told to let go when it leaves:
 
     QUEUED nobody · RESERVING decode (a slot) · PREFILLING prefill (the blocks), decode (a slot)
-    DECODING decode (the blocks), and until its first token prefill too (the ticket at rest)
+    DECODING decode (the blocks); while it moves, the next decode worker (a slot)
+
+and in any of them but PREFILLING the issuer of a ticket at rest (the blocks): until the first token
+of the decode worker that it was sent to, which has claimed it then.
 
 Law 7: the tokens that the client has are the only truth. Every walk starts from prompt + tokens
 received; what a worker of an earlier attempt says is dropped, and a ticket that does not continue
@@ -29,23 +33,25 @@ from typing import Protocol
 from blockstore.store import PrefixHash
 from services.common.errors import DeadlineExceeded, Overloaded, Unavailable
 from services.common.logging import get_logger
-from services.common.ticket import FinishReason, Ticket, TicketSequence, first_of
+from services.common.ticket import FinishReason, Ticket, TicketSequence
 from services.gateway.admission import Admitted
+from services.gateway.continuity import discontinuity
 from services.gateway.line import Place
 from services.gateway.messages import (
     Admit,
     Failed,
     Generated,
+    HandOver,
     Malformed,
     Prefilled,
     RequestEvent,
     Requeued,
     RequeueReason,
-    Reserve,
     Reserved,
     Submit,
 )
 from services.gateway.output import Output
+from services.gateway.slot import AtRest, Slot, Told
 from services.gateway.wire import error_of
 from services.gateway.worker import Errand, Worker
 
@@ -65,7 +71,7 @@ class Stage(Enum):
 
 _NEXT = {
     Stage.QUEUED: {Stage.RESERVING, Stage.ENDED},
-    Stage.RESERVING: {Stage.PREFILLING, Stage.QUEUED, Stage.ENDED},
+    Stage.RESERVING: {Stage.PREFILLING, Stage.DECODING, Stage.QUEUED, Stage.ENDED},
     Stage.PREFILLING: {Stage.DECODING, Stage.QUEUED, Stage.ENDED},
     Stage.DECODING: {Stage.QUEUED, Stage.ENDED},
     Stage.ENDED: set[Stage](),
@@ -110,17 +116,17 @@ class Journey:
         self.stage = Stage.QUEUED
         self.attempt = next(attempts)
         self.num_attempts = 1
+        self.at_rest: AtRest | None = None
         self.waiting_since = loop.time()
         self.started_at: float | None = None
         self._desk = desk
         self._attempts = attempts
         self._clock: Callable[[], float] = loop.time
         self._tokens: list[int] = []
-        self._holder_id = ""
-        self._pool_id = ""
+        self._submitted: Ticket | None = None
         self._prefill: Worker | None = None
-        self._decode: Worker | None = None
-        self._answer: asyncio.Future[bool] | None = None
+        self._slot: Slot | None = None
+        self._next: Slot | None = None
         self._num_setbacks = 0
         self._alarm = (
             None if request.deadline is None else loop.call_at(request.deadline, self._too_late)
@@ -129,6 +135,10 @@ class Journey:
     @property
     def id(self) -> str:
         return self.request.request_id
+
+    @property
+    def _decode(self) -> Worker | None:
+        return self._slot.worker if self._slot is not None else None
 
     @property
     def num_tokens(self) -> int:
@@ -141,40 +151,71 @@ class Journey:
         """Ask a decode worker for a slot. False: refused, no answer, lost, or the request has ended
         meanwhile."""
         self._move(Stage.RESERVING)
-        self._decode = decode
-        decode.join(self)
-        self._answer = answer = asyncio.get_running_loop().create_future()
-        decode.send(Reserve(self.id, self.attempt))
-        attempt = self.attempt
-        await asyncio.wait([answer], timeout=timeout_s)
-        if self.stage is not Stage.RESERVING or self.attempt != attempt:
+        slot = self._slot = Slot(decode, self, self.id, self.attempt)
+        await slot.answered(timeout_s)
+        if self._slot is not slot:
             return False
-        if not answer.done():  # it may still be granted, after we have turned away
-            log.warning("reservation_unanswered", request_id=self.id, worker_id=decode.id)
-            decode.unresponsive = True
+        if slot.refused:
+            slot.let_go()
+            self._slot = None
+            self._move(Stage.QUEUED)
+        elif not slot.granted:
             self._begin_again()
-            return False
-        if answer.result():
-            return True
-        decode.leave(self)
-        decode.full = True
-        self._decode = None
-        self._move(Stage.QUEUED)
-        return False
+        return slot.granted
 
     def start(self, start: Start) -> None:
         """Send the ticket to prefill; a slot was granted."""
         self._move(Stage.PREFILLING)
-        self._holder_id = f"{secrets.token_hex(16)}"
-        self._pool_id = start.pool_id
+        self._submitted = self._ticket(start)
         self._prefill = start.prefill
         self.started_at = self.started_at or self._clock()
         start.prefill.errands[self.id] = start.errand
-        start.prefill.send(Submit(self._ticket(start.root_hash)))
+        start.prefill.send(Submit(self._submitted))
+
+    def go_on(self) -> None:
+        """Send the ticket at rest to the decode worker whose slot was granted."""
+        self._move(Stage.DECODING)
+        self._admit()
+
+    def give_up_ticket(self, told: Told | None = None) -> None:
+        """Nobody goes on with the ticket at rest: its issuer lets go, and all is computed again."""
+        rest, self.at_rest = self.at_rest, None
+        if rest is not None and rest.key != told:
+            rest.issuer.abort(self.id, rest.ticket.attempt)
 
     def give_up_slot(self) -> None:
         """Back to the queue with a slot that was granted, but that there is no use for."""
         self._begin_again()
+
+    # ── from one decode worker to another ────────────────────────────────────────────────────────
+
+    @property
+    def settled_at(self) -> Worker | None:
+        """The decode worker that runs it and has claimed its ticket; None while there is none, or
+        while it moves."""
+        settled = self.stage is Stage.DECODING and self.at_rest is None and self._next is None
+        return self._decode if settled else None
+
+    async def move(self, target: Worker, timeout_s: float) -> bool:
+        """Go on at another decode worker of the same pool, with nothing computed again. It runs on
+        where it is until a slot is granted there. False: refused, no answer, or over meanwhile.
+        Only for who is settled."""
+        assert self._slot is not None
+        slot = self._next = Slot(target, self, self.id, next(self._attempts))
+        await slot.answered(timeout_s)
+        if self._next is not slot:
+            return False
+        if slot.granted:
+            self._slot.worker.send(HandOver(self.id, self.attempt))
+        else:
+            self._stay()
+        return slot.granted
+
+    def _stay(self, told: Told | None = None) -> None:
+        """It does not move any more."""
+        slot, self._next = self._next, None
+        if slot is not None:
+            slot.let_go(told)
 
     # ── what happens to it ───────────────────────────────────────────────────────────────────────
 
@@ -182,37 +223,69 @@ class Journey:
         """Go on with what a worker says. Dropped: what is said about another attempt, by a worker
         that does not have the request, or at the wrong time."""
         if event.attempt != self.attempt:
+            self._on_other_attempt(sender, event)
             return
         match event:
             case Generated() if self.stage is Stage.DECODING and sender is self._decode:
                 self._on_generated(sender, event)
             case Prefilled() if self.stage is Stage.PREFILLING and sender is self._prefill:
                 self._on_prefilled(sender, event)
-            case Reserved() if self.stage is Stage.RESERVING and sender is self._decode:
-                self._resolve(event.granted)
-            case Requeued() if sender in (self._prefill, self._decode):
-                self._on_requeued(sender, event.reason)
-            case Malformed() if sender in (self._prefill, self._decode):
+            case Reserved() if self._slot and sender is self._slot.worker:
+                self._slot.answer(event.granted)
+            case Requeued(ticket=Ticket() as ticket) if sender is self._decode:
+                self._on_handed_over(sender, ticket)
+            case Requeued(ticket=None) if sender in self._holding:
+                self._on_requeued(sender, event)
+            case Malformed() if sender in self._holding:
                 self._set_back(f"worker {sender.id} sent what makes no sense: {event.problem}")
-            case Failed() if sender in (self._prefill, self._decode):
-                self.end(error_of(event.code, event.message), told_by=sender)
+            case Failed() if sender in self._holding:
+                self.end(error_of(event.code, event.message), (sender, event.attempt))
             case _:
                 log.debug("event_dropped", request_id=self.id, kind=type(event).__name__)
 
+    @property
+    def _holding(self) -> tuple[Worker | None, ...]:
+        """Who may speak for the attempt of now."""
+        issuer = None
+        if self.at_rest is not None and self.at_rest.ticket.attempt == self.attempt:
+            issuer = self.at_rest.issuer
+        return self._prefill, self._decode, issuer
+
+    def _on_other_attempt(self, sender: Worker, event: RequestEvent) -> None:
+        """Of where it moves to, or of who keeps its ticket; anything else is old."""
+        told = sender, event.attempt
+        match event:
+            case Reserved() if self._next and told == self._next.key:
+                self._next.answer(event.granted)
+            case Requeued() | Failed() if self.at_rest and told == self.at_rest.key:
+                self._on_ticket_lost(told)
+            case _:
+                log.debug("event_dropped", request_id=self.id, kind=type(event).__name__)
+
+    def _on_ticket_lost(self, told: Told) -> None:
+        """The issuer has taken the ticket back: who had it in hand begins again, who waits in line
+        stays there."""
+        if self.stage is Stage.DECODING:
+            self._begin_again(told)
+        else:
+            self.at_rest = None
+
     def on_lost(self, worker: Worker) -> None:
         """A worker's stream broke: by contract it lets go of all that came over it."""
+        if self.at_rest is not None and worker is self.at_rest.issuer:
+            self.at_rest = None  # it may be claimed already; if not, the decode worker says so
+        if self._next is not None and worker is self._next.worker:
+            self._stay()
         if worker is self._decode:
             self._set_back(f"decode worker {worker.id} was lost")
-        elif worker is self._prefill and self.stage is Stage.PREFILLING:
+        elif worker is self._prefill:
             self._set_back(f"prefill worker {worker.id} was lost")
-        elif worker is self._prefill:  # the ticket may be claimed already; if not, decode says so
-            self._prefill = None
 
-    def end(self, error: Exception | None = None, told_by: Worker | None = None) -> None:
-        """The end, for whatever reason; `told_by` has let go of it already. Again: no error."""
+    def end(self, error: Exception | None = None, told: Told | None = None) -> None:
+        """The end, for whatever reason. Again: no error."""
         if self.stage is Stage.ENDED:
             return
-        self._let_go(told_by)
+        self._let_go(told)
         self._move(Stage.ENDED)
         if self._alarm is not None:
             self._alarm.cancel()
@@ -222,17 +295,48 @@ class Journey:
     # ── the moves ────────────────────────────────────────────────────────────────────────────────
 
     def _on_prefilled(self, sender: Worker, event: Prefilled) -> None:
-        problem = self._contradiction(event)
+        finish = event.finish_reason
+        problem = self._problem(event.ticket, num_new=1, blocks=finish is None)
         if problem:
             self._set_back(f"prefill worker {sender.id} answered with a wrong ticket: {problem}")
             return
         sender.errands.pop(self.id, None)
         self.output.tally.saw_prefill(event.ticket.num_cached_tokens)
-        if event.finish_reason is None:
-            assert self._decode is not None
-            self._move(Stage.DECODING)
-            self._decode.send(Admit(replace(event.ticket, timeout_ms=self._timeout_ms())))
-        self._deliver(event.ticket.sequences[0].token_ids[-1:], event.finish_reason, sender)
+        if finish is None:
+            self._prefill = None
+            self.at_rest = AtRest(event.ticket, sender)
+            self.go_on()
+        self._deliver(event.ticket.sequences[0].token_ids[-1:], finish, sender)
+
+    def _on_handed_over(self, sender: Worker, ticket: Ticket) -> None:
+        """What ran is at rest: it goes on where a slot is kept for it, or waits for one in line."""
+        problem = self._problem(ticket, num_new=0, blocks=True)
+        if problem or self.stage is not Stage.DECODING:
+            why = problem or "it was not at work"
+            self._set_back(f"decode worker {sender.id} handed over a wrong ticket: {why}")
+            return
+        self.at_rest = AtRest(ticket, sender)
+        slot, self._slot = self._slot, None
+        assert slot is not None
+        slot.let_go(told=slot.key)
+        if self._next is None or not self._next.granted:
+            self._wait_again()
+            return
+        self._slot, self._next = self._next, None
+        self.attempt = self._slot.attempt
+        self._admit()
+
+    def _admit(self) -> None:
+        """The ticket at rest goes to the worker where we have a slot."""
+        assert self.at_rest is not None
+        assert self._slot is not None
+        ticket = replace(
+            self.at_rest.ticket,
+            attempt=self.attempt,
+            order=self.place.order,
+            timeout_ms=self._timeout_ms(),
+        )
+        self._slot.worker.send(Admit(ticket))
 
     def _on_generated(self, sender: Worker, event: Generated) -> None:
         num_left = self.request.sampling.max_tokens - len(self._tokens)
@@ -243,60 +347,67 @@ class Journey:
             where = f"position {event.position} after {self.num_tokens} tokens"
             self._set_back(f"decode worker {sender.id} repeated or lost tokens: {where}")
             return
-        self._prefill = None  # the ticket is claimed
+        self.at_rest = None  # the ticket is claimed
         self._deliver(event.token_ids, event.finish_reason, sender)
 
-    def _on_requeued(self, sender: Worker, reason: RequeueReason) -> None:
-        if reason is RequeueReason.STALE_TICKET:
-            self._set_back("its ticket was not there any more when it was claimed", sender)
+    def _on_requeued(self, sender: Worker, event: Requeued) -> None:
+        told = sender, event.attempt
+        if event.reason is RequeueReason.STALE_TICKET:
+            self._set_back("its ticket was not there any more when it was claimed", told)
             return
-        if reason is RequeueReason.DRAINING:
+        if event.reason is RequeueReason.DRAINING:
             sender.draining = True
         else:
             self.output.tally.num_preemptions += 1
-        self._begin_again(sender)
+        self._begin_again(told)
 
     def _deliver(
         self, token_ids: tuple[int, ...], finish: FinishReason | None, sender: Worker
     ) -> None:
         self._tokens.extend(token_ids)
         if self.output.write(token_ids, finish):
-            self.end(told_by=sender if finish else None)
+            self.end(told=(sender, self.attempt) if finish else None)
         elif self.output.overflowing:
             self.end(Overloaded("the client reads too slowly; its request was cancelled", 0.0))
 
-    def _set_back(self, why: str, told_by: Worker | None = None) -> None:
+    def _set_back(self, why: str, told: Told | None = None) -> None:
         self._num_setbacks += 1
         log.warning("request_set_back", request_id=self.id, attempt=self.attempt, why=why)
         if self._num_setbacks > MAX_SETBACKS:
-            self.end(Unavailable(f"given up after {self._num_setbacks} attempts: {why}"), told_by)
+            self.end(Unavailable(f"given up after {self._num_setbacks} attempts: {why}"), told)
         else:
-            self._begin_again(told_by)
+            self._begin_again(told)
 
-    def _begin_again(self, told_by: Worker | None = None) -> None:
-        """Back to the queue, at its place, with nothing but the tokens received."""
-        self._let_go(told_by)
+    def _begin_again(self, told: Told | None = None) -> None:
+        """Back to the queue, with nothing but the tokens received; and a ticket at rest, as long as
+        nobody was asked to claim it."""
+        if self.stage is not Stage.RESERVING:
+            self.give_up_ticket(told)
+        self._wait_again(told)
+
+    def _wait_again(self, told: Told | None = None) -> None:
+        """Back to the queue, at its place."""
+        self._let_go_of_slots(told)
         self.attempt = next(self._attempts)
         self.num_attempts += 1
         self.waiting_since = self._clock()
         self._move(Stage.QUEUED)
         self._desk.waits_again(self)
 
-    def _let_go(self, told_by: Worker | None) -> None:
-        """Tell everyone who may have something of this attempt; `told_by` knows."""
-        for worker in (self._prefill, self._decode):
-            if worker is not None and worker is not told_by:
-                worker.abort(self.id, self.attempt)
-        if self._prefill is not None:
-            self._prefill.errands.pop(self.id, None)
-        if self._decode is not None:
-            self._decode.leave(self)
-        self._prefill = self._decode = None
-        self._resolve(False)
+    def _let_go(self, told: Told | None) -> None:
+        """Tell everyone who may have something of this request; `told` knows."""
+        self.give_up_ticket(told)
+        self._let_go_of_slots(told)
 
-    def _resolve(self, granted: bool) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_result(granted)
+    def _let_go_of_slots(self, told: Told | None) -> None:
+        self._stay(told)
+        if self._prefill is not None:
+            if (self._prefill, self.attempt) != told:
+                self._prefill.abort(self.id, self.attempt)
+            self._prefill.errands.pop(self.id, None)
+        if self._slot is not None:
+            self._slot.let_go(told)
+        self._prefill = self._slot = None
 
     def _move(self, stage: Stage) -> None:
         if stage not in _NEXT[self.stage]:
@@ -308,15 +419,15 @@ class Journey:
 
     # ── tickets ──────────────────────────────────────────────────────────────────────────────────
 
-    def _ticket(self, root_hash: PrefixHash) -> Ticket:
+    def _ticket(self, start: Start) -> Ticket:
         return Ticket(
             request_id=self.id,
             attempt=self.attempt,
             order=self.place.order,
-            pool_id=self._pool_id,
-            holder_id=self._holder_id,
+            pool_id=start.pool_id,
+            holder_id=secrets.token_hex(16),
             holder_epoch=0,
-            root_hash=root_hash,
+            root_hash=start.root_hash,
             prompt_token_ids=self.request.prompt_token_ids,
             sampling=self.request.sampling,
             sequences=(TicketSequence(0, tuple(self._tokens)),),
@@ -329,18 +440,9 @@ class Journey:
             return 0
         return max(1, round((self.request.deadline - self._clock()) * 1000))
 
-    def _contradiction(self, event: Prefilled) -> str:
+    def _problem(self, ticket: Ticket, num_new: int, blocks: bool) -> str:
         """What is wrong with a ticket that came back: "" if it goes on exactly where we are."""
-        ticket = event.ticket
-        if (first_of(ticket.holder_id), ticket.pool_id) != (self._holder_id, self._pool_id):
-            return "another holder or pool"
-        if ticket.prompt_token_ids != self.request.prompt_token_ids:
-            return "another prompt"
-        if len(ticket.sequences) != 1 or ticket.sequences[0].index != 0:
-            return "other sequences"
-        sequence = ticket.sequences[0]
-        if sequence.token_ids[:-1] != tuple(self._tokens) or not sequence.token_ids:
-            return f"its tokens are not the {len(self._tokens)} received and one more"
-        if event.finish_reason is None and not sequence.block_ids:
+        assert self._submitted is not None
+        if blocks and not all(sequence.block_ids for sequence in ticket.sequences):
             return "no blocks"
-        return ""
+        return discontinuity(ticket, self._submitted, tuple(self._tokens), num_new)

@@ -42,7 +42,15 @@ class Abort:
     attempt: int
 
 
-Command = Reserve | Submit | Admit | Abort
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """To a decode worker: finish the step, and give the request back with its blocks at rest."""
+
+    request_id: str
+    attempt: int
+
+
+Command = Reserve | Submit | Admit | Abort | HandOver
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +103,18 @@ class RequeueReason(Enum):
     PREEMPTED = "preempted"
     DRAINING = "draining"
     STALE_TICKET = "stale_ticket"
+    HANDED_OVER = "handed_over"
 
 
 @dataclass(frozen=True, slots=True)
 class Requeued:
-    """A worker gives a request back. Its ticket is not kept: the gateway rebuilds it from what the
-    client has."""
+    """A worker gives a request back. `ticket`: at rest, with blocks that the worker keeps until
+    somebody claims them; None: the gateway builds it anew from what the client has."""
 
     request_id: str
     attempt: int
     reason: RequeueReason
+    ticket: Ticket | None = None
 
 
 @dataclass(frozen=True, slots=True)

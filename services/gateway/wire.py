@@ -26,6 +26,7 @@ from services.gateway.messages import (
     Event,
     Failed,
     Generated,
+    HandOver,
     LoadReport,
     Malformed,
     Prefilled,
@@ -44,6 +45,7 @@ _REASONS = {
     worker_pb2.Requeue.REASON_PREEMPTED: RequeueReason.PREEMPTED,
     worker_pb2.Requeue.REASON_DRAINING: RequeueReason.DRAINING,
     worker_pb2.Requeue.REASON_STALE_TICKET: RequeueReason.STALE_TICKET,
+    worker_pb2.Requeue.REASON_HANDED_OVER: RequeueReason.HANDED_OVER,
 }
 _ERRORS = {fault.code: error for error, fault in FAULTS.items() if issubclass(error, QuireError)}
 
@@ -73,6 +75,9 @@ class Dialect:
                 return self.request(submit=prefill_pb2.PrefillSubmit(ticket=ticket_to_wire(ticket)))
             case Abort(request_id, attempt):
                 return self.request(abort=worker_pb2.Abort(request_id=request_id, attempt=attempt))
+            case HandOver(request_id, attempt):
+                hand_over = decode_pb2.HandOver(request_id=request_id, attempt=attempt)
+                return self.request(hand_over=hand_over)
 
 
 def _connect_prefill(channel: aio.Channel, requests: AsyncIterator[Any]) -> Stream:
@@ -130,14 +135,23 @@ def _common_events(kind: str | None, message: Any) -> Iterator[Event]:
         failed = message.failed
         yield Failed(failed.request_id, failed.attempt, failed.code, failed.message)
     elif kind == "requeue":
-        ticket = message.requeue.ticket
-        # A reason of a later version still gives the request back; only the count is not known.
-        reason = _REASONS.get(message.requeue.reason, RequeueReason.STALE_TICKET)
-        yield Requeued(ticket.request_id, ticket.attempt, reason)
+        yield _requeued(message.requeue)
     elif kind == "load":
         yield LoadReport(*load_from_wire(message.load))
     elif kind == "draining":
         yield DrainNotice()
+
+
+def _requeued(message: worker_pb2.Requeue) -> Requeued | Malformed:
+    ticket = message.ticket
+    # A reason of a later version still gives the request back; only the count is not known.
+    reason = _REASONS.get(message.reason, RequeueReason.STALE_TICKET)
+    try:
+        has_blocks = any(sequence.block_ids for sequence in ticket.sequences)
+        at_rest = ticket_from_wire(ticket) if has_blocks else None
+        return Requeued(ticket.request_id, ticket.attempt, reason, at_rest)
+    except InvalidRequest as error:
+        return Malformed(ticket.request_id, ticket.attempt, str(error))
 
 
 PREFILL = Dialect(_connect_prefill, prefill_pb2.PrefillConnectRequest, _prefill_events)

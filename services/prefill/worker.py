@@ -106,15 +106,9 @@ class PrefillWorker(PoolWorker):
             self._end(job, DRAINED)
         return len(self._jobs)
 
-    async def drained(self) -> None:
-        """Return when nothing is computed and every ticket is claimed or released."""
-        while True:
-            await self.writer.flush()
-            holders = await self.store.holders(self.pool_id)
-            mine = [holder for holder in holders if holder.worker_id == self.worker_id]
-            if not mine and not self._computing:
-                return
-            await asyncio.sleep(0.05)
+    @property
+    def num_busy(self) -> int:
+        return len(self._computing)
 
     def load(self) -> Load:
         return Load(

@@ -13,6 +13,7 @@ class RequeueReason(Enum):
     PREEMPTED = "preempted"
     DRAINING = "draining"
     STALE_TICKET = "stale_ticket"
+    HANDED_OVER = "handed_over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ EXPIRED = Ending(error=(DeadlineExceeded.code, "the request's deadline has passe
 PREEMPTED = Ending(requeue=RequeueReason.PREEMPTED)
 DRAINED = Ending(requeue=RequeueReason.DRAINING)
 STALE = Ending(requeue=RequeueReason.STALE_TICKET)
+HANDED_OVER = Ending(requeue=RequeueReason.HANDED_OVER)
+"""The one early end that keeps the blocks."""
 
 
 def poisoned(fault: Fault) -> Ending:
@@ -45,7 +48,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Requeued:
-    """The ticket has no blocks: whoever takes it computes it again."""
+    """A ticket with blocks is at rest, for whoever claims it; one without is computed again."""
 
     ticket: Ticket
     reason: RequeueReason

@@ -18,6 +18,7 @@ from services.engine.thread import EngineThread
 from services.worker.store_writer import StoreWriter
 
 _PULSE_S = 0.1
+_DRAIN_INTERVAL_S = 0.05
 
 log = get_logger(__name__)
 
@@ -144,9 +145,19 @@ class PoolWorker(ABC):
     def _on_drain(self) -> int:
         """Send back what can go at once; how many requests are left."""
 
-    @abstractmethod
     async def drained(self) -> None:
         """Return when, draining, nothing is left: all is claimed, or ended and released."""
+        while True:
+            await self.writer.flush()
+            holders = await self.store.holders(self.pool_id)
+            if not self.num_busy and all(h.worker_id != self.worker_id for h in holders):
+                return
+            await asyncio.sleep(_DRAIN_INTERVAL_S)
+
+    @property
+    @abstractmethod
+    def num_busy(self) -> int:
+        """Requests that are neither over nor at rest."""
 
     @abstractmethod
     def load(self) -> Load:

@@ -23,6 +23,7 @@ _REASONS = {
     RequeueReason.PREEMPTED: worker_pb2.Requeue.REASON_PREEMPTED,
     RequeueReason.DRAINING: worker_pb2.Requeue.REASON_DRAINING,
     RequeueReason.STALE_TICKET: worker_pb2.Requeue.REASON_STALE_TICKET,
+    RequeueReason.HANDED_OVER: worker_pb2.Requeue.REASON_HANDED_OVER,
 }
 
 log = get_logger(__name__)

@@ -1,4 +1,4 @@
-"""A prefill and a decode worker on one pool, two gateways, and everything between them late by
+"""A prefill and two decode workers on one pool, two gateways, and everything between them late by
 chance, in virtual time: what would take minutes takes milliseconds, a hang shows as hours."""
 
 import asyncio
@@ -25,7 +25,15 @@ from services.engine.engine import Engine
 from services.engine.messages import Command, StepOutcome
 from services.prefill.worker import PrefillWorker
 from services.worker import pool_worker
-from services.worker.events import Event, Failed, Prefilled, Requeued, Reserved, Step
+from services.worker.events import (
+    Event,
+    Failed,
+    Prefilled,
+    Requeued,
+    RequeueReason,
+    Reserved,
+    Step,
+)
 from services.worker.pool_worker import Limits
 from tests.unit.workers.fakes import Arena, FakeForward, join, make_pool, make_stamps
 
@@ -167,12 +175,13 @@ class LateEngine:
 
 @dataclass(eq=False)
 class Request:
-    """`asked`: its ticket, as it was first. `over`: its finish reason, an error, or "aborted"."""
+    """`asked`: its ticket, as it was first. `at_rest`: one that a decode worker handed over.
+    `over`: its finish reason, an error, or "aborted"."""
 
     asked: Ticket
     attempt: int = 0
     tokens: list[int] = field(default_factory=list)
-    current: Ticket | None = None
+    at_rest: Ticket | None = None
     over: str = ""
 
 
@@ -209,14 +218,16 @@ def _is_last(event: Event, key: tuple[str, int]) -> bool:
             return any(o.finish for o in outputs if (o.request_id, o.attempt) == key)
         case Prefilled(_, finish):
             return finish is not None
+        case Requeued(of):
+            return not of.sequences[0].block_ids  # at rest, it may still be taken back
         case Reserved():
             return False
     return True
 
 
 class Gateway:
-    """Walks requests through the two workers as `services.gateway.journey` does, without a deadline
-    of its own: workers must tell."""
+    """Walks requests through the workers as `services.gateway.journey` does, without a deadline of
+    its own: workers must tell. An attempt's number says which decode worker it is for."""
 
     def __init__(self, pair: "Pair") -> None:
         self._pair = pair
@@ -226,7 +237,7 @@ class Gateway:
 
     def _connect(self) -> None:
         self._prefill = Stream(self._pair.chance, self._hear)
-        self._decode = Stream(self._pair.chance, self._hear)
+        self._decode = tuple(Stream(self._pair.chance, self._hear) for _ in self._pair.decode)
 
     def begin(self, asked: Ticket) -> None:
         request = self.requests[asked.request_id] = Request(asked)
@@ -238,6 +249,15 @@ class Gateway:
             request.over = "aborted"
             self._let_go(request)
 
+    def hand_over(self, number: int) -> None:
+        """Whoever runs one of the requests puts it at rest; it goes on wherever its next attempt
+        goes."""
+        if there := [request for request in self.requests.values() if not request.over]:
+            request = there[number % len(there)]
+            key = request.asked.request_id, request.attempt
+            worker, stream = self._runs(request.attempt)
+            stream.there.put(lambda: worker.hand_over(stream, *key))
+
     def reconnect(self) -> None:
         """The streams break; workers hear of it when they hear of it."""
         for worker, stream in self._ways():
@@ -248,24 +268,38 @@ class Gateway:
             if not request.over:
                 self._begin_again(request)
 
-    def _ways(self) -> tuple[tuple[Any, Stream], tuple[Any, Stream]]:
-        return (self._pair.prefill, self._prefill), (self._pair.decode, self._decode)
+    def _ways(self) -> Iterator[tuple[Any, Stream]]:
+        yield self._pair.prefill, self._prefill
+        yield from zip(self._pair.decode, self._decode, strict=True)
+
+    def _runs(self, attempt: int) -> tuple[DecodeWorker, Stream]:
+        number = attempt % len(self._decode)
+        return self._pair.decode[number], self._decode[number]
 
     def _begin_again(self, request: Request) -> None:
         self._let_go(request)
+        self._try_again(request)
+
+    def _try_again(self, request: Request) -> None:
         request.attempt = next(self._attempts)
         self._reserve(request, request.attempt)
 
     def _reserve(self, request: Request, attempt: int) -> None:
         if (request.attempt, request.over) == (attempt, ""):
-            stream, request_id = self._decode, request.asked.request_id
-            worker = self._pair.decode
+            request_id = request.asked.request_id
+            worker, stream = self._runs(attempt)
             stream.there.put(lambda: worker.reserve(stream, request_id, attempt, 1))
 
     def _let_go(self, request: Request) -> None:
-        key = request.asked.request_id, request.attempt
+        request_id, attempts = request.asked.request_id, {request.attempt}
+        if request.at_rest:
+            attempts.add(request.at_rest.attempt)
+            request.at_rest = None
         for worker, stream in self._ways():
-            stream.there.put(lambda w=worker, s=stream: w.abort(s, *key))  # type: ignore[misc]
+            for attempt in attempts:
+                stream.there.put(
+                    lambda w=worker, s=stream, a=attempt: w.abort(s, request_id, a)  # type: ignore[misc]
+                )
 
     def _hear(self, stream: Stream, event: Event) -> None:
         outputs = event.outputs if isinstance(event, Step) else (event,)
@@ -273,9 +307,14 @@ class Gateway:
             request = self.requests[request_id]
             if (request.attempt, request.over) == (attempt, ""):
                 self._on(request, one)
+            elif request.at_rest and request.at_rest.attempt == attempt and not request.over:
+                request.at_rest = None  # taken back: the attempt under way finds it stale
 
     def _on(self, request: Request, event: Any) -> None:
         match event:
+            case Reserved(granted=True) if request.at_rest:
+                worker, way = self._runs(request.attempt)
+                self._tell(worker.admit, way, replace(request.at_rest, attempt=request.attempt))
             case Reserved(granted=True):
                 self._submit(request)
             case Reserved() | Requeued() if self._pair.draining:
@@ -287,13 +326,19 @@ class Gateway:
             case Prefilled(issued, finish):
                 self._deliver(request, issued.sequences[0].token_ids[-1], finish)
                 if not finish:
-                    self._tell(self._pair.decode.admit, self._decode, issued)
+                    worker, way = self._runs(request.attempt)
+                    self._tell(worker.admit, way, issued)
+            case Requeued(at_rest, RequeueReason.HANDED_OVER):
+                assert at_rest.sequences[0].token_ids == tuple(request.tokens)
+                request.at_rest = at_rest
+                self._try_again(request)
             case Requeued():
                 self._begin_again(request)
             case Failed(code=code):
                 request.over = code
                 self._let_go(request)
             case _:
+                request.at_rest = None  # it was claimed
                 position = len(request.asked.prompt_token_ids) + len(request.tokens)
                 assert event.position == position
                 self._deliver(request, event.token_id, event.finish)
@@ -331,7 +376,7 @@ class Pair:
         self.chance = chance
         self.store = MemoryStore()
         self.prefill: PrefillWorker
-        self.decode: DecodeWorker
+        self.decode: tuple[DecodeWorker, ...]
         self.arena: Arena
         self.draining = False
         self.gateways: tuple[Gateway, ...] = ()
@@ -347,12 +392,14 @@ class Pair:
         self.arena = Arena(block_size, stamps)
         model = FakeForward(self.arena)
         workers: list[Any] = []
-        for cls in (PrefillWorker, DecodeWorker):
-            membership = await join(self.store, spec, cls.__name__, stamps)
+        classes: tuple[Any, ...] = (PrefillWorker, DecodeWorker, DecodeWorker)
+        for number, cls in enumerate(classes):
+            membership = await join(self.store, spec, f"{cls.__name__}-{number}", stamps)
             late: Any = LateStore(self.store, self.chance)
             metrics = WorkerMetrics(CollectorRegistry())
             workers.append(cls(late, membership, model, limits, metrics))
-        self.prefill, self.decode = workers
+        self.prefill, *decode = workers
+        self.decode = tuple(decode)
         self._tasks = [asyncio.create_task(worker.run()) for worker in workers]
         self.gateways = Gateway(self), Gateway(self)
 
@@ -365,12 +412,13 @@ class Pair:
                 await asyncio.sleep(0.01)
 
     async def drain(self) -> None:
-        """Both workers take nothing new; return when they have nothing left."""
+        """The workers take nothing new; return when they have nothing left."""
         self.draining = True
-        self.prefill.drain()
-        self.decode.drain()
+        workers = self.prefill, *self.decode
+        for worker in workers:
+            worker.drain()
         async with asyncio.timeout(HANG_S):
-            await asyncio.gather(self.prefill.drained(), self.decode.drained())
+            await asyncio.gather(*(worker.drained() for worker in workers))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -385,15 +433,19 @@ class Pair:
     def leftovers(self) -> dict[str, object]:
         """What is left of requests that are over, by where it lies."""
         stats = self.store.ledger("pool").stats()
-        prefill, decode = self.prefill, self.decode
-        places = {
+        prefill = self.prefill
+        places: dict[str, object] = {
             "held": stats.num_held,
             "waiters": stats.num_waiters,
             "prefill": prefill._jobs or prefill._computing or prefill._issued or prefill._timers,
             "line": len(prefill._admission),
             "prefixes": prefill._prefixes._leaders,
-            "decode": decode._jobs or decode._running or decode._deadlines,
-            "grower": decode._grower._holders or decode._grower._wanting,
-            "slots": decode.limits.max_num_seqs - decode.load().num_free_slots,
         }
+        for number, decode in enumerate(self.decode):
+            grower = decode._grower
+            places[f"decode {number}"] = (
+                decode._jobs or decode._running or decode._at_rest or decode._timers
+            )
+            places[f"grower {number}"] = grower._holders or grower._wanting
+            places[f"slots {number}"] = decode.limits.max_num_seqs - decode.load().num_free_slots
         return {place: what for place, what in places.items() if what}

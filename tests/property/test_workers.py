@@ -1,4 +1,4 @@
-"""Whatever is asked of two workers, in whatever order, and however late everything arrives."""
+"""Whatever is asked of three workers, in whatever order, and however late everything arrives."""
 
 import asyncio
 import contextlib
@@ -78,6 +78,15 @@ class Abort:
 
 
 @dataclass(frozen=True)
+class HandOver:
+    gateway: int
+    number: int
+
+    def do(self, pair: Pair) -> None:
+        pair.gateways[self.gateway].hand_over(self.number)
+
+
+@dataclass(frozen=True)
 class Reconnect:
     gateway: int
 
@@ -125,10 +134,13 @@ ASKS = st.builds(
     timeout_ms=st.sampled_from([0, 0, 0, 0, 30, 60, 90, 120, 300]),
 )
 ABORTS = st.builds(Abort, GATEWAYS, st.integers(0, 7))
+HAND_OVERS = st.builds(HandOver, GATEWAYS, st.integers(0, 7))
 OTHERS = st.one_of(st.builds(Reconnect, GATEWAYS), st.builds(Demand), st.builds(Corrupt))
 PAUSES_S = st.sampled_from([0, 0, 0.001, 0.02, 0.1])
 DEEDS = st.lists(
-    st.tuples(st.one_of(ASKS, ASKS, ASKS, ABORTS, OTHERS), PAUSES_S), min_size=8, max_size=24
+    st.tuples(st.one_of(ASKS, ASKS, ASKS, HAND_OVERS, ABORTS, OTHERS), PAUSES_S),
+    min_size=8,
+    max_size=24,
 )
 
 
@@ -178,7 +190,7 @@ async def live(
         await pair.drain()
     finally:
         await pair.close()
-    for worker in (pair.prefill, pair.decode):
+    for worker in (pair.prefill, *pair.decode):
         await pair.store.leave("pool", worker.worker_id)
     for request in pair.requests:
         check(request, drained_amid)

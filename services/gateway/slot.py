@@ -1,0 +1,75 @@
+"""A slot for one request at a decode worker: asked for, granted or refused, and let go of."""
+
+import asyncio
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from services.common.logging import get_logger
+from services.common.ticket import Ticket
+from services.gateway.messages import Reserve
+from services.gateway.worker import Worker
+
+log = get_logger(__name__)
+
+Told = tuple[Worker, int]
+"""Who has let go of which attempt already, and is not told to."""
+
+
+@dataclass(frozen=True, slots=True)
+class AtRest:
+    """A ticket with blocks, and the worker that keeps them until somebody has claimed them."""
+
+    ticket: Ticket
+    issuer: Worker
+
+    @property
+    def key(self) -> Told:
+        return self.issuer, self.ticket.attempt
+
+
+class Slot:
+    """`guest` counts at the worker from the asking on. One at a time for a guest and a worker."""
+
+    def __init__(self, worker: Worker, guest: Hashable, request_id: str, attempt: int) -> None:
+        self.worker = worker
+        self.attempt = attempt
+        self._guest = guest
+        self._request_id = request_id
+        self._answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        worker.join(guest)
+        worker.send(Reserve(request_id, attempt))
+
+    @property
+    def key(self) -> Told:
+        return self.worker, self.attempt
+
+    @property
+    def granted(self) -> bool:
+        return self._answer.done() and self._answer.result()
+
+    @property
+    def refused(self) -> bool:
+        return self._answer.done() and not self._answer.result()
+
+    def answer(self, granted: bool) -> None:
+        """What the worker says. Only the first word counts."""
+        if not self._answer.done():
+            self._answer.set_result(granted)
+
+    async def answered(self, timeout_s: float) -> None:
+        """Return with the answer, when it is let go of, or after the timeout: then the worker is
+        not asked again until something is heard from it."""
+        await asyncio.wait([self._answer], timeout=timeout_s)
+        if not self._answer.done():  # it may still be granted, after we have turned away
+            log.warning(
+                "reservation_unanswered", request_id=self._request_id, worker_id=self.worker.id
+            )
+            self.worker.unresponsive = True
+
+    def let_go(self, told: Told | None = None) -> None:
+        refused = self.refused
+        if not refused and self.key != told:
+            self.worker.abort(self._request_id, self.attempt)
+        self.worker.leave(self._guest)
+        self.worker.full = self.worker.full or refused
+        self.answer(False)
