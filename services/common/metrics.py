@@ -123,6 +123,12 @@ class WorkerMetrics:
         self.num_broken = Counter(
             "quire:num_broken", "Sequences whose output was not finite.", registry=registry
         )
+        self.swapped_out_blocks = Counter(
+            "quire:swapped_out_blocks", "Blocks copied to the colder pool.", registry=registry
+        )
+        self.swapped_in_blocks = Counter(
+            "quire:swapped_in_blocks", "Blocks copied back from the colder pool.", registry=registry
+        )
         self.kv_corrupt = Counter(
             "quire:kv_corrupt",
             "Blocks that did not say what their hash promised.",

@@ -64,10 +64,22 @@ class TicketSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class Swapped:
+    """KV of the leading `num_computed_tokens` tokens, at rest in the colder pool `pool_id`."""
+
+    pool_id: str
+    holder_id: str
+    holder_epoch: int
+    block_ids: tuple[int, ...]
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ticket:
     """`holder_epoch` is odd while a worker runs the holder, even at rest, 0 before its allocation.
     `root_hash`: 16 bytes, root of the chained prefix hashes. `timeout_ms`: what is left of the
-    deadline, 0 for none."""
+    deadline, 0 for none. `swapped`: where a prefill worker gets KV from instead of computing it.
+    `prefill_ns_per_token`: what that would cost, 0 while nobody has measured it."""
 
     request_id: str
     attempt: int
@@ -81,6 +93,8 @@ class Ticket:
     sequences: tuple[TicketSequence, ...] = field(default=(TicketSequence(0),))
     num_cached_tokens: int = 0
     timeout_ms: int = 0
+    swapped: Swapped | None = None
+    prefill_ns_per_token: int = 0
 
     @property
     def key(self) -> tuple[str, int]:

@@ -9,7 +9,7 @@ import math
 from blockstore.registry import Load
 from quire.v1 import sampling_pb2, ticket_pb2, worker_pb2
 from services.common.errors import InvalidRequest
-from services.common.ticket import FinishReason, SamplingParams, Ticket, TicketSequence
+from services.common.ticket import FinishReason, SamplingParams, Swapped, Ticket, TicketSequence
 
 ROOT_HASH_BYTES = 16
 _MAX_ORDER = 1 << 52
@@ -35,6 +35,8 @@ def ticket_to_wire(ticket: Ticket) -> ticket_pb2.Ticket:
         sequences=map(_sequence_to_wire, ticket.sequences),
         num_cached_tokens=ticket.num_cached_tokens,
         timeout_ms=ticket.timeout_ms,
+        swapped=None if ticket.swapped is None else _swapped_to_wire(ticket.swapped),
+        prefill_ns_per_token=ticket.prefill_ns_per_token,
     )
 
 
@@ -63,6 +65,8 @@ def ticket_from_wire(message: ticket_pb2.Ticket) -> Ticket:
         sequences=tuple(_sequence_from_wire(s, num_prompt_tokens) for s in message.sequences),
         num_cached_tokens=message.num_cached_tokens,
         timeout_ms=message.timeout_ms,
+        swapped=_swapped_from_wire(message) if message.HasField("swapped") else None,
+        prefill_ns_per_token=message.prefill_ns_per_token,
     )
 
 
@@ -159,6 +163,35 @@ def _sequence_from_wire(
         token_ids=tuple(message.token_ids),
         block_ids=tuple(message.block_ids),
         num_computed_tokens=message.num_computed_tokens,
+    )
+
+
+def _swapped_to_wire(swapped: Swapped) -> ticket_pb2.Swapped:
+    return ticket_pb2.Swapped(
+        pool_id=swapped.pool_id,
+        holder_id=swapped.holder_id,
+        holder_epoch=swapped.holder_epoch,
+        block_ids=swapped.block_ids,
+        num_computed_tokens=swapped.num_computed_tokens,
+    )
+
+
+def _swapped_from_wire(message: ticket_pb2.Ticket) -> Swapped:
+    swapped = message.swapped
+    num_tokens = len(message.prompt_token_ids) + len(message.sequences[0].token_ids)
+    _require(len(message.sequences) == 1, "swapped out, but not one sequence")
+    _require(not message.sequences[0].block_ids, "swapped out, but with blocks")
+    _require(bool(swapped.pool_id and swapped.block_ids), "swapped out to nowhere")
+    _require(
+        0 < swapped.num_computed_tokens < num_tokens,
+        f"{swapped.num_computed_tokens} of {num_tokens} tokens are swapped out",
+    )
+    return Swapped(
+        pool_id=swapped.pool_id,
+        holder_id=swapped.holder_id,
+        holder_epoch=swapped.holder_epoch,
+        block_ids=tuple(swapped.block_ids),
+        num_computed_tokens=swapped.num_computed_tokens,
     )
 
 

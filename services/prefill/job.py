@@ -10,9 +10,11 @@ from services.worker.events import Ending, Session
 
 
 class State(Enum):
-    """WAITING (no blocks) -> COMPUTING (in the engine) -> ISSUED (a ticket at rest) -> ENDED."""
+    """WAITING (no blocks) -> COMPUTING (in the engine) -> ISSUED (a ticket at rest) -> ENDED; one
+    that was swapped out is FETCHING its KV before it computes the rest."""
 
     WAITING = auto()
+    FETCHING = auto()
     COMPUTING = auto()
     ISSUED = auto()
     ENDED = auto()
@@ -44,7 +46,7 @@ class Job:
     def tokens(self) -> tuple[int, ...]:
         return self.ticket.prompt_token_ids + self.ticket.sequences[0].token_ids
 
-    def issued(self, token: int) -> Ticket:
+    def issued(self, token: int, prefill_ns_per_token: int) -> Ticket:
         """The ticket with blocks and the token just drawn, at rest (epoch 2)."""
         assert self.allocation is not None
         old = self.ticket.sequences[0]
@@ -54,10 +56,16 @@ class Job:
             block_ids=self.allocation.block_ids,
             num_computed_tokens=len(self.tokens),
         )
-        return replace(self.ticket, holder_epoch=self.allocation.epoch + 1, sequences=(sequence,))
+        return replace(
+            self.ticket,
+            holder_epoch=self.allocation.epoch + 1,
+            sequences=(sequence,),
+            swapped=None,
+            prefill_ns_per_token=prefill_ns_per_token,
+        )
 
     def finished(self, token: int) -> Ticket:
         """The ticket of a request that ended with this token: no blocks."""
-        ticket = self.issued(token)
+        ticket = self.issued(token, 0)
         sequence = replace(ticket.sequences[0], block_ids=(), num_computed_tokens=0)
         return replace(ticket, holder_epoch=0, sequences=(sequence,))

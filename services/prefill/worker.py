@@ -20,6 +20,7 @@ from services.engine.sequence import Sequence as EngineSequence
 from services.prefill.admission import Admission
 from services.prefill.job import Job, State
 from services.prefill.prefixes import PrefixesUnderWay
+from services.worker.colder import ColderPool, Fetched
 from services.worker.events import (
     ABORTED,
     DRAINED,
@@ -35,6 +36,7 @@ from services.worker.events import (
     report,
 )
 from services.worker.pool_worker import Limits, PoolWorker
+from services.worker.swap_cost import Pace
 
 _STEPS_AHEAD = 2
 _LONG_SHARE = 4
@@ -53,8 +55,11 @@ class PrefillWorker(PoolWorker):
         forward: ForwardPass,
         limits: Limits,
         metrics: WorkerMetrics,
+        colder: ColderPool | None = None,
     ) -> None:
         super().__init__(store, membership, forward, limits, metrics, one_token=True)
+        self._colder = colder
+        self._pace = Pace()
         self._prefixes = PrefixesUnderWay(on_change=lambda: self._admission.wake())
         self._admission = Admission(
             store,
@@ -64,7 +69,7 @@ class PrefillWorker(PoolWorker):
             membership.stamps,
             self._prefixes,
             has_room=self._has_room,
-            on_admitted=self._compute,
+            on_admitted=self._begin,
             on_corrupt=metrics.kv_corrupt.inc,
             on_stale=lambda job: self._end(job, STALE),
         )
@@ -72,6 +77,7 @@ class PrefillWorker(PoolWorker):
         self._computing: dict[str, Job] = {}
         self._issued: dict[str, Job] = {}
         self._timers: dict[Job, list[asyncio.TimerHandle]] = {}
+        self._fetching: asyncio.Queue[Job] = asyncio.Queue()
 
     # What gateways ask.
 
@@ -118,7 +124,7 @@ class PrefillWorker(PoolWorker):
             + sum(job.num_uncomputed for job in self._computing.values()),
         )
 
-    # The walk of a job: WAITING -> COMPUTING -> ISSUED -> ENDED.
+    # The walk of a job: WAITING -> (FETCHING) -> COMPUTING -> ISSUED -> ENDED.
 
     def _has_room(self) -> bool:
         budget = self.limits.max_num_batched_tokens
@@ -126,24 +132,54 @@ class PrefillWorker(PoolWorker):
         ahead = sum(min(job.num_uncomputed, longest) for job in self._computing.values())
         return ahead < _STEPS_AHEAD * budget and len(self._computing) < self.limits.max_num_seqs
 
-    def _compute(self, job: Job) -> None:
-        """It has its blocks:
+    def _begin(self, job: Job) -> None:
+        """It has its blocks, and perhaps KV in the colder pool."""
+        assert job.allocation is not None
+        num_hits = job.allocation.num_cached_blocks
+        self._computing[job.ticket.holder_id] = job
+        self._prefixes.begin(job.ticket.holder_id, job.hashes[num_hits:])
+        cached = Fetched(num_hits * self.spec.block_size)
+        swapped = job.ticket.swapped
+        if self._colder is None or swapped is None or not self._colder.holds(swapped):
+            self._compute(job, cached)
+            return
+        job.state = State.FETCHING
+        num_present = max(cached.num_tokens, swapped.num_computed_tokens)
+        job.num_uncomputed = max(1, len(job.tokens) - num_present)
+        self._fetching.put_nowait(job)
 
-        blocks   |== adopted ==|------------- new -------------|
-        tokens   |== computed =|----- to compute -----|    never empty: the last token draws
+    async def _fetch_all(self) -> None:
+        """Bring back what was swapped out, one after another."""
+        assert self._colder is not None
+        while True:
+            job = await self._fetching.get()
+            if not job.ending:
+                assert job.allocation is not None
+                fetched = await self._colder.fetch(job.ticket, job.allocation, job.hashes)
+                self.metrics.swapped_in_blocks.inc(fetched.num_blocks)
+            if job.ending:
+                self._retire(job)
+            else:
+                self._compute(job, fetched)
+
+    def _compute(self, job: Job, fetched: Fetched) -> None:
+        """The engine does the rest:
+
+        blocks   |== adopted ==|== copied ==|------- new -------|
+        tokens   |====== computed ======|---- to compute ----|  never empty: the last token draws
         """
         allocation = job.allocation
         assert allocation is not None
         num_hits, size = allocation.num_cached_blocks, self.spec.block_size
-        num_computed = min(num_hits * size, len(job.tokens) - 1)
+        num_computed = min(fetched.num_tokens, len(job.tokens) - 1)
         if not job.ticket.sequences[0].token_ids:
             job.ticket = replace(job.ticket, num_cached_tokens=num_computed)
         job.state = State.COMPUTING
         job.num_uncomputed = len(job.tokens) - num_computed
-        self._computing[job.ticket.holder_id] = job
         self.metrics.prompt_tokens.inc(job.num_uncomputed)
         self.metrics.prompt_tokens_cached.inc(num_computed)
-        self._prefixes.begin(job.ticket.holder_id, job.hashes[num_hits:])
+        if fetched.completed:
+            self.writer.put(lambda: self._commit(job, fetched.completed))
         sequence = EngineSequence(
             job.ticket,
             block_ids=allocation.block_ids,
@@ -153,9 +189,11 @@ class PrefillWorker(PoolWorker):
             eos_token_ids=self.limits.eos_token_ids,
             max_model_len=self.limits.max_model_len,
         )
-        self.engine.send(messages.Admit(sequence, allocation.block_ids[num_hits:]))
+        new = allocation.block_ids[num_hits + fetched.num_blocks :]
+        self.engine.send(messages.Admit(sequence, new))
 
     def _on_outcome(self, outcome: StepOutcome) -> None:
+        self._pace.observe(outcome.num_tokens, outcome.duration_s)
         for advance in outcome.advances:
             self._on_advance(self._computing[advance.key], advance)
         for broken in outcome.broken:
@@ -186,7 +224,7 @@ class PrefillWorker(PoolWorker):
 
     def _issue(self, job: Job, token: int) -> None:
         """At rest: nobody writes its blocks until somebody claims them."""
-        ticket = job.issued(token)
+        ticket = job.issued(token, self._pace.ns_per_token)
 
         async def detach() -> None:
             await self.store.detach(self.pool_id, ticket.holder_id, ticket.holder_epoch - 1)
@@ -229,7 +267,7 @@ class PrefillWorker(PoolWorker):
             report(job.session, job.ticket, ending)
         elif job.state is State.COMPUTING:
             self.engine.send(messages.Remove(job.ticket.holder_id))
-        else:
+        elif job.state is State.ISSUED:
             self.writer.put(lambda: self._take_back(job, ending))
 
     def _retire(self, job: Job) -> None:
@@ -277,7 +315,8 @@ class PrefillWorker(PoolWorker):
         self._timers[job].append(loop.call_later(delay_s, self._end, job, ending))
 
     def _loops(self) -> Sequence[Coroutine[Any, Any, None]]:
-        return [self._admission.run()]
+        loops = [self._admission.run()]
+        return loops if self._colder is None else [*loops, self._fetch_all()]
 
     def _check(self, ticket: Ticket) -> None:
         if ticket.pool_id != self.pool_id:
