@@ -20,6 +20,7 @@ Phase = Literal[
     "finish",
     "yield",
     "yielded",
+    "place",
     "let_go",
     "unsure",
 ]
@@ -57,6 +58,10 @@ class Run(NamedTuple):
             case "extend":
                 growth = Growth(self.holder, self.epoch, NUM_PROMPT_BLOCKS, NUM_FINAL_BLOCKS)
                 return "extend", (self.worker, (growth,))
+            case "yielded":
+                return "release", (self.holder, self.epoch, True)
+            case "place":
+                return "withdraw", (self.holder,)
             case _:
                 return "release", (self.holder, self.epoch)
 

@@ -111,6 +111,7 @@ class Ledger:
             raise StaleHolder(f"{holder_id} was released")
         holder = self.holders.get(holder_id)
         if holder is None:
+            self._take_place(order)
             self._wait_or_go(holder_id, Waiter(order, worker_id), hashes, num_blocks)
             holder = self._admit(holder_id, worker_id, order, hashes, num_blocks)
         elif (holder.epoch, holder.worker_id) != (1, worker_id):
@@ -173,12 +174,14 @@ class Ledger:
         self._at_epoch(holder, epoch)
         self._drop(holder, set(block_ids))
 
-    def release(self, holder_id: str, epoch: int) -> None:
+    def release(self, holder_id: str, epoch: int, comes_back: bool = False) -> None:
         if self.released.epoch(holder_id) == epoch:
             return
         holder = self._holder(holder_id)
         self._at_epoch(holder, epoch)
         self._end(holder)
+        if comes_back and not self.workers[holder.worker_id]:
+            self.waiters[holder_id] = Waiter(holder.order, holder.worker_id)
 
     # Reading
 
@@ -254,6 +257,16 @@ class Ledger:
             raise StaleHolder(f"{holder.holder_id} is at epoch {holder.epoch}, not {epoch}")
 
     # Admission and growth
+
+    def _take_place(self, order: int) -> None:
+        """Who gave way and was to come back with this order is here now, as another holder."""
+        back = [
+            holder_id
+            for holder_id, waiter in self.waiters.items()
+            if waiter.order == order and self.released.epoch(holder_id) is not None
+        ]
+        for holder_id in back:
+            del self.waiters[holder_id]
 
     def _wait_or_go(
         self, holder_id: str, waiter: Waiter, hashes: Sequence[PrefixHash], num_blocks: int

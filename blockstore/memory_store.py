@@ -99,9 +99,11 @@ class MemoryStore:
         with self._freeing(pool_id) as ledger:
             ledger.give_back(holder_id, epoch, block_ids)
 
-    async def release(self, pool_id: str, holder_id: str, epoch: int) -> None:
+    async def release(
+        self, pool_id: str, holder_id: str, epoch: int, comes_back: bool = False
+    ) -> None:
         with self._freeing(pool_id) as ledger:
-            ledger.release(holder_id, epoch)
+            ledger.release(holder_id, epoch, comes_back)
 
     async def match(self, pool_id: str, hashes: Sequence[PrefixHash]) -> int:
         return self.ledger(pool_id).match(hashes)

@@ -171,8 +171,12 @@ class RedisStore:
     ) -> None:
         await self._mutate("give_back", pool_id, holder_id, epoch, *block_ids, about=(holder_id,))
 
-    async def release(self, pool_id: str, holder_id: str, epoch: int) -> None:
-        await self._mutate("release", pool_id, holder_id, epoch, about=(holder_id,))
+    async def release(
+        self, pool_id: str, holder_id: str, epoch: int, comes_back: bool = False
+    ) -> None:
+        await self._mutate(
+            "release", pool_id, holder_id, epoch, int(comes_back), about=(holder_id,)
+        )
 
     # Reading
 

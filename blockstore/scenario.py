@@ -9,7 +9,8 @@ phase of the worker's `Run`:
                                              '- the ticket is with the gateway, the blocks with
                                                 its issuer, who may lose patience and release
 
-Whoever is demanded gives way (yield, yielded) from where it stands. Whoever learns that it is
+Whoever is demanded gives way (yield, yielded) from where it stands, and keeps its place in line
+until its worker loses patience (place). Whoever learns that it is
 fenced lets go of what it has; if it cannot know whether it has a holder, it exits. Every operation
 may lose its reply and is then sent again before any other of that worker; a worker may be fenced or
 die at any moment, an operation of the dead may arrive late; the gateway sends out again, to
@@ -189,8 +190,10 @@ class Scenario:
             case "yield", "":
                 return state.with_run(run, run._replace(phase="yielded", epoch=run.epoch + 1))
             case "yielded", "":
-                state = state.with_run(run, None)
+                state = state.with_run(run, run._replace(phase="place"))
                 return self._take_back(state, run.request, with_ticket=False) if ours else state
+            case "place", "":
+                return state.with_run(run, None)
             case "let_go", "":
                 return state.with_run(run, None)
             case "let_go", StaleHolder.code:

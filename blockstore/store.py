@@ -251,10 +251,17 @@ class BlockStore(Protocol):
         """Drop some of a holder's references, from the last acquired to the first, however they are
         named; blocks that it does not hold (any more) are no error. StaleHolder."""
 
-    async def release(self, pool_id: str, holder_id: str, epoch: int) -> None:
+    async def release(
+        self, pool_id: str, holder_id: str, epoch: int, comes_back: bool = False
+    ) -> None:
         """Drop all of a holder's references and forget it; its id is never used again. Again at the
         same epoch: no error, while its tombstone lasts. StaleHolder: never allocated, or moved on
-        to another epoch."""
+        to another epoch.
+
+        `comes_back`, of one that gave way to others: its request keeps its place in line. From now
+        on the released holder is a waiter with its order, of its worker (unless that is fenced):
+        nobody behind it is admitted until another holder of the same order asks, or the wait is
+        withdrawn."""
 
     async def match(self, pool_id: str, hashes: Sequence[PrefixHash]) -> int:
         """How many leading `hashes` are in the index. Changes nothing, not even the order of

@@ -43,6 +43,13 @@ local function num_available(pool, hits)
   return math.max(0, num_free(pool) + num_cached(pool) - num_pinned - watermark)
 end
 
+-- Who gave way and was to come back with this order is here now, as another holder.
+local function take_place(pool, order)
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', pool.tag .. ':waiters', order, order)) do
+    if buried(pool, 'h:' .. id) then end_wait(pool, id) end
+  end
+end
+
 -- Enters a wait and refuses, or returns.
 local function wait_or_go(pool, want, hits)
   local code, numbers
@@ -86,6 +93,7 @@ define('allocate', WRITES, function(tag, args)
   local holder = find_holder(pool, want.id)
   if not holder then
     local hits = cached_prefix(pool, want.hashes)
+    take_place(pool, want.order)
     wait_or_go(pool, want, hits)
     admit(pool, want, hits)
     holder = { epoch = 1, num_cached = #hits }

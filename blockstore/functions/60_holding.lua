@@ -6,7 +6,8 @@
 -- detach     holder epoch -> epoch + 1. STALE_HOLDER, FENCED
 -- claim      holder epoch worker -> epoch + 1. STALE_HOLDER; UNKNOWN_WORKER, FENCED of `worker`
 -- give_back  holder epoch block ... -> OK. STALE_HOLDER
--- release    holder epoch -> OK. STALE_HOLDER
+-- release    holder epoch comes_back -> OK. STALE_HOLDER. With 1, of one that gave way, it waits
+--            from now on, so that its request keeps its place in line
 
 -- NOT_HELD
 local function require_committable(pool, id, blocks, hashes)
@@ -113,6 +114,9 @@ define('release', FREES, function(tag, args)
   local holder = holder_of(pool, args[1])
   require_epoch(holder, epoch)
   end_holder(pool, holder)
+  if args[3] == '1' and not is_fenced(pool, holder.worker) then
+    start_wait(pool, holder.id, holder.worker, holder.order)
+  end
   save(pool)
   return redis.status_reply('OK')
 end)

@@ -153,10 +153,9 @@ class PrefillWorker(PoolWorker):
         assert self._colder is not None
         while True:
             job = await self._fetching.get()
-            if not job.ending:
-                assert job.allocation is not None
-                fetched = await self._colder.fetch(job.ticket, job.allocation, job.hashes)
-                self.metrics.swapped_in_blocks.inc(fetched.num_blocks)
+            assert job.allocation is not None
+            fetched = await self._colder.fetch(job.ticket, job.allocation, job.hashes)
+            self.metrics.swapped_in_blocks.inc(fetched.num_blocks)
             if job.ending:
                 self._retire(job)
             else:

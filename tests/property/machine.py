@@ -273,10 +273,10 @@ class StoresAgree(RuleBasedStateMachine):
         block_ids = self.some_blocks(data, holder)
         self.send(lambda store: store.give_back("pool", holder_id, epoch, block_ids), lost)
 
-    @rule(data=st.data(), lost=LOST)
-    def release(self, data: st.DataObject, lost: bool) -> None:
+    @rule(data=st.data(), comes_back=st.booleans(), lost=LOST)
+    def release(self, data: st.DataObject, comes_back: bool, lost: bool) -> None:
         holder_id, epoch, _ = self.some_holder(data)
-        self.send(lambda store: store.release("pool", holder_id, epoch), lost)
+        self.send(lambda store: store.release("pool", holder_id, epoch, comes_back), lost)
 
     # Looking
 

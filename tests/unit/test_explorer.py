@@ -76,7 +76,7 @@ class ReapForgetsWaiters(Ledger):
 class ReleasesOnce(Ledger):
     """A release that is sent again is an error."""
 
-    def release(self, holder_id: str, epoch: int) -> None:
+    def release(self, holder_id: str, epoch: int, comes_back: bool = False) -> None:
         self._end(self._holder(holder_id))
 
 

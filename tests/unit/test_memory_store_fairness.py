@@ -236,3 +236,47 @@ async def test_equal_orders_go_by_holder_id(store: BlockStore) -> None:
 
 async def test_an_empty_pool_has_no_victim(store: BlockStore) -> None:
     assert await store.victim("pool") is None
+
+
+async def test_who_gave_way_keeps_its_place_until_it_is_back(full: BlockStore) -> None:
+    """Its blocks go to the others' growth, and to nobody who came later."""
+    await full.release("pool", "last", 1, comes_back=True)
+    assert await num_waiters(full) == 1
+    with pytest.raises(MustWait):
+        await full.allocate("pool", "later", "w", 4, [], 1)
+    await full.extend("pool", "v", [Growth("first", 1, 4, 5)])
+    back = await full.allocate("pool", "last-again", "w", 3, [], 2)
+    assert back.block_ids == (9, 10)
+    assert await num_waiters(full) == 1
+    with pytest.raises(OutOfBlocks):
+        await full.allocate("pool", "later", "w", 4, [], 1)
+
+
+async def test_who_came_back_and_finds_no_room_waits_once(full: BlockStore) -> None:
+    await full.release("pool", "last", 1, comes_back=True)
+    with pytest.raises(OutOfBlocks):
+        await full.allocate("pool", "last-again", "w", 3, [], 4)
+    assert await num_waiters(full) == 1
+
+
+async def test_a_place_that_nobody_comes_back_to_is_withdrawn(full: BlockStore) -> None:
+    """By its worker; or it goes with it, by a fence or when it is reaped."""
+    await full.release("pool", "last", 1, comes_back=True)
+    await full.release("pool", "last", 1, comes_back=True)
+    assert await num_waiters(full) == 1
+    await full.withdraw("pool", "last")
+    assert (await full.allocate("pool", "later", "w", 4, [], 3)).num_cached_blocks == 0
+    await full.release("pool", "later", 1, comes_back=True)
+    await full.fence("pool", "w")
+    assert await num_waiters(full) == 0
+    await full.release("pool", "middle", 1, comes_back=True)
+    assert await num_waiters(full) == 0
+
+
+async def test_an_equal_place_of_somebody_else_stays(full: BlockStore) -> None:
+    """Only who gave way is replaced by who comes in its place."""
+    with pytest.raises(OutOfBlocks):
+        await full.allocate("pool", "a", "v", 4, [], 1)
+    with pytest.raises(OutOfBlocks):
+        await full.allocate("pool", "b", "w", 4, [], 1)
+    assert await num_waiters(full) == 2

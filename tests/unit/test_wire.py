@@ -11,7 +11,7 @@ from blockstore.registry import Load
 from quire.v1.ticket_pb2 import Ticket as Message
 from quire.v1.worker_pb2 import WorkerLoad
 from services.common.errors import InvalidRequest
-from services.common.ticket import FinishReason, SamplingParams, Ticket, TicketSequence
+from services.common.ticket import FinishReason, SamplingParams, Swapped, Ticket, TicketSequence
 from services.common.wire import (
     finish_reason_from_wire,
     finish_reason_to_wire,
@@ -68,7 +68,24 @@ def tickets(draw: st.DrawFn) -> Ticket:
         sequences=tuple(map(sequence, range(draw(st.integers(1, 3))))),
         num_cached_tokens=draw(st.integers(0, len(prompt))),
         timeout_ms=draw(u64),
+        prefill_ns_per_token=draw(u32),
     )
+
+
+@st.composite
+def swapped_tickets(draw: st.DrawFn) -> Ticket:
+    sequence = TicketSequence(0, draw(some_token_ids))
+    ticket = replace(draw(tickets()), sequences=(sequence,))
+    num_tokens = len(ticket.prompt_token_ids) + len(sequence.token_ids)
+    name = st.text(min_size=1, max_size=8)
+    swapped = Swapped(
+        draw(name),
+        draw(name),
+        draw(u64),
+        draw(some_token_ids),
+        draw(st.integers(1, num_tokens - 1)),
+    )
+    return replace(ticket, swapped=swapped)
 
 
 TICKET = Ticket(
@@ -86,7 +103,7 @@ TICKET = Ticket(
 
 
 @unhurried
-@given(tickets())
+@given(tickets() | swapped_tickets())
 def test_a_ticket_comes_back_as_it_went(ticket: Ticket) -> None:
     """Through the bytes, not only through the message."""
     assert (
@@ -134,6 +151,31 @@ def test_a_ticket_that_makes_no_sense_is_refused(
 ) -> None:
     with pytest.raises(InvalidRequest, match=problem):
         ticket_from_wire(spoil(change))
+
+
+SWAPPED = replace(
+    TICKET, sequences=(TicketSequence(0, (8,)),), swapped=Swapped("c-1", "h-1", 2, (3,), 3)
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda m: m.swapped.ClearField("pool_id"), "to nowhere"),
+        (lambda m: m.swapped.ClearField("block_ids"), "to nowhere"),
+        (lambda m: setattr(m.swapped, "num_computed_tokens", 0), "0 of 4 tokens are swapped out"),
+        (lambda m: setattr(m.swapped, "num_computed_tokens", 4), "4 of 4 tokens are swapped out"),
+        (lambda m: m.sequences[0].block_ids.append(1), "but with blocks"),
+        (lambda m: m.sequences.add(index=1), "not one sequence"),
+    ],
+)
+def test_a_swapped_ticket_that_makes_no_sense_is_refused(
+    change: Callable[[Message], object], problem: str
+) -> None:
+    message = ticket_to_wire(SWAPPED)
+    change(message)
+    with pytest.raises(InvalidRequest, match=problem):
+        ticket_from_wire(message)
 
 
 @pytest.mark.parametrize("reason", [None, *FinishReason])
