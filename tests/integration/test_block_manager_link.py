@@ -116,7 +116,7 @@ class Clock:
 
 def test_what_is_wrong_look_after_look_is_overdue_at_the_limit() -> None:
     clock = Clock()
-    overdue = Overdue(3.0, clock)
+    overdue = Overdue[str](3.0, clock)
     assert overdue.look(["a"]) == set()
     clock.now += 2
     assert overdue.look(["a", "b"]) == set()
@@ -128,7 +128,7 @@ def test_what_is_wrong_look_after_look_is_overdue_at_the_limit() -> None:
 
 def test_what_was_right_once_in_between_starts_anew() -> None:
     clock = Clock()
-    overdue = Overdue(3.0, clock)
+    overdue = Overdue[str](3.0, clock)
     overdue.look(["a"])
     clock.now += 2
     overdue.look([])
@@ -138,7 +138,7 @@ def test_what_was_right_once_in_between_starts_anew() -> None:
 
 def test_time_in_which_nobody_looked_does_not_count() -> None:
     clock = Clock()
-    overdue = Overdue(3.0, clock)
+    overdue = Overdue[str](3.0, clock)
     overdue.look(["a"])
     clock.now += 60
     assert overdue.look(["a"]) == set()
