@@ -18,7 +18,7 @@ class BlockManagerSettings(PoolServiceSettings):
     )
     audit_interval_s: float = Field(10.0, gt=0, description="time between two audits of all pools")
     fence_after_s: float = Field(
-        5.0, gt=0, description="how long a living worker may be out of the registry"
+        2.0, gt=0, description="how long a living worker may be out of the registry"
     )
     pool_grace_s: float = Field(
         3.0, ge=0, description="how long a pool without workers, or without a directory, stays"

@@ -19,7 +19,7 @@ class Presence:
         registry: Registry,
         describe: Callable[[], Member],
         interval_s: float = 0.5,
-        ttl_s: float = 5.0,
+        ttl_s: float = 3.0,
     ) -> None:
         self._registry = registry
         self._describe = describe

@@ -10,7 +10,8 @@ from services.engine.messages import Command, StepOutcome
 
 
 class EngineThread:
-    """Steps while something can run, else waits for a command.
+    """Steps while something can run, else waits for a command. `may_step` returns when the
+    next step may begin; False: never again.
 
     `on_outcome` and `on_failure` are called in `loop`, outcomes in the order of the steps. After a
     failure nothing runs any more: the blocks of the step in flight are in an unknown state, so the
@@ -23,11 +24,13 @@ class EngineThread:
         loop: asyncio.AbstractEventLoop,
         on_outcome: Callable[[StepOutcome], None],
         on_failure: Callable[[BaseException], None],
+        may_step: Callable[[], bool],
     ) -> None:
         self._engine = engine
         self._loop = loop
         self._on_outcome = on_outcome
         self._on_failure = on_failure
+        self._may_step = may_step
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -46,6 +49,8 @@ class EngineThread:
         try:
             busy = False
             while (commands := self._take(wait=not busy)) is not None:
+                if not self._may_step():
+                    return
                 outcome = self._engine.step(commands)
                 busy = outcome.num_tokens > 0
                 if busy or outcome.removed:

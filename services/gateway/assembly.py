@@ -17,7 +17,7 @@ from services.gateway.dispatcher import Dispatcher, Limits
 from services.gateway.figures import Figures
 from services.gateway.fleet import Fleet
 from services.gateway.gateway import Gateway
-from services.gateway.peers import Peer
+from services.gateway.peers import SILENCE_S, Peer
 from services.gateway.router import Router
 
 
@@ -53,6 +53,7 @@ async def assembled(
     limits: Limits,
     figures: Figures,
     poll_s: float = 0.5,
+    silence_s: float = SILENCE_S,
 ) -> AsyncIterator[Assembly]:
     """A gateway that follows the registry, until the block is left. What fails in the background
     (StoreLost) is raised in the block, as an exception group."""
@@ -61,7 +62,7 @@ async def assembled(
     fleet = Fleet(
         registry,
         store,
-        connect=lambda member: Peer(member, gateway_id, dispatcher),
+        connect=lambda member: Peer(member, gateway_id, dispatcher, silence_s),
         load=load_model,
         on_change=changes.ring,
         poll_s=poll_s,

@@ -37,6 +37,9 @@ class GatewaySettings(ServiceSettings):
     poll_s: float = Field(
         default=0.5, gt=0, description="how often the registry is read for workers"
     )
+    silence_s: float = Field(
+        default=2.0, gt=0, description="how long a worker may say nothing before it is given up"
+    )
     stop_grace_s: float = Field(
         default=10.0, ge=0, description="how long running requests may go on after SIGTERM"
     )

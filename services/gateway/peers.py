@@ -27,6 +27,8 @@ log = get_logger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
+SILENCE_S = 2.0
+_NUM_LOOKS = 8
 
 
 class PeerSink(Protocol):
@@ -41,14 +43,23 @@ class PeerSink(Protocol):
         """A worker came or went, or its load is another."""
 
 
-class Peer:
-    """Keeps the stream to one worker until `close`."""
+class Silent(Exception):
+    pass
 
-    def __init__(self, member: Member, gateway_id: str, sink: PeerSink) -> None:
+
+class Peer:
+    """Keeps the stream to one worker until `close`. One that says nothing for `silence_s`, not even
+    how loaded it is, is stuck: its stream is given up, and with it what runs there."""
+
+    def __init__(
+        self, member: Member, gateway_id: str, sink: PeerSink, silence_s: float = SILENCE_S
+    ) -> None:
         self.worker = Worker(member, self._send)
         self._dialect = PREFILL if member.role == "prefill" else DECODE
         self._gateway_id = gateway_id
         self._sink = sink
+        self._silence_s = silence_s
+        self._heard = False
         self._outgoing: asyncio.Queue[Any] | None = None
         self._backoff_s = _FIRST_BACKOFF_S
         self._task = asyncio.create_task(self._keep_connected(), name=f"peer {member.member_id}")
@@ -72,6 +83,8 @@ class Peer:
             except VersionMismatch as error:
                 log.error("worker_refused", worker_id=self.worker.id, reason=str(error))
                 return
+            except Silent:
+                reason = f"not a word for {self._silence_s:g} s"
             except TimeoutError:
                 reason = "no answer to the handshake"
             except aio.AioRpcError as error:
@@ -87,13 +100,13 @@ class Peer:
             self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
 
     async def _session(self) -> None:
-        """One stream, from Hello to its end. AioRpcError, TimeoutError, VersionMismatch."""
+        """One stream, from Hello to its end. AioRpcError, TimeoutError, Silent, VersionMismatch."""
         self._outgoing = outgoing = asyncio.Queue[Any]()
         async with open_channel(self.worker.member.address) as channel:
             stream = self._dialect.connect(channel, self._requests(outgoing))
             try:
                 await self._shake_hands(stream)
-                await self._listen(stream)
+                await self._listen_while_it_speaks(stream)
             finally:
                 self._outgoing = None
                 stream.cancel()
@@ -146,8 +159,30 @@ class Peer:
                 f"at {member.address} is worker {welcome.worker_id} of pool {welcome.pool_id!r}"
             )
 
+    async def _listen_while_it_speaks(self, stream: Stream) -> None:
+        try:
+            async with asyncio.timeout(None) as limit:
+                watching = asyncio.create_task(self._watch(limit))
+                try:
+                    await self._listen(stream)
+                finally:
+                    watching.cancel()
+        except TimeoutError:
+            raise Silent from None
+
+    async def _watch(self, limit: asyncio.Timeout) -> None:
+        """Let the limit pass after some looks without a word between them. Looks, not a clock: a
+        gateway that was stopped itself has not listened."""
+        num_silent = 0
+        while num_silent < _NUM_LOOKS:
+            self._heard = False
+            await asyncio.sleep(self._silence_s / _NUM_LOOKS)
+            num_silent = 0 if self._heard else num_silent + 1
+        limit.reschedule(asyncio.get_running_loop().time())
+
     async def _listen(self, stream: Stream) -> None:
         while (message := await stream.read()) is not aio.EOF:
+            self._heard = True
             self.worker.unresponsive = False
             for event in self._dialect.events(message):
                 self._hear(event)

@@ -41,7 +41,15 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         store, registry = await redis.connect(settings, stack)
         stack.enter_context(metrics_endpoint(settings, metrics))
         assembly = await stack.enter_async_context(
-            assembled(store, registry, secret, limits, Figures(metrics), settings.poll_s)
+            assembled(
+                store,
+                registry,
+                secret,
+                limits,
+                Figures(metrics),
+                settings.poll_s,
+                settings.silence_s,
+            )
         )
         server, port = await _grpc_server(settings, assembly, stack)
         http = await stack.enter_async_context(AsyncExitStack())

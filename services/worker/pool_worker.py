@@ -3,12 +3,13 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from blockstore.errors import WorkerFenced
+from blockstore.errors import StoreUnavailable, WorkerFenced
 from blockstore.registry import Load
-from blockstore.store import BlockStore, PoolSpec
+from blockstore.store import BlockStore, Heartbeat, PoolSpec
 from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics
 from services.engine.engine import BlockStamps, Engine, ForwardPass
@@ -16,6 +17,7 @@ from services.engine.messages import Broken, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.thread import EngineThread
 from services.worker.store_writer import StoreWriter
+from services.worker.wakefulness import Wakefulness
 
 _PULSE_S = 0.1
 _DRAIN_INTERVAL_S = 0.05
@@ -79,12 +81,15 @@ class PoolWorker(ABC):
             one_token=one_token,
             look_ahead=limits.look_ahead,
         )
-        self.engine = EngineThread(engine, loop, self._after_step, self._fail)
+        self._wakefulness = Wakefulness(self._ask)
+        self.engine = EngineThread(
+            engine, loop, self._after_step, self._fail, self._wakefulness.may_step
+        )
 
     async def run(self) -> None:
         """Work until cancelled. Raises when engine or pool are lost; then only exiting is left."""
         self.engine.start()
-        loops = [self.writer.run(), self._pulse(), *self._loops()]
+        loops = [self.writer.run(), self._wakefulness.keep(), self._pulse(), *self._loops()]
         tasks = [asyncio.create_task(self._guarded(loop)) for loop in loops]
         try:
             await self._failure
@@ -92,6 +97,7 @@ class PoolWorker(ABC):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._wakefulness.close()
             await asyncio.to_thread(self.engine.stop)
 
     async def _guarded(self, loop: Coroutine[Any, Any, None]) -> None:
@@ -108,11 +114,20 @@ class PoolWorker(ABC):
         """Hear what the pool wants from this worker, and show how loaded it is."""
         while True:
             self.metrics.observe_load(self.load())
-            heartbeat = await self.store.heartbeat(self.pool_id, self.worker_id)
-            if heartbeat.fenced:
-                raise WorkerFenced(f"{self.worker_id} was fenced")
-            self._on_demands(heartbeat.demands)
+            self._on_demands((await self._heartbeat()).demands)
             await asyncio.sleep(_PULSE_S)
+
+    async def _heartbeat(self) -> Heartbeat:
+        """WorkerFenced, and errors of the store."""
+        heartbeat = await self.store.heartbeat(self.pool_id, self.worker_id)
+        if heartbeat.fenced:
+            raise WorkerFenced(f"{self.worker_id} was fenced")
+        return heartbeat
+
+    async def _ask(self) -> None:
+        """Whether it may go on after a gap. Without a store nobody can have fenced it."""
+        with suppress(StoreUnavailable):
+            await self._heartbeat()
 
     def _after_step(self, outcome: StepOutcome) -> None:
         if outcome.num_tokens:

@@ -16,6 +16,7 @@ from services.common.wire import load_to_wire, ticket_to_wire
 from services.worker.events import Draining, Event, Failed, Requeued, RequeueReason
 
 _LOAD_INTERVAL_S = 0.25
+"""A gateway that hears nothing for some times this long takes the worker for stuck."""
 _MAX_UNREAD = 10_000
 """Messages that a gateway may leave unread before its stream is broken off."""
 
@@ -141,11 +142,8 @@ class WorkerStream:
         return load_to_wire(self._worker.load(), self._worker.draining)
 
     async def _report_load(self, session: StreamSession) -> None:
-        last = None
         while True:
-            if (load := self._load()) != last:
-                session.put({"load": load})
-                last = load
+            session.put({"load": self._load()})
             await asyncio.sleep(_LOAD_INTERVAL_S)
 
     async def _read(self, session: StreamSession, requests: AsyncIterator[Any]) -> None:

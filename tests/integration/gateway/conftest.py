@@ -79,6 +79,7 @@ class House:
     store: MemoryStore = field(default_factory=MemoryStore)
     registry: MemoryRegistry = field(default_factory=MemoryRegistry)
     figures: CollectorRegistry = field(default_factory=CollectorRegistry)
+    silence_s: float = 5.0
     assembly: Assembly = field(init=False)
 
     @property
@@ -89,7 +90,13 @@ class House:
         await self.store.register_pool(SPEC)
         self.assembly = await self.stack.enter_async_context(
             assembled(
-                self.store, self.registry, b"secret", limits, Figures(self.figures), poll_s=0.01
+                self.store,
+                self.registry,
+                b"secret",
+                limits,
+                Figures(self.figures),
+                poll_s=0.01,
+                silence_s=self.silence_s,
             )
         )
 
@@ -176,8 +183,10 @@ def asked(request_id: str = "r1", max_tokens: int | None = 8, **fields: Any) -> 
 async def make_house(model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
     async with AsyncExitStack() as stack:
 
-        async def make(*workers: FakePrefill | FakeDecode, **limits: Any) -> House:
-            house = House(model_dir, stack)
+        async def make(
+            *workers: FakePrefill | FakeDecode, silence_s: float = 5.0, **limits: Any
+        ) -> House:
+            house = House(model_dir, stack, silence_s=silence_s)
             await house.open(Limits(**limits))
             await house.add(*workers)
             return house

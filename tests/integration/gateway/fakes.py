@@ -58,7 +58,8 @@ class Session:
 
 @dataclass(eq=False)
 class FakeWorker:
-    """`seen`: every command, in order. `aborted`: by (request, attempt)."""
+    """`seen`: every command, in order. `aborted`: by (request, attempt). `stuck`: its streams are
+    whole, and nothing comes over them."""
 
     role: ClassVar[Role]
     service: ClassVar[str]
@@ -72,6 +73,8 @@ class FakeWorker:
     aborted: list[tuple[str, int]] = field(default_factory=list)
     sessions: list[Session] = field(default_factory=list)
     num_hellos: int = 0
+    num_reports: int = 0
+    stuck: bool = False
 
     async def serve(self, stream: AsyncIterator[Any], response: Callable[..., Any]) -> Any:
         hello = (await anext(stream)).hello
@@ -79,16 +82,20 @@ class FakeWorker:
             PROTOCOL_VERSION,
             FUNCTION_LIBRARY,
         )
+        while self.stuck:
+            await asyncio.sleep(0.01)
         self.num_hellos += 1
         session = Session(response)
         self.sessions.append(session)
         session.send(welcome=self._welcome())
         reading = asyncio.create_task(self._read(stream, session))
+        reporting = asyncio.create_task(self._keep_reporting(session))
         try:
             async for message in session.responses():
                 yield message
         finally:
             reading.cancel()
+            reporting.cancel()
             self.sessions.remove(session)
             self.on_closed(session)
 
@@ -100,6 +107,13 @@ class FakeWorker:
             if kind == "abort":
                 self.aborted.append((command.request_id, command.attempt))
             getattr(self, f"on_{kind}")(session, command)
+
+    async def _keep_reporting(self, session: Session) -> None:
+        while True:
+            if not self.stuck:
+                session.send(load=self._load())
+                self.num_reports += 1
+            await asyncio.sleep(0.02)
 
     def commands(self, kind: type) -> list[Any]:
         return [command for command in self.seen if isinstance(command, kind)]

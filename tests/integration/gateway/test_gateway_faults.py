@@ -156,3 +156,26 @@ async def test_a_failed_request_ends_with_the_workers_error(make_house: Any) -> 
         await call.result()
     await until(lambda: decode.aborted == [("r1", 1)])
     assert not prefill.aborted
+
+
+async def test_a_decode_worker_that_says_nothing_any_more_is_left(make_house: Any) -> None:
+    """Its stream is whole, and nothing comes: it was stopped. What ran there goes on elsewhere, and
+    nothing new is sent to it until it speaks again."""
+    stuck, other = FakeDecode("decode-1"), FakeDecode("decode-2", num_slots=1)
+    house = await make_house(FakePrefill(), stuck, other, silence_s=0.4)
+    stuck.pause_after = 3
+    call = Call(house.gateway, asked())
+    await until(lambda: len(call.tokens) == 3)
+    stuck.stuck = True
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    assert len(other.commands(decode_pb2.Admit)) == 1
+    stuck.stuck = False
+    await until(lambda: "decode-1" in house.connected())
+
+
+async def test_a_worker_that_has_nothing_to_do_is_not_stuck(make_house: Any) -> None:
+    idle = FakePrefill(), FakeDecode()
+    await make_house(*idle, silence_s=0.4)
+    await until(lambda: all(worker.num_reports > 40 for worker in idle))
+    assert [worker.num_hellos for worker in idle] == [1, 1]

@@ -32,8 +32,8 @@ async def test_what_cannot_be_sent_is_the_fault_of_one_request(make_house: Any) 
 async def test_a_fault_of_ours_does_not_lose_the_worker(
     make_house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = FakeDecode()
-    house = await make_house(FakePrefill(), decode)
+    workers = FakePrefill(), FakeDecode()
+    house = await make_house(*workers)
     on_change = house.assembly.dispatcher.on_change
 
     def fail_once() -> None:
@@ -41,8 +41,7 @@ async def test_a_fault_of_ours_does_not_lose_the_worker(
         raise RuntimeError("not thought of")
 
     monkeypatch.setattr(house.assembly.dispatcher, "on_change", fail_once)
-    decode.report(decode.load)
-    await until(lambda: decode.num_hellos == 2)
+    await until(lambda: sum(worker.num_hellos for worker in workers) == 3)
     call = Call(house.gateway, asked())
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
