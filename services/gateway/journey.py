@@ -31,11 +31,12 @@ from enum import Enum
 from typing import Protocol
 
 from blockstore.store import PrefixHash
-from services.common.errors import DeadlineExceeded, Overloaded, Unavailable
+from services.common.errors import DeadlineExceeded, Overloaded, PoisonRequest, Unavailable
 from services.common.logging import get_logger
 from services.common.ticket import FinishReason, Ticket, TicketSequence
 from services.gateway.admission import Admitted
 from services.gateway.continuity import discontinuity
+from services.gateway.custody import Custody
 from services.gateway.line import Place
 from services.gateway.messages import (
     Admit,
@@ -58,7 +59,8 @@ from services.gateway.worker import Errand, Worker
 log = get_logger(__name__)
 
 MAX_SETBACKS = 3
-"""How often a request is begun again after a worker was lost, or said what cannot be."""
+"""How often in a row, without a token, a request is begun again because a worker was lost before
+it had the request (`services.gateway.custody` has the others), or said what cannot be."""
 
 
 class Stage(Enum):
@@ -128,6 +130,7 @@ class Journey:
         self._slot: Slot | None = None
         self._next: Slot | None = None
         self._num_setbacks = 0
+        self._custody = Custody()
         self._alarm = (
             None if request.deadline is None else loop.call_at(request.deadline, self._too_late)
         )
@@ -170,7 +173,8 @@ class Journey:
         self._prefill = start.prefill
         self.started_at = self.started_at or self._clock()
         start.prefill.errands[self.id] = start.errand
-        start.prefill.send(Submit(self._submitted))
+        submit = Submit(self._submitted)
+        self._custody.hand_to(start.prefill, lambda: start.prefill.send(submit))
 
     def go_on(self) -> None:
         """Send the ticket at rest to the decode worker whose slot was granted."""
@@ -276,10 +280,13 @@ class Journey:
             self.at_rest = None  # it may be claimed already; if not, the decode worker says so
         if self._next is not None and worker is self._next.worker:
             self._stay()
-        if worker is self._decode:
-            self._set_back(f"decode worker {worker.id} was lost")
-        elif worker is self._prefill:
-            self._set_back(f"prefill worker {worker.id} was lost")
+        role = worker.member.role
+        if self._custody.convicted_by(worker):
+            self.end(
+                PoisonRequest(f"this request cannot be computed: its {role} worker died twice")
+            )
+        elif worker in (self._decode, self._prefill):
+            self._set_back(f"{role} worker {worker.id} was lost")
 
     def end(self, error: Exception | None = None, told: Told | None = None) -> None:
         """The end, for whatever reason. Again: no error."""
@@ -300,6 +307,7 @@ class Journey:
         if problem:
             self._set_back(f"prefill worker {sender.id} answered with a wrong ticket: {problem}")
             return
+        self._custody.got_token(sender)
         sender.errands.pop(self.id, None)
         self.output.tally.saw_prefill(event.ticket.num_cached_tokens)
         if finish is None:
@@ -328,8 +336,13 @@ class Journey:
 
     def _admit(self) -> None:
         """The ticket at rest goes to the worker where we have a slot."""
-        assert self.at_rest is not None
         assert self._slot is not None
+        self._custody.hand_to(self._slot.worker, self._send_ticket)
+
+    def _send_ticket(self) -> None:
+        if self.at_rest is None or self._slot is None:  # its issuer was lost before its turn came
+            self._set_back("its ticket was lost before it was claimed")
+            return
         ticket = replace(
             self.at_rest.ticket,
             attempt=self.attempt,
@@ -347,6 +360,7 @@ class Journey:
             where = f"position {event.position} after {self.num_tokens} tokens"
             self._set_back(f"decode worker {sender.id} repeated or lost tokens: {where}")
             return
+        self._custody.got_token(sender)
         self.at_rest = None  # the ticket is claimed
         self._deliver(event.token_ids, event.finish_reason, sender)
 
@@ -365,6 +379,7 @@ class Journey:
         self, token_ids: tuple[int, ...], finish: FinishReason | None, sender: Worker
     ) -> None:
         self._tokens.extend(token_ids)
+        self._num_setbacks = 0
         if self.output.write(token_ids, finish):
             self.end(told=(sender, self.attempt) if finish else None)
         elif self.output.overflowing:
@@ -400,6 +415,7 @@ class Journey:
         self._let_go_of_slots(told)
 
     def _let_go_of_slots(self, told: Told | None) -> None:
+        self._custody.take_back()
         self._stay(told)
         if self._prefill is not None:
             if (self._prefill, self.attempt) != told:

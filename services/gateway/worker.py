@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from blockstore.registry import Load, Member
 from blockstore.store import PrefixHash
 from services.gateway.messages import Abort, Command
+from services.gateway.trials import Trials
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Worker:
         """Journeys that have (or ask for) a slot of this decode worker."""
         self.errands: dict[str, Errand] = {}
         """By request: what this prefill worker has still to compute for us."""
+        self.trials = Trials()
         self._load = member.load
         self._guests_at_report = 0
 

@@ -59,7 +59,7 @@ class Session:
 @dataclass(eq=False)
 class FakeWorker:
     """`seen`: every command, in order. `aborted`: by (request, attempt). `stuck`: its streams are
-    whole, and nothing comes over them."""
+    whole, and nothing comes over them. `dies_of`: the request that breaks all its streams."""
 
     role: ClassVar[Role]
     service: ClassVar[str]
@@ -74,6 +74,8 @@ class FakeWorker:
     sessions: list[Session] = field(default_factory=list)
     num_hellos: int = 0
     num_reports: int = 0
+    num_deaths: int = 0
+    dies_of: str = ""
     stuck: bool = False
 
     async def serve(self, stream: AsyncIterator[Any], response: Callable[..., Any]) -> Any:
@@ -106,6 +108,10 @@ class FakeWorker:
             self.seen.append(command)
             if kind == "abort":
                 self.aborted.append((command.request_id, command.attempt))
+            if kind in ("submit", "admit") and command.ticket.request_id == self.dies_of:
+                self.num_deaths += 1
+                self.break_streams()
+                return
             getattr(self, f"on_{kind}")(session, command)
 
     async def _keep_reporting(self, session: Session) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.v1 import decode_pb2, worker_pb2
-from services.common.errors import DeadlineExceeded, NoWorker, Unavailable
+from services.common.errors import DeadlineExceeded, NoWorker, PoisonRequest
 
 from .conftest import PROMPT, Call, asked, until
 from .fakes import FakeDecode, FakePrefill, expected
@@ -56,17 +56,38 @@ async def test_a_prefill_worker_may_leave_once_its_ticket_is_claimed(make_house:
     assert len(decode.commands(decode_pb2.Admit)) == 1
 
 
-async def test_a_request_gives_up_after_too_many_breaks(make_house: Any) -> None:
+async def test_a_request_gives_up_after_its_second_worker(make_house: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
     house = await make_house(prefill, decode)
     prefill.holds = True
     call = Call(house.gateway, asked())
-    for _ in range(4):
+    for _ in range(2):
         await until(lambda: bool(prefill.held))
         prefill.held.clear()
         prefill.break_streams()
-    with pytest.raises(Unavailable, match="prefill worker prefill-1 was lost"):
+    with pytest.raises(PoisonRequest, match="its prefill worker died twice"):
         await call.result()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("position", [0, 5, 9])
+async def test_a_request_that_kills_its_workers_is_found_among_others(
+    make_house: Any, role: str, position: int
+) -> None:
+    """After two deaths, and none of the others is lost with it."""
+    prefill = [FakePrefill("prefill-1"), FakePrefill("prefill-2")]
+    decode = [FakeDecode("decode-1"), FakeDecode("decode-2")]
+    house = await make_house(*prefill, *decode)
+    deadly = prefill if role == "prefill" else decode
+    for worker in deadly:
+        worker.dies_of = f"r{position}"
+    calls = [Call(house.gateway, asked(f"r{n}")) for n in range(10)]
+    with pytest.raises(PoisonRequest, match=f"its {role} worker died twice"):
+        await calls.pop(position).result()
+    for call in calls:
+        await call.result()
+        assert call.tokens == expected(PROMPT, 8)
+    assert sum(worker.num_deaths for worker in deadly) == 2
 
 
 async def test_a_worker_that_leaves_the_registry_loses_its_requests(make_house: Any) -> None:

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from blockstore.registry import Load, Member
-from services.common.errors import DeadlineExceeded, KVCorrupt, Unavailable
+from blockstore.registry import Load, Member, Role
+from services.common.errors import DeadlineExceeded, KVCorrupt, PoisonRequest, Unavailable
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.pieces import Pieces
 from services.common.text.stop_strings import StopMatcher
@@ -69,11 +69,11 @@ class ScriptedDesk:
 class ScriptedWorker(Worker):
     """Keeps what it is sent."""
 
-    def __init__(self, worker_id: str) -> None:
+    def __init__(self, worker_id: str, role: Role = "decode") -> None:
         self.sent: list[Command] = []
         load = Load(num_free_slots=4)
         super().__init__(
-            Member(worker_id, "decode", "host:1", "serving", 1, 1, load=load), self.sent.append
+            Member(worker_id, role, "host:1", "serving", 1, 1, load=load), self.sent.append
         )
         self.connected = True
 
@@ -93,7 +93,7 @@ class Walk:
     """A journey with one worker of each kind."""
 
     def __init__(self, deadline: float | None = None) -> None:
-        self.prefill, self.decode = ScriptedWorker("p"), ScriptedWorker("d")
+        self.prefill, self.decode = ScriptedWorker("p", "prefill"), ScriptedWorker("d")
         self.desk = ScriptedDesk()
         sampling = SamplingParams(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS)
         request = Admitted("r1", "toy", PROMPT, sampling, (), 0, "", 0.0, deadline)
@@ -494,14 +494,93 @@ async def test_no_stage_is_skipped() -> None:
         walk.start()
 
 
-async def test_setbacks_have_a_limit() -> None:
+async def test_setbacks_without_a_token_have_a_limit() -> None:
     walk = Walk()
     for _ in range(4):
         assert await walk.reserve()
         walk.start()
-        walk.journey.on_lost(walk.prefill)
-    with pytest.raises(Unavailable, match="prefill worker p was lost"):
+        walk.journey.on_lost(walk.decode)  # it had a slot there, and nothing more
+    with pytest.raises(Unavailable, match="decode worker d was lost"):
         await walk.tokens()
+
+
+async def test_a_request_over_which_two_workers_die_is_given_up() -> None:
+    walk = Walk()
+    for _ in range(2):
+        assert await walk.reserve()
+        walk.start()
+        walk.journey.on_lost(walk.prefill)
+    with pytest.raises(PoisonRequest, match="its prefill worker died twice"):
+        await walk.tokens()
+
+
+async def test_a_request_that_makes_progress_is_never_given_up() -> None:
+    """However often workers die: between two deaths it got a token from one of the same role."""
+    walk = Walk()
+    for _ in range(MAX_TOKENS // 2 - 1):
+        await walk.until_decoding()
+        walk.journey.on_event(
+            walk.decode,
+            generated(
+                walk, next_token([*PROMPT, *expected(walk.journey.num_tokens - len(PROMPT))])
+            ),
+        )
+        walk.journey.on_lost(walk.decode)
+    await walk.until_decoding()
+    rest = expected(MAX_TOKENS)[walk.journey.num_tokens - len(PROMPT) :]
+    walk.journey.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
+    assert await walk.tokens() == expected(MAX_TOKENS)
+
+
+async def test_a_token_of_the_other_role_clears_nobody() -> None:
+    """Else a request that kills decode workers would go on until its last token: every attempt gets
+    one from its prefill worker."""
+    walk = Walk()
+    await walk.until_decoding()
+    walk.journey.on_lost(walk.decode)
+    await walk.until_decoding()
+    walk.journey.on_lost(walk.decode)
+    with pytest.raises(PoisonRequest, match="its decode worker died twice"):
+        await walk.tokens()
+
+
+async def test_suspects_are_sent_to_a_worker_one_at_a_time() -> None:
+    """The second goes when the first has a token, the third when the second is cancelled."""
+    walks = [Walk() for _ in range(3)]
+    decode = ScriptedWorker("d2")
+    for walk in walks:
+        await walk.until_decoding()
+        walk.journey.on_lost(walk.decode)
+        walk.decode = decode
+        await walk.until_decoding()
+
+    def num_sent() -> int:
+        return sum(isinstance(command, Admit) for command in decode.sent)
+
+    first, second, _third = walks
+    assert num_sent() == 1
+    token = next_token([*PROMPT, *expected(2)])
+    first.journey.on_event(decode, generated(first, token))
+    assert num_sent() == 2
+    second.journey.end()
+    assert num_sent() == 3
+
+
+async def test_who_stood_in_line_when_the_worker_died_is_no_more_suspect_than_before() -> None:
+    walks = [Walk() for _ in range(2)]
+    decode = ScriptedWorker("d2")
+    for walk in walks:
+        await walk.until_decoding()
+        walk.journey.on_lost(walk.decode)
+        walk.decode = decode
+        await walk.until_decoding()
+    decode.connected = False
+    for walk in walks:
+        walk.journey.on_lost(decode)
+    there, in_line = walks
+    assert isinstance(there.desk.ended[0], PoisonRequest)
+    assert in_line.journey.stage is Stage.QUEUED
+    assert not in_line.desk.ended
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -570,7 +649,7 @@ async def test_whatever_happens_tokens_are_final_and_nothing_is_left_behind(seed
     journey.end()
     try:
         tokens = await walk.tokens()
-    except Unavailable:  # too many setbacks
+    except (Unavailable, PoisonRequest):  # too many setbacks, or deaths
         tokens = []
     assert tokens == expected(MAX_TOKENS)[: len(tokens)]
     assert len(tokens) == MAX_TOKENS or not finished
