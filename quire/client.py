@@ -3,17 +3,19 @@
 Both talk to a gateway over gRPC and raise the errors of `quire.errors`.
 """
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
-import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from quire import messages
-from quire.errors import translated
+from quire.errors import QuireError, translated
+from quire.links import AsyncLink, Link, Links
 from quire.messages import Request
+from quire.progress import RESUME_WINDOW_S, Progress
 from quire.types import Completion, Delta, Model, Pool, PoolAudit, Prompt, Sampling, Worker
 from quire.v1.block_manager_pb2 import (
     AuditRequest,
@@ -21,32 +23,11 @@ from quire.v1.block_manager_pb2 import (
     ListPoolsRequest,
     ListWorkersRequest,
 )
-from quire.v1.block_manager_pb2_grpc import BlockManagerStub
 from quire.v1.inference_pb2 import GenerateResponse, ListModelsRequest
-from quire.v1.inference_pb2_grpc import InferenceStub
-
-if TYPE_CHECKING:
-    # The generated stubs know them as types only: at run time one class serves both.
-    from quire.v1.block_manager_pb2_grpc import BlockManagerAsyncStub
-    from quire.v1.inference_pb2_grpc import InferenceAsyncStub
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 OPERATIONS_TIMEOUT_S = 10.0
 """Limit of every call but `generate`, whose limit is the request's own."""
-
-_MAX_MESSAGE_BYTES = 16 << 20
-_CHANNEL_OPTIONS = [
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    # A gateway is reached directly: an http_proxy in the environment is for the web.
-    ("grpc.enable_http_proxy", 0),
-    # A gateway whose machine vanished is noticed within 15 s; a dead process at once, by TCP.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    # Each client has a connection of its own: one that is slow holds up none of the others.
-    ("grpc.use_local_subchannel_pool", 1),
-]
 
 
 class _Call(Protocol):
@@ -58,23 +39,41 @@ class _Call(Protocol):
 
 
 class Stream:
-    """The deltas of one request, as they come. Leaving it early (`cancel`, or the end of its
-    `with`) cancels the request at every hop."""
+    """The deltas of one request, as they come; should the gateway go, another one goes on. Leaving
+    it early (`cancel`, or the end of its `with`) cancels the request at every hop."""
 
-    def __init__(self, call: _Call, address: str) -> None:
-        self._call = call
-        self._address = address
+    def __init__(self, links: Links[Link], progress: Progress) -> None:
+        self._links = links
+        self._progress = progress
+        self._cancelled = False
+        self._link, self._call = self._begin()
         self._deltas = self._read()
 
     def __iter__(self) -> Iterator[Delta]:
         return self._deltas
 
+    def _begin(self) -> tuple[Link, _Call]:
+        link, progress = self._links.current, self._progress
+        return link, link.inference.Generate(progress.message(), timeout=progress.timeout_s())
+
     def _read(self) -> Iterator[Delta]:
-        with translated(self._address):
-            for response in self._call:
-                yield from messages.deltas(response)
+        while True:
+            try:
+                with translated(self._link.address):
+                    for response in self._call:
+                        self._progress.saw(response)
+                        yield from messages.deltas(response)
+                return
+            except QuireError as error:
+                if self._cancelled:
+                    raise
+                pause_s = self._progress.broke(error)
+            self._links.leave(self._link)
+            time.sleep(pause_s)
+            self._link, self._call = self._begin()
 
     def cancel(self) -> None:
+        self._cancelled = True
         self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -90,14 +89,21 @@ class Stream:
 
 
 class Client:
-    """A connection to a gateway at `address` (host:port); safe to share between threads."""
+    """A connection to a gateway at `address` (host:port), or to several of one deployment
+    (host:port,host:port): one is used, and the next one when it goes. A stream that breaks goes on
+    at another gateway, or at the same one if it is back within `resume_window_s`. Safe to share
+    between threads."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
-        self.address = address
-        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        self._inference = InferenceStub(self._channel)
-        self._block_manager = BlockManagerStub(self._channel)
-        self._health = HealthStub(self._channel)
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, *, resume_window_s: float = RESUME_WINDOW_S
+    ) -> None:
+        self._links = Links(address, Link)
+        self._resume_window_s = resume_window_s
+
+    @property
+    def address(self) -> str:
+        """Of the gateway in use."""
+        return self._links.current.address
 
     def generate(
         self,
@@ -112,8 +118,8 @@ class Client:
 
     def send(self, request: Request, timeout_s: float | None = None) -> Stream:
         """`generate` with everything that a request can say; `timeout_s` is its deadline."""
-        message = messages.generate_request(request)
-        return Stream(self._inference.Generate(message, timeout=timeout_s), self.address)
+        progress = Progress(request, timeout_s, len(self._links), self._resume_window_s)
+        return Stream(self._links, progress)
 
     def complete(
         self,
@@ -131,25 +137,29 @@ class Client:
         """Whether the service at this address serves: a gateway, when every kind of worker is there
         for at least one model."""
         with translated(self.address):
-            response = self._health.Check(HealthCheckRequest(), timeout=OPERATIONS_TIMEOUT_S)
+            response = self._links.current.health.Check(
+                HealthCheckRequest(), timeout=OPERATIONS_TIMEOUT_S
+            )
         return bool(response.status == HealthCheckResponse.SERVING)
 
     def models(self) -> tuple[Model, ...]:
         """The models that are being served now."""
         with translated(self.address):
-            response = self._inference.ListModels(ListModelsRequest(), timeout=OPERATIONS_TIMEOUT_S)
+            response = self._links.current.inference.ListModels(
+                ListModelsRequest(), timeout=OPERATIONS_TIMEOUT_S
+            )
         return messages.models(response)
 
     def pools(self) -> tuple[Pool, ...]:
         with translated(self.address):
-            response = self._block_manager.ListPools(
+            response = self._links.current.block_manager.ListPools(
                 ListPoolsRequest(), timeout=OPERATIONS_TIMEOUT_S
             )
         return messages.pools(response)
 
     def workers(self) -> tuple[Worker, ...]:
         with translated(self.address):
-            response = self._block_manager.ListWorkers(
+            response = self._links.current.block_manager.ListWorkers(
                 ListWorkersRequest(), timeout=OPERATIONS_TIMEOUT_S
             )
         return messages.workers(response)
@@ -157,19 +167,22 @@ class Client:
     def audit(self, pool_id: str = "", timeout_s: float = 60.0) -> tuple[PoolAudit, ...]:
         """Recount the references of one pool, or of all."""
         with translated(self.address):
-            response = self._block_manager.Audit(AuditRequest(pool_id=pool_id), timeout=timeout_s)
+            response = self._links.current.block_manager.Audit(
+                AuditRequest(pool_id=pool_id), timeout=timeout_s
+            )
         return messages.audits(response)
 
     def drain(self, worker_id: str) -> int:
         """Tell a worker to finish what it runs and exit; how many requests it still runs."""
         with translated(self.address):
-            response = self._block_manager.DrainWorker(
+            response = self._links.current.block_manager.DrainWorker(
                 DrainWorkerRequest(worker_id=worker_id), timeout=OPERATIONS_TIMEOUT_S
             )
         return response.num_running
 
     def close(self) -> None:
-        self._channel.close()
+        for link in self._links:
+            link.channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -186,12 +199,16 @@ class Client:
 class AsyncClient:
     """`Client` for asyncio. Make it inside a running loop."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
-        self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        self._inference: InferenceAsyncStub = InferenceStub(self._channel)
-        self._block_manager: BlockManagerAsyncStub = BlockManagerStub(self._channel)
-        self._health = HealthStub(self._channel)
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, *, resume_window_s: float = RESUME_WINDOW_S
+    ) -> None:
+        self._links = Links(address, AsyncLink)
+        self._resume_window_s = resume_window_s
+
+    @property
+    def address(self) -> str:
+        """Of the gateway in use."""
+        return self._links.current.address
 
     def generate(
         self,
@@ -208,14 +225,23 @@ class AsyncClient:
         self, request: Request, timeout_s: float | None = None
     ) -> AsyncGenerator[Delta, None]:
         """`generate` with everything that a request can say; `timeout_s` is its deadline."""
-        call = self._inference.Generate(messages.generate_request(request), timeout=timeout_s)
-        try:
-            with translated(self.address):
-                async for response in call:
-                    for delta in messages.deltas(response):
-                        yield delta
-        finally:
-            call.cancel()
+        progress = Progress(request, timeout_s, len(self._links), self._resume_window_s)
+        while True:
+            link = self._links.current
+            call = link.inference.Generate(progress.message(), timeout=progress.timeout_s())
+            try:
+                with translated(link.address):
+                    async for response in call:
+                        progress.saw(response)
+                        for delta in messages.deltas(response):
+                            yield delta
+                return
+            except QuireError as error:
+                pause_s = progress.broke(error)
+            finally:
+                call.cancel()
+            self._links.leave(link)
+            await asyncio.sleep(pause_s)
 
     async def complete(
         self,
@@ -231,46 +257,49 @@ class AsyncClient:
 
     async def is_ready(self) -> bool:
         with translated(self.address):
-            response = await self._health.Check(HealthCheckRequest(), timeout=OPERATIONS_TIMEOUT_S)
+            response = await self._links.current.health.Check(
+                HealthCheckRequest(), timeout=OPERATIONS_TIMEOUT_S
+            )
         return bool(response.status == HealthCheckResponse.SERVING)
 
     async def models(self) -> tuple[Model, ...]:
         with translated(self.address):
-            response = await self._inference.ListModels(
+            response = await self._links.current.inference.ListModels(
                 ListModelsRequest(), timeout=OPERATIONS_TIMEOUT_S
             )
         return messages.models(response)
 
     async def pools(self) -> tuple[Pool, ...]:
         with translated(self.address):
-            response = await self._block_manager.ListPools(
+            response = await self._links.current.block_manager.ListPools(
                 ListPoolsRequest(), timeout=OPERATIONS_TIMEOUT_S
             )
         return messages.pools(response)
 
     async def workers(self) -> tuple[Worker, ...]:
         with translated(self.address):
-            response = await self._block_manager.ListWorkers(
+            response = await self._links.current.block_manager.ListWorkers(
                 ListWorkersRequest(), timeout=OPERATIONS_TIMEOUT_S
             )
         return messages.workers(response)
 
     async def audit(self, pool_id: str = "", timeout_s: float = 60.0) -> tuple[PoolAudit, ...]:
         with translated(self.address):
-            response = await self._block_manager.Audit(
+            response = await self._links.current.block_manager.Audit(
                 AuditRequest(pool_id=pool_id), timeout=timeout_s
             )
         return messages.audits(response)
 
     async def drain(self, worker_id: str) -> int:
         with translated(self.address):
-            response = await self._block_manager.DrainWorker(
+            response = await self._links.current.block_manager.DrainWorker(
                 DrainWorkerRequest(worker_id=worker_id), timeout=OPERATIONS_TIMEOUT_S
             )
         return response.num_running
 
     async def close(self) -> None:
-        await self._channel.close()
+        for link in self._links:
+            await link.channel.close()
 
     async def __aenter__(self) -> Self:
         return self

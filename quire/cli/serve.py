@@ -37,6 +37,9 @@ def add_commands(commands: "Commands") -> None:
     )
     command.add_argument("--prefill", type=_positive, default=1, metavar="N", help="workers")
     command.add_argument("--decode", type=_positive, default=1, metavar="N", help="workers")
+    command.add_argument(
+        "--gateways", type=_positive, default=1, metavar="N", help="on one port after the other"
+    )
     _add_engine(command)
     _add_network(command)
     _add_run_root(command)
@@ -142,6 +145,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         model_name=args.served_model_name or model.name,
         num_prefill=args.prefill,
         num_decode=args.decode,
+        num_gateways=args.gateways,
         host=args.host,
         grpc_port=args.grpc_port or free_port(args.host),
         http_port=args.http_port or free_port(args.host),

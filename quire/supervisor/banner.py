@@ -10,7 +10,7 @@ _QUESTION = "What is paged attention?"
 
 def banner(options: ServeOptions, serving: Serving, took_s: float) -> str:
     host = "127.0.0.1" if options.host in _WILDCARDS else options.host
-    address = f"{host}:{options.grpc_port}"
+    address = ",".join(f"{host}:{options.grpc_port + i}" for i in range(options.num_gateways))
     flag = "" if address == DEFAULT_ADDRESS else f"--address {address} "
     port = "" if options.grpc_port == DEFAULT_GRPC_PORT else f" --grpc-port {options.grpc_port}"
     lines = [

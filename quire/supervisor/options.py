@@ -12,14 +12,15 @@ DEFAULT_HTTP_PORT = 8000
 class ServeOptions:
     """None leaves a setting to the services' own default, or to their environment variables.
 
-    `threads` is per worker; `pool_memory` is a size such as 2GiB; `redis_url` None starts an
-    embedded Valkey.
+    Each gateway has the ports after those of the one before; `threads` is per worker; `pool_memory`
+    is a size such as 2GiB; `redis_url` None starts an embedded Valkey.
     """
 
     model: Path
     model_name: str
     num_prefill: int = 1
     num_decode: int = 1
+    num_gateways: int = 1
     host: str = DEFAULT_HOST
     grpc_port: int = DEFAULT_GRPC_PORT
     http_port: int = DEFAULT_HTTP_PORT

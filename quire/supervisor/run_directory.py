@@ -38,9 +38,19 @@ class RunRecord:
     host: str
     grpc_port: int
     http_port: int
+    num_gateways: int = 1
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """Each gateway has the ports after those of the one before."""
+        return tuple(
+            port + index
+            for index in range(self.num_gateways)
+            for port in (self.grpc_port, self.http_port)
+        )
 
     def shares_port_with(self, other: "RunRecord") -> bool:
-        return not {self.grpc_port, self.http_port}.isdisjoint({other.grpc_port, other.http_port})
+        return not set(self.ports).isdisjoint(other.ports)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +114,9 @@ def _obstacle(runs: Path, record: RunRecord) -> str | None:
                 f"{other.http_port}; end it with `quire down --grpc-port {other.grpc_port}`, or "
                 "choose other ports with --grpc-port and --http-port"
             )
-    for port in (record.grpc_port, record.http_port):
+    if len(set(record.ports)) < len(record.ports):
+        return f"{record.num_gateways} gateways would share ports: {record.ports}; choose others"
+    for port in record.ports:
         if not _is_free(record.host, port):
             return (
                 f"another program listens on {record.host}:{port}; choose other ports with "

@@ -21,7 +21,9 @@ GRACE_S = 15.0
 
 def serve(options: ServeOptions, runs: Path = RUNS) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP. Raises a ServeError when that cannot be done."""
-    record = RunRecord(os.getpid(), options.host, options.grpc_port, options.http_port)
+    record = RunRecord(
+        os.getpid(), options.host, options.grpc_port, options.http_port, options.num_gateways
+    )
     directory = claim(runs, record)
     try:
         asyncio.run(Supervisor(options, directory.path, Console()).run())

@@ -26,17 +26,11 @@ def services(
         "HOST": LOOPBACK,
     }
     worker = {**common, **_worker_settings(options)}
-    gateway = {
-        **common,
-        "HOST": options.host,
-        "PORT": str(options.grpc_port),
-        "HTTP_PORT": str(options.http_port),
-    }
     return (
         _service("block_manager", "block-manager", Stage.BLOCK_MANAGER, common),
         *_workers("prefill", options.num_prefill, worker),
         *_workers("decode", options.num_decode, worker),
-        _service("gateway", "gateway", Stage.GATEWAY, gateway),
+        *(_gateway(options, index, common) for index in range(options.num_gateways)),
     )
 
 
@@ -72,6 +66,18 @@ def _workers(module: str, number: int, settings: dict[str, str]) -> list[ChildSp
         _service(module, f"{module}-{index}", Stage.WORKER, settings)
         for index in range(1, number + 1)
     ]
+
+
+def _gateway(options: ServeOptions, index: int, common: dict[str, str]) -> ChildSpec:
+    settings = {
+        **common,
+        "HOST": options.host,
+        "PORT": str(options.grpc_port + index),
+        "HTTP_PORT": str(options.http_port + index),
+    }
+    return _service(
+        "gateway", f"gateway-{index + 1}" if index else "gateway", Stage.GATEWAY, settings
+    )
 
 
 def _service(module: str, name: str, stage: Stage, settings: dict[str, str]) -> ChildSpec:

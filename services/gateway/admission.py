@@ -25,7 +25,8 @@ _UINT64 = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that may wait. `arrived_at` and `deadline` are times of the event loop's clock."""
+    """A request that may wait. `arrived_at` and `deadline` are times of the event loop's clock;
+    `received`: tokens that its client has already."""
 
     request_id: str
     model: str
@@ -36,6 +37,16 @@ class Admitted:
     cache_salt: str
     arrived_at: float
     deadline: float | None
+    received: tuple[int, ...] = ()
+
+    def continues(self, other: "Admitted") -> bool:
+        """Whether this is the same request as another one. A greedy one has no use for its seed."""
+        seed = self.sampling.seed if self.sampling.temperature else other.sampling.seed
+        return (
+            self.prompt_token_ids == other.prompt_token_ids
+            and replace(self.sampling, seed=seed) == other.sampling
+            and (self.stop, self.cache_salt) == (other.stop, other.cache_salt)
+        )
 
     def misfit(self, spec: PoolSpec) -> str:
         """Why it can never fit a pool; "" when it can."""
@@ -58,6 +69,7 @@ async def admit(
     max_tokens = resolve_max_tokens(
         len(prompt), request.sampling.max_tokens, served.max_model_len, served.specs
     )
+    check_received(request, max_tokens, sampling.temperature, served.model.config.vocab_size)
     return Admitted(
         request_id=request_id,
         model=name,
@@ -68,6 +80,7 @@ async def admit(
         cache_salt=request.cache_salt,
         arrived_at=arrived_at,
         deadline=deadline,
+        received=request.received or (),
     )
 
 
@@ -76,6 +89,24 @@ def check_names(request_id: str, cache_salt: str, priority: int) -> None:
     _check_text("cache_salt", cache_salt, MAX_SALT_CHARS)
     low, high = PRIORITY_CLASSES[0], PRIORITY_CLASSES[-1]
     _require(low <= priority <= high, f"priority is {priority}, not in [{low}, {high}]")
+
+
+def check_received(
+    request: GenerationRequest, max_tokens: int, temperature: float, vocab_size: int
+) -> None:
+    """What it takes to go on with a request that another call began."""
+    if request.received is None:
+        return
+    num_received = len(request.received)
+    _require(bool(request.request_id), "received tokens, but no request_id")
+    _require(
+        not temperature or request.sampling.seed is not None,
+        "a sampled request goes on with its seed only",
+    )
+    _require(
+        num_received < max_tokens, f"{num_received} tokens received, max_tokens is {max_tokens}"
+    )
+    check_token_ids("received", request.received, vocab_size)
 
 
 def check_stops(asked: RequestedSampling, vocab_size: int) -> None:

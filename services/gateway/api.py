@@ -38,7 +38,8 @@ class RequestedSampling:
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """`request_id` is drawn when empty; `timeout_s` is what the client gave it, None for no
-    deadline."""
+    deadline. `received`: the tokens that the client has of a call that broke; None: a new request.
+    """
 
     prompt: Prompt
     request_id: str = ""
@@ -47,6 +48,7 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None
+    received: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,14 +115,16 @@ class Dispatcher:
     # ── in and out ───────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
-    def entering(self, request_id: str) -> Iterator[None]:
+    def entering(self, request_id: str, *, resumes: bool = False) -> Iterator[None]:
         """Around admission: the id is taken and a place in the queue kept, before any work is done.
-        DuplicateRequest, QueueFull, Draining."""
+        `resumes`: it may be running here, for a client that has lost its stream. DuplicateRequest,
+        QueueFull, Draining."""
         if self._closed:
             raise Draining(_STOPPING)
-        if request_id in self._journeys or request_id in self._entering:
+        runs = request_id in self._journeys
+        if (runs and not resumes) or request_id in self._entering:
             raise DuplicateRequest(f"a request with id {request_id!r} is running")
-        if self.num_waiting >= self._limits.max_waiting:
+        if not runs and self.num_waiting >= self._limits.max_waiting:
             text = f"the queue is full ({self.num_waiting} requests wait); try again later"
             raise QueueFull(text, self._retry_delay_s())
         self._entering.add(request_id)
@@ -138,7 +140,7 @@ class Dispatcher:
         """Around what is left of admission once the model is known; within `entering`. WouldBeLate:
         it cannot be done by its deadline, a time of the event loop's clock."""
         lane, now = self.lane(model), self._clock()
-        if deadline is not None:
+        if deadline is not None and request.request_id not in self._journeys:
             pools = self._workers.complete_pools(model)
             if problem := lane.lateness(request, deadline - now, pools, now):
                 raise WouldBeLate(problem, self._retry_delay_s())
@@ -152,7 +154,11 @@ class Dispatcher:
         return self._rate.retry_delay_s(self.num_waiting, self._clock())
 
     async def enter(self, request: Admitted, output: Output) -> Journey:
-        """Put an admitted request in line; within `entering`. BlockStoreError, Draining."""
+        """Put an admitted request in line, or go on with the one that runs here; within `entering`.
+        BlockStoreError, Draining, DuplicateRequest."""
+        if (running := self._journeys.get(request.request_id)) is not None:
+            running.resume(request, output)
+            return running
         place = Place(request.priority, await self._registry.next_arrival())
         if self._closed:
             raise Draining(_STOPPING)

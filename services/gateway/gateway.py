@@ -41,7 +41,7 @@ class Gateway:
         deadline = None if request.timeout_s is None else arrived_at + request.timeout_s
         request_id = request.request_id or f"gen-{secrets.token_hex(12)}"
         bind_request_id(request_id)
-        with self._dispatcher.entering(request_id):
+        with self._dispatcher.entering(request_id, resumes=request.received is not None):
             try:
                 async with asyncio.timeout_at(deadline):
                     name, served = await self._served(request.model)
@@ -58,7 +58,7 @@ class Gateway:
                 async for delta in deltas:
                     yield delta
         finally:
-            journey.end()
+            journey.leave(output)
 
     def models(self) -> tuple[ServedModel, ...]:
         """The models that can be served now, sorted by name."""
@@ -96,7 +96,7 @@ class Gateway:
 
     def _output(self, request: Admitted, served: Served) -> Output:
         model = served.model
-        return Output(
+        output = Output(
             request.request_id,
             Tally(len(request.prompt_token_ids), request.arrived_at),
             model.tokenizer.detokenizer(),
@@ -105,6 +105,8 @@ class Gateway:
             self._meter(request.model),
             asyncio.get_running_loop().time,
         )
+        output.replay(request.received)
+        return output
 
 
 def _choose(name: str, names: tuple[str, ...]) -> str:

@@ -31,7 +31,13 @@ from enum import Enum
 from typing import Protocol
 
 from blockstore.store import PrefixHash
-from services.common.errors import DeadlineExceeded, Overloaded, PoisonRequest, Unavailable
+from services.common.errors import (
+    DeadlineExceeded,
+    DuplicateRequest,
+    Overloaded,
+    PoisonRequest,
+    Unavailable,
+)
 from services.common.logging import get_logger
 from services.common.ticket import FinishReason, Ticket, TicketSequence
 from services.gateway.admission import Admitted
@@ -124,16 +130,15 @@ class Journey:
         self._desk = desk
         self._attempts = attempts
         self._clock: Callable[[], float] = loop.time
-        self._tokens: list[int] = []
+        self._tokens = list(request.received)
         self._submitted: Ticket | None = None
         self._prefill: Worker | None = None
         self._slot: Slot | None = None
         self._next: Slot | None = None
         self._num_setbacks = 0
         self._custody = Custody()
-        self._alarm = (
-            None if request.deadline is None else loop.call_at(request.deadline, self._too_late)
-        )
+        self._alarm: asyncio.TimerHandle | None = None
+        self._set_alarm()
 
     @property
     def id(self) -> str:
@@ -147,6 +152,26 @@ class Journey:
     def num_tokens(self) -> int:
         """Of the prompt and received so far."""
         return len(self.request.prompt_token_ids) + len(self._tokens)
+
+    # ── its client ───────────────────────────────────────────────────────────────────────────────
+
+    def resume(self, request: Admitted, output: Output) -> None:
+        """Go on for a client that lost its stream: `output` gets what it has not received, and its
+        deadline holds. DuplicateRequest: that is another request."""
+        num_received = len(request.received)
+        so_far = tuple(self._tokens[:num_received])
+        if not request.continues(self.request) or so_far != request.received:
+            raise DuplicateRequest(f"another request with id {self.id!r} is running")
+        self.output.close(DuplicateRequest("another call goes on with this request"))
+        self.request, self.output = request, output
+        self._set_alarm()
+        if output.write(tuple(self._tokens[num_received:]), None):
+            self.end()
+
+    def leave(self, output: Output) -> None:
+        """Whoever reads `output` is gone, and with it the request, unless another goes on."""
+        if output is self.output:
+            self.end()
 
     # ── what the dispatcher does with it ─────────────────────────────────────────────────────────
 
@@ -429,6 +454,12 @@ class Journey:
         if stage not in _NEXT[self.stage]:
             raise RuntimeError(f"request {self.id}: {self.stage.value} cannot become {stage.value}")
         self.stage = stage
+
+    def _set_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        deadline, loop = self.request.deadline, asyncio.get_running_loop()
+        self._alarm = None if deadline is None else loop.call_at(deadline, self._too_late)
 
     def _too_late(self) -> None:
         self.end(DeadlineExceeded("the request's deadline has passed"))

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.common.errors import InvalidRequest
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.stop_strings import StopMatcher
 from services.common.ticket import FinishReason
@@ -90,6 +91,13 @@ class Output:
     @property
     def overflowing(self) -> bool:
         return len(self._unread_ids) > MAX_UNREAD_TOKENS
+
+    def replay(self, token_ids: tuple[int, ...]) -> None:
+        """Take what the client has already, text and all. InvalidRequest: nothing could follow."""
+        if self._show(self._detokenizer.push(token_ids)):
+            raise InvalidRequest("a stop string is in the tokens received: the request has ended")
+        self._unread_text.clear()
+        self.tally.num_generated_tokens = len(token_ids)
 
     def write(self, token_ids: tuple[int, ...], finish: FinishReason | None) -> bool:
         """Take the next tokens; `finish` comes with the last. True when the sequence has ended, by

@@ -65,6 +65,7 @@ def _request_from_wire(
         priority=message.priority,
         cache_salt=message.cache_salt,
         timeout_s=timeout_s,
+        received=tuple(message.received.ids) if message.HasField("received") else None,
     )
 
 

@@ -55,6 +55,16 @@ def test_a_second_run_on_the_same_port_is_refused(tmp_path: Path) -> None:
         claim(tmp_path / "runs", record(mine.grpc_port), patience_s=0)
 
 
+def test_every_gateway_of_a_run_has_its_ports(tmp_path: Path) -> None:
+    two = RunRecord(os.getpid(), "127.0.0.1", 7000, 8000, num_gateways=2)
+    assert two.ports == (7000, 8000, 7001, 8001)
+    for ports, shared in [((7001, 9000), True), ((9000, 8001), True), ((7002, 8002), False)]:
+        assert RunRecord(1, "127.0.0.1", *ports).shares_port_with(two) is shared
+    overlapping = RunRecord(os.getpid(), "127.0.0.1", 7000, 7001, num_gateways=2)
+    with pytest.raises(PortInUse, match="2 gateways would share ports"):
+        claim(tmp_path / "runs", overlapping, patience_s=0)
+
+
 def test_a_port_that_another_program_has_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

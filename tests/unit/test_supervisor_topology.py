@@ -28,6 +28,16 @@ def test_as_many_workers_as_asked() -> None:
     assert names(asked) == ["block-manager", *workers, "gateway"]
 
 
+def test_each_gateway_has_the_ports_after_the_one_before() -> None:
+    asked = options(num_gateways=3, grpc_port=7000, http_port=8000)
+    assert names(asked)[-3:] == ["gateway", "gateway-2", "gateway-3"]
+    ports = [
+        (spec.environment["QUIRE_GATEWAY_PORT"], spec.environment["QUIRE_GATEWAY_HTTP_PORT"])
+        for spec in topology.services(asked, RUN)[-3:]
+    ]
+    assert ports == [("7000", "8000"), ("7001", "8001"), ("7002", "8002")]
+
+
 def test_the_embedded_store_is_for_this_run_alone() -> None:
     store = topology.store(options(), RUN)
     assert store is not None

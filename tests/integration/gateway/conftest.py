@@ -86,8 +86,18 @@ class House:
     def gateway(self) -> Gateway:
         return self.assembly.gateway
 
+    async def another(self) -> "House":
+        """One more gateway for the same workers."""
+        other = House(self.model_dir, self.stack, self.store, self.registry)
+        await other.assemble(Limits())
+        await until(lambda: other.connected() == self.connected())
+        return other
+
     async def open(self, limits: Limits) -> None:
         await self.store.register_pool(SPEC)
+        await self.assemble(limits)
+
+    async def assemble(self, limits: Limits) -> None:
         self.assembly = await self.stack.enter_async_context(
             assembled(
                 self.store,
@@ -122,15 +132,19 @@ class House:
         """Wait until so many requests stand in line."""
         await until(lambda: self.assembly.dispatcher.num_waiting == number)
 
-    async def serve(self) -> "inference_pb2_grpc.InferenceAsyncStub":
-        """A client of the gateway's own gRPC server."""
+    async def listen(self) -> str:
+        """The address of the gateway's own gRPC server."""
         server = RpcServer(SERVICE_NAME)
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceService(self.gateway), server.aio
         )
         port = await server.start("127.0.0.1", 0)
         self.stack.push_async_callback(server.stop)
-        channel: aio.Channel = open_channel(f"127.0.0.1:{port}")
+        return f"127.0.0.1:{port}"
+
+    async def serve(self) -> "inference_pb2_grpc.InferenceAsyncStub":
+        """A client of the gateway's own gRPC server."""
+        channel: aio.Channel = open_channel(await self.listen())
         self.stack.push_async_callback(channel.close)
         return inference_pb2_grpc.InferenceStub(channel)
 

@@ -1,0 +1,238 @@
+"""Several gateways share the workers, and a client goes on at another one when its own is gone."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
+
+import grpc
+import pytest
+
+from quire import AsyncClient, InvalidRequest, Unreachable
+from quire.messages import Request
+from quire.types import Sampling
+from quire.v1 import inference_pb2, sampling_pb2
+from tests.proxy import Proxy
+
+from .conftest import PROMPT, House, until
+from .fakes import FakeDecode, FakePrefill, expected
+
+TEXT = bytes(expected(PROMPT, 8)).decode()
+
+
+class Reader:
+    """What a client library's user sees of one request."""
+
+    def __init__(self, client: AsyncClient, **fields: Any) -> None:
+        self.tokens: list[int] = []
+        self.text = ""
+        sampling = Sampling(temperature=0.0, max_tokens=8, **fields.pop("sampling", {}))
+        self._request = Request(list(PROMPT), sampling, **fields)
+        self.task = asyncio.create_task(self._read(client))
+
+    async def _read(self, client: AsyncClient) -> None:
+        async with aclosing(client.send(self._request, timeout_s=60.0)) as deltas:
+            async for delta in deltas:
+                self.tokens += delta.token_ids
+                self.text += delta.text
+
+    async def has(self, num_tokens: int) -> None:
+        await until(lambda: len(self.tokens) == num_tokens or self.task.done())
+
+    async def end(self) -> None:
+        async with asyncio.timeout(20):
+            await self.task
+
+
+class Two:
+    """Two gateways, each behind a proxy, and a client that knows both."""
+
+    def __init__(self, first: House, second: House, proxies: list[Proxy]) -> None:
+        self.first = first
+        self.second = second
+        self.proxies = proxies
+        self.address = ",".join(proxy.address for proxy in proxies)
+
+
+@pytest.fixture
+async def workers() -> tuple[FakePrefill, FakeDecode]:
+    return FakePrefill(), FakeDecode()
+
+
+@pytest.fixture
+async def two(make_house: Any, workers: Any) -> AsyncIterator[Two]:
+    first = await make_house(*workers)
+    second = await first.another()
+    async with AsyncExitStack() as stack:
+        proxies = [
+            await stack.enter_async_context(Proxy(await house.listen()))
+            for house in (first, second)
+        ]
+        yield Two(first, second, proxies)
+
+
+@pytest.fixture
+async def client(two: Two) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(two.address) as client:
+        yield client
+
+
+async def test_both_gateways_serve_from_the_same_workers(two: Two, workers: Any) -> None:
+    for proxy in two.proxies:
+        async with AsyncClient(proxy.address) as client:
+            completion = await client.complete(list(PROMPT), Sampling(0.0, max_tokens=8))
+        assert completion.token_ids == tuple(expected(PROMPT, 8))
+    assert len(workers[1].sessions) == 2
+
+
+@pytest.mark.parametrize("received", [0, 1, 5])
+async def test_a_stream_goes_on_at_the_other_gateway(
+    two: Two, client: AsyncClient, workers: Any, received: int
+) -> None:
+    """No token, no character lost, repeated or changed; what was received is not decoded again."""
+    prefill, decode = workers
+    prefill.holds, decode.pause_after = received == 0, received
+    reader = Reader(client)
+    await reader.has(received)
+    await until(lambda: bool(prefill.held or decode.running))
+
+    await two.proxies[0].close()
+    prefill.let_go()
+    decode.go_on(pause_after=8)
+    await reader.end()
+    assert (reader.tokens, reader.text) == (expected(PROMPT, 8), TEXT)
+    last = prefill.seen[-1].ticket
+    assert list(last.sequences[0].token_ids) == expected(PROMPT, received)
+    await until(lambda: not decode.slots)  # the first gateway has seen its client go
+
+
+async def test_held_back_text_comes_once(two: Two, client: AsyncClient, workers: Any) -> None:
+    """A stop string half seen when the stream breaks is still found, and never shown."""
+    decode = workers[1]
+    decode.pause_after = 4
+    stop = TEXT[3:6]
+    reader = Reader(client, sampling={"stop": (stop,)})
+    await reader.has(4)
+    await two.proxies[0].close()
+    decode.go_on(pause_after=8)
+    await reader.end()
+    assert reader.text == TEXT[:3]
+    assert reader.tokens == expected(PROMPT, 6)
+
+
+async def test_the_same_gateway_may_come_back(two: Two, workers: Any) -> None:
+    decode = workers[1]
+    decode.pause_after = 3
+    async with AsyncClient(two.proxies[0].address) as client:
+        reader = Reader(client)
+        await reader.has(3)
+        await two.proxies[0].close()
+        await until(lambda: not decode.running)
+        await two.proxies[0].open()
+        decode.go_on(pause_after=8)
+        await reader.end()
+    assert (reader.tokens, reader.text) == (expected(PROMPT, 8), TEXT)
+
+
+async def test_when_nobody_is_left_the_client_is_told(two: Two, workers: Any) -> None:
+    workers[1].pause_after = 3
+    async with AsyncClient(two.address, resume_window_s=0.2) as client:
+        reader = Reader(client)
+        await reader.has(3)
+        for proxy in two.proxies:
+            await proxy.close()
+        with pytest.raises(Unreachable):
+            await reader.end()
+
+
+async def test_an_answer_is_no_break(two: Two, client: AsyncClient) -> None:
+    with pytest.raises(InvalidRequest):
+        await client.complete([], Sampling())
+    assert two.proxies[1].num_connections == 0
+
+
+# ── what a gateway is asked to go on with ────────────────────────────────────────────────────────
+
+
+def message(num_received: int | None, **changes: Any) -> inference_pb2.GenerateRequest:
+    """Eight greedy tokens for PROMPT, of which the client has some; None: a new request."""
+    fields: dict[str, Any] = {"request_id": "r1", "prompt": PROMPT, "temperature": 0.0} | changes
+    asked = inference_pb2.GenerateRequest(
+        request_id=fields["request_id"],
+        token_ids=inference_pb2.TokenIds(ids=fields["prompt"]),
+        sampling=sampling_pb2.SamplingParams(
+            temperature=fields["temperature"], max_tokens=8, stop=fields.get("stop", ())
+        ),
+    )
+    if num_received is not None:
+        received = fields.get("received", expected(PROMPT, num_received))
+        asked.received.ids.extend(received)
+        asked.received.SetInParent()
+    return asked
+
+
+async def tokens_of(call: Any) -> list[int]:
+    async with asyncio.timeout(10):
+        return [token async for r in call for delta in r.deltas for token in delta.token_ids]
+
+
+async def test_a_call_goes_on_with_what_another_one_runs(make_house: Any, workers: Any) -> None:
+    """The client has lost its connection and the gateway does not know it yet: the new call takes
+    over, gets what the old one was sent in vain, and nothing is computed again."""
+    prefill, decode = workers
+    house = await make_house(prefill, decode)
+    stub = await house.serve()
+    decode.pause_after = 5
+    lost = stub.Generate(message(None))
+    in_vain = asyncio.create_task(tokens_of(lost))
+    await until(lambda: bool(decode.running) and decode.running["r1"].num_generated == 5)
+    going_on = stub.Generate(message(3))
+    with pytest.raises(grpc.RpcError) as told:
+        await in_vain
+    assert told.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    decode.go_on(pause_after=8)
+    assert await tokens_of(going_on) == expected(PROMPT, 8)[3:]
+    assert len(prefill.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_received", "changes"),
+    [(None, {}), (2, {"prompt": b"another"}), (2, {"received": [97, 97]}), (6, {})],
+    ids=["a new request", "another prompt", "other tokens", "more than there are"],
+)
+async def test_nobody_else_gets_a_running_request(
+    make_house: Any, workers: Any, num_received: int | None, changes: dict[str, Any]
+) -> None:
+    decode = workers[1]
+    house = await make_house(*workers)
+    stub = await house.serve()
+    decode.pause_after = 5
+    mine = Reader(AsyncClient(await house.listen()), request_id="r1")
+    await mine.has(5)
+    with pytest.raises(grpc.RpcError) as refused:
+        await tokens_of(stub.Generate(message(num_received, **changes)))
+    assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    decode.go_on(pause_after=8)
+    await mine.end()
+    assert mine.tokens == expected(PROMPT, 8)
+
+
+@pytest.mark.parametrize(
+    ("num_received", "changes", "problem"),
+    [
+        (0, {"request_id": ""}, "no request_id"),
+        (1, {"temperature": 1.0}, "with its seed only"),
+        (8, {}, "8 tokens received, max_tokens is 8"),
+        (1, {"received": [300]}, "received"),
+        (6, {"stop": [TEXT[2:4]]}, "a stop string is in the tokens received"),
+    ],
+)
+async def test_what_cannot_be_gone_on_with_is_told_so(
+    make_house: Any, workers: Any, num_received: int, changes: dict[str, Any], problem: str
+) -> None:
+    house = await make_house(*workers)
+    stub = await house.serve()
+    with pytest.raises(grpc.RpcError, match=problem) as refused:
+        await tokens_of(stub.Generate(message(num_received, **changes)))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not workers[0].seen

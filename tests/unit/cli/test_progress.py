@@ -1,0 +1,103 @@
+"""When a stream that broke goes on, and when it is given up."""
+
+import pytest
+
+from quire import DeadlineExceeded, Overloaded, Unavailable, Unreachable
+from quire.errors import QuireError
+from quire.messages import Request
+from quire.progress import Progress
+from quire.types import Sampling
+from quire.v1.inference_pb2 import GenerateResponse, SequenceDelta
+
+GONE = Unreachable("nobody answers", "unreachable")
+SOME = GenerateResponse(deltas=[SequenceDelta(token_ids=[7, 8])])
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def progress(clock: Clock, num_gateways: int = 1, timeout_s: float | None = None) -> Progress:
+    return Progress(Request("Hi"), timeout_s, num_gateways, window_s=10.0, clock=clock)
+
+
+def test_every_call_asks_for_the_same_and_says_what_came(clock: Clock) -> None:
+    asked = progress(clock)
+    first = asked.message()
+    assert first.request_id
+    assert first.sampling.HasField("seed")
+    assert not first.HasField("received")
+    name, seed = first.request_id, first.sampling.seed
+    asked.saw(SOME)
+    asked.saw(SOME)
+    asked.broke(GONE)
+    again = asked.message()
+    assert list(again.received.ids) == [7, 8, 7, 8]
+    assert (again.request_id, again.sampling.seed) == (name, seed)
+
+
+def test_id_and_seed_of_the_user_stay(clock: Clock) -> None:
+    asked = Progress(Request("Hi", Sampling(seed=5), request_id="mine"), None, 1, clock=clock)
+    assert (asked.message().request_id, asked.message().sampling.seed) == ("mine", 5)
+
+
+def test_where_nothing_was_heard_each_gateway_is_asked_once(clock: Clock) -> None:
+    asked = progress(clock, num_gateways=3)
+    assert [asked.broke(GONE), asked.broke(GONE)] == [0.0, 0.0]
+    assert asked.message().HasField("received")  # it may run there
+    with pytest.raises(Unreachable):
+        asked.broke(GONE)
+
+
+def test_what_was_heard_goes_on_within_the_window(clock: Clock) -> None:
+    asked = progress(clock, num_gateways=2)
+    asked.saw(SOME)
+    pauses = [asked.broke(GONE) for _ in range(6)]
+    assert pauses == [0.0, 0.05, 0.05, 0.1, 0.1, 0.2]
+    clock.now += 10.0
+    with pytest.raises(Unreachable):
+        asked.broke(GONE)
+
+
+def test_the_window_begins_anew_with_every_token(clock: Clock) -> None:
+    asked = progress(clock)
+    for _ in range(3):
+        asked.saw(SOME)
+        asked.broke(GONE)
+        clock.now += 9.0
+    asked.broke(GONE)
+
+
+def test_a_gateway_that_stops_is_one_that_is_gone(clock: Clock) -> None:
+    asked = progress(clock)
+    asked.saw(SOME)
+    asked.broke(Unavailable("stopping", "draining"))
+
+
+@pytest.mark.parametrize(
+    "error", [Unavailable("none", "no_worker"), Overloaded("full", "queue_full", 1.0)]
+)
+def test_an_answer_is_final(clock: Clock, error: QuireError) -> None:
+    asked = progress(clock, num_gateways=2)
+    asked.saw(SOME)
+    with pytest.raises(type(error)):
+        asked.broke(error)
+
+
+def test_the_deadline_is_that_of_all_calls_together(clock: Clock) -> None:
+    asked = progress(clock, timeout_s=5.0)
+    asked.saw(SOME)
+    clock.now += 2.0
+    assert asked.timeout_s() == 3.0
+    asked.broke(GONE)
+    clock.now += 3.0
+    with pytest.raises(DeadlineExceeded):
+        asked.broke(GONE)
