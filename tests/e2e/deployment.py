@@ -3,11 +3,12 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ START_LIMIT_S = 90.0
 
 @dataclass
 class Deployment:
+    """`address`: of its gateways, with commas between them."""
+
     process: "subprocess.Popen[bytes]"
     address: str
     http: str
@@ -74,9 +77,10 @@ def _is_ready(client: Client) -> bool:
         return False
 
 
-def start(model: Path | str, tmp_path: Path, *args: str) -> Deployment:
+def start(model: Path | str, tmp_path: Path, *args: str, num_gateways: int = 1) -> Deployment:
     """Returns at once; `wait_until_ready` waits."""
-    grpc_port, http_port = free_port("127.0.0.1"), free_port("127.0.0.1")
+    grpc_port, http_port = _free_ports(num_gateways), _free_ports(num_gateways)
+    args = (*args, "--gateways", str(num_gateways))
     # Pools belong on a tmpfs; the directory is the test's own.
     run_root = Path("/dev/shm") / f"quire-test-{os.getpid()}-{tmp_path.name}"
     log = tmp_path / "serve.log"
@@ -85,14 +89,25 @@ def start(model: Path | str, tmp_path: Path, *args: str) -> Deployment:
     command += ["--run-root", str(run_root), *args]
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    return Deployment(
-        process, f"127.0.0.1:{grpc_port}", f"http://127.0.0.1:{http_port}", run_root, log
-    )
+    addresses = ",".join(f"127.0.0.1:{grpc_port + index}" for index in range(num_gateways))
+    return Deployment(process, addresses, f"http://127.0.0.1:{http_port}", run_root, log)
+
+
+def _free_ports(number: int) -> int:
+    """The first of so many free ports in a row."""
+    while True:
+        first = free_port("127.0.0.1")
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(first, first + number):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
 
 
 @contextmanager
-def serving(model: Path | str, tmp_path: Path, *args: str) -> Iterator[Deployment]:
-    deployment = start(model, tmp_path, *args)
+def serving(
+    model: Path | str, tmp_path: Path, *args: str, num_gateways: int = 1
+) -> Iterator[Deployment]:
+    deployment = start(model, tmp_path, *args, num_gateways=num_gateways)
     try:
         deployment.wait_until_ready()
         yield deployment
