@@ -9,6 +9,7 @@
 // Head sizes: even, up to kMaxHeadDim; fastest are multiples of 32 (bf16) or 16 (fp32).
 #pragma once
 
+#include "attention_decode.h"
 #include "attention_product.h"
 #include "attention_softmax.h"
 #include "attention_split.h"
@@ -38,7 +39,7 @@ inline AttentionLayout attention_layout(const AttentionCall& call) {
   };
   at.tile = take(kTile * columns);
   at.queries = take(kAttentionRows * words);
-  at.scores = take(kBlockRows * kTile);
+  at.scores = take(kAttentionRows * kTile);
   at.probabilities = take(kAttentionRows * kTile);
   at.sums = take(kAttentionRows * columns);
   at.states = take(kAttentionRows * sizeof(SoftmaxState) / 4);
@@ -230,12 +231,31 @@ inline void attention_of(const AttentionCall& call, int row, int kv_head, int qu
         .attend();
 }
 
-inline void attention(const AttentionCall& call, int row, int kv_head, int query_begin,
-                      int query_end, void* scratch) {
-  if (call.dtype == Dtype::f32)
-    attention_of<Dtype::f32>(call, row, kv_head, query_begin, query_end, scratch);
-  else
-    attention_of<Dtype::bf16>(call, row, kv_head, query_begin, query_end, scratch);
+#if defined(__AVX512F__)
+inline bool decode(const AttentionCall& call, int row, int head_begin, int head_end,
+                   void* scratch) {
+  const AttentionLayout at = attention_layout(call);
+  char* memory = static_cast<char*>(scratch);
+  return decode(call, row, head_begin, head_end,
+                DecodeScratch{reinterpret_cast<float*>(memory + at.scores),
+                              reinterpret_cast<uint32_t*>(memory + at.probabilities),
+                              reinterpret_cast<float*>(memory + at.sums),
+                              reinterpret_cast<SoftmaxState*>(memory + at.states),
+                              reinterpret_cast<float*>(memory + at.corrections)});
+}
+#else
+inline bool decode(const AttentionCall&, int, int, int, void*) { return false; }
+#endif
+
+inline void attention(const AttentionCall& call, int row, int head_begin, int head_end,
+                      int query_begin, int query_end, void* scratch) {
+  if (decode(call, row, head_begin, head_end, scratch)) return;
+  for (int head = head_begin; head < head_end; ++head) {
+    if (call.dtype == Dtype::f32)
+      attention_of<Dtype::f32>(call, row, head, query_begin, query_end, scratch);
+    else
+      attention_of<Dtype::bf16>(call, row, head, query_begin, query_end, scratch);
+  }
 }
 
 inline size_t attention_scratch(const AttentionCall& call) {

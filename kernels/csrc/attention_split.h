@@ -17,4 +17,16 @@ inline int attention_queries(const AttentionCall& call) {
   return queries > 0 ? queries : 1;
 }
 
+// Key/value heads of one call. While decoding, those of a token lie side by side in memory and are
+// best read together, unless there are too few rows for the lanes; a prompt's queries are many for
+// one head already.
+inline int attention_heads(const AttentionCall& call, bool is_decode, int64_t num_rows,
+                           int num_lanes) {
+  if (!is_decode) return 1;
+  const bool is_few = num_rows < 2 * num_lanes;
+  const int share = is_few ? (call.num_kv_heads + num_lanes - 1) / num_lanes : call.num_kv_heads;
+  const int most = kAttentionRows * call.num_kv_heads / call.num_heads;
+  return share < most ? share : most > 0 ? most : 1;
+}
+
 }  // namespace quire

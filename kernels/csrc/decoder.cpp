@@ -166,17 +166,14 @@ void Decoder::attend(Lane& lane, const Layer& layer, int64_t index, const Batch&
                            batch.context_lens,
                            b.attended,
                            width};
-  const int num_heads = shape_.num_kv_heads;
-  const auto num_tasks = static_cast<int64_t>(queries_.size()) * num_heads;
-  // A head's last tile asks for the next head's first one: while decoding, a lane goes on with it.
   const bool is_decode = batch.num_tokens == batch.num_rows;
-  const int64_t grain = is_decode ? std::max(1, num_heads / pool_.num_lanes()) : 1;
-  lane.loop(num_tasks, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
-      const Queries& queries = queries_[task / num_heads];
-      kernels_.attention(call, queries.row, static_cast<int>(task % num_heads), queries.begin,
-                         queries.end, b.scratch + b.scratch_bytes * lane.index);
-    }
+  const int heads = attention_heads(call, is_decode, batch.num_rows, pool_.num_lanes());
+  const int num_parts = (shape_.num_kv_heads + heads - 1) / heads;
+  lane.loop(static_cast<int64_t>(queries_.size()) * num_parts, 1, [&](int64_t task, int64_t) {
+    const Queries& queries = queries_[task / num_parts];
+    const int head = static_cast<int>(task % num_parts) * heads;
+    kernels_.attention(call, queries.row, head, std::min(head + heads, shape_.num_kv_heads),
+                       queries.begin, queries.end, b.scratch + b.scratch_bytes * lane.index);
   });
 }
 

@@ -160,9 +160,10 @@ struct Kernels {
                int64_t panel_end);
 
   // Queries [query_begin, query_end) of row `row` (counted from the row's first) of all query heads
-  // of key/value head `kv_head`; `scratch` has `attention_scratch` bytes, 64-byte aligned.
-  void (*attention)(const AttentionCall&, int row, int kv_head, int query_begin, int query_end,
-                    void* scratch);
+  // of the key/value heads [head_begin, head_end), at most `attention_heads` of them; `scratch` has
+  // `attention_scratch` bytes, 64-byte aligned.
+  void (*attention)(const AttentionCall&, int row, int head_begin, int head_end, int query_begin,
+                    int query_end, void* scratch);
   size_t (*attention_scratch)(const AttentionCall&);
 
   void (*rms_norm)(const NormCall&, int64_t row_begin, int64_t row_end);

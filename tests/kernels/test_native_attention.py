@@ -122,12 +122,28 @@ def chunk(batch: PagedBatch, begin: int, end: int) -> PagedBatch:
 
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (7, 1)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_size"),
+    [
+        (2, 2, 32, 16),
+        (6, 3, 96, 32),
+        (16, 8, 128, 16),
+        (4, 1, 96, 16),
+        (8, 1, 64, 48),
+        (7, 1, 32, 16),
+    ],
+)
 def test_a_query_s_bits_do_not_depend_on_how_the_prompt_is_cut(
-    cpu: NativeCpu, num_heads: int, num_kv_heads: int, dtype: torch.dtype, window: int | None
+    cpu: NativeCpu,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    window: int | None,
 ) -> None:
     """Chunks of one are a decode, token by token."""
-    geometry = Geometry(16, num_heads, num_kv_heads, 32, dtype)
+    geometry = Geometry(block_size, num_heads, num_kv_heads, head_dim, dtype)
     batch = paged_batch(geometry, [(300, 300)], seed=3)
     whole = attend(cpu, batch, window)
     for size in (1, 7, 64, 100):
@@ -151,6 +167,7 @@ def test_what_comes_later_does_not_matter_even_if_it_is_nan(
     spoilt = attend(cpu, batch)
     assert torch.equal(spoilt[:101], whole[:101])
     assert spoilt[101:].isnan().all()
+    assert torch.equal(attend(cpu, chunk(batch, 100, 101)), whole[100:101])  # a decode
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
@@ -165,6 +182,7 @@ def test_what_is_before_the_window_does_not_matter_even_if_it_is_nan(
     assert torch.equal(spoilt[:70], whole[:70])
     assert spoilt[70:95].isnan().all()
     assert torch.equal(spoilt[95:], whole[95:])
+    assert torch.equal(attend(cpu, chunk(batch, 95, 96), 25), whole[95:96])  # a decode
 
 
 @pytest.mark.parametrize("spoilt", ["key", "value", "query"])

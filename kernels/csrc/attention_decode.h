@@ -1,0 +1,297 @@
+// Attention of one query, over some of its key/value heads: too few rows to be worth a tile in
+// memory. Keys and values go from the arena through registers, in the order in which they lie
+// there: 16 positions of all heads, then the next 16. (Those of one head lie a power of two apart,
+// and fall into the same few sets of L1.) What is fetched is one such piece ahead.
+//
+// An element is computed by the operations of attention.h in their order: which of the two ran
+// cannot be told from the bits.
+//
+// For AVX-512, bf16, head sizes that are multiples of 32, groups of 1, 2, 4 or 8 heads, and block
+// sizes that are multiples of 16.
+#pragma once
+
+#include "attention_softmax.h"
+#include "attention_tile.h"
+#include "kernels.h"
+#include "simd.h"
+
+namespace quire::QUIRE_ISA {
+
+#if defined(__AVX512F__)
+
+inline constexpr int kPiece = 16;  // positions, of one block
+inline constexpr int kPieces = kTile / kPiece;
+
+// Asks for a piece line by line, in the order of its addresses: so the CPU's own prefetching joins
+// in, which has more requests under way than a program's can have.
+struct Fetch {
+  const char* row;
+  int64_t stride, num_bytes;  // to the next row; of a row
+  int64_t offset = 0;
+
+  void some(int num_lines) {
+    for (int i = 0; i < num_lines; ++i) {
+      __builtin_prefetch(row + offset, 0, 3);
+      offset += 64;
+      if (offset >= num_bytes) {
+        offset = 0;
+        row += stride;
+      }
+    }
+  }
+};
+
+// Lane 4 j + k: word k of the four at rows + 4 j strides.
+inline u32x16 four_words(const char* rows, int64_t stride) {
+  const auto words = [&](int row) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + row * stride));
+  };
+  __m512i all = _mm512_castsi128_si512(words(0));
+  all = _mm512_mask_broadcast_i32x4(all, 0x00f0, words(4));
+  all = _mm512_mask_broadcast_i32x4(all, 0x0f00, words(8));
+  return (u32x16)_mm512_mask_broadcast_i32x4(all, 0xf000, words(12));
+}
+
+typedef uint64_t u64x8 __attribute__((vector_size(64)));
+
+// Of every 16 bytes: the lower (upper) two words of a and of b, in turn.
+inline u64x8 lower_words(u32x16 a, u32x16 b) {
+  return (u64x8)__builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13,
+                                        29);
+}
+inline u64x8 upper_words(u32x16 a, u32x16 b) {
+  return (u64x8)__builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30,
+                                        15, 31);
+}
+inline u32x16 lower_pairs(u64x8 a, u64x8 b) {
+  return (u32x16)__builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
+}
+inline u32x16 upper_pairs(u64x8 a, u64x8 b) {
+  return (u32x16)__builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+}
+
+// Four words of a piece's rows, a vector a word: lanes are rows.
+inline void four_columns(const char* rows, int64_t stride, u32x16 (&columns)[4]) {
+  const u32x16 a = four_words(rows, stride), b = four_words(rows + stride, stride);
+  const u32x16 c = four_words(rows + 2 * stride, stride);
+  const u32x16 d = four_words(rows + 3 * stride, stride);
+  columns[0] = lower_pairs(lower_words(a, b), lower_words(c, d));
+  columns[1] = upper_pairs(lower_words(a, b), lower_words(c, d));
+  columns[2] = lower_pairs(upper_words(a, b), upper_words(c, d));
+  columns[3] = upper_pairs(upper_words(a, b), upper_words(c, d));
+}
+
+inline u32x16 splat_u32(uint32_t value) { return value - u32x16{}; }
+
+struct DecodeScratch {
+  float* scores;            // [heads, group, kTile]
+  uint32_t* probabilities;  // [heads, group, kTile / 2], pairs of bf16
+  float* sums;              // [heads, group, head_dim]
+  SoftmaxState* states;     // [heads, group]
+  float* corrections;       // [heads, group]
+};
+
+template <int group>
+class DecodeQuery {
+ public:
+  DecodeQuery(const AttentionCall& call, int row, int head_begin, int head_end,
+              const DecodeScratch& scratch)
+      : call_(call),
+        at_(scratch),
+        num_heads_(head_end - head_begin),
+        num_words_(call.head_dim / 2),
+        head_bytes_(2 * call.head_dim),
+        stride_(int64_t{call.num_kv_heads} * head_bytes_),
+        table_(call.block_tables + row * call.table_stride),
+        end_(call.context_lens[row]),
+        begin_(call.window > 0 && end_ > call.window ? end_ - call.window : 0),
+        kv_(static_cast<const char*>(call.kv) + head_begin * head_bytes_),
+        queries_(reinterpret_cast<const uint32_t*>(static_cast<const bf16*>(call.q) +
+                                                   call.cu_query_lens[row] * call.q_stride +
+                                                   head_begin * group * call.head_dim)),
+        out_(static_cast<bf16*>(call.out) + call.cu_query_lens[row] * call.out_stride +
+             head_begin * group * call.head_dim) {}
+
+  void attend() {
+    const int num_rows = num_heads_ * group;
+    for (int row = 0; row < num_rows; ++row) at_.states[row] = {kLowest, {}};
+    std::memset(at_.sums, 0, sizeof(float) * num_rows * call_.head_dim);
+    for (int tile = begin_ / kTile * kTile; tile < end_; tile += kTile) {
+      const Span seen = {begin_ > tile ? begin_ - tile : 0,
+                         end_ - tile < kTile ? end_ - tile : kTile};
+      weigh(tile, seen);
+      add_values(tile, seen);
+    }
+    for (int row = 0; row < num_rows; ++row) {
+      const float* sums = at_.sums + row * call_.head_dim;
+      const float total = reduce_add(load_f32(at_.states[row].sums));
+      for (int i = 0; i < call_.head_dim; i += 2 * kLanes)
+        join<Dtype::bf16>(sums + i, total, out_ + row * call_.head_dim + i);
+    }
+  }
+
+ private:
+  static constexpr int kHeads = group <= 2 ? 2 : 1;  // at once: enough that no sum waits for itself
+
+  // Where a piece begins; behind the end, where the last one does.
+  const char* keys(int position) const {
+    if (position >= end_) position = (end_ - 1) / kPiece * kPiece;
+    const int64_t block = int64_t{table_[position / call_.block_size]} * call_.block_stride * 2;
+    return kv_ + block + position % call_.block_size * stride_;
+  }
+  const char* values(int position) const { return keys(position) + 2 * call_.value_offset; }
+
+  // Probabilities of the tile's positions.
+  void weigh(int tile, Span seen) const {
+    const int end = tile + seen.end;
+    for (int piece = tile + seen.begin / kPiece * kPiece; piece < end; piece += kPiece) {
+      const char* from = keys(piece);
+      // values begin where the tile's keys did
+      const char* next =
+          piece + kPiece < end ? keys(piece + kPiece) : values(tile + seen.begin / kPiece * kPiece);
+      Fetch fetch{next, stride_, num_heads_ * head_bytes_};
+      float* scores = at_.scores + piece - tile;
+      int head = 0;
+      for (; head + kHeads <= num_heads_; head += kHeads) score<kHeads>(from, fetch, head, scores);
+      for (; head < num_heads_; ++head) score<1>(from, fetch, head, scores);
+    }
+    Span spans[kLanes];
+    for (Span& span : spans) span = seen;
+    const int num_rows = num_heads_ * group;
+    for (int row = 0; row < num_rows; row += kLanes)
+      softmax_step(at_.scores + row * kTile, call_.scale, spans, at_.states + row,
+                   num_rows - row < kLanes ? num_rows - row : kLanes,
+                   reinterpret_cast<bf16*>(at_.probabilities + row * (kTile / 2)),
+                   at_.corrections + row);
+  }
+
+  // Scores of a piece, of some heads.
+  template <int heads>
+  void score(const char* piece, Fetch& fetch, int head, float* scores) const {
+    const uint32_t* queries = queries_ + head * group * num_words_;
+    piece += head * head_bytes_;
+    f32x16 sums[heads][group] = {};
+    for (int word = 0; word < num_words_; word += 4) {
+#pragma GCC unroll 4
+      for (int i = 0; i < heads; ++i) {
+        fetch.some(4);
+        u32x16 columns[4];
+        four_columns(piece + i * head_bytes_ + 4 * word, stride_, columns);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k)
+#pragma GCC unroll 8
+          for (int g = 0; g < group; ++g)
+            sums[i][g] = dot_bf16(sums[i][g], columns[k],
+                                  splat_u32(queries[(i * group + g) * num_words_ + word + k]));
+      }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < heads; ++i)
+#pragma GCC unroll 8
+      for (int g = 0; g < group; ++g)
+        store_f32(scores + ((head + i) * group + g) * kTile, sums[i][g]);
+  }
+
+  void add_values(int tile, Span seen) const {
+    const int num_rows = num_heads_ * group;
+    for (int row = 0; row < num_rows; ++row) {
+      float* sums = at_.sums + row * call_.head_dim;
+      for (int i = 0; i < call_.head_dim; i += kLanes)
+        store_f32(sums + i, load_f32(sums + i) * at_.corrections[row]);
+    }
+    for (int piece = seen.begin / kPiece * kPiece; piece < seen.end; piece += kPiece) {
+      const char* from = values(tile + piece);
+      const char* next =
+          piece + kPiece < seen.end ? values(tile + piece + kPiece) : keys(tile + kTile);
+      const Span some = {seen.begin > piece ? seen.begin - piece : 0,
+                         seen.end - piece < kPiece ? seen.end - piece : kPiece};
+      Fetch fetch{next, stride_, num_heads_ * head_bytes_};
+      for (int head = 0; head < num_heads_; ++head)
+        add<8 / group>(from + head * head_bytes_, fetch, some,
+                       at_.probabilities + head * group * (kTile / 2) + piece / 2,
+                       at_.sums + head * group * call_.head_dim);
+    }
+  }
+
+  // sums += probabilities * values, of the positions of a piece that are seen; `vectors` of 16
+  // words at once.
+  template <int vectors>
+  void add(const char* piece, Fetch& fetch, Span seen, const uint32_t* probabilities, float* sums,
+           int word = 0) const {
+    for (; word + vectors * kLanes <= num_words_; word += vectors * kLanes)
+      add_columns<vectors>(piece, fetch, seen, probabilities, sums, word);
+    if constexpr (vectors > 1) add<vectors / 2>(piece, fetch, seen, probabilities, sums, word);
+  }
+
+  template <int vectors>
+  void add_columns(const char* piece, Fetch& fetch, Span seen, const uint32_t* probabilities,
+                   float* sums, int word) const {
+    f32x16 all[group][2 * vectors];
+    sums += 2 * word;
+#pragma GCC unroll 8
+    for (int g = 0; g < group; ++g)
+#pragma GCC unroll 16
+      for (int i = 0; i < 2 * vectors; ++i)
+        all[g][i] = load_f32(sums + g * call_.head_dim + i * kLanes);
+    for (int pair = seen.begin / 2; 2 * pair < seen.end; ++pair) {
+      const int64_t row = 2 * pair * stride_ + 4 * word;
+      const bool sees_first = 2 * pair >= seen.begin, sees_second = 2 * pair + 1 < seen.end;
+      u32x16 weights[group];
+#pragma GCC unroll 8
+      for (int g = 0; g < group; ++g) weights[g] = splat_u32(probabilities[g * (kTile / 2) + pair]);
+#pragma GCC unroll 8
+      for (int i = 0; i < vectors; ++i) {
+        u32x16 a = load<u32x16>(piece + row + 64 * i);
+        u32x16 b = load<u32x16>(piece + row + stride_ + 64 * i);
+        fetch.some(2);
+        if (!sees_first) a = u32x16{};  // it may be NaN, which a probability of 0 does not keep out
+        if (!sees_second) b = u32x16{};
+        const u32x16 lower = (a & 0xffffu) | (b << 16), upper = (a >> 16) | (b & 0xffff0000u);
+#pragma GCC unroll 8
+        for (int g = 0; g < group; ++g) {
+          all[g][2 * i] = dot_bf16(all[g][2 * i], weights[g], lower);
+          all[g][2 * i + 1] = dot_bf16(all[g][2 * i + 1], weights[g], upper);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int g = 0; g < group; ++g)
+#pragma GCC unroll 16
+      for (int i = 0; i < 2 * vectors; ++i)
+        store_f32(sums + g * call_.head_dim + i * kLanes, all[g][i]);
+  }
+
+  const AttentionCall& call_;
+  const DecodeScratch at_;
+  const int num_heads_, num_words_;
+  const int64_t head_bytes_, stride_;  // to the next head and position
+  const int32_t* table_;
+  const int end_, begin_;  // of the positions that the query sees
+  const char* kv_;
+  const uint32_t* queries_;
+  bf16* out_;
+};
+
+// False: this is not one query of a shape that there is a DecodeQuery for.
+inline bool decode(const AttentionCall& call, int row, int head_begin, int head_end,
+                   const DecodeScratch& scratch) {
+  if (call.dtype != Dtype::bf16 || call.head_dim % (2 * kLanes) || call.block_size % kPiece ||
+      call.cu_query_lens[row + 1] - call.cu_query_lens[row] != 1)
+    return false;
+  switch (call.num_heads / call.num_kv_heads) {
+    case 1:
+      return DecodeQuery<1>(call, row, head_begin, head_end, scratch).attend(), true;
+    case 2:
+      return DecodeQuery<2>(call, row, head_begin, head_end, scratch).attend(), true;
+    case 4:
+      return DecodeQuery<4>(call, row, head_begin, head_end, scratch).attend(), true;
+    case 8:
+      return DecodeQuery<8>(call, row, head_begin, head_end, scratch).attend(), true;
+    default:
+      return false;
+  }
+}
+
+#endif
+
+}  // namespace quire::QUIRE_ISA
