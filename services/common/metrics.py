@@ -85,6 +85,12 @@ class GatewayMetrics:
         self.num_preemptions = Counter(
             "quire:num_preemptions", "Requests that gave way to others.", model, registry=registry
         )
+        self.num_moves = Counter(
+            "quire:num_moves",
+            "Running requests that went on at another decode worker, with nothing computed again.",
+            model,
+            registry=registry,
+        )
         self.num_requests_running = Gauge(
             "quire:num_requests_running", "Requests at a worker.", registry=registry
         )

@@ -21,6 +21,7 @@ from services.engine.messages import Advance, Broken, Removed, StepOutcome
 from services.engine.sequence import Sequence as EngineSequence
 from services.worker.events import (
     ABORTED,
+    DRAINED,
     EXPIRED,
     HANDED_OVER,
     PREEMPTED,
@@ -107,6 +108,10 @@ class DecodeWorker(PoolWorker):
 
     def _on_drain(self) -> int:
         return self.num_busy
+
+    def give_back(self) -> None:
+        for job in tuple(self._jobs.values()):
+            self._end(job, DRAINED)
 
     @property
     def num_busy(self) -> int:

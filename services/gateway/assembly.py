@@ -17,6 +17,7 @@ from services.gateway.dispatcher import Dispatcher, Limits
 from services.gateway.figures import Figures
 from services.gateway.fleet import Fleet
 from services.gateway.gateway import Gateway
+from services.gateway.mover import Mover
 from services.gateway.peers import SILENCE_S, Peer
 from services.gateway.router import Router
 
@@ -27,6 +28,7 @@ class Assembly:
     gateway: Gateway
     fleet: Fleet
     dispatcher: Dispatcher
+    mover: Mover
     changes: Bell
 
     def describe(self, address: str, started_unix_ms: int, *, stopping: bool) -> Member:
@@ -73,12 +75,20 @@ async def assembled(
     figures.watch(lambda: dispatcher.num_running, lambda: dispatcher.num_waiting)
     gateway = Gateway(fleet, dispatcher, changes, figures.meter, limits.patience_s)
     async with asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(fleet.watch(), name="registry")
+        mover = Mover(fleet, changes, limits.reserve_timeout_s)
+        background = [
+            tasks.create_task(fleet.watch(), name="registry"),
+            tasks.create_task(mover.clear_out(), name="clear out"),
+        ]
+        if limits.rebalance_s:
+            moving = mover.rebalance(limits.rebalance_s)
+            background.append(tasks.create_task(moving, name="rebalance"))
         try:
-            yield Assembly(gateway_id, gateway, fleet, dispatcher, changes)
+            yield Assembly(gateway_id, gateway, fleet, dispatcher, mover, changes)
         finally:
             await dispatcher.close()
-            watching.cancel()
+            for task in background:
+                task.cancel()
 
 
 async def keep_health(assembly: Assembly, server: RpcServer, presence: Presence) -> None:

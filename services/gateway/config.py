@@ -37,6 +37,9 @@ class GatewaySettings(ServiceSettings):
     poll_s: float = Field(
         default=0.5, gt=0, description="how often the registry is read for workers"
     )
+    rebalance_s: float = Field(
+        default=1.0, ge=0, description="how often decode workers' loads are compared; 0: never"
+    )
     silence_s: float = Field(
         default=2.0, gt=0, description="how long a worker may say nothing before it is given up"
     )

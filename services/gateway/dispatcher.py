@@ -59,11 +59,13 @@ class Workers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`patience_s`: how long a request waits while no worker can take it at all."""
+    """`patience_s`: how long a request waits while no worker can take it at all. `rebalance_s`:
+    how often the loads of decode workers are compared; 0: never."""
 
     max_waiting: int = 1024
     patience_s: float = 5.0
     reserve_timeout_s: float = 2.0
+    rebalance_s: float = 1.0
 
 
 class Dispatcher:

@@ -55,6 +55,7 @@ class Figures:
         metrics.prompt_tokens.labels(model).inc(tally.num_prompt_tokens)
         metrics.prompt_tokens_cached.labels(model).inc(tally.num_cached_tokens)
         metrics.num_preemptions.labels(model).inc(tally.num_preemptions)
+        metrics.num_moves.labels(model).inc(tally.num_moves)
         if journey.started_at is not None:
             queued_s = journey.started_at - request.arrived_at
             metrics.request_queue_time_s.labels(model).observe(queued_s)
@@ -72,6 +73,7 @@ class Figures:
             num_cached_tokens=tally.num_cached_tokens,
             num_generated_tokens=tally.num_generated_tokens,
             num_preemptions=tally.num_preemptions,
+            num_moves=tally.num_moves,
             num_attempts=journey.num_attempts,
             time_to_first_token_ms=round(tally.time_to_first_token_s * 1000, 1),
             duration_ms=round((now - request.arrived_at) * 1000, 1),

@@ -94,6 +94,14 @@ class Fleet:
         served = self.served(name)
         return tuple(pool for pool in served.pools if pool.complete) if served else ()
 
+    def decode_workers(self) -> dict[str, tuple[Worker, ...]]:
+        """Decode workers that are connected, also when they take nothing new, by pool."""
+        pools: dict[str, tuple[Worker, ...]] = {}
+        for worker in (connection.worker for connection in self._connections.values()):
+            if worker.member.role == "decode" and worker.connected:
+                pools[worker.member.pool_id] = (*pools.get(worker.member.pool_id, ()), worker)
+        return pools
+
     def ready(self) -> bool:
         return any(self.complete_pools(name) for name in self.names())
 

@@ -24,6 +24,7 @@ exactly what was received is refused.
 """
 
 import asyncio
+import math
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -127,6 +128,7 @@ class Journey:
         self.at_rest: AtRest | None = None
         self.waiting_since = loop.time()
         self.started_at: float | None = None
+        self.moved_at = -math.inf
         self._desk = desk
         self._attempts = attempts
         self._clock: Callable[[], float] = loop.time
@@ -356,6 +358,8 @@ class Journey:
             self._wait_again()
             return
         self._slot, self._next = self._next, None
+        self.moved_at = self._clock()
+        self.output.tally.num_moves += 1
         self.attempt = self._slot.attempt
         self._admit()
 

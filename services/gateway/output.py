@@ -36,6 +36,7 @@ class Tally:
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
+    num_moves: int = 0
     first_token_at: float | None = None
     last_token_at: float = 0.0
     prefilled: bool = False

@@ -36,7 +36,12 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     metrics = CollectorRegistry()
     configured = settings.secret.get_secret_value() if settings.secret else None
     secret = deployment_secret(configured, settings.secret_file, settings.run_dir)
-    limits = Limits(settings.max_waiting, settings.patience_s, settings.reserve_timeout_s)
+    limits = Limits(
+        settings.max_waiting,
+        settings.patience_s,
+        settings.reserve_timeout_s,
+        settings.rebalance_s,
+    )
     async with AsyncExitStack() as stack:
         store, registry = await redis.connect(settings, stack)
         stack.enter_context(metrics_endpoint(settings, metrics))

@@ -51,6 +51,11 @@ class Worker:
         return self.connected and not self.draining
 
     @property
+    def num_running(self) -> int:
+        """Sequences of all gateways at this decode worker, as last reported."""
+        return self._load.num_running
+
+    @property
     def num_free_slots(self) -> int:
         """As last reported, less what we have taken since. An estimate for choosing: the worker
         itself grants or refuses."""

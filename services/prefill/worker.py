@@ -112,6 +112,10 @@ class PrefillWorker(PoolWorker):
             self._end(job, DRAINED)
         return len(self._jobs)
 
+    def give_back(self) -> None:
+        for job in tuple(self._jobs.values()):
+            self._end(job, DRAINED)
+
     @property
     def num_busy(self) -> int:
         return len(self._computing)

@@ -169,6 +169,10 @@ class PoolWorker(ABC):
                 return
             await asyncio.sleep(_DRAIN_INTERVAL_S)
 
+    @abstractmethod
+    def give_back(self) -> None:
+        """Send everything back to the gateways, to be computed again elsewhere."""
+
     @property
     @abstractmethod
     def num_busy(self) -> int:

@@ -24,6 +24,12 @@ from services.worker.lanes import SharedCpus
 from services.worker.loading import LoadedModel, load
 from services.worker.pool_worker import Limits, PoolWorker
 
+_GIVE_BACK_LIMIT_S = 2.0
+"""How long a step in flight and the releases after it may take, when a grace period is over."""
+
+_FAREWELL_S = 0.1
+"""For what is on its way to gateways when everything has ended."""
+
 _ABORT_LIMIT_S = 5.0
 """How long a worker that leaves waits for its last step and releases."""
 
@@ -156,14 +162,16 @@ async def _listen(
 async def _finish(
     worker: PoolWorker, server: RpcServer, stop: asyncio.Event, grace_s: float
 ) -> None:
-    """Let what runs end: without limit while drained, for the grace period once stopped. Then the
-    streams break, which aborts what is left."""
+    """Let what runs end, or move to another worker: without limit while drained, for the grace
+    period once stopped. What is left then goes back to be computed again."""
     drained = asyncio.create_task(worker.drained())
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait([drained, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     await asyncio.wait([drained], timeout=grace_s)
-    await server.stop()
+    worker.give_back()
+    await asyncio.wait([drained], timeout=_GIVE_BACK_LIMIT_S)
+    await server.stop(_FAREWELL_S)
     with suppress(TimeoutError):
         await asyncio.wait_for(drained, _ABORT_LIMIT_S)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from google.protobuf.message import Message
@@ -73,6 +74,7 @@ class StreamWorker(Protocol):
     worker_id: str
     pool_id: str
     draining: bool
+    drain_asked: asyncio.Event
 
     def load(self) -> Load: ...
     def abort(self, session: StreamSession, request_id: str, attempt: int) -> None: ...
@@ -144,7 +146,15 @@ class WorkerStream:
     async def _report_load(self, session: StreamSession) -> None:
         while True:
             session.put({"load": self._load()})
+            await self._interval()
+
+    async def _interval(self) -> None:
+        """Between two reports. That it drains is told at once: what runs here is to be moved."""
+        if self._worker.draining:
             await asyncio.sleep(_LOAD_INTERVAL_S)
+        else:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._worker.drain_asked.wait(), _LOAD_INTERVAL_S)
 
     async def _read(self, session: StreamSession, requests: AsyncIterator[Any]) -> None:
         try:

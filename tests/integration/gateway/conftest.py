@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,14 @@ class House:
                 silence_s=self.silence_s,
             )
         )
+
+    async def say_draining(self, worker_id: str) -> None:
+        """The registry says so, before the worker itself does."""
+        (found,) = [m for m in await self.registry.members() if m.member_id == worker_id]
+        await self.registry.announce(replace(found, state="draining"), ttl_s=1e6)
+
+    def num_moves(self) -> float | None:
+        return self.figures.get_sample_value("quire:num_moves_total", {"model_name": "toy"})
 
     async def add(self, *workers: FakePrefill | FakeDecode) -> None:
         """Start workers and wait until the gateway uses them."""

@@ -139,6 +139,7 @@ class FakeWorker:
 
     def _load(self, draining: bool = False) -> worker_pb2.WorkerLoad:
         return worker_pb2.WorkerLoad(
+            num_running=self.load.num_running,
             num_free_slots=self.load.num_free_slots,
             num_pending_tokens=self.load.num_pending_tokens,
             draining=draining,
@@ -262,6 +263,18 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         running = self.running.get(abort.request_id)
         if running is not None and running.ticket.attempt == abort.attempt:
             del self.running[abort.request_id]
+
+    def on_hand_over(self, session: Session, command: decode_pb2.HandOver) -> None:
+        running = self.running.pop(command.request_id)
+        self.slots.discard((command.request_id, command.attempt))
+        ticket = running.ticket
+        sequence = ticket.sequences[0]
+        del sequence.token_ids[:]
+        sequence.token_ids.extend(running.tokens[len(ticket.prompt_token_ids) :])
+        sequence.num_computed_tokens = len(running.tokens) - 1
+        ticket.holder_epoch += 2
+        reason = worker_pb2.Requeue.REASON_HANDED_OVER
+        session.send(requeue=worker_pb2.Requeue(ticket=ticket, reason=reason))
 
     def on_closed(self, session: Session) -> None:
         self.running = {k: r for k, r in self.running.items() if r.session is not session}

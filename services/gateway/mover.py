@@ -1,0 +1,136 @@
+"""Moves running requests from one decode worker to another of its pool: away from one that leaves,
+and from one that has much more than another.
+
+Nothing is computed again and no KV is copied: a slot is got there first, then the ticket changes
+hands. One at a time, so that each waits for no more than the steps of the two workers.
+"""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from typing import NoReturn, Protocol
+
+from services.common.logging import get_logger
+from services.gateway.bell import Bell
+from services.gateway.journey import Journey
+from services.gateway.worker import Worker
+
+log = get_logger(__name__)
+
+LOOK_AGAIN_S = 0.05
+"""While somebody is to be moved that cannot be yet: its ticket is under way."""
+
+MIN_GAP = 4
+MIN_RATIO = 1.5
+"""One worker has much more than another when it runs so many more sequences, and so many times as
+many."""
+
+REST_S = 10.0
+"""Who was moved stays for so long, unless its worker leaves."""
+
+
+class Workers(Protocol):
+    """What the mover needs of the fleet."""
+
+    def decode_workers(self) -> Mapping[str, tuple[Worker, ...]]:
+        """Those that are connected, also when they take nothing new, by pool."""
+
+
+class Mover:
+    """`bell` rings when anything changes that may let somebody move."""
+
+    def __init__(self, workers: Workers, bell: Bell, reserve_timeout_s: float) -> None:
+        self._workers = workers
+        self._bell = bell
+        self._reserve_timeout_s = reserve_timeout_s
+        self._clock = asyncio.get_running_loop().time
+        self._uneven: dict[str, tuple[Worker, Worker]] = {}
+
+    # ── away from who leaves ─────────────────────────────────────────────────────────────────────
+
+    async def clear_out(self) -> NoReturn:
+        """Take what runs at draining workers elsewhere, first in order first. What finds no slot
+        goes on where it is."""
+        while True:
+            heard = self._bell.rings
+            leaving = False
+            for pool in self._workers.decode_workers().values():
+                for source in pool:
+                    if source.draining and source.guests:
+                        leaving = True
+                        await self._clear(source, pool)
+            await self._bell.wait(heard, LOOK_AGAIN_S if leaving else None)
+
+    async def _clear(self, source: Worker, pool: tuple[Worker, ...]) -> None:
+        for journey in sorted(_settled(source), key=lambda journey: journey.place.order):
+            target = _roomiest(pool)
+            if target is None:
+                return
+            await self._move(journey, source, target)
+
+    # ── from who has much more ───────────────────────────────────────────────────────────────────
+
+    async def rebalance(self, interval_s: float) -> NoReturn:
+        """Look every `interval_s`, for ever."""
+        while True:
+            await asyncio.sleep(interval_s)
+            await self.look()
+
+    async def look(self) -> None:
+        """What is as uneven as at the last look is evened out; what was at the last one only, is
+        forgotten."""
+        uneven_before, self._uneven = self._uneven, {}
+        for pool_id, pool in self._workers.decode_workers().items():
+            if pair := _uneven_pair(pool):
+                if pair == uneven_before.get(pool_id):
+                    await self._even_out(*pair)
+                else:
+                    self._uneven[pool_id] = pair
+
+    async def _even_out(self, source: Worker, target: Worker) -> None:
+        """Move half of what one has more than the other, the youngest first; of several gateways
+        each its share."""
+        now = self._clock()
+        rested = [j for j in _settled(source) if now - j.moved_at >= REST_S]
+        half = (source.num_running - target.num_running) // 2
+        share = len(source.guests) / max(source.num_running, len(source.guests))
+        youngest = sorted(rested, key=lambda journey: -journey.place.order)
+        for journey in youngest[: round(half * share)]:
+            if not target.open or target.num_free_slots <= 0:
+                return
+            await self._move(journey, source, target)
+
+    async def _move(self, journey: Journey, source: Worker, target: Worker) -> None:
+        """Also when others were moved meanwhile: it may have ended, or gone."""
+        if journey.settled_at is not source:
+            return
+        try:
+            moved = await journey.move(target, self._reserve_timeout_s)
+        except Exception as error:  # a fault of ours in one request must not end all moving
+            journey.end(error)
+            return
+        log.debug("request_moves", request_id=journey.id, worker_id=target.id, granted=moved)
+
+
+def _settled(worker: Worker) -> Iterator[Journey]:
+    for guest in tuple(worker.guests):
+        if isinstance(guest, Journey) and guest.settled_at is worker:
+            yield guest
+
+
+def _roomiest(pool: tuple[Worker, ...]) -> Worker | None:
+    """Where there is most room, of those that take work."""
+    open_workers = [worker for worker in pool if worker.open and worker.num_free_slots > 0]
+    return max(open_workers, key=lambda worker: (worker.num_free_slots, worker.id), default=None)
+
+
+def _uneven_pair(pool: tuple[Worker, ...]) -> tuple[Worker, Worker] | None:
+    """Who has most and who has least, where that is much less."""
+    usable = [worker for worker in pool if worker.usable]
+    if len(usable) < 2:
+        return None
+    most = max(usable, key=lambda worker: (worker.num_running, worker.id))
+    least = min(usable, key=lambda worker: (worker.num_running, worker.id))
+    gap = most.num_running - least.num_running
+    if gap < MIN_GAP or most.num_running < MIN_RATIO * least.num_running:
+        return None
+    return most, least

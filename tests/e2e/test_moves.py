@@ -1,0 +1,98 @@
+"""A decode worker leaves while it runs: its streams go on at another one, and nothing is computed
+again."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.client import AsyncClient
+from quire.types import Sampling, Worker
+
+from .conftest import Oracle
+from .deployment import Deployment, serving
+
+NUM_STREAMS, NUM_TOKENS = 6, 1000
+LIMIT_S = 60.0
+SAMPLINGS = (
+    Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
+    Sampling(temperature=1.0, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True),
+)
+
+
+@pytest.fixture
+def deployment(checkpoint: Path, tmp_path: Path) -> Iterator[Deployment]:
+    with serving(checkpoint, tmp_path, "--decode", "2", "--pool-memory", "16MiB") as running:
+        yield running
+
+
+class Stream:
+    def __init__(self, client: AsyncClient, number: int) -> None:
+        prompt = [random.Random(number).randrange(259, 384) for _ in range(30 + number)]
+        self.prompt, self.sampling = prompt, SAMPLINGS[number % 2]
+        self.tokens: list[int] = []
+        self.reading = asyncio.create_task(self._read(client))
+
+    async def _read(self, client: AsyncClient) -> None:
+        async for delta in client.generate(self.prompt, self.sampling, timeout_s=LIMIT_S):
+            self.tokens += delta.token_ids
+
+
+@pytest.mark.parametrize("way", ["drained", "terminated"])
+async def test_a_worker_leaves_while_its_streams_go_on(
+    deployment: Deployment, client: AsyncClient, oracle: Oracle, way: str
+) -> None:
+    streams = [Stream(client, number) for number in range(NUM_STREAMS)]
+    async with asyncio.timeout(LIMIT_S):
+        while not all(len(stream.tokens) > 20 for stream in streams):
+            await asyncio.sleep(0.01)
+        leaving = max(await decoders(client), key=lambda worker: worker.num_running)
+        if way == "drained":
+            await client.drain(leaving.worker_id)
+        else:
+            os.kill(pid_of(deployment, leaving), signal.SIGTERM)
+        while len(await decoders(client)) > 1:
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*(stream.reading for stream in streams))
+    for stream in streams:
+        again = await client.complete(stream.prompt, stream.sampling)
+        assert stream.tokens == list(again.token_ids)
+        if stream.sampling.temperature == 0:
+            assert stream.tokens == oracle.choices(stream.prompt, stream.tokens)
+    num_moves, num_preemptions = await figures(deployment, "num_moves", "num_preemptions")
+    assert num_moves >= 1
+    assert num_preemptions == 0
+
+
+async def decoders(client: AsyncClient) -> list[Worker]:
+    return [worker for worker in await client.workers() if worker.role == "decode"]
+
+
+def pid_of(deployment: Deployment, worker: Worker) -> int:
+    """By the port that it listens on."""
+    port = int(worker.address.rpartition(":")[2])
+    for pid in deployment.running("services.decode"):
+        if port in listening_ports(pid):
+            return pid
+    raise AssertionError(f"nobody listens on {worker.address}")
+
+
+def listening_ports(pid: int) -> set[int]:
+    """Of one process: its sockets, found in the kernel's list."""
+    sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    tables = [Path(f"/proc/{pid}/net/{table}").read_text() for table in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if f"socket:[{row[9]}]" in sockets}
+
+
+async def figures(deployment: Deployment, *names: str) -> list[float]:
+    async with httpx.AsyncClient() as http:
+        text = (await http.get(f"{deployment.http}/metrics")).text
+    found = {f.name: f.samples for f in text_string_to_metric_families(text)}
+    return [sum(s.value for s in found[f"quire:{n}"] if s.name.endswith("_total")) for n in names]

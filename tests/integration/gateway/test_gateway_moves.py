@@ -1,0 +1,178 @@
+"""Running requests go on at another decode worker: nothing is lost, and nothing computed again."""
+
+from typing import Any
+
+import pytest
+
+from blockstore.registry import Load
+from quire.v1 import decode_pb2, prefill_pb2
+
+from .conftest import PROMPT, Call, House, asked, until
+from .fakes import FakeDecode, FakePrefill, expected
+
+
+async def running_at(house: House, decode: FakeDecode, *names: str) -> list[Call]:
+    """Requests of 8 tokens that have 3 of them; it must be the only decode worker yet."""
+    decode.pause_after = 3
+    calls = [Call(house.gateway, asked(name)) for name in names]
+    await until(lambda: all(len(call.tokens) == 3 for call in calls))
+    return calls
+
+
+async def finish(*calls: Call) -> None:
+    for call in calls:
+        await call.result()
+        assert call.tokens == expected(PROMPT, 8)
+
+
+@pytest.mark.parametrize("told_by", ["worker", "registry"])
+async def test_what_runs_at_a_draining_worker_moves(make_house: Any, told_by: str) -> None:
+    prefill, leaving, other = FakePrefill(), FakeDecode("leaving"), FakeDecode("other")
+    house = await make_house(prefill, leaving)
+    calls = await running_at(house, leaving, "r1", "r2", "r3")
+    await house.add(other)
+    if told_by == "worker":
+        leaving.report(leaving.load, draining=True)
+    else:
+        await house.say_draining("leaving")
+    await finish(*calls)
+    assert len(other.commands(decode_pb2.Admit)) == 3
+    assert len(prefill.commands(prefill_pb2.PrefillSubmit)) == 3  # not again
+    assert not leaving.running
+    assert not leaving.slots
+    assert house.num_moves() == 3
+
+
+async def test_what_finds_no_slot_goes_on_where_it_is(make_house: Any) -> None:
+    """The first in order has the only slot elsewhere."""
+    leaving, other = FakeDecode("leaving"), FakeDecode("other", num_slots=1)
+    house = await make_house(FakePrefill(), leaving)
+    first, second = await running_at(house, leaving, "r1", "r2")
+    await house.add(other)
+    other.pause_after = 3
+    leaving.report(leaving.load, draining=True)
+    await until(lambda: "r1" in other.running)
+    leaving.go_on(pause_after=8)
+    await finish(second)
+    assert len(other.commands(decode_pb2.Admit)) == 1
+    other.go_on(pause_after=8)
+    await finish(first)
+
+
+async def test_a_ticket_under_way_to_a_worker_that_leaves_is_moved_once_it_runs(
+    make_house: Any,
+) -> None:
+    prefill, leaving, other = FakePrefill(), FakeDecode("leaving"), FakeDecode("other")
+    house = await make_house(prefill, leaving)
+    prefill.holds = True
+    leaving.pause_after = 2
+    call = Call(house.gateway, asked())
+    await until(lambda: bool(prefill.held))
+    await house.add(other)
+    leaving.report(leaving.load, draining=True)
+    prefill.let_go()
+    await finish(call)
+    assert len(prefill.commands(prefill_pb2.PrefillSubmit)) == 1
+
+
+async def test_a_worker_that_is_lost_on_the_way_leaves_a_ticket_in_line(make_house: Any) -> None:
+    """The slot that was granted is gone when the ticket comes: it goes on from another one."""
+    prefill, leaving, lost = FakePrefill(), FakeDecode("leaving"), FakeDecode("lost")
+    house = await make_house(prefill, leaving)
+    (call,) = await running_at(house, leaving, "r1")
+    handing_over: list[Any] = []
+    hand_over = leaving.on_hand_over
+    leaving.on_hand_over = lambda *args: handing_over.append(args)  # type: ignore[method-assign]
+    await house.add(lost)
+    leaving.report(leaving.load, draining=True)
+    await until(lambda: bool(handing_over))
+    await house.registry.withdraw("lost")
+    await until(lambda: "lost" not in house.connected())
+    await house.add(FakeDecode("other"))
+    hand_over(*handing_over[0])
+    await finish(call)
+    assert len(prefill.commands(prefill_pb2.PrefillSubmit)) == 1
+    assert not lost.commands(decode_pb2.Admit)
+
+
+@pytest.fixture
+async def uneven(make_house: Any) -> tuple[House, FakeDecode, FakeDecode, list[Call]]:
+    """6 run at one worker, and none at the other. The mover looks when it is told to."""
+    busy, idle = FakeDecode("busy"), FakeDecode("idle")
+    house = await make_house(FakePrefill(), busy, rebalance_s=0)
+    calls = await running_at(house, busy, *(f"r{number}" for number in range(6)))
+    idle.pause_after = 3
+    await house.add(idle)
+    await reported(house, busy, 6)
+    return house, busy, idle, calls
+
+
+async def reported(house: House, decode: FakeDecode, num_running: int) -> None:
+    """The gateway knows how many run there."""
+    decode.report(Load(num_running=num_running, num_free_slots=64 - num_running))
+    there = house.assembly.fleet.decode_workers()["pool"]
+    (worker,) = [worker for worker in there if worker.id == decode.worker_id]
+    await until(lambda: worker.num_running == num_running)
+
+
+async def test_who_has_much_more_gives_half_the_difference_the_youngest_first(
+    uneven: tuple[House, FakeDecode, FakeDecode, list[Call]],
+) -> None:
+    house, busy, idle, calls = uneven
+    await house.assembly.mover.look()
+    assert not idle.commands(decode_pb2.Reserve)  # it may be over by the next look
+    await house.assembly.mover.look()
+    await until(lambda: len(idle.running) == 3)
+    assert set(idle.running) == {"r3", "r4", "r5"}
+    assert set(busy.running) == {"r0", "r1", "r2"}
+    for worker in (busy, idle):
+        worker.go_on(pause_after=8)
+    await finish(*calls)
+
+
+async def test_who_was_moved_is_not_moved_back_at_once(
+    uneven: tuple[House, FakeDecode, FakeDecode, list[Call]],
+) -> None:
+    house, busy, idle, calls = uneven
+    for _ in range(2):
+        await house.assembly.mover.look()
+    await until(lambda: len(idle.running) == 3)
+    idle.go_on(pause_after=4)  # they are settled there
+    await until(lambda: all(len(call.tokens) == 4 for call in calls[3:]))
+    await reported(house, busy, 0)
+    await reported(house, idle, 9)
+    for _ in range(2):
+        await house.assembly.mover.look()
+    assert len(busy.commands(decode_pb2.Reserve)) == 6  # those of the beginning
+    for worker in (busy, idle):
+        worker.go_on(pause_after=8)
+    await finish(*calls)
+
+
+@pytest.mark.parametrize(("most", "least"), [(6, 3), (20, 14)], ids=["in number", "in proportion"])
+async def test_a_small_difference_moves_nobody(
+    uneven: tuple[House, FakeDecode, FakeDecode, list[Call]], most: int, least: int
+) -> None:
+    house, busy, idle, calls = uneven
+    await reported(house, busy, most)
+    await reported(house, idle, least)
+    for _ in range(2):
+        await house.assembly.mover.look()
+    assert not idle.commands(decode_pb2.Reserve)
+    busy.go_on(pause_after=8)
+    await finish(*calls)
+
+
+async def test_of_several_gateways_each_moves_its_share(
+    uneven: tuple[House, FakeDecode, FakeDecode, list[Call]],
+) -> None:
+    """Of 18 sequences 6 are ours, and 9 are to go."""
+    house, busy, idle, calls = uneven
+    await reported(house, busy, 18)
+    for _ in range(2):
+        await house.assembly.mover.look()
+    await until(lambda: len(idle.running) == 3)
+    assert len(busy.running) == 3
+    for worker in (busy, idle):
+        worker.go_on(pause_after=8)
+    await finish(*calls)
