@@ -24,6 +24,8 @@ async def drain(members: tuple[Member, ...], worker_id: str, peer_id: str) -> in
     worker = next((member for member in members if member.member_id == worker_id), None)
     if worker is None or worker.role not in ("prefill", "decode"):
         raise UnknownWorker(f"no worker {worker_id!r}")
+    if worker.state == "starting":
+        raise Unavailable(f"{worker_id} has not started yet; try again")
     async with open_channel(worker.address) as channel:
         with translated():
             return await _drain(worker, channel, peer_id)

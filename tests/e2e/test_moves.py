@@ -18,7 +18,7 @@ from quire.types import Sampling, Worker
 from .conftest import Oracle
 from .deployment import Deployment, serving
 
-NUM_STREAMS, NUM_TOKENS = 6, 1000
+NUM_STREAMS, NUM_TOKENS = 6, 2000
 LIMIT_S = 60.0
 SAMPLINGS = (
     Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
@@ -48,11 +48,11 @@ class Stream:
 async def test_a_worker_leaves_while_its_streams_go_on(
     deployment: Deployment, client: AsyncClient, oracle: Oracle, way: str
 ) -> None:
-    streams = [Stream(client, number) for number in range(NUM_STREAMS)]
     async with asyncio.timeout(LIMIT_S):
-        while not all(len(stream.tokens) > 20 for stream in streams):
-            await asyncio.sleep(0.01)
-        leaving = max(await decoders(client), key=lambda worker: worker.num_running)
+        while [worker.state for worker in await decoders(client)] != ["serving"] * 2:
+            await asyncio.sleep(0.05)
+        streams = [Stream(client, number) for number in range(NUM_STREAMS)]
+        leaving = await busiest(client)
         if way == "drained":
             await client.drain(leaving.worker_id)
         else:
@@ -68,6 +68,14 @@ async def test_a_worker_leaves_while_its_streams_go_on(
     num_moves, num_preemptions = await figures(deployment, "num_moves", "num_preemptions")
     assert num_moves >= 1
     assert num_preemptions == 0
+
+
+async def busiest(client: AsyncClient) -> Worker:
+    while True:
+        worker = max(await decoders(client), key=lambda worker: worker.num_running)
+        if worker.num_running > 0:
+            return worker
+        await asyncio.sleep(0.01)
 
 
 async def decoders(client: AsyncClient) -> list[Worker]:

@@ -226,6 +226,12 @@ async def test_what_is_no_worker_cannot_be_drained(served: Served) -> None:
     assert await drain_status(served, "") is grpc.StatusCode.NOT_FOUND
 
 
+async def test_a_worker_that_still_starts_cannot_be_drained_yet(served: Served) -> None:
+    starting = replace(await served.announce("decode-1"), state="starting")
+    await served.registry.announce(starting, ttl_s=600)
+    assert await drain_status(served, "decode-1") is grpc.StatusCode.UNAVAILABLE
+
+
 async def test_another_worker_at_the_address_is_not_drained(served: Served) -> None:
     worker = await start(served, "decode", "decode-2")
     assert await drain_status(served, "decode-1") is grpc.StatusCode.NOT_FOUND
