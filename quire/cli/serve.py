@@ -69,6 +69,17 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         help="the pool's KV memory, such as 2GiB; default: half of what is free after the "
         f"weights ({EMBEDDED_POOL_MEMORY} for the embedded model)",
     )
+    group.add_argument(
+        "--swap-memory",
+        type=_size,
+        metavar="SIZE",
+        help="memory beside the pool that requests which give way are copied to; default: none",
+    )
+    group.add_argument(
+        "--preemption",
+        choices=("auto", "swap", "recompute"),
+        help="how requests give way; default: auto, swap where that costs less",
+    )
     group.add_argument("--block-size", type=_positive, metavar="TOKENS", help="default: 16")
     group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
     group.add_argument("--backend", choices=("cpu", "reference", "triton", "flash"))
@@ -151,6 +162,8 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         http_port=args.http_port or free_port(args.host),
         redis_url=args.redis_url,
         pool_memory=args.pool_memory or default_memory,
+        swap_memory=args.swap_memory,
+        preemption=args.preemption,
         block_size=args.block_size,
         dtype=args.dtype,
         backend=args.backend,

@@ -26,6 +26,8 @@ class ServeOptions:
     http_port: int = DEFAULT_HTTP_PORT
     redis_url: str | None = None
     pool_memory: str | None = None
+    swap_memory: str | None = None
+    preemption: str | None = None
     block_size: int | None = None
     dtype: str | None = None
     backend: str | None = None

@@ -46,6 +46,8 @@ def _worker_settings(options: ServeOptions) -> dict[str, str]:
         "MODEL": options.model,
         "MODEL_NAME": options.model_name,
         "POOL_MEMORY": options.pool_memory,
+        "SWAP_MEMORY": options.swap_memory,
+        "PREEMPTION": options.preemption,
         "BLOCK_SIZE": options.block_size,
         "DTYPE": options.dtype,
         "BACKEND": options.backend,

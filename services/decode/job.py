@@ -9,11 +9,13 @@ from services.worker.events import Ending, Session
 
 class State(Enum):
     """RESERVED (slots only) -> CLAIMING (asks the store for the holder) -> RUNNING -> ENDED, or
-    RUNNING -> AT_REST (a ticket with blocks, for somebody else to claim) -> ENDED."""
+    RUNNING -> AT_REST (a ticket with blocks, for somebody else to claim) -> ENDED. What gives way
+    may be SWAPPING before: its KV is copied to the colder pool, and rests there."""
 
     RESERVED = auto()
     CLAIMING = auto()
     RUNNING = auto()
+    SWAPPING = auto()
     AT_REST = auto()
     ENDED = auto()
 
@@ -34,7 +36,7 @@ class Job:
     @property
     def num_slots(self) -> int:
         """What it keeps from others."""
-        return 0 if self.state is State.AT_REST else self.num_sequences
+        return 0 if self.state in (State.SWAPPING, State.AT_REST) else self.num_sequences
 
     @property
     def key(self) -> tuple[int, str, int]:

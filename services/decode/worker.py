@@ -11,14 +11,16 @@ from blockstore.registry import Load
 from blockstore.store import BlockStore, PrefixHash
 from services.common.errors import InvalidRequest
 from services.common.metrics import WorkerMetrics
-from services.common.ticket import Ticket, TicketSequence
+from services.common.ticket import Swapped, Ticket, TicketSequence
 from services.decode.grower import Grower
 from services.decode.job import Job, State
+from services.decode.swapping import Swapping
 from services.engine import messages
 from services.engine.engine import ForwardPass
 from services.engine.membership import Membership
 from services.engine.messages import Advance, Broken, Removed, StepOutcome
 from services.engine.sequence import Sequence as EngineSequence
+from services.worker.colder import ColderPool
 from services.worker.events import (
     ABORTED,
     DRAINED,
@@ -50,8 +52,10 @@ class DecodeWorker(PoolWorker):
         forward: ForwardPass,
         limits: Limits,
         metrics: WorkerMetrics,
+        colder: ColderPool | None = None,
     ) -> None:
-        super().__init__(store, membership, forward, limits, metrics, one_token=False)
+        super().__init__(store, membership, forward, limits, metrics, colder, one_token=False)
+        self._swapping = None if colder is None else Swapping(colder, self._on_copied)
         self._grower = Grower(
             store,
             self.pool_id,
@@ -107,6 +111,8 @@ class DecodeWorker(PoolWorker):
             self._end(job, ABORTED)
 
     def _on_drain(self) -> int:
+        for job in [job for job in self._jobs.values() if job.ticket and job.ticket.swapped]:
+            self._after(self.limits.ticket_ttl_s, job, STALE)
         return self.num_busy
 
     def give_back(self) -> None:
@@ -238,9 +244,12 @@ class DecodeWorker(PoolWorker):
         self._leave(job, replace(ticket, sequences=(sequence,)), ending)
 
     def _leave(self, job: Job, ticket: Ticket, ending: Ending) -> None:
-        """No step touches its blocks: they go, or stay for who claims the ticket."""
+        """No step touches its blocks: they go, or stay for who claims the ticket, or are copied to
+        the colder pool before they go."""
         if ending is HANDED_OVER:
             self._put_at_rest(job, ticket)
+        elif ending is PREEMPTED and self._is_worth_swapping(job, ticket):
+            self._swap_out(job, ticket)
         else:
             self._release(job, ticket, ending)
 
@@ -262,11 +271,54 @@ class DecodeWorker(PoolWorker):
         self._after(self.limits.ticket_ttl_s, job, STALE)
         self.writer.put(detach)
 
+    def _is_worth_swapping(self, job: Job, ticket: Ticket) -> bool:
+        if self._swapping is None:
+            return False
+        others = [_ticket(other) for other in self._running.values() if other is not job]
+        return self._swapping.is_worthwhile(ticket, others)
+
+    def _swap_out(self, job: Job, ticket: Ticket) -> None:
+        """Its blocks stay its own until they are copied."""
+        assert self._swapping is not None
+        self._stop_running(job)
+        job.state = State.SWAPPING
+        job.ending = None
+        job.ticket = ticket
+        self._swapping.begin(job)
+
+    def _on_copied(self, job: Job, swapped: Swapped | None) -> None:
+        """At rest in the colder pool, unless there is no room; here it gives way."""
+        ticket = _ticket(job)
+        if swapped is None:
+            self._release(job, ticket, job.ending or PREEMPTED)
+            return
+        sequence = replace(ticket.sequences[0], block_ids=(), num_computed_tokens=0)
+        at_rest = replace(ticket, holder_epoch=0, sequences=(sequence,), swapped=swapped)
+
+        async def give_way() -> None:
+            await self.release(ticket, job.ending or PREEMPTED)
+            if not job.ending:
+                job.session.send(Requeued(at_rest, RequeueReason.PREEMPTED))
+
+        job.state = State.AT_REST
+        job.ticket = at_rest
+        self.writer.put(give_way)
+        if job.ending:
+            self.writer.put(lambda: self._take_back(job, job.ending or ABORTED))
+        else:
+            limits = self.limits
+            ttl_s = limits.ticket_ttl_s if self.draining else limits.swapped_ttl_s
+            self._after(ttl_s, job, STALE)
+
     async def _take_back(self, job: Job, ending: Ending) -> None:
         """Release a ticket at rest, unless somebody has claimed it: then it is theirs."""
         ticket = _ticket(job)
         try:
-            await self.store.release(self.pool_id, ticket.holder_id, ticket.holder_epoch)
+            if ticket.swapped is None:
+                await self.release(ticket, ending)
+            else:
+                assert self.colder is not None
+                await self.colder.release(ticket.swapped)
         except StaleHolder:
             pass
         else:
@@ -275,7 +327,7 @@ class DecodeWorker(PoolWorker):
 
     def _release(self, job: Job, ticket: Ticket, ending: Ending) -> None:
         async def release() -> None:
-            await self.store.release(self.pool_id, ticket.holder_id, ticket.holder_epoch)
+            await self.release(ticket, ending)
             report(job.session, ticket, ending)
 
         self._forget(job)
@@ -284,7 +336,7 @@ class DecodeWorker(PoolWorker):
     def _forget(self, job: Job) -> None:
         self._stop_running(job)
         if job.state is State.AT_REST:
-            self._at_rest.pop(_ticket(job).holder_id)
+            self._at_rest.pop(_ticket(job).holder_id, None)
         job.state = State.ENDED
         self._jobs.pop(job.key, None)
         for timer in self._timers.pop(job, ()):
@@ -307,7 +359,8 @@ class DecodeWorker(PoolWorker):
                 self._end(job, PREEMPTED)
 
     def _loops(self) -> Sequence[Coroutine[Any, Any, None]]:
-        return [self._grower.run()]
+        loops: list[Coroutine[Any, Any, None]] = [self._grower.run()]
+        return loops if self._swapping is None else [*loops, self._swapping.run()]
 
     def _check(self, ticket: Ticket) -> None:
         if ticket.pool_id != self.pool_id:

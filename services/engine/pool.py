@@ -5,11 +5,13 @@ A GPU's arena is of the second kind for now: another process cannot open it, whi
 IPC. So what runs there prefills and decodes in one process.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 import torch
 
+from kvops import Backend
 from services.common.errors import StartupError
 from services.common.pool.layout import Dtype, PoolLayout
 from services.common.pool.sizing import format_size
@@ -56,6 +58,10 @@ class KVPool:
         if self._kv is None:
             raise RuntimeError("the pool is closed")
         return self._kv
+
+    def copy_from(self, source: "KVPool", ops: Backend, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks of another arena, of the same layout: (its block, ours) each."""
+        ops.copy_blocks(self.kv, torch.tensor(pairs, dtype=torch.int64).view(-1, 2), source.kv)
 
     def close(self) -> None:
         """Let go, as soon as nobody holds a view of `kv` any more. Again: no error."""

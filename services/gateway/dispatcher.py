@@ -272,9 +272,9 @@ class Dispatcher:
             granted = decode.open and await journey.reserve(decode, self._limits.reserve_timeout_s)
             if not granted:
                 continue
-            if journey.at_rest is not None:
+            if journey.can_go_on:
                 journey.go_on()
-            elif choice := choose_prefill(route, journey.num_tokens):
+            elif choice := choose_prefill(route, journey.num_uncomputed):
                 journey.start(Start(route.pool.spec.pool_id, route.root_hash, *choice))
             else:
                 journey.give_up_slot()

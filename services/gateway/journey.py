@@ -40,7 +40,7 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.logging import get_logger
-from services.common.ticket import FinishReason, Ticket, TicketSequence
+from services.common.ticket import FinishReason, Swapped, Ticket, TicketSequence
 from services.gateway.admission import Admitted
 from services.gateway.continuity import discontinuity
 from services.gateway.custody import Custody
@@ -149,6 +149,20 @@ class Journey:
     @property
     def _decode(self) -> Worker | None:
         return self._slot.worker if self._slot is not None else None
+
+    @property
+    def _swapped(self) -> Swapped | None:
+        return None if self.at_rest is None else self.at_rest.ticket.swapped
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a decode worker can claim its ticket at rest as it is."""
+        return self.at_rest is not None and self._swapped is None
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens whose KV a prefill worker does not find in the colder pool."""
+        return self.num_tokens - (self._swapped.num_computed_tokens if self._swapped else 0)
 
     @property
     def num_tokens(self) -> int:
@@ -263,6 +277,8 @@ class Journey:
                 self._on_prefilled(sender, event)
             case Reserved() if self._slot and sender is self._slot.worker:
                 self._slot.answer(event.granted)
+            case Requeued(ticket=Ticket(swapped=Swapped()) as ticket) if sender is self._decode:
+                self._on_swapped_out(sender, ticket)
             case Requeued(ticket=Ticket() as ticket) if sender is self._decode:
                 self._on_handed_over(sender, ticket)
             case Requeued(ticket=None) if sender in self._holding:
@@ -338,6 +354,7 @@ class Journey:
         sender.errands.pop(self.id, None)
         self.output.tally.saw_prefill(event.ticket.num_cached_tokens)
         if finish is None:
+            self.give_up_ticket()  # one that was swapped out is of no use any more
             self._prefill = None
             self.at_rest = AtRest(event.ticket, sender)
             self.go_on()
@@ -362,6 +379,16 @@ class Journey:
         self.output.tally.num_moves += 1
         self.attempt = self._slot.attempt
         self._admit()
+
+    def _on_swapped_out(self, sender: Worker, ticket: Ticket) -> None:
+        """It gave way, and its blocks were copied: a prefill worker will bring them back."""
+        problem = self._problem(ticket, num_new=0, blocks=False)
+        if problem:
+            self._set_back(f"decode worker {sender.id} swapped out a wrong ticket: {problem}")
+            return
+        self.output.tally.num_preemptions += 1
+        self.at_rest = AtRest(ticket, sender)
+        self._wait_again(told=self.at_rest.key)
 
     def _admit(self) -> None:
         """The ticket at rest goes to the worker where we have a slot."""
@@ -424,8 +451,9 @@ class Journey:
 
     def _begin_again(self, told: Told | None = None) -> None:
         """Back to the queue, with nothing but the tokens received; and a ticket at rest, as long as
-        nobody was asked to claim it."""
-        if self.stage is not Stage.RESERVING:
+        nobody was asked to claim it. (Of one that was swapped out a prefill worker finds out by
+        itself whether it is still there.)"""
+        if self.stage is Stage.DECODING:
             self.give_up_ticket(told)
         self._wait_again(told)
 
@@ -484,6 +512,7 @@ class Journey:
             sequences=(TicketSequence(0, tuple(self._tokens)),),
             num_cached_tokens=self.output.tally.num_cached_tokens,
             timeout_ms=self._timeout_ms(),
+            swapped=self._swapped,
         )
 
     def _timeout_ms(self) -> int:

@@ -108,8 +108,9 @@ class RequeueReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Requeued:
-    """A worker gives a request back. `ticket`: at rest, with blocks that the worker keeps until
-    somebody claims them; None: the gateway builds it anew from what the client has."""
+    """A worker gives a request back. `ticket`: at rest, with blocks (in its pool, or swapped out)
+    that the worker keeps until somebody claims them; None: the gateway builds it anew from what the
+    client has."""
 
     request_id: str
     attempt: int

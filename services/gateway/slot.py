@@ -17,7 +17,8 @@ Told = tuple[Worker, int]
 
 @dataclass(frozen=True, slots=True)
 class AtRest:
-    """A ticket with blocks, and the worker that keeps them until somebody has claimed them."""
+    """A ticket with blocks, in its pool or swapped out to the colder one, and the worker that keeps
+    them until somebody has claimed them."""
 
     ticket: Ticket
     issuer: Worker

@@ -148,7 +148,7 @@ def _requeued(message: worker_pb2.Requeue) -> Requeued | Malformed:
     reason = _REASONS.get(message.reason, RequeueReason.STALE_TICKET)
     try:
         has_blocks = any(sequence.block_ids for sequence in ticket.sequences)
-        at_rest = ticket_from_wire(ticket) if has_blocks else None
+        at_rest = ticket_from_wire(ticket) if has_blocks or ticket.HasField("swapped") else None
         return Requeued(ticket.request_id, ticket.attempt, reason, at_rest)
     except InvalidRequest as error:
         return Malformed(ticket.request_id, ticket.attempt, str(error))

@@ -57,8 +57,7 @@ class PrefillWorker(PoolWorker):
         metrics: WorkerMetrics,
         colder: ColderPool | None = None,
     ) -> None:
-        super().__init__(store, membership, forward, limits, metrics, one_token=True)
-        self._colder = colder
+        super().__init__(store, membership, forward, limits, metrics, colder, one_token=True)
         self._pace = Pace()
         self._prefixes = PrefixesUnderWay(on_change=lambda: self._admission.wake())
         self._admission = Admission(
@@ -144,7 +143,7 @@ class PrefillWorker(PoolWorker):
         self._prefixes.begin(job.ticket.holder_id, job.hashes[num_hits:])
         cached = Fetched(num_hits * self.spec.block_size)
         swapped = job.ticket.swapped
-        if self._colder is None or swapped is None or not self._colder.holds(swapped):
+        if self.colder is None or swapped is None or not self.colder.holds(swapped):
             self._compute(job, cached)
             return
         job.state = State.FETCHING
@@ -154,12 +153,11 @@ class PrefillWorker(PoolWorker):
 
     async def _fetch_all(self) -> None:
         """Bring back what was swapped out, one after another."""
-        assert self._colder is not None
+        assert self.colder is not None
         while True:
             job = await self._fetching.get()
             assert job.allocation is not None
-            fetched = await self._colder.fetch(job.ticket, job.allocation, job.hashes)
-            self.metrics.swapped_in_blocks.inc(fetched.num_blocks)
+            fetched = await self.colder.fetch(job.ticket, job.allocation, job.hashes)
             if job.ending:
                 self._retire(job)
             else:
@@ -275,12 +273,12 @@ class PrefillWorker(PoolWorker):
 
     def _retire(self, job: Job) -> None:
         """The engine has let go of a job that ends early; its commits are written before this."""
-        holder_id, epoch, ending = job.ticket.holder_id, _epoch(job), job.ending
+        ticket, ending = replace(job.ticket, holder_epoch=_epoch(job)), job.ending
         assert ending is not None
 
         async def release() -> None:
-            await self.store.release(self.pool_id, holder_id, epoch)
-            report(job.session, job.ticket, ending)
+            await self.release(ticket, ending)
+            report(job.session, ticket, ending)
 
         self._forget(job)
         self.writer.put(release)
@@ -288,7 +286,7 @@ class PrefillWorker(PoolWorker):
     async def _take_back(self, job: Job, ending: Ending) -> None:
         """Release a ticket at rest, unless a decode worker has claimed it: then it is its."""
         try:
-            await self.store.release(self.pool_id, job.ticket.holder_id, job.ticket.holder_epoch)
+            await self.release(job.ticket, ending)
         except StaleHolder:
             pass
         else:
@@ -319,7 +317,7 @@ class PrefillWorker(PoolWorker):
 
     def _loops(self) -> Sequence[Coroutine[Any, Any, None]]:
         loops = [self._admission.run()]
-        return loops if self._colder is None else [*loops, self._fetch_all()]
+        return loops if self.colder is None else [*loops, self._fetch_all()]
 
     def _check(self, ticket: Ticket) -> None:
         if ticket.pool_id != self.pool_id:

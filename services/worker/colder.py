@@ -19,6 +19,7 @@ from blockstore.errors import MustWait, OutOfBlocks, StaleHolder
 from blockstore.hashing import prefix_hashes
 from blockstore.store import Allocation, BlockStore, PoolSpec, PrefixHash
 from services.common.logging import get_logger
+from services.common.metrics import WorkerMetrics
 from services.common.pool.stamps import Stamps, StampState, owner_token
 from services.common.ticket import Swapped, Ticket
 from services.worker.swap_cost import SwapCost
@@ -52,8 +53,8 @@ class Fetched:
 
 class ColderPool:
     """Copies run one at a time in a thread of their own, beside the steps: they touch only blocks
-    that no step touches. `copy_out` copies to the colder arena, `copy_back` from it. `on_corrupt`
-    hears of a block that says something else than its hash promised (law 6)."""
+    that no step touches. `copy_out` copies to the colder arena, `copy_back` from it. Where the
+    costs are not compared, swapping is always worth it."""
 
     def __init__(
         self,
@@ -62,7 +63,8 @@ class ColderPool:
         colder: StampedPool,
         copy_out: Copy,
         copy_back: Copy,
-        on_corrupt: Callable[[], None],
+        metrics: WorkerMetrics,
+        compares_costs: bool = True,
     ) -> None:
         self.spec = colder.spec
         self.cost = SwapCost()
@@ -72,7 +74,8 @@ class ColderPool:
         self._stamps = colder.stamps
         self._copy_out = copy_out
         self._copy_back = copy_back
-        self._on_corrupt = on_corrupt
+        self._metrics = metrics
+        self._compares_costs = compares_costs
         self._thread = ThreadPoolExecutor(1, "copier")
 
     def holds(self, swapped: Swapped) -> bool:
@@ -83,6 +86,11 @@ class ColderPool:
             and num_slots >= swapped.num_computed_tokens
             and max(swapped.block_ids) < self.spec.num_blocks
         )
+
+    def is_worthwhile(self, num_blocks: int, num_tokens: int, prefill_ns_per_token: int) -> bool:
+        """Whether copying so many blocks out and back beats computing so many tokens again."""
+        cost = self.cost.is_below(num_blocks, num_tokens, prefill_ns_per_token)
+        return cost or not self._compares_costs
 
     async def put(self, ticket: Ticket) -> Swapped | None:
         """Copy the KV of a sequence that no step touches any more, all or nothing. None: the colder
@@ -106,6 +114,7 @@ class ColderPool:
         completed = list(zip(block_ids, hashes, strict=False))[first:]
         await self._store.commit(self.spec.pool_id, holder_id, epoch, completed)
         epoch = await self._store.detach(self.spec.pool_id, holder_id, epoch)
+        self._metrics.swapped_out_blocks.inc(len(pairs))
         self.cost.observe(len(pairs), copying_s, time.perf_counter() - began)
         return Swapped(self.spec.pool_id, holder_id, epoch, block_ids, num_tokens)
 
@@ -133,6 +142,7 @@ class ColderPool:
             stamping = _Stamping(self._own_stamps, ticket, full, tokens, size)
             pairs = list(zip(swapped.block_ids, allocation.block_ids, strict=False))[first:last]
             await self._copy(self._copy_back, stamping, pairs, first)
+            self._metrics.swapped_in_blocks.inc(len(pairs))
             completed = tuple(zip(allocation.block_ids, full, strict=False))[first:]
             cached = Fetched(num_tokens, len(pairs), completed)
         await self._store.release(swapped.pool_id, swapped.holder_id, epoch)
@@ -194,7 +204,7 @@ class ColderPool:
         if wrong is None:
             return num_blocks
         log.error("kv_corrupt", pool_id=self.spec.pool_id, block_id=block_ids[wrong])
-        self._on_corrupt()
+        self._metrics.kv_corrupt.inc()
         await self._store.retract(self.spec.pool_id, block_ids[wrong], hashes[wrong])
         return wrong
 
@@ -210,6 +220,9 @@ class ColderPool:
             stamping.complete([target for _, target in pairs], first)
             return time.perf_counter() - began
 
+        return await self._in_thread(work)
+
+    async def _in_thread(self, work: Callable[[], float]) -> float:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 

@@ -33,6 +33,14 @@ class WorkerSettings(PoolServiceSettings):
     pool_memory: str = Field(
         "", description="KV pool's size, e.g. 2GiB; empty: half of what is free beside the weights"
     )
+    swap_memory: str = Field(
+        "",
+        description="size of the colder pool, where requests that give way are copied to; "
+        "empty: none",
+    )
+    preemption: Literal["auto", "swap", "recompute"] = Field(
+        "auto", description="of requests that give way; auto: swap where that costs less"
+    )
     num_expected_workers: int = Field(
         1, ge=1, description="workers that this host's memory has to hold"
     )

@@ -111,6 +111,7 @@ def report(session: Session, ticket: Ticket, ending: Ending) -> None:
         at_rest = tuple(
             replace(sequence, block_ids=(), num_computed_tokens=0) for sequence in ticket.sequences
         )
-        session.send(Requeued(replace(ticket, holder_epoch=0, sequences=at_rest), ending.requeue))
+        anew = replace(ticket, holder_epoch=0, sequences=at_rest, swapped=None)
+        session.send(Requeued(anew, ending.requeue))
     elif ending.error:
         session.send(Failed(*ticket.key, *ending.error))

@@ -25,6 +25,8 @@ class LoadedModel:
     layout: PoolLayout
     limits: Limits
     plan: MemoryPlan
+    swap_bytes: int | None
+    ops: kvops.Backend
     native: NativeCpu | None
     engine: dict[str, str]
 
@@ -64,6 +66,8 @@ def load(settings: WorkerSettings, progress: Progress) -> LoadedModel:
         layout,
         limits=_limits(settings, config),
         plan=_plan(settings, config, dtype),
+        swap_bytes=_swap_bytes(settings),
+        ops=backend,
         native=backend.native,
         engine={**backend.describe(dtype), "quantize": numerics["quantize"]},
     )
@@ -98,15 +102,23 @@ def _plan(settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype) -> 
     stored = getattr(torch, config.dtype).itemsize
     file_bytes = sum(path.stat().st_size for path in weight_files(settings.model))
     return MemoryPlan(
-        pool_bytes=_pool_bytes(settings),
+        pool_bytes=_bytes("pool_memory", settings.pool_memory),
         num_expected_workers=settings.num_expected_workers,
         weight_bytes=file_bytes * dtype.itemsize // stored,
         activation_bytes=num_values * torch.float32.itemsize,
     )
 
 
-def _pool_bytes(settings: WorkerSettings) -> int | None:
+def _swap_bytes(settings: WorkerSettings) -> int | None:
+    """None: no colder pool."""
+    num_bytes = _bytes("swap_memory", settings.swap_memory)
+    if settings.preemption == "swap" and num_bytes is None:
+        raise StartupError("preemption is swap, but there is no swap_memory to swap to")
+    return None if settings.preemption == "recompute" else num_bytes
+
+
+def _bytes(name: str, size: str) -> int | None:
     try:
-        return parse_size(settings.pool_memory) if settings.pool_memory else None
+        return parse_size(size) if size else None
     except ValueError as error:
-        raise StartupError(f"pool_memory: {error}") from error
+        raise StartupError(f"{name}: {error}") from error

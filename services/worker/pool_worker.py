@@ -12,15 +12,22 @@ from blockstore.registry import Load
 from blockstore.store import BlockStore, Heartbeat, PoolSpec
 from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics
+from services.common.ticket import Ticket
 from services.engine.engine import BlockStamps, Engine, ForwardPass
 from services.engine.messages import Broken, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.thread import EngineThread
+from services.worker.colder import ColderPool
+from services.worker.events import PREEMPTED, Ending
 from services.worker.store_writer import StoreWriter
 from services.worker.wakefulness import Wakefulness
 
 _PULSE_S = 0.1
 _DRAIN_INTERVAL_S = 0.05
+
+_COMES_BACK_S = 1.0
+"""How long the place in line of a request that gave way is kept: some messages later it is back, or
+it has ended meanwhile."""
 
 log = get_logger(__name__)
 
@@ -29,7 +36,8 @@ log = get_logger(__name__)
 class Limits:
     """`max_num_batched_tokens` a step, of at most `max_num_seqs` sequences. `look_ahead`: tokens
     for which a decoding sequence has slots in advance. `ticket_ttl_s`: how long a ticket may stay
-    unclaimed."""
+    unclaimed; `swapped_ttl_s`: one whose blocks are in the colder pool, where nobody misses them,
+    while it waits for room."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -37,6 +45,7 @@ class Limits:
     eos_token_ids: frozenset[int] = frozenset()
     look_ahead: int = 8
     ticket_ttl_s: float = 30.0
+    swapped_ttl_s: float = 600.0
 
 
 class OnPool(Protocol):
@@ -60,10 +69,12 @@ class PoolWorker(ABC):
         forward: ForwardPass,
         limits: Limits,
         metrics: WorkerMetrics,
+        colder: ColderPool | None,
         *,
         one_token: bool,
     ) -> None:
         self.store = store
+        self.colder = colder
         self.metrics = metrics
         self.spec = membership.spec
         self.pool_id = membership.spec.pool_id
@@ -74,6 +85,7 @@ class PoolWorker(ABC):
         loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
         self.writer = StoreWriter(self._fail)
+        self._num_places = 0
         engine = Engine(
             forward,
             Scheduler(limits.max_num_batched_tokens, limits.max_num_seqs),
@@ -164,14 +176,39 @@ class PoolWorker(ABC):
         """Return when, draining, nothing is left: all is claimed, or ended and released."""
         while True:
             await self.writer.flush()
-            holders = await self.store.holders(self.pool_id)
-            if not self.num_busy and all(h.worker_id != self.worker_id for h in holders):
+            if not self.num_busy and not self._num_places and not await self._holds_anything():
                 return
             await asyncio.sleep(_DRAIN_INTERVAL_S)
 
     @abstractmethod
     def give_back(self) -> None:
         """Send everything back to the gateways, to be computed again elsewhere."""
+
+    async def _holds_anything(self) -> bool:
+        for pool_id in self._pool_ids:
+            holders = await self.store.holders(pool_id)
+            if any(holder.worker_id == self.worker_id for holder in holders):
+                return True
+        return False
+
+    @property
+    def _pool_ids(self) -> tuple[str, ...]:
+        colder = () if self.colder is None else (self.colder.spec.pool_id,)
+        return self.pool_id, *colder
+
+    async def release(self, ticket: Ticket, ending: Ending) -> None:
+        """Let go of a ticket's blocks. The request of one that gave way keeps its place in line
+        until it is back, or for a while. StaleHolder."""
+        holder_id, comes_back = ticket.holder_id, ending is PREEMPTED
+        await self.store.release(self.pool_id, holder_id, ticket.holder_epoch, comes_back)
+        if comes_back:
+            self._num_places += 1
+            loop = asyncio.get_running_loop()
+            loop.call_later(_COMES_BACK_S, self.writer.put, lambda: self._give_up_place(holder_id))
+
+    async def _give_up_place(self, holder_id: str) -> None:
+        await self.store.withdraw(self.pool_id, holder_id)
+        self._num_places -= 1
 
     @property
     @abstractmethod

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from prometheus_client import CollectorRegistry
@@ -16,8 +17,9 @@ from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics, metrics_endpoint
 from services.common.rpc import RpcServer
 from services.engine.engine import ForwardPass
-from services.engine.membership import Membership, join
+from services.engine.membership import Membership, join, join_colder
 from services.engine.runner import Runner
+from services.worker.colder import ColderPool
 from services.worker.config import WorkerSettings
 from services.worker.entry import Entry
 from services.worker.lanes import SharedCpus
@@ -44,7 +46,9 @@ _NUM_WARM_UP_TOKENS = 32
 
 log = get_logger(__name__)
 
-MakeWorker = Callable[[BlockStore, Membership, ForwardPass, Limits, WorkerMetrics], PoolWorker]
+MakeWorker = Callable[
+    [BlockStore, Membership, ForwardPass, Limits, WorkerMetrics, ColderPool | None], PoolWorker
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +73,16 @@ async def serve_worker(
     log.info("model_loaded", model=loaded.layout.model, **loaded.engine)
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as vital:
         membership = await _join(settings, loaded, entry)
-        metrics = CollectorRegistry()
-        stack.enter_context(metrics_endpoint(settings, metrics))
+        registry = CollectorRegistry()
+        stack.enter_context(metrics_endpoint(settings, registry))
+        metrics = WorkerMetrics(registry)
+        beside = await _join_colder(loaded, membership)
+        colder = _colder_pool(settings, loaded, membership, beside, metrics, stack)
         runner = await _warm(loaded, membership)
         forward = _on_its_cpus(runner, loaded, settings, entry, stack)
-        worker = role.make(entry.store, membership, forward, loaded.limits, WorkerMetrics(metrics))
-        working = [worker.run(), membership.complete_memory()]
+        worker = role.make(entry.store, membership, forward, loaded.limits, metrics, colder)
+        memberships = [membership] if beside is None else [beside, membership]
+        working = [worker.run(), *(one.complete_memory() for one in memberships)]
         if isinstance(forward, SharedCpus):
             working.append(_refresh(forward))
         tasks = [vital.create_task(work) for work in working]
@@ -88,7 +96,8 @@ async def serve_worker(
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        await membership.leave()
+        for one in memberships:
+            await one.leave()
 
 
 class _Stopped(Exception):
@@ -110,6 +119,34 @@ async def _load(settings: WorkerSettings, stop: asyncio.Event) -> LoadedModel | 
 async def _join(settings: WorkerSettings, loaded: LoadedModel, entry: Entry) -> Membership:
     root, store = settings.pool_root, entry.store
     return await join(store, store.run_id, root, loaded.layout, entry.worker_id, loaded.plan)
+
+
+async def _join_colder(loaded: LoadedModel, membership: Membership) -> Membership | None:
+    """None: requests that give way are computed again."""
+    return None if loaded.swap_bytes is None else await join_colder(membership, loaded.swap_bytes)
+
+
+def _colder_pool(
+    settings: WorkerSettings,
+    loaded: LoadedModel,
+    own: Membership,
+    colder: Membership | None,
+    metrics: WorkerMetrics,
+    stack: AsyncExitStack,
+) -> ColderPool | None:
+    if colder is None:
+        return None
+    pool = ColderPool(
+        own.store,
+        own,
+        colder,
+        copy_out=partial(colder.pool.copy_from, own.pool, loaded.ops),
+        copy_back=partial(own.pool.copy_from, colder.pool, loaded.ops),
+        metrics=metrics,
+        compares_costs=settings.preemption == "auto",
+    )
+    stack.callback(pool.close)
+    return pool
 
 
 async def _warm(loaded: LoadedModel, membership: Membership) -> Runner:

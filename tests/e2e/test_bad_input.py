@@ -150,6 +150,8 @@ def test_http_says_what_is_wrong(deployment: Deployment, name: str) -> None:
     [
         (["--model", "/nowhere"], "/nowhere"),
         (["--pool-memory", "100TiB"], "TiB"),
+        (["--pool-memory", "16MiB", "--swap-memory", "100TiB"], "swap memory"),
+        (["--preemption", "swap"], "no swap_memory"),
         (["--redis-url", "redis://127.0.0.1:1"], "127.0.0.1:1"),
         (["--backend", "flash"], "flash"),
         (["--max-model-len", "1000000"], "1000000"),

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from services.engine.engine import Engine
 from services.engine.messages import Command, StepOutcome
 from services.prefill.worker import PrefillWorker
 from services.worker import pool_worker
+from services.worker.colder import ColderPool
 from services.worker.events import (
     Event,
     Failed,
@@ -108,7 +110,8 @@ class LateStore:
             answer = done.value
         except Exception as raised:
             error = raised
-        assert audit(self._store.ledger("pool")).violations == ()
+        for ledger in self._store._ledgers.values():
+            assert audit(ledger).violations == ()
 
         def settle() -> None:
             if reply.done():
@@ -174,9 +177,20 @@ class LateEngine:
             self._go_on()
 
 
+class LateColderPool(ColderPool):
+    """Copies without a thread: they take their time."""
+
+    chance: random.Random
+
+    async def _in_thread(self, work: Callable[[], float]) -> float:
+        await asyncio.sleep(self.chance.choice((0.0, 0.001, 0.02)))
+        return work()
+
+
 @dataclass(eq=False)
 class Request:
-    """`asked`: its ticket, as it was first. `at_rest`: one that a decode worker handed over.
+    """`asked`: its ticket, as it was first. `at_rest`: one that a decode worker handed over, or
+    swapped out.
     `over`: its finish reason, an error, or "aborted"."""
 
     asked: Ticket
@@ -220,7 +234,8 @@ def _is_last(event: Event, key: tuple[str, int]) -> bool:
         case Prefilled(_, finish):
             return finish is not None
         case Requeued(of):
-            return not of.sequences[0].block_ids  # at rest, it may still be taken back
+            # at rest, it may still be taken back
+            return not of.sequences[0].block_ids and of.swapped is None
         case Reserved():
             return False
     return True
@@ -292,15 +307,18 @@ class Gateway:
             stream.there.put(lambda: worker.reserve(stream, request_id, attempt, 1))
 
     def _let_go(self, request: Request) -> None:
-        request_id, attempts = request.asked.request_id, {request.attempt}
+        self._abort(request, request.attempt)
+        self._give_up_ticket(request)
+
+    def _give_up_ticket(self, request: Request) -> None:
         if request.at_rest:
-            attempts.add(request.at_rest.attempt)
+            self._abort(request, request.at_rest.attempt)
             request.at_rest = None
+
+    def _abort(self, request: Request, attempt: int) -> None:
+        request_id = request.asked.request_id
         for worker, stream in self._ways():
-            for attempt in attempts:
-                stream.there.put(
-                    lambda w=worker, s=stream, a=attempt: w.abort(s, request_id, a)  # type: ignore[misc]
-                )
+            stream.there.put(lambda w=worker, s=stream: w.abort(s, request_id, attempt))  # type: ignore[misc]
 
     def _hear(self, stream: Stream, event: Event) -> None:
         outputs = event.outputs if isinstance(event, Step) else (event,)
@@ -313,7 +331,7 @@ class Gateway:
 
     def _on(self, request: Request, event: Any) -> None:
         match event:
-            case Reserved(granted=True) if request.at_rest:
+            case Reserved(granted=True) if request.at_rest and not request.at_rest.swapped:
                 worker, way = self._runs(request.attempt)
                 self._tell(worker.admit, way, replace(request.at_rest, attempt=request.attempt))
             case Reserved(granted=True):
@@ -325,11 +343,14 @@ class Gateway:
                 loop = asyncio.get_running_loop()
                 loop.call_later(0.05, self._reserve, request, request.attempt)
             case Prefilled(issued, finish):
+                self._give_up_ticket(request)  # what was swapped out has come back
                 self._deliver(request, issued.sequences[0].token_ids[-1], finish)
                 if not finish:
                     worker, way = self._runs(request.attempt)
                     self._tell(worker.admit, way, issued)
-            case Requeued(at_rest, RequeueReason.HANDED_OVER):
+            case Requeued(at_rest, reason) if reason is RequeueReason.HANDED_OVER or (
+                at_rest.swapped is not None
+            ):
                 assert at_rest.sequences[0].token_ids == tuple(request.tokens)
                 request.at_rest = at_rest
                 self._try_again(request)
@@ -351,6 +372,7 @@ class Gateway:
             attempt=request.attempt,
             holder_id=holder_id,
             sequences=(TicketSequence(0, tuple(request.tokens)),),
+            swapped=request.at_rest.swapped if request.at_rest else None,
         )
         self._tell(self._pair.prefill.submit, self._prefill, resumed)
 
@@ -379,6 +401,7 @@ class Pair:
         self.prefill: PrefillWorker
         self.decode: tuple[DecodeWorker, ...]
         self.arena: Arena
+        self.colder: Arena | None = None
         self.draining = False
         self.gateways: tuple[Gateway, ...] = ()
         self._holders = itertools.count(1)
@@ -387,8 +410,19 @@ class Pair:
     def next_holder(self) -> int:
         return next(self._holders)
 
-    async def open(self, directory: Path, num_blocks: int, block_size: int, limits: Limits) -> None:
+    async def open(
+        self,
+        directory: Path,
+        num_blocks: int,
+        block_size: int,
+        limits: Limits,
+        num_swap_blocks: int = 0,
+    ) -> None:
         spec = await make_pool(self.store, num_blocks, block_size)
+        if num_swap_blocks:
+            colder_spec = await make_pool(self.store, num_swap_blocks, block_size, "colder")
+            stamps = make_stamps(directory / "colder", colder_spec)
+            self.colder = Arena(block_size, stamps)
         stamps = make_stamps(directory / "stamps", spec)
         self.arena = Arena(block_size, stamps)
         model = FakeForward(self.arena)
@@ -398,7 +432,18 @@ class Pair:
             membership = await join(self.store, spec, f"{cls.__name__}-{number}", stamps)
             late: Any = LateStore(self.store, self.chance)
             metrics = WorkerMetrics(CollectorRegistry())
-            workers.append(cls(late, membership, model, limits, metrics))
+            beside: LateColderPool | None = None
+            if self.colder:
+                there = await join(
+                    self.store, colder_spec, membership.worker_id, self.colder.stamps
+                )
+                copies = (
+                    partial(self.colder.copy_from, self.arena),
+                    partial(self.arena.copy_from, self.colder),
+                )
+                beside = LateColderPool(late, membership, there, *copies, metrics, False)
+                beside.chance = self.chance
+            workers.append(cls(late, membership, model, limits, metrics, beside))
         self.prefill, *decode = workers
         self.decode = tuple(decode)
         self._tasks = [asyncio.create_task(worker.run()) for worker in workers]
@@ -442,6 +487,9 @@ class Pair:
             "line": len(prefill._admission),
             "prefixes": prefill._prefixes._leaders,
         }
+        if self.colder:
+            places["swapped out"] = self.store.ledger("colder").stats().num_held
+            places["fetching"] = prefill._fetching.qsize()
         for number, decode in enumerate(self.decode):
             grower = decode._grower
             places[f"decode {number}"] = (

@@ -27,6 +27,7 @@ class Shape:
     num_spare_blocks: int
     max_num_seqs: int
     budget: int
+    num_swap_blocks: int
 
     @property
     def num_blocks(self) -> int:
@@ -40,6 +41,7 @@ class Shape:
             MAX_MODEL_LEN,
             look_ahead=2,
             ticket_ttl_s=TICKET_TTL_S,
+            swapped_ttl_s=2 * TICKET_TTL_S,
         )
 
 
@@ -104,13 +106,19 @@ class Demand:
 
 @dataclass(frozen=True)
 class Corrupt:
-    """Whatever is published says something else now; what nobody holds is something else, too."""
+    """Whatever is published says something else now; what nobody holds is something else, too.
+    `colder`: in the colder pool."""
+
+    colder: bool
 
     def do(self, pair: Pair) -> None:
-        blocks = pair.store.ledger("pool").blocks
-        pair.arena.stamps.own(tuple(blocks.hash_of), "nobody")
+        arena = pair.colder if self.colder else pair.arena
+        if arena is None:
+            return
+        blocks = pair.store.ledger("colder" if self.colder else "pool").blocks
+        arena.stamps.own(tuple(blocks.hash_of), "nobody")
         for block_id in blocks.cached:
-            pair.arena.wipe(block_id)
+            arena.wipe(block_id)
 
 
 class Deed(Protocol):
@@ -124,6 +132,7 @@ SHAPES = st.builds(
     num_spare_blocks=st.integers(0, 4),
     max_num_seqs=st.integers(1, 4),
     budget=st.sampled_from([4, 16]),
+    num_swap_blocks=st.sampled_from([0, 2, 100]),
 )
 ASKS = st.builds(
     Ask,
@@ -135,10 +144,11 @@ ASKS = st.builds(
 )
 ABORTS = st.builds(Abort, GATEWAYS, st.integers(0, 7))
 HAND_OVERS = st.builds(HandOver, GATEWAYS, st.integers(0, 7))
-OTHERS = st.one_of(st.builds(Reconnect, GATEWAYS), st.builds(Demand), st.builds(Corrupt))
+DEMANDS = st.builds(Demand)
+OTHERS = st.one_of(st.builds(Reconnect, GATEWAYS), st.builds(Corrupt, st.booleans()))
 PAUSES_S = st.sampled_from([0, 0, 0.001, 0.02, 0.1])
 DEEDS = st.lists(
-    st.tuples(st.one_of(ASKS, ASKS, ASKS, HAND_OVERS, ABORTS, OTHERS), PAUSES_S),
+    st.tuples(st.one_of(ASKS, ASKS, ASKS, DEMANDS, HAND_OVERS, ABORTS, OTHERS), PAUSES_S),
     min_size=8,
     max_size=24,
 )
@@ -178,7 +188,8 @@ async def live(
     chance: random.Random,
 ) -> None:
     pair = Pair(chance)
-    await pair.open(directory, shape.num_blocks, shape.block_size, shape.limits)
+    shaped = shape.num_blocks, shape.block_size, shape.limits, shape.num_swap_blocks
+    await pair.open(directory, *shaped)
     try:
         for deed, pause_s in deeds:
             deed.do(pair)
@@ -191,7 +202,8 @@ async def live(
     finally:
         await pair.close()
     for worker in (pair.prefill, *pair.decode):
-        await pair.store.leave("pool", worker.worker_id)
+        for pool_id in await pair.store.pool_ids():
+            await pair.store.leave(pool_id, worker.worker_id)
     for request in pair.requests:
         check(request, drained_amid)
 

@@ -132,6 +132,8 @@ def test_prefill_and_decode_make_the_same_pool(settings: dict[str, ServiceSettin
         "backend",
         "block_size",
         "pool_memory",
+        "swap_memory",
+        "preemption",
         "quantize",
     ):
         assert getattr(prefill, field) == getattr(decode, field), field

@@ -29,6 +29,8 @@ def test_every_service_understands_what_it_is_told(monkeypatch: pytest.MonkeyPat
         model=Path("/models/tiny"),
         model_name="tiny",
         pool_memory="2GiB",
+        swap_memory="1GiB",
+        preemption="swap",
         block_size=32,
         dtype="float32",
         backend="cpu",
@@ -49,3 +51,4 @@ def test_every_service_understands_what_it_is_told(monkeypatch: pytest.MonkeyPat
         if isinstance(settings, WorkerSettings):
             assert (settings.model, settings.model_name) == (Path("/models/tiny"), "tiny")
             assert (settings.block_size, settings.threads, settings.max_num_seqs) == (32, 3, 8)
+            assert (settings.swap_memory, settings.preemption) == ("1GiB", "swap")

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from blockstore.store import PoolSpec
 from services.common.metrics import WorkerMetrics
 from services.decode.worker import DecodeWorker
 from services.prefill.worker import PrefillWorker
+from services.worker.colder import ColderPool
 from services.worker.pool_worker import Limits, PoolWorker
 
 from .fakes import Arena, FakeForward, FakeSession, join, make_pool, make_stamps
@@ -31,6 +33,7 @@ class Bench:
     decode_model: FakeForward
     session: FakeSession
     decode_figures: CollectorRegistry
+    colder: Arena | None = None
 
     async def until(self, condition: Callable[[], bool], limit_s: float = 10.0) -> None:
         async with asyncio.timeout(limit_s):
@@ -42,7 +45,14 @@ class Bench:
         async with asyncio.timeout(10):
             while (await self.store.stats("pool")).num_held:
                 await asyncio.sleep(0.001)
-        assert (await self.store.audit("pool")).violations == ()
+        for pool_id in await self.store.pool_ids():
+            assert (await self.store.audit(pool_id)).violations == ()
+
+    async def until_colder_is_empty(self) -> None:
+        """Nobody holds anything there either."""
+        async with asyncio.timeout(10):
+            while (await self.store.stats("colder")).num_held:
+                await asyncio.sleep(0.001)
 
 
 MakeBench = Callable[..., "asyncio.Future[Bench]"]
@@ -70,11 +80,18 @@ async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
             max_num_seqs: int = 16,
             max_num_batched_tokens: int = 16,
             ticket_ttl_s: float = 30.0,
+            num_swap_blocks: int = 0,
+            compares_costs: bool = False,
         ) -> Bench:
+            """`num_swap_blocks`: with a colder pool of so many blocks."""
             store = MemoryStore()
             spec = await make_pool(store, num_blocks, block_size)
             stamps = make_stamps(tmp_path / "stamps", spec)
             arena = Arena(block_size, stamps)
+            colder: Arena | None = None
+            if num_swap_blocks:
+                colder_spec = await make_pool(store, num_swap_blocks, block_size, "colder")
+                colder = Arena(block_size, make_stamps(tmp_path / "colder", colder_spec))
             limits = Limits(
                 max_num_seqs,
                 max_num_batched_tokens,
@@ -89,12 +106,26 @@ async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
             for cls, model, registry in zip(classes, models, figures, strict=True):
                 membership = await join(store, spec, cls.__name__, stamps)
                 metrics = WorkerMetrics(registry)
-                workers.append(cls(store, membership, model, limits, metrics))
+                beside: ColderPool | None = None
+                if colder:
+                    beside = ColderPool(
+                        store,
+                        membership,
+                        await join(store, colder_spec, cls.__name__, colder.stamps),
+                        partial(colder.copy_from, arena),
+                        partial(arena.copy_from, colder),
+                        metrics,
+                        compares_costs,
+                    )
+                    stack.callback(beside.close)
+                workers.append(cls(store, membership, model, limits, metrics, beside))
                 await stack.enter_async_context(running(workers[-1]))
             for model in models:
                 stack.callback(model.gate.set)
             prefill, decode = workers
-            return Bench(store, spec, arena, prefill, decode, *models, FakeSession(), figures[1])
+            return Bench(
+                *(store, spec, arena, prefill, decode, *models, FakeSession(), figures[1], colder)
+            )
 
         yield make  # type: ignore[misc]
 

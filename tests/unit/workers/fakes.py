@@ -39,7 +39,25 @@ class Arena:
     stamps: Stamps
     slots: dict[int, tuple[int, int]] = field(default_factory=dict)
     num_computed: int = 0
+    num_copied: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
+    copying: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.copying.set()
+
+    def copy_from(self, source: "Arena", pairs: Sequence[tuple[int, int]]) -> None:
+        """Whole blocks, (source, target) each; only who owns the target by its stamp may. Waits for
+        `copying`."""
+        assert self.copying.wait(30)
+        size = self.block_size
+        for block_id, target in pairs:
+            assert self.stamps.read(target).state is StampState.PRIVATE
+            self.wipe(target)
+            for offset in range(size):
+                if (slot := block_id * size + offset) in source.slots:
+                    self.slots[target * size + offset] = source.slots[slot]
+            self.num_copied += 1
 
     def wipe(self, block_id: int) -> None:
         for offset in range(self.block_size):
@@ -48,7 +66,7 @@ class Arena:
 
 class FakeForward:
     """`gate`: when cleared, steps wait for it; `num_begun` counts those too. `poison`: a token
-    behind which nothing is finite."""
+    behind which nothing is finite. `pause_after`: so many steps, then the gate is cleared."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -57,6 +75,7 @@ class FakeForward:
         self.num_begun = 0
         self.num_steps = 0
         self.poison: int | None = None
+        self.pause_after = 0
 
     def rest(self) -> None:
         pass
@@ -65,6 +84,8 @@ class FakeForward:
         self.num_begun += bool(rows)
         assert self.gate.wait(30)
         self.num_steps += bool(rows)
+        if self.num_steps == self.pause_after:
+            self.gate.clear()
         with self.arena.lock:
             return [self._row(row) for row in rows]
 
@@ -102,8 +123,10 @@ class FakeSession:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-async def make_pool(store: MemoryStore, num_blocks: int, block_size: int) -> PoolSpec:
-    spec = PoolSpec("pool", "model", "fingerprint", num_blocks, block_size, block_bytes=1)
+async def make_pool(
+    store: MemoryStore, num_blocks: int, block_size: int, pool_id: str = "pool"
+) -> PoolSpec:
+    spec = PoolSpec(pool_id, "model", "fingerprint", num_blocks, block_size, block_bytes=1)
     await store.register_pool(spec)
     return spec
 

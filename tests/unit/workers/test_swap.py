@@ -1,0 +1,284 @@
+"""What gives way is copied to the colder pool, and comes back without being computed again."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from blockstore.errors import StaleHolder
+from services.common.ticket import Swapped, Ticket, TicketSequence
+from services.worker.events import Failed, Prefilled, Requeued, RequeueReason
+from services.worker.swap_cost import Pace, SwapCost
+
+from .conftest import Bench, MakeBench
+from .fakes import FakeSession, expected, next_token, ticket
+from .test_decode_worker import finished, outputs, start, tokens
+
+PROMPT = tuple(range(100, 110))
+PREEMPTIONS = "quire:num_preemptions_total"
+
+
+async def victim(bench: Bench, num_tokens: int = 5) -> Ticket:
+    """A sequence that runs at the decode worker and has drawn some tokens; the gate is closed."""
+    bench.decode_model.pause_after = num_tokens
+    issued = await start(bench, ticket("r9", PROMPT, max_tokens=20))
+    await bench.until(lambda: len(outputs(bench.session, "r9")) == num_tokens)
+    return issued
+
+
+async def give_way(bench: Bench) -> Ticket:
+    """The pool demands the victim; the ticket that the gateway gets."""
+    bench.store.ledger("pool").demands.add("h-r9")
+    await bench.until(lambda: bench.decode_figures.get_sample_value(PREEMPTIONS) == 1)
+    bench.decode_model.gate.set()
+    await bench.until(lambda: bool(bench.session.of(Requeued)))
+    (requeued,) = bench.session.of(Requeued)
+    assert requeued.reason is RequeueReason.PREEMPTED
+    back: Ticket = requeued.ticket
+    return back
+
+
+async def come_back(bench: Bench, back: Ticket, session: FakeSession) -> Ticket:
+    """The gateway sends it to prefill again, under a new holder, and to decode."""
+    again = replace(back, attempt=2, holder_id="h-r9-again")
+    bench.prefill.submit(session, again)
+    await bench.until(lambda: bool(session.events))
+    issued: Ticket = session.of(Prefilled)[0].ticket
+    bench.decode.reserve(bench.session, *issued.key, 1)
+    bench.decode.admit(bench.session, issued)
+    return issued
+
+
+def evict_all(bench: Bench) -> None:
+    """What the pool has cached is gone."""
+    blocks = bench.store.ledger("pool").blocks
+    for block_id in list(blocks.cached):
+        blocks.retract(block_id, blocks.hash_of[block_id])
+        bench.arena.wipe(block_id)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+async def test_what_was_swapped_out_goes_on_with_one_token_computed(
+    make_bench: MakeBench, block_size: int
+) -> None:
+    bench = await make_bench(128 // block_size, block_size, num_swap_blocks=64 // block_size)
+    issued = await victim(bench)
+    back = await give_way(bench)
+    assert back.swapped is not None
+    assert back.sequences[0].block_ids == ()
+    num_tokens = len(PROMPT) + len(back.sequences[0].token_ids)
+    assert back.swapped.num_computed_tokens == num_tokens - 1
+    assert list(back.sequences[0].token_ids) == tokens(bench.session, issued)
+    await bench.until_empty()
+    evict_all(bench)
+
+    num_computed, session = bench.arena.num_computed, FakeSession()
+    issued_again = await come_back(bench, back, session)
+    assert issued_again.swapped is None
+    await bench.until(lambda: finished(bench.session, "r9"))
+    num_new = 20 - len(back.sequences[0].token_ids)
+    assert bench.arena.num_computed - num_computed == num_new
+    drawn = [*back.sequences[0].token_ids, *_new(bench, back, issued_again)]
+    assert drawn == expected(PROMPT, 20)
+    await bench.until_empty()
+    await bench.until_colder_is_empty()
+
+
+def _new(bench: Bench, back: Ticket, issued_again: Ticket) -> Sequence[int]:
+    num_before = len(back.sequences[0].token_ids)
+    of_prefill = issued_again.sequences[0].token_ids[num_before:]
+    of_decode = [o.token_id for o in outputs(bench.session, "r9") if o.attempt == 2]
+    return [*of_prefill, *of_decode]
+
+
+async def test_what_is_still_cached_is_not_copied_back(make_bench: MakeBench) -> None:
+    """And what comes back can be shared by whoever has the same prefix."""
+    bench = await make_bench(num_swap_blocks=16)
+    await victim(bench)
+    back = await give_way(bench)
+    await bench.until_empty()
+    session, num_copied = FakeSession(), bench.arena.num_copied
+    await come_back(bench, back, session)
+    assert back.swapped is not None
+    num_full, tail = divmod(back.swapped.num_computed_tokens, 4)
+    assert bench.arena.num_copied - num_copied == (tail > 0)
+    await bench.until(lambda: finished(bench.session, "r9"))
+    assert bench.arena.num_copied <= num_full + 1
+
+
+async def test_a_prefix_that_is_in_the_colder_pool_is_not_copied_again(
+    make_bench: MakeBench,
+) -> None:
+    """It stays there as cached blocks when its sequence has come back."""
+    bench = await make_bench(num_swap_blocks=16)
+    assert bench.colder is not None
+    await victim(bench)
+    back = await give_way(bench)
+    await bench.until_empty()
+    num_copied = bench.colder.num_copied
+    bench.session.events.clear()
+    bench.decode_model.pause_after = bench.decode_model.num_steps + 2
+    issued = await come_back(bench, back, FakeSession())
+    await bench.until_colder_is_empty()
+    await bench.until(lambda: len(outputs(bench.session, "r9")) == 2)
+    bench.store.ledger("pool").demands.add(issued.holder_id)
+    await bench.until(lambda: bench.decode_figures.get_sample_value(PREEMPTIONS) == 2)
+    bench.decode_model.gate.set()
+    await bench.until(lambda: bool(bench.session.of(Requeued)))
+    again = bench.session.of(Requeued)[0].ticket.swapped
+    assert back.swapped is not None
+    num_shared = back.swapped.num_computed_tokens // 4
+    assert again.block_ids[:num_shared] == back.swapped.block_ids[:num_shared]
+    assert bench.colder.num_copied - num_copied == len(again.block_ids) - num_shared
+
+
+async def test_without_room_in_the_colder_pool_it_is_computed_again(
+    make_bench: MakeBench,
+) -> None:
+    """All or nothing; and nobody waits there."""
+    bench = await make_bench(num_swap_blocks=2)
+    await victim(bench)
+    back = await give_way(bench)
+    assert back.swapped is None
+    assert bench.store.ledger("colder").waiters == {}
+    evict_all(bench)
+    await come_back(bench, back, FakeSession())
+    await bench.until(lambda: finished(bench.session, "r9"))
+    assert (await bench.store.stats("colder")).num_held == 0
+
+
+async def test_who_aborts_while_it_is_at_rest_there_frees_it(make_bench: MakeBench) -> None:
+    bench = await make_bench(num_swap_blocks=16)
+    await victim(bench)
+    back = await give_way(bench)
+    assert (await bench.store.stats("colder")).num_held > 0
+    bench.decode.abort(bench.session, "r9", back.attempt)
+    await bench.until_colder_is_empty()
+
+
+async def test_who_aborts_while_it_is_copied_frees_both(make_bench: MakeBench) -> None:
+    bench = await make_bench(num_swap_blocks=16)
+    assert bench.colder is not None
+    await victim(bench)
+    bench.colder.copying.clear()
+    bench.store.ledger("pool").demands.add("h-r9")
+    await bench.until(lambda: bench.decode_figures.get_sample_value(PREEMPTIONS) == 1)
+    bench.decode_model.gate.set()
+    await bench.until(lambda: bench.decode.load().num_running == 0)
+    bench.decode.abort(bench.session, "r9", 1)
+    assert (await bench.store.stats("pool")).num_held > 0
+    bench.colder.copying.set()
+    await bench.until_empty()
+    await bench.until_colder_is_empty()
+    assert bench.decode.num_busy == 0
+    assert not bench.session.of(Requeued)
+
+
+async def test_a_ticket_that_is_gone_there_is_computed_again(make_bench: MakeBench) -> None:
+    bench = await make_bench(num_swap_blocks=16)
+    issued = await victim(bench)
+    back = await give_way(bench)
+    bench.decode.abort(bench.session, "r9", back.attempt)
+    await bench.until_colder_is_empty()
+    evict_all(bench)
+    again = await come_back(bench, back, FakeSession())
+    await bench.until(lambda: finished(bench.session, "r9"))
+    assert [*back.sequences[0].token_ids, *_new(bench, back, again)] == expected(PROMPT, 20)
+    assert issued.holder_id != again.holder_id
+
+
+@pytest.mark.parametrize("wrong", [0, 1, -1])
+async def test_blocks_that_say_something_else_are_not_trusted(
+    make_bench: MakeBench, wrong: int
+) -> None:
+    """From the wrong one on all is computed again: a full block is known by its tokens, the last
+    one by its owner."""
+    bench = await make_bench(num_swap_blocks=16)
+    assert bench.colder is not None
+    await victim(bench, num_tokens=7)
+    back = await give_way(bench)
+    assert back.swapped is not None
+    bench.colder.stamps.own([back.swapped.block_ids[wrong]], "somebody")
+    evict_all(bench)
+    num_computed = bench.arena.num_computed
+    again = await come_back(bench, back, FakeSession())
+    await bench.until(lambda: finished(bench.session, "r9"))
+    assert [*back.sequences[0].token_ids, *_new(bench, back, again)] == expected(PROMPT, 20)
+    num_tokens = back.swapped.num_computed_tokens
+    num_sound = wrong * 4 if wrong >= 0 else num_tokens // 4 * 4
+    num_new = 20 - len(back.sequences[0].token_ids)
+    assert bench.arena.num_computed - num_computed == num_new + num_tokens - num_sound
+    await bench.until_colder_is_empty()
+
+
+async def test_a_demand_while_it_comes_back_loses_nothing_but_time(make_bench: MakeBench) -> None:
+    bench = await make_bench(num_swap_blocks=16)
+    await victim(bench)
+    back = await give_way(bench)
+    await bench.until_empty()
+    evict_all(bench)
+    session = FakeSession()
+    bench.arena.copying.clear()
+    bench.prefill.submit(session, replace(back, attempt=2, holder_id="h2"))
+    await bench.until(lambda: "h2" in bench.store.ledger("pool").holders)
+    bench.store.ledger("pool").demands.add("h2")
+    await bench.until(lambda: any(job.ending for job in bench.prefill._jobs.values()))
+    bench.arena.copying.set()
+    await bench.until(lambda: bool(session.events))
+    (requeued,) = session.of(Requeued)
+    assert requeued.ticket.swapped is None
+    await bench.until_empty()
+    await bench.until_colder_is_empty()
+
+
+async def test_a_ticket_for_another_colder_pool_is_computed(make_bench: MakeBench) -> None:
+    """And one whose block ids cannot be: nothing is read from there."""
+    bench = await make_bench(num_swap_blocks=16)
+    sequence = TicketSequence(0, tuple(expected(PROMPT, 2)))
+    wrong = Swapped("elsewhere", "h", 2, (0, 1, 2), 11), Swapped("colder", "h", 2, (0, 1, 99), 11)
+    for number, swapped in enumerate(wrong, 1):
+        session = FakeSession()
+        asked = ticket(f"r{number}", PROMPT, sequences=(sequence,), swapped=swapped)
+        bench.prefill.submit(session, asked)
+        await bench.until(lambda session=session: bool(session.events))  # type: ignore[misc]
+        assert not session.of(Failed)
+        drawn = session.of(Prefilled)[0].ticket.sequences[0].token_ids[-1]
+        assert drawn == next_token([*PROMPT, *sequence.token_ids])
+    with pytest.raises(StaleHolder):
+        await bench.store.claim("colder", "h", 2, "PrefillWorker")
+
+
+def test_swapping_is_compared_with_computing_once_both_are_measured() -> None:
+    """100 blocks at 1 ms, there and back, and 10 ms each time: 220 ms."""
+    cost = SwapCost()
+    assert cost.is_below(100, 1600, prefill_ns_per_token=1)
+    cost.observe(num_blocks=50, copying_s=0.05, total_s=0.06)
+    assert cost.is_below(100, 1600, prefill_ns_per_token=0)
+    assert cost.is_below(100, 1600, prefill_ns_per_token=138_000)
+    assert not cost.is_below(100, 1600, prefill_ns_per_token=137_000)
+
+
+def test_short_steps_say_nothing_of_what_a_prompt_costs() -> None:
+    pace = Pace()
+    pace.observe(1, 0.1)
+    assert pace.ns_per_token == 0
+    pace.observe(100, 0.1)
+    pace.observe(1, 0.1)
+    assert pace.ns_per_token == 1_000_000
+
+
+async def test_only_what_nobody_else_has_counts_as_lost(make_bench: MakeBench) -> None:
+    """Two sequences share two blocks of prompt: the younger loses only its own."""
+    bench = await make_bench(num_swap_blocks=16, compares_costs=True)
+    swapping = bench.decode._swapping
+    assert swapping is not None
+    assert bench.decode.colder is not None
+    bench.decode.colder.cost.observe(num_blocks=10, copying_s=0.010, total_s=0.010)
+    own = ticket("r1", PROMPT, sequences=(TicketSequence(0, (1,), (0, 1, 2), 10),))
+    other = ticket("r2", PROMPT, sequences=(TicketSequence(0, (1,), (0, 1, 3), 10),))
+    own = replace(own, prefill_ns_per_token=700_000)
+    assert swapping.is_worthwhile(own, [])  # 6 ms for 7 ms of computing
+    assert swapping.is_worthwhile(own, [other])  # 2 ms for 2.8 ms
+    slow = replace(own, prefill_ns_per_token=400_000)
+    assert not swapping.is_worthwhile(slow, [other])
+    assert not swapping.is_worthwhile(replace(slow, sequences=(TicketSequence(0),)), [])
