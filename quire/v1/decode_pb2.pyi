@@ -10,20 +10,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DecodeConnectRequest(_message.Message):
-    __slots__ = ("hello", "reserve", "admit", "abort", "drain", "hand_over")
+    __slots__ = ("hello", "reserve", "admit", "abort", "drain", "hand_over", "resume")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     HAND_OVER_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     hello: _worker_pb2.Hello
     reserve: Reserve
     admit: Admit
     abort: _worker_pb2.Abort
     drain: _worker_pb2.Drain
     hand_over: HandOver
-    def __init__(self, hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., abort: _Optional[_Union[_worker_pb2.Abort, _Mapping]] = ..., drain: _Optional[_Union[_worker_pb2.Drain, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ...) -> None: ...
+    resume: Resume
+    def __init__(self, hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., abort: _Optional[_Union[_worker_pb2.Abort, _Mapping]] = ..., drain: _Optional[_Union[_worker_pb2.Drain, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
 
 class DecodeConnectResponse(_message.Message):
     __slots__ = ("welcome", "reserved", "step", "failed", "requeue", "draining", "load")
@@ -76,6 +78,12 @@ class HandOver(_message.Message):
     request_id: str
     attempt: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("ticket",)
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ticket: _ticket_pb2.Ticket
+    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
     __slots__ = ("outputs",)

@@ -47,7 +47,8 @@ class DecodeServicer:
     """
 
     def Connect(self, request_iterator, context):
-        """One stream per gateway. When it breaks, its reservations end and its sequences are aborted.
+        """One stream per gateway. When it breaks, its reservations end and its sequences are parked: at rest for a while, for
+        the gateway at which their clients go on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,9 @@ class DecodeStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeAsyncStub: ...
     Connect: _grpc.StreamStreamMultiCallable[_decode_pb2.DecodeConnectRequest, _decode_pb2.DecodeConnectResponse]
-    """One stream per gateway. When it breaks, its reservations end and its sequences are aborted."""
+    """One stream per gateway. When it breaks, its reservations end and its sequences are parked: at rest for a while, for
+    the gateway at which their clients go on.
+    """
 
 @_typing.type_check_only
 class DecodeAsyncStub(DecodeStub):
@@ -42,7 +44,9 @@ class DecodeAsyncStub(DecodeStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_decode_pb2.DecodeConnectRequest, _decode_pb2.DecodeConnectResponse]  # type: ignore[assignment]
-    """One stream per gateway. When it breaks, its reservations end and its sequences are aborted."""
+    """One stream per gateway. When it breaks, its reservations end and its sequences are parked: at rest for a while, for
+    the gateway at which their clients go on.
+    """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
     """Continues tickets token by token in one continuously running batch."""
@@ -53,6 +57,8 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_decode_pb2.DecodeConnectRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeConnectResponse], _abc.AsyncIterator[_decode_pb2.DecodeConnectResponse]]:
-        """One stream per gateway. When it breaks, its reservations end and its sequences are aborted."""
+        """One stream per gateway. When it breaks, its reservations end and its sequences are parked: at rest for a while, for
+        the gateway at which their clients go on.
+        """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -16,6 +16,11 @@ def place_in_line(priority: int, arrival: int) -> int:
     return (priority - PRIORITY_CLASSES.start << _ARRIVAL_BITS) + arrival
 
 
+def parts_of_order(order: int) -> tuple[int, int]:
+    """(priority class, arrival) of a place in line."""
+    return (order >> _ARRIVAL_BITS) + PRIORITY_CLASSES.start, order % (1 << _ARRIVAL_BITS)
+
+
 _SUCCESSOR = "+"
 
 

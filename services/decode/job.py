@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from services.common.ticket import Ticket
-from services.worker.events import Ending, Session
+from services.worker.events import HANDED_OVER, Ending, Session
 
 
 class State(Enum):
@@ -38,7 +38,27 @@ class Job:
         """What it keeps from others."""
         return 0 if self.state in (State.SWAPPING, State.AT_REST) else self.num_sequences
 
+    def goes_on_as(self, wanted: Ticket) -> bool:
+        """Whether it is what somebody wants who knows its prompt, its parameters and its tokens.
+        (Of what runs, only the tokens that came with it are known here.)"""
+        ticket = self.ticket
+        if ticket is None or self.state is State.ENDED or self.ending not in (None, HANDED_OVER):
+            return False
+        return (
+            ticket.request_id == wanted.request_id
+            and ticket.root_hash == wanted.root_hash
+            and ticket.prompt_token_ids == wanted.prompt_token_ids
+            and ticket.sampling == wanted.sampling
+            and _agree(ticket.sequences[0].token_ids, wanted.sequences[0].token_ids)
+        )
+
     @property
     def key(self) -> tuple[int, str, int]:
         """(gateway, request, attempt)."""
         return id(self.session), self.request_id, self.attempt
+
+
+def _agree(these: tuple[int, ...], those: tuple[int, ...]) -> bool:
+    """Equal as far as both go."""
+    length = min(len(these), len(those))
+    return these[:length] == those[:length]

@@ -12,7 +12,7 @@ from services.worker.events import Event, Failed, Output, Reserved, Step
 from services.worker.process import WorkerRole
 from services.worker.stream import Fields, StreamSession, WorkerStream
 
-Command = decode_pb2.Reserve | decode_pb2.Admit | decode_pb2.HandOver
+Command = decode_pb2.Reserve | decode_pb2.Admit | decode_pb2.HandOver | decode_pb2.Resume
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
@@ -34,6 +34,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 self._worker.reserve(session, request_id, attempt, num_sequences)
             case decode_pb2.HandOver(request_id=request_id, attempt=attempt):
                 self._worker.hand_over(session, request_id, attempt)
+            case decode_pb2.Resume(ticket=ticket):
+                self._worker.resume(session, ticket_from_wire(ticket))
             case decode_pb2.Admit():
                 self._admit(session, command)
 

@@ -9,7 +9,7 @@ from typing import Any
 from blockstore.errors import StaleHolder
 from blockstore.registry import Load
 from blockstore.store import BlockStore, PrefixHash
-from services.common.errors import InvalidRequest
+from services.common.errors import DuplicateRequest, InvalidRequest
 from services.common.metrics import WorkerMetrics
 from services.common.ticket import Swapped, Ticket, TicketSequence
 from services.decode.grower import Grower
@@ -29,6 +29,7 @@ from services.worker.events import (
     PREEMPTED,
     STALE,
     Ending,
+    Failed,
     Output,
     Requeued,
     RequeueReason,
@@ -105,10 +106,35 @@ class DecodeWorker(PoolWorker):
         if job and job.state in (State.CLAIMING, State.RUNNING):
             self._end(job, HANDED_OVER)
 
+    def resume(self, session: Session, wanted: Ticket) -> None:
+        """Put at rest for this gateway what another one left parked, or has lost its client of;
+        answered by a requeue, without blocks where there is nothing that goes on as `wanted`."""
+        job = next((job for job in self._jobs.values() if job.goes_on_as(wanted)), None)
+        if job is None:
+            report(session, wanted, STALE)
+            return
+        job.session.send(Failed(job.request_id, job.attempt, DuplicateRequest.code, _TAKEN))
+        self._stop_timers(job)
+        del self._jobs[job.key]
+        job.session, job.attempt = session, wanted.attempt
+        job.ticket = replace(_ticket(job), attempt=wanted.attempt)
+        self._jobs[job.key] = job
+        if job.state is State.AT_REST:
+            self._after(self.limits.ticket_ttl_s, job, STALE)
+            self._offer(job)
+        else:
+            self._end(job, HANDED_OVER)
+
     def close(self, session: Session) -> None:
-        """The gateway is gone: its reservations end, its sequences are aborted."""
+        """The gateway is gone: its reservations end, its sequences are parked for a while."""
+        window_s = self.limits.park_window_s
         for job in [job for job in self._jobs.values() if job.session is session]:
-            self._end(job, ABORTED)
+            if not window_s or job.state is State.RESERVED:
+                self._end(job, ABORTED)
+                continue
+            if job.state is not State.AT_REST:
+                self._end(job, HANDED_OVER)
+            self._after(window_s, job, STALE)
 
     def _on_drain(self) -> int:
         for job in [job for job in self._jobs.values() if job.ticket and job.ticket.swapped]:
@@ -140,9 +166,9 @@ class DecodeWorker(PoolWorker):
         except StaleHolder:
             self._forget(job)
             ending = STALE if job.ending in (None, HANDED_OVER) else job.ending
-            report(job.session, ticket, ending)
+            report(job.session, _ticket(job), ending)
             return
-        job.ticket = replace(ticket, holder_epoch=epoch)
+        job.ticket = replace(_ticket(job), holder_epoch=epoch)
         if ours := self._at_rest.get(ticket.holder_id):
             self._forget(ours)  # it was claimed, and has come back
         if job.ending:
@@ -260,8 +286,6 @@ class DecodeWorker(PoolWorker):
 
         async def detach() -> None:
             await self.store.detach(self.pool_id, ticket.holder_id, epoch)
-            if not job.ending:
-                job.session.send(Requeued(_ticket(job), RequeueReason.HANDED_OVER))
 
         self._stop_running(job)
         job.state = State.AT_REST
@@ -270,6 +294,17 @@ class DecodeWorker(PoolWorker):
         self._at_rest[ticket.holder_id] = job
         self._after(self.limits.ticket_ttl_s, job, STALE)
         self.writer.put(detach)
+        self._offer(job)
+
+    def _offer(self, job: Job) -> None:
+        """Tell its gateway, once it is at rest in the store too, unless it is another's by then."""
+        session = job.session
+
+        async def offer() -> None:
+            if not job.ending and job.session is session:
+                session.send(Requeued(_ticket(job), RequeueReason.HANDED_OVER))
+
+        self.writer.put(offer)
 
     def _is_worth_swapping(self, job: Job, ticket: Ticket) -> bool:
         if self._swapping is None:
@@ -339,6 +374,9 @@ class DecodeWorker(PoolWorker):
             self._at_rest.pop(_ticket(job).holder_id, None)
         job.state = State.ENDED
         self._jobs.pop(job.key, None)
+        self._stop_timers(job)
+
+    def _stop_timers(self, job: Job) -> None:
         for timer in self._timers.pop(job, ()):
             timer.cancel()
 
@@ -381,6 +419,9 @@ class DecodeWorker(PoolWorker):
             raise InvalidRequest(
                 f"{num_slots} slots in pool {self.pool_id} for {num_computed} computed tokens"
             )
+
+
+_TAKEN = "another gateway goes on with this request"
 
 
 def _ticket(job: Job) -> Ticket:

@@ -26,7 +26,7 @@ _UINT64 = 1 << 64
 @dataclass(frozen=True, slots=True)
 class Admitted:
     """A request that may wait. `arrived_at` and `deadline` are times of the event loop's clock;
-    `received`: tokens that its client has already."""
+    `received`: tokens that its client has of a call that broke; None: a new request."""
 
     request_id: str
     model: str
@@ -37,7 +37,7 @@ class Admitted:
     cache_salt: str
     arrived_at: float
     deadline: float | None
-    received: tuple[int, ...] = ()
+    received: tuple[int, ...] | None = None
 
     def continues(self, other: "Admitted") -> bool:
         """Whether this is the same request as another one. A greedy one has no use for its seed."""
@@ -80,7 +80,7 @@ async def admit(
         cache_salt=request.cache_salt,
         arrived_at=arrived_at,
         deadline=deadline,
-        received=request.received or (),
+        received=request.received,
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from blockstore.registry import Registry
+from blockstore.store import PoolSpec
 from services.common.errors import (
     DeadlineExceeded,
     Draining,
@@ -26,12 +27,14 @@ from services.common.logging import get_logger
 from services.gateway.admission import Admitted
 from services.gateway.api import GenerationRequest
 from services.gateway.bell import Bell
-from services.gateway.journey import Journey, Start
+from services.gateway.journey import Journey, Stage, Start
 from services.gateway.lane import Lane
 from services.gateway.line import Place, ServiceRate
 from services.gateway.messages import RequestEvent
 from services.gateway.output import Output
 from services.gateway.router import Pool, Route, Router, choose_prefill
+from services.gateway.search import Search
+from services.gateway.slot import AtRest
 from services.gateway.worker import Worker
 
 log = get_logger(__name__)
@@ -53,6 +56,8 @@ class Workers(Protocol):
     """What the dispatcher needs of the fleet."""
 
     def complete_pools(self, name: str) -> tuple[Pool, ...]: ...
+
+    def who_may_have(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]: ...
 
     def forget_refusals(self) -> None: ...
 
@@ -91,6 +96,7 @@ class Dispatcher:
         self._lanes: dict[str, Lane] = {}
         self._journeys: dict[str, Journey] = {}
         self._entering: set[str] = set()
+        self._searches: dict[str, Search] = {}
         self._closed = False
         self._attempts = _attempts()
         self._clock = asyncio.get_running_loop().time
@@ -162,12 +168,25 @@ class Dispatcher:
             running.resume(request, output)
             return running
         place = Place(request.priority, await self._registry.next_arrival())
+        found = None if request.received is None else await self._find(request)
         if self._closed:
             raise Draining(_STOPPING)
         journey = Journey(request, place, output, self, self._attempts)
         self._journeys[journey.id] = journey
-        self.waits_again(journey)
+        if found is not None:
+            journey.adopt(found)
+        if journey.stage is not Stage.ENDED:
+            self.waits_again(journey)
         return journey
+
+    async def _find(self, request: Admitted) -> AtRest | None:
+        """What another gateway left of a request whose client comes to us."""
+        search = self._searches[request.request_id] = Search(request, next(self._attempts))
+        workers = self._workers.who_may_have(request.model)
+        try:
+            return await search.run(workers, self._router, self._limits.reserve_timeout_s)
+        finally:
+            del self._searches[request.request_id]
 
     # ── what journeys report ─────────────────────────────────────────────────────────────────────
 
@@ -188,6 +207,8 @@ class Dispatcher:
     # ── what workers say ─────────────────────────────────────────────────────────────────────────
 
     def on_event(self, sender: Worker, event: RequestEvent) -> None:
+        if search := self._searches.get(event.request_id):
+            search.on_event(sender, event)
         journey = self._journeys.get(event.request_id)
         if journey is None:
             return
@@ -199,6 +220,8 @@ class Dispatcher:
             journey.end(error)
 
     def on_lost(self, worker: Worker) -> None:
+        for search in self._searches.values():
+            search.on_lost(worker)
         for journey in tuple(self._journeys.values()):
             journey.on_lost(worker)
 

@@ -102,6 +102,17 @@ class Fleet:
                 pools[worker.member.pool_id] = (*pools.get(worker.member.pool_id, ()), worker)
         return pools
 
+    def who_may_have(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]:
+        """Everyone who may have something of a request, draining or not, and the pool it is on."""
+        workers = [connection.worker for connection in self._connections.values()]
+        return tuple(
+            (worker, self._specs[worker.member.pool_id])
+            for worker in workers
+            if (worker.member.role, worker.member.model) == ("decode", name)
+            and worker.connected
+            and not worker.unresponsive
+        )
+
     def ready(self) -> bool:
         return any(self.complete_pools(name) for name in self.names())
 

@@ -105,7 +105,7 @@ class Gateway:
             self._meter(request.model),
             asyncio.get_running_loop().time,
         )
-        output.replay(request.received)
+        output.replay(request.received or ())
         return output
 
 

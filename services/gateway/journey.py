@@ -40,7 +40,7 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.logging import get_logger
-from services.common.ticket import FinishReason, Swapped, Ticket, TicketSequence
+from services.common.ticket import FinishReason, Swapped, Ticket, TicketSequence, first_of
 from services.gateway.admission import Admitted
 from services.gateway.continuity import discontinuity
 from services.gateway.custody import Custody
@@ -132,7 +132,7 @@ class Journey:
         self._desk = desk
         self._attempts = attempts
         self._clock: Callable[[], float] = loop.time
-        self._tokens = list(request.received)
+        self._tokens = list(request.received or ())
         self._submitted: Ticket | None = None
         self._prefill: Worker | None = None
         self._slot: Slot | None = None
@@ -174,15 +174,32 @@ class Journey:
     def resume(self, request: Admitted, output: Output) -> None:
         """Go on for a client that lost its stream: `output` gets what it has not received, and its
         deadline holds. DuplicateRequest: that is another request."""
-        num_received = len(request.received)
+        received = request.received or ()
+        num_received = len(received)
         so_far = tuple(self._tokens[:num_received])
-        if not request.continues(self.request) or so_far != request.received:
+        if not request.continues(self.request) or so_far != received:
             raise DuplicateRequest(f"another request with id {self.id!r} is running")
         self.output.close(DuplicateRequest("another call goes on with this request"))
         self.request, self.output = request, output
         self._set_alarm()
         if output.write(tuple(self._tokens[num_received:]), None):
             self.end()
+
+    def adopt(self, found: AtRest) -> None:
+        """Go on with what another gateway had: its place in line, its ticket, and the tokens that
+        the client has not got. It may end with them."""
+        ticket = found.ticket
+        self._submitted = replace(ticket, holder_id=first_of(ticket.holder_id))
+        self.place = Place.of(ticket.order)
+        self.started_at = self._clock()
+        token_ids = ticket.sequences[0].token_ids
+        num_new = len(token_ids) - len(self._tokens)
+        self.at_rest = found
+        if problem := self._problem(ticket, num_new, blocks=True):
+            log.warning("parked_ticket_refused", request_id=self.id, reason=problem)
+            self.give_up_ticket()
+        elif num_new:
+            self._deliver(token_ids[-num_new:], None, found.issuer)
 
     def leave(self, output: Output) -> None:
         """Whoever reads `output` is gone, and with it the request, unless another goes on."""

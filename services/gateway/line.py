@@ -8,9 +8,9 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
-from services.common.ticket import PRIORITY_CLASSES, place_in_line
+from services.common.ticket import PRIORITY_CLASSES, parts_of_order, place_in_line
 
 RISE_EVERY_S = 30.0
 
@@ -22,6 +22,10 @@ class Place:
 
     priority: int
     arrival: int
+
+    @classmethod
+    def of(cls, order: int) -> Self:
+        return cls(*parts_of_order(order))
 
     @property
     def order(self) -> int:

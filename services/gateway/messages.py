@@ -50,7 +50,15 @@ class HandOver:
     attempt: int
 
 
-Command = Reserve | Submit | Admit | Abort | HandOver
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """To a decode worker: give back, with its blocks at rest, what goes on as this ticket and was
+    another gateway's. Answered by Requeued."""
+
+    ticket: Ticket
+
+
+Command = Reserve | Submit | Admit | Abort | HandOver | Resume
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,10 @@ class Router:
         self._store = store
         self._secret = secret
 
+    def root(self, spec: PoolSpec, cache_salt: str) -> PrefixHash:
+        """Of all prefix hashes of this salt on a pool."""
+        return root_hash(spec.fingerprint, self._secret, cache_salt)
+
     async def routes(
         self, prompt: tuple[int, ...], cache_salt: str, pools: Sequence[Pool]
     ) -> list[Route]:
@@ -67,7 +71,7 @@ class Router:
         self, prompt: tuple[int, ...], cache_salt: str, pool: Pool, compare: bool
     ) -> Route:
         spec = pool.spec
-        root = root_hash(spec.fingerprint, self._secret, cache_salt)
+        root = self.root(spec, cache_salt)
         if not compare and len(pool.prefill) == 1:
             return Route(pool, root)
         if len(prompt) < _LONG_PROMPT:

@@ -34,6 +34,7 @@ from services.gateway.messages import (
     RequeueReason,
     Reserve,
     Reserved,
+    Resume,
     Submit,
 )
 
@@ -78,6 +79,8 @@ class Dialect:
             case HandOver(request_id, attempt):
                 hand_over = decode_pb2.HandOver(request_id=request_id, attempt=attempt)
                 return self.request(hand_over=hand_over)
+            case Resume(ticket):
+                return self.request(resume=decode_pb2.Resume(ticket=ticket_to_wire(ticket)))
 
 
 def _connect_prefill(channel: aio.Channel, requests: AsyncIterator[Any]) -> Stream:

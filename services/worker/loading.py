@@ -89,6 +89,7 @@ def _limits(settings: WorkerSettings, config: ModelConfig) -> Limits:
         max_num_batched_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
         max_model_len=asked or context,
         eos_token_ids=frozenset(config.eos_token_ids),
+        park_window_s=settings.park_window_s,
     )
 
 

@@ -37,7 +37,8 @@ class Limits:
     """`max_num_batched_tokens` a step, of at most `max_num_seqs` sequences. `look_ahead`: tokens
     for which a decoding sequence has slots in advance. `ticket_ttl_s`: how long a ticket may stay
     unclaimed; `swapped_ttl_s`: one whose blocks are in the colder pool, where nobody misses them,
-    while it waits for room."""
+    while it waits for room. `park_window_s`: how long a sequence rests whose gateway is gone; 0:
+    not at all."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -46,6 +47,7 @@ class Limits:
     look_ahead: int = 8
     ticket_ttl_s: float = 30.0
     swapped_ttl_s: float = 600.0
+    park_window_s: float = 0.0
 
 
 class OnPool(Protocol):

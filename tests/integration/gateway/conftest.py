@@ -87,8 +87,10 @@ class House:
         return self.assembly.gateway
 
     async def another(self) -> "House":
-        """One more gateway for the same workers."""
-        other = House(self.model_dir, self.stack, self.store, self.registry)
+        """One more gateway for the same workers, which reads of them elsewhere."""
+        other = House(self.model_dir, self.stack, self.store)
+        for one in await self.registry.members():
+            await other.registry.announce(one, ttl_s=1e6)
         await other.assemble(Limits())
         await until(lambda: other.connected() == self.connected())
         return other
@@ -130,6 +132,12 @@ class House:
         self.stack.push_async_callback(server.stop)
         await self.registry.announce(member(worker, address, str(self.model_dir)), ttl_s=1e6)
         return server
+
+    async def lose_sight(self) -> None:
+        """Lose all workers, which take this gateway for dead."""
+        for one in await self.registry.members():
+            await self.registry.withdraw(one.member_id)
+        await until(lambda: not self.connected())
 
     def connected(self) -> set[str]:
         served = self.assembly.fleet.served("toy")

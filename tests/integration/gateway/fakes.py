@@ -218,7 +218,8 @@ class Running:
 
 
 class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
-    """Steps all its sequences as fast as the loop turns, except while `paused`."""
+    """Steps all its sequences as fast as the loop turns, except while `paused`. `parks`: what a
+    gateway leaves that is gone stays, for another one."""
 
     role: ClassVar[Role] = "decode"
     service = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
@@ -229,6 +230,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self.slots: set[tuple[str, int]] = set()
         self.running: dict[str, Running] = {}
         self.answers_reservations = True
+        self.parks = False
+        self.parked: dict[str, Running] = {}
         self.pause_after: int | None = None
         self._stepping: asyncio.Task[None] | None = None
 
@@ -277,8 +280,25 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         session.send(requeue=worker_pb2.Requeue(ticket=ticket, reason=reason))
 
     def on_closed(self, session: Session) -> None:
+        if self.parks:
+            self.parked |= {k: r for k, r in self.running.items() if r.session is session}
         self.running = {k: r for k, r in self.running.items() if r.session is not session}
         self.slots.clear()
+
+    def on_resume(self, session: Session, resume: decode_pb2.Resume) -> None:
+        """Give a sequence to the gateway that asks for it."""
+        wanted = resume.ticket
+        ticket = ticket_pb2.Ticket(request_id=wanted.request_id, attempt=wanted.attempt)
+        running = self.parked.pop(wanted.request_id, None)
+        if running is not None:
+            num_prompt = len(running.ticket.prompt_token_ids)
+            ticket.CopyFrom(running.ticket)
+            ticket.attempt, ticket.holder_epoch = wanted.attempt, ticket.holder_epoch + 2
+            ticket.sequences[0].token_ids[:] = running.tokens[num_prompt:]
+            ticket.sequences[0].num_computed_tokens = len(running.tokens) - 1
+        session.send(
+            requeue=worker_pb2.Requeue(ticket=ticket, reason=worker_pb2.Requeue.REASON_HANDED_OVER)
+        )
 
     def requeue(self, request_id: str, reason: Any) -> None:
         """Give a running request back."""

@@ -11,7 +11,7 @@ import pytest
 from quire import AsyncClient, InvalidRequest, Unreachable
 from quire.messages import Request
 from quire.types import Sampling
-from quire.v1 import inference_pb2, sampling_pb2
+from quire.v1 import decode_pb2, inference_pb2, sampling_pb2
 from tests.proxy import Proxy
 
 from .conftest import PROMPT, House, until
@@ -104,6 +104,29 @@ async def test_a_stream_goes_on_at_the_other_gateway(
     last = prefill.seen[-1].ticket
     assert list(last.sequences[0].token_ids) == expected(PROMPT, received)
     await until(lambda: not decode.slots)  # the first gateway has seen its client go
+
+
+async def test_a_parked_sequence_goes_on_where_it_was(
+    two: Two, client: AsyncClient, workers: Any
+) -> None:
+    """Nothing is computed again: the ticket is that of the first gateway, in its place in line.
+    What was generated after the client's last token comes too."""
+    prefill, decode = workers
+    decode.parks, decode.pause_after = True, 3
+    reader = Reader(client)
+    await reader.has(3)
+    two.proxies[0].hold()
+    decode.go_on(pause_after=5)
+    await until(lambda: all(r.num_generated == 5 for r in decode.running.values()))
+    await two.first.lose_sight()
+    await two.proxies[0].close()
+    decode.go_on(pause_after=8)
+    await reader.end()
+    assert (reader.tokens, reader.text) == (expected(PROMPT, 8), TEXT)
+    assert len(prefill.seen) == 1
+    first, again = (admit.ticket for admit in decode.commands(decode_pb2.Admit))
+    assert (again.order, again.holder_id) == (first.order, first.holder_id)
+    assert list(again.sequences[0].token_ids) == expected(PROMPT, 5)
 
 
 async def test_held_back_text_comes_once(two: Two, client: AsyncClient, workers: Any) -> None:

@@ -82,6 +82,7 @@ async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
             ticket_ttl_s: float = 30.0,
             num_swap_blocks: int = 0,
             compares_costs: bool = False,
+            park_window_s: float = 0.0,
         ) -> Bench:
             """`num_swap_blocks`: with a colder pool of so many blocks."""
             store = MemoryStore()
@@ -98,6 +99,7 @@ async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
                 max_model_len=1000,
                 look_ahead=2,
                 ticket_ttl_s=ticket_ttl_s,
+                park_window_s=park_window_s,
             )
             models = FakeForward(arena), FakeForward(arena)
             workers: list[Any] = []

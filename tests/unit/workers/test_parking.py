@@ -1,0 +1,149 @@
+"""What a decode worker keeps of a gateway that is gone, and to whom it gives it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.common.ticket import SamplingParams, Ticket, TicketSequence
+from services.worker.events import Failed, Output, Prefilled, Requeued, RequeueReason, Step
+
+from .conftest import Bench, MakeBench
+from .fakes import FakeSession, expected, ticket
+
+PROMPT = tuple(range(100, 110))
+NUM_TOKENS = 60
+ASKED = ticket("r1", PROMPT, max_tokens=NUM_TOKENS)
+
+
+@pytest.fixture
+async def bench(make_bench: MakeBench) -> Bench:
+    """`r1` runs at the decode worker, and its gateway has some tokens."""
+    bench = await make_bench(park_window_s=30.0)
+    bench.prefill.submit(bench.session, ASKED)
+    await bench.until(lambda: bool(bench.session.of(Prefilled)))
+    issued = bench.session.of(Prefilled)[0].ticket
+    bench.decode.reserve(bench.session, "r1", 1, 1)
+    bench.decode.admit(bench.session, issued)
+    await bench.until(lambda: len(generated(bench.session)) > 8)
+    return bench
+
+
+def generated(session: FakeSession) -> list[int]:
+    first = [t for issued in session.of(Prefilled) for t in issued.ticket.sequences[0].token_ids]
+    outputs: list[Output] = [output for step in session.of(Step) for output in step.outputs]
+    return [*first, *(output.token_id for output in outputs)]
+
+
+def wanted(num_received: int, **changes: Any) -> Ticket:
+    """What another gateway asks for, whose client has so many tokens."""
+    received = TicketSequence(0, tuple(expected(PROMPT, num_received)))
+    return replace(ASKED, **{"attempt": 7, "sequences": (received,)} | changes)
+
+
+async def answer(bench: Bench, session: FakeSession, asked: Ticket) -> Ticket:
+    bench.decode.resume(session, asked)
+    await bench.until(lambda: bool(session.of(Requeued)))
+    requeued = session.of(Requeued)[0]
+    assert requeued.ticket.key == asked.key
+    given: Ticket = requeued.ticket
+    return given
+
+
+async def goes_on(bench: Bench, session: FakeSession, given: Ticket) -> None:
+    """Each position was computed once, and all tokens are those of an undisturbed run."""
+    assert given.sequences[0].block_ids
+    bench.decode.reserve(session, "r1", 8, 1)
+    bench.decode.admit(session, replace(given, attempt=8))
+    await bench.until(lambda: any(o.finish for s in session.of(Step) for o in s.outputs))
+    so_far = list(given.sequences[0].token_ids)
+    rest = [o.token_id for s in session.of(Step) for o in s.outputs if o.attempt == 8]
+    assert [*so_far, *rest] == expected(PROMPT, NUM_TOKENS)
+    assert bench.arena.num_computed == len(PROMPT) + NUM_TOKENS - 1
+    await bench.until_empty()
+    assert not bench.decode._timers
+
+
+async def parked(bench: Bench) -> None:
+    bench.decode.close(bench.session)
+    await bench.until(lambda: bool(bench.decode._at_rest))
+
+
+async def test_a_parked_sequence_goes_on_at_another_gateway(bench: Bench) -> None:
+    await parked(bench)
+    assert bench.decode.load().num_free_slots == 16
+    another = FakeSession()
+    await goes_on(bench, another, await answer(bench, another, wanted(3)))
+
+
+async def test_a_gateway_that_does_not_know_yet_loses_it(bench: Bench) -> None:
+    """Its client has gone elsewhere, and that gateway asks first."""
+    another = FakeSession()
+    given = await answer(bench, another, wanted(3))
+    (failed,) = bench.session.of(Failed)
+    assert (failed.request_id, failed.attempt, failed.code) == ("r1", 1, "duplicate_request")
+    bench.decode.close(bench.session)  # what it had is not its own any more
+    bench.decode.abort(bench.session, "r1", 1)
+    await goes_on(bench, another, given)
+
+
+async def test_who_asks_while_it_comes_to_rest_is_told_once(bench: Bench) -> None:
+    bench.decode_model.gate.clear()
+    bench.decode.close(bench.session)
+    another = FakeSession()
+    bench.decode.resume(another, wanted(3))
+    bench.decode_model.gate.set()
+    await bench.until(lambda: bool(another.of(Requeued)))
+    await bench.decode.writer.flush()
+    (only,) = another.of(Requeued)
+    assert not bench.session.of(Requeued)
+    await goes_on(bench, another, only.ticket)
+
+
+async def test_it_is_given_to_one_after_another(bench: Bench) -> None:
+    """Should that gateway go too before it has claimed it."""
+    await parked(bench)
+    second, third = FakeSession(), FakeSession()
+    await answer(bench, second, wanted(3))
+    bench.decode.close(second)
+    await goes_on(bench, third, await answer(bench, third, wanted(4)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"request_id": "r2"},
+        {"prompt_token_ids": (*PROMPT[:-1], 5)},
+        {"root_hash": b"s" * 16},
+        {"sampling": SamplingParams(0.0, 0, 1.0, 0.0, seed=1, max_tokens=NUM_TOKENS + 1)},
+        {"sequences": (TicketSequence(0, (5,)),)},
+    ],
+    ids=["another id", "another prompt", "another salt", "other parameters", "other tokens"],
+)
+async def test_who_does_not_know_the_request_gets_nothing(
+    bench: Bench, changes: dict[str, Any]
+) -> None:
+    await parked(bench)
+    stranger, owner = FakeSession(), FakeSession()
+    given = await answer(bench, stranger, wanted(3, **changes))
+    assert not given.sequences[0].block_ids
+    assert stranger.of(Requeued)[0].reason is RequeueReason.STALE_TICKET
+    await goes_on(bench, owner, await answer(bench, owner, wanted(3)))
+
+
+async def test_when_the_window_closes_its_blocks_are_free(make_bench: MakeBench) -> None:
+    bench = await make_bench(park_window_s=0.02)
+    bench.prefill.submit(bench.session, ASKED)
+    await bench.until(lambda: bool(bench.session.of(Prefilled)))
+    bench.decode.reserve(bench.session, "r1", 1, 1)
+    bench.decode.admit(bench.session, bench.session.of(Prefilled)[0].ticket)
+    bench.decode.close(bench.session)
+    await bench.until_empty()
+    late = FakeSession()
+    assert not (await answer(bench, late, wanted(1))).sequences[0].block_ids
+
+
+async def test_a_demand_ends_a_parked_sequence(bench: Bench) -> None:
+    await parked(bench)
+    bench.decode._on_demands([ASKED.holder_id])
+    await bench.until_empty()
