@@ -119,6 +119,7 @@ async def test_a_parked_sequence_goes_on_where_it_was(
     decode.go_on(pause_after=5)
     await until(lambda: all(r.num_generated == 5 for r in decode.running.values()))
     await two.first.lose_sight()
+    await until(lambda: bool(decode.parked))
     await two.proxies[0].close()
     decode.go_on(pause_after=8)
     await reader.end()

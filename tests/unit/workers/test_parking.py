@@ -38,7 +38,8 @@ def generated(session: FakeSession) -> list[int]:
 def wanted(num_received: int, **changes: Any) -> Ticket:
     """What another gateway asks for, whose client has so many tokens."""
     received = TicketSequence(0, tuple(expected(PROMPT, num_received)))
-    return replace(ASKED, **{"attempt": 7, "sequences": (received,)} | changes)
+    fields: dict[str, Any] = {"attempt": 7, "sequences": (received,)}
+    return replace(ASKED, **fields | changes)
 
 
 async def answer(bench: Bench, session: FakeSession, asked: Ticket) -> Ticket:
