@@ -38,11 +38,17 @@ class Job:
         """What it keeps from others."""
         return 0 if self.state in (State.SWAPPING, State.AT_REST) else self.num_sequences
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether it can be kept for another gateway: neither swapped out, nor just about to."""
+        swapped = self.ticket is not None and self.ticket.swapped is not None
+        return not swapped and self.state in (State.CLAIMING, State.RUNNING, State.AT_REST)
+
     def goes_on_as(self, wanted: Ticket) -> bool:
         """Whether it is what somebody wants who knows its prompt, its parameters and its tokens.
         (Of what runs, only the tokens that came with it are known here.)"""
         ticket = self.ticket
-        if ticket is None or self.state is State.ENDED or self.ending not in (None, HANDED_OVER):
+        if ticket is None or not self.has_blocks or self.ending not in (None, HANDED_OVER):
             return False
         return (
             ticket.request_id == wanted.request_id

@@ -129,7 +129,7 @@ class DecodeWorker(PoolWorker):
         """The gateway is gone: its reservations end, its sequences are parked for a while."""
         window_s = self.limits.park_window_s
         for job in [job for job in self._jobs.values() if job.session is session]:
-            if not window_s or job.state is State.RESERVED:
+            if not window_s or not job.has_blocks:
                 self._end(job, ABORTED)
                 continue
             if job.state is not State.AT_REST:
