@@ -16,6 +16,7 @@ from .deployment import Deployment, serving
 POOL_BLOCKS = 128
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4  # layers, K and V, tokens, KV heads, head size, fp32
 STAMP_BYTES = 48 + 4 * 16
+POOL_MEMORY = POOL_BLOCKS * (BLOCK_BYTES + STAMP_BYTES)
 
 
 @pytest.fixture(scope="session")
@@ -59,14 +60,13 @@ def oracle(checkpoint: Path) -> Oracle:
 @pytest.fixture(scope="session")
 def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """1 prefill and 2 decode workers on a pool of 128 blocks of 16 tokens."""
-    memory = POOL_BLOCKS * (BLOCK_BYTES + STAMP_BYTES)
     with serving(
         checkpoint,
         tmp_path_factory.mktemp("run"),
         "--decode",
         "2",
         "--pool-memory",
-        str(memory),
+        str(POOL_MEMORY),
     ) as running:
         yield running
 

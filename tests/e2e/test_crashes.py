@@ -1,0 +1,206 @@
+"""Workers killed and stopped in mid-stream, with others that can go on: clients see a pause, and
+nothing else."""
+
+import asyncio
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from blockstore.keys import pool_tag
+from blockstore.redis_store import RedisStore
+from blockstore.store import PoolStats
+from quire.client import AsyncClient
+from quire.errors import Unavailable
+from quire.types import Sampling
+from services.common.pool.directory import PoolDirectory, pool_directories
+
+from .conftest import POOL_MEMORY
+from .deployment import Deployment, serving
+
+MAX_TOKENS = 160
+NUM_STREAMS = 12
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """Two workers of each kind on a pool of 128 blocks, of which 12 streams of 15 fit beside the
+    caches of others."""
+    folder = tmp_path_factory.mktemp("run")
+    options = ("--prefill", "2", "--decode", "2", "--pool-memory", str(2 * POOL_MEMORY))
+    with serving(checkpoint, folder, *options) as running:
+        yield running
+
+
+@dataclass
+class Stream:
+    prompt: list[int]
+    sampling: Sampling
+    tokens: list[int] = field(default_factory=list)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def run(self, client: AsyncClient) -> list[int]:
+        async for delta in client.generate(self.prompt, self.sampling, timeout_s=LIMIT_S):
+            self.tokens += delta.token_ids
+            async with self.changed:
+                self.changed.notify_all()
+        return self.tokens
+
+    async def reaches(self, num_tokens: int) -> None:
+        async with self.changed:
+            await self.changed.wait_for(lambda: len(self.tokens) >= num_tokens)
+
+
+def streams(seed: int) -> list[Stream]:
+    """Half of them greedy, half drawn; of three, two share a prefix of two blocks."""
+    chance = random.Random(seed)
+    shared = [chance.randrange(259, 384) for _ in range(32)]
+    return [
+        Stream(
+            [*(shared if number % 3 else ()), *(chance.randrange(259, 384) for _ in range(20))],
+            Sampling(
+                temperature=float(number % 2),
+                seed=number,
+                max_tokens=MAX_TOKENS,
+                ignore_eos=True,
+            ),
+        )
+        for number in range(NUM_STREAMS)
+    ]
+
+
+async def all_serve(client: AsyncClient) -> None:
+    """Two workers of each kind, and nothing held or wrong."""
+    async with asyncio.timeout(LIMIT_S):
+        while not await _is_whole(client):
+            await asyncio.sleep(0.05)
+    for audit in await client.audit():
+        assert not audit.violations
+
+
+async def _is_whole(client: AsyncClient) -> bool:
+    try:
+        workers, pools = await client.workers(), await client.pools()
+    except Unavailable:  # the block manager is not back
+        return False
+    ready = [worker.role for worker in workers if worker.state == "serving"]
+    is_quiet = not any(pool.num_held for pool in pools)
+    return ready.count("prefill") == ready.count("decode") == 2 and is_quiet
+
+
+@pytest.mark.parametrize("amid", [1, 60], ids=["amid prompts", "amid tokens"])
+@pytest.mark.parametrize(
+    "victim", ["services.decode", "services.prefill", "services.block_manager"]
+)
+async def test_a_killed_process_is_a_pause_and_no_more(
+    deployment: Deployment, client: AsyncClient, victim: str, amid: int
+) -> None:
+    """No error, and every token, greedy or drawn, is that of the undisturbed run."""
+    await all_serve(client)
+    seed = amid
+    undisturbed = [await stream.run(client) for stream in streams(seed)]
+    disturbed = streams(seed)
+    running = [asyncio.create_task(stream.run(client)) for stream in disturbed]
+    await disturbed[0].reaches(amid)
+    os.kill(deployment.running(victim)[0], signal.SIGKILL)
+    async with asyncio.timeout(LIMIT_S):
+        assert await asyncio.gather(*running) == undisturbed
+    await all_serve(client)
+
+
+@dataclass
+class Inside:
+    """The deployment's pool and ledger, as its own workers see them."""
+
+    directory: PoolDirectory
+    store: RedisStore
+
+    @property
+    def pool_id(self) -> str:
+        return self.directory.pool_id
+
+    async def stats(self) -> PoolStats:
+        return await self.store.stats(self.pool_id)
+
+    async def until(self, condition: Callable[[PoolStats], bool]) -> PoolStats:
+        async with asyncio.timeout(LIMIT_S):
+            while not condition(stats := await self.stats()):
+                await asyncio.sleep(0.02)
+        return stats
+
+    async def both_decode(self) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                holders = await self.store.holders(self.pool_id)
+                running = Counter(h.worker_id for h in holders if h.worker_id.startswith("decode"))
+                if len(running) == 2 and min(running.values()) >= 3:
+                    return
+
+    async def held_by(self, worker_id: str) -> set[int]:
+        tag = pool_tag(self.pool_id)
+        found: set[int] = set()
+        async with Redis(unix_socket_path=str(self._socket)) as redis:
+            for holder in await self.store.holders(self.pool_id):
+                if holder.worker_id == worker_id:
+                    found |= {int(b) for b in await redis.hkeys(f"{tag}:held:{holder.holder_id}")}
+        return found
+
+    @property
+    def _socket(self) -> Path:
+        return self.directory.path.parent.parent / "redis.sock"
+
+    def content(self, without: set[int]) -> dict[int, bytes]:
+        """KV of every block but those."""
+        header = self.directory.read_header()
+        size = header.layout.block_bytes
+        arena = self.directory.kv.read_bytes()
+        blocks = set(range(header.num_blocks)) - without
+        return {block: arena[block * size : (block + 1) * size] for block in blocks}
+
+
+@pytest.fixture
+async def inside(deployment: Deployment) -> AsyncIterator[Inside]:
+    (run,) = (path for path in deployment.run_root.iterdir() if (path / "pools").is_dir())
+    directory = next(d for d in pool_directories(run / "pools") if d.worker_ids())
+    store = await RedisStore.connect(f"unix://{run / 'redis.sock'}")
+    yield Inside(directory, store)
+    await store.close()
+
+
+async def test_what_a_stopped_worker_writes_is_where_nobody_else_reads(
+    deployment: Deployment, client: AsyncClient, inside: Inside
+) -> None:
+    """It is stopped in a step, fenced, and all that ran there goes on elsewhere. Others fill all
+    of the pool that is not quarantined. Then it wakes: nothing of theirs changes, its blocks come
+    back, and one like it serves again."""
+    await all_serve(client)
+    undisturbed = [await stream.run(client) for stream in streams(3)]
+    disturbed = streams(3)
+    running = [asyncio.create_task(stream.run(client)) for stream in disturbed]
+    await inside.both_decode()
+    stopped = deployment.running("services.decode")[0]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            assert await asyncio.gather(*running) == undisturbed
+        (worker_id,) = (await inside.until(lambda s: bool(s.fenced_worker_ids))).fenced_worker_ids
+        quarantined = await inside.held_by(worker_id)
+        assert quarantined
+        for seed in range(4, 8):  # each needs more than half of what there is
+            await asyncio.gather(*(stream.run(client) for stream in streams(seed)))
+        stats = await inside.until(lambda s: s.num_held == len(quarantined))
+        assert stats.num_free <= NUM_STREAMS  # the last, half-filled block of each
+        before = inside.content(without=quarantined)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    await inside.until(lambda s: worker_id not in s.worker_ids)
+    assert inside.content(without=quarantined) == before
+    await all_serve(client)
+    assert (await inside.stats()).num_held == 0
