@@ -16,7 +16,7 @@ from quire.errors import QuireError, translated
 from quire.links import AsyncLink, Link, Links
 from quire.messages import Request
 from quire.progress import RESUME_WINDOW_S, Progress
-from quire.types import Completion, Delta, Model, Pool, PoolAudit, Prompt, Sampling, Worker
+from quire.types import Completion, Delta, Model, Pool, PoolAudit, Prompt, Sampling, Scaled, Worker
 from quire.v1.block_manager_pb2 import (
     AuditRequest,
     DrainWorkerRequest,
@@ -24,6 +24,7 @@ from quire.v1.block_manager_pb2 import (
     ListWorkersRequest,
 )
 from quire.v1.inference_pb2 import GenerateResponse, ListModelsRequest
+from quire.v1.supervisor_pb2 import ScaleRequest
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 OPERATIONS_TIMEOUT_S = 10.0
@@ -180,6 +181,14 @@ class Client:
             )
         return response.num_running
 
+    def scale(self, *, num_prefill: int | None = None, num_decode: int | None = None) -> Scaled:
+        """Have `quire serve` start or drain workers; None leaves a role as it is. Returns at
+        once."""
+        request = ScaleRequest(num_prefill=num_prefill, num_decode=num_decode)
+        with translated(self.address):
+            response = self._links.current.supervisor.Scale(request, timeout=OPERATIONS_TIMEOUT_S)
+        return messages.scaled(response)
+
     def close(self) -> None:
         for link in self._links:
             link.channel.close()
@@ -296,6 +305,15 @@ class AsyncClient:
                 DrainWorkerRequest(worker_id=worker_id), timeout=OPERATIONS_TIMEOUT_S
             )
         return response.num_running
+
+    async def scale(
+        self, *, num_prefill: int | None = None, num_decode: int | None = None
+    ) -> Scaled:
+        request = ScaleRequest(num_prefill=num_prefill, num_decode=num_decode)
+        with translated(self.address):
+            call = self._links.current.supervisor.Scale(request, timeout=OPERATIONS_TIMEOUT_S)
+            response = await call
+        return messages.scaled(response)
 
     async def close(self) -> None:
         for link in self._links:

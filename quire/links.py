@@ -8,11 +8,13 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from quire.v1.block_manager_pb2_grpc import BlockManagerStub
 from quire.v1.inference_pb2_grpc import InferenceStub
+from quire.v1.supervisor_pb2_grpc import SupervisorStub
 
 if TYPE_CHECKING:
     # The generated stubs know them as types only: at run time one class serves both.
     from quire.v1.block_manager_pb2_grpc import BlockManagerAsyncStub
     from quire.v1.inference_pb2_grpc import InferenceAsyncStub
+    from quire.v1.supervisor_pb2_grpc import SupervisorAsyncStub
 
 _MAX_MESSAGE_BYTES = 16 << 20
 _CHANNEL_OPTIONS = [
@@ -37,6 +39,7 @@ class Link:
         self.channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
         self.inference = InferenceStub(self.channel)
         self.block_manager = BlockManagerStub(self.channel)
+        self.supervisor = SupervisorStub(self.channel)
         self.health = HealthStub(self.channel)
 
 
@@ -46,6 +49,7 @@ class AsyncLink:
         self.channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
         self.inference: InferenceAsyncStub = InferenceStub(self.channel)
         self.block_manager: BlockManagerAsyncStub = BlockManagerStub(self.channel)
+        self.supervisor: SupervisorAsyncStub = SupervisorStub(self.channel)
         self.health = HealthStub(self.channel)
 
 

@@ -15,11 +15,12 @@ from quire.types import (
     PoolAudit,
     Prompt,
     Sampling,
+    Scaled,
     Usage,
     Worker,
     WorkerState,
 )
-from quire.v1 import block_manager_pb2, inference_pb2, sampling_pb2
+from quire.v1 import block_manager_pb2, inference_pb2, sampling_pb2, supervisor_pb2
 
 _FINISH_REASONS: dict[int, FinishReason] = {
     sampling_pb2.FINISH_REASON_STOP: "stop",
@@ -178,6 +179,15 @@ def workers(response: block_manager_pb2.ListWorkersResponse) -> tuple[Worker, ..
             started_unix_ms=worker.started_unix_ms,
         )
         for worker in response.workers
+    )
+
+
+def scaled(response: supervisor_pb2.ScaleResponse) -> Scaled:
+    return Scaled(
+        num_prefill=response.num_prefill,
+        num_decode=response.num_decode,
+        starting=tuple(response.starting),
+        leaving=tuple(response.leaving),
     )
 
 

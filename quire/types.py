@@ -124,6 +124,16 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaled:
+    """What a run has once the workers named `starting` serve, and those `leaving` have left."""
+
+    num_prefill: int
+    num_decode: int
+    starting: tuple[str, ...]
+    leaving: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PoolAudit:
     """A recount of one pool. `ledger_checked` is False when the pool kept changing, so that only
     its counters were checked; `violations` is empty when every law holds."""

@@ -1,4 +1,4 @@
-"""What an operator asks: `quire models`, `workers`, `pools`, `audit`, `drain`."""
+"""What an operator asks: `quire models`, `workers`, `pools`, `audit`, `drain`, `scale`."""
 
 import argparse
 import json
@@ -87,6 +87,27 @@ def add_commands(commands: "Commands") -> None:
     drain_command.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="limit of --wait; %(default)s"
     )
+    scale_command = add_client_command(
+        commands, "scale", scale, help_text="start or drain workers of the `quire serve` there"
+    )
+    scale_command.add_argument(
+        "numbers",
+        nargs="+",
+        type=_number_of_workers,
+        metavar="ROLE=N",
+        help="decode=3, prefill=2",
+    )
+    scale_command.add_argument("--wait", action="store_true", help="until there are as many")
+    scale_command.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="limit of --wait; %(default)s"
+    )
+
+
+def _number_of_workers(text: str) -> tuple[str, int]:
+    role, _, number = text.partition("=")
+    if role not in ("prefill", "decode") or not number.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither decode=N nor prefill=N")
+    return role, int(number)
 
 
 def _kernels(worker: Worker) -> str:
@@ -168,4 +189,34 @@ def _wait_until_left(client: Client, worker_id: str, timeout_s: float) -> None:
     while any(worker.worker_id == worker_id for worker in client.workers()):
         if time.monotonic() > give_up_at:
             raise DeadlineExceeded(f"{worker_id} is still there after {timeout_s:g} s", "timeout")
+        time.sleep(_POLL_S)
+
+
+def scale(args: argparse.Namespace) -> int:
+    wanted = dict(args.numbers)
+    with connect(args) as client:
+        scaled = client.scale(num_prefill=wanted.get("prefill"), num_decode=wanted.get("decode"))
+        if not args.json:
+            for verb, names in (("start", scaled.starting), ("leave", scaled.leaving)):
+                if names:
+                    print(f"to {verb}: {', '.join(names)}")
+        if args.wait:
+            _wait_until_there_are(client, wanted, args.timeout)
+        if args.json:
+            print_json([scaled])
+        elif args.wait or not (scaled.starting or scaled.leaving):
+            print(f"{scaled.num_prefill} prefill and {scaled.num_decode} decode workers")
+    return 0
+
+
+def _wait_until_there_are(client: Client, wanted: dict[str, int], timeout_s: float) -> None:
+    """All that serve, and nobody who still starts or leaves."""
+    give_up_at = time.monotonic() + timeout_s
+    while True:
+        workers = [worker for worker in client.workers() if worker.role in wanted]
+        numbers = {role: sum(worker.role == role for worker in workers) for role in wanted}
+        if numbers == wanted and all(worker.state == "serving" for worker in workers):
+            return
+        if time.monotonic() > give_up_at:
+            raise DeadlineExceeded(f"after {timeout_s:g} s there are {numbers}", "timeout")
         time.sleep(_POLL_S)

@@ -68,6 +68,18 @@ class Child:
     def name(self) -> str:
         return self.spec.name
 
+    @property
+    def is_staying(self) -> bool:
+        """It runs, or will again."""
+        return not self._stopping.is_set() and not self._ended.is_set()
+
+    def leave(self) -> None:
+        """SIGTERM: a worker has its requests moved, for as long as its own settings say; then `run`
+        ends."""
+        self._console.note(f"{self.name} leaves")
+        self._stopping.set()
+        self._send(signal.SIGTERM)
+
     async def run(self) -> None:
         """Keep the service running until `stop`, or until it leaves by itself (drained: status 0).
 

@@ -7,13 +7,14 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from quire.supervisor import topology, valkey
+from quire.supervisor import service, topology, valkey
 from quire.supervisor.banner import banner
 from quire.supervisor.child import Child, ChildSpec, ParentPipe, Stage
 from quire.supervisor.console import Console
 from quire.supervisor.options import ServeOptions
 from quire.supervisor.readiness import Expected, wait_until_serving
 from quire.supervisor.run_directory import RUNS, RunRecord, claim
+from quire.supervisor.workforce import Workforce
 
 GRACE_S = 15.0
 """How long the services of one stage have to end by themselves."""
@@ -45,8 +46,9 @@ class Supervisor:
 
     async def run(self) -> None:
         self._listen_to_signals()
-        bring_up = self._spawn(self._bring_up())
-        await self._stop.wait()
+        async with service.served(Workforce(self._children, self._start), self._directory):
+            bring_up = self._spawn(self._bring_up())
+            await self._stop.wait()
         bring_up.cancel()
         await self._take_down()
         if self._failure is not None:

@@ -7,7 +7,7 @@ QUIRE_DECODE_METRICS_PORT) reach it too; what a flag says goes before them.
 import sys
 from pathlib import Path
 
-from quire.supervisor import valkey
+from quire.supervisor import service, valkey
 from quire.supervisor.child import ChildSpec, Stage
 from quire.supervisor.options import ServeOptions
 
@@ -30,7 +30,10 @@ def services(
         _service("block_manager", "block-manager", Stage.BLOCK_MANAGER, common),
         *_workers("prefill", options.num_prefill, worker),
         *_workers("decode", options.num_decode, worker),
-        *(_gateway(options, index, common) for index in range(options.num_gateways)),
+        *(
+            _gateway(options, index, common, service.address(run))
+            for index in range(options.num_gateways)
+        ),
     )
 
 
@@ -70,12 +73,15 @@ def _workers(module: str, number: int, settings: dict[str, str]) -> list[ChildSp
     ]
 
 
-def _gateway(options: ServeOptions, index: int, common: dict[str, str]) -> ChildSpec:
+def _gateway(
+    options: ServeOptions, index: int, common: dict[str, str], supervisor: str
+) -> ChildSpec:
     settings = {
         **common,
         "HOST": options.host,
         "PORT": str(options.grpc_port + index),
         "HTTP_PORT": str(options.http_port + index),
+        "SUPERVISOR": supervisor,
     }
     return _service(
         "gateway", f"gateway-{index + 1}" if index else "gateway", Stage.GATEWAY, settings

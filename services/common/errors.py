@@ -17,6 +17,7 @@ QuireError
 ├── PoisonRequest          it fails by itself, wherever it is computed
 ├── KVCorrupt              a block does not say what its hash promised
 ├── VersionMismatch        a peer speaks another protocol
+├── NoSupervisor           nobody here starts and ends workers
 └── StartupError           bad configuration, model, memory or server; the process ends with its
 text
 """
@@ -92,6 +93,10 @@ class KVCorrupt(QuireError):
 
 class VersionMismatch(QuireError):
     code = "version_mismatch"
+
+
+class NoSupervisor(QuireError):
+    code = "no_supervisor"
 
 
 class StartupError(QuireError):

@@ -73,6 +73,7 @@ FAULTS: dict[type[Exception], Fault] = {
     domain.DeadlineExceeded: _domain(domain.DeadlineExceeded, StatusCode.DEADLINE_EXCEEDED, 504),
     domain.PoisonRequest: _domain(domain.PoisonRequest, StatusCode.INTERNAL, 500),
     domain.KVCorrupt: _domain(domain.KVCorrupt, StatusCode.DATA_LOSS, 500),
+    domain.NoSupervisor: _domain(domain.NoSupervisor, _PRECONDITION, 501),
     domain.VersionMismatch: _domain(domain.VersionMismatch, _PRECONDITION, 500),
     domain.StartupError: _domain(domain.StartupError, _PRECONDITION, 500),
     store.StoreUnavailable: Fault("store_unavailable", _UNAVAILABLE, 503, _NO_STORE, 1.0),
@@ -89,7 +90,6 @@ FAULTS: dict[type[Exception], Fault] = {
     store.MustWait: Fault("must_wait", _EXHAUSTED, 429, retry_delay_s=1.0),
     store.StaleHolder: Fault("stale_holder", StatusCode.ABORTED, 409),
     store.NotHeld: Fault("not_held", _PRECONDITION, 409),
-    store.InvalidArgument: Fault("invalid_argument", _INVALID, 400),
     DecodeError: Fault(
         domain.InvalidRequest.code, _INVALID, 400, "the message is not one of this method's"
     ),

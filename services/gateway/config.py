@@ -25,6 +25,9 @@ class GatewaySettings(ServiceSettings):
     secret_file: Path | None = Field(
         default=None, description="file with the secret; default: run_dir/secret, made when missing"
     )
+    supervisor: str | None = Field(
+        default=None, description="gRPC address of who scales the workers; none: nobody does"
+    )
     max_waiting: int = Field(
         default=1024, ge=1, description="requests in the queue; more are refused"
     )

@@ -7,20 +7,21 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
+from blockstore.registry import Member
 from quire.v1 import inference_pb2_grpc
 from services.common import redis
 from services.common.logging import get_logger
 from services.common.metrics import metrics_endpoint
 from services.common.presence import Presence
 from services.common.rpc import RpcServer
-from services.gateway import relay, service
+from services.gateway import service
 from services.gateway.assembly import Assembly, assembled, keep_health
 from services.gateway.config import GatewaySettings
 from services.gateway.dispatcher import Limits
 from services.gateway.figures import Figures
 from services.gateway.http.app import create_app
 from services.gateway.http.server import http_server
-from services.gateway.relay import BlockManagerRelay
+from services.gateway.relay import BLOCK_MANAGER, SUPERVISOR, Relay
 from services.gateway.secret import deployment_secret
 from services.gateway.service import InferenceService
 
@@ -102,15 +103,22 @@ async def _in_background(
 async def _grpc_server(
     settings: GatewaySettings, assembly: Assembly, stack: AsyncExitStack
 ) -> tuple[RpcServer, int]:
-    server = RpcServer(service.SERVICE_NAME, relay.SERVICE_NAME)
+    server = RpcServer(service.SERVICE_NAME, BLOCK_MANAGER.name, SUPERVISOR.name)
     inference = InferenceService(assembly.gateway)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.aio)
-    passed_on = BlockManagerRelay(lambda: assembly.fleet.block_manager)
-    stack.push_async_callback(passed_on.close)
-    server.aio.add_generic_rpc_handlers((passed_on.handlers(),))
+    for relay in (
+        Relay(BLOCK_MANAGER, lambda: _address(assembly.fleet.block_manager)),
+        Relay(SUPERVISOR, lambda: settings.supervisor),
+    ):
+        stack.push_async_callback(relay.close)
+        server.aio.add_generic_rpc_handlers((relay.handlers(),))
     port = await server.start(settings.host, settings.port)
     stack.push_async_callback(server.stop, _FAREWELL_S)
     return server, port
+
+
+def _address(member: Member | None) -> str | None:
+    return member.address if member else None
 
 
 async def _http_server(

@@ -1,31 +1,58 @@
-"""Passes the block manager's operations on, unchanged, to the block manager in the registry.
+"""Passes operations on, unchanged, to who serves them: the block manager of the registry, and the
+supervisor of this run.
 
-Messages are not even decoded: an operation that a later block manager has needs nothing here but
-its name in the service's description.
+Messages are not even decoded: an operation that a later one has needs nothing here but its name in
+the service's description.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from grpc import aio
 
-from blockstore.registry import Member
-from quire.v1 import block_manager_pb2
-from services.common.errors import QuireError, Unavailable
+from quire.v1 import block_manager_pb2, supervisor_pb2
+from services.common.errors import NoSupervisor, QuireError, Unavailable
 from services.common.interceptor import CODE_TRAILER
 from services.common.rpc import from_rpc_error, open_channel
-
-_SERVICE = block_manager_pb2.DESCRIPTOR.services_by_name["BlockManager"]
-SERVICE_NAME: str = _SERVICE.full_name
 
 _PASSED_ON = ("x-request-id",)
 
 
-class BlockManagerRelay:
-    """`find` answers the block manager as the registry has it now."""
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """A service, and what is raised when nobody is there to serve it, or nobody answers."""
 
-    def __init__(self, find: Callable[[], Member | None]) -> None:
+    descriptor: Any
+    absent: Callable[[], QuireError]
+    silent: Callable[[], QuireError]
+
+    @property
+    def name(self) -> str:
+        return str(self.descriptor.full_name)
+
+
+BLOCK_MANAGER = Relayed(
+    block_manager_pb2.DESCRIPTOR.services_by_name["BlockManager"],
+    absent=lambda: Unavailable("the block manager is not there; try again"),
+    silent=lambda: Unavailable("the block manager does not answer; try again"),
+)
+SUPERVISOR = Relayed(
+    supervisor_pb2.DESCRIPTOR.services_by_name["Supervisor"],
+    absent=lambda: NoSupervisor(
+        "this gateway was not started by `quire serve`: scale with what started it, "
+        "e.g. docker compose up --scale decode=3"
+    ),
+    silent=lambda: Unavailable("the supervisor does not answer; try again"),
+)
+
+
+class Relay:
+    """`find` answers the address of the moment; None: nobody is there."""
+
+    def __init__(self, relayed: Relayed, find: Callable[[], str | None]) -> None:
+        self._relayed = relayed
         self._find = find
         self._address = ""
         self._channel: aio.Channel | None = None
@@ -33,10 +60,10 @@ class BlockManagerRelay:
     def handlers(self) -> grpc.GenericRpcHandler:
         """One handler per operation, bytes in and bytes out."""
         return grpc.method_handlers_generic_handler(
-            SERVICE_NAME,
+            self._relayed.name,
             {
                 method.name: grpc.unary_unary_rpc_method_handler(self._operation(method.name))
-                for method in _SERVICE.methods
+                for method in self._relayed.descriptor.methods
             },
         )
 
@@ -46,36 +73,35 @@ class BlockManagerRelay:
 
     def _operation(self, name: str) -> Callable[[bytes, Any], Any]:
         async def call(request: bytes, context: aio.ServicerContext[bytes, bytes]) -> bytes:
-            channel = await self._channel_to_manager()
-            relayed: Any = channel.unary_unary(f"/{SERVICE_NAME}/{name}")
+            channel = await self._connected()
+            relayed: Any = channel.unary_unary(f"/{self._relayed.name}/{name}")
             try:
                 answer: bytes = await relayed(
                     request, timeout=context.time_remaining(), metadata=_metadata(context)
                 )
             except aio.AioRpcError as error:
-                raise _as_ours(error) from error
+                raise self._as_ours(error) from error
             return answer
 
         return call
 
-    async def _channel_to_manager(self) -> aio.Channel:
-        """Unavailable: there is no block manager now; requests do not need one."""
-        member = self._find()
-        if member is None:
-            raise Unavailable("the block manager is not there; try again")
-        if self._channel is None or member.address != self._address:
+    async def _connected(self) -> aio.Channel:
+        """Raises what is said when nobody is there."""
+        address = self._find()
+        if address is None:
+            raise self._relayed.absent()
+        if self._channel is None or address != self._address:
             await self.close()
-            self._address = member.address
-            self._channel = open_channel(member.address)
+            self._address = address
+            self._channel = open_channel(address)
         return self._channel
 
-
-def _as_ours(error: aio.AioRpcError) -> QuireError:
-    """The block manager's own error as it is; gRPC's, when nobody answers, in words."""
-    said_by_it = any(key == CODE_TRAILER for key, _ in error.trailing_metadata() or ())
-    if error.code() is grpc.StatusCode.UNAVAILABLE and not said_by_it:
-        return Unavailable("the block manager does not answer; try again")
-    return from_rpc_error(error)
+    def _as_ours(self, error: aio.AioRpcError) -> QuireError:
+        """Their own error as it is; gRPC's, when nobody answers, in words."""
+        said_by_it = any(key == CODE_TRAILER for key, _ in error.trailing_metadata() or ())
+        if error.code() is grpc.StatusCode.UNAVAILABLE and not said_by_it:
+            return self._relayed.silent()
+        return from_rpc_error(error)
 
 
 def _metadata(context: aio.ServicerContext[Any, Any]) -> tuple[tuple[str, str | bytes], ...]:

@@ -70,6 +70,29 @@ async def test_a_worker_leaves_while_its_streams_go_on(
     assert num_preemptions == 0
 
 
+async def test_workers_come_and_go_under_load(
+    deployment: Deployment, client: AsyncClient, oracle: Oracle
+) -> None:
+    """From 2 decode workers to 3, and to 1, which takes all that the others run."""
+    async with asyncio.timeout(LIMIT_S):
+        for number in (3, 1):
+            streams = [Stream(client, number) for number in range(2 * NUM_STREAMS)]
+            await busiest(client)
+            scaled = await client.scale(num_decode=number)
+            assert scaled.num_decode == number
+            while [worker.state for worker in await decoders(client)] != ["serving"] * number:
+                await asyncio.sleep(0.05)
+            await asyncio.gather(*(stream.reading for stream in streams))
+            assert all(len(stream.tokens) == NUM_TOKENS for stream in streams)
+    for stream in streams[:4]:
+        again = await client.complete(stream.prompt, stream.sampling)
+        assert stream.tokens == list(again.token_ids)
+    num_moves, num_preemptions = await figures(deployment, "num_moves", "num_preemptions")
+    assert num_moves >= 1
+    assert num_preemptions == 0
+    assert not any(audit.violations for audit in await client.audit())
+
+
 async def busiest(client: AsyncClient) -> Worker:
     while True:
         worker = max(await decoders(client), key=lambda worker: worker.num_running)

@@ -17,6 +17,8 @@ from quire.v1 import (
     prefill_pb2,
     sampling_pb2,
 )
+from quire.v1.supervisor_pb2 import ScaleRequest
+from quire.v1.supervisor_pb2_grpc import SupervisorStub
 from services.common.errors import (
     DuplicateRequest,
     InvalidRequest,
@@ -29,7 +31,7 @@ from services.common.rpc import RpcServer, from_rpc_error, open_channel
 from services.common.version import PROTOCOL_VERSION
 from services.gateway import admission, output
 from services.gateway.api import ChatMessage, GenerationRequest, RequestedSampling
-from services.gateway.relay import SERVICE_NAME, BlockManagerRelay
+from services.gateway.relay import BLOCK_MANAGER, SUPERVISOR, Relay
 
 from .conftest import PROMPT, SPEC, Call, asked, until
 from .fakes import FakeDecode, FakePrefill, expected
@@ -316,10 +318,26 @@ class OneOperation(block_manager_pb2_grpc.BlockManagerServicer):
         return block_manager_pb2.DrainWorkerResponse(num_running=3)
 
 
+def address_of(member: Member | None) -> str | None:
+    return member.address if member else None
+
+
+async def test_without_a_supervisor_scaling_says_who_else_may_do_it(house: Any) -> None:
+    relay, front = Relay(SUPERVISOR, lambda: None), RpcServer(SUPERVISOR.name)
+    front.aio.add_generic_rpc_handlers((relay.handlers(),))
+    channel = open_channel(f"127.0.0.1:{await front.start('127.0.0.1', 0)}")
+    for close in (relay.close, front.stop, channel.close):
+        house.stack.push_async_callback(close)
+    with pytest.raises(aio.AioRpcError) as error:
+        await SupervisorStub(channel).Scale(ScaleRequest(num_decode=2))
+    assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "docker compose up --scale" in (error.value.details() or "")
+
+
 async def test_operations_are_relayed_to_the_block_manager(house: Any) -> None:
     relay, front = (
-        BlockManagerRelay(lambda: house.assembly.fleet.block_manager),
-        RpcServer(SERVICE_NAME),
+        Relay(BLOCK_MANAGER, lambda: address_of(house.assembly.fleet.block_manager)),
+        RpcServer(BLOCK_MANAGER.name),
     )
     front.aio.add_generic_rpc_handlers((relay.handlers(),))
     channel = open_channel(f"127.0.0.1:{await front.start('127.0.0.1', 0)}")

@@ -8,9 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from quire.supervisor.run_directory import free_port
+from quire.v1.supervisor_pb2 import ScaleRequest, ScaleResponse
+from quire.v1.supervisor_pb2_grpc import SupervisorStub
 
 TOYS = Path(__file__).parent / "toys"
 LIMIT_S = 20.0
@@ -207,6 +210,51 @@ def test_a_second_signal_ends_the_run_at_once(start: Callable[..., Run]) -> None
     assert run.end(signal.SIGINT) == 0
     assert "did not end" not in run.text()
     assert not any(map(_is_alive, everyone))
+
+
+def scale(run: Run, **numbers: int) -> ScaleResponse:
+    with grpc.insecure_channel(f"unix:{run.directory}/supervisor.sock") as channel:
+        return SupervisorStub(channel).Scale(ScaleRequest(**numbers), timeout=LIMIT_S)
+
+
+def test_workers_are_started_and_the_youngest_leave(start: Callable[..., Run]) -> None:
+    run = start()
+    run.wait_until_serving()
+    (oldest,) = run.pids("decode")
+    up = scale(run, num_decode=3)
+    assert (up.num_prefill, up.num_decode) == (1, 3)
+    assert (list(up.starting), list(up.leaving)) == (["decode-2", "decode-3"], [])
+    wait_for(lambda: len(run.pids("decode")) == 3, run.text)
+    down = scale(run, num_decode=1, num_prefill=2)
+    assert list(down.starting) == ["prefill-2"]
+    assert sorted(down.leaving) == ["decode-2", "decode-3"]
+    wait_for(lambda: run.pids("decode") == [oldest], run.text)
+    again = scale(run, num_decode=2)
+    assert list(again.starting) == ["decode-4"]  # names are not used twice
+    wait_for(lambda: len(run.pids("decode")) == len(run.pids("prefill")) == 2, run.text)
+    everyone = run.everyone()
+    assert run.end() == 0
+    assert not any(map(_is_alive, everyone))
+
+
+def test_who_left_by_itself_does_not_count(start: Callable[..., Run]) -> None:
+    run = start()
+    run.wait_until_serving()
+    os.kill(run.pids("decode")[0], signal.SIGUSR1)
+    wait_for(lambda: "decode-1 has left" in run.text(), run.text)
+    assert list(scale(run, num_decode=1).starting) == ["decode-2"]
+    assert run.end() == 0
+
+
+@pytest.mark.parametrize("number", [0, 65])
+def test_a_number_that_no_run_has_changes_nothing(start: Callable[..., Run], number: int) -> None:
+    run = start()
+    run.wait_until_serving()
+    with pytest.raises(grpc.RpcError, match=f"decode={number}: a run has 1 to 64 of them"):
+        scale(run, num_prefill=2, num_decode=number)
+    unchanged = scale(run)
+    assert (unchanged.num_prefill, unchanged.num_decode) == (1, 1)
+    assert run.end() == 0
 
 
 def test_down_ends_the_run(start: Callable[..., Run]) -> None:

@@ -19,10 +19,12 @@ from quire.v1.block_manager_pb2_grpc import (
     add_BlockManagerServicer_to_server,
 )
 from quire.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+from quire.v1.supervisor_pb2 import ScaleRequest, ScaleResponse
+from quire.v1.supervisor_pb2_grpc import SupervisorServicer, add_SupervisorServicer_to_server
 
 
 @dataclass
-class FakeGateway(InferenceServicer, BlockManagerServicer):
+class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
     """Answers with its fields and remembers what it was asked."""
 
     address: str = ""
@@ -33,6 +35,7 @@ class FakeGateway(InferenceServicer, BlockManagerServicer):
     pools: list[bm.Pool] = field(default_factory=list)
     worker_lists: list[list[bm.Worker]] = field(default_factory=lambda: [[]])
     audits: list[bm.PoolAudit] = field(default_factory=list)
+    scaled: ScaleResponse = field(default_factory=ScaleResponse)
     requests: list[Any] = field(default_factory=list)
     health: HealthServicer = field(default_factory=HealthServicer)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -71,6 +74,11 @@ class FakeGateway(InferenceServicer, BlockManagerServicer):
         self._refuse(context)
         return bm.DrainWorkerResponse(num_running=3)
 
+    def Scale(self, request: ScaleRequest, context: Any) -> ScaleResponse:
+        self.requests.append(request)
+        self._refuse(context)
+        return self.scaled
+
     def refuse(self, status: grpc.StatusCode, text: str) -> None:
         """From now on, as `services.common.rpc` does it."""
         self.refusal = status, text
@@ -95,6 +103,7 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterable[FakeGateway]:
     server = grpc.server(ThreadPoolExecutor(max_workers=4))
     add_InferenceServicer_to_server(fake, server)
     add_BlockManagerServicer_to_server(fake, server)
+    add_SupervisorServicer_to_server(fake, server)
     fake.health.set("", HealthCheckResponse.SERVING)
     add_HealthServicer_to_server(fake.health, server)
     fake.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

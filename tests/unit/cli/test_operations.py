@@ -10,6 +10,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from quire.cli import main
 from quire.v1 import block_manager_pb2 as bm
 from quire.v1 import inference_pb2 as inference
+from quire.v1.supervisor_pb2 import ScaleRequest, ScaleResponse
 from quire.v1.worker_pb2 import WorkerLoad
 
 
@@ -130,3 +131,46 @@ def test_draining_an_unknown_worker_fails(gateway: Any, capsys: Any) -> None:
     gateway.refuse(grpc.StatusCode.NOT_FOUND, "there is no worker x")
     assert main(["drain", "x"]) == 1
     assert capsys.readouterr().err == "quire: there is no worker x\n"
+
+
+def serving(*worker_ids: str) -> list[bm.Worker]:
+    role = "decode"
+    return [bm.Worker(worker_id=w, role=role, state="WORKER_STATE_SERVING") for w in worker_ids]
+
+
+def test_scale_says_who_comes_and_who_goes(gateway: Any, capsys: Any) -> None:
+    gateway.scaled = ScaleResponse(
+        num_prefill=2, num_decode=1, starting=["prefill-2"], leaving=["decode-3", "decode-2"]
+    )
+    assert main(["scale", "decode=1", "prefill=2"]) == 0
+    assert gateway.requests == [ScaleRequest(num_prefill=2, num_decode=1)]
+    assert capsys.readouterr().out == "to start: prefill-2\nto leave: decode-3, decode-2\n"
+
+
+def test_scale_waits_until_all_serve_and_nobody_else_is_there(gateway: Any, capsys: Any) -> None:
+    gateway.scaled = ScaleResponse(num_prefill=1, num_decode=2)
+    starting = [worker("decode-1"), *serving("decode-2")]
+    gateway.worker_lists = [
+        serving("decode-1"),
+        starting,
+        serving("decode-1", "decode-2", "decode-3"),
+        serving("decode-1", "decode-2"),
+    ]
+    assert main(["scale", "decode=2", "--wait"]) == 0
+    assert len(gateway.worker_lists) == 1
+    assert not gateway.requests[0].HasField("num_prefill")
+    assert capsys.readouterr().out == "1 prefill and 2 decode workers\n"
+
+
+@pytest.mark.parametrize("text", ["decode", "gateway=2", "decode=-1", "=2"])
+def test_what_cannot_be_scaled_is_wrong_usage(capsys: Any, text: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["scale", text])
+    assert ended.value.code == 2
+    assert "is neither decode=N nor prefill=N" in capsys.readouterr().err
+
+
+def test_scaling_where_there_is_no_supervisor_fails_in_words(gateway: Any, capsys: Any) -> None:
+    gateway.refuse(grpc.StatusCode.FAILED_PRECONDITION, "this gateway was not started by ...")
+    assert main(["scale", "decode=2"]) == 1
+    assert capsys.readouterr().err == "quire: this gateway was not started by ...\n"

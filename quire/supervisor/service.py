@@ -1,0 +1,54 @@
+"""quire.v1.Supervisor, on a Unix socket of the run: whoever may open it may scale."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from quire.supervisor.workforce import Workforce
+from quire.v1.supervisor_pb2 import ScaleRequest, ScaleResponse
+from quire.v1.supervisor_pb2_grpc import SupervisorServicer, add_SupervisorServicer_to_server
+
+
+def address(run: Path) -> str:
+    """As gRPC names it."""
+    return f"unix:{run / 'supervisor.sock'}"
+
+
+class SupervisorService(SupervisorServicer):
+    def __init__(self, workforce: Workforce) -> None:
+        self._workforce = workforce
+
+    async def Scale(self, request: ScaleRequest, context: Any) -> ScaleResponse:
+        try:
+            changes = self._workforce.scale(
+                {
+                    "prefill": request.num_prefill if request.HasField("num_prefill") else None,
+                    "decode": request.num_decode if request.HasField("num_decode") else None,
+                }
+            )
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise
+        prefill, decode = changes["prefill"], changes["decode"]
+        return ScaleResponse(
+            num_prefill=prefill.number,
+            num_decode=decode.number,
+            starting=prefill.starting + decode.starting,
+            leaving=prefill.leaving + decode.leaving,
+        )
+
+
+@asynccontextmanager
+async def served(workforce: Workforce, run: Path) -> AsyncIterator[None]:
+    server = aio.server()
+    add_SupervisorServicer_to_server(SupervisorService(workforce), server)
+    server.add_insecure_port(address(run))
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(grace=None)
