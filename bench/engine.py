@@ -1,11 +1,15 @@
-"""The engine alone, without gateway and store: whole steps of a model.
+"""The engine alone, without gateway and store: whole steps of a model, and single kernels.
 
     python -m bench.engine decode --model DIR --streams 1 8 16 --prompt 128 --tokens 128
     python -m bench.engine prefill --model DIR --tokens 512 2048
+    python -m bench.engine kernels --model DIR --rows 1 8 16 512
 
 Decode: every stream has a prompt of its own in the arena; one step a token for all. Prefill: one
 prompt in chunks of --chunk tokens. Tokens per second are medians of --rounds, with the lowest and
-the highest.
+the highest. Kernels: the model's linears, and attention of one layer of all layers' memory.
+
+--floor measures after each figure what the machine can do (`bench.floors`), and says what share of
+it was reached; for kernels always. bf16 and int8 only.
 """
 
 import argparse
@@ -14,7 +18,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -23,6 +27,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import torch
 
 import kvops
+from bench import floors
+from bench.engine_kernels import kernels
 from kvops.native import Lane
 from services.common.ticket import SamplingParams
 from services.engine.batch import Draw, Drawn, Row
@@ -41,6 +47,8 @@ class Result:
     lowest: float
     highest: float
     worst_step_ms: float
+    of_floor: float | None = None
+    """Share of the speed that the machine allows."""
 
 
 class Bench:
@@ -116,6 +124,11 @@ def _result(what: str, streams: int, speeds: Sequence[float], worst_s: float) ->
     return Result(what, streams, median, min(speeds), max(speeds), 1000 * worst_s)
 
 
+def with_floor(result: Result, work: floors.Work, rates: floors.Rates, tokens: int) -> Result:
+    """`work` of so many tokens."""
+    return replace(result, of_floor=result.tokens_per_s * work.floor_s(rates) / tokens)
+
+
 def load(args: argparse.Namespace) -> Model:
     dtype = torch.float32 if args.dtype == "float32" else torch.bfloat16
     backend = kvops.backend(args.backend)
@@ -136,6 +149,7 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--cpus", type=int, nargs="*", default=[], help="pin a thread to each")
     common.add_argument("--cache", type=Path, default=Path("~/.cache/quire").expanduser())
     common.add_argument("--rounds", type=int, default=3)
+    common.add_argument("--floor", action="store_true", help="measure what is possible, too")
     common.add_argument("--json", action="store_true")
     one = commands.add_parser("decode", parents=[common])
     one.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16])
@@ -144,26 +158,48 @@ def parser() -> argparse.ArgumentParser:
     two = commands.add_parser("prefill", parents=[common])
     two.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
     two.add_argument("--chunk", type=int, default=512)
+    three = commands.add_parser("kernels", parents=[common])
+    three.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 512])
+    three.add_argument("--context", type=int, default=192, help="positions of a decoding row")
     return parser
+
+
+def results(args: argparse.Namespace, model: Model) -> Iterator[tuple[Result, floors.Work, int]]:
+    """Each with its work, and the tokens that this work is for."""
+    int8 = args.quantize == "int8"
+    if args.command == "decode":
+        for streams in args.streams:
+            result = decode(model, streams, args.prompt, args.tokens, args.rounds)
+            context = args.prompt + args.tokens / 2
+            yield result, floors.decode_step(model.config, streams, context, int8=int8), streams
+    else:
+        for tokens in args.tokens:
+            result = prefill(model, tokens, args.chunk, args.rounds)
+            yield result, floors.prefill_of(model.config, tokens, int8=int8), tokens
+
+
+def show(result: Result, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(asdict(result)), flush=True)
+        return
+    share = "" if result.of_floor is None else f", {result.of_floor:.0%} of what is possible"
+    rate = f"{result.tokens_per_s:>9.1f} tok/s ({result.lowest:.1f} .. {result.highest:.1f})"
+    worst = f"worst {result.worst_step_ms:.1f} ms"
+    print(f"{result.what:<14}{result.streams:>4} streams {rate}, {worst}{share}", flush=True)
 
 
 def main() -> None:
     args = parser().parse_args()
     model = load(args)
-    for size in args.streams if args.command == "decode" else args.tokens:
-        if args.command == "decode":
-            result = decode(model, size, args.prompt, args.tokens, args.rounds)
-        else:
-            result = prefill(model, size, args.chunk, args.rounds)
-        if args.json:
-            print(json.dumps(asdict(result)), flush=True)
-        else:
-            print(
-                f"{result.what:<14}{result.streams:>4} streams {result.tokens_per_s:>9.1f} tok/s "
-                f"({result.lowest:.1f} .. {result.highest:.1f}), "
-                f"worst {result.worst_step_ms:.1f} ms",
-                flush=True,
-            )
+    num_threads = len(args.cpus) or args.threads
+    if args.command == "kernels":
+        for line in kernels(model.config, args, num_threads):
+            print(line, flush=True)
+        return
+    for result, work, tokens in results(args, model):
+        if args.floor:
+            result = with_floor(result, work, floors.measure(num_threads), tokens)
+        show(result, args.json)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from blockstore.ledgers import Answer, Operation, Renaming
 from blockstore.store import Allocation, Extension, Grown, Growth, PrefixHash
 
-PREFIX: PrefixHash = b"prefix"
+PREFIX: PrefixHash = b"of 16 bytes only"
 NUM_PROMPT_BLOCKS = 2
 NUM_FINAL_BLOCKS = 3
 

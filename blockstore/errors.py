@@ -12,7 +12,8 @@ BlockStoreError
     ├── OutOfBlocks       needed > available; the caller of allocate is a waiter now
     ├── MustWait          an earlier request waits
     ├── StaleHolder       released, or at another epoch
-    └── NotHeld           a block is not held by this holder, or already carries another hash
+    ├── NotHeld           a block is not held by this holder, or already carries another hash
+    └── InvalidArgument   an argument can never be right: out of range, malformed, named twice
 """
 
 from typing import ClassVar
@@ -90,6 +91,10 @@ class StaleHolder(LedgerError):
 
 class NotHeld(LedgerError):
     code = "NOT_HELD"
+
+
+class InvalidArgument(LedgerError):
+    code = "INVALID"
 
 
 def _leaves(cls: type[LedgerError]) -> list[type[LedgerError]]:

@@ -10,10 +10,20 @@ import copy
 from collections.abc import Callable, Hashable, Sequence
 from typing import Self
 
+from blockstore.arguments import (
+    check_blocks,
+    check_distinct,
+    check_growth,
+    check_hashes,
+    check_numbers,
+    check_spec,
+    check_texts,
+)
 from blockstore.blocks import Blocks
 from blockstore.errors import (
     FingerprintMismatch,
     GeometryMismatch,
+    InvalidArgument,
     MustWait,
     NotHeld,
     OutOfBlocks,
@@ -57,6 +67,8 @@ class Ledger:
     # Workers
 
     def register_worker(self, spec: PoolSpec, worker_id: str) -> None:
+        check_spec(spec)
+        check_texts(worker_id=worker_id)
         if self.reaped.epoch(worker_id) is not None:
             raise UnknownWorker(f"worker {worker_id} was reaped; names are never reused")
         if self.workers.get(worker_id):
@@ -77,6 +89,7 @@ class Ledger:
         self._end_waits_of(worker_id)
 
     def leave(self, worker_id: str) -> None:
+        check_texts(worker_id=worker_id)
         num_held = len(self._holders_of(worker_id))
         num_waiting = sum(waiter.worker_id == worker_id for waiter in self.waiters.values())
         if num_held or num_waiting:
@@ -88,6 +101,7 @@ class Ledger:
         return Heartbeat(self.workers[worker_id], self._demands_of(worker_id))
 
     def reap(self, worker_id: str) -> int:
+        check_texts(worker_id=worker_id)
         dead = self._holders_of(worker_id)
         for holder in reversed(dead):
             self._end(holder)
@@ -106,6 +120,12 @@ class Ledger:
         hashes: Sequence[PrefixHash],
         num_blocks: int,
     ) -> Allocation:
+        check_texts(holder_id=holder_id, worker_id=worker_id)
+        check_numbers(order=order, num_blocks=num_blocks)
+        check_hashes(hashes)
+        check_distinct(hashes)
+        if len(hashes) > num_blocks:
+            raise InvalidArgument(f"{len(hashes)} hashes for {num_blocks} blocks")
         self._live(worker_id)
         if self.released.epoch(holder_id) is not None:
             raise StaleHolder(f"{holder_id} was released")
@@ -120,9 +140,13 @@ class Ledger:
         return Allocation(holder_id, holder.epoch, block_ids, holder.num_cached_blocks)
 
     def withdraw(self, holder_id: str) -> None:
+        check_texts(holder_id=holder_id)
         self.waiters.pop(holder_id, None)
 
     def extend(self, worker_id: str, growths: Sequence[Growth]) -> Extension:
+        check_texts(worker_id=worker_id)
+        for growth in growths:
+            check_growth(growth)
         self._live(worker_id)
         grown: dict[int, Grown] = {}
         for number in sorted(range(len(growths)), key=lambda n: self._turn(growths[n])):
@@ -135,6 +159,12 @@ class Ledger:
     def commit(
         self, holder_id: str, epoch: int, blocks: Sequence[tuple[int, PrefixHash]]
     ) -> tuple[bool, ...]:
+        check_texts(holder_id=holder_id)
+        check_numbers(epoch=epoch)
+        block_ids = [block_id for block_id, _ in blocks]
+        check_blocks(block_ids)
+        check_hashes([prefix_hash for _, prefix_hash in blocks])
+        check_distinct(block_ids)
         holder = self._unfenced(holder_id)
         self._at_epoch(holder, epoch)
         for block_id, prefix_hash in blocks:
@@ -145,9 +175,13 @@ class Ledger:
         return tuple(self.blocks.publish(*block) for block in blocks)
 
     def retract(self, block_id: int, prefix_hash: PrefixHash) -> None:
+        check_blocks([block_id])
+        check_hashes([prefix_hash])
         self.blocks.retract(block_id, prefix_hash)
 
     def detach(self, holder_id: str, epoch: int) -> int:
+        check_texts(holder_id=holder_id)
+        check_numbers(epoch=epoch)
         holder = self._unfenced(holder_id)
         sent_again = epoch % 2 == 1 and holder.epoch == epoch + 1
         if not sent_again:
@@ -157,7 +191,12 @@ class Ledger:
             holder.epoch += 1
         return holder.epoch
 
-    def claim(self, holder_id: str, epoch: int, worker_id: str) -> int:
+    def claim(
+        self, holder_id: str, epoch: int, worker_id: str, block_ids: Sequence[int] = ()
+    ) -> int:
+        check_texts(holder_id=holder_id, worker_id=worker_id)
+        check_numbers(epoch=epoch)
+        check_blocks(block_ids)
         self._live(worker_id)
         holder = self._holder(holder_id)
         won_before = (holder.epoch, holder.worker_id) == (epoch + 1, worker_id) and epoch % 2 == 0
@@ -165,16 +204,25 @@ class Ledger:
             self._at_epoch(holder, epoch)
             if epoch % 2 == 1:
                 raise StaleHolder(f"{holder_id} is running on {holder.worker_id}")
+        for number, block_id in enumerate(block_ids):
+            if holder.number_of(block_id) != number:
+                raise NotHeld(f"block {block_id} is not number {number} of {holder_id}")
+        if not won_before:
             holder.epoch += 1
             holder.worker_id = worker_id
         return holder.epoch
 
     def give_back(self, holder_id: str, epoch: int, block_ids: Sequence[int]) -> None:
+        check_texts(holder_id=holder_id)
+        check_numbers(epoch=epoch)
+        check_blocks(block_ids)
         holder = self._holder(holder_id)
         self._at_epoch(holder, epoch)
         self._drop(holder, set(block_ids))
 
     def release(self, holder_id: str, epoch: int, comes_back: bool = False) -> None:
+        check_texts(holder_id=holder_id)
+        check_numbers(epoch=epoch)
         if self.released.epoch(holder_id) == epoch:
             return
         holder = self._holder(holder_id)
@@ -186,6 +234,7 @@ class Ledger:
     # Reading
 
     def match(self, hashes: Sequence[PrefixHash]) -> int:
+        check_hashes(hashes)
         return len(self.blocks.hits(hashes))
 
     def victim(self) -> HolderInfo | None:
@@ -232,6 +281,7 @@ class Ledger:
     # Checks
 
     def _known(self, worker_id: str) -> None:
+        check_texts(worker_id=worker_id)
         if worker_id not in self.workers:
             raise UnknownWorker(f"worker {worker_id} is not on pool {self.spec.pool_id}")
 

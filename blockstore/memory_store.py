@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from blockstore.arguments import check_pool_id, check_spec
 from blockstore.errors import PoolExists, UnknownPool
 from blockstore.ledger import Ledger
 from blockstore.recount import audit
@@ -38,11 +39,14 @@ class MemoryStore:
         self._room: dict[str, asyncio.Event] = {}  # pool -> set when its blocks were freed
 
     async def register_pool(self, spec: PoolSpec) -> None:
+        check_pool_id(spec.pool_id)
+        check_spec(spec)
         ledger = self._ledgers.setdefault(spec.pool_id, self._make_ledger(spec, self._clock))
         if ledger.spec != spec:
             raise PoolExists(f"pool {spec.pool_id} exists as {ledger.spec}")
 
     async def drop_pool(self, pool_id: str) -> None:
+        check_pool_id(pool_id)
         self._ledgers.pop(pool_id, None)
 
     async def pool_ids(self) -> tuple[str, ...]:
@@ -90,8 +94,15 @@ class MemoryStore:
     async def detach(self, pool_id: str, holder_id: str, epoch: int) -> int:
         return self.ledger(pool_id).detach(holder_id, epoch)
 
-    async def claim(self, pool_id: str, holder_id: str, epoch: int, worker_id: str) -> int:
-        return self.ledger(pool_id).claim(holder_id, epoch, worker_id)
+    async def claim(
+        self,
+        pool_id: str,
+        holder_id: str,
+        epoch: int,
+        worker_id: str,
+        block_ids: Sequence[int] = (),
+    ) -> int:
+        return self.ledger(pool_id).claim(holder_id, epoch, worker_id, block_ids)
 
     async def give_back(
         self, pool_id: str, holder_id: str, epoch: int, block_ids: Sequence[int]
@@ -136,6 +147,7 @@ class MemoryStore:
 
     def ledger(self, pool_id: str) -> Ledger:
         """The pool's ledger itself, to look at. UnknownPool."""
+        check_pool_id(pool_id)
         try:
             return self._ledgers[pool_id]
         except KeyError:

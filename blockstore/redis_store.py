@@ -160,9 +160,16 @@ class RedisStore:
     async def detach(self, pool_id: str, holder_id: str, epoch: int) -> int:
         return int(await self._mutate("detach", pool_id, holder_id, epoch, about=(holder_id,)))
 
-    async def claim(self, pool_id: str, holder_id: str, epoch: int, worker_id: str) -> int:
+    async def claim(
+        self,
+        pool_id: str,
+        holder_id: str,
+        epoch: int,
+        worker_id: str,
+        block_ids: Sequence[int] = (),
+    ) -> int:
         reply = await self._mutate(
-            "claim", pool_id, holder_id, epoch, worker_id, about=(holder_id,)
+            "claim", pool_id, holder_id, epoch, worker_id, *block_ids, about=(holder_id,)
         )
         return int(reply)
 

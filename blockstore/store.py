@@ -20,7 +20,9 @@ A holder's epoch is odd while its worker runs it and even while it is at rest in
 "In order" means by (order, holder id), everywhere; where blocks of several holders are freed at
 once, the last holder in order goes first. Operations check in this order: the pool is there, the
 worker they name is there and not fenced, the holder is there, its worker is not fenced, the epoch
-is right, the blocks are held. A released holder leaves a tombstone (its last epoch) for
+is right, the blocks are held. Before all of that, but where the pool is not there, they look at the
+arguments themselves: InvalidArgument. Names have 1 to 1024 bytes, numbers are 0 to 2**53 - 1, and a
+pool's id has no braces. A released holder leaves a tombstone (its last epoch) for
 `TOMBSTONE_S`, a reaped worker its name.
 """
 
@@ -241,9 +243,17 @@ class BlockStore(Protocol):
         StaleHolder: also when `epoch` is even. Again, while nobody has claimed it: the same
         answer."""
 
-    async def claim(self, pool_id: str, holder_id: str, epoch: int, worker_id: str) -> int:
+    async def claim(
+        self,
+        pool_id: str,
+        holder_id: str,
+        epoch: int,
+        worker_id: str,
+        block_ids: Sequence[int] = (),
+    ) -> int:
         """Take over a holder at rest: epoch + 1, now `worker_id`'s. StaleHolder: released, running,
-        or somebody was faster. Again by the winner: the same answer."""
+        or somebody was faster. NotHeld: `block_ids`, what its ticket says to have, are not its
+        first acquisitions, in order and none given back. Again by the winner: the same answer."""
 
     async def give_back(
         self, pool_id: str, holder_id: str, epoch: int, block_ids: Sequence[int]

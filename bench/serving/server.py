@@ -17,6 +17,9 @@ from bench.serving.target import GatewayTarget, HttpTarget, RequestFailed, Targe
 
 READY_LIMIT_S = 600.0
 _STOP_LIMIT_S = 30.0
+SETTLE_S = 10.0
+"""What a server does behind its first token, such as allocating the rest of its memory, is none of
+what is measured here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,9 @@ async def running(
                     tail = log.read()[-4000:].decode(errors="replace")
                     raise PeerFailed(f"{peer.name} does not serve; its log ends with\n{tail}")
                 await asyncio.sleep(0.1)
-            yield Running(target, time.perf_counter() - began)
+            ready_s = time.perf_counter() - began
+            await asyncio.sleep(SETTLE_S)
+            yield Running(target, ready_s)
         finally:
             await target.close()
             await asyncio.to_thread(_stop, process)

@@ -30,6 +30,9 @@
 --   T:graves               LIST  the fields of T:tombs, oldest first
 --   T:room                 channel on which freed blocks, and waits that ended, are announced
 --
+-- A function is defined with its signature, and refuses what is not of it before it looks at
+-- anything else.
+--
 -- An error reply is `CODE text`; OUT_OF_BLOCKS is followed by needed and available. A function
 -- checks everything before its first write, since an error half-way is not rolled back.
 --
@@ -37,6 +40,7 @@
 --               UNKNOWN_WORKER   the worker is not on the pool
 --               FENCED           the worker may only release
 --               STALE_HOLDER     released, never allocated, or at another epoch
+--               INVALID          arguments that are not what the function's signature says
 
 local CHUNK = 1000 -- arguments of a variadic call: even, and well below the limit of unpack
 local TOMBSTONE_MS = 600 * 1000
@@ -45,13 +49,51 @@ local function refuse(code, ...)
   error({ refusal = code .. ' ' .. table.concat({ ... }, ' ') })
 end
 
+-- What an argument may be. Numbers are written in one way only, since they are names of blocks too,
+-- and stay below 2^53.
+local function TEXT(value) return #value > 0 and #value <= 1024 end
+local function NUMBER(value)
+  return #value <= 16 and (value == '0' or string.find(value, '^[1-9]%d*$') ~= nil)
+    and tonumber(value) < 2 ^ 53
+end
+local function HASH(value) return #value == 16 end
+local function FLAG(value) return value == '0' or value == '1' end
+
+-- INVALID, unless the arguments are those of the signature, in order: { kind ... }, after which
+-- those of `rest` = { kind ... } may come any number of times, together.
+local function require_arguments(signature, args)
+  local rest = signature.rest or {}
+  local num_more = #args - #signature
+  if num_more < 0 or (#rest == 0 and num_more > 0) or (#rest > 0 and num_more % #rest > 0) then
+    refuse('INVALID', #args, 'arguments')
+  end
+  for i, value in ipairs(args) do
+    local is_one = signature[i] or rest[(i - #signature - 1) % #rest + 1]
+    if not is_one(value) then refuse('INVALID', 'argument', i) end
+  end
+end
+
+-- INVALID: a value is there twice.
+local function require_distinct(values)
+  local seen = {}
+  for _, value in ipairs(values) do
+    if seen[value] then refuse('INVALID', 'something is named twice') end
+    seen[value] = true
+  end
+end
+
 -- Registers `body(tag, args)` as quire_v1_<name>; a refusal inside becomes its error reply.
-local function define(name, flags, body)
+local function define(name, flags, signature, body)
+  local function call(keys, args)
+    if #keys ~= 1 or not string.find(keys[1], '^{[^{}]+}$') then refuse('INVALID', 'keys') end
+    require_arguments(signature, args)
+    return body(keys[1], args)
+  end
   redis.register_function({
     function_name = 'quire_v1_' .. name,
     flags = flags,
     callback = function(keys, args)
-      local done, reply = pcall(body, keys[1], args)
+      local done, reply = pcall(call, keys, args)
       if done then return reply end
       if type(reply) == 'table' and reply.refusal then return redis.error_reply(reply.refusal) end
       error(reply)

@@ -20,7 +20,9 @@ local OTHER_KEYS = {
 local DROP_PAGE = 1000 -- holders
 local REAP_PAGE = 1024 -- references: a few milliseconds
 
-define('register_pool', WRITES, function(tag, args)
+local REGISTER_POOL = { TEXT, TEXT, NUMBER, NUMBER, NUMBER, NUMBER, TEXT }
+
+define('register_pool', WRITES, REGISTER_POOL, function(tag, args)
   local key = tag .. ':pool'
   if redis.call('EXISTS', key) == 0 then
     local counters = { 'next', 0, 'clock', 0, 'version', 0, 'queries', 0, 'hits', 0 }
@@ -47,7 +49,7 @@ local function forget_holders(tag, worker, limit)
   return #ids
 end
 
-define('drop_pool', FREES, function(tag)
+define('drop_pool', FREES, {}, function(tag)
   redis.call('UNLINK', tag .. ':pool') -- from now on UNKNOWN_POOL
   local budget = DROP_PAGE
   for _, worker in ipairs(redis.call('HKEYS', tag .. ':workers')) do
@@ -63,7 +65,9 @@ local function require_same(code, worker, field, ours, theirs)
   if ours ~= theirs then refuse(code, field, 'is', ours, 'in the pool,', theirs, 'in', worker) end
 end
 
-define('register_worker', WRITES, function(tag, args)
+local REGISTER_WORKER = { TEXT, TEXT, NUMBER, NUMBER, NUMBER }
+
+define('register_worker', WRITES, REGISTER_WORKER, function(tag, args)
   local pool, worker = open(tag), args[1]
   if buried(pool, 'w:' .. worker) then
     refuse('UNKNOWN_WORKER', 'worker', worker, 'was reaped; names are never reused')
@@ -80,7 +84,7 @@ define('register_worker', WRITES, function(tag, args)
   return header[5]
 end)
 
-define('fence', FREES, function(tag, args)
+define('fence', FREES, { TEXT }, function(tag, args)
   local pool, worker = open(tag), args[1]
   is_fenced(pool, worker)
   redis.call('HSET', tag .. ':workers', worker, 1)
@@ -89,7 +93,7 @@ define('fence', FREES, function(tag, args)
   return redis.status_reply('OK')
 end)
 
-define('leave', FREES, function(tag, args)
+define('leave', FREES, { TEXT }, function(tag, args)
   local pool, worker = open(tag), args[1]
   local num_holders = redis.call('ZCARD', tag .. ':holders:' .. worker)
   local num_waits = redis.call('SCARD', tag .. ':waits:' .. worker)
@@ -101,12 +105,12 @@ define('leave', FREES, function(tag, args)
   return redis.status_reply('OK')
 end)
 
-define('heartbeat', READS, function(tag, args)
+define('heartbeat', READS, { TEXT }, function(tag, args)
   local pool, worker = open(tag), args[1]
   return { is_fenced(pool, worker) and 1 or 0, unpack(demands_of(pool, worker)) }
 end)
 
-define('reap', FREES, function(tag, args)
+define('reap', FREES, { TEXT }, function(tag, args)
   local pool, worker = open(tag), args[1]
   local key, num_references, num_holders = tag .. ':holders:' .. worker, 0, 0
   bury(pool, 'w:' .. worker, 0)

@@ -79,7 +79,9 @@ local function admit(pool, want, hits)
   save(pool)
 end
 
-define('allocate', WRITES, function(tag, args)
+local ALLOCATE = { TEXT, TEXT, NUMBER, NUMBER, rest = { HASH } }
+
+define('allocate', WRITES, ALLOCATE, function(tag, args)
   local pool = open(tag)
   local want = {
     id = args[1],
@@ -88,6 +90,10 @@ define('allocate', WRITES, function(tag, args)
     num_blocks = tonumber(args[4]),
     hashes = slice(args, 5),
   }
+  require_distinct(want.hashes)
+  if #want.hashes > want.num_blocks then
+    refuse('INVALID', #want.hashes, 'hashes for', want.num_blocks, 'blocks')
+  end
   require_live(pool, want.worker)
   if buried(pool, 'h:' .. want.id) then refuse('STALE_HOLDER', want.id, 'was released') end
   local holder = find_holder(pool, want.id)
@@ -106,17 +112,20 @@ define('allocate', WRITES, function(tag, args)
   return reply
 end)
 
-define('withdraw', FREES, function(tag, args)
+define('withdraw', FREES, { TEXT }, function(tag, args)
   local pool = open(tag)
   end_wait(pool, args[1])
   save(pool)
   return redis.status_reply('OK')
 end)
 
--- The growths of a call with their holders, first in order first, then as given.
+-- The growths of a call with their holders, first in order first, then as given. INVALID
 local function in_order(pool, args)
   local growths = {}
   for at = 2, #args, 4 do
+    if tonumber(args[at + 2]) > tonumber(args[at + 3]) then
+      refuse('INVALID', args[at], 'has more blocks than it shall have')
+    end
     growths[#growths + 1] = {
       place = #growths + 1,
       holder = find_holder(pool, args[at]) or { id = args[at], order = 0 },
@@ -158,11 +167,14 @@ local function demand_one(pool)
   if last then redis.call('SADD', pool.tag .. ':demands', last.id) end
 end
 
-define('extend', WRITES, function(tag, args)
+local EXTEND = { TEXT, rest = { TEXT, NUMBER, NUMBER, NUMBER } }
+
+define('extend', WRITES, EXTEND, function(tag, args)
   local pool, worker = open(tag), args[1]
+  local growths = in_order(pool, args)
   require_live(pool, worker)
   local answers, is_short = {}, false
-  for _, growth in ipairs(in_order(pool, args)) do
+  for _, growth in ipairs(growths) do
     local answer = grow(pool, worker, growth)
     answers[growth.place + 1] = answer
     is_short = is_short or answer[1] == 'OUT_OF_BLOCKS'

@@ -4,7 +4,8 @@
 --            STALE_HOLDER, FENCED. NOT_HELD: a block is not the holder's, or carries another hash
 -- retract    block hash -> OK
 -- detach     holder epoch -> epoch + 1. STALE_HOLDER, FENCED
--- claim      holder epoch worker -> epoch + 1. STALE_HOLDER; UNKNOWN_WORKER, FENCED of `worker`
+-- claim      holder epoch worker block ... -> epoch + 1. STALE_HOLDER; UNKNOWN_WORKER, FENCED of
+--            `worker`. NOT_HELD: the blocks, if any are named, are not the holder's first ones
 -- give_back  holder epoch block ... -> OK. STALE_HOLDER
 -- release    holder epoch comes_back -> OK. STALE_HOLDER. With 1, of one that gave way, it waits
 --            from now on, so that its request keeps its place in line
@@ -39,11 +40,14 @@ local function publish(pool, blocks, hashes)
   return flags
 end
 
-define('commit', WRITES, function(tag, args)
+local COMMIT = { TEXT, NUMBER, rest = { NUMBER, HASH } }
+
+define('commit', WRITES, COMMIT, function(tag, args)
   local pool, blocks, hashes = open(tag), {}, {}
   for at = 3, #args, 2 do
     blocks[#blocks + 1], hashes[#hashes + 1] = args[at], args[at + 1]
   end
+  require_distinct(blocks)
   local holder = holder_of(pool, args[1])
   require_live(pool, holder.worker)
   require_epoch(holder, tonumber(args[2]))
@@ -53,7 +57,7 @@ define('commit', WRITES, function(tag, args)
   return flags
 end)
 
-define('retract', WRITES, function(tag, args)
+define('retract', WRITES, { NUMBER, HASH }, function(tag, args)
   local pool, block, hash = open(tag), args[1], args[2]
   if redis.call('HGET', tag .. ':index', hash) ~= block then return redis.status_reply('OK') end
   redis.call('HDEL', tag .. ':index', hash)
@@ -66,7 +70,7 @@ define('retract', WRITES, function(tag, args)
   return redis.status_reply('OK')
 end)
 
-define('detach', WRITES, function(tag, args)
+define('detach', WRITES, { TEXT, NUMBER }, function(tag, args)
   local pool, epoch = open(tag), tonumber(args[2])
   local holder = holder_of(pool, args[1])
   require_live(pool, holder.worker)
@@ -80,14 +84,30 @@ define('detach', WRITES, function(tag, args)
   return epoch + 1
 end)
 
-define('claim', WRITES, function(tag, args)
+-- NOT_HELD: `blocks` are not the first that the holder acquired, in their order, or it has given
+-- one of them back.
+local function require_first_blocks(pool, id, blocks)
+  for i, number in ipairs(fetch('HMGET', pool.tag .. ':held:' .. id, blocks)) do
+    if tonumber(number) ~= i - 1 then
+      refuse('NOT_HELD', 'block', blocks[i], 'is not number', i - 1, 'of', id)
+    end
+  end
+end
+
+local CLAIM = { TEXT, NUMBER, TEXT, rest = { NUMBER } }
+
+define('claim', WRITES, CLAIM, function(tag, args)
   local pool, epoch, worker = open(tag), tonumber(args[2]), args[3]
   require_live(pool, worker)
   local holder = holder_of(pool, args[1])
+  local blocks = slice(args, 4)
   local has_won = epoch % 2 == 0 and holder.epoch == epoch + 1 and holder.worker == worker
   if not has_won then
     require_epoch(holder, epoch)
     if epoch % 2 == 1 then refuse('STALE_HOLDER', holder.id, 'is running on', holder.worker) end
+  end
+  require_first_blocks(pool, holder.id, blocks)
+  if not has_won then
     redis.call('HSET', tag .. ':holder:' .. holder.id, 'epoch', epoch + 1, 'worker', worker)
     local order = redis.call('ZSCORE', tag .. ':holders:' .. holder.worker, holder.id)
     redis.call('ZREM', tag .. ':holders:' .. holder.worker, holder.id)
@@ -97,7 +117,9 @@ define('claim', WRITES, function(tag, args)
   return epoch + 1
 end)
 
-define('give_back', FREES, function(tag, args)
+local GIVE_BACK = { TEXT, NUMBER, rest = { NUMBER } }
+
+define('give_back', FREES, GIVE_BACK, function(tag, args)
   local pool = open(tag)
   local holder = holder_of(pool, args[1])
   require_epoch(holder, tonumber(args[2]))
@@ -108,7 +130,7 @@ define('give_back', FREES, function(tag, args)
   return redis.status_reply('OK')
 end)
 
-define('release', FREES, function(tag, args)
+define('release', FREES, { TEXT, NUMBER, FLAG }, function(tag, args)
   local pool, epoch = open(tag), tonumber(args[2])
   if buried(pool, 'h:' .. args[1]) == epoch then return redis.status_reply('OK') end
   local holder = holder_of(pool, args[1])

@@ -17,7 +17,7 @@
 --                          [demanded holder ...]]; takes no range
 --            sizes     -> [entries of refs, hashes, index, cached]; takes no range
 
-define('match', READS, function(tag, args)
+define('match', READS, { rest = { HASH } }, function(tag, args)
   return #cached_prefix(open(tag), args)
 end)
 
@@ -26,13 +26,13 @@ local function info(pool, holder)
   return { holder.id, holder.epoch, holder.worker, holder.order, num_held }
 end
 
-define('victim', READS, function(tag)
+define('victim', READS, {}, function(tag)
   local pool = open(tag)
   local last = last_in_order(pool)
   return last and info(pool, last)
 end)
 
-define('stats', READS, function(tag)
+define('stats', READS, {}, function(tag)
   local pool = open(tag)
   local workers, num_holders = redis.call('HGETALL', tag .. ':workers'), 0
   for i = 1, #workers, 2 do
@@ -64,7 +64,7 @@ local function read_holders(pool, first, limit)
   return infos
 end
 
-define('holders', READS, function(tag, args)
+define('holders', READS, { NUMBER, NUMBER }, function(tag, args)
   return read_holders(open(tag), tonumber(args[1]), tonumber(args[2]))
 end)
 
@@ -117,7 +117,10 @@ function PARTS.sizes(pool)
   }
 end
 
-define('ledger', READS, function(tag, args)
+local function PART(value) return PARTS[value] ~= nil end
+local LEDGER = { rest = { PART, NUMBER, NUMBER } }
+
+define('ledger', READS, LEDGER, function(tag, args)
   local pool = open(tag)
   local reply = { pool.version, pool.next }
   for at = 1, #args, 3 do

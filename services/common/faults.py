@@ -90,6 +90,7 @@ FAULTS: dict[type[Exception], Fault] = {
     store.MustWait: Fault("must_wait", _EXHAUSTED, 429, retry_delay_s=1.0),
     store.StaleHolder: Fault("stale_holder", StatusCode.ABORTED, 409),
     store.NotHeld: Fault("not_held", _PRECONDITION, 409),
+    store.InvalidArgument: Fault("invalid_argument", _INVALID, 400),
     DecodeError: Fault(
         domain.InvalidRequest.code, _INVALID, 400, "the message is not one of this method's"
     ),

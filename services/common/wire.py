@@ -13,6 +13,9 @@ from services.common.ticket import FinishReason, SamplingParams, Swapped, Ticket
 
 ROOT_HASH_BYTES = 16
 _MAX_ORDER = 1 << 52
+_MAX_EPOCH = 1 << 53
+_MAX_TOP_K = 1 << 31
+MAX_NAME_CHARS = 256
 
 _FINISH_REASONS = {
     FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
@@ -42,7 +45,11 @@ def ticket_to_wire(ticket: Ticket) -> ticket_pb2.Ticket:
 
 def ticket_from_wire(message: ticket_pb2.Ticket) -> Ticket:
     """InvalidRequest says what is wrong with the message."""
+    for name in ("request_id", "pool_id", "holder_id"):
+        _require(len(getattr(message, name)) <= MAX_NAME_CHARS, f"{name} is too long")
     _require(bool(message.request_id), "request_id is empty")
+    _require(bool(message.holder_id), "holder_id is empty")
+    _require(message.holder_epoch < _MAX_EPOCH, "holder_epoch is not below 2**53")
     _require(message.order < _MAX_ORDER, "order is not below 2**52")
     _require(len(message.root_hash) == ROOT_HASH_BYTES, f"root_hash is not {ROOT_HASH_BYTES} bytes")
     _require(bool(message.prompt_token_ids), "prompt_token_ids is empty")
@@ -124,6 +131,7 @@ def _sampling_from_wire(message: ticket_pb2.TicketSampling) -> SamplingParams:
     _require(math.isfinite(temperature) and temperature >= 0, f"temperature is {temperature}")
     _require(0 < top_p <= 1, f"top_p is {top_p}")
     _require(0 <= min_p <= 1, f"min_p is {min_p}")
+    _require(message.top_k < _MAX_TOP_K, f"top_k is {message.top_k}")
     _require(message.max_tokens > 0, "max_tokens is 0")
     return SamplingParams(
         temperature=temperature,

@@ -34,6 +34,14 @@ class Job:
     ending: Ending | None = None
 
     @property
+    def claim(self) -> tuple[str, int] | None:
+        """(holder, its epoch at rest) of the blocks that it writes, or asks for."""
+        if self.ticket is None or self.state not in (State.CLAIMING, State.RUNNING):
+            return None
+        is_claimed = self.state is State.RUNNING
+        return self.ticket.holder_id, self.ticket.holder_epoch - is_claimed
+
+    @property
     def num_slots(self) -> int:
         """What it keeps from others."""
         return 0 if self.state in (State.SWAPPING, State.AT_REST) else self.num_sequences

@@ -6,10 +6,11 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from blockstore.errors import StaleHolder
+from blockstore.errors import NotHeld, StaleHolder
 from blockstore.registry import Load
 from blockstore.store import BlockStore, PrefixHash
 from services.common.errors import DuplicateRequest, InvalidRequest
+from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics
 from services.common.ticket import Swapped, Ticket, TicketSequence
 from services.decode.grower import Grower
@@ -25,6 +26,7 @@ from services.worker.events import (
     ABORTED,
     DRAINED,
     EXPIRED,
+    FORGED,
     HANDED_OVER,
     PREEMPTED,
     STALE,
@@ -40,6 +42,8 @@ from services.worker.events import (
     report,
 )
 from services.worker.pool_worker import Limits, PoolWorker
+
+log = get_logger(__name__)
 
 
 class DecodeWorker(PoolWorker):
@@ -161,12 +165,14 @@ class DecodeWorker(PoolWorker):
     async def _claim(self, job: Job, ticket: Ticket) -> None:
         try:
             epoch = await self.store.claim(
-                self.pool_id, ticket.holder_id, ticket.holder_epoch, self.worker_id
+                *(self.pool_id, ticket.holder_id, ticket.holder_epoch, self.worker_id),
+                ticket.sequences[0].block_ids,
             )
-        except StaleHolder:
+        except (StaleHolder, NotHeld) as error:
             self._forget(job)
-            ending = STALE if job.ending in (None, HANDED_OVER) else job.ending
-            report(job.session, _ticket(job), ending)
+            ending = None if job.ending is HANDED_OVER else job.ending
+            refused = STALE if isinstance(error, StaleHolder) else FORGED
+            report(job.session, _ticket(job), ending or refused)
             return
         job.ticket = replace(_ticket(job), holder_epoch=epoch)
         if ours := self._at_rest.get(ticket.holder_id):
@@ -188,6 +194,11 @@ class DecodeWorker(PoolWorker):
             eos_token_ids=self.limits.eos_token_ids,
             max_model_len=self.limits.max_model_len,
         )
+        if not sequence.is_stamped(self.stamps):  # it is computed again
+            log.error("kv_corrupt", holder_id=ticket.holder_id)
+            self.metrics.kv_corrupt.inc()
+            self._release(job, ticket, STALE)
+            return
         job.state = State.RUNNING
         self._running[sequence.key] = job
         self._grower.add(sequence.key, ticket.holder_epoch, len(state.block_ids))
@@ -406,12 +417,12 @@ class DecodeWorker(PoolWorker):
         if len(ticket.sequences) != 1:
             raise InvalidRequest(f"a ticket has one sequence, not {len(ticket.sequences)}")
         sequence = ticket.sequences[0]
-        length = len(ticket.prompt_token_ids) + len(sequence.token_ids)
-        if not 0 <= sequence.num_computed_tokens < length <= self.limits.max_model_len:
-            raise InvalidRequest(
-                f"{sequence.num_computed_tokens} of {length} tokens computed; "
-                f"the context is {self.limits.max_model_len}"
-            )
+        length = self.check_tokens(ticket)
+        if sequence.num_computed_tokens != length - 1:  # others read the blocks before its last
+            raise InvalidRequest(f"{sequence.num_computed_tokens} of {length} tokens are computed")
+        claim = ticket.holder_id, ticket.holder_epoch
+        if any(job.claim == claim for job in self._jobs.values()):
+            raise InvalidRequest("this ticket has been claimed here already")
         num_slots = len(sequence.block_ids) * self.spec.block_size
         num_computed = sequence.num_computed_tokens
         # Who came to rest while it waited for its next block has no slot for its last token yet.

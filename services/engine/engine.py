@@ -17,7 +17,7 @@ from services.engine.messages import (
     StepOutcome,
 )
 from services.engine.scheduler import Batch, Scheduler
-from services.engine.sequence import Sequence
+from services.engine.sequence import Sequence, Stamps
 
 
 class ForwardPass(Protocol):
@@ -28,7 +28,7 @@ class ForwardPass(Protocol):
         """There is nothing to compute until the next `run`."""
 
 
-class BlockStamps(Protocol):
+class BlockStamps(Stamps, Protocol):
     """The pool's record of what each block holds (law 6)."""
 
     def own(self, block_ids: Seq[int], owner: str) -> None: ...

@@ -1,11 +1,23 @@
 """One sequence while an engine has it; touched by the engine's thread alone."""
 
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 from blockstore.hashing import next_hash
 from blockstore.store import PrefixHash
 from services.common.ticket import FinishReason, Ticket
 from services.engine.batch import Draw, Row
+
+
+class Stamps(Protocol):
+    """What blocks say of themselves (law 6)."""
+
+    def first_mismatch(
+        self, block_ids: Seq[int], parent: PrefixHash, hashes: Seq[PrefixHash], token_ids: Seq[int]
+    ) -> int | None: ...
+
+    def are_written_by(self, block_ids: Seq[int], owner: str) -> bool: ...
+
 
 CompletedBlock = tuple[int, PrefixHash, PrefixHash, tuple[int, ...]]
 """(block id, its prefix hash, its parent's, its token ids)."""
@@ -61,6 +73,15 @@ class Sequence:
         """Uncomputed tokens that have a slot."""
         slots = len(self.block_table) * self._block_size
         return min(len(self.tokens), slots) - self.num_computed
+
+    def is_stamped(self, stamps: Stamps) -> bool:
+        """Whether its blocks say what they have to: its tokens, as far as they are full of computed
+        ones, and after that nothing but who writes them."""
+        num_full = len(self.hashes)
+        full, rest = self.block_table[:num_full], self.block_table[num_full:]
+        tokens = self.tokens[: num_full * self._block_size]
+        wrong = stamps.first_mismatch(full, self._root, self.hashes, tokens)
+        return wrong is None and stamps.are_written_by(rest, self.key)
 
     def row(self, num_tokens: int) -> Row:
         """The next `num_tokens` uncomputed tokens; they draw if they are the last."""

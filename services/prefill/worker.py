@@ -11,7 +11,7 @@ from blockstore.registry import Load
 from blockstore.store import BlockStore, PrefixHash
 from services.common.errors import InvalidRequest
 from services.common.metrics import WorkerMetrics
-from services.common.ticket import FinishReason, Ticket
+from services.common.ticket import FinishReason, Ticket, first_of
 from services.engine import messages
 from services.engine.engine import ForwardPass
 from services.engine.membership import Membership
@@ -324,9 +324,9 @@ class PrefillWorker(PoolWorker):
             raise InvalidRequest(f"this worker is on pool {self.pool_id}, not {ticket.pool_id}")
         if len(ticket.sequences) != 1 or ticket.sequences[0].block_ids:
             raise InvalidRequest("a ticket for prefill has one sequence and no blocks")
-        length = len(ticket.prompt_token_ids) + len(ticket.sequences[0].token_ids)
-        if not 0 < length < self.limits.max_model_len:
-            raise InvalidRequest(f"{length} tokens; at least 1, below {self.limits.max_model_len}")
+        length = self.check_tokens(ticket)
+        if any(first_of(job.ticket.holder_id) == ticket.holder_id for job in self._jobs.values()):
+            raise InvalidRequest("another request here has this holder")
         num_slots = self.spec.num_blocks * self.spec.block_size
         if length >= num_slots:
             raise InvalidRequest(f"{length} tokens and one more for a pool of {num_slots} slots")

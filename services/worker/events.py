@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
-from services.common.errors import DeadlineExceeded, PoisonRequest
+from services.common.errors import DeadlineExceeded, InvalidRequest, PoisonRequest
 from services.common.ticket import FinishReason, Ticket
 from services.engine.batch import Fault
 
@@ -30,6 +30,7 @@ EXPIRED = Ending(error=(DeadlineExceeded.code, "the request's deadline has passe
 PREEMPTED = Ending(requeue=RequeueReason.PREEMPTED)
 DRAINED = Ending(requeue=RequeueReason.DRAINING)
 STALE = Ending(requeue=RequeueReason.STALE_TICKET)
+FORGED = Ending(error=(InvalidRequest.code, "the ticket's blocks are not those of its holder"))
 HANDED_OVER = Ending(requeue=RequeueReason.HANDED_OVER)
 """The one early end that keeps the blocks."""
 

@@ -88,6 +88,7 @@ def _limits(settings: WorkerSettings, config: ModelConfig) -> Limits:
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
         max_model_len=asked or context,
+        vocab_size=config.vocab_size,
         eos_token_ids=frozenset(config.eos_token_ids),
         park_window_s=settings.park_window_s,
     )

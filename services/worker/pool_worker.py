@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from blockstore.errors import StoreUnavailable, WorkerFenced
 from blockstore.registry import Load
 from blockstore.store import BlockStore, Heartbeat, PoolSpec
+from services.common.errors import InvalidRequest
 from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics
 from services.common.ticket import Ticket
@@ -43,6 +44,7 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    vocab_size: int = 1 << 31
     eos_token_ids: frozenset[int] = frozenset()
     look_ahead: int = 8
     ticket_ttl_s: float = 30.0
@@ -82,6 +84,7 @@ class PoolWorker(ABC):
         self.pool_id = membership.spec.pool_id
         self.worker_id = membership.worker_id
         self.limits = limits
+        self.stamps = membership.stamps
         self.draining = False
         self.drain_asked = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -151,6 +154,21 @@ class PoolWorker(ABC):
             self._on_outcome(outcome)
         except Exception as error:  # what the rest of the step did would be lost in silence
             self._fail(error)
+
+    def check_tokens(self, ticket: Ticket) -> int:
+        """How many tokens a ticket has, which all have to fit the model. InvalidRequest."""
+        token_ids = (*ticket.prompt_token_ids, *ticket.sequences[0].token_ids)
+        if max(token_ids) >= self.limits.vocab_size:
+            raise InvalidRequest(f"token ids beyond the vocabulary of {self.limits.vocab_size}")
+        longest = min(len(ticket.prompt_token_ids) + ticket.sampling.max_tokens - 1, self._longest)
+        if len(token_ids) > longest:
+            raise InvalidRequest(f"{len(token_ids)} tokens leave none to draw: at most {longest}")
+        return len(token_ids)
+
+    @property
+    def _longest(self) -> int:
+        """Most tokens to go on from: one more has to fit the context."""
+        return self.limits.max_model_len - 1
 
     def distrust(self, broken: Broken) -> None:
         """Take a broken sequence's blocks out of the index: what broke it may lie in one of them,

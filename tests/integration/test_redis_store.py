@@ -116,10 +116,10 @@ async def test_calls_of_thousands_of_blocks(store: RedisStore) -> None:
 
 async def test_thousands_of_holders_are_listed_in_order_and_reaped(store: RedisStore) -> None:
     """Reaping and listing go page by page."""
-    calls = [store.allocate("large", f"h{n}", "w", -n, [], 2) for n in range(2500)]
+    calls = [store.allocate("large", f"h{n}", "w", 2500 - n, [], 2) for n in range(2500)]
     await asyncio.gather(*calls)
     infos = await store.holders("large")
-    assert [info.order for info in infos] == list(range(-2499, 1))
+    assert [info.order for info in infos] == list(range(1, 2501))
     assert await store.reap("large", "w") == 2500
     stats = await store.stats("large")
     assert (stats.num_free, stats.num_holders, stats.worker_ids) == (6000, 0, ())

@@ -2,7 +2,13 @@
 
 import pytest
 
-from blockstore.errors import BlockStoreError, OutOfBlocks, StaleHolder
+from blockstore.errors import (
+    BlockStoreError,
+    InvalidArgument,
+    NotHeld,
+    OutOfBlocks,
+    StaleHolder,
+)
 from blockstore.memory_store import MemoryStore
 from blockstore.store import TOMBSTONE_S, Allocation, BlockStore, Grown, Growth, PoolSpec
 
@@ -181,3 +187,36 @@ async def test_a_waiter_holds_nothing_to_release(store: BlockStore) -> None:
         await store.release("pool", "b", 1)
     with pytest.raises(BlockStoreError, match="b holds nothing"):
         await store.detach("pool", "b", 1)
+
+
+async def test_a_ticket_is_claimed_with_the_blocks_that_its_holder_has(store: BlockStore) -> None:
+    """Or with the first of them: what it acquired last, its ticket may not know of. Other blocks,
+    another order or one that was given back: refused, and nobody has it."""
+    await store.extend("pool", "p", [Growth("a", 1, have=3, total=5)])
+    await store.give_back("pool", "a", 1, [3])
+    await store.detach("pool", "a", 1)
+    for wrong in ([1], [0, 2], [0, 0], [1, 0], [0, 1, 7], [0, 1, 2, 3]):
+        with pytest.raises(NotHeld):
+            await store.claim("pool", "a", 2, "d", wrong)
+    assert (await store.holders("pool"))[0].worker_id == "p"
+    assert [await store.claim("pool", "a", 2, "d", [0, 1, 2]) for _ in range(2)] == [3, 3]
+    with pytest.raises(NotHeld):
+        await store.claim("pool", "a", 2, "d", [2, 1, 0])
+
+
+async def test_what_no_argument_can_be_is_refused(store: BlockStore) -> None:
+    """Before anything is looked at; more of them in tests/fuzz."""
+    refused = [
+        store.allocate("pool", "", "p", 1, [], 1),
+        store.allocate("pool", "b", "p", -1, [], 1),
+        store.allocate("pool", "b", "p", 1, [A, A], 3),
+        store.allocate("pool", "b", "p", 1, [A], 0),
+        store.allocate("pool", "b", "p", 1, [b"short"], 1),
+        store.extend("pool", "p", [Growth("a", 1, have=4, total=3)]),
+        store.commit("pool", "a", 1, [(0, A), (0, b"b" * 16)]),
+        store.release("pool", "a", 2**53),
+    ]
+    for call in refused:
+        with pytest.raises(InvalidArgument):
+            await call
+    assert [holder.num_blocks for holder in await store.holders("pool")] == [3]

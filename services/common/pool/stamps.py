@@ -138,6 +138,16 @@ class Stamps:
             parent = prefix_hash
         return None
 
+    def are_written_by(self, block_ids: Sequence[int], owner: str) -> bool:
+        """Whether this holder, and nobody before or after, writes all of these now."""
+        token = owner_token(owner)
+        starts = [self._at(block_id) for block_id in block_ids]
+        return all(
+            self._bytes[at] == StampState.PRIVATE
+            and self._bytes[at + _OWNER_AT : at + _FIELDS_AT] == token
+            for at in starts
+        )
+
     def complete_blocks(self, owners: Iterable[str]) -> dict[str, list[int]]:
         """The COMMITTED blocks of each owner that has some; reads all stamps, for the reaper of a
         dead worker."""

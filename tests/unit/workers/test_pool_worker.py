@@ -1,11 +1,13 @@
 """A worker that can not go on ends, so that nobody waits for it."""
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from blockstore.hashing import prefix_hashes
 from blockstore.memory_store import MemoryStore
 from services.common.metrics import WorkerMetrics
 from services.common.ticket import TicketSequence
@@ -28,12 +30,16 @@ async def test_what_goes_wrong_after_a_step_ends_the_worker(tmp_path: Path) -> N
     spec = await make_pool(store, num_blocks=8, block_size=4)
     stamps = make_stamps(tmp_path / "stamps", spec)
     membership = await join(store, spec, "w", stamps)
-    model, limits = FakeForward(Arena(4, stamps)), Limits(4, 16, max_model_len=100)
+    arena = Arena(4, stamps, slots={position: (position, position) for position in range(10)})
+    model, limits = FakeForward(arena), Limits(4, 16, max_model_len=100)
     worker = DecodeWorker(store, membership, model, limits, WorkerMetrics(CollectorRegistry()))
     blocks = (await store.allocate("pool", "h-r1", "w", 1, (), 3)).block_ids
     stamps.own(blocks, "h-r1")
+    parents = [bytes(16), *prefix_hashes(bytes(16), range(10), 4)]
+    for number, (parent, own) in enumerate(pairwise(parents)):
+        stamps.complete(blocks[number], own, parent, range(4 * number, 4 * number + 4))
     await store.detach("pool", "h-r1", 1)
-    at_rest = TicketSequence(0, token_ids=(7,), block_ids=blocks)
+    at_rest = TicketSequence(0, token_ids=(7,), block_ids=blocks, num_computed_tokens=10)
 
     working = asyncio.create_task(worker.run())
     session = DeafSession()

@@ -1,0 +1,114 @@
+"""The kernels of a model one by one, beside what the machine can do at most."""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from bench import floors
+from kvops.native import Kind, Lane, NativeCpu
+from services.common.text.model_config import ModelConfig
+
+_BLOCK_SIZE = 16
+_MIN_S = 0.3
+_MOST_DECODING = 64
+
+
+def kernels(config: ModelConfig, args: argparse.Namespace, num_threads: int) -> Iterator[str]:
+    """A line for each kernel and number of rows."""
+    cpu = NativeCpu(num_threads)
+    if args.cpus:
+        cpu.assign([Lane(index) for index in args.cpus])
+    rates = floors.measure(num_threads)
+    at_most = (
+        f"{rates.read / 1e9:.1f} GB/s, {rates.bf16 / 1e9:.0f} GFLOP/s, {rates.int8 / 1e9:.0f} int8"
+    )
+    yield f"possible on {num_threads} threads: {at_most} ({cpu.isa})"
+    kind: Kind = "int8" if args.quantize == "int8" else "bfloat16"
+    for name, num_outputs, num_inputs in _linears(config):
+        for rows in args.rows:
+            work = _linear_work(kind, num_outputs, num_inputs, rows)
+            yield _line(
+                name, rows, _time_linear(cpu, kind, num_outputs, num_inputs, rows), work, rates
+            )
+    for rows in (rows for rows in args.rows if rows <= _MOST_DECODING):
+        one_layer = 1 / config.num_layers
+        step = floors.decode_step(config, rows, args.context, int8=False)
+        without = floors.decode_step(config, rows, 0, int8=False)
+        work = floors.Work(
+            (step.num_bytes - without.num_bytes) * one_layer, (step.bf16 - without.bf16) * one_layer
+        )
+        yield _line(
+            "attention", rows, _time_attention(cpu, config, rows, args.context), work, rates
+        )
+
+
+def _linears(config: ModelConfig) -> list[tuple[str, int, int]]:
+    """(name, outputs, inputs)"""
+    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    kv_heads = config.num_kv_heads * config.head_dim
+    return [
+        ("qkv", heads + 2 * kv_heads, hidden),
+        ("output", hidden, heads),
+        ("gate_up", 2 * config.intermediate_size, hidden),
+        ("down", hidden, config.intermediate_size),
+        ("head", config.vocab_size, hidden),
+    ]
+
+
+def _linear_work(kind: Kind, n: int, k: int, rows: int) -> floors.Work:
+    operations = 2 * n * k * rows
+    if kind == "int8":
+        return floors.Work(n * k, 0, operations)
+    return floors.Work(2 * n * k, operations)
+
+
+def _time_linear(cpu: NativeCpu, kind: Kind, n: int, k: int, rows: int) -> float:
+    """Seconds of one; as many weights take turns as no cache holds."""
+    copies = max(1, (256 << 20) // (n * k))
+    weight = torch.randn(n, k).bfloat16()
+    packed = [cpu.pack(kind, weight) for _ in range(copies)]
+    x = torch.randn(rows, k).bfloat16()
+    out = torch.empty(rows, n)
+    return _seconds([lambda w=w: cpu.ops.linear(x, w, out) for w in packed])  # type: ignore[misc]
+
+
+def _time_attention(cpu: NativeCpu, config: ModelConfig, rows: int, context: int) -> float:
+    """Seconds of one layer of rows that decode."""
+    blocks = -(-context // _BLOCK_SIZE)
+    shape = (config.num_layers, 2, _BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    kv = torch.randn(rows * blocks, *shape).bfloat16()
+    tables = torch.randperm(rows * blocks).to(torch.int32).view(rows, blocks)
+    q = torch.randn(rows, config.num_heads, config.head_dim).bfloat16()
+    cu_query_lens = torch.arange(rows + 1, dtype=torch.int32)
+    context_lens = torch.full((rows,), context, dtype=torch.int32)
+    scale, out = config.head_dim**-0.5, torch.empty_like(q)
+
+    def attend(layer: Tensor) -> None:
+        cpu.ops.attention(q, layer, tables, cu_query_lens, context_lens, scale, 0, out)
+
+    layers = [kv[:, index] for index in range(config.num_layers)]
+    return _seconds([lambda layer=layer: attend(layer) for layer in layers])  # type: ignore[misc]
+
+
+def _seconds(calls: list[Callable[[], None]]) -> float:
+    """Of one call on average, in the best of the rounds that fit into the time."""
+    best, until = float("inf"), time.perf_counter() + _MIN_S
+    for number in range(1000):
+        began = time.perf_counter()
+        for call in calls:
+            call()
+        ended = time.perf_counter()
+        best = min(best, (ended - began) / len(calls))
+        if number > 1 and ended > until:
+            break
+    return best
+
+
+def _line(name: str, rows: int, seconds: float, work: floors.Work, rates: floors.Rates) -> str:
+    bandwidth = f"{work.num_bytes / seconds / 1e9:>6.1f} GB/s"
+    arithmetic = f"{(work.bf16 + work.int8) / seconds / 1e9:>7.0f} GFLOP/s"
+    share = f"{work.floor_s(rates) / seconds:.0%}"
+    return f"{name:<10}{rows:>5} rows {1e6 * seconds:>9.1f} us {bandwidth} {arithmetic}, {share}"

@@ -1,0 +1,97 @@
+"""What no engine can be faster than on this machine: the time in which a step's bytes can be read
+from memory, or its arithmetic be done, whichever is longer.
+
+Both rates are measured here, in the same run as what they are compared with (`probe.cpp`, compiled
+with $CXX or g++): the bandwidth that a virtual machine's neighbours leave it changes by the hour.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.text.model_config import ModelConfig
+
+_PROBE = Path(__file__).parent / "probe.cpp"
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of all threads together, at most: bytes read a second, and operations a second of each
+    kind (a multiplication and an addition are two)."""
+
+    read: float
+    bf16: float
+    int8: float
+
+
+def measure(num_threads: int) -> Rates:
+    """Some seconds. CalledProcessError: no compiler, or one that cannot compile for this CPU."""
+    compiler = os.environ.get("CXX", "g++")
+    with tempfile.TemporaryDirectory() as directory:
+        program = Path(directory) / "probe"
+        options = ("-std=c++17", "-O3", "-march=native", "-pthread")
+        subprocess.run([compiler, *options, str(_PROBE), "-o", str(program)], check=True)
+        run = subprocess.run([program, str(num_threads)], check=True, capture_output=True)
+    return Rates(**json.loads(run.stdout))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`num_bytes` read once, `bf16` and `int8` operations."""
+
+    num_bytes: float
+    bf16: float
+    int8: float = 0.0
+
+    def floor_s(self, rates: Rates) -> float:
+        arithmetic = _seconds(self.bf16, rates.bf16) + _seconds(self.int8, rates.int8)
+        return max(self.num_bytes / rates.read, arithmetic)
+
+
+def _seconds(operations: float, rate: float) -> float:
+    if operations and not rate:
+        raise ValueError("this CPU has no dot products of this kind: there is no floor for it")
+    return operations / rate if operations else 0.0
+
+
+def decode_step(config: ModelConfig, num_rows: int, context: float, *, int8: bool) -> Work:
+    """One token of each row, `context` positions long."""
+    weights = _layer_weights(config) + config.vocab_size * config.hidden_size
+    operations = 2 * weights * num_rows
+    attention = _attention_operations(config) * context * num_rows
+    kv_bytes = _kv_bytes(config) * context * num_rows
+    if int8:
+        return Work(weights + kv_bytes, attention, operations)
+    return Work(2 * weights + kv_bytes, operations + attention)
+
+
+def prefill_of(config: ModelConfig, num_tokens: int, *, int8: bool) -> Work:
+    """A whole prompt, of which the last token draws."""
+    head = config.vocab_size * config.hidden_size
+    weights = _layer_weights(config)
+    operations = 2 * (weights * num_tokens + head)
+    attention = _attention_operations(config) * num_tokens * (num_tokens + 1) / 2
+    if int8:
+        return Work(weights + head, attention, operations)
+    return Work(2 * (weights + head), operations + attention)
+
+
+def _layer_weights(config: ModelConfig) -> int:
+    """Of the linears of all layers."""
+    heads = config.num_heads * config.head_dim
+    kv_heads = config.num_kv_heads * config.head_dim
+    attention = config.hidden_size * (2 * heads + 2 * kv_heads)
+    return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+
+
+def _attention_operations(config: ModelConfig) -> int:
+    """Of one query and one position, in all layers: scores and values."""
+    return 4 * config.num_layers * config.num_heads * config.head_dim
+
+
+def _kv_bytes(config: ModelConfig) -> int:
+    """Of one position in bf16."""
+    return 4 * config.num_layers * config.num_kv_heads * config.head_dim
