@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from blockstore.errors import MustWait, OutOfBlocks, StaleHolder
+from blockstore.errors import MustWait, NotHeld, OutOfBlocks, StaleHolder
 from blockstore.hashing import prefix_hashes
 from blockstore.store import Allocation, BlockStore, PoolSpec, PrefixHash
 from services.common.logging import get_logger
@@ -130,9 +130,13 @@ class ColderPool:
         cached = Fetched(first * size)
         try:
             epoch = await self._store.claim(
-                swapped.pool_id, swapped.holder_id, swapped.holder_epoch, self._worker_id
+                swapped.pool_id,
+                swapped.holder_id,
+                swapped.holder_epoch,
+                self._worker_id,
+                swapped.block_ids,
             )
-        except StaleHolder:
+        except (StaleHolder, NotHeld):
             return cached
         tokens = (*ticket.prompt_token_ids, *ticket.sequences[0].token_ids)
         num_tokens = await self._num_sound(swapped, ticket.root_hash, hashes, tokens)

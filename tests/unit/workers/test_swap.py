@@ -187,6 +187,23 @@ async def test_a_ticket_that_is_gone_there_is_computed_again(make_bench: MakeBen
     assert issued.holder_id != again.holder_id
 
 
+async def test_blocks_that_its_holder_does_not_have_are_not_read(make_bench: MakeBench) -> None:
+    """A ticket that names others, though they say the same: it is computed, and nothing claimed."""
+    bench = await make_bench(num_swap_blocks=16)
+    await victim(bench)
+    back = await give_way(bench)
+    assert back.swapped is not None
+    await bench.until_empty()
+    evict_all(bench)
+    num_copied = bench.arena.num_copied
+    forged = replace(back.swapped, block_ids=back.swapped.block_ids[::-1])
+    again = await come_back(bench, replace(back, swapped=forged), FakeSession())
+    await bench.until(lambda: finished(bench.session, "r9"))
+    assert [*back.sequences[0].token_ids, *_new(bench, back, again)] == expected(PROMPT, 20)
+    assert bench.arena.num_copied == num_copied
+    assert bench.store.ledger("colder").holders["h-r9"].epoch == 2
+
+
 @pytest.mark.parametrize("wrong", [0, 1, -1])
 async def test_blocks_that_say_something_else_are_not_trusted(
     make_bench: MakeBench, wrong: int
