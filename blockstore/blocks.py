@@ -7,7 +7,7 @@ import copy
 from collections.abc import Hashable, Sequence
 from typing import Self
 
-from blockstore.store import PrefixHash
+from blockstore.store import Content, PrefixHash
 
 
 class Blocks:
@@ -15,6 +15,8 @@ class Blocks:
 
         [0 ............ next_unused)[next_unused ... num_blocks)
          returned | cached | refs    never used
+
+    (While a ledger is recovered, those from `next_unused` on are in `refs`, or nowhere yet.)
 
     `returned` is a stack, given back last and handed out first. `cached` is in order of use, least
     recently first. `refs` maps a held block to the number of its holders. `index` and `hash_of` are
@@ -29,6 +31,7 @@ class Blocks:
         self.refs: dict[int, int] = {}
         self.index: dict[PrefixHash, int] = {}
         self.hash_of: dict[int, PrefixHash] = {}
+        self.ranks: dict[int, int] = {}  # of restored blocks
         self.num_freed = 0  # ever; nothing here depends on it
 
     @property
@@ -64,11 +67,13 @@ class Blocks:
         if self.refs[block_id] > 0:
             return
         del self.refs[block_id]
+        self.num_freed += 1
+        if block_id >= self.next_unused:
+            return  # not accounted for yet
         if block_id in self.hash_of:
             self.cached[block_id] = None
         else:
             self.returned.append(block_id)
-        self.num_freed += 1
 
     def publish(self, block_id: int, prefix_hash: PrefixHash) -> bool:
         """Whether `block_id` is now the block of this hash; the first one stays."""
@@ -86,9 +91,24 @@ class Blocks:
             self.returned.append(block_id)
             self.num_freed += 1
 
+    def restore(self, content: Content) -> None:
+        """Account for the next block."""
+        block_id = self.next_unused
+        self.next_unused += 1
+        is_first = content.prefix_hash is not None and self.publish(block_id, content.prefix_hash)
+        if block_id in self.refs:
+            return
+        if is_first:
+            self.ranks[block_id] = content.rank
+            restored = (self.cached.keys() & self.ranks.keys()) | {block_id}
+            in_order = sorted(restored, key=lambda restored_id: self.ranks[restored_id])
+            self.cached = dict.fromkeys([*in_order, *self.cached])
+        else:
+            self.returned.append(block_id)
+
     def copy(self) -> Self:
         twin = copy.copy(self)
-        for name in ("returned", "cached", "refs", "index", "hash_of"):
+        for name in ("returned", "cached", "refs", "index", "hash_of", "ranks"):
             setattr(twin, name, getattr(self, name).copy())
         return twin
 

@@ -1,13 +1,14 @@
 """Connections to the one server that a store began with.
 
-`Server.open` hands out single connections and vouches for each: the server behind it is still the
-one whose `run_id` was seen first, or StoreLost, for ever. What redis-py raises becomes one of ours
+`Server.open` hands out single connections and vouches for each: the server behind it is the one of
+the connections before (by its `run_id`), or `renew` has brought back what it did not know; without
+`renew`, StoreLost for ever. What redis-py raises becomes one of ours
 in one place, `translated`. Nothing here retries: redis-py's own retry is off, since it would send
 what is not known to have failed (see `blockstore.stream`).
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,14 +121,23 @@ def require_suitable(url: str, info: dict[str, str]) -> None:
         )
 
 
+Renew = Callable[[str], Awaitable[None]]
+"""Tells a server, of this run_id, what it has lost. Raises StoreUnavailable (to be done again), or
+what then ends the store."""
+
+
 class Server:
-    """Opens connections to one server, as long as it is the same one."""
+    """Opens connections to one server. It is `in_doubt` when it is another one now, or answers as
+    if it were; `on_doubt` is called then. Only who opens with `renews` ends the doubt."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         """`timeout_s`: to connect, and for each answer. StoreUnsuitable: no URL for Redis."""
         self.url = redacted(url)
         self.run_id = ""
-        self._lost: StoreLost | None = None
+        self.in_doubt = False
+        self._renew: Renew | None = None
+        self._on_doubt: Callable[[], None] = lambda: None
+        self._lost: BlockStoreError | None = None
         ours = {  # what this file relies on, whatever the URL says
             "protocol": 2,
             "retry": Retry(NoBackoff(), 0),
@@ -142,10 +152,16 @@ class Server:
         except (ValueError, TypeError) as exc:  # TypeError: an option that is none
             raise StoreUnsuitable(f"{self.url}: {exc}") from exc
 
-    async def open(self) -> AbstractConnection:
+    def renewed_by(self, renew: Renew, on_doubt: Callable[[], None] = lambda: None) -> None:
+        """Follow the server from loss to loss."""
+        self._renew = renew
+        self._on_doubt = on_doubt
+
+    async def open(self, renews: bool = False) -> AbstractConnection:
         """A new connection, the caller's to disconnect.
 
-        StoreLost: another server answers. StoreUnavailable, StoreUnsuitable: as they say.
+        StoreLost: another server answers. StoreUnavailable: nobody does, or the server is in doubt.
+        StoreUnsuitable: as it says.
         """
         self.check()
         with translated(self.url):
@@ -156,26 +172,51 @@ class Server:
             except BaseException:
                 await connection.disconnect(nowait=True)
                 raise
-        if info["run_id"] != (self.run_id or info["run_id"]):
+        try:
+            await self._vouch_for(info["run_id"], renews)
+        except BaseException:
             await connection.disconnect(nowait=True)
-            raise self.lose("it was restarted, or replaced by another one")
-        self.run_id = info["run_id"]
+            raise
         return connection
+
+    def doubt(self) -> None:
+        """The server does not know what it should; the next who opens with `renews` sees to it."""
+        if not self.in_doubt and self._lost is None:
+            self.in_doubt = True
+            self._on_doubt()
+
+    async def _vouch_for(self, run_id: str, renews: bool) -> None:
+        self.check()
+        if self.run_id not in ("", run_id):
+            if self._renew is None:
+                raise self.lose("it was restarted, or replaced by another one")
+            self.doubt()
+        if self.in_doubt:
+            if not renews or self._renew is None:
+                raise StoreUnavailable(f"{self.url} is being told what it has lost")
+            try:
+                await self._renew(run_id)
+            except StoreUnavailable:
+                raise
+            except BlockStoreError as error:
+                self._lost, self.in_doubt = error, False
+                raise
+        self.run_id, self.in_doubt = run_id, False
 
     def _new_connection(self) -> AbstractConnection:
         """Not connected yet."""
         connection: AbstractConnection = self._connections.make_connection()  # type: ignore[no-untyped-call]
         return connection
 
-    def lose(self, reason: str) -> StoreLost:
+    def lose(self, reason: str) -> BlockStoreError:
         """Remember that what the server knew is gone; from now on `check` raises."""
         self._lost = self._lost or StoreLost(f"{self.url} lost the block store: {reason}")
         return self._lost
 
     def check(self) -> None:
-        """Raise StoreLost when the store has been lost."""
+        """Raise StoreLost when the store has been lost, or why it could not be renewed."""
         if self._lost is not None:
-            raise StoreLost(*self._lost.args)
+            raise type(self._lost)(*self._lost.args)
 
 
 async def ask(connection: AbstractConnection, *command: Argument) -> Any:

@@ -3,9 +3,11 @@
 BlockStoreError
 ├── StoreUnavailable      no answer from the server within the limit
 ├── StoreLost             the server lost its data (another run_id, or the pool is unknown to it)
+│   └── PoolGone          and the pool's content is gone too: nothing to recover
 ├── StoreUnsuitable       the server is too old, evicts keys, or lacks functions
 └── LedgerError           the ledger refused; carries its code and numbers
     ├── PoolExists  UnknownPool  UnknownWorker
+    ├── Recovering            the ledger was lost, and is not whole again yet
     ├── GeometryMismatch  FingerprintMismatch
     ├── WorkerFenced      a fenced worker may only release
     ├── WorkerNotEmpty    a worker that leaves still holds or waits
@@ -31,6 +33,10 @@ class StoreLost(BlockStoreError):
     """The server answers, but it is not the one that knew this pool."""
 
 
+class PoolGone(StoreLost):
+    """Neither the server nor anybody else knows what the pool held."""
+
+
 class StoreUnsuitable(BlockStoreError):
     """The server cannot carry a block store."""
 
@@ -48,6 +54,10 @@ class PoolExists(LedgerError):
 
 class UnknownPool(LedgerError):
     code = "UNKNOWN_POOL"
+
+
+class Recovering(LedgerError):
+    code = "RECOVERING"
 
 
 class UnknownWorker(LedgerError):

@@ -33,8 +33,12 @@ from blockstore.errors import (
     WorkerNotEmpty,
 )
 from blockstore.holders import Holder, Tombstones, Waiter
+from blockstore.rebuilding import Rebuilding, quarantine_of
 from blockstore.store import (
+    QUARANTINE,
     Allocation,
+    Asserted,
+    Content,
     Extension,
     Grown,
     Growth,
@@ -43,19 +47,29 @@ from blockstore.store import (
     PoolSpec,
     PoolStats,
     PrefixHash,
+    Wait,
 )
 
 
 class Ledger:
     """One pool. Methods are those of `BlockStore` without their pool_id; so are their errors.
 
-    `clock` counts seconds from anywhere; it only ages tombstones.
+    `clock` counts seconds from anywhere; it only ages tombstones. `missing`: workers of a pool
+    whose ledger was lost; None when this is its first.
     """
 
-    def __init__(self, spec: PoolSpec, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        spec: PoolSpec,
+        clock: Callable[[], float],
+        ledger_epoch: int = 1,
+        missing: Sequence[str] | None = None,
+    ) -> None:
         self.spec = spec
+        self.ledger_epoch = ledger_epoch
+        self.rebuilding = Rebuilding(missing or (), is_over=missing is None)
         self.blocks = Blocks(spec.num_blocks)
-        self.workers: dict[str, bool] = {}  # worker -> fenced
+        self.workers = dict.fromkeys(missing or (), False)  # worker -> fenced
         self.holders: dict[str, Holder] = {}
         self.waiters: dict[str, Waiter] = {}
         self.demands: set[str] = set()  # holders that must give way
@@ -82,11 +96,15 @@ class Ledger:
                 f"the pool is for {self.spec.fingerprint}, {worker_id} computes {spec.fingerprint}"
             )
         self.workers[worker_id] = False
+        self.rebuilding.missing.discard(worker_id)
 
     def fence(self, worker_id: str) -> None:
         self._known(worker_id)
         self.workers[worker_id] = True
         self._end_waits_of(worker_id)
+        if worker_id in self.rebuilding.missing:
+            self.rebuilding.missing.remove(worker_id)
+            self.holders[QUARANTINE + worker_id] = quarantine_of(worker_id)
 
     def leave(self, worker_id: str) -> None:
         check_texts(worker_id=worker_id)
@@ -95,9 +113,11 @@ class Ledger:
         if num_held or num_waiting:
             raise WorkerNotEmpty(f"{worker_id} has {num_held} holders and {num_waiting} waiters")
         self.workers.pop(worker_id, None)
+        self.rebuilding.missing.discard(worker_id)
 
     def heartbeat(self, worker_id: str) -> Heartbeat:
         self._known(worker_id)
+        self.rebuilding.require_heard(worker_id)
         return Heartbeat(self.workers[worker_id], self._demands_of(worker_id))
 
     def reap(self, worker_id: str) -> int:
@@ -107,8 +127,47 @@ class Ledger:
             self._end(holder)
         self._end_waits_of(worker_id)
         self.workers.pop(worker_id, None)
+        self.rebuilding.missing.discard(worker_id)
         self.reaped.bury(worker_id)
         return len(dead)
+
+    # Recovery
+
+    def reassert(
+        self, worker_id: str, holders: Sequence[Asserted], waits: Sequence[Wait]
+    ) -> tuple[str, ...]:
+        if self.reaped.epoch(worker_id) is not None:
+            raise UnknownWorker(f"worker {worker_id} was reaped; names are never reused")
+        if self.rebuilding.is_over:
+            self._live(worker_id)
+            return ()
+        if self.workers.setdefault(worker_id, False):
+            raise WorkerFenced(f"worker {worker_id} is fenced")
+        for asserted in holders:
+            known = self.holders.get(asserted.holder_id)
+            holder = self.rebuilding.enter(known, asserted, worker_id)
+            if holder is not None:
+                if known is not None:
+                    self._drop(known, set(known.held))
+                self.blocks.share(sorted(holder.held))
+                self.holders[holder.holder_id] = holder
+        for wait in waits:
+            self.waiters[wait.holder_id] = Waiter(wait.order, worker_id)
+            if wait.released_epoch:
+                self.released.bury(wait.holder_id, wait.released_epoch)
+        self.rebuilding.missing.discard(worker_id)
+        return tuple(sorted(self.rebuilding.missing))
+
+    def restore(self, first: int, contents: Sequence[Content]) -> None:
+        if not self.rebuilding.is_over:
+            self.rebuilding.require_all_heard()
+            quarantines = [h for key, h in self.holders.items() if key.startswith(QUARANTINE)]
+            self.rebuilding.restore(self.blocks, quarantines, first, contents)
+
+    def reopen(self) -> None:
+        if not self.rebuilding.is_over:
+            self.rebuilding.require_all_heard()
+            self.rebuilding.end(self.blocks)
 
     # Holders
 
@@ -126,6 +185,7 @@ class Ledger:
         check_distinct(hashes)
         if len(hashes) > num_blocks:
             raise InvalidArgument(f"{len(hashes)} hashes for {num_blocks} blocks")
+        self.rebuilding.require_over()
         self._live(worker_id)
         if self.released.epoch(holder_id) is not None:
             raise StaleHolder(f"{holder_id} was released")
@@ -141,12 +201,14 @@ class Ledger:
 
     def withdraw(self, holder_id: str) -> None:
         check_texts(holder_id=holder_id)
+        self.rebuilding.require_over()
         self.waiters.pop(holder_id, None)
 
     def extend(self, worker_id: str, growths: Sequence[Growth]) -> Extension:
         check_texts(worker_id=worker_id)
         for growth in growths:
             check_growth(growth)
+        self.rebuilding.require_over()
         self._live(worker_id)
         grown: dict[int, Grown] = {}
         for number in sorted(range(len(growths)), key=lambda n: self._turn(growths[n])):
@@ -165,6 +227,7 @@ class Ledger:
         check_blocks(block_ids)
         check_hashes([prefix_hash for _, prefix_hash in blocks])
         check_distinct(block_ids)
+        self.rebuilding.require_over()
         holder = self._unfenced(holder_id)
         self._at_epoch(holder, epoch)
         for block_id, prefix_hash in blocks:
@@ -177,11 +240,13 @@ class Ledger:
     def retract(self, block_id: int, prefix_hash: PrefixHash) -> None:
         check_blocks([block_id])
         check_hashes([prefix_hash])
+        self.rebuilding.require_over()
         self.blocks.retract(block_id, prefix_hash)
 
     def detach(self, holder_id: str, epoch: int) -> int:
         check_texts(holder_id=holder_id)
         check_numbers(epoch=epoch)
+        self.rebuilding.require_over()
         holder = self._unfenced(holder_id)
         sent_again = epoch % 2 == 1 and holder.epoch == epoch + 1
         if not sent_again:
@@ -197,6 +262,7 @@ class Ledger:
         check_texts(holder_id=holder_id, worker_id=worker_id)
         check_numbers(epoch=epoch)
         check_blocks(block_ids)
+        self.rebuilding.require_over()
         self._live(worker_id)
         holder = self._holder(holder_id)
         won_before = (holder.epoch, holder.worker_id) == (epoch + 1, worker_id) and epoch % 2 == 0
@@ -216,6 +282,7 @@ class Ledger:
         check_texts(holder_id=holder_id)
         check_numbers(epoch=epoch)
         check_blocks(block_ids)
+        self.rebuilding.require_over()
         holder = self._holder(holder_id)
         self._at_epoch(holder, epoch)
         self._drop(holder, set(block_ids))
@@ -223,6 +290,7 @@ class Ledger:
     def release(self, holder_id: str, epoch: int, comes_back: bool = False) -> None:
         check_texts(holder_id=holder_id)
         check_numbers(epoch=epoch)
+        self.rebuilding.require_over()
         if self.released.epoch(holder_id) == epoch:
             return
         holder = self._holder(holder_id)
@@ -238,16 +306,18 @@ class Ledger:
         return len(self.blocks.hits(hashes))
 
     def victim(self) -> HolderInfo | None:
+        self.rebuilding.require_over()
         last = self._last_in_order()
         return None if last is None else last.info()
 
     def holder_infos(self) -> tuple[HolderInfo, ...]:
+        self.rebuilding.require_over()
         return tuple(h.info() for h in sorted(self.holders.values(), key=lambda h: h.place))
 
     def stats(self) -> PoolStats:
         return PoolStats(
             spec=self.spec,
-            num_free=self.blocks.num_free,
+            num_free=self._num_free,
             num_cached=len(self.blocks.cached),
             num_held=len(self.blocks.refs),
             num_holders=len(self.holders),
@@ -256,12 +326,21 @@ class Ledger:
             num_prefix_hits=self.num_prefix_hits,
             worker_ids=tuple(sorted(self.workers)),
             fenced_worker_ids=tuple(sorted(w for w, fenced in self.workers.items() if fenced)),
+            ledger_epoch=self.ledger_epoch,
+            recovering=not self.rebuilding.is_over,
+            missing_worker_ids=tuple(sorted(self.rebuilding.missing)),
+            num_accounted=self.blocks.next_unused,
+            num_to_account=self.rebuilding.top,
         )
+
+    @property
+    def _num_free(self) -> int:
+        return self.blocks.num_free if self.rebuilding.is_over else len(self.blocks.returned)
 
     def copy(self) -> Self:
         """An independent ledger in the same state."""
         twin = copy.copy(self)
-        for name in ("blocks", "workers", "waiters", "demands", "released", "reaped"):
+        for name in ("blocks", "workers", "waiters", "demands", "released", "reaped", "rebuilding"):
             setattr(twin, name, getattr(self, name).copy())
         twin.holders = {key: holder.copy() for key, holder in self.holders.items()}
         return twin
@@ -276,6 +355,7 @@ class Ledger:
             frozenset(self.demands),
             frozenset(self.released.epochs.items()),
             frozenset(self.reaped.epochs),
+            self.rebuilding.snapshot(),
         )
 
     # Checks

@@ -14,7 +14,9 @@ from blockstore.ledger import Ledger
 from blockstore.recount import audit
 from blockstore.store import (
     Allocation,
+    Asserted,
     AuditReport,
+    Content,
     Extension,
     Growth,
     Heartbeat,
@@ -22,6 +24,8 @@ from blockstore.store import (
     PoolSpec,
     PoolStats,
     PrefixHash,
+    Recovery,
+    Wait,
 )
 
 
@@ -52,7 +56,9 @@ class MemoryStore:
     async def pool_ids(self) -> tuple[str, ...]:
         return tuple(sorted(self._ledgers))
 
-    async def register_worker(self, spec: PoolSpec, worker_id: str) -> None:
+    async def register_worker(
+        self, spec: PoolSpec, worker_id: str, recovery: Recovery | None = None
+    ) -> None:
         self.ledger(spec.pool_id).register_worker(spec, worker_id)
 
     async def fence(self, pool_id: str, worker_id: str) -> None:
@@ -131,6 +137,25 @@ class MemoryStore:
     async def reap(self, pool_id: str, worker_id: str) -> int:
         with self._freeing(pool_id) as ledger:
             return ledger.reap(worker_id)
+
+    async def recover_pool(
+        self, spec: PoolSpec, ledger_epoch: int, worker_ids: Sequence[str]
+    ) -> None:
+        made = Ledger(spec, self._clock, ledger_epoch, worker_ids)
+        ledger = self._ledgers.setdefault(spec.pool_id, made)
+        if (ledger.spec, ledger.ledger_epoch) != (spec, ledger_epoch):
+            raise PoolExists(f"{spec.pool_id} is there at ledger epoch {ledger.ledger_epoch}")
+
+    async def reassert(
+        self, spec: PoolSpec, worker_id: str, holders: Sequence[Asserted], waits: Sequence[Wait]
+    ) -> tuple[str, ...]:
+        return self.ledger(spec.pool_id).reassert(worker_id, holders, waits)
+
+    async def restore(self, pool_id: str, first: int, contents: Sequence[Content]) -> None:
+        self.ledger(pool_id).restore(first, contents)
+
+    async def reopen(self, pool_id: str) -> None:
+        self.ledger(pool_id).reopen()
 
     async def audit(self, pool_id: str) -> AuditReport:
         return audit(self.ledger(pool_id))

@@ -43,11 +43,13 @@ class Reading:
 
     version: int | None = None
     next_unused: int = 0
+    recovering: bool = False
     answers: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, parts: Sequence[str], reply: list[Any]) -> None:
         """Enter the reply to one call. Raises Changed."""
-        version, self.next_unused, *answers = reply
+        version, self.next_unused, recovering, *answers = reply
+        self.recovering = recovering == 1
         if self.version not in (None, version):
             raise Changed
         self.version = version
@@ -92,7 +94,7 @@ async def _read_in_pages(read: ReadParts) -> Reading:
 
 
 def _recount(spec: PoolSpec, reading: Reading) -> AuditReport:
-    ledger = Ledger(spec, time.monotonic)
+    ledger = Ledger(spec, time.monotonic, missing=() if reading.recovering else None)
     ledger.blocks = _blocks(spec.num_blocks, reading)
     for page in reading.answers["holders"]:
         for holder_id, epoch, worker_id, order, _, *block_ids in page:

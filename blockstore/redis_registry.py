@@ -2,7 +2,12 @@
 
 {quire}:members         SET     ids of members, also of some whose time has run out
 {quire}:member:<id>     STRING  one member as JSON, expires with its time to live
-{quire}:arrivals        STRING  the arrival counter
+{quire}:arrivals        ZSET    "arrivals" -> the arrival counter (a sorted set, since ZADD GT only
+                                ever raises it)
+
+A server that has lost all this is followed: members announce themselves again, and the counter goes
+on from the server's clock in milliseconds, which is ahead of every number that was given out (at
+less than a thousand a second).
 """
 
 import asyncio
@@ -41,13 +46,16 @@ class RedisRegistry:
         """Use `connect`."""
         self._server = server
         self._stream = stream
+        self._last_arrival = 0
+        self._ahead_of = ""  # run_id of the server whose counter is
+        server.renewed_by(_follow)
 
     @classmethod
     async def connect(cls, url: str, *, retry_for_s: float = 5.0) -> Self:
         """Raises StoreUnavailable, StoreUnsuitable."""
         server = Server(url, timeout_s=min(2.0, retry_for_s / 2))
         await vet(server)
-        return cls(server, CommandStream(server, retry_for_s))
+        return cls(server, CommandStream(server, retry_for_s, renews=True))
 
     @property
     def run_id(self) -> str:
@@ -82,7 +90,29 @@ class RedisRegistry:
 
     async def next_arrival(self) -> int:
         """After a lost answer a number may be left out; none is given twice."""
-        return int(await self._stream.send("INCR", keys.ARRIVALS))
+        if self._ahead_of != self.run_id:
+            await self._raise_counter()
+        arrival = await self._count()
+        while arrival <= self._last_arrival:  # the server lost it and goes on as if nothing was
+            await self._raise_counter()
+            arrival = await self._count()
+        self._last_arrival = arrival
+        return arrival
+
+    async def _count(self) -> int:
+        return int(float(await self._stream.send("ZINCRBY", keys.ARRIVALS, 1, "arrivals")))
+
+    async def _raise_counter(self) -> None:
+        """Ahead of all that was given out: it may be a new one, or an old one back from a file."""
+        run_id = self.run_id
+        seconds, microseconds = map(int, await self._stream.send("TIME"))
+        ahead = max(1000 * seconds + microseconds // 1000, self._last_arrival)
+        await self._stream.send("ZADD", keys.ARRIVALS, "GT", ahead, "arrivals")
+        self._ahead_of = run_id
 
     async def close(self) -> None:
         await self._stream.close()
+
+
+async def _follow(run_id: str) -> None:
+    """There is nothing to tell a new server."""

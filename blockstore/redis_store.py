@@ -1,23 +1,37 @@
-"""The block store in Redis: each operation is one call of a function in functions/*.lua.
+"""The block store in Redis: each operation is one call of a function in functions/*.lua."""
 
-Mutations go through one ordered stream, and are sent again, in order, until they are answered;
-reads have a connection of their own, and so has listening for freed blocks.
-"""
-
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Self
+import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 from blockstore import keys
-from blockstore.connection import Argument, Command, Server
-from blockstore.errors import UnknownPool
-from blockstore.library import install
+from blockstore.connection import Argument
+from blockstore.errors import (
+    LedgerError,
+    PoolGone,
+    StoreLost,
+    StoreUnavailable,
+    UnknownPool,
+    UnknownWorker,
+    WorkerFenced,
+)
+from blockstore.holdings import Holdings
 from blockstore.redis_audit import audit_pool
-from blockstore.rooms import Rooms
+from blockstore.redis_calls import MAX_ANSWER_S, RedisCalls
+from blockstore.redis_replies import (
+    holder_info,
+    ids,
+    names,
+    pages_of,
+    pool_spec,
+    said,
+    text_fields,
+)
 from blockstore.store import (
-    FUNCTION_LIBRARY,
     Allocation,
+    Asserted,
     AuditReport,
+    Content,
     Extension,
     Grown,
     Growth,
@@ -26,47 +40,20 @@ from blockstore.store import (
     PoolSpec,
     PoolStats,
     PrefixHash,
+    Recovery,
+    Wait,
 )
-from blockstore.stream import CommandStream
 
 HOLDER_PAGE = 1000
-MAX_ANSWER_S = 2.0
-"""A connection that does not answer for so long is taken for broken."""
+RESTORE_PAGE = 1024
+"""Blocks of one call of `restore`."""
+_LOOK_AGAIN_S = 0.02
+"""Others have still to say what they hold."""
 
 
-class RedisStore:
+class RedisStore(RedisCalls):
     """See `blockstore.store.BlockStore`; besides the errors there, every method raises
     StoreUnavailable and StoreLost."""
-
-    def __init__(self, server: Server, retry_for_s: float) -> None:
-        """Use `connect`."""
-        self._server = server
-        self._mutations = CommandStream(server, retry_for_s)
-        self._reads = CommandStream(server, retry_for_s)
-        self._rooms = Rooms(server)
-        self._joined: set[str] = set()  # pools that are there, or the store is lost
-
-    @classmethod
-    async def connect(cls, url: str, *, retry_for_s: float = 5.0) -> Self:
-        """A store on redis://, rediss:// or unix://, its functions loaded.
-
-        `retry_for_s`: how long an unanswered call is sent again. StoreUnavailable: nobody there.
-        StoreUnsuitable: older than Redis 7, evicting, a replica, or with other functions of this
-        name.
-        """
-        server = Server(url, timeout_s=min(MAX_ANSWER_S, retry_for_s / 2))
-        await install(server)
-        return cls(server, retry_for_s)
-
-    @property
-    def run_id(self) -> str:
-        """The server's, of the first connection."""
-        return self._server.run_id
-
-    async def close(self) -> None:
-        await self._rooms.close()
-        await self._mutations.close()
-        await self._reads.close()
 
     # Pools
 
@@ -79,7 +66,7 @@ class RedisStore:
         await self._mutations.send("SADD", keys.POOLS, spec.pool_id)
 
     async def drop_pool(self, pool_id: str) -> None:
-        self._joined.discard(pool_id)
+        self._joined.pop(pool_id, None)
         while await self._mutate("drop_pool", pool_id):
             pass
         await self._mutations.send("SREM", keys.POOLS, pool_id)
@@ -90,22 +77,31 @@ class RedisStore:
 
     # Workers
 
-    async def register_worker(self, spec: PoolSpec, worker_id: str) -> None:
+    async def register_worker(
+        self, spec: PoolSpec, worker_id: str, recovery: Recovery | None = None
+    ) -> None:
         run_id = await self._mutate(
             *("register_worker", spec.pool_id, worker_id, spec.fingerprint),
             *(spec.num_blocks, spec.block_size, spec.block_bytes),
         )
         self._join(spec.pool_id, run_id)
+        if all(joined.worker_id != worker_id for joined in self._joined[spec.pool_id]):
+            self._joined[spec.pool_id].append(Holdings(spec, worker_id, recovery))
 
     async def fence(self, pool_id: str, worker_id: str) -> None:
         await self._mutate("fence", pool_id, worker_id)
 
     async def leave(self, pool_id: str, worker_id: str) -> None:
         await self._mutate("leave", pool_id, worker_id)
+        left = [joined for joined in self._of(pool_id) if joined.worker_id != worker_id]
+        if left:
+            self._joined[pool_id] = left
+        else:
+            self._joined.pop(pool_id, None)
 
     async def heartbeat(self, pool_id: str, worker_id: str) -> Heartbeat:
         fenced, *demands = await self._read("heartbeat", pool_id, worker_id)
-        return Heartbeat(fenced == 1, _names(demands))
+        return Heartbeat(fenced == 1, names(demands))
 
     async def reap(self, pool_id: str, worker_id: str) -> int:
         """After a lost answer the number may be too low; what it says is done is done."""
@@ -127,25 +123,42 @@ class RedisStore:
         num_blocks: int,
     ) -> Allocation:
         args: list[Argument] = [holder_id, worker_id, order, num_blocks, *hashes]
-        reply = await self._mutate("allocate", pool_id, *args, about=(holder_id,))
+        reply = await self._mutate(
+            "allocate",
+            pool_id,
+            *args,
+            about=(holder_id,),
+            learn=lambda known, reply: known.allocated(worker_id, holder_id, order, reply),
+        )
         epoch, num_cached, *blocks = reply
-        return Allocation(holder_id, epoch, _ids(blocks), num_cached)
+        return Allocation(holder_id, epoch, ids(blocks), num_cached)
 
     async def withdraw(self, pool_id: str, holder_id: str) -> None:
-        await self._mutate("withdraw", pool_id, holder_id, about=(holder_id,))
+        await self._mutate(
+            *("withdraw", pool_id, holder_id),
+            about=(holder_id,),
+            learn=lambda known, reply: known.withdrew(holder_id, reply),
+        )
 
     async def extend(self, pool_id: str, worker_id: str, growths: Sequence[Growth]) -> Extension:
         fields: list[Argument] = []
         for growth in growths:
             fields += (growth.holder_id, growth.epoch, growth.have, growth.total)
         about = {growth.holder_id for growth in growths}
-        reply = await self._mutate("extend", pool_id, worker_id, *fields, about=about)
+        reply = await self._mutate(
+            "extend",
+            pool_id,
+            worker_id,
+            *fields,
+            about=about,
+            learn=lambda known, reply: known.grew(growths, reply),
+        )
         demands, *answers = reply
         grown = (
-            Grown(growth.holder_id, _ids(blocks), error.decode() or None)
+            Grown(growth.holder_id, ids(blocks), error.decode() or None)
             for growth, (error, *blocks) in zip(growths, answers, strict=True)
         )
-        return Extension(tuple(grown), _names(demands))
+        return Extension(tuple(grown), names(demands))
 
     async def commit(
         self, pool_id: str, holder_id: str, epoch: int, blocks: Sequence[tuple[int, PrefixHash]]
@@ -158,7 +171,12 @@ class RedisStore:
         await self._mutate("retract", pool_id, block_id, prefix_hash, about=())
 
     async def detach(self, pool_id: str, holder_id: str, epoch: int) -> int:
-        return int(await self._mutate("detach", pool_id, holder_id, epoch, about=(holder_id,)))
+        reply = await self._mutate(
+            *("detach", pool_id, holder_id, epoch),
+            about=(holder_id,),
+            learn=lambda known, reply: known.detached(holder_id, epoch, reply),
+        )
+        return int(reply)
 
     async def claim(
         self,
@@ -169,21 +187,66 @@ class RedisStore:
         block_ids: Sequence[int] = (),
     ) -> int:
         reply = await self._mutate(
-            "claim", pool_id, holder_id, epoch, worker_id, *block_ids, about=(holder_id,)
+            "claim",
+            pool_id,
+            holder_id,
+            epoch,
+            worker_id,
+            *block_ids,
+            about=(holder_id,),
+            learn=lambda known, reply: known.claimed(worker_id, holder_id, reply),
         )
-        return int(reply)
+        return int(reply[0])
 
     async def give_back(
         self, pool_id: str, holder_id: str, epoch: int, block_ids: Sequence[int]
     ) -> None:
-        await self._mutate("give_back", pool_id, holder_id, epoch, *block_ids, about=(holder_id,))
+        await self._mutate(
+            "give_back",
+            pool_id,
+            holder_id,
+            epoch,
+            *block_ids,
+            about=(holder_id,),
+            learn=lambda known, reply: known.gave_back(holder_id, block_ids, reply),
+        )
 
     async def release(
         self, pool_id: str, holder_id: str, epoch: int, comes_back: bool = False
     ) -> None:
         await self._mutate(
-            "release", pool_id, holder_id, epoch, int(comes_back), about=(holder_id,)
+            *("release", pool_id, holder_id, epoch, int(comes_back)),
+            about=(holder_id,),
+            learn=lambda known, reply: known.released(holder_id, epoch, comes_back, reply),
         )
+
+    # Recovery
+
+    async def recover_pool(
+        self, spec: PoolSpec, ledger_epoch: int, worker_ids: Sequence[str]
+    ) -> None:
+        await self._mutate(
+            *("recover", spec.pool_id, ledger_epoch, self.run_id, spec.model, spec.fingerprint),
+            *(spec.num_blocks, spec.block_size, spec.block_bytes, spec.watermark_blocks),
+            *worker_ids,
+        )
+        await self._mutations.send("SADD", keys.POOLS, spec.pool_id)
+
+    async def reassert(
+        self, spec: PoolSpec, worker_id: str, holders: Sequence[Asserted], waits: Sequence[Wait]
+    ) -> tuple[str, ...]:
+        for page in pages_of(worker_id, holders, waits):
+            missing = await self._mutate("reassert", spec.pool_id, *page)
+        return names(missing)
+
+    async def restore(self, pool_id: str, first: int, contents: Sequence[Content]) -> None:
+        for start in range(0, len(contents), RESTORE_PAGE):
+            page = contents[start : start + RESTORE_PAGE]
+            fields = (field for content in page for field in (said(content), content.rank))
+            await self._mutate("restore", pool_id, first + start, *fields)
+
+    async def reopen(self, pool_id: str) -> None:
+        await self._mutate("reopen", pool_id)
 
     # Reading
 
@@ -192,7 +255,7 @@ class RedisStore:
 
     async def victim(self, pool_id: str) -> HolderInfo | None:
         info = await self._read("victim", pool_id)
-        return None if info is None else _holder_info(info)
+        return None if info is None else holder_info(info)
 
     async def holders(self, pool_id: str) -> tuple[HolderInfo, ...]:
         """Atomic up to 1,000 holders."""
@@ -200,19 +263,19 @@ class RedisStore:
         page = [None] * HOLDER_PAGE
         while len(page) == HOLDER_PAGE:
             page = await self._read("holders", pool_id, len(infos), HOLDER_PAGE)
-            infos.extend(map(_holder_info, page))
+            infos.extend(map(holder_info, page))
         return tuple(sorted(infos, key=lambda info: (info.order, info.holder_id)))
 
     async def stats(self, pool_id: str) -> PoolStats:
         """UnknownPool: also one that the server has read back from a file."""
         reply = await self._read("stats", pool_id)
-        header, num_free, num_cached, num_held, num_holders, num_waiters, workers = reply
-        fields = _text_fields(header)
+        header, num_free, num_cached, num_held, num_holders, num_waiters, workers, missing = reply
+        fields = text_fields(header)
         if fields["run_id"] != self.run_id:
             raise UnknownPool(f"pool {pool_id} is of before the server's restart")
-        fenced = _text_fields(workers)
+        fenced = text_fields(workers)
         return PoolStats(
-            spec=_spec(pool_id, fields),
+            spec=pool_spec(pool_id, fields),
             num_free=num_free,
             num_cached=num_cached,
             num_held=num_held,
@@ -222,6 +285,11 @@ class RedisStore:
             num_prefix_hits=int(fields["hits"]),
             worker_ids=tuple(sorted(fenced)),
             fenced_worker_ids=tuple(sorted(name for name in fenced if fenced[name] == "1")),
+            ledger_epoch=int(fields["epoch"]),
+            recovering="recovering" in fields,
+            missing_worker_ids=tuple(sorted(names(missing))),
+            num_accounted=int(fields["next"]),
+            num_to_account=int(fields["top"]),
         )
 
     async def audit(self, pool_id: str) -> AuditReport:
@@ -232,71 +300,51 @@ class RedisStore:
 
     async def wait_for_room(self, pool_id: str, timeout_s: float) -> None:
         async def require_pool() -> None:
+            if await self._reads.send("EXISTS", keys.pool_header(pool_id)):
+                return
+            if self._recoverable and pool_id in self._joined:
+                self._server.doubt()
+                return
             with self._known(pool_id):
-                if not await self._reads.send("EXISTS", keys.pool_header(pool_id)):
-                    raise UnknownPool(f"pool {pool_id} is not there")
+                raise UnknownPool(f"pool {pool_id} is not there")
 
         await self._rooms.wait(keys.room_channel(pool_id), timeout_s, require_pool)
 
-    # Calling
+    # When the server has lost its data
 
-    async def _mutate(
-        self, function: str, pool_id: str, *args: Argument, about: Collection[str] | None = None
-    ) -> Any:
-        """`about`: the holders that it changes; None: the pool or a worker as a whole."""
-        with self._known(pool_id):
-            return await self._mutations.submit(_fcall("FCALL", function, pool_id, args), about)
-
-    async def _read(self, function: str, pool_id: str, *args: Argument) -> Any:
-        with self._known(pool_id):
-            return await self._reads.submit(_fcall("FCALL_RO", function, pool_id, args))
-
-    @contextmanager
-    def _known(self, pool_id: str) -> Iterator[None]:
-        """StoreLost: a pool that this store registered or joined is unknown to its server."""
+    async def _renew(self, run_id: str) -> None:
+        """Tell the server everything, and wait until all others have too. StoreUnavailable: to be
+        done again. StoreLost, PoolGone: it cannot be done. WorkerFenced, UnknownWorker: a worker of
+        this store was given up meanwhile."""
+        if not self._recoverable:
+            raise self._server.lose("it was restarted, or replaced by another one")
+        fresh = await self._on(self._url, MAX_ANSWER_S)
         try:
-            yield
-        except UnknownPool as error:
-            if pool_id in self._joined:
-                raise self._server.lose(f"pool {pool_id} is gone") from error
+            members = [holdings for pool in self._joined.values() for holdings in pool]
+            for holdings in members:  # all of them before waiting for others, who wait for these
+                await _tell(fresh, holdings)
+            for holdings in members:
+                await _until_whole(fresh, holdings)
+        except (WorkerFenced, UnknownWorker, PoolGone):
             raise
-
-    def _join(self, pool_id: str, run_id: bytes) -> None:
-        """StoreLost: the pool was made before the server was restarted, and is back from a file: an
-        old truth."""
-        if run_id.decode() != self.run_id:
-            raise self._server.lose(f"pool {pool_id} is of before its restart")
-        self._joined.add(pool_id)
+        except (LedgerError, StoreLost) as error:  # it was lost again, or somebody else was faster
+            raise StoreUnavailable(f"{self._server.url}: {error}") from error
+        finally:
+            await fresh.close()
 
 
-def _fcall(command: str, function: str, pool_id: str, args: Sequence[Argument]) -> Command:
-    return command, f"{FUNCTION_LIBRARY}_{function}", 1, keys.pool_tag(pool_id), *args
+async def _tell(fresh: RedisStore, holdings: Holdings) -> None:
+    assert holdings.recovery is not None
+    await holdings.recovery.begin(fresh, fresh.run_id)
+    await fresh.reassert(holdings.spec, holdings.worker_id, *holdings.told())
 
 
-def _ids(values: Sequence[bytes]) -> tuple[int, ...]:
-    return tuple(map(int, values))
-
-
-def _names(values: Sequence[bytes]) -> tuple[str, ...]:
-    return tuple(value.decode() for value in values)
-
-
-def _text_fields(flat: list[bytes]) -> dict[str, str]:
-    return dict(zip(_names(flat[::2]), _names(flat[1::2]), strict=True))
-
-
-def _holder_info(reply: list[Any]) -> HolderInfo:
-    holder_id, epoch, worker_id, order, num_blocks = reply
-    return HolderInfo(holder_id.decode(), epoch, worker_id.decode(), order, num_blocks)
-
-
-def _spec(pool_id: str, fields: dict[str, str]) -> PoolSpec:
-    return PoolSpec(
-        pool_id=pool_id,
-        model=fields["model"],
-        fingerprint=fields["fingerprint"],
-        num_blocks=int(fields["num_blocks"]),
-        block_size=int(fields["block_size"]),
-        block_bytes=int(fields["block_bytes"]),
-        watermark_blocks=int(fields["watermark"]),
-    )
+async def _until_whole(fresh: RedisStore, holdings: Holdings) -> None:
+    assert holdings.recovery is not None
+    while (stats := await fresh.stats(holdings.spec.pool_id)).recovering:
+        if holdings.worker_id in stats.missing_worker_ids:
+            raise StoreUnavailable("it was lost again")
+        if stats.missing_worker_ids:
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        else:
+            await holdings.recovery.finish(fresh)

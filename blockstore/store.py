@@ -24,20 +24,36 @@ is right, the blocks are held. Before all of that, but where the pool is not the
 arguments themselves: InvalidArgument. Names have 1 to 1024 bytes, numbers are 0 to 2**53 - 1, and a
 pool's id has no braces. A released holder leaves a tombstone (its last epoch) for
 `TOMBSTONE_S`, a reaped worker its name.
+
+A server that lost its data gets a pool's ledger back from those who know it. Until `reopen` every
+other mutation of the pool raises Recovering:
+
+    recover_pool    the pool is there again at a higher ledger epoch; workers are *missing*
+    reassert        a missing worker says what it holds and waits for
+    reap, fence     one that died holds nothing; one that is stuck may hold whatever nobody can
+                    vouch for: its *quarantine*, a holder like any
+    restore         nobody is missing: what each block holds, from block 0 up, by its stamp
+    reopen          all blocks are accounted for
+
+    [0 ........ next_unused)[next_unused ........ num_blocks)
+     accounted for           held by those who said so, or not yet accounted for
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 PrefixHash = bytes
 """16 bytes; see `blockstore.hashing`."""
 
+QUARANTINE = "quarantine:"
+"""Before a worker's id: the holder of what a worker that was given up may still write."""
+
 TOMBSTONE_S = 600
 """How long the ids of released holders and of reaped workers are remembered, to refuse what comes
 late."""
 
-FUNCTION_LIBRARY = "quire_v1"
+FUNCTION_LIBRARY = "quire_v2"
 """Name of the functions in the server; it carries their version and is compared when services
 meet."""
 
@@ -118,10 +134,46 @@ class HolderInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Asserted:
+    """A holder as its worker knows it. `block_ids`: every block that it ever got, as acquired;
+    `given_back`: those of them that it does not hold any more."""
+
+    holder_id: str
+    epoch: int
+    order: int
+    num_cached_blocks: int
+    block_ids: tuple[int, ...]
+    given_back: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A wait as its worker knows it. `released_epoch`: of one that gave way and comes back, its
+    holder's last; else 0."""
+
+    holder_id: str
+    order: int
+    released_epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a block's stamp says: finished KV of `prefix_hash`, or that somebody wrote there
+    (`private`), or neither: it was never used. Finished ones are evicted lowest `rank` first;
+    ranks are distinct, and below the pool's number of blocks."""
+
+    prefix_hash: PrefixHash | None = None
+    private: bool = False
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStats:
-    """O(1) counters; num_free + num_cached + num_held == spec.num_blocks.
+    """O(1) counters; num_free + num_cached + num_held == spec.num_blocks, but while the pool is
+    recovering: then num_free counts free blocks that are accounted for.
 
     `num_prefix_queries` and `num_prefix_hits` count the hashes of allocations that were served.
+    `ledger_epoch`: 1, and one more each time that the server lost the ledger.
     """
 
     spec: PoolSpec
@@ -134,6 +186,13 @@ class PoolStats:
     num_prefix_hits: int
     worker_ids: tuple[str, ...]
     fenced_worker_ids: tuple[str, ...]
+    ledger_epoch: int = 1
+    recovering: bool = False
+    missing_worker_ids: tuple[str, ...] = ()
+    num_accounted: int = 0
+    """Blocks from 0 up that are accounted for, or were used."""
+    num_to_account: int = 0
+    """Blocks from 0 up that have to be accounted for before the pool is reopened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +209,18 @@ class AuditReport:
     num_references: int
     ledger_checked: bool
     violations: tuple[str, ...]
+
+
+class Recovery(Protocol):
+    """How a pool's ledger comes back on a server that knows nothing of it, or something old. Both
+    are done by one process of the host at a time, and again: no error."""
+
+    def begin(self, store: "BlockStore", run_id: str) -> Awaitable[None]:
+        """Make the pool again unless the server, of this `run_id`, knows it as it is now.
+        PoolGone: its content is gone too."""
+
+    def finish(self, store: "BlockStore") -> Awaitable[None]:
+        """Restore what is in the blocks and reopen the pool, unless somebody is missing."""
 
 
 class BlockStore(Protocol):
@@ -169,19 +240,25 @@ class BlockStore(Protocol):
     async def pool_ids(self) -> tuple[str, ...]:
         """All pools, sorted."""
 
-    async def register_worker(self, spec: PoolSpec, worker_id: str) -> None:
+    async def register_worker(
+        self, spec: PoolSpec, worker_id: str, recovery: Recovery | None = None
+    ) -> None:
         """Join a pool. GeometryMismatch (block size, number or bytes), then FingerprintMismatch
-        (weights, dtype, numerics). UnknownWorker: this name was reaped. Again: no error."""
+        (weights, dtype, numerics). UnknownWorker: this name was reaped. Again: no error. Who was
+        missing holds nothing. With `recovery`, calls wait when the server has lost the pool, until
+        it has it again; without, they raise StoreLost for ever."""
 
     async def fence(self, pool_id: str, worker_id: str) -> None:
-        """From now on this worker may only release; its waits end. Again: no error."""
+        """From now on this worker may only release; its waits end. One that was missing gets a
+        quarantine, and is missing no more. Again: no error."""
 
     async def leave(self, pool_id: str, worker_id: str) -> None:
-        """Take an empty worker off the pool. WorkerNotEmpty; a worker that is not there is no
-        error."""
+        """Take an empty worker off the pool, be it missing. WorkerNotEmpty; a worker that is not
+        there is no error."""
 
     async def heartbeat(self, pool_id: str, worker_id: str) -> Heartbeat:
-        """What the pool wants from this worker; demands in order, at rest or not."""
+        """What the pool wants from this worker; demands in order, at rest or not. Recovering: it is
+        missing, and should reassert."""
 
     async def allocate(
         self,
@@ -279,10 +356,10 @@ class BlockStore(Protocol):
 
     async def victim(self, pool_id: str) -> HolderInfo | None:
         """The last holder in order whose worker is not fenced: who gives way first. None: nothing
-        is held."""
+        is held. Recovering."""
 
     async def holders(self, pool_id: str) -> tuple[HolderInfo, ...]:
-        """All holders, in order."""
+        """All holders, in order. Recovering: not all are known."""
 
     async def stats(self, pool_id: str) -> PoolStats: ...
 
@@ -291,8 +368,37 @@ class BlockStore(Protocol):
         take it off the pool; how many holders that were. A worker that is not there is no error
         (0); either way the name can no longer join."""
 
+    async def recover_pool(
+        self, spec: PoolSpec, ledger_epoch: int, worker_ids: Sequence[str]
+    ) -> None:
+        """Make a pool again of which the server lost the ledger; `worker_ids`, who may hold
+        something of it, are missing. PoolExists: it is there at another ledger epoch (an old one:
+        drop it). Again: no error."""
+
+    async def reassert(
+        self,
+        spec: PoolSpec,
+        worker_id: str,
+        holders: Sequence[Asserted],
+        waits: Sequence[Wait],
+    ) -> tuple[str, ...]:
+        """What a worker holds and waits for, all of it; who is missing now. Of two who know the
+        same holder, the one at the higher epoch is right. WorkerFenced: it was given up before.
+        UnknownWorker: reaped before. Again, or of a pool that is not recovering: no change."""
+
+    async def restore(self, pool_id: str, first: int, contents: Sequence[Content]) -> None:
+        """Account for the blocks from `first` on. Finished ones are indexed and, if nobody holds
+        them, cached; others that nobody holds are free; private ones are held by each quarantine
+        too. Recovering: workers are missing, or blocks before `first` not accounted for. Again, or
+        when it is not recovering: no change."""
+
+    async def reopen(self, pool_id: str) -> None:
+        """End the recovery; blocks not accounted for were never used. Recovering: workers are
+        missing, or somebody holds such a block. Again: no error."""
+
     async def audit(self, pool_id: str) -> AuditReport:
-        """Recount references from the ledger and compare with counters, states and index."""
+        """Recount references from the ledger and compare with counters, states and index. While
+        the pool is recovering `ledger_checked` is False: the blocks have no places yet."""
 
     async def wait_for_room(self, pool_id: str, timeout_s: float) -> None:
         """Return when blocks of the pool were freed, or after the timeout. It may return for less:

@@ -3,7 +3,9 @@
 Callers may wait concurrently; commands are executed in the order in which they were submitted, and
 what is queued goes out in one piece. A command without an answer (the connection broke, or nothing
 came in time) is sent again, in its place, before any later one. Before that the old connection is
-killed on the server, so that nothing of it can be executed late, out of order.
+killed on the server, so that nothing of it can be executed late, out of order. So is a command that
+the server refused because it has lost its data: one stream of a store `renews`, and sends nothing
+until the server has been told.
 
     queue   [ sent, no answer yet | waiting to be sent        ]
               <---- one exchange ---->
@@ -17,7 +19,7 @@ subject: an allocation sent again after the release that followed it would be re
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -34,6 +36,9 @@ MAX_IN_FLIGHT = 128
 
 MAX_BACKOFF_S = 0.25
 
+Learn = Callable[[object], None]
+"""Gets a reply, or the error that it was, before the caller does, even one that was cancelled."""
+
 
 @dataclass(slots=True)
 class _Call:
@@ -42,9 +47,13 @@ class _Call:
     command: bytes
     about: Collection[str] | None
     deadline: float
+    learn: Learn | None
+    is_loss: Callable[[Exception], bool]
     reply: asyncio.Future[Any] = field(default_factory=asyncio.Future)
 
     def settle(self, reply: object) -> None:
+        if self.learn is not None:
+            self.learn(reply)
         if self.reply.done():  # its caller was cancelled
             return
         if isinstance(reply, Exception):
@@ -56,14 +65,15 @@ class _Call:
 class CommandStream:
     """Sends commands in order, and again until they are answered or `retry_for_s` has passed."""
 
-    def __init__(self, server: Server, retry_for_s: float) -> None:
+    def __init__(self, server: Server, retry_for_s: float, renews: bool = False) -> None:
         self._server = server
         self._retry_for_s = retry_for_s
+        self._renews = renews
         self._queue: deque[_Call] = deque()
         self._queued = asyncio.Event()
         self._drained = asyncio.Event()
         self._connection: AbstractConnection | None = None
-        self._client_id = 0
+        self._client = ("", 0)  # on the server of this run_id
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -71,23 +81,34 @@ class CommandStream:
         """The reply to one command that is about nothing; see `submit`."""
         return await self.submit(command)
 
+    def wake(self) -> None:
+        """The server is in doubt: renew it, also while nothing is queued."""
+        if not self._closed:
+            self._start()
+            self._queued.set()
+
     def submit(
-        self, command: Command, about: Collection[str] | None = frozenset()
+        self,
+        command: Command,
+        about: Collection[str] | None = frozenset(),
+        learn: Learn | None = None,
+        is_loss: Callable[[Exception], bool] = lambda error: False,
     ) -> asyncio.Future[Any]:
         """Queue a command now, and answer its reply; a cancelled caller does not take it back.
 
-        `about`: names of its subjects; None: it is sent alone. The reply raises what it says,
-        StoreUnavailable when there was none within `retry_for_s` (the command may or may not have
-        been executed), StoreLost. TypeError, at once: an argument that is no text, bytes or number.
+        `about`: names of its subjects; None: it is sent alone. `is_loss`: whether an error means
+        that the server has lost its data; then the command is kept and sent again. The reply raises
+        what it says, StoreUnavailable when there was none within `retry_for_s` (the command may or
+        may not have been executed), StoreLost. TypeError, at once: an argument that is no text,
+        bytes or number.
         """
         self._server.check()
         if self._closed:
             raise StoreUnavailable(f"{self._server.url}: the store is closed")
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="blockstore-stream")
+        self._start()
         packed = pack_command(tuple(command))  # type: ignore[arg-type]  # its stub knows 1 argument
         deadline = asyncio.get_running_loop().time() + self._retry_for_s
-        call = _Call(packed, about, deadline)
+        call = _Call(packed, about, deadline, learn, is_loss)
         self._queue.append(call)
         self._queued.set()
         return call.reply
@@ -106,12 +127,16 @@ class CommandStream:
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
 
+    def _start(self) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="blockstore-stream")
+
     async def _run(self) -> None:
         try:
             while True:
                 await self._queued.wait()
-                await self._answer_queued()
                 self._queued.clear()
+                await self._answer_queued()
                 self._drained.set()
         finally:
             self._closed = True
@@ -119,11 +144,11 @@ class CommandStream:
             self._fail_all(StoreUnavailable(f"{self._server.url}: the store is closed"))
 
     async def _answer_queued(self) -> None:
-        """Until every queued command has been answered or given up."""
+        """Until every queued command has been answered or given up, and there is no doubt."""
         backoff_s = 0.0
-        while self._queue:
+        while self._queue or self._has_to_renew:
             try:
-                async with asyncio.timeout_at(self._queue[0].deadline):
+                async with asyncio.timeout_at(self._queue[0].deadline if self._queue else None):
                     await self._exchange()
                 backoff_s = 0.0
             except (StoreUnavailable, TimeoutError) as error:
@@ -137,17 +162,30 @@ class CommandStream:
 
     async def _exchange(self) -> None:
         """Send the first commands of the queue and take each off when its reply is there."""
+        if self._server.in_doubt:  # unread answers are of a time that is over
+            await self._disconnect()
         connection = self._connection or await self._connect()
         calls = self._next_calls()
+        if not calls:
+            return
         with translated(self._server.url):
             await connection.send_packed_command([call.command for call in calls])
             for call in calls:
-                reply = await read_reply(connection)
+                reply = self._meaning(await read_reply(connection))
+                if isinstance(reply, Exception) and call.is_loss(reply):
+                    self._server.doubt()
+                    raise StoreUnavailable(str(reply))
                 self._queue.popleft()
-                call.settle(self._meaning(reply))
+                call.settle(reply)
+
+    @property
+    def _has_to_renew(self) -> bool:
+        return self._renews and self._server.in_doubt
 
     def _next_calls(self) -> list[_Call]:
         """The first calls of the queue that may be sent in one exchange."""
+        if not self._queue:
+            return []
         first = self._queue[0]
         calls, seen = [first], set(first.about or ())
         for call in islice(self._queue, 1, MAX_IN_FLIGHT):
@@ -161,16 +199,17 @@ class CommandStream:
         return translate(self._server.url, reply) if isinstance(reply, ResponseError) else reply
 
     async def _connect(self) -> AbstractConnection:
-        connection = await self._server.open()
+        connection = await self._server.open(self._renews)
+        run_id, old_id = self._client
         try:
             with translated(self._server.url):
                 client_id = await ask(connection, "CLIENT", "ID")
-                if self._client_id:
-                    await ask(connection, "CLIENT", "KILL", "ID", self._client_id)
+                if run_id == self._server.run_id:
+                    await ask(connection, "CLIENT", "KILL", "ID", old_id)
         except BaseException:
             await connection.disconnect(nowait=True)
             raise
-        self._connection, self._client_id = connection, client_id
+        self._connection, self._client = connection, (self._server.run_id, client_id)
         return connection
 
     async def _disconnect(self) -> None:

@@ -8,6 +8,9 @@
 --                                model fingerprint num_blocks block_size block_bytes watermark
 --                                                what register_pool was given
 --                                run_id          of the server when the pool was made
+--                                epoch           ledger epoch: 1, and 1 more for each recovery
+--                                recovering      1 until a recovery is over, then absent
+--                                top             in a recovery: blocks below it may be held
 --                                next            lowest block never used (the bump counter)
 --                                clock           last score given out in T:cached
 --                                version         raised by every call that changes anything
@@ -18,6 +21,7 @@
 --   T:index                HASH  prefix hash -> block
 --   T:hashes               HASH  block -> its prefix hash; the inverse of T:index
 --   T:workers              HASH  worker -> 0, or 1 when it is fenced
+--   T:missing              SET   workers that have not said yet, in a recovery, what they hold
 --   T:holders:<worker>     ZSET  holder -> order
 --   T:waits:<worker>       SET   holders for which this worker waits
 --   T:holder:<holder>      HASH  worker, epoch, order, cached (blocks found at its allocation)
@@ -36,7 +40,10 @@
 -- An error reply is `CODE text`; OUT_OF_BLOCKS is followed by needed and available. A function
 -- checks everything before its first write, since an error half-way is not rolled back.
 --
--- Common codes: UNKNOWN_POOL     every function but register_pool and drop_pool
+-- Common codes: UNKNOWN_POOL     every function but register_pool, drop_pool and recover
+--               RECOVERING       the ledger was lost and is not whole yet; every function that
+--                                changes the pool, but those that heal it (80_recovery.lua,
+--                                register_worker, fence, leave, reap, drop_pool)
 --               UNKNOWN_WORKER   the worker is not on the pool
 --               FENCED           the worker may only release
 --               STALE_HOLDER     released, never allocated, or at another epoch
@@ -82,7 +89,7 @@ local function require_distinct(values)
   end
 end
 
--- Registers `body(tag, args)` as quire_v1_<name>; a refusal inside becomes its error reply.
+-- Registers `body(tag, args)` as quire_v2_<name>; a refusal inside becomes its error reply.
 local function define(name, flags, signature, body)
   local function call(keys, args)
     if #keys ~= 1 or not string.find(keys[1], '^{[^{}]+}$') then refuse('INVALID', 'keys') end
@@ -90,7 +97,7 @@ local function define(name, flags, signature, body)
     return body(keys[1], args)
   end
   redis.register_function({
-    function_name = 'quire_v1_' .. name,
+    function_name = 'quire_v2_' .. name,
     flags = flags,
     callback = function(keys, args)
       local done, reply = pcall(call, keys, args)
@@ -137,9 +144,11 @@ local function slice(values, first)
   return rest
 end
 
--- The pool as one call works on it; `save` writes back what changed.
-local function open(tag)
-  local fields = { 'num_blocks', 'next', 'clock', 'version', 'watermark', 'queries', 'hits' }
+-- The pool as one call works on it; `save` writes back what changed. UNKNOWN_POOL.
+local function find_pool(tag)
+  local fields = {
+    'num_blocks', 'next', 'clock', 'version', 'watermark', 'queries', 'hits', 'recovering', 'top',
+  }
   local header = redis.call('HMGET', tag .. ':pool', unpack(fields))
   if not header[1] then refuse('UNKNOWN_POOL', 'pool', tag, 'is not there') end
   return {
@@ -151,13 +160,22 @@ local function open(tag)
     watermark = tonumber(header[5]),
     queries = tonumber(header[6]),
     hits = tonumber(header[7]),
+    recovering = header[8] ~= false,
+    top = tonumber(header[9]),
     has_news = false, -- blocks were freed or waits ended
   }
 end
 
+-- UNKNOWN_POOL, RECOVERING.
+local function open(tag)
+  local pool = find_pool(tag)
+  if pool.recovering then refuse('RECOVERING', 'pool', tag, 'is not whole again yet') end
+  return pool
+end
+
 local function save(pool)
   redis.call(
-    'HSET', pool.tag .. ':pool', 'version', pool.version + 1,
+    'HSET', pool.tag .. ':pool', 'version', pool.version + 1, 'top', pool.top,
     'next', pool.next, 'clock', pool.clock, 'queries', pool.queries, 'hits', pool.hits
   )
   if pool.has_news then redis.call('PUBLISH', pool.tag .. ':room', '') end

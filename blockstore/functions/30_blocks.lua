@@ -6,6 +6,9 @@
 --     +- in T:refs                          held
 --     +- in T:cached  (and T:hashes)        cached
 --     +- in T:returned                      free
+--
+-- In a recovery, blocks from `next` on are not accounted for: in T:refs when somebody holds them,
+-- or in no key.
 
 local function num_free(pool)
   return redis.call('LLEN', pool.tag .. ':returned') + pool.num_blocks - pool.next
@@ -63,7 +66,9 @@ local function drop(pool, blocks)
       shared[#shared + 1], shared[#shared + 2] = block, refs[i] - 1
     else
       unused[#unused + 1] = block
-      if hashes[i] then
+      if tonumber(block) >= pool.next then
+        -- not accounted for yet
+      elseif hashes[i] then
         pool.clock = pool.clock + 1
         cached[#cached + 1], cached[#cached + 2] = pool.clock, block
       else

@@ -7,31 +7,35 @@
 --                -> the run_id in the header
 --                UNKNOWN_WORKER: the name was reaped. FENCED. GEOMETRY_MISMATCH.
 --                FINGERPRINT_MISMATCH
--- fence          worker -> OK. UNKNOWN_WORKER
+-- fence          worker -> OK. UNKNOWN_WORKER. One that is missing gets a quarantine
 -- leave          worker -> OK, also when it is not there. NOT_EMPTY
--- heartbeat      worker -> [fenced 0|1, demanded holder ...]. UNKNOWN_WORKER
+-- heartbeat      worker -> [fenced 0|1, demanded holder ...]. UNKNOWN_WORKER. RECOVERING: it is
+--                missing
 -- reap           worker -> [holders released by this call, 1 while there are more: call again]
 
 local SPEC = { 'model', 'fingerprint', 'num_blocks', 'block_size', 'block_bytes', 'watermark' }
 local OTHER_KEYS = {
   'returned', 'cached', 'refs', 'index', 'hashes', 'workers', 'waiters', 'waiting', 'demands',
-  'tombs', 'graves',
+  'tombs', 'graves', 'missing',
 }
 local DROP_PAGE = 1000 -- holders
 local REAP_PAGE = 1024 -- references: a few milliseconds
+
+-- Writes the header of a pool; `spec` has the values of SPEC first.
+local function make_pool(key, epoch, run_id, spec)
+  local counters = { 'next', 0, 'clock', 0, 'version', 0, 'queries', 0, 'hits', 0, 'top', 0 }
+  local header = { 'run_id', run_id, 'epoch', epoch, unpack(counters) }
+  for i, field in ipairs(SPEC) do
+    header[#header + 1], header[#header + 2] = field, spec[i]
+  end
+  redis.call('HSET', key, unpack(header))
+end
 
 local REGISTER_POOL = { TEXT, TEXT, NUMBER, NUMBER, NUMBER, NUMBER, TEXT }
 
 define('register_pool', WRITES, REGISTER_POOL, function(tag, args)
   local key = tag .. ':pool'
-  if redis.call('EXISTS', key) == 0 then
-    local counters = { 'next', 0, 'clock', 0, 'version', 0, 'queries', 0, 'hits', 0 }
-    local header = { 'run_id', args[7], unpack(counters) }
-    for i, field in ipairs(SPEC) do
-      header[#header + 1], header[#header + 2] = field, args[i]
-    end
-    redis.call('HSET', key, unpack(header))
-  end
+  if redis.call('EXISTS', key) == 0 then make_pool(key, 1, args[7], args) end
   for i, field in ipairs(SPEC) do
     local theirs = redis.call('HGET', key, field)
     if theirs ~= args[i] then
@@ -68,7 +72,7 @@ end
 local REGISTER_WORKER = { TEXT, TEXT, NUMBER, NUMBER, NUMBER }
 
 define('register_worker', WRITES, REGISTER_WORKER, function(tag, args)
-  local pool, worker = open(tag), args[1]
+  local pool, worker = find_pool(tag), args[1]
   if buried(pool, 'w:' .. worker) then
     refuse('UNKNOWN_WORKER', 'worker', worker, 'was reaped; names are never reused')
   end
@@ -80,38 +84,48 @@ define('register_worker', WRITES, REGISTER_WORKER, function(tag, args)
   require_same('GEOMETRY_MISMATCH', worker, 'block_bytes', header[4], args[5])
   require_same('FINGERPRINT_MISMATCH', worker, 'fingerprint', header[1], args[2])
   redis.call('HSET', tag .. ':workers', worker, 0)
+  redis.call('SREM', tag .. ':missing', worker)
   save(pool)
   return header[5]
 end)
 
 define('fence', FREES, { TEXT }, function(tag, args)
-  local pool, worker = open(tag), args[1]
+  local pool, worker = find_pool(tag), args[1]
   is_fenced(pool, worker)
   redis.call('HSET', tag .. ':workers', worker, 1)
   end_waits_of(pool, worker)
+  if redis.call('SREM', tag .. ':missing', worker) == 1 then
+    local id, fields = 'quarantine:' .. worker, { 'epoch', 2, 'order', 0, 'cached', 0 }
+    redis.call('HSET', tag .. ':holder:' .. id, 'worker', worker, unpack(fields))
+    redis.call('ZADD', tag .. ':holders:' .. worker, 0, id)
+  end
   save(pool)
   return redis.status_reply('OK')
 end)
 
 define('leave', FREES, { TEXT }, function(tag, args)
-  local pool, worker = open(tag), args[1]
+  local pool, worker = find_pool(tag), args[1]
   local num_holders = redis.call('ZCARD', tag .. ':holders:' .. worker)
   local num_waits = redis.call('SCARD', tag .. ':waits:' .. worker)
   if num_holders + num_waits > 0 then
     refuse('NOT_EMPTY', worker, 'has', num_holders, 'holders and', num_waits, 'waiters')
   end
   redis.call('HDEL', tag .. ':workers', worker)
+  redis.call('SREM', tag .. ':missing', worker)
   save(pool)
   return redis.status_reply('OK')
 end)
 
 define('heartbeat', READS, { TEXT }, function(tag, args)
-  local pool, worker = open(tag), args[1]
+  local pool, worker = find_pool(tag), args[1]
+  if redis.call('SISMEMBER', tag .. ':missing', worker) == 1 then
+    refuse('RECOVERING', worker, 'has not said what it holds')
+  end
   return { is_fenced(pool, worker) and 1 or 0, unpack(demands_of(pool, worker)) }
 end)
 
 define('reap', FREES, { TEXT }, function(tag, args)
-  local pool, worker = open(tag), args[1]
+  local pool, worker = find_pool(tag), args[1]
   local key, num_references, num_holders = tag .. ':holders:' .. worker, 0, 0
   bury(pool, 'w:' .. worker, 0)
   end_waits_of(pool, worker)
@@ -126,6 +140,7 @@ define('reap', FREES, { TEXT }, function(tag, args)
   else
     redis.call('HDEL', tag .. ':workers', worker)
   end
+  redis.call('SREM', tag .. ':missing', worker)
   save(pool)
   return { num_holders, last and 1 or 0 }
 end)

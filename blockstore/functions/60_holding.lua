@@ -4,8 +4,10 @@
 --            STALE_HOLDER, FENCED. NOT_HELD: a block is not the holder's, or carries another hash
 -- retract    block hash -> OK
 -- detach     holder epoch -> epoch + 1. STALE_HOLDER, FENCED
--- claim      holder epoch worker block ... -> epoch + 1. STALE_HOLDER; UNKNOWN_WORKER, FENCED of
---            `worker`. NOT_HELD: the blocks, if any are named, are not the holder's first ones
+-- claim      holder epoch worker block ... -> [epoch + 1, order, number of blocks that were cached,
+--            number of acquisitions, block ..., block given back ...]: all that its worker has to
+--            know of it. STALE_HOLDER; UNKNOWN_WORKER, FENCED of `worker`. NOT_HELD: the blocks, if
+--            any are named, are not the holder's first ones
 -- give_back  holder epoch block ... -> OK. STALE_HOLDER
 -- release    holder epoch comes_back -> OK. STALE_HOLDER. With 1, of one that gave way, it waits
 --            from now on, so that its request keeps its place in line
@@ -94,6 +96,17 @@ local function require_first_blocks(pool, id, blocks)
   end
 end
 
+local function all_of(pool, holder, epoch)
+  local reply = redis.call('LRANGE', pool.tag .. ':acquired:' .. holder.id, 0, -1)
+  local numbers, num_acquired = fetch('HMGET', pool.tag .. ':held:' .. holder.id, reply), #reply
+  for i = 1, num_acquired do
+    if not numbers[i] then reply[#reply + 1] = reply[i] end
+  end
+  local facts = { epoch, holder.order, holder.num_cached, num_acquired }
+  for i = #facts, 1, -1 do table.insert(reply, 1, facts[i]) end
+  return reply
+end
+
 local CLAIM = { TEXT, NUMBER, TEXT, rest = { NUMBER } }
 
 define('claim', WRITES, CLAIM, function(tag, args)
@@ -114,7 +127,7 @@ define('claim', WRITES, CLAIM, function(tag, args)
     redis.call('ZADD', tag .. ':holders:' .. worker, order, holder.id)
     save(pool)
   end
-  return epoch + 1
+  return all_of(pool, holder, epoch + 1)
 end)
 
 local GIVE_BACK = { TEXT, NUMBER, rest = { NUMBER } }

@@ -1,13 +1,13 @@
 -- Reading. Keys and common codes stand in 10_keys.lua.
 --
 -- match    hash ... -> how many leading hashes are indexed
--- victim   -> nil, or [holder, epoch, worker, order, blocks held]
+-- victim   -> nil, or [holder, epoch, worker, order, blocks held]. RECOVERING
 -- stats    -> [[header field, value ...], free, cached, held, holders, waiters,
---             [worker, 0 or 1 when fenced ...]]
--- holders  first limit -> [[holder, epoch, worker, order, blocks held] ...], by worker
--- ledger   (part first limit) ... -> [version, next, what that part says ...]: raw material of the
---          audit. Several parts in one call are read atomically; those of several calls belong
---          together as long as the version is the same. Parts and their answers:
+--             [worker, 0 or 1 when fenced ...], [missing worker ...]]
+-- holders  first limit -> [[holder, epoch, worker, order, blocks held] ...], by worker. RECOVERING
+-- ledger   (part first limit) ... -> [version, next, 1 in a recovery else 0, what that part says
+--          ...]: raw material of the audit. Several parts in one call are read atomically; those of
+--          several calls belong together as long as the version is the same. Parts and answers:
 --            blocks    ids first to first + limit - 1, as far as they are in use
 --                      -> [[refs or nil ...], [hash or nil ...], [clock in the cache or nil ...],
 --                          [block that the index has for that hash, or nil ...]]
@@ -18,7 +18,7 @@
 --            sizes     -> [entries of refs, hashes, index, cached]; takes no range
 
 define('match', READS, { rest = { HASH } }, function(tag, args)
-  return #cached_prefix(open(tag), args)
+  return #cached_prefix(find_pool(tag), args)
 end)
 
 local function info(pool, holder)
@@ -33,19 +33,20 @@ define('victim', READS, {}, function(tag)
 end)
 
 define('stats', READS, {}, function(tag)
-  local pool = open(tag)
+  local pool = find_pool(tag)
   local workers, num_holders = redis.call('HGETALL', tag .. ':workers'), 0
   for i = 1, #workers, 2 do
     num_holders = num_holders + redis.call('ZCARD', tag .. ':holders:' .. workers[i])
   end
   return {
     redis.call('HGETALL', tag .. ':pool'),
-    num_free(pool),
+    pool.recovering and redis.call('LLEN', tag .. ':returned') or num_free(pool),
     num_cached(pool),
     redis.call('HLEN', tag .. ':refs'),
     num_holders,
     redis.call('ZCARD', tag .. ':waiters'),
     workers,
+    redis.call('SMEMBERS', tag .. ':missing'),
   }
 end)
 
@@ -121,8 +122,8 @@ local function PART(value) return PARTS[value] ~= nil end
 local LEDGER = { rest = { PART, NUMBER, NUMBER } }
 
 define('ledger', READS, LEDGER, function(tag, args)
-  local pool = open(tag)
-  local reply = { pool.version, pool.next }
+  local pool = find_pool(tag)
+  local reply = { pool.version, pool.next, pool.recovering and 1 or 0 }
   for at = 1, #args, 3 do
     local read = PARTS[args[at]]
     reply[#reply + 1] = read(pool, tonumber(args[at + 1]), tonumber(args[at + 2]))

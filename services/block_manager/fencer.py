@@ -9,11 +9,11 @@ from pathlib import Path
 from blockstore.errors import UnknownPool, UnknownWorker
 from blockstore.store import PoolStats
 from services.block_manager.link import Connection
-from services.block_manager.overdue import Overdue
 from services.common.logging import get_logger
 from services.common.metrics import PoolMetrics
-from services.common.pool.directory import pool_directories
-from services.common.pool.locks import is_held
+from services.common.overdue import Overdue
+from services.common.pool.directory import PoolDirectory, pool_directories
+from services.common.pool.locks import give_up, is_held
 
 log = get_logger(__name__)
 
@@ -30,6 +30,8 @@ class Fencer:
         members = {member.member_id for member in await connection.registry.members()}
         stuck = await self._stuck(connection, members)
         for pool_id, worker_id in sorted(self._silent.look(stuck)):
+            # Marked before anybody else gets what it may have: it looks before it writes.
+            give_up(PoolDirectory(self._root / pool_id).lock_path(worker_id))
             try:
                 await connection.store.fence(pool_id, worker_id)
             except (UnknownPool, UnknownWorker):
@@ -58,10 +60,11 @@ class Fencer:
     async def _answerable(
         self, connection: Connection, stats: PoolStats, members: set[str]
     ) -> set[str]:
-        """Workers that should be in the registry: those that were there, or hold something. One
-        that is still starting is neither."""
+        """Workers that should be in the registry: those that were there, or hold something, or are
+        missing in a recovery. One that is still starting is nothing of this."""
         self._announced |= members & set(stats.worker_ids)
-        if set(stats.worker_ids) <= members | self._announced:
+        self._announced.update(stats.missing_worker_ids)
+        if stats.recovering or set(stats.worker_ids) <= members | self._announced:
             return self._announced
         holders = await connection.store.holders(stats.spec.pool_id)
         return self._announced | {holder.worker_id for holder in holders}

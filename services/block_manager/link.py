@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
-from blockstore.errors import StoreLost, StoreUnavailable, StoreUnsuitable, UnknownPool
+from blockstore.errors import Recovering, StoreLost, StoreUnavailable, StoreUnsuitable, UnknownPool
 from blockstore.registry import Registry
 from blockstore.store import BlockStore
 from services.common.logging import get_logger
@@ -83,6 +83,8 @@ class Link:
             await self._replace(connection)
         except UnknownPool as error:
             log.info("pool_vanished", reason=str(error))
+        except Recovering as error:
+            log.info("pool_recovering", reason=str(error))
         else:
             return True
         return False

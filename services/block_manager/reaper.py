@@ -6,7 +6,7 @@ the lock is had (so it is dead, and none of its writes can follow)
 
 import asyncio
 
-from blockstore.errors import NotHeld, StaleHolder, UnknownPool, WorkerFenced
+from blockstore.errors import NotHeld, Recovering, StaleHolder, UnknownPool, WorkerFenced
 from blockstore.store import BlockStore, HolderInfo, PrefixHash
 from services.block_manager.link import Connection
 from services.common.logging import get_logger
@@ -40,13 +40,14 @@ async def _publish(store: BlockStore, directory: PoolDirectory, worker_id: str) 
     """Put blocks that the dead worker had finished but not yet committed into the prefix index, for
     whoever computes these prompts again; how many that were.
 
-    A fenced worker's blocks are not published: the store takes nothing more from it.
+    A fenced worker's blocks are not published: the store takes nothing more from it. In a recovery
+    all stamps are read anyway.
     """
-    holders = {
-        holder.holder_id: holder
-        for holder in await store.holders(directory.pool_id)
-        if holder.worker_id == worker_id
-    }
+    try:
+        found = await store.holders(directory.pool_id)
+    except Recovering:
+        return 0
+    holders = {holder.holder_id: holder for holder in found if holder.worker_id == worker_id}
     if not holders:
         return 0
     num_published = 0
@@ -87,7 +88,7 @@ async def _commit(
             committed = await store.commit(pool_id, holder.holder_id, holder.epoch, [block])
         except NotHeld:
             continue  # Given back before.
-        except (StaleHolder, WorkerFenced):
-            break  # Claimed by a living worker meanwhile; or fenced.
+        except (StaleHolder, WorkerFenced, Recovering):
+            break  # Claimed by a living worker meanwhile; fenced; or all stamps are read anyway.
         num_published += sum(committed)
     return num_published

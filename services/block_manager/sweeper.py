@@ -3,16 +3,17 @@
 A directory without workers goes after a grace, under the host's lock (a worker may be joining);
 a pool of the store whose directory is gone goes when no member of the registry names it (another
 host's or another run's pools have no directory here, but they have workers); a worker of the store
-without a lock file is dead.
+without a lock file is dead; a recovery that nobody ends is ended.
 """
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 from blockstore.errors import UnknownPool
 from services.block_manager.link import Connection
-from services.block_manager.overdue import Overdue
 from services.common.logging import get_logger
+from services.common.overdue import Overdue
 from services.common.pool.directory import (
     PoolDirectory,
     half_pools,
@@ -20,6 +21,7 @@ from services.common.pool.directory import (
     remove_half_pools,
 )
 from services.common.pool.locks import host_lock
+from services.common.pool.recovery import PoolRecovery
 
 log = get_logger(__name__)
 
@@ -37,6 +39,7 @@ class Sweeper:
         await self._drop_homeless(connection)
         for directory in pool_directories(self._root):
             await self._reap_unlocked(connection, directory)
+            await self._reopen(connection, directory)
 
     async def _remove_halves(self) -> None:
         if half_pools(self._root):
@@ -62,6 +65,13 @@ class Sweeper:
         for pool_id in sorted(self._homeless.look(known - here - members)):
             await connection.store.drop_pool(pool_id)
             log.info("pool_dropped", pool_id=pool_id)
+
+    async def _reopen(self, connection: Connection, directory: PoolDirectory) -> None:
+        """End a recovery that nobody ends: the last who was waited for has died, or was fenced."""
+        with suppress(UnknownPool):
+            stats = await connection.store.stats(directory.pool_id)
+            if stats.recovering and not stats.missing_worker_ids:
+                await PoolRecovery(directory).finish(connection.store)
 
     async def _reap_unlocked(self, connection: Connection, directory: PoolDirectory) -> None:
         try:

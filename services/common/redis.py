@@ -9,14 +9,21 @@ from services.common.process import with_patience
 
 
 async def connect(
-    settings: ServiceSettings, stack: AsyncExitStack
+    settings: ServiceSettings,
+    stack: AsyncExitStack,
+    store_retry_for_s: float,
+    registry_retry_for_s: float = 5.0,
 ) -> tuple[RedisStore, RedisRegistry]:
-    """Both of the server at `redis_url`, closed with `stack`. StartupError: patience is over, or
-    the server cannot carry a block store."""
+    """Both of the server at `redis_url`, closed with `stack`; each sends an unanswered call again
+    for so long. StartupError: patience is over, or the server cannot carry a block store."""
     url, patience_s = settings.redis_url, settings.redis_patience_s
     what = f"Redis at {without_password(url)}"
-    store = await with_patience(lambda: RedisStore.connect(url), what, patience_s)
+    store = await with_patience(
+        lambda: RedisStore.connect(url, retry_for_s=store_retry_for_s), what, patience_s
+    )
     stack.push_async_callback(store.close)
-    registry = await with_patience(lambda: RedisRegistry.connect(url), what, patience_s)
+    registry = await with_patience(
+        lambda: RedisRegistry.connect(url, retry_for_s=registry_retry_for_s), what, patience_s
+    )
     stack.push_async_callback(registry.close)
     return store, registry

@@ -21,6 +21,7 @@ from blockstore.errors import (
     FingerprintMismatch,
     GeometryMismatch,
     StoreLost,
+    StoreUnavailable,
     UnknownPool,
 )
 from blockstore.store import BlockStore, PoolSpec
@@ -37,12 +38,16 @@ from services.common.pool.layout import PoolLayout
 from services.common.pool.locks import WorkerLock, host_lock
 from services.common.pool.memory import available_bytes
 from services.common.pool.names import new_pool_id
+from services.common.pool.recovery import PoolRecovery
 from services.common.pool.sizing import MemoryPlan, num_blocks_for
 from services.common.pool.stamps import Stamps, record_bytes
 from services.engine.pool import KVPool
 
 DEFAULT_WATERMARK = 0.01
 """Share of a pool that must stay free when a request is admitted, as in vLLM."""
+
+_LEAVE_LIMIT_S = 5.0
+"""Who waits for the store for longer goes without a word; the block manager does the rest."""
 
 _ALLOCATION_NICENESS = 10
 """A tenth of a core beside workers that compute on all: some times faster than blocks get full."""
@@ -89,8 +94,10 @@ class Membership:
         self.pool.close()
         self.stamps.close()
         try:
-            async with host_lock(self.directory.path.parent):
+            async with asyncio.timeout(_LEAVE_LIMIT_S), host_lock(self.directory.path.parent):
                 await self._take_off()
+        except TimeoutError as error:
+            raise StoreUnavailable(f"{self.worker_id} cannot leave its pool now") from error
         finally:
             self.lock.close()
 
@@ -119,24 +126,21 @@ async def join(
     watermark: float = DEFAULT_WATERMARK,
     colder_of: str | None = None,
 ) -> Membership:
-    """Join the live pool of these weights, or make one; `run_id` is the store's. With `colder_of`
-    it is that pool's colder one.
+    """Join the live pool of these weights, or make one; `run_id` is the store's, which a live pool
+    that it has lost is told to again. With `colder_of` it is that pool's colder one.
 
     StartupError: a live pool of the same weights has another geometry, or the memory for a new one
     is not there. Errors of the store. Nothing is left behind by a join that fails.
     """
     async with host_lock(root):
         await _remove_dead(store, root)
-        found = _find_live(root, layout, run_id, colder_of)
+        found = _find_live(root, layout, colder_of)
         if found is not None:
-            try:
-                return await _enter(store, found, worker_id)
-            except UnknownPool:
-                pass  # The store was emptied; that pool ends with its last worker.
+            return await _enter(store, run_id, found, worker_id)
         made = await asyncio.to_thread(_make, root, layout, run_id, plan, watermark, colder_of)
         try:
             await store.register_pool(made.read_header().spec)
-            return await _enter(store, made, worker_id)
+            return await _enter(store, run_id, made, worker_id)
         except BaseException:
             await asyncio.to_thread(made.remove)
             with suppress(BlockStoreError):
@@ -175,18 +179,15 @@ async def _remove_dead(store: BlockStore, root: Path) -> None:
             await asyncio.to_thread(directory.remove)
 
 
-def _find_live(
-    root: Path, layout: PoolLayout, run_id: str, colder_of: str | None
-) -> PoolDirectory | None:
-    """The pool of these weights in this store. Pools of another run of the store wait for their
-    workers to leave."""
-    wanted = layout.fingerprint, run_id, colder_of
+def _find_live(root: Path, layout: PoolLayout, colder_of: str | None) -> PoolDirectory | None:
+    """The pool of these weights."""
+    wanted = layout.fingerprint, colder_of
     for directory in pool_directories(root):
         try:
             header = directory.read_header()
         except BadHeader:
             continue  # Of another version of Quire, and alive.
-        if (header.layout.fingerprint, header.run_id, header.colder_of) == wanted:
+        if (header.layout.fingerprint, header.colder_of) == wanted:
             if header.layout != layout:
                 raise StartupError(
                     f"pool {header.pool_id} has the same weights but another geometry: "
@@ -224,9 +225,11 @@ def _make(
     return PoolDirectory(root / header.pool_id)
 
 
-async def _enter(store: BlockStore, directory: PoolDirectory, worker_id: str) -> Membership:
+async def _enter(
+    store: BlockStore, run_id: str, directory: PoolDirectory, worker_id: str
+) -> Membership:
     """Lock, map, register: in this order, so that whoever is registered can be seen to die."""
-    header = directory.read_header()
+    header, recovery = directory.read_header(), PoolRecovery(directory)
     with ExitStack() as undo:
         lock = WorkerLock.create(directory.lock_path(worker_id))
         undo.callback(lock.close)
@@ -236,7 +239,8 @@ async def _enter(store: BlockStore, directory: PoolDirectory, worker_id: str) ->
         stamps = Stamps(directory.stamps, header.num_blocks, header.layout.block_size)
         undo.callback(stamps.close)
         try:
-            await store.register_worker(header.spec, worker_id)
+            await recovery.begin(store, run_id)
+            await store.register_worker(header.spec, worker_id, recovery)
         except (GeometryMismatch, FingerprintMismatch) as error:
             raise StartupError(f"pool {header.pool_id} refuses {worker_id}: {error}") from error
         undo.pop_all()

@@ -34,6 +34,9 @@ class GatewaySettings(ServiceSettings):
     patience_s: float = Field(
         default=5.0, ge=0, description="how long a request waits while no worker can take any"
     )
+    store_patience_s: float = Field(
+        default=30.0, gt=0, description="how long a new request waits while Redis is away"
+    )
     reserve_timeout_s: float = Field(
         default=2.0, gt=0, description="how long a decode worker may take to answer a reservation"
     )

@@ -1,6 +1,7 @@
 """The workers that there are: found in the registry, connected, and grouped by pool and model."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from blockstore.registry import Member, Registry
 from blockstore.store import BlockStore, PoolSpec
 from services.common.errors import StartupError
 from services.common.logging import get_logger
+from services.common.overdue import Overdue
 from services.gateway.catalog import Model
 from services.gateway.router import Pool
 from services.gateway.worker import Worker
@@ -18,6 +20,9 @@ from services.gateway.worker import Worker
 log = get_logger(__name__)
 
 _WORKER_ROLES = ("prefill", "decode")
+
+_ABSENT_S = 5.0
+"""A worker that we are connected to may be out of the registry so long: that may have been lost."""
 
 _STARTING_POLL_S = 0.1
 """While a worker starts, somebody waits for it."""
@@ -56,6 +61,7 @@ class Fleet:
         load: Callable[[str], Model],
         on_change: Callable[[], None],
         poll_s: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._store = store
@@ -67,6 +73,7 @@ class Fleet:
         self._specs: dict[str, PoolSpec] = {}
         self._models: dict[str, Model] = {}
         self._unusable: set[str] = set()
+        self._absent = Overdue[str](_ABSENT_S, clock)
         self._starting = False
         self.block_manager: Member | None = None
 
@@ -159,7 +166,9 @@ class Fleet:
         starting = [member for member in workers if member.state == "starting"]
         present = {m.member_id: m for m in workers if m.state != "starting"}
         self._starting = bool(starting)
-        for worker_id in self._connections.keys() - present.keys():
+        absent = self._connections.keys() - present.keys()
+        unheard = {w for w in absent if not self._connections[w].worker.connected}
+        for worker_id in self._absent.look(absent) | unheard:
             await self._part_with(worker_id)
         for member in present.values():
             await self._see(member)

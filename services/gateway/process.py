@@ -25,6 +25,8 @@ from services.gateway.relay import BLOCK_MANAGER, SUPERVISOR, Relay
 from services.gateway.secret import deployment_secret
 from services.gateway.service import InferenceService
 
+_HINT_LIMIT_S = 0.5
+"""For what the block store knows of prefixes; a request can be placed without it."""
 _FAREWELL_S = 1.0
 """For answers that are on their way out when everything has ended."""
 
@@ -44,7 +46,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         settings.rebalance_s,
     )
     async with AsyncExitStack() as stack:
-        store, registry = await redis.connect(settings, stack)
+        store, registry = await redis.connect(
+            settings, stack, _HINT_LIMIT_S, settings.store_patience_s
+        )
         stack.enter_context(metrics_endpoint(settings, metrics))
         assembly = await stack.enter_async_context(
             assembled(

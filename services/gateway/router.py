@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from blockstore.errors import StoreUnavailable, UnknownPool
 from blockstore.hashing import prefix_hashes, root_hash
 from blockstore.store import BlockStore, PoolSpec, PrefixHash
 from services.gateway.worker import Errand, Worker
@@ -63,7 +64,7 @@ class Router:
         self, prompt: tuple[int, ...], cache_salt: str, pools: Sequence[Pool]
     ) -> list[Route]:
         """One for each pool, the best first: longest cached prefix, then most blocks that are free
-        or can be. BlockStoreError."""
+        or can be. A store that is away, which knows neither, stops nobody. BlockStoreError."""
         routes = [await self._route(prompt, cache_salt, pool, len(pools) > 1) for pool in pools]
         return sorted(routes, key=lambda r: (-r.num_cached_blocks, -r.num_free_blocks))
 
@@ -78,10 +79,13 @@ class Router:
             hashes = prefix_hashes(root, prompt, spec.block_size)
         else:
             hashes = await asyncio.to_thread(prefix_hashes, root, prompt, spec.block_size)
-        num_cached = await self._store.match(spec.pool_id, hashes)
-        if not compare:
-            return Route(pool, root, hashes, num_cached)
-        stats = await self._store.stats(spec.pool_id)
+        try:
+            num_cached = await self._store.match(spec.pool_id, hashes)
+            if not compare:
+                return Route(pool, root, hashes, num_cached)
+            stats = await self._store.stats(spec.pool_id)
+        except (StoreUnavailable, UnknownPool):  # the ledger is away, or just coming back
+            return Route(pool, root, hashes)
         return Route(pool, root, hashes, num_cached, stats.num_free + stats.num_cached)
 
 

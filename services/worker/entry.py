@@ -2,6 +2,7 @@
 model's tokenizer meanwhile."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -26,7 +27,8 @@ async def announced(role: Role, settings: WorkerSettings) -> AsyncIterator["Entr
     """An entry that is kept up to date, and withdrawn at the end. Raises, at once and within, when
     the server is lost."""
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as vital:
-        store, registry = await redis.connect(settings, stack)
+        # What runs holds blocks, and waits for the store for as long as it takes.
+        store, registry = await redis.connect(settings, stack, store_retry_for_s=math.inf)
         entry = Entry(role, settings, store, registry)
         announcing = vital.create_task(entry.presence.keep())
         yield entry

@@ -24,6 +24,7 @@ from services.worker.store_writer import StoreWriter
 from services.worker.wakefulness import Wakefulness
 
 _PULSE_S = 0.1
+_ASK_LIMIT_S = 1.0
 _DRAIN_INTERVAL_S = 0.05
 
 _COMES_BACK_S = 1.0
@@ -143,8 +144,9 @@ class PoolWorker(ABC):
 
     async def _ask(self) -> None:
         """Whether it may go on after a gap. Without a store nobody can have fenced it."""
-        with suppress(StoreUnavailable):
-            await self._heartbeat()
+        with suppress(StoreUnavailable, TimeoutError):
+            async with asyncio.timeout(_ASK_LIMIT_S):
+                await self._heartbeat()
 
     def _after_step(self, outcome: StepOutcome) -> None:
         if outcome.num_tokens:

@@ -24,6 +24,7 @@ from services.worker.config import WorkerSettings
 from services.worker.entry import Entry
 from services.worker.lanes import SharedCpus
 from services.worker.loading import LoadedModel, load
+from services.worker.permit import Permit, PermittedForward
 from services.worker.pool_worker import Limits, PoolWorker
 
 _GIVE_BACK_LIMIT_S = 2.0
@@ -77,11 +78,13 @@ async def serve_worker(
         stack.enter_context(metrics_endpoint(settings, registry))
         metrics = WorkerMetrics(registry)
         beside = await _join_colder(loaded, membership)
-        colder = _colder_pool(settings, loaded, membership, beside, metrics, stack)
+        memberships = [membership] if beside is None else [beside, membership]
+        permit = Permit([one.lock for one in memberships])
+        colder = _colder_pool(settings, loaded, membership, beside, permit, metrics, stack)
         runner = await _warm(loaded, membership)
         forward = _on_its_cpus(runner, loaded, settings, entry, stack)
-        worker = role.make(entry.store, membership, forward, loaded.limits, metrics, colder)
-        memberships = [membership] if beside is None else [beside, membership]
+        permitted = PermittedForward(forward, permit)
+        worker = role.make(entry.store, membership, permitted, loaded.limits, metrics, colder)
         working = [worker.run(), *(one.complete_memory() for one in memberships)]
         if isinstance(forward, SharedCpus):
             working.append(_refresh(forward))
@@ -131,6 +134,7 @@ def _colder_pool(
     loaded: LoadedModel,
     own: Membership,
     colder: Membership | None,
+    permit: Permit,
     metrics: WorkerMetrics,
     stack: AsyncExitStack,
 ) -> ColderPool | None:
@@ -140,8 +144,8 @@ def _colder_pool(
         own.store,
         own,
         colder,
-        copy_out=partial(colder.pool.copy_from, own.pool, loaded.ops),
-        copy_back=partial(own.pool.copy_from, colder.pool, loaded.ops),
+        copy_out=permit.for_copies(partial(colder.pool.copy_from, own.pool, loaded.ops)),
+        copy_back=permit.for_copies(partial(own.pool.copy_from, colder.pool, loaded.ops)),
         metrics=metrics,
         compares_costs=settings.preemption == "auto",
     )

@@ -9,7 +9,7 @@ from blockstore.errors import StoreLost, StoreUnavailable, StoreUnsuitable, Unkn
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from services.block_manager.link import Connection, Link
-from services.block_manager.overdue import Overdue
+from services.common.overdue import Overdue
 
 LIMIT_S = 10.0
 

@@ -34,15 +34,22 @@ from services.common.pool.layout import PoolLayout
 from services.common.pool.sizing import MemoryPlan
 from services.engine.membership import join
 
+async def beat(store, pool_id, worker_id):
+    while True:
+        await store.heartbeat(pool_id, worker_id)
+        await asyncio.sleep(0.05)
+
 async def main(url, root, worker_id):
     store = await RedisStore.connect(url)
     layout = PoolLayout("tiny", "f00d", 1, 1, 1, "float32", 4)
     me = await join(store, store.run_id, Path(root), layout, worker_id, MemoryPlan(10_000))
+    beating = asyncio.create_task(beat(store, me.spec.pool_id, worker_id))
     given = await store.allocate(me.spec.pool_id, "h-" + worker_id, worker_id, 1, [], 3)
     me.stamps.own(given.block_ids, "h-" + worker_id)
     me.stamps.complete(given.block_ids[0], worker_id.encode().ljust(16), bytes(16), [1, 2, 3, 4])
-    print(me.spec.pool_id, flush=True)
+    print("pool", me.spec.pool_id, flush=True)
     await asyncio.to_thread(sys.stdin.read)
+    beating.cancel()
     await store.release(me.spec.pool_id, "h-" + worker_id, 1)
     await me.leave()
     await store.close()
@@ -83,8 +90,10 @@ class Processes:
         command = [sys.executable, "-c", WORKER, url, str(self.root), worker_id]
         process = self._start(command, {"OMP_NUM_THREADS": "1"})
         assert process.stdout is not None
-        if pool_id := (await asyncio.to_thread(process.stdout.readline)).strip():
-            return process, pool_id
+        while line := await asyncio.to_thread(process.stdout.readline):
+            match line.split():
+                case ["pool", pool_id]:
+                    return process, pool_id
         raise AssertionError(f"{worker_id} did not join: {process.communicate()[1]}")
 
     def end(self) -> None:
@@ -220,18 +229,18 @@ async def test_a_server_that_comes_back_empty_is_served_anew(
     assert manager.poll() is None
 
 
-async def test_who_joins_after_the_server_was_emptied_makes_a_new_pool(
+async def test_who_joins_after_the_server_was_emptied_joins_the_pool_that_is_there(
     own_valkey: Valkey, processes: Processes
 ) -> None:
-    """The server is still the same one, by its run_id."""
+    """The server is still the same one, by its run_id; it is told again what it forgot."""
     _, old_pool_id = await processes.start_worker(own_valkey.url, "decode-1")
     own_valkey.command("FLUSHALL")
     _, new_pool_id = await processes.start_worker(own_valkey.url, "decode-2")
-    assert old_pool_id != new_pool_id
-    assert {found.pool_id for found in pool_directories(processes.root)} == {
-        old_pool_id,
-        new_pool_id,
-    }
+    assert new_pool_id == old_pool_id
+    store = await RedisStore.connect(own_valkey.url)
+    assert len(await store.holders(new_pool_id)) == 2
+    assert (await store.audit(new_pool_id)).violations == ()
+    await store.close()
 
 
 async def test_metrics_are_served(valkey: Valkey, store: RedisStore, processes: Processes) -> None:

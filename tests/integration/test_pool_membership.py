@@ -15,7 +15,7 @@ import torch
 
 from blockstore.errors import StoreLost, StoreUnavailable, WorkerNotEmpty
 from blockstore.memory_store import MemoryStore
-from blockstore.store import PoolSpec
+from blockstore.store import PoolSpec, Recovery
 from services.common.errors import StartupError
 from services.common.pool import arena
 from services.common.pool.arena import missing_bytes
@@ -99,10 +99,10 @@ async def test_a_worker_is_locked_before_the_store_knows_it(
     """One that dies right after it has registered is seen to die, like any other."""
     register, was_held = store.register_worker, []
 
-    async def watched(spec: PoolSpec, worker_id: str) -> None:
+    async def watched(spec: PoolSpec, worker_id: str, recovery: Recovery) -> None:
         (directory,) = pool_directories(tmp_path)
         was_held.append(is_held(directory.lock_path(worker_id)))
-        await register(spec, worker_id)
+        await register(spec, worker_id, recovery)
 
     monkeypatch.setattr(store, "register_worker", watched)
     await joined("prefill-1")
@@ -172,16 +172,25 @@ async def test_many_who_join_at_once_make_one_pool(joined: Join, tmp_path: Path)
     assert len(pool_directories(tmp_path)) == 1
 
 
-async def test_other_weights_and_another_run_of_the_store_get_pools_of_their_own(
-    joined: Join, tmp_path: Path
-) -> None:
+async def test_other_weights_get_a_pool_of_their_own(joined: Join, tmp_path: Path) -> None:
     members = [
         await joined("decode-1"),
         await joined("decode-2", layout=replace(LAYOUT, fingerprint="beef")),
-        await joined("decode-3", run_id="run-2", store=MemoryStore()),
     ]
-    assert len({member.spec.pool_id for member in members}) == 3
-    assert len(pool_directories(tmp_path)) == 3
+    assert len({member.spec.pool_id for member in members}) == 2
+    assert len(pool_directories(tmp_path)) == 2
+
+
+async def test_who_joins_a_pool_that_the_store_has_lost_tells_it(joined: Join) -> None:
+    """And the worker that was there before may hold something of it."""
+    before, emptied = await joined("decode-1"), MemoryStore()
+    member = await joined("decode-2", run_id="run-2", store=emptied)
+    assert member.spec == before.spec
+    header = member.directory.read_header()
+    assert (header.run_id, header.ledger_epoch) == ("run-2", 2)
+    stats = await emptied.stats(member.spec.pool_id)
+    assert (stats.ledger_epoch, stats.missing_worker_ids) == (2, ("decode-1",))
+    assert stats.worker_ids == ("decode-1", "decode-2")
 
 
 @pytest.mark.parametrize(
@@ -218,16 +227,6 @@ async def test_a_pool_with_one_dead_and_one_living_worker_is_alive(joined: Join)
     die(first)
     third = await joined("prefill-2")
     assert third.spec == second.spec
-
-
-async def test_a_pool_that_the_store_forgot_is_not_joined(joined: Join, store: MemoryStore) -> None:
-    old = await joined("decode-1")
-    await store.drop_pool(old.spec.pool_id)
-    new = await joined("decode-2")
-    assert new.spec.pool_id != old.spec.pool_id
-    assert old.directory.worker_ids() == ("decode-1",)
-    await old.leave()
-    assert await store.pool_ids() == (new.spec.pool_id,)
 
 
 @pytest.mark.parametrize("pool_bytes", [1 << 60, 100])
@@ -320,7 +319,9 @@ async def test_memory_that_another_pool_will_still_take_is_not_given_twice(
 class Refusing(MemoryStore):
     """Registers no worker."""
 
-    async def register_worker(self, spec: PoolSpec, worker_id: str) -> None:
+    async def register_worker(
+        self, spec: PoolSpec, worker_id: str, recovery: Recovery | None = None
+    ) -> None:
         raise StoreUnavailable("no answer")
 
 

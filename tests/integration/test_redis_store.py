@@ -20,7 +20,7 @@ from blockstore.errors import (
     WorkerFenced,
 )
 from blockstore.redis_store import RedisStore
-from blockstore.store import Allocation, Growth, PoolSpec
+from blockstore.store import FUNCTION_LIBRARY, Allocation, Growth, PoolSpec
 from tests.conftest import Valkey
 
 POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, block_bytes=64)
@@ -131,7 +131,7 @@ async def test_who_is_being_reaped_gets_nothing_between_two_pages(
 ) -> None:
     calls = [store.allocate("large", f"h{n}", "w", n, [], 2) for n in range(1000)]
     await asyncio.gather(*calls)
-    num_released, more = valkey.command("FCALL", "quire_v1_reap", 1, "{large}", "w")
+    num_released, more = valkey.command("FCALL", f"{FUNCTION_LIBRARY}_reap", 1, "{large}", "w")
     assert (num_released, more) == (512, 1)
     with pytest.raises(WorkerFenced):
         await store.allocate("large", "late", "w", 1000, [], 2)

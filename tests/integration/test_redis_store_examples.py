@@ -15,6 +15,7 @@ from tests.unit import (
     test_memory_store,
     test_memory_store_fairness,
     test_memory_store_holders,
+    test_memory_store_recovery,
     test_memory_store_workers,
 )
 
@@ -36,6 +37,7 @@ SUITES: list[tuple[ModuleType, dict[str, Prepare]]] = [
         },
     ),
     (test_memory_store_holders, {"store": test_memory_store_holders.prepare}),
+    (test_memory_store_recovery, {"store": test_memory_store_recovery.prepare}),
     (test_memory_store_workers, {"store": test_memory_store_workers.prepare, "empty": nothing}),
 ]
 """Modules, and what stands for their fixtures. An example that asks for more (a clock, a ledger) is

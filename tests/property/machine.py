@@ -21,7 +21,15 @@ from blockstore.errors import LedgerError, OutOfBlocks
 from blockstore.holders import Holder
 from blockstore.ledger import Ledger
 from blockstore.memory_store import MemoryStore
-from blockstore.store import BlockStore, Growth, PoolSpec
+from blockstore.store import (
+    QUARANTINE,
+    Asserted,
+    BlockStore,
+    Content,
+    Growth,
+    PoolSpec,
+    Wait,
+)
 
 HASHES = tuple(bytes([number]) * 16 for number in range(8))
 PROMPTS = ((0, 1, 2, 3), (0, 1, 4, 5), (6, 7))
@@ -243,7 +251,7 @@ class StoresAgree(RuleBasedStateMachine):
     def commit_prompt(self, data: st.DataObject, finish: bool, lost: bool) -> None:
         """The prompt's full blocks, as a prefill worker does; `finish`: they stay cached."""
         holder_id, epoch, holder = self.some_holder(data)
-        if holder:
+        if holder and holder_id in self.asked:
             hashes = self.asked[holder_id].hashes
             blocks = list(dict(zip(holder.acquired, hashes, strict=False)).items())
             self.send(lambda store: store.commit("pool", holder_id, epoch, blocks), lost)
@@ -278,6 +286,33 @@ class StoresAgree(RuleBasedStateMachine):
         holder_id, epoch, _ = self.some_holder(data)
         self.send(lambda store: store.release("pool", holder_id, epoch, comes_back), lost)
 
+    # The server loses everything
+
+    @rule(data=st.data(), private=st.sets(st.integers(0, 8)), lost=LOST)
+    def recover(self, data: st.DataObject, private: set[int], lost: bool) -> None:
+        """Some workers say what they hold, some are stuck or dead; the rest is in the stamps."""
+        old, spec = self.ledger, self.spec
+        workers, epoch = sorted(old.workers), old.ledger_epoch + 1
+        self.send(lambda store: store.drop_pool("pool"), lost)
+        self.send(lambda store: store.recover_pool(spec, epoch, workers), lost)
+        for worker_id in data.draw(st.permutations(workers), "order"):
+            how = data.draw(st.sampled_from(["reassert", "reassert", "fence", "reap"]), worker_id)
+            self.be_heard(old, worker_id, how, lost)
+        contents = [content_of(old, block_id, private) for block_id in range(spec.num_blocks)]
+        cut = data.draw(st.integers(0, spec.num_blocks), "cut")
+        self.send(lambda store: store.restore("pool", 0, contents[:cut]), lost)
+        self.shows_the_same()
+        self.send(lambda store: store.reopen("pool"), lost)
+        self.send(lambda store: store.restore("pool", cut, contents[cut:]), lost)
+        self.send(lambda store: store.reopen("pool"), lost)
+
+    def be_heard(self, old: Ledger, worker_id: str, how: str, lost: bool) -> None:
+        said = asserted_by(old, worker_id)
+        if how == "reassert":
+            self.send(lambda store: store.reassert(self.spec, *said), lost)
+        else:
+            self.send(lambda store: getattr(store, how)("pool", worker_id), lost)
+
     # Looking
 
     @invariant()
@@ -298,6 +333,35 @@ class StoresAgree(RuleBasedStateMachine):
             assert {holder.worker_id for holder in holders} <= set(stats.worker_ids)
 
 
+def asserted_by(ledger: Ledger, worker_id: str) -> tuple[str, list[Asserted], list[Wait]]:
+    """What a worker knows, which the model knows from the ledger that was lost."""
+    holders = [
+        Asserted(
+            holder.holder_id,
+            holder.epoch,
+            holder.order,
+            holder.num_cached_blocks,
+            tuple(holder.acquired),
+            tuple(sorted(set(holder.acquired) - holder.held)),
+        )
+        for holder in sorted(ledger.holders.values(), key=lambda holder: holder.place)
+        if holder.worker_id == worker_id and not holder.holder_id.startswith(QUARANTINE)
+    ]
+    waits = [
+        Wait(holder_id, waiter.order, ledger.released.epoch(holder_id) or 0)
+        for holder_id, waiter in ledger.waiters.items()
+        if waiter.worker_id == worker_id
+    ]
+    return worker_id, holders, waits
+
+
+def content_of(ledger: Ledger, block_id: int, private: set[int]) -> Content:
+    prefix_hash = ledger.blocks.hash_of.get(block_id)
+    if prefix_hash is None:
+        return Content(private=block_id in private)
+    return Content(prefix_hash, rank=ledger.spec.num_blocks - 1 - block_id)
+
+
 async def _outcome(awaitable: Awaitable[object]) -> object:
     """The answer, or the error with the numbers that belong to the contract."""
     try:
@@ -312,8 +376,8 @@ async def _view(store: BlockStore, worker_ids: Sequence[str]) -> object:
     """All that can be read of the pool."""
     return (
         await store.stats("pool"),
-        await store.holders("pool"),
-        await store.victim("pool"),
+        await _outcome(store.holders("pool")),
+        await _outcome(store.victim("pool")),
         [await store.match("pool", [prefix_hash]) for prefix_hash in HASHES],
         [await _outcome(store.heartbeat("pool", worker_id)) for worker_id in worker_ids],
     )

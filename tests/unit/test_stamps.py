@@ -208,3 +208,24 @@ def test_two_mappings_of_one_file_see_each_other(path: Path, stamps: Stamps) -> 
 def test_a_file_of_another_geometry_is_refused(path: Path) -> None:
     with pytest.raises(ValueError, match="704 bytes instead of 1232"):
         Stamps(path, NUM_BLOCKS, 16)
+
+
+def test_contents_rank_tails_before_heads(tmp_path: Path) -> None:
+    """For a ledger that is rebuilt: the deepest block of a prompt is evicted first; a block behind
+    the last that was used says nothing."""
+    path = tmp_path / "stamps"
+    path.write_bytes(bytes(8 * record_bytes(4)))
+    stamps = Stamps(path, 8, 4)
+    a, b, c, other = (bytes([number]) * 16 for number in range(1, 5))
+    stamps.own([0, 1, 2, 4, 5], "h")
+    tokens = (1, 2, 3, 4)
+    for block_id, prefix_hash, parent in ((2, a, bytes(16)), (0, b, a), (4, c, b), (1, other, a)):
+        stamps.complete(block_id, prefix_hash, parent, tokens)
+    contents = stamps.contents(at_least=7)
+    assert [content.prefix_hash for content in contents] == [b, other, a, None, c, None, None]
+    assert [content.private for content in contents] == [*[False] * 5, True, False]
+    ranks = {content.prefix_hash: content.rank for content in contents if content.prefix_hash}
+    assert sorted(ranks.values()) == [0, 1, 2, 3]
+    assert ranks[c] < min(ranks[b], ranks[other]) < max(ranks[b], ranks[other]) < ranks[a]
+    assert len(stamps.contents(at_least=0)) == 6
+    stamps.close()

@@ -38,6 +38,12 @@ class PoolDirectory:
         return self.path / "stamps"
 
     @property
+    def recovery_lock(self) -> Path:
+        """Held by who gets the pool's ledger back. (Not the host's lock: who joins or leaves holds
+        that while it waits for the store.)"""
+        return self.path / "recovery.lock"
+
+    @property
     def workers(self) -> Path:
         return self.path / "workers"
 
@@ -62,9 +68,13 @@ class PoolDirectory:
             )
         )
 
+    def live_worker_ids(self) -> tuple[str, ...]:
+        """Workers whose locks are held; sorted."""
+        return tuple(name for name in self.worker_ids() if is_held(self.lock_path(name)))
+
     def is_live(self) -> bool:
         """Whether at least one worker's lock is held."""
-        return any(is_held(self.lock_path(worker_id)) for worker_id in self.worker_ids())
+        return bool(self.live_worker_ids())
 
     def remove(self) -> None:
         """Delete the pool with all its files; one that is gone is no error. Under `host_lock`."""

@@ -1,5 +1,7 @@
 """header.json: what a pool is, for everyone who opens its directory."""
 
+import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +17,9 @@ class BadHeader(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PoolHeader:
-    """`run_id` is the block store's own: another one means that the pool's ledger is lost.
-    `colder_of`: the pool whose blocks are swapped out to this one."""
+    """`run_id` is the block store's own: another one means that the pool's ledger is lost;
+    `ledger_epoch` says how often it was, and 1. `colder_of`: the pool whose blocks are swapped out
+    to this one."""
 
     pool_id: str
     run_id: str
@@ -24,6 +27,7 @@ class PoolHeader:
     num_blocks: int
     watermark_blocks: int
     colder_of: str | None = None
+    ledger_epoch: int = 1
 
     @property
     def spec(self) -> PoolSpec:
@@ -45,6 +49,12 @@ class PoolHeader:
     def write(self, path: Path) -> None:
         path.touch(mode=0o600, exist_ok=False)
         path.write_bytes(_ADAPTER.dump_json(self, indent=2))
+
+    def replace(self, path: Path) -> None:
+        """Write it in the place of an older one, at once."""
+        new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        self.write(new)
+        os.replace(new, path)
 
     @classmethod
     def read(cls, path: Path) -> "PoolHeader":

@@ -12,7 +12,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -45,6 +45,11 @@ class WorkerLock:
         finally:
             os.unlink(unseen)
         return cls(path, fd)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether `give_up` was called for this worker."""
+        return self._fd is not None and os.fstat(self._fd).st_size > 0
 
     @property
     def is_unlinked(self) -> bool:
@@ -93,6 +98,13 @@ def is_held(path: Path) -> bool:
         os.close(fd)
 
 
+def give_up(path: Path) -> None:
+    """Mark a worker, by its lock file, as one that may write nothing any more: it looks between
+    stamping blocks as its own and writing into them. A worker that is gone is no error."""
+    with suppress(FileNotFoundError):
+        os.truncate(path, 1)
+
+
 async def wait_until_dropped(path: Path) -> WorkerLock:
     """The lock of a worker, as soon as it is dead (within milliseconds: a thread blocks in flock).
 
@@ -107,16 +119,23 @@ async def host_lock(root: Path) -> AsyncIterator[None]:
     """Hold `<root>/host.lock`: nobody else makes, joins, leaves or removes a pool meanwhile. Makes
     the root if need be."""
     path = root / "host.lock"
-    lock = WorkerLock(path, await _flock(_open_host_lock(path)))
+    _make_parent(path)
+    async with file_lock(path):
+        yield
+
+
+def _make_parent(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+@asynccontextmanager
+async def file_lock(path: Path) -> AsyncIterator[None]:
+    """Hold the lock of a file, made if need be, which one process at a time can."""
+    lock = WorkerLock(path, await _flock(os.open(path, _OPEN | os.O_CREAT, 0o600)))
     try:
         yield
     finally:
         lock.close()
-
-
-def _open_host_lock(path: Path) -> int:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return os.open(path, _OPEN | os.O_CREAT, 0o600)
 
 
 async def _flock(fd: int) -> int:

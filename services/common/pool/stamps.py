@@ -18,12 +18,12 @@ import mmap
 import os
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from blockstore.store import PrefixHash
+from blockstore.store import Content, PrefixHash
 
 _HEAD = struct.Struct("=B7x8s16s16s")
 _OWNER_AT = 8
@@ -160,6 +160,27 @@ class Stamps:
                     found.setdefault(holders[token], []).append(block_id)
         return found
 
+    def contents(self, at_least: int) -> tuple[Content, ...]:
+        """What blocks hold, from block 0 up to the last that was ever used, and `at_least` so many.
+        Finished blocks are ranked by their place in their prompts: the deepest goes first, so that
+        tails are evicted before heads."""
+        record = struct.Struct(f"=B7x8x16s16s{self._record_bytes - _FIELDS_AT - _HASHES_BYTES}x")
+        with memoryview(self._bytes) as records:
+            stamps = list(record.iter_unpack(records))
+        while len(stamps) > at_least and stamps[-1][0] == StampState.FREE:
+            stamps.pop()
+        finished = {h: parent for state, h, parent in stamps if state == StampState.COMMITTED}
+        depths = _depths(finished)
+        blocks = [i for i, stamp in enumerate(stamps) if stamp[0] == StampState.COMMITTED]
+        blocks.sort(key=lambda block_id: -depths[stamps[block_id][1]])
+        ranks = {block_id: rank for rank, block_id in enumerate(blocks)}
+        return tuple(
+            Content(prefix_hash, rank=ranks[block_id])
+            if state == StampState.COMMITTED
+            else Content(private=state == StampState.PRIVATE)
+            for block_id, (state, prefix_hash, _) in enumerate(stamps)
+        )
+
     def close(self) -> None:
         """Unmap. Again: no error."""
         self._bytes.close()
@@ -178,6 +199,21 @@ class Stamps:
         if self._bytes[at] != StampState.COMMITTED:
             return False
         return self._bytes[at + _FIELDS_AT : at + _FIELDS_AT + len(fields)] == fields
+
+
+def _depths(parent_of: Mapping[PrefixHash, PrefixHash]) -> dict[PrefixHash, int]:
+    """How many of a block's ancestors are there, for each."""
+    depths: dict[PrefixHash, int] = {}
+    for prefix_hash in parent_of:
+        chain = [prefix_hash]
+        while chain[-1] not in depths and parent_of[chain[-1]] in parent_of:
+            if len(chain) > len(parent_of):
+                break  # a circle, which no prompt makes: its records are damaged
+            chain.append(parent_of[chain[-1]])
+        depth = depths.get(chain[-1], 0)
+        for number, ancestor in enumerate(reversed(chain)):
+            depths[ancestor] = depth + number
+    return depths
 
 
 def _map(path: Path, num_bytes: int) -> mmap.mmap:

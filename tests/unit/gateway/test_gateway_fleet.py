@@ -38,8 +38,11 @@ class Harbour:
         self.store, self.registry, self.changes = MemoryStore(), MemoryRegistry(), Bell()
         self.connections: dict[str, FakeConnection] = {}
         self.num_loads = 0
+        self.now_s = 0.0
         self.fleet = Fleet(
-            self.registry, self.store, self._connect, self._load, self.changes.ring, poll_s=0.001
+            *(self.registry, self.store, self._connect, self._load, self.changes.ring),
+            poll_s=0.001,
+            clock=lambda: self.now_s,
         )
 
     def _connect(self, member: Member) -> FakeConnection:
@@ -97,11 +100,27 @@ async def test_who_leaves_the_registry_is_disconnected_and_everybody_hears_of_it
 ) -> None:
     await harbour.announce(member("p1", "prefill"), member("d1", "decode"))
     heard = harbour.changes.rings
+    harbour.connections["d1"].worker.connected = False
     await harbour.registry.withdraw("d1")
     await harbour.fleet.refresh()
     assert harbour.connections["d1"].closed
     assert not harbour.fleet.ready()
     assert harbour.changes.rings > heard
+
+
+async def test_a_registry_that_was_lost_costs_nobody_its_connection(harbour: Harbour) -> None:
+    """Workers announce themselves again; who does not for 5 s has left."""
+    await harbour.announce(member("p1", "prefill"), member("d1", "decode"))
+    for worker_id in ("p1", "d1"):
+        await harbour.registry.withdraw(worker_id)
+    await harbour.fleet.refresh()
+    assert harbour.fleet.ready()
+    harbour.now_s += 3.0
+    await harbour.announce(member("p1", "prefill"))
+    harbour.now_s += 3.0
+    await harbour.fleet.refresh()
+    assert harbour.connections["d1"].closed
+    assert not harbour.connections["p1"].closed
 
 
 async def test_a_starting_worker_is_left_alone_and_a_draining_one_gets_nothing(

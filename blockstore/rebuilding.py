@@ -1,0 +1,86 @@
+"""A ledger that is being rebuilt from what others know of it, since the server lost it.
+
+The workers say what they hold, the stamps what is in the blocks. What neither accounts for may
+still be written by a worker that is stuck: it stays with that worker, in quarantine.
+"""
+
+import copy
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Self
+
+from blockstore.blocks import Blocks
+from blockstore.errors import Recovering
+from blockstore.holders import Holder
+from blockstore.store import QUARANTINE, Asserted, Content
+
+
+class Rebuilding:
+    """`missing`: workers that have not said yet what they hold. `top`: blocks below it may be held
+    or used. `is_over`: all blocks are accounted for."""
+
+    def __init__(self, missing: Iterable[str] = (), is_over: bool = True) -> None:
+        self.missing = set(missing)
+        self.top = 0
+        self.is_over = is_over
+
+    def require_over(self) -> None:
+        """Recovering."""
+        if not self.is_over:
+            raise Recovering("the pool is recovering: nothing changes until it is whole")
+
+    def require_heard(self, worker_id: str) -> None:
+        """Recovering."""
+        if worker_id in self.missing:
+            raise Recovering(f"{worker_id} has not said what it holds")
+
+    def require_all_heard(self) -> None:
+        """Recovering."""
+        if self.missing:
+            raise Recovering(f"missing are {', '.join(sorted(self.missing))}")
+
+    def enter(self, known: Holder | None, asserted: Asserted, worker_id: str) -> Holder | None:
+        """The holder that `asserted` makes; None where `known` is at its epoch or a higher one."""
+        if known is not None and known.epoch >= asserted.epoch:
+            return None
+        holder = Holder(asserted.holder_id, worker_id, asserted.order, asserted.num_cached_blocks)
+        holder.epoch = asserted.epoch
+        holder.acquire(asserted.block_ids)
+        holder.held.difference_update(asserted.given_back)
+        self.top = max([self.top, *(block_id + 1 for block_id in holder.held)])
+        return holder
+
+    def restore(
+        self, blocks: Blocks, quarantines: Sequence[Holder], first: int, contents: Sequence[Content]
+    ) -> None:
+        """Account for those of the blocks from `first` on that are not. Recovering: a gap."""
+        if first > blocks.next_unused:
+            raise Recovering(f"blocks from {blocks.next_unused} on are not accounted for")
+        for content in contents[blocks.next_unused - first :]:
+            if content.private and quarantines:
+                blocks.share([blocks.next_unused] * len(quarantines))
+                for quarantine in quarantines:
+                    quarantine.acquire([blocks.next_unused])
+            blocks.restore(content)
+
+    def end(self, blocks: Blocks) -> None:
+        """Recovering: somebody holds a block that is not accounted for."""
+        if blocks.next_unused < self.top:
+            raise Recovering(f"blocks {blocks.next_unused} to {self.top - 1} may be held")
+        self.is_over = True
+        self.top = 0
+        blocks.ranks = {}
+
+    def copy(self) -> Self:
+        twin = copy.copy(self)
+        twin.missing = self.missing.copy()
+        return twin
+
+    def snapshot(self) -> Hashable:
+        return self.is_over, frozenset(self.missing), self.top
+
+
+def quarantine_of(worker_id: str) -> Holder:
+    """At rest, and first in order, so that it is nobody's victim. It gets blocks by `restore`."""
+    quarantine = Holder(QUARANTINE + worker_id, worker_id, order=0, num_cached_blocks=0)
+    quarantine.epoch = 2
+    return quarantine

@@ -1,0 +1,144 @@
+"""How a store calls the functions in its server, and what it does when that has lost its data.
+
+Mutations go through one ordered stream, and are sent again, in order, until they are answered;
+reads have a connection of their own, and so has listening for freed blocks. When the server has
+lost its data, the stream of mutations has it brought back (`_renew`) before it sends anything else.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+from blockstore import keys
+from blockstore.connection import Argument, Command, Server
+from blockstore.errors import Recovering, StoreLost, UnknownPool
+from blockstore.holdings import Holdings
+from blockstore.library import install
+from blockstore.rooms import Rooms
+from blockstore.store import FUNCTION_LIBRARY
+from blockstore.stream import CommandStream, Learn
+
+MAX_ANSWER_S = 2.0
+"""A connection that does not answer for so long is taken for broken."""
+
+
+class RedisCalls(ABC):
+    def __init__(self, url: str, server: Server, retry_for_s: float) -> None:
+        """Use `connect`."""
+        self._url = url
+        self._server = server
+        self._mutations = CommandStream(server, retry_for_s, renews=True)
+        self._reads = CommandStream(server, retry_for_s)
+        self._rooms = Rooms(server)
+        self._joined: dict[str, list[Holdings]] = {}  # pools that are there, or the store is lost
+
+    @classmethod
+    async def connect(cls, url: str, *, retry_for_s: float = 5.0) -> Self:
+        """A store on redis://, rediss:// or unix://, its functions loaded.
+
+        `retry_for_s`: how long an unanswered call is sent again. StoreUnavailable: nobody there.
+        StoreUnsuitable: older than Redis 7, evicting, a replica, or with other functions of this
+        name.
+        """
+        store = await cls._on(url, retry_for_s)
+        store._server.renewed_by(store._renew, store._mutations.wake)
+        return store
+
+    @classmethod
+    async def _on(cls, url: str, retry_for_s: float) -> Self:
+        """A store on the server that is there now, and no other."""
+        server = Server(url, timeout_s=min(MAX_ANSWER_S, retry_for_s / 2))
+        await install(server)
+        return cls(url, server, retry_for_s)
+
+    @property
+    def run_id(self) -> str:
+        """The server's, of the first connection."""
+        return self._server.run_id
+
+    async def close(self) -> None:
+        await self._rooms.close()
+        await self._mutations.close()
+        await self._reads.close()
+
+    # Calling
+
+    async def _mutate(
+        self,
+        function: str,
+        pool_id: str,
+        *args: Argument,
+        about: Collection[str] | None = None,
+        learn: Callable[[Holdings, Any], None] | None = None,
+    ) -> Any:
+        """`about`: the holders that it changes; None: the pool or a worker as a whole. `learn`:
+        what its answer means to each worker's holdings on the pool."""
+
+        def learn_all(reply: object) -> None:
+            for holdings in self._of(pool_id):
+                assert learn is not None
+                learn(holdings, reply)
+
+        command = _fcall("FCALL", function, pool_id, args)
+        return await self._submit(self._mutations, pool_id, command, about, learn and learn_all)
+
+    async def _read(self, function: str, pool_id: str, *args: Argument) -> Any:
+        command = _fcall("FCALL_RO", function, pool_id, args)
+        return await self._submit(self._reads, pool_id, command, frozenset())
+
+    async def _submit(
+        self,
+        stream: CommandStream,
+        pool_id: str,
+        command: Command,
+        about: Collection[str] | None,
+        learn: Learn | None = None,
+    ) -> Any:
+        def is_loss(error: Exception) -> bool:
+            if not self._recoverable:
+                return False
+            unknown = isinstance(error, UnknownPool | Recovering) and pool_id in self._joined
+            return unknown or isinstance(error, StoreLost)
+
+        with self._known(pool_id):
+            return await stream.submit(command, about, learn, is_loss)
+
+    @contextmanager
+    def _known(self, pool_id: str) -> Iterator[None]:
+        """StoreLost: a pool that this store registered or joined is unknown to its server."""
+        try:
+            yield
+        except UnknownPool as error:
+            if pool_id in self._joined:
+                raise self._server.lose(f"pool {pool_id} is gone") from error
+            raise
+
+    def _of(self, pool_id: str) -> list[Holdings]:
+        return self._joined.get(pool_id, [])
+
+    def _join(self, pool_id: str, run_id: bytes) -> None:
+        """StoreLost: the pool was made before the server was restarted, and is back from a file: an
+        old truth."""
+        if run_id.decode() != self.run_id:
+            raise self._server.lose(f"pool {pool_id} is of before its restart")
+        self._joined.setdefault(pool_id, [])
+
+    # When the server has lost its data
+
+    @property
+    def _recoverable(self) -> bool:
+        """Whether this store's workers can tell a server what it has lost."""
+        return all(
+            pool and all(joined.recovery is not None for joined in pool)
+            for pool in self._joined.values()
+        )
+
+    @abstractmethod
+    async def _renew(self, run_id: str) -> None:
+        """Tell the server everything, and wait until all others have too. StoreUnavailable: to be
+        done again. Other errors end the store."""
+
+
+def _fcall(command: str, function: str, pool_id: str, args: Sequence[Argument]) -> Command:
+    return command, f"{FUNCTION_LIBRARY}_{function}", 1, keys.pool_tag(pool_id), *args

@@ -1,0 +1,61 @@
+"""What goes over the wire for the functions in functions/*.lua, and what comes back."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from blockstore.connection import Argument
+from blockstore.store import Asserted, Content, HolderInfo, PoolSpec, Wait
+
+REASSERT_PAGE = 4096
+"""Arguments after which a call of `reassert` ends: a few milliseconds."""
+
+
+def pages_of(
+    worker_id: str, holders: Sequence[Asserted], waits: Sequence[Wait]
+) -> Iterator[list[Argument]]:
+    """The arguments of as many calls of `reassert` as it takes, at least one."""
+    waiting: list[Argument] = [len(waits)]
+    for wait in waits:
+        waiting += (wait.holder_id, wait.order, wait.released_epoch)
+    page: list[Argument] = []
+    for holder in holders:
+        page += (holder.holder_id, holder.epoch, holder.order, holder.num_cached_blocks)
+        page += (len(holder.block_ids), len(holder.given_back))
+        page += (*holder.block_ids, *holder.given_back)
+        if len(page) >= REASSERT_PAGE:
+            yield [worker_id, 0, 0, *page]
+            page = []
+    yield [worker_id, 1, *waiting, *page]
+
+
+def said(content: Content) -> Argument:
+    return content.prefix_hash or ("p" if content.private else "")
+
+
+def ids(values: Sequence[bytes]) -> tuple[int, ...]:
+    return tuple(map(int, values))
+
+
+def names(values: Sequence[bytes]) -> tuple[str, ...]:
+    return tuple(value.decode() for value in values)
+
+
+def text_fields(flat: list[bytes]) -> dict[str, str]:
+    return dict(zip(names(flat[::2]), names(flat[1::2]), strict=True))
+
+
+def holder_info(reply: list[Any]) -> HolderInfo:
+    holder_id, epoch, worker_id, order, num_blocks = reply
+    return HolderInfo(holder_id.decode(), epoch, worker_id.decode(), order, num_blocks)
+
+
+def pool_spec(pool_id: str, fields: dict[str, str]) -> PoolSpec:
+    return PoolSpec(
+        pool_id=pool_id,
+        model=fields["model"],
+        fingerprint=fields["fingerprint"],
+        num_blocks=int(fields["num_blocks"]),
+        block_size=int(fields["block_size"]),
+        block_bytes=int(fields["block_bytes"]),
+        watermark_blocks=int(fields["watermark"]),
+    )

@@ -1,0 +1,54 @@
+"""What a worker writes and answers counts only while it has not been given up.
+
+Who gives a worker up marks its lock file first, and reads the stamps then; the worker stamps blocks
+as its own first, and looks at the mark then. So either its blocks are seen to be its own, or it
+does not write into them. What it has read counts if it was not given up afterwards: until then
+nobody else wrote there.
+
+    own blocks | marked? | compute or copy | marked? | complete stamps, answer
+"""
+
+from collections.abc import Sequence
+
+from blockstore.errors import WorkerFenced
+from services.common.pool.locks import WorkerLock
+from services.engine.batch import Drawn, Row
+from services.engine.engine import ForwardPass
+from services.worker.colder import Copy
+
+
+class Permit:
+    """Of a worker on one pool, or on several."""
+
+    def __init__(self, locks: Sequence[WorkerLock]) -> None:
+        self._locks = locks
+
+    def require(self) -> None:
+        """WorkerFenced: it was given up."""
+        if any(lock.is_given_up for lock in self._locks):
+            raise WorkerFenced("this worker was given up while it did not run")
+
+    def for_copies(self, copy: Copy) -> Copy:
+        def copy_permitted(pairs: Sequence[tuple[int, int]]) -> None:
+            self.require()
+            copy(pairs)
+            self.require()
+
+        return copy_permitted
+
+
+class PermittedForward:
+    """The engine's thread asks twice a step. WorkerFenced: nothing of that step counts."""
+
+    def __init__(self, forward: ForwardPass, permit: Permit) -> None:
+        self._forward = forward
+        self._permit = permit
+
+    def run(self, rows: Sequence[Row]) -> Sequence[Drawn]:
+        self._permit.require()
+        drawn = self._forward.run(rows)
+        self._permit.require()
+        return drawn
+
+    def rest(self) -> None:
+        self._forward.rest()

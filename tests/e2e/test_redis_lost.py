@@ -1,0 +1,187 @@
+"""Redis is killed, emptied, away for a while, or back with old data: streams go on through it, all
+tokens are right, no process ends, and the prefix cache survives."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+from quire.client import AsyncClient
+from quire.errors import QuireError
+from quire.types import Sampling
+
+from .conftest import Oracle
+from .deployment import Deployment, serving
+
+LIMIT_S = 60.0
+NUM_STREAMS = 8
+PROMPTS = [list(range(260 + number, 300 + number)) for number in range(NUM_STREAMS)]
+NUM_TOKENS = 400
+GREEDY = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SERVICES = ("services.prefill", "services.decode", "services.gateway", "services.block_manager")
+
+
+@pytest.fixture(scope="module")
+def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    run = tmp_path_factory.mktemp("run")
+    with serving(checkpoint, run, "--decode", "2", "--pool-memory", "16MiB") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: Oracle) -> list[list[int]]:
+    return [oracle.greedy(prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+class Redis:
+    """The run's server."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        (self._socket,) = deployment.run_root.glob("*/redis.sock")
+
+    def command(self, *command: str) -> object:
+        with redis.Redis(unix_socket_path=str(self._socket), protocol=2) as client:
+            return client.execute_command(*command)
+
+    def signal(self, number: signal.Signals) -> None:
+        for pid in self._deployment.running("valkey"):
+            os.kill(pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def flush(self) -> None:
+        self.command("FLUSHALL")
+
+    def flush_with_functions(self) -> None:
+        self.command("FLUSHALL")
+        self.command("FUNCTION", "FLUSH")
+
+
+@asynccontextmanager
+async def streaming(
+    client: AsyncClient, expected: list[list[int]]
+) -> AsyncIterator[list[list[int]]]:
+    """All prompts at once. Yields what has come so far, once all have begun; in the end every
+    stream has all its tokens, without an error."""
+    tokens: list[list[int]] = [[] for _ in PROMPTS]
+
+    async def stream(number: int) -> None:
+        async for delta in client.generate(PROMPTS[number], GREEDY, timeout_s=LIMIT_S):
+            tokens[number] += delta.token_ids
+
+    async with asyncio.timeout(LIMIT_S):
+        streams = [asyncio.create_task(stream(number)) for number in range(NUM_STREAMS)]
+        while not all(tokens):
+            await asyncio.sleep(0.01)
+        yield tokens
+        await asyncio.gather(*streams)
+        assert tokens == expected
+
+
+async def quiet(client: AsyncClient) -> None:
+    """Nothing is held any more, and every law holds."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                pools, audits = await client.pools(), await client.audit()
+            except QuireError:
+                pools, audits = (), ()
+            assert all(not audit.violations for audit in audits)
+            whole = pools and all(audit.ledger_checked for audit in audits)
+            if whole and not any(pool.num_held for pool in pools):
+                return
+            await asyncio.sleep(0.05)
+
+
+def pids(deployment: Deployment) -> dict[str, list[int]]:
+    return {name: deployment.running(name) for name in SERVICES}
+
+
+@pytest.mark.parametrize("lose", [Redis.kill, Redis.flush, Redis.flush_with_functions])
+async def test_streams_go_on_when_redis_loses_everything(
+    deployment: Deployment,
+    client: AsyncClient,
+    expected: list[list[int]],
+    lose: Callable[[Redis], None],
+) -> None:
+    server, before = Redis(deployment), pids(deployment)
+    async with streaming(client, expected):
+        lose(server)
+    completion = await client.complete(PROMPTS[0], GREEDY, timeout_s=LIMIT_S)
+    assert list(completion.token_ids) == expected[0]
+    assert completion.usage.num_cached_tokens >= 32
+    await quiet(client)
+    assert pids(deployment) == before
+
+
+async def test_running_streams_go_on_while_redis_is_away(
+    deployment: Deployment, client: AsyncClient, expected: list[list[int]]
+) -> None:
+    """Until they need a block, and then they wait; who comes meanwhile waits too."""
+    server, before = Redis(deployment), pids(deployment)
+    async with streaming(client, expected) as tokens:
+        server.signal(signal.SIGSTOP)
+        try:
+            comes_now = asyncio.create_task(client.complete(PROMPTS[0], GREEDY, timeout_s=LIMIT_S))
+            seen = [len(stream) for stream in tokens]
+            await asyncio.sleep(10.0)  # the outage itself
+            grown = [len(stream) - before for stream, before in zip(tokens, seen, strict=True)]
+            assert any(grown)
+        finally:
+            server.signal(signal.SIGCONT)
+        assert list((await comes_now).token_ids) == expected[0]
+    await quiet(client)
+    assert pids(deployment) == before
+
+
+async def test_an_old_copy_is_not_believed(
+    deployment: Deployment, client: AsyncClient, expected: list[list[int]]
+) -> None:
+    """Redis comes back with what it had saved when other streams were running."""
+    server, before = Redis(deployment), pids(deployment)
+    async with streaming(client, expected):
+        server.command("SAVE")
+    dump = next(deployment.run_root.glob("*/dump.rdb"))
+    try:
+        async with streaming(client, expected):
+            assert dump.stat().st_size > 0
+            server.kill()
+        await quiet(client)
+    finally:
+        dump.unlink()
+    assert pids(deployment) == before
+    assert "law_broken" not in deployment.log.read_text()
+
+
+async def test_a_stuck_worker_holds_nobody_up_for_long(
+    deployment: Deployment, client: AsyncClient, expected: list[list[int]]
+) -> None:
+    """Redis is lost while a decode worker stands still: its streams go on elsewhere, and what it
+    may still write is nobody else's until it has gone."""
+    server = Redis(deployment)
+    victim = deployment.running("services.decode")[0]
+    async with streaming(client, expected):
+        os.kill(victim, signal.SIGSTOP)
+        server.flush()
+        try:
+            completion = await client.complete(PROMPTS[0], GREEDY, timeout_s=LIMIT_S)
+            assert list(completion.token_ids) == expected[0]
+        finally:
+            os.kill(victim, signal.SIGCONT)
+    await quiet(client)
+    assert victim not in deployment.running("services.decode")
+
+
+def test_nothing_else_was_restarted(deployment: Deployment) -> None:
+    listing = subprocess.run(
+        ["grep", "-c", "it starts again", str(deployment.log)], capture_output=True, text=True
+    )
+    assert int(listing.stdout) > 0

@@ -1,0 +1,349 @@
+"""Workers whose server lost everything tell it what they hold, and go on: whoever calls meanwhile
+waits, and gets an answer."""
+
+import asyncio
+import math
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from blockstore.errors import LedgerError, OutOfBlocks, WorkerFenced
+from blockstore.hashing import next_hash
+from blockstore.redis_store import RedisStore
+from blockstore.store import Asserted, Growth
+from services.common.pool.directory import PoolDirectory, new_directory
+from services.common.pool.header import PoolHeader
+from services.common.pool.layout import PoolLayout
+from services.common.pool.locks import WorkerLock
+from services.common.pool.recovery import PoolRecovery
+from services.common.pool.stamps import Stamps, record_bytes
+from tests.conftest import Valkey
+
+NUM_BLOCKS, SIZE, LIMIT_S = 24, 4, 10.0
+LAYOUT = PoolLayout("model", "fingerprint", 1, 1, 4, "float32", SIZE)
+HEADER = PoolHeader("pool", "", LAYOUT, NUM_BLOCKS, 0)
+ROOT = b"r" * 16
+TOKENS = (1, 2, 3, 4), (5, 6, 7, 8)
+A = next_hash(ROOT, TOKENS[0])
+B = next_hash(A, TOKENS[1])
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> PoolDirectory:
+    with new_directory(tmp_path, "pool") as made:
+        made.stamps.write_bytes(bytes(NUM_BLOCKS * record_bytes(SIZE)))
+        HEADER.write(made.header)
+    return PoolDirectory(tmp_path / "pool")
+
+
+class Worker:
+    """What the tests need of a worker: its lock, its store and the pool's stamps."""
+
+    def __init__(self, name: str, url: str, directory: PoolDirectory, store: RedisStore) -> None:
+        self.name = name
+        self.store = store
+        self.url = url
+        self.lock = WorkerLock.create(directory.lock_path(name))
+        self.stamps = Stamps(directory.stamps, NUM_BLOCKS, SIZE)
+        self.beating = asyncio.create_task(self._beat())
+
+    async def _beat(self) -> None:
+        """Its pulse, without which an idle worker would not notice."""
+        while True:
+            await asyncio.sleep(0.02)
+            await self.store.heartbeat("pool", self.name)
+
+    async def allocate(self, holder: str, order: int, num_blocks: int) -> tuple[int, ...]:
+        """Blocks of its own, stamped as such."""
+        found = await self.store.allocate("pool", holder, self.name, order, [], num_blocks)
+        self.stamps.own(found.block_ids, holder)
+        return found.block_ids
+
+    async def grow(self, holder: str, epoch: int, have: int, total: int) -> tuple[int, ...]:
+        growth = Growth(holder, epoch, have, total)
+        (grown,) = (await self.store.extend("pool", self.name, [growth])).grown
+        assert grown.error is None
+        self.stamps.own(grown.block_ids, holder)
+        return grown.block_ids
+
+
+@asynccontextmanager
+async def joined(url: str, directory: PoolDirectory, *names: str) -> AsyncIterator[list[Worker]]:
+    workers = []
+    for name in names:
+        store = await RedisStore.connect(url, retry_for_s=math.inf)
+        await store.register_pool(HEADER.spec)
+        await store.register_worker(HEADER.spec, name, PoolRecovery(directory))
+        workers.append(Worker(name, url, directory, store))
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            yield workers
+    finally:
+        for worker in workers:
+            worker.beating.cancel()
+            await worker.store.close()
+            worker.stamps.close()
+            worker.lock.close()
+
+
+async def assert_whole(workers: list[Worker]) -> None:
+    """The ledger is clean, and says of holders what their workers believe (an issuer may not have
+    heard yet of a claim)."""
+    known: dict[str, Asserted] = {}
+    for worker in workers:
+        (holdings,) = worker.store._joined["pool"]
+        for held in holdings.told()[0]:
+            if held.holder_id not in known or known[held.holder_id].epoch < held.epoch:
+                known[held.holder_id] = held
+    store = await RedisStore.connect(workers[0].url)
+    found = {h.holder_id: (h.epoch, h.num_blocks) for h in await store.holders("pool")}
+    report = await store.audit("pool")
+    await store.close()
+    assert found == {key: (held.epoch, len(held.block_ids)) for key, held in known.items()}
+    assert report.ledger_checked
+    assert report.violations == ()
+
+
+def restart(valkey: Valkey) -> None:
+    valkey.kill()
+    valkey.start()
+
+
+def flush(valkey: Valkey) -> None:
+    valkey.command("FLUSHALL")
+
+
+def flush_all_there_is(valkey: Valkey) -> None:
+    valkey.command("FLUSHALL")
+    valkey.command("FUNCTION", "FLUSH")
+
+
+LOSSES = pytest.mark.parametrize("lose", [restart, flush, flush_all_there_is])
+Lose = Callable[[Valkey], None]
+
+
+@LOSSES
+async def test_work_goes_on_where_it_was(
+    own_valkey: Valkey, directory: PoolDirectory, lose: Lose
+) -> None:
+    """Holders keep their blocks, tickets can be claimed, what is finished is found again."""
+    async with joined(own_valkey.url, directory, "v", "w") as (v, w):
+        blocks = await v.allocate("a", 1, 3)
+        v.stamps.complete(blocks[0], A, ROOT, TOKENS[0])
+        v.stamps.complete(blocks[1], B, A, TOKENS[1])
+        await v.store.commit("pool", "a", 1, [(blocks[0], A), (blocks[1], B)])
+        await v.allocate("gone", 2, 2)
+        await v.store.release("pool", "gone", 1)
+        at_rest = await v.allocate("t", 3, 2)
+        await v.store.detach("pool", "t", 1)
+        lose(own_valkey)
+
+        assert await w.store.claim("pool", "t", 2, "w") == 3
+        assert not set(await v.grow("a", 1, 3, 4)) & {*blocks, *at_rest}
+        assert await w.store.match("pool", [A, B]) == 2
+        found = await w.store.allocate("pool", "n", "w", 4, [A, B], 3)
+        assert found.block_ids[:2] == blocks[:2]
+        await v.store.release("pool", "a", 1)
+        assert (await v.store.heartbeat("pool", "v")).demands == ()
+        await assert_whole([v, w])
+        assert directory.read_header().ledger_epoch == 2
+        assert (await v.store.stats("pool")).ledger_epoch == 2
+
+
+async def test_an_old_truth_is_not_believed(own_valkey: Valkey, directory: PoolDirectory) -> None:
+    """The server comes back with what it had saved long ago."""
+    async with joined(own_valkey.url, directory, "v", "w") as (v, w):
+        old = await v.allocate("old", 1, 5)
+        own_valkey.command("SAVE")
+        await v.store.release("pool", "old", 1)
+        new = await w.allocate("new", 2, 5)
+        assert set(new) == set(old)
+        restart(own_valkey)
+        assert own_valkey.command("EXISTS", "{pool}:holder:old") == 1
+
+        assert (await w.grow("new", 1, 5, 6)) == (5,)
+        assert [h.holder_id for h in await v.store.holders("pool")] == ["new"]
+        await assert_whole([v, w])
+
+
+async def test_calls_wait_for_the_server_and_for_each_other(
+    own_valkey: Valkey, directory: PoolDirectory
+) -> None:
+    """What has no answer yet is sent to the new ledger, in order."""
+    async with joined(own_valkey.url, directory, "v", "w") as (v, w):
+        await v.allocate("a", 1, 3)
+        own_valkey.kill()
+        grown = asyncio.create_task(v.grow("a", 1, 3, 4))
+        epoch = asyncio.create_task(v.store.detach("pool", "a", 1))
+        b = asyncio.create_task(v.allocate("b", 2, 2))
+        pulse = asyncio.create_task(v.store.heartbeat("pool", "v"))
+        c = asyncio.create_task(w.allocate("c", 3, 2))
+        room = asyncio.create_task(w.store.wait_for_room("pool", 0.01))
+        done, _ = await asyncio.wait([grown, epoch, b, pulse, c, room], timeout=0.2)
+        assert done == set()
+        own_valkey.start()
+        await asyncio.gather(grown, epoch, b, pulse, c, room)
+        assert epoch.result() == 2
+        assert len({0, 1, 2, *grown.result(), *b.result(), *c.result()}) == 8
+        await assert_whole([v, w])
+
+
+async def test_a_worker_that_died_meanwhile_is_not_waited_for(
+    own_valkey: Valkey, directory: PoolDirectory
+) -> None:
+    async with joined(own_valkey.url, directory, "v", "w") as (v, w):
+        await w.allocate("b", 1, 3)
+        own_valkey.kill()
+        w.beating.cancel()
+        await w.store.close()
+        w.lock.close()
+        own_valkey.start()
+        await v.allocate("a", 2, 1)
+        await assert_whole([v])
+
+
+async def test_a_worker_that_is_stuck_keeps_what_it_may_write(
+    own_valkey: Valkey, directory: PoolDirectory
+) -> None:
+    """Once it is fenced the others go on; it comes back to hear that it was."""
+    async with joined(own_valkey.url, directory, "v", "w") as (v, w):
+        w.beating.cancel()
+        stuck = await w.allocate("b", 1, 3)
+        w.stamps.complete(stuck[0], A, ROOT, TOKENS[0])
+        await w.store.commit("pool", "b", 1, [(stuck[0], A)])
+        flush(own_valkey)
+        waiting = asyncio.create_task(v.allocate("a", 2, NUM_BLOCKS - 2))
+        manager = await RedisStore.connect(own_valkey.url)
+        while "w" not in await missing(manager):
+            await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await manager.fence("pool", "w")
+        got = await waiting
+        assert set(got) == set(range(NUM_BLOCKS)) - set(stuck[1:])
+        with pytest.raises(OutOfBlocks):
+            await v.store.allocate("pool", "c", "v", 3, [], 1)
+
+        assert (await w.store.heartbeat("pool", "w")).fenced
+        with pytest.raises(WorkerFenced):
+            await w.grow("b", 1, 3, 4)
+        assert await manager.reap("pool", "w") == 1
+        await v.store.allocate("pool", "c", "v", 3, [], 2)
+        assert (await manager.audit("pool")).violations == ()
+        await manager.close()
+
+
+async def missing(store: RedisStore) -> tuple[str, ...]:
+    try:
+        return (await store.stats("pool")).missing_worker_ids
+    except LedgerError:
+        return ()
+
+
+async def test_who_only_reads_follows_to_the_new_server(
+    own_valkey: Valkey, directory: PoolDirectory
+) -> None:
+    """As gateways do, which have nothing to tell."""
+    async with joined(own_valkey.url, directory, "v") as (v,):
+        reader = await RedisStore.connect(own_valkey.url)
+        assert (await reader.stats("pool")).num_holders == 0
+        restart(own_valkey)
+        await v.allocate("a", 1, 1)
+        assert (await reader.stats("pool")).num_holders == 1
+        flush_all_there_is(own_valkey)
+        await v.allocate("b", 2, 1)
+        assert (await reader.stats("pool")).num_holders == 2
+        await reader.close()
+
+
+async def test_a_pool_whose_directory_is_gone_is_lost(
+    own_valkey: Valkey, directory: PoolDirectory
+) -> None:
+    async with joined(own_valkey.url, directory, "v") as (v,):
+        flush(own_valkey)
+        directory.path.rename(directory.path.with_name(".gone"))
+        for _ in range(2):
+            with pytest.raises(Exception, match="gone"):
+                await v.store.heartbeat("pool", "v")
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_whatever_happens_everybody_agrees_in_the_end(
+    own_valkey: Valkey, directory: PoolDirectory, seed: int
+) -> None:
+    """Three workers with random work, tickets between them, and a server that is lost again and
+    again in the middle of it."""
+    rng = random.Random(seed)
+    async with joined(own_valkey.url, directory, "u", "v", "w") as workers:
+        tickets: list[tuple[str, int]] = []
+        ids = iter(f"h{number}" for number in range(10_000))
+        stop = asyncio.Event()
+        working = [asyncio.create_task(_work(w, rng, ids, tickets, stop)) for w in workers]
+        for _ in range(4):
+            await asyncio.sleep(rng.uniform(0.02, 0.2))
+            await asyncio.to_thread(rng.choice([restart, flush, flush_all_there_is]), own_valkey)
+        await asyncio.sleep(0.05)
+        stop.set()
+        await asyncio.gather(*working)
+        for worker in workers:
+            await worker.store.heartbeat("pool", worker.name)
+        await assert_agreed(workers)
+
+
+async def _work(
+    worker: Worker,
+    rng: random.Random,
+    ids: Iterator[str],
+    tickets: list[tuple[str, int]],
+    stop: asyncio.Event,
+) -> None:
+    """Allocate, grow, put at rest, claim what anybody put at rest, release."""
+    store, held = worker.store, dict[str, tuple[int, list[int]]]()
+    while not stop.is_set():
+        match rng.choice("aagdcr"):
+            case "a":
+                holder = next(ids)
+                try:
+                    blocks = await worker.allocate(holder, 1, rng.randint(1, 3))
+                except OutOfBlocks:
+                    await store.withdraw("pool", holder)
+                else:
+                    held[holder] = 1, list(blocks)
+            case "g" if held:
+                holder, (epoch, mine) = rng.choice(list(held.items()))
+                growth = Growth(holder, epoch, len(mine), len(mine) + 1)
+                (grown,) = (await store.extend("pool", worker.name, [growth])).grown
+                assert grown.error in (None, "OUT_OF_BLOCKS")
+                worker.stamps.own(grown.block_ids, holder)
+                mine += grown.block_ids
+            case "d" if held:
+                holder = rng.choice(list(held))
+                epoch, _ = held.pop(holder)
+                tickets.append((holder, await store.detach("pool", holder, epoch)))
+            case "c" if tickets:
+                holder, epoch = tickets.pop(rng.randrange(len(tickets)))
+                claimed = await store.claim("pool", holder, epoch, worker.name)
+                (info,) = [h for h in await store.holders("pool") if h.holder_id == holder]
+                await store.release("pool", holder, info.epoch)
+                assert info.epoch == claimed
+            case "r" if held:
+                holder = rng.choice(list(held))
+                epoch, _ = held.pop(holder)
+                await store.release("pool", holder, epoch)
+    for holder, (epoch, _) in held.items():
+        await store.release("pool", holder, epoch)
+
+
+async def assert_agreed(workers: list[Worker]) -> None:
+    """What is left are tickets that nobody claimed, and such that their issuers have not heard the
+    end of."""
+    store = await RedisStore.connect(workers[0].url)
+    for holder in await store.holders("pool"):
+        assert holder.epoch == 2
+        await store.release("pool", holder.holder_id, 2)
+    report = await store.audit("pool")
+    await store.close()
+    assert report.violations == ()
+    assert (report.num_held, report.num_free + report.num_cached) == (0, NUM_BLOCKS)

@@ -1,0 +1,63 @@
+"""Who was given up while it did not run neither writes nor answers."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from blockstore.errors import WorkerFenced
+from services.common.pool.locks import WorkerLock, give_up
+from services.engine.batch import Drawn, Row
+from services.worker.permit import Permit, PermittedForward
+
+
+class Forward:
+    def __init__(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        self.num_runs = 0
+        self._meanwhile = meanwhile
+
+    def run(self, rows: Sequence[Row]) -> Sequence[Drawn]:
+        self.num_runs += 1
+        self._meanwhile()
+        return ()
+
+    def rest(self) -> None:
+        pass
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> WorkerLock:
+    return WorkerLock.create(tmp_path / "decode-1.lock")
+
+
+def test_nothing_is_written_once_it_was_given_up(lock: WorkerLock) -> None:
+    forward = Forward()
+    permitted = PermittedForward(forward, Permit([lock]))
+    permitted.run(())
+    give_up(lock.path)
+    with pytest.raises(WorkerFenced):
+        permitted.run(())
+    assert forward.num_runs == 1
+
+
+def test_what_was_computed_meanwhile_does_not_count(lock: WorkerLock) -> None:
+    """What it read may have been somebody else's by then."""
+    permitted = PermittedForward(Forward(lambda: give_up(lock.path)), Permit([lock]))
+    with pytest.raises(WorkerFenced):
+        permitted.run(())
+
+
+def test_copies_need_a_permit_of_every_pool(lock: WorkerLock, tmp_path: Path) -> None:
+    colder = WorkerLock.create(tmp_path / "colder.lock")
+    copied: list[tuple[int, int]] = []
+    copy = Permit([lock, colder]).for_copies(copied.extend)
+    copy([(1, 2)])
+    give_up(colder.path)
+    with pytest.raises(WorkerFenced):
+        copy([(3, 4)])
+    assert copied == [(1, 2)]
+
+
+def test_a_worker_that_is_gone_cannot_be_given_up(tmp_path: Path) -> None:
+    give_up(tmp_path / "nobody.lock")
+    assert list(tmp_path.iterdir()) == []
