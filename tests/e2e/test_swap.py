@@ -1,8 +1,12 @@
 """Requests that give way to others are swapped out and go on, between real processes."""
 
 import asyncio
+import os
 import random
+import signal
 from pathlib import Path
+
+import pytest
 
 from quire.client import AsyncClient
 
@@ -13,22 +17,28 @@ from .test_serving import assert_clean, assert_greedy, greedy, prompt, settled
 NUM_BLOCKS = 64
 
 
+@pytest.mark.parametrize("killed", ["", "services.decode", "services.prefill"])
 async def test_what_gives_way_is_swapped_out_and_goes_on(
-    checkpoint: Path, oracle: Oracle, tmp_path: Path
+    checkpoint: Path, oracle: Oracle, tmp_path: Path, killed: str
 ) -> None:
     """24 requests of 16 blocks each on 64 blocks, with as many to swap to: all tokens are right,
-    some were swapped out, and a recount of both pools is right at any moment."""
+    some were swapped out, and a recount of both pools is right at any moment. `killed`: also when a
+    worker dies, with what it has swapped out or is bringing back."""
     size = str(NUM_BLOCKS * (BLOCK_BYTES + STAMP_BYTES))
     options = ("--pool-memory", size, "--swap-memory", size, "--preemption", "swap")
     with serving(checkpoint, tmp_path, "--decode", "2", *options) as running:
         client = AsyncClient(running.address)
-        pools = {pool.model: pool for pool in await client.pools()}
-        name = next(model for model in pools if not model.endswith("-swap"))
-        assert set(pools) == {name, f"{name}-swap"}
-        assert {len(pool.worker_ids) for pool in pools.values()} == {3}
+        async with asyncio.timeout(60):
+            while [len(pool.worker_ids) for pool in await client.pools()] != [3, 3]:
+                await asyncio.sleep(0.05)
+        name, beside = sorted(pool.model for pool in await client.pools())
+        assert beside == f"{name}-swap"
         prompts = [prompt(100 + n, random.Random(n).randrange(10, 100)) for n in range(24)]
         asked = [client.complete(p, greedy(256 - len(p))) for p in prompts]
         tasks = [asyncio.create_task(one) for one in asked]
+        if killed:
+            await until_swapped(client, beside)
+            os.kill(running.running(killed)[0], signal.SIGKILL)
         while not all(task.done() for task in tasks):
             assert_clean(await client.audit())
             await asyncio.sleep(0.1)
@@ -38,6 +48,13 @@ async def test_what_gives_way_is_swapped_out_and_goes_on(
             assert len(completion.token_ids) == 256 - len(p)
             assert_greedy(oracle, p, completion)
         await settled(client)
-        (colder,) = [p for p in await client.pools() if p.model == f"{name}-swap"]
+        (colder,) = [p for p in await client.pools() if p.model == beside]
         assert colder.num_prefix_queries > 0
         await client.close()
+
+
+async def until_swapped(client: AsyncClient, model: str) -> None:
+    """Something is in the colder pool now."""
+    async with asyncio.timeout(30):
+        while not any(p.num_held for p in await client.pools() if p.model == model):
+            await asyncio.sleep(0)
