@@ -96,11 +96,17 @@ class Engine:
         advances, broken = [], []
         for (sequence, count), token in zip(batch, drawn, strict=True):
             if isinstance(token, Fault):
-                self._scheduler.remove(sequence.key)
-                broken.append(Broken(sequence.key, token, sequence.full_blocks))
+                broken.append(self._break(sequence, token))
             else:
                 advances.append(self._advance(sequence, count, token))
         return tuple(advances), tuple(broken)
+
+    def _break(self, sequence: Sequence, fault: Fault) -> Broken:
+        """Drop it. Its blocks say nothing any more, so that no recovery believes them."""
+        self._scheduler.remove(sequence.key)
+        blocks = sequence.full_blocks
+        self._stamps.own([block_id for block_id, _ in blocks], sequence.key)
+        return Broken(sequence.key, fault, blocks)
 
     def _advance(self, sequence: Sequence, count: int, token: int | None) -> Advance:
         finish = sequence.advance(count, token)

@@ -115,14 +115,17 @@ async def test_a_sequence_that_is_not_finite_fails_alone(bench: Bench) -> None:
 
 
 async def test_an_abort_of_a_sequence_that_is_not_finite_is_not_answered(bench: Bench) -> None:
+    """And its blocks say nothing any more, so that no recovery publishes them again."""
     bench.decode_model.gate.clear()
     bench.decode_model.poison = PROMPT[0]
     issued = await start(bench, ticket("r1", PROMPT, max_tokens=20))
     await bench.until(lambda: bench.decode_model.num_begun == 1)
+    assert len(bench.arena.stamps.complete_blocks([issued.holder_id])[issued.holder_id]) == 2
     bench.decode.abort(bench.session, *issued.key)
     bench.decode_model.gate.set()
     await bench.until_empty()
     assert bench.session.of(Failed) == []
+    assert bench.arena.stamps.complete_blocks([issued.holder_id]) == {}
 
 
 async def test_all_tokens_of_a_step_go_in_one_message(bench: Bench) -> None:
