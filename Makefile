@@ -4,7 +4,7 @@ PROTOC := PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc
 
 CXX_FILES := $(shell find kernels/csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup proto lint type test test-full check bench up down clean
+.PHONY: help setup proto lint type test test-full check chaos bench up down clean
 .NOTPARALLEL:
 
 # Tests run beside the services that they start: one thread each, and none that spins.
@@ -48,6 +48,12 @@ test-full: setup ## All tests, whole matrices
 	$(TEST_ENV) $(BIN)/pytest -m "full or not full"
 
 check: lint type test ## Everything that must pass before a merge
+
+MINUTES ?= 5
+SEED ?= 1
+
+chaos: setup ## Kill, stop and drain processes under load (MINUTES=5 SEED=1); nobody may notice
+	$(TEST_ENV) $(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
 
 bench: setup ## Print the benchmark tables
 	for script in store gateway_relay recovery; do $(BIN)/python -m bench.$$script; done
