@@ -4,7 +4,7 @@ of the hostile one nothing is left when its streams have ended."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -257,14 +257,14 @@ def _assign(message: Any, name: str, value: Any) -> None:
 
 def utter(saying: Say, streams: tuple[Stream, Stream], tickets: dict[str, Any]) -> None:
     stream = streams[saying.to]
-    key = {"request_id": saying.request_id, "attempt": saying.attempt}
+    key: dict[str, Any] = {"request_id": saying.request_id, "attempt": saying.attempt}
     match saying.command, saying.to:
         case "ticket", 0:
             forged = forge(tickets[saying.base], saying.changes)
             stream.say(submit=prefill_pb2.PrefillSubmit(ticket=forged))
         case "ticket", _:
             forged = forge(tickets[saying.base], saying.changes)
-            own = {"request_id": forged.request_id, "attempt": forged.attempt}
+            own: dict[str, Any] = {"request_id": forged.request_id, "attempt": forged.attempt}
             stream.say(reserve=decode_pb2.Reserve(num_sequences=1, **own))
             stream.say(admit=decode_pb2.Admit(ticket=forged))
         case "reserve", 1:
@@ -284,13 +284,15 @@ def utter(saying: Say, streams: tuple[Stream, Stream], tickets: dict[str, Any]) 
 # The honest one
 
 
-async def honest(workers: Workers, midway: Callable[[], Any]) -> list[int]:
+async def honest(
+    workers: Workers, midway: Callable[[ticket_pb2.Ticket], Awaitable[None]]
+) -> list[int]:
     """Its walk through prefill and decode, with `midway` when its ticket is at rest and when it
     runs; its tokens."""
     prefill, decode = workers.connect()
     for stream in (prefill, decode):
         stream.say(hello=HELLO)
-    key = {"request_id": HONEST.request_id, "attempt": HONEST.attempt}
+    key: dict[str, Any] = {"request_id": HONEST.request_id, "attempt": HONEST.attempt}
     decode.say(reserve=decode_pb2.Reserve(num_sequences=1, **key))
     prefill.say(submit=prefill_pb2.PrefillSubmit(ticket=ticket_to_wire(HONEST)))
     await workers.until(lambda: bool(prefill.hear("prefilled")))
