@@ -1,0 +1,152 @@
+"""Connections that are slow, cut or half-open: no token is lost, and nobody waits for ever."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from quire import AsyncClient, links
+from quire.types import Sampling
+from services.common import rpc
+from tests.proxy import Proxy
+
+from .conftest import PROMPT, Call, House, asked, until
+from .fakes import FakeDecode, FakePrefill, expected, member, start
+
+QUICK_KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 500),
+    ("grpc.keepalive_timeout_ms", 500),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""Tests cannot wait for the 15 s of the real one."""
+
+
+def quicker(options: Any) -> list[Any]:
+    changed = dict(QUICK_KEEPALIVE)
+    return [*((name, value) for name, value in options if name not in changed), *changed.items()]
+
+
+class Partitioned:
+    """A gateway, a prefill worker, and decode workers behind a proxy each."""
+
+    def __init__(self, house: House, decode: list[FakeDecode], proxies: list[Proxy]) -> None:
+        self.house = house
+        self.decode = decode
+        self.proxies = proxies
+
+
+@pytest.fixture
+async def partitioned(make_house: Any) -> AsyncIterator[Partitioned]:
+    """`decode-1` has more slots, and so is chosen first."""
+    house = await make_house(FakePrefill())
+    decode = [FakeDecode("decode-1", num_slots=64), FakeDecode("decode-2", num_slots=8)]
+    async with AsyncExitStack() as stack:
+        proxies = []
+        for worker in decode:
+            server, address = await start(worker)
+            stack.push_async_callback(server.stop)
+            proxy = await stack.enter_async_context(Proxy(address))
+            proxies.append(proxy)
+            one = member(worker, proxy.address, str(house.model_dir))
+            await house.registry.announce(one, ttl_s=1e6)
+        await until(lambda: {"decode-1", "decode-2"} <= house.connected())
+        yield Partitioned(house, decode, proxies)
+
+
+async def underway(at: Partitioned) -> Call:
+    """A request that has 3 tokens from `decode-1`."""
+    for decode in at.decode:
+        decode.pause_after = 3
+    call = Call(at.house.gateway, asked())
+    await until(lambda: len(call.tokens) == 3)
+    return call
+
+
+async def test_a_slow_connection_is_slow_and_nothing_else(partitioned: Partitioned) -> None:
+    for proxy in partitioned.proxies:
+        proxy.delay_s = 0.02
+    call = Call(partitioned.house.gateway, asked())
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+
+
+async def test_a_cut_connection_costs_a_recompute(partitioned: Partitioned) -> None:
+    call = await underway(partitioned)
+    partitioned.proxies[0].cut()
+    for decode in partitioned.decode:
+        decode.go_on(pause_after=8)
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    await until(lambda: partitioned.decode[0].num_hellos == 2)  # and it is used again
+
+
+async def test_a_half_open_connection_is_given_up(partitioned: Partitioned) -> None:
+    """The worker lives and decodes on, the gateway hears nothing of it: the request goes on at the
+    other one, and what the first one says when the line is back is dropped."""
+    call = await underway(partitioned)
+    partitioned.proxies[0].hold()
+    partitioned.decode[0].go_on(pause_after=8)
+    partitioned.decode[1].go_on(pause_after=8)
+    await call.result()
+    partitioned.proxies[0].release()
+    assert call.tokens == expected(PROMPT, 8)
+    await until(lambda: not partitioned.decode[0].slots)
+    again = Call(partitioned.house.gateway, asked("r2"))
+    await again.result()
+    assert again.tokens == expected(PROMPT, 8)
+
+
+async def test_a_worker_that_cannot_be_reached_is_none(partitioned: Partitioned) -> None:
+    await partitioned.proxies[0].close()
+    await until(lambda: partitioned.house.connected() == {"prefill-1", "decode-2"})
+    call = Call(partitioned.house.gateway, asked())
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+
+
+async def test_a_client_leaves_a_gateway_that_it_hears_nothing_of(
+    make_house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half-open between client and gateway: keepalive ends the call, and the other way to the same
+    gateway goes on with the request that still runs there."""
+    monkeypatch.setattr(links, "_CHANNEL_OPTIONS", quicker(links._CHANNEL_OPTIONS))
+    decode, prefill = FakeDecode(), FakePrefill()
+    house = await make_house(prefill, decode)
+    decode.pause_after = 3
+    address = await house.listen()
+    async with (
+        Proxy(address) as proxy,
+        AsyncClient(f"{proxy.address},{address}") as client,
+        asyncio.timeout(20),
+    ):
+        tokens: list[int] = []
+        async for delta in client.generate(list(PROMPT), Sampling(0.0, max_tokens=8)):
+            tokens += delta.token_ids
+            if len(tokens) == 3:
+                proxy.hold()
+                decode.go_on(pause_after=8)
+    assert tokens == expected(PROMPT, 8)
+
+
+async def test_a_gateway_ends_what_a_vanished_client_left(
+    make_house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing says that the client is gone: the gateway's keepalive finds out."""
+    monkeypatch.setattr(rpc, "_SERVER_OPTIONS", tuple(quicker(rpc._SERVER_OPTIONS)))
+    decode = FakeDecode()
+    house = await make_house(FakePrefill(), decode)
+    decode.pause_after = 3
+    async with (
+        Proxy(await house.listen()) as proxy,
+        AsyncClient(proxy.address) as client,
+    ):
+        stream = client.generate(list(PROMPT), Sampling(0.0, max_tokens=8))
+        await anext(stream)
+        proxy.hold()
+        await until(lambda: bool(decode.aborted))
+        assert not decode.running
+        proxy.release()
+        await stream.aclose()
