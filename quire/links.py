@@ -25,6 +25,7 @@ _CHANNEL_OPTIONS = [
     # A gateway whose machine vanished is noticed within 15 s; a dead process at once, by TCP.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     # Each client has a connection of its own: one that is slow holds up none of the others.
     ("grpc.use_local_subchannel_pool", 1),

@@ -49,6 +49,11 @@ class GatewaySettings(ServiceSettings):
     silence_s: float = Field(
         default=2.0, gt=0, description="how long a worker may say nothing before it is given up"
     )
+    read_window_s: float = Field(
+        default=10.0,
+        ge=0,
+        description="how long a request pauses for a client that does not read it",
+    )
     stop_grace_s: float = Field(
         default=10.0, ge=0, description="how long running requests may go on after SIGTERM"
     )

@@ -65,12 +65,14 @@ class Workers(Protocol):
 @dataclass(frozen=True, slots=True)
 class Limits:
     """`patience_s`: how long a request waits while no worker can take it at all. `rebalance_s`:
-    how often the loads of decode workers are compared; 0: never."""
+    how often the loads of decode workers are compared; 0: never. `read_window_s`: how long a
+    request pauses for a client that does not read."""
 
     max_waiting: int = 1024
     patience_s: float = 5.0
     reserve_timeout_s: float = 2.0
     rebalance_s: float = 1.0
+    read_window_s: float = 10.0
 
 
 class Dispatcher:
@@ -171,7 +173,7 @@ class Dispatcher:
         found = None if request.received is None else await self._find(request)
         if self._closed:
             raise Draining(_STOPPING)
-        journey = Journey(request, place, output, self, self._attempts)
+        journey = Journey(request, place, output, self, self._attempts, self._limits.read_window_s)
         self._journeys[journey.id] = journey
         if found is not None:
             journey.adopt(found)
@@ -193,7 +195,8 @@ class Dispatcher:
     def waits_again(self, journey: Journey) -> None:
         lane = self.lane(journey.request.model)
         lane.forecast.gave_way(journey)
-        lane.line.join(journey, self._clock())
+        if not journey.paused:
+            lane.line.join(journey, self._clock())
         self._bell.ring()
 
     def has_ended(self, journey: Journey, error: Exception | None) -> None:

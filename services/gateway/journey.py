@@ -59,6 +59,7 @@ from services.gateway.messages import (
     Submit,
 )
 from services.gateway.output import Output
+from services.gateway.pause import Pause
 from services.gateway.slot import AtRest, Slot, Told
 from services.gateway.wire import error_of
 from services.gateway.worker import Errand, Worker
@@ -117,6 +118,7 @@ class Journey:
         output: Output,
         desk: Desk,
         attempts: Iterator[int],
+        read_window_s: float = 10.0,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.request = request
@@ -141,6 +143,8 @@ class Journey:
         self._custody = Custody()
         self._alarm: asyncio.TimerHandle | None = None
         self._set_alarm()
+        self._pause = Pause(read_window_s, self._not_read)
+        output.on_read = self._on_read
 
     @property
     def id(self) -> str:
@@ -181,6 +185,8 @@ class Journey:
             raise DuplicateRequest(f"another request with id {self.id!r} is running")
         self.output.close(DuplicateRequest("another call goes on with this request"))
         self.request, self.output = request, output
+        output.on_read = self._on_read
+        self._on_read()
         self._set_alarm()
         if output.write(tuple(self._tokens[num_received:]), None):
             self.end()
@@ -205,6 +211,27 @@ class Journey:
         """Whoever reads `output` is gone, and with it the request, unless another goes on."""
         if output is self.output:
             self.end()
+
+    @property
+    def paused(self) -> bool:
+        """Its client has not read what there is: it stands in no line."""
+        return self._pause.is_on
+
+    def _rest(self) -> None:
+        """Come to rest until the client has read on. Again for every attempt that goes on."""
+        self._pause.begin()
+        worker = self.settled_at
+        if worker is not None and self._pause.is_news(self.attempt):
+            worker.send(HandOver(self.id, self.attempt))
+
+    def _on_read(self) -> None:
+        if self._pause.is_on:
+            self._pause.end()
+            if self.stage is Stage.QUEUED:
+                self._desk.waits_again(self)
+
+    def _not_read(self) -> None:
+        self.end(Overloaded("the client reads too slowly; its request was cancelled", 0.0))
 
     # ── what the dispatcher does with it ─────────────────────────────────────────────────────────
 
@@ -356,6 +383,7 @@ class Journey:
         self._move(Stage.ENDED)
         if self._alarm is not None:
             self._alarm.cancel()
+        self._pause.end()
         self.output.close(error)
         self._desk.has_ended(self, error)
 
@@ -456,7 +484,9 @@ class Journey:
         if self.output.write(token_ids, finish):
             self.end(told=(sender, self.attempt) if finish else None)
         elif self.output.overflowing:
-            self.end(Overloaded("the client reads too slowly; its request was cancelled", 0.0))
+            self._not_read()
+        elif self.output.congested:
+            self._rest()
 
     def _set_back(self, why: str, told: Told | None = None) -> None:
         self._num_setbacks += 1

@@ -15,8 +15,11 @@ from services.common.text.stop_strings import StopMatcher
 from services.common.ticket import FinishReason
 from services.gateway.api import Delta, Usage
 
+PAUSE_UNREAD_TOKENS = 1024
+"""A client that leaves more than this unread does not keep up: its request pauses."""
+
 MAX_UNREAD_TOKENS = 8192
-"""A client that leaves more than this unread is cancelled: it would hold blocks for nobody."""
+"""More than this is cancelled, should a worker not let go of what is to pause."""
 
 
 class Meter(Protocol):
@@ -88,6 +91,12 @@ class Output:
         self._closed = False
         self._error: Exception | None = None
         self._readable = asyncio.Event()
+        self.on_read: Callable[[], None] = lambda: None
+        """Called when the reader has taken all that there was."""
+
+    @property
+    def congested(self) -> bool:
+        return len(self._unread_ids) > PAUSE_UNREAD_TOKENS
 
     @property
     def overflowing(self) -> bool:
@@ -182,4 +191,5 @@ class Output:
         )
         self._unread_ids.clear()
         self._unread_text.clear()
+        self.on_read()
         return delta

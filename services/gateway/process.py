@@ -44,6 +44,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         settings.patience_s,
         settings.reserve_timeout_s,
         settings.rebalance_s,
+        settings.read_window_s,
     )
     async with AsyncExitStack() as stack:
         store, registry = await redis.connect(

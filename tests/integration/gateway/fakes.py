@@ -231,6 +231,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self.running: dict[str, Running] = {}
         self.answers_reservations = True
         self.parks = False
+        self.at_rest: dict[str, tuple[Session, ticket_pb2.Ticket]] = {}
         self.parked: dict[str, Running] = {}
         self.pause_after: int | None = None
         self._stepping: asyncio.Task[None] | None = None
@@ -268,7 +269,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             del self.running[abort.request_id]
 
     def on_hand_over(self, session: Session, command: decode_pb2.HandOver) -> None:
-        running = self.running.pop(command.request_id)
+        running = self.running.pop(command.request_id, None)
+        if running is None:
+            return  # it has ended meanwhile
         self.slots.discard((command.request_id, command.attempt))
         ticket = running.ticket
         sequence = ticket.sequences[0]
@@ -277,6 +280,14 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         sequence.num_computed_tokens = len(running.tokens) - 1
         ticket.holder_epoch += 2
         reason = worker_pb2.Requeue.REASON_HANDED_OVER
+        self.at_rest[command.request_id] = session, ticket
+        session.send(requeue=worker_pb2.Requeue(ticket=ticket, reason=reason))
+
+    def take_back(self, request_id: str) -> None:
+        """Release a ticket at rest, and say so."""
+        session, at_rest = self.at_rest.pop(request_id)
+        ticket = ticket_pb2.Ticket(request_id=request_id, attempt=at_rest.attempt)
+        reason = worker_pb2.Requeue.REASON_PREEMPTED
         session.send(requeue=worker_pb2.Requeue(ticket=ticket, reason=reason))
 
     def on_closed(self, session: Session) -> None:

@@ -18,6 +18,7 @@ from .fakes import FakeDecode, FakePrefill, expected, member, start
 QUICK_KEEPALIVE = (
     ("grpc.keepalive_time_ms", 500),
     ("grpc.keepalive_timeout_ms", 500),
+    ("grpc.http2.ping_timeout_ms", 500),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
@@ -25,7 +26,9 @@ QUICK_KEEPALIVE = (
 
 
 def quicker(options: Any) -> list[Any]:
+    """The same options, each of them, with other times."""
     changed = dict(QUICK_KEEPALIVE)
+    assert changed.keys() <= {*dict(options), "grpc.keepalive_permit_without_calls"}
     return [*((name, value) for name, value in options if name not in changed), *changed.items()]
 
 
