@@ -1,6 +1,7 @@
 """`quire serve` and `quire down`: a whole deployment on this host."""
 
 import argparse
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,6 +108,12 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         help="longest prompt + generation; default: the model's context",
     )
     group.add_argument("--max-num-seqs", type=_positive, metavar="N", help="per decode worker")
+    group.add_argument(
+        "--park-window",
+        type=_seconds,
+        metavar="SECONDS",
+        help="how long decode workers keep sequences whose gateway is gone; default: 10",
+    )
     group.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="per step")
 
 
@@ -174,6 +181,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        park_window_s=args.park_window,
         log_level=args.log_level,
     )
 
@@ -182,6 +190,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
 
 
 def _port(text: str) -> int:

@@ -38,6 +38,7 @@ class ServeOptions:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    park_window_s: float | None = None
     log_level: str = "info"
 
     @property

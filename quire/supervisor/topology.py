@@ -61,6 +61,7 @@ def _worker_settings(options: ServeOptions) -> dict[str, str]:
         "MAX_MODEL_LEN": options.max_model_len,
         "MAX_NUM_SEQS": options.max_num_seqs,
         "MAX_NUM_BATCHED_TOKENS": options.max_num_batched_tokens,
+        "PARK_WINDOW_S": options.park_window_s,
         "NUM_EXPECTED_WORKERS": options.num_workers,
     }
     return {name: str(value) for name, value in asked.items() if value is not None}
