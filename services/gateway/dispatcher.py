@@ -112,14 +112,15 @@ class Dispatcher:
         return len(self._journeys) - sum(len(lane.line) for lane in self._lanes.values())
 
     async def close(self) -> None:
-        """End everything: clients get Draining. Again: no error."""
+        """End everything: clients get Draining, and go on elsewhere. The streams to the workers are
+        to break after this. Again: no error."""
         self._closed = True
         tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
         for task in tasks:
             task.cancel()
         # Before anything is awaited: a process that fails may be cancelled here once more.
         for journey in tuple(self._journeys.values()):
-            journey.end(Draining(_STOPPING))
+            journey.strand(Draining(_STOPPING))
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # ── in and out ───────────────────────────────────────────────────────────────────────────────

@@ -377,9 +377,15 @@ class Journey:
 
     def end(self, error: Exception | None = None, told: Told | None = None) -> None:
         """The end, for whatever reason. Again: no error."""
+        if self.stage is not Stage.ENDED:
+            self._let_go(told)
+            self.strand(error)
+
+    def strand(self, error: Exception | None) -> None:
+        """The end here, with nobody told: our streams to the workers break next, and what they run
+        is parked for the gateway at which its client goes on. Again: no error."""
         if self.stage is Stage.ENDED:
             return
-        self._let_go(told)
         self._move(Stage.ENDED)
         if self._alarm is not None:
             self._alarm.cancel()

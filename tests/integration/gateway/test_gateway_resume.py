@@ -130,6 +130,24 @@ async def test_a_parked_sequence_goes_on_where_it_was(
     assert list(again.sequences[0].token_ids) == expected(PROMPT, 5)
 
 
+async def test_a_gateway_that_stops_leaves_its_sequences(
+    two: Two, client: AsyncClient, workers: Any
+) -> None:
+    """Its clients are told, and go on at the other one with what is parked."""
+    decode = workers[1]
+    decode.parks, decode.pause_after = True, 3
+    reader = Reader(client)
+    await reader.has(3)
+    await until(lambda: bool(decode.running))
+    closing = asyncio.create_task(two.first.assembly.dispatcher.close())
+    await two.first.lose_sight()
+    await closing
+    decode.go_on(pause_after=8)
+    await reader.end()
+    assert (reader.tokens, reader.text) == (expected(PROMPT, 8), TEXT)
+    assert not decode.aborted
+
+
 async def test_held_back_text_comes_once(two: Two, client: AsyncClient, workers: Any) -> None:
     """A stop string half seen when the stream breaks is still found, and never shown."""
     decode = workers[1]
