@@ -68,6 +68,7 @@ async def assembled(
         load=load_model,
         on_change=changes.ring,
         poll_s=poll_s,
+        gateway_id=gateway_id,
     )
     dispatcher = Dispatcher(
         fleet, Router(store, secret), registry, limits, changes, figures.has_ended

@@ -59,6 +59,9 @@ class Workers(Protocol):
 
     def who_may_have(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]: ...
 
+    @property
+    def others_serve(self) -> bool: ...
+
     def forget_refusals(self) -> None: ...
 
 
@@ -112,15 +115,16 @@ class Dispatcher:
         return len(self._journeys) - sum(len(lane.line) for lane in self._lanes.values())
 
     async def close(self) -> None:
-        """End everything: clients get Draining, and go on elsewhere. The streams to the workers are
-        to break after this. Again: no error."""
+        """End everything: clients get Draining. If there is another gateway they go on there, with
+        what workers park when our streams to them break after this. Again: no error."""
         self._closed = True
         tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
         for task in tasks:
             task.cancel()
         # Before anything is awaited: a process that fails may be cancelled here once more.
         for journey in tuple(self._journeys.values()):
-            journey.strand(Draining(_STOPPING))
+            leave = journey.strand if self._workers.others_serve else journey.end
+            leave(Draining(_STOPPING))
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # ── in and out ───────────────────────────────────────────────────────────────────────────────

@@ -62,6 +62,7 @@ class Fleet:
         on_change: Callable[[], None],
         poll_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
+        gateway_id: str = "",
     ) -> None:
         self._registry = registry
         self._store = store
@@ -69,6 +70,9 @@ class Fleet:
         self._load = load
         self._on_change = on_change
         self._poll_s = poll_s
+        self._gateway_id = gateway_id
+        self.others_serve = False
+        """Whether there is another gateway, for clients of ours to go on at."""
         self._connections: dict[str, Connection] = {}
         self._specs: dict[str, PoolSpec] = {}
         self._models: dict[str, Model] = {}
@@ -162,6 +166,11 @@ class Fleet:
         members = await self._registry.members()
         managers = [member for member in members if member.role == "block_manager"]
         self.block_manager = managers[0] if managers else None
+        self.others_serve = any(
+            (member.role, member.state) == ("gateway", "serving")
+            and member.member_id != self._gateway_id
+            for member in members
+        )
         workers = [member for member in members if member.role in _WORKER_ROLES]
         starting = [member for member in workers if member.state == "starting"]
         present = {m.member_id: m for m in workers if m.state != "starting"}

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
+from blockstore.registry import Member
 from quire import AsyncClient, InvalidRequest, Unreachable
 from quire.messages import Request
 from quire.types import Sampling
@@ -139,9 +140,11 @@ async def test_a_gateway_that_stops_leaves_its_sequences(
     reader = Reader(client)
     await reader.has(3)
     await until(lambda: bool(decode.running))
-    closing = asyncio.create_task(two.first.assembly.dispatcher.close())
+    other = Member("gateway-2", "gateway", "127.0.0.1:1", "serving", 1, 1)
+    await two.first.registry.announce(other, ttl_s=1e6)
+    await until(lambda: two.first.assembly.fleet.others_serve)
+    await two.first.assembly.dispatcher.close()
     await two.first.lose_sight()
-    await closing
     decode.go_on(pause_after=8)
     await reader.end()
     assert (reader.tokens, reader.text) == (expected(PROMPT, 8), TEXT)
