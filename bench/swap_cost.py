@@ -135,12 +135,14 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryDirectory(dir="/dev/shm") as shm,
     ):
-        settings = PrefillSettings(
-            model=make_checkpoint(Path(folder) / "model", SHAPES[asked.shape]),
-            run_dir=Path(shm),
-            pool_memory="512MiB",
-            swap_memory="512MiB",
-            threads=asked.threads,
+        settings = PrefillSettings.model_validate(
+            {
+                "model": make_checkpoint(Path(folder) / "model", SHAPES[asked.shape]),
+                "run_dir": Path(shm),
+                "pool_memory": "512MiB",
+                "swap_memory": "512MiB",
+                "threads": asked.threads,
+            }
         )
         asyncio.run(run(settings, asked.tokens, asked.rounds))
 
