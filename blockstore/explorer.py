@@ -1,9 +1,9 @@
 """Exhaustive exploration of the block store's protocol: every interleaving, every state once.
 
 `python -m blockstore.explorer` walks breadth first through everything that can happen in
-`blockstore.scenario`, checks the laws in every state, and then that no state is stuck: from each
-one, all requests can come to an end without any further fault. The first violation found is one of
-those with the shortest trace.
+`blockstore.scenario`, and in a recovery (`blockstore.recovery_scenario`), checks the laws in every
+state, and then that no state is stuck: from each one, all requests can come to an end without any
+further fault. The first violation found is one of those with the shortest trace.
 """
 
 import argparse
@@ -11,20 +11,39 @@ import gc
 import sys
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
-from blockstore.actors import Faults, State
+from blockstore.actors import Faults
 from blockstore.ledger import Ledger
-from blockstore.ledgers import Violation
+from blockstore.ledgers import Ledgers, Violation
+from blockstore.recovery_scenario import MakeRecovering, RecoveryScenario
 from blockstore.scenario import Label, MakeLedger, Scenario, spelled
 
 EXPLORED = (Faults(crashes=1, losses=1), Faults(losses=1, fences=1))
 """Each within half a minute on one core. (A fenced worker may exit and be reaped in any case.)"""
 
+RECOVERY_FAULTS = 3
+"""Workers that are stuck or die in a recovery, or after it."""
+
 EXPLORED_IN_FULL = (*EXPLORED, Faults(crashes=1, fences=1))
 """Any two of the faults together; the last pair has four million transitions."""
+
+
+class Explored(Protocol):
+    """A scenario: states are hashable, steps have a label, a state, and whether they are faults."""
+
+    ledgers: Ledgers
+
+    def start(self) -> Any: ...
+    def finished(self, state: Any) -> bool: ...
+    def served(self, state: Any) -> bool: ...
+    def steps(self, state: Any) -> Iterator[Any]: ...
+    def check(self, state: Any) -> None:
+        """Raises Violation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +63,7 @@ class Exploration:
 class _Graph:
     """States by number, how each was first reached, and the steps that are no faults."""
 
-    def __init__(self, start: State) -> None:
+    def __init__(self, start: Hashable) -> None:
         self.states = [start]
         self.num_transitions = 0
         self._numbers = {start: 0}
@@ -53,7 +72,7 @@ class _Graph:
         self._sources = array("q")
         self._targets = array("q")
 
-    def add(self, source: int, label: Label, target: State, fault: bool) -> bool:
+    def add(self, source: int, label: Label, target: Hashable, fault: bool) -> bool:
         """Whether `target` is new."""
         self.num_transitions += 1
         number = self._numbers.setdefault(target, len(self.states))
@@ -108,13 +127,19 @@ def _without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _explore(scenario: Scenario) -> Exploration:
+def explore_recovery(num_faults: int, make_ledger: MakeRecovering = Ledger) -> Exploration:
+    """The same of a recovery in which so many workers are stuck or die."""
+    with _without_gc():
+        return _explore(RecoveryScenario(make_ledger, num_faults))
+
+
+def _explore(scenario: Explored) -> Exploration:
     graph = _Graph(scenario.start())
     finished: list[int] = []
 
     def result(violation: str = "", trace: tuple[str, ...] = ()) -> Exploration:
         num_states, num_ledgers = len(graph.states), len(scenario.ledgers)
-        served = [n for n in finished if all(r.status == "done" for r in graph.states[n].requests)]
+        served = [number for number in finished if scenario.served(graph.states[number])]
         counts = (num_states, graph.num_transitions, num_ledgers, len(finished), len(served))
         return Exploration(*counts, violation, trace)
 
@@ -137,11 +162,14 @@ def main() -> int:
     """Print what was explored; exit status 1 when a law is broken."""
     parser = argparse.ArgumentParser(prog="python -m blockstore.explorer")
     parser.add_argument("--full", action="store_true", help="also a crash and a fence together")
-    for faults in EXPLORED_IN_FULL if parser.parse_args().full else EXPLORED:
+    faults = EXPLORED_IN_FULL if parser.parse_args().full else EXPLORED
+    explorations = {str(each): partial(explore, each) for each in faults}
+    explorations["a recovery"] = partial(explore_recovery, RECOVERY_FAULTS)
+    for name, exploration in explorations.items():
         started = time.perf_counter()
-        found = explore(faults)
+        found = exploration()
         seconds = time.perf_counter() - started
-        print(f"{faults}: {found.num_states} states, {found.num_transitions} transitions", end=", ")
+        print(f"{name}: {found.num_states} states, {found.num_transitions} transitions", end=", ")
         print(f"{found.num_ledgers} ledgers, {found.num_finished} ends, {seconds:.1f} s")
         if found.violation:
             print(*found.trace, f"VIOLATION: {found.violation}", sep="\n", file=sys.stderr)

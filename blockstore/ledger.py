@@ -104,6 +104,7 @@ class Ledger:
         self._end_waits_of(worker_id)
         if worker_id in self.rebuilding.missing:
             self.rebuilding.missing.remove(worker_id)
+            self.rebuilding.top = self.spec.num_blocks  # no stamp may go unseen
             self.holders[QUARANTINE + worker_id] = quarantine_of(worker_id)
 
     def leave(self, worker_id: str) -> None:

@@ -15,8 +15,8 @@ from blockstore.store import QUARANTINE, Asserted, Content
 
 
 class Rebuilding:
-    """`missing`: workers that have not said yet what they hold. `top`: blocks below it may be held
-    or used. `is_over`: all blocks are accounted for."""
+    """`missing`: workers that have not said yet what they hold. `top`: blocks below it have to be
+    accounted for. `is_over`: all blocks are accounted for."""
 
     def __init__(self, missing: Iterable[str] = (), is_over: bool = True) -> None:
         self.missing = set(missing)
@@ -71,12 +71,15 @@ class Rebuilding:
         blocks.ranks = {}
 
     def copy(self) -> Self:
+        """Itself once it is over: then nothing in it changes any more."""
+        if self.is_over:
+            return self
         twin = copy.copy(self)
         twin.missing = self.missing.copy()
         return twin
 
     def snapshot(self) -> Hashable:
-        return self.is_over, frozenset(self.missing), self.top
+        return () if self.is_over else (frozenset(self.missing), self.top)
 
 
 def quarantine_of(worker_id: str) -> Holder:

@@ -63,6 +63,10 @@ class Scenario:
         ended = all(request.ended for request in state.requests)
         return ended and not (state.runs or state.dead or ledger.holders or ledger.waiters)
 
+    def served(self, state: State) -> bool:
+        """No request had failed."""
+        return all(request.status == "done" for request in state.requests)
+
     def steps(self, state: State) -> Iterator[Step]:
         """Every step, to a state of which all that it cannot be told apart from are the same."""
         for actor in (self._gateway, self._workers, self._block_manager, self._faults):

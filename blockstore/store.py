@@ -394,7 +394,8 @@ class BlockStore(Protocol):
 
     async def reopen(self, pool_id: str) -> None:
         """End the recovery; blocks not accounted for were never used. Recovering: workers are
-        missing, or somebody holds such a block. Again: no error."""
+        missing, or somebody holds such a block, or there is a quarantine, for which all blocks have
+        to be accounted for. Again: no error."""
 
     async def audit(self, pool_id: str) -> AuditReport:
         """Recount references from the ledger and compare with counters, states and index. While

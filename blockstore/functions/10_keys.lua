@@ -10,7 +10,7 @@
 --                                run_id          of the server when the pool was made
 --                                epoch           ledger epoch: 1, and 1 more for each recovery
 --                                recovering      1 until a recovery is over, then absent
---                                top             in a recovery: blocks below it may be held
+--                                top             in a recovery: blocks below need accounting for
 --                                next            lowest block never used (the bump counter)
 --                                clock           last score given out in T:cached
 --                                version         raised by every call that changes anything

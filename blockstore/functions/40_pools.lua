@@ -98,6 +98,7 @@ define('fence', FREES, { TEXT }, function(tag, args)
     local id, fields = 'quarantine:' .. worker, { 'epoch', 2, 'order', 0, 'cached', 0 }
     redis.call('HSET', tag .. ':holder:' .. id, 'worker', worker, unpack(fields))
     redis.call('ZADD', tag .. ':holders:' .. worker, 0, id)
+    pool.top = pool.num_blocks -- no stamp may go unseen
   end
   save(pool)
   return redis.status_reply('OK')

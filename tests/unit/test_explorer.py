@@ -5,10 +5,17 @@ from collections.abc import Sequence
 import pytest
 
 from blockstore.actors import Faults
-from blockstore.explorer import EXPLORED, EXPLORED_IN_FULL, explore
+from blockstore.explorer import (
+    EXPLORED,
+    EXPLORED_IN_FULL,
+    RECOVERY_FAULTS,
+    explore,
+    explore_recovery,
+)
 from blockstore.ledger import Ledger
+from blockstore.recovery_scenario import MakeRecovering
 from blockstore.scenario import MakeLedger
-from blockstore.store import Allocation, PrefixHash
+from blockstore.store import Allocation, Asserted, Content, PrefixHash, Wait
 
 NONE = Faults()
 CRASH = Faults(crashes=1)
@@ -142,6 +149,69 @@ class DemandsNobody(Ledger):
 )
 def test_a_broken_ledger_is_found(broken: MakeLedger, faults: Faults, violation: str) -> None:
     found = explore(faults, broken)
+
+    assert violation in found.violation
+    assert found.trace
+
+
+def test_a_recovery_keeps_the_laws_and_can_end() -> None:
+    """Whoever is stuck or dies, and whenever."""
+    found = explore_recovery(RECOVERY_FAULTS)
+
+    assert found.violation == "", "\n".join(found.trace)
+    assert found.num_states > 1_000
+    assert 0 < found.num_served < found.num_finished
+
+
+class QuarantinesNothing(Ledger):
+    """Who is stuck is forgotten."""
+
+    def fence(self, worker_id: str) -> None:
+        self.rebuilding.missing.discard(worker_id)
+        super().fence(worker_id)
+
+
+class WaitsForNobody(Ledger):
+    """Who has not spoken yet holds nothing."""
+
+    def restore(self, first: int, contents: Sequence[Content]) -> None:
+        self.rebuilding.missing.clear()
+        super().restore(first, contents)
+
+
+class BelievesTheLast(Ledger):
+    """Whoever speaks last is right."""
+
+    def reassert(
+        self, worker_id: str, holders: Sequence[Asserted], waits: Sequence[Wait]
+    ) -> tuple[str, ...]:
+        for asserted in holders:
+            if known := self.holders.pop(asserted.holder_id, None):
+                self._drop(known, set(known.held))
+        return super().reassert(worker_id, holders, waits)
+
+
+class FreesWhatIsHeld(Ledger):
+    """What is restored is free, whoever holds it."""
+
+    def restore(self, first: int, contents: Sequence[Content]) -> None:
+        before = self.blocks.next_unused
+        super().restore(first, contents)
+        restored = range(before, self.blocks.next_unused)
+        self.blocks.returned += [block for block in restored if block in self.blocks.refs]
+
+
+@pytest.mark.parametrize(
+    ("broken", "violation"),
+    [
+        (QuarantinesNothing, "which are to be had"),
+        (WaitsForNobody, "block 1 is in 2 places"),
+        (BelievesTheLast, "runs t, which is"),
+        (FreesWhatIsHeld, "in 2 places, not in 1"),
+    ],
+)
+def test_a_broken_recovery_is_found(broken: MakeRecovering, violation: str) -> None:
+    found = explore_recovery(RECOVERY_FAULTS, broken)
 
     assert violation in found.violation
     assert found.trace
