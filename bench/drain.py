@@ -49,7 +49,7 @@ class Stream:
 
     async def read(self, client: AsyncClient) -> None:
         prompt = [random.Random(self.number).randrange(300, 380) for _ in range(_PROMPT_LENGTH)]
-        sampling = Sampling(temperature=0.0, max_tokens=100_000, ignore_eos=True)
+        sampling = Sampling(temperature=0.0, max_tokens=None, ignore_eos=True)
         async for _ in client.generate(prompt, sampling):
             self.heard.append(time.perf_counter())
 

@@ -415,6 +415,26 @@ async def test_a_drained_worker_stays_until_its_tickets_are_claimed(bench: Bench
         await bench.until_empty()
 
 
+async def test_what_is_left_when_the_grace_is_over_goes_back_to_be_computed_again(
+    bench: Bench,
+) -> None:
+    """What runs, and what is at rest and not claimed."""
+    running = await start(bench, ticket("r1", PROMPT, max_tokens=500))
+    await start(bench, ticket("r2", PROMPT, max_tokens=500))
+    await bench.until(lambda: bool(outputs(bench.session, "r1") and outputs(bench.session, "r2")))
+    bench.decode.drain()
+    await handed_over(bench, "r2")
+    bench.decode.give_back()
+    async with asyncio.timeout(10):
+        await bench.decode.drained()
+    await bench.until_empty()
+    back = {r.ticket.request_id: r for r in bench.session.of(Requeued)[1:]}
+    assert set(back) == {"r1", "r2"}
+    assert all(r.reason is RequeueReason.DRAINING for r in back.values())
+    assert not any(r.ticket.sequences[0].block_ids for r in back.values())
+    assert list(back["r1"].ticket.sequences[0].token_ids) == tokens(bench.session, running)
+
+
 async def another_decode_worker(bench: Bench) -> DecodeWorker:
     membership = await join(bench.store, bench.spec, "another", bench.arena.stamps)
     metrics = WorkerMetrics(CollectorRegistry())

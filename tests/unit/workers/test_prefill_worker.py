@@ -232,6 +232,24 @@ async def test_a_lost_gateway_ends_what_came_from_it(bench: Bench) -> None:
     assert [holder.holder_id for holder in await bench.store.holders("pool")] == ["h-r2"]
 
 
+async def test_what_is_left_when_the_grace_is_over_goes_back(bench: Bench) -> None:
+    """What is computed, and a ticket that nobody has claimed."""
+    bench.prefill.submit(bench.session, ticket("r1", range(10)))
+    await bench.until(lambda: bool(bench.session.of(Prefilled)))
+    bench.prefill_model.gate.clear()
+    bench.prefill.submit(bench.session, ticket("r2", range(50, 60)))
+    await bench.until(lambda: bench.prefill.load().num_running == 1)
+    bench.prefill.drain()
+    bench.prefill.give_back()
+    bench.prefill_model.gate.set()
+    async with asyncio.timeout(10):
+        await bench.prefill.drained()
+    await bench.until_empty()
+    back = bench.session.of(Requeued)
+    assert sorted(requeued.ticket.request_id for requeued in back) == ["r1", "r2"]
+    assert all(requeued.reason is RequeueReason.DRAINING for requeued in back)
+
+
 async def test_an_unclaimed_ticket_is_taken_back(make_bench: MakeBench) -> None:
     bench = await make_bench(ticket_ttl_s=0.02)
     bench.prefill.submit(bench.session, ticket("r1", PROMPT))

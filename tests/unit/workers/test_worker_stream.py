@@ -85,6 +85,21 @@ async def test_a_gateway_that_does_not_read_loses_its_stream(
     assert [fields async for fields in session.messages()] == []
 
 
+async def test_that_it_drains_is_told_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with the next report: what runs here is to be moved."""
+    monkeypatch.setattr(stream, "_LOAD_INTERVAL_S", 60.0)
+    gateway = said(decode_pb2.DecodeConnectRequest(hello=HELLO))
+    service: Any = DecodeService(bench.decode)
+    async with aclosing(service.Connect(gateway, None)) as responses, asyncio.timeout(10):
+        reports = [(await anext(responses)).WhichOneof("event"), await anext(responses)]
+        assert reports[0] == "welcome"
+        assert not reports[1].load.draining
+        bench.decode.drain()
+        assert (await anext(responses)).load.draining
+
+
 async def test_an_attempt_sent_twice_fails_as_a_whole(bench: Bench) -> None:
     bench.prefill_model.gate.clear()
     submit = prefill_pb2.PrefillSubmit(ticket=ticket_to_wire(ticket("r1", PROMPT)))
