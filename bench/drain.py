@@ -2,11 +2,11 @@
 
     python -m bench.drain [--model embedded] [--streams 16] [--repeats 3]
 
-Starts `quire serve` with two decode workers by itself, twice as many streams as named, and drains
-one of the workers once all of them run. Prints a markdown table, a row for each repeat: how
-many streams moved, how many tokens were computed again and blocks copied (by the workers' own
-counters), and the longest gap between two messages that each stream saw from the drain until the
-worker had left. Allowed are two steps, one at either worker, and 20 ms.
+Starts `quire serve` by itself with one decode worker, which gets all streams, then a second one,
+and drains the first. Prints a markdown table, a row for each repeat: how many streams moved, how
+many tokens were computed again and blocks copied (by the workers' own counters), and the longest
+gap between two messages that each stream saw from the drain until the worker had left. Allowed are
+two steps, one at either worker, and 20 ms.
 """
 
 import argparse
@@ -109,24 +109,24 @@ async def _until(client: AsyncClient, holds: Callable[[list[Worker]], bool]) -> 
 async def measure(deployment: Deployment, num_streams: int) -> str:
     """A row of the table."""
     async with AsyncClient(deployment.address) as client:
-        await _until(client, lambda there: [w.state for w in there] == ["serving"] * 2)
-        await asyncio.sleep(_CONNECTED_S)
-        streams = [Stream(number) for number in range(2 * num_streams)]
+        (leaving,) = await decoders(client)
+        streams = [Stream(number) for number in range(num_streams)]
         reading = [asyncio.create_task(stream.read(client)) for stream in streams]
-        await _until(client, lambda there: sum(w.num_running for w in there) == len(streams))
-        await asyncio.sleep(_WATCHED_S)
+        await client.scale(num_decode=2)
+        await _until(client, lambda there: [w.state for w in there] == ["serving"] * 2)
         before = await counters(deployment)
-        leaving = max(await decoders(client), key=lambda worker: worker.num_running)
+        await asyncio.sleep(_CONNECTED_S)
         began = time.perf_counter()
         await client.drain(leaving.worker_id)
         await _until(client, lambda there: len(there) == 1)
         left = time.perf_counter()
         await asyncio.sleep(_WATCHED_S)
-        after = await counters(deployment)
         assert not any(task.done() for task in reading), "the streams were too short"
         for task in reading:
             task.cancel()
         await asyncio.gather(*reading, return_exceptions=True)
+        await _until(client, lambda there: not any(worker.num_running for worker in there))
+        after = await counters(deployment)  # the gateway counts a request when it ends
     return _row(streams, before, after, began, left)
 
 
@@ -156,15 +156,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--streams", type=int, default=16, help="at the worker that is drained")
+    parser.add_argument("--serve", nargs="*", default=[], help="more flags of `quire serve`")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
+    os.environ["QUIRE_GATEWAY_REBALANCE_S"] = "0"
     for role in ("PREFILL", "DECODE"):
         os.environ[f"QUIRE_{role}_METRICS_PORT"] = "0"
     print(_HEADER, flush=True)
     for _ in range(args.repeats):
         with (
             tempfile.TemporaryDirectory() as folder,
-            serving(args.model, Path(folder), "--decode", "2") as deployment,
+            serving(args.model, Path(folder), *args.serve) as deployment,
         ):
             print(asyncio.run(measure(deployment, args.streams)), flush=True)
 

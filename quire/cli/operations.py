@@ -80,7 +80,7 @@ def add_commands(commands: "Commands") -> None:
     )
     audit_command.add_argument("--pool", default="", metavar="ID", help="default: all pools")
     drain_command = add_client_command(
-        commands, "drain", drain, help_text="let a worker finish what it runs, then exit"
+        commands, "drain", drain, help_text="move what a worker runs to others, then let it exit"
     )
     drain_command.add_argument("worker", metavar="WORKER", help="its id, as `quire workers` says")
     drain_command.add_argument("--wait", action="store_true", help="until the worker has left")

@@ -308,10 +308,17 @@ class DecodeWorker(PoolWorker):
         self._offer(job)
 
     def _offer(self, job: Job) -> None:
-        """Tell its gateway, once it is at rest in the store too, unless it is another's by then."""
-        session = job.session
+        """Tell its gateway, once it is at rest in the store too, unless it is another's by then.
+        Writes may be under way side by side, so this one detaches again; the answer is the same."""
+        session, ticket = job.session, _ticket(job)
 
         async def offer() -> None:
+            try:
+                await self.store.detach(self.pool_id, ticket.holder_id, ticket.holder_epoch - 1)
+            except StaleHolder:  # somebody has claimed it: there is nothing to offer
+                self._forget(job)
+                report(session, ticket, STALE)
+                return
             if not job.ending and job.session is session:
                 session.send(Requeued(_ticket(job), RequeueReason.HANDED_OVER))
 

@@ -1,5 +1,6 @@
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -324,6 +325,32 @@ async def test_a_handed_over_sequence_goes_on_where_it_was(bench: Bench) -> None
         assert [*got, *rest] == expected(PROMPT, 60)
         assert bench.arena.num_computed == len(PROMPT) + 60 - 1
         await bench.until_empty()
+
+
+async def test_a_ticket_is_offered_once_it_is_at_rest_in_the_store(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before: whoever claims it would be refused, and all computed again."""
+    await start(bench, ticket("r1", PROMPT, max_tokens=500))
+    await bench.until(lambda: bool(outputs(bench.session, "r1")))
+    detach, may_detach, asked = bench.store.detach, asyncio.Event(), asyncio.Event()
+
+    async def late(*args: Any) -> int:
+        asked.set()
+        await may_detach.wait()
+        return await detach(*args)
+
+    monkeypatch.setattr(bench.store, "detach", late)
+    bench.decode.hand_over(bench.session, "r1", 1)
+    async with asyncio.timeout(10):
+        await asked.wait()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not bench.session.of(Requeued)
+    may_detach.set()
+    await bench.until(lambda: bool(bench.session.of(Requeued)))
+    bench.decode.abort(bench.session, "r1", 1)
+    await bench.until_empty()
 
 
 async def test_a_handed_over_sequence_may_come_back(bench: Bench) -> None:
