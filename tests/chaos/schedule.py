@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 KILLS = ("kill prefill", "kill decode", "kill gateway", "kill block_manager")
-KINDS = (*KILLS, "stop prefill", "stop decode", "drain decode", "kill redis")
-USUAL = (*KILLS, "kill decode", "stop prefill", "stop decode", "drain decode")
+KINDS = (*KILLS, "kill redis", "stop prefill", "stop decode", "drain decode")
+USUAL = (*KINDS, "kill decode")
 """What no stream may notice but by a pause; what comes twice is drawn twice as often."""
 
 MEAN_PAUSE_S = 3.0

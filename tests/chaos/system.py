@@ -83,9 +83,12 @@ class System:
                 await asyncio.sleep(0.1)
 
     async def _well(self, role: str) -> list[int]:
-        """Pids, in order; a worker is well when it is in the registry as serving."""
+        """Pids, in order; a worker is well when it is in the registry as serving, a gateway when it
+        says so itself."""
         self._replace(role)
         pids = self._pids(role)
+        if role == "gateway":
+            return [pid for pid in pids if await _answers(pid)]
         if role not in ("prefill", "decode"):
             return pids
         with suppress(QuireError):
@@ -128,6 +131,14 @@ class System:
                 stdout=log,
                 stderr=log,
             )
+
+
+async def _answers(pid: int) -> bool:
+    with suppress(QuireError, OSError):
+        port = _environment(pid)["QUIRE_GATEWAY_PORT"]
+        async with AsyncClient(f"127.0.0.1:{port}") as client:
+            return await client.is_ready()
+    return False
 
 
 def _worker_id(pid: int) -> str:
