@@ -45,13 +45,16 @@ class System:
         return str(pid)
 
     async def until_clean(self) -> None:
-        """An audit is answered, and finds nothing. AssertionError: it does."""
+        """An audit is answered, and finds nothing. AssertionError: it does. While a pool recovers
+        from a lost Redis its blocks have no places yet, and no audit counts."""
         async with asyncio.timeout(WELL_LIMIT_S):
             while True:
                 with suppress(QuireError):
                     audits = await self._client.audit()
-                    assert not any(audit.violations for audit in audits), audits
-                    return
+                    wrong = [audit for audit in audits if audit.violations]
+                    assert not any(audit.ledger_checked for audit in wrong), wrong
+                    if not wrong:
+                        return
                 await asyncio.sleep(0.1)
 
     async def until_empty(self) -> None:
