@@ -26,10 +26,11 @@ async def test_what_gives_way_is_swapped_out_and_goes_on(
     worker dies, with what it has swapped out or is bringing back."""
     size = str(NUM_BLOCKS * (BLOCK_BYTES + STAMP_BYTES))
     options = ("--pool-memory", size, "--swap-memory", size, "--preemption", "swap")
-    with serving(checkpoint, tmp_path, "--decode", "2", *options) as running:
+    workers = ("--prefill", "2", "--decode", "2")  # whoever is killed leaves one of its kind
+    with serving(checkpoint, tmp_path, *workers, *options) as running:
         client = AsyncClient(running.address)
         async with asyncio.timeout(60):
-            while [len(pool.worker_ids) for pool in await client.pools()] != [3, 3]:
+            while [len(pool.worker_ids) for pool in await client.pools()] != [4, 4]:
                 await asyncio.sleep(0.05)
         name, beside = sorted(pool.model for pool in await client.pools())
         assert beside == f"{name}-swap"
