@@ -1,6 +1,7 @@
 """Looks at the decode workers for a request that another gateway left there."""
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 
 from blockstore.store import PoolSpec
@@ -72,7 +73,7 @@ class Search:
             attempt=self._attempt,
             order=0,
             pool_id=spec.pool_id,
-            holder_id="",
+            holder_id=secrets.token_hex(16),  # of nobody: it names no blocks
             holder_epoch=0,
             root_hash=router.root(spec, request.cache_salt),
             prompt_token_ids=request.prompt_token_ids,

@@ -59,11 +59,12 @@ class Deployment:
 
     def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
         deadline = time.monotonic() + limit_s
-        with Client(self.address) as client:
-            while not _is_ready(client):
-                if self.process.poll() is not None or time.monotonic() > deadline:
-                    raise AssertionError(f"not serving:\n{self.log.read_text()[-6000:]}")
-                time.sleep(0.05)
+        for address in self.address.split(","):
+            with Client(address) as client:
+                while not _is_ready(client):
+                    if self.process.poll() is not None or time.monotonic() > deadline:
+                        raise AssertionError(f"not serving:\n{self.log.read_text()[-6000:]}")
+                    time.sleep(0.05)
 
     def stop(self, limit_s: float = 40.0) -> int:
         self.process.send_signal(signal.SIGINT)

@@ -22,6 +22,7 @@ from quire.v1 import (
 )
 from services.common.rpc import RpcServer
 from services.common.version import PROTOCOL_VERSION
+from services.common.wire import ticket_from_wire
 
 FIRST_TOKEN, NUM_TOKENS = 97, 26
 """Tokens are the letters a to z of a byte-level vocabulary."""
@@ -299,6 +300,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     def on_resume(self, session: Session, resume: decode_pb2.Resume) -> None:
         """Give a sequence to the gateway that asks for it."""
         wanted = resume.ticket
+        ticket_from_wire(wanted)  # InvalidRequest would break the stream
         ticket = ticket_pb2.Ticket(request_id=wanted.request_id, attempt=wanted.attempt)
         running = self.parked.pop(wanted.request_id, None)
         if running is not None:
