@@ -55,7 +55,9 @@ def test_without_faults_both_requests_can_be_served() -> None:
 class ClaimsFromTheRunning(Ledger):
     """A claim does not look at the epoch."""
 
-    def claim(self, holder_id: str, epoch: int, worker_id: str) -> int:
+    def claim(
+        self, holder_id: str, epoch: int, worker_id: str, block_ids: Sequence[int] = ()
+    ) -> int:
         self._live(worker_id)
         holder = self._holder(holder_id)
         holder.epoch, holder.worker_id = epoch + 1, worker_id
