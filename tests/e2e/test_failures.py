@@ -21,6 +21,8 @@ from .deployment import Deployment, remove, serving, start
 
 RECOVERY_LIMIT_S = 10.0
 """What is promised; docs/benchmarks.md says what it takes on a quiet machine."""
+TICKET_LIMIT_S = 45.0
+"""A ticket that was claimed and done may come back with the ledger, as its issuer's: for 30 s."""
 
 PROMPT = list(range(260, 300))
 GREEDY = Sampling(temperature=0.0, max_tokens=200, ignore_eos=True)
@@ -77,7 +79,7 @@ async def test_a_killed_process_comes_back(
         for tokens in await asyncio.gather(*streams):
             assert tokens == expected[: len(tokens)]
     await recovered(client, expected)
-    async with asyncio.timeout(RECOVERY_LIMIT_S):
+    async with asyncio.timeout(TICKET_LIMIT_S if victim == "valkey" else RECOVERY_LIMIT_S):
         while not await _clean(client):
             await asyncio.sleep(0.05)
 

@@ -14,7 +14,7 @@ from blockstore.errors import BY_CODE, InvalidArgument, LedgerError
 from blockstore.library import library_text
 from blockstore.memory_store import MemoryStore
 from blockstore.redis_store import RedisStore
-from blockstore.store import BlockStore, Growth, PoolSpec
+from blockstore.store import FUNCTION_LIBRARY, BlockStore, Growth, PoolSpec
 from tests.conftest import Valkey
 
 SPEC = PoolSpec("pool", "model", "fingerprint", num_blocks=8, block_size=4, block_bytes=64)
@@ -154,7 +154,7 @@ def test_no_function_fails_half_way(
     """Called past our client: an answer, or a code that we know; and the ledger adds up."""
     runner.run(prepare(server))
     try:
-        valkey.command("FCALL", f"quire_v1_{name}", len(keys), *keys, *args)
+        valkey.command("FCALL", f"{FUNCTION_LIBRARY}_{name}", len(keys), *keys, *args)
         code = ""
     except redis.ResponseError as error:
         code = str(error).split()[0]
