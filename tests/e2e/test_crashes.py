@@ -140,7 +140,7 @@ class Inside:
             while True:
                 holders = await self.store.holders(self.pool_id)
                 running = Counter(h.worker_id for h in holders if h.worker_id.startswith("decode"))
-                if len(running) == 2 and min(running.values()) >= 3:
+                if len(running) == 2 and min(running.values()) >= 2:
                     return
 
     async def held_by(self, worker_id: str) -> set[int]:
