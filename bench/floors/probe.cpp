@@ -25,7 +25,8 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kRuns = 7;
 constexpr size_t kBytes = size_t{256} << 20;  // a thread; more than any cache
-constexpr int kChains = 16;                   // enough that none waits for itself
+// Sums at once: enough that none waits for itself, few enough for GCC to keep them in registers.
+constexpr int kPairChains = 16, kByteChains = 12;
 constexpr long kSteps = 4'000'000;
 
 volatile float sink;  // results go here, or the compiler would leave the work out
@@ -78,19 +79,18 @@ double read_rate(int num_threads) {
 double bf16_rate(int num_threads) {
 #if defined(__AVX512BF16__)
   const double seconds = fastest(num_threads, [](int) {
-    __m512 sums[kChains] = {};
+    __m512 sums[kPairChains];
+    for (int i = 0; i < kPairChains; ++i)
+      sums[i] = _mm512_set1_ps(i);  // equal ones would be merged
     const auto x = (__m512bh)_mm512_set1_epi32(0x3c003c00);
     for (long step = 0; step < kSteps; ++step) {
 #pragma GCC unroll 16
-      for (int i = 0; i < kChains; ++i) {
-        sums[i] = _mm512_dpbf16_ps(sums[i], x, x);
-        asm volatile("" : "+v"(sums[i]));  // or the compiler would see that all are the same
-      }
+      for (int i = 0; i < kPairChains; ++i) sums[i] = _mm512_dpbf16_ps(sums[i], x, x);
     }
-    for (int i = 1; i < kChains; ++i) sums[0] = _mm512_add_ps(sums[0], sums[i]);
+    for (int i = 1; i < kPairChains; ++i) sums[0] = _mm512_add_ps(sums[0], sums[i]);
     sink = _mm512_reduce_add_ps(sums[0]);
   });
-  return 64.0 * kChains * kSteps * num_threads / seconds;
+  return 64.0 * kPairChains * kSteps * num_threads / seconds;
 #else
   return 0 * num_threads;
 #endif
@@ -99,19 +99,17 @@ double bf16_rate(int num_threads) {
 double int8_rate(int num_threads) {
 #if defined(__AVX512VNNI__)
   const double seconds = fastest(num_threads, [](int) {
-    __m512i sums[kChains] = {};
+    __m512i sums[kByteChains];
+    for (int i = 0; i < kByteChains; ++i) sums[i] = _mm512_set1_epi32(i);
     const __m512i x = _mm512_set1_epi32(0x01010101);
     for (long step = 0; step < kSteps; ++step) {
 #pragma GCC unroll 16
-      for (int i = 0; i < kChains; ++i) {
-        sums[i] = _mm512_dpbusd_epi32(sums[i], x, x);
-        asm volatile("" : "+v"(sums[i]));
-      }
+      for (int i = 0; i < kByteChains; ++i) sums[i] = _mm512_dpbusd_epi32(sums[i], x, x);
     }
-    for (int i = 1; i < kChains; ++i) sums[0] = _mm512_add_epi32(sums[0], sums[i]);
+    for (int i = 1; i < kByteChains; ++i) sums[0] = _mm512_add_epi32(sums[0], sums[i]);
     sink = static_cast<float>(_mm512_reduce_add_epi32(sums[0]));
   });
-  return 128.0 * kChains * kSteps * num_threads / seconds;
+  return 128.0 * kByteChains * kSteps * num_threads / seconds;
 #else
   return 0 * num_threads;
 #endif
