@@ -32,9 +32,9 @@ from services.gateway.lane import Lane
 from services.gateway.line import Place, ServiceRate
 from services.gateway.messages import RequestEvent
 from services.gateway.output import Output
+from services.gateway.possessions import Entrusted
 from services.gateway.router import Pool, Route, Router, choose_prefill
 from services.gateway.search import Search
-from services.gateway.slot import AtRest
 from services.gateway.worker import Worker
 
 log = get_logger(__name__)
@@ -186,7 +186,7 @@ class Dispatcher:
             self.waits_again(journey)
         return journey
 
-    async def _find(self, request: Admitted) -> AtRest | None:
+    async def _find(self, request: Admitted) -> Entrusted | None:
         """What another gateway left of a request whose client comes to us."""
         search = self._searches[request.request_id] = Search(request, next(self._attempts))
         workers = self._workers.who_may_have(request.model)
@@ -198,16 +198,17 @@ class Dispatcher:
     # ── what journeys report ─────────────────────────────────────────────────────────────────────
 
     def waits_again(self, journey: Journey) -> None:
-        lane = self.lane(journey.request.model)
+        lane = self.lane(journey.client.request.model)
         lane.forecast.gave_way(journey)
-        if not journey.paused:
+        if not journey.client.pauses:
             lane.line.join(journey, self._clock())
         self._bell.ring()
 
     def has_ended(self, journey: Journey, error: Exception | None) -> None:
-        lane = self.lane(journey.request.model)
+        client = journey.client
+        lane = self.lane(client.request.model)
         lane.line.leave(journey)
-        lane.forecast.ended(journey, journey.output.tally.num_generated_tokens, self._clock())
+        lane.forecast.ended(journey, client.output.tally.num_generated_tokens, self._clock())
         self._journeys.pop(journey.id, None)
         self._bell.ring()
         self._on_end(journey, error)
@@ -274,7 +275,8 @@ class Dispatcher:
         if not pools:
             return self._be_patient(lane, journey)
         lane.deserted_since = None
-        problems = [journey.request.misfit(pool.spec) for pool in pools]
+        request = journey.client.request
+        problems = [request.misfit(pool.spec) for pool in pools]
         if all(problems):  # pools may have come and gone since it was admitted
             journey.end(PromptTooLong(problems[0]))
             return AT_ONCE
@@ -287,7 +289,6 @@ class Dispatcher:
         if not open_pools:
             return ASK_AGAIN_S
         open_pools = _where_its_blocks_are(journey, open_pools)
-        request = journey.request
         routes = await self._router.routes(request.prompt_token_ids, request.cache_salt, open_pools)
         for route in routes:
             if await self._take(lane, journey, route):
@@ -308,7 +309,7 @@ class Dispatcher:
             elif choice := choose_prefill(route, journey.num_uncomputed):
                 journey.start(Start(route.pool.spec.pool_id, route.root_hash, *choice))
             else:
-                journey.give_up_slot()
+                journey.begin_again()
                 return True
             lane.line.leave(journey)
             lane.forecast.started(journey, self._clock())

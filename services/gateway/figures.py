@@ -47,7 +47,7 @@ class Figures:
 
     def has_ended(self, journey: Journey, error: Exception | None) -> None:
         """Count a request, and write its one line."""
-        request, tally = journey.request, journey.output.tally
+        request, tally = journey.client.request, journey.client.output.tally
         now = asyncio.get_running_loop().time()
         outcome = _outcome(journey, error)
         metrics, model = self._metrics, request.model
@@ -59,7 +59,7 @@ class Figures:
         if journey.started_at is not None:
             queued_s = journey.started_at - request.arrived_at
             metrics.request_queue_time_s.labels(model).observe(queued_s)
-        if journey.output.finish_reason is not None:
+        if journey.client.output.finish_reason is not None:
             metrics.requests_finished.labels(model, outcome).inc()
         else:
             metrics.requests_failed.labels(model, outcome).inc()
@@ -82,8 +82,8 @@ class Figures:
 
 def _outcome(journey: Journey, error: Exception | None) -> str:
     """In a word: a finish reason, an error's code, or `cancelled`."""
-    if journey.output.finish_reason is not None:
-        return journey.output.finish_reason.value
+    if journey.client.output.finish_reason is not None:
+        return journey.client.output.finish_reason.value
     if error is None:
         return "cancelled"
     fault = fault_of(error)

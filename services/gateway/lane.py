@@ -46,7 +46,8 @@ class Lane:
 
     def is_late(self, journey: Journey, now: float) -> bool:
         """Whether whoever is first now could only waste the work that others wait for."""
-        deadline, sampling = journey.request.deadline, journey.request.sampling
+        request = journey.client.request
+        deadline, sampling = request.deadline, request.sampling
         if deadline is None or len(self.line) == 1 or journey.started_at is not None:
             return False
         work_s = self.forecast.work_s(sampling.max_tokens, to_the_end=sampling.ignore_eos)

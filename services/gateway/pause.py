@@ -11,7 +11,6 @@ class Pause:
         self._window_s = window_s
         self._give_up = give_up
         self._timer: asyncio.TimerHandle | None = None
-        self._last_attempt = 0
 
     @property
     def is_on(self) -> bool:
@@ -28,9 +27,3 @@ class Pause:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def is_news(self, attempt: int) -> bool:
-        """Whether this is the first time that it asks for this attempt."""
-        news = attempt != self._last_attempt
-        self._last_attempt = attempt
-        return news

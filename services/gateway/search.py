@@ -1,15 +1,15 @@
 """Looks at the decode workers for a request that another gateway left there."""
 
 import asyncio
-import secrets
 from collections.abc import Sequence
 
 from blockstore.store import PoolSpec
-from services.common.ticket import FinishReason, Ticket, TicketSequence
+from services.common.ticket import FinishReason, Ticket
 from services.gateway.admission import Admitted
 from services.gateway.messages import Failed, Generated, RequestEvent, Requeued, Resume
+from services.gateway.possessions import Entrusted
 from services.gateway.router import Router
-from services.gateway.slot import AtRest
+from services.gateway.tickets import new_ticket
 from services.gateway.worker import Worker
 
 
@@ -21,15 +21,18 @@ class Search:
         self._request = request
         self._attempt = attempt
         self._asked: set[Worker] = set()
-        self._found: asyncio.Future[AtRest | None] = asyncio.get_running_loop().create_future()
+        self._found: asyncio.Future[Entrusted | None] = asyncio.get_running_loop().create_future()
 
     async def run(
         self, workers: Sequence[tuple[Worker, PoolSpec]], router: Router, timeout_s: float
-    ) -> AtRest | None:
+    ) -> Entrusted | None:
         """The ticket at rest; None: nobody has it, and it is computed again."""
+        request, received = self._request, self._request.received or ()
         for worker, spec in workers:
             self._asked.add(worker)
-            worker.send(Resume(self._wanted(spec, router)))
+            root_hash = router.root(spec, request.cache_salt)
+            wanted = new_ticket(request, self._attempt, 0, spec.pool_id, root_hash, received)
+            worker.send(Resume(wanted))
         if not workers:
             return None
         try:
@@ -44,7 +47,7 @@ class Search:
             return
         match event:
             case Requeued(ticket=Ticket() as ticket) if self._is_it(ticket):
-                self._has_answered(sender, AtRest(ticket, sender))
+                self._has_answered(sender, Entrusted(ticket, sender))
             case Requeued() | Failed() | Generated(finish_reason=FinishReason()):
                 self._has_answered(sender, None)
 
@@ -52,7 +55,7 @@ class Search:
         if worker in self._asked:
             self._has_answered(worker, None)
 
-    def _has_answered(self, worker: Worker, found: AtRest | None) -> None:
+    def _has_answered(self, worker: Worker, found: Entrusted | None) -> None:
         self._asked.discard(worker)
         if found and self._found.done():
             worker.abort(self._request.request_id, self._attempt)
@@ -64,19 +67,4 @@ class Search:
         return (ticket.prompt_token_ids, ticket.sampling) == (
             request.prompt_token_ids,
             request.sampling,
-        )
-
-    def _wanted(self, spec: PoolSpec, router: Router) -> Ticket:
-        request = self._request
-        return Ticket(
-            request_id=request.request_id,
-            attempt=self._attempt,
-            order=0,
-            pool_id=spec.pool_id,
-            holder_id=secrets.token_hex(16),  # of nobody: it names no blocks
-            holder_epoch=0,
-            root_hash=router.root(spec, request.cache_salt),
-            prompt_token_ids=request.prompt_token_ids,
-            sampling=request.sampling,
-            sequences=(TicketSequence(0, request.received or ()),),
         )

@@ -2,30 +2,15 @@
 
 import asyncio
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 from services.common.logging import get_logger
-from services.common.ticket import Ticket
-from services.gateway.messages import Reserve
+from services.gateway.messages import HandOver, Reserve
 from services.gateway.worker import Worker
 
 log = get_logger(__name__)
 
 Told = tuple[Worker, int]
 """Who has let go of which attempt already, and is not told to."""
-
-
-@dataclass(frozen=True, slots=True)
-class AtRest:
-    """A ticket with blocks, in its pool or swapped out to the colder one, and the worker that keeps
-    them until somebody has claimed them."""
-
-    ticket: Ticket
-    issuer: Worker
-
-    @property
-    def key(self) -> Told:
-        return self.issuer, self.ticket.attempt
 
 
 class Slot:
@@ -36,6 +21,7 @@ class Slot:
         self.attempt = attempt
         self._guest = guest
         self._request_id = request_id
+        self._is_asked_back = False
         self._answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         worker.join(guest)
         worker.send(Reserve(request_id, attempt))
@@ -66,6 +52,12 @@ class Slot:
                 "reservation_unanswered", request_id=self._request_id, worker_id=self.worker.id
             )
             self.worker.unresponsive = True
+
+    def ask_back(self) -> None:
+        """Ask the worker to hand over what runs there. Again: no error."""
+        if not self._is_asked_back:
+            self._is_asked_back = True
+            self.worker.send(HandOver(self._request_id, self.attempt))
 
     def let_go(self, told: Told | None = None) -> None:
         refused = self.refused

@@ -145,7 +145,7 @@ def generated(
 ) -> Generated:
     """What the decode worker says of the attempt and position of the moment, `skip` tokens on."""
     journey = walk.journey
-    return Generated("r1", journey.attempt, 0, journey.num_tokens + skip, tokens, finish)
+    return Generated("r1", journey.attempt, 0, journey.client.num_tokens + skip, tokens, finish)
 
 
 async def test_the_walk_from_queue_to_end() -> None:
@@ -326,8 +326,8 @@ async def test_a_ticket_goes_on_with_what_is_left_of_the_deadline() -> None:
 
 def handed_over(walk: Walk, ticket: Ticket) -> Requeued:
     """The decode worker has put at rest what it was sent."""
-    received = expected(walk.journey.num_tokens - len(PROMPT))
-    sequence = TicketSequence(0, tuple(received), (9, 10), walk.journey.num_tokens - 1)
+    received = expected(walk.journey.client.num_tokens - len(PROMPT))
+    sequence = TicketSequence(0, tuple(received), (9, 10), walk.journey.client.num_tokens - 1)
     at_rest = replace(ticket, attempt=walk.journey.attempt, holder_epoch=4, sequences=(sequence,))
     return Requeued("r1", walk.journey.attempt, RequeueReason.HANDED_OVER, at_rest)
 
@@ -522,12 +522,12 @@ async def test_a_request_that_makes_progress_is_never_given_up() -> None:
         walk.journey.on_event(
             walk.decode,
             generated(
-                walk, next_token([*PROMPT, *expected(walk.journey.num_tokens - len(PROMPT))])
+                walk, next_token([*PROMPT, *expected(walk.journey.client.num_tokens - len(PROMPT))])
             ),
         )
         walk.journey.on_lost(walk.decode)
     await walk.until_decoding()
-    rest = expected(MAX_TOKENS)[walk.journey.num_tokens - len(PROMPT) :]
+    rest = expected(MAX_TOKENS)[walk.journey.client.num_tokens - len(PROMPT) :]
     walk.journey.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
     assert await walk.tokens() == expected(MAX_TOKENS)
 
@@ -637,7 +637,7 @@ async def test_whatever_happens_tokens_are_final_and_nothing_is_left_behind(seed
                 walk.prefilled(submit.ticket, FinishReason.LENGTH if final else None),
             )
         else:
-            have = list(expected(journey.num_tokens - len(PROMPT)))
+            have = list(expected(journey.client.num_tokens - len(PROMPT)))
             token = next_token([*PROMPT, *have])
             final = len(have) + 1 == MAX_TOKENS
             told.add(("p", attempt))  # it was claimed
@@ -645,7 +645,7 @@ async def test_whatever_happens_tokens_are_final_and_nothing_is_left_behind(seed
                 told.add(("d", attempt))
             finish = FinishReason.LENGTH if final else None
             hear(walk.decode, generated(walk, token, finish=finish))
-    finished = journey.output.finish_reason is not None
+    finished = journey.client.output.finish_reason is not None
     journey.end()
     try:
         tokens = await walk.tokens()

@@ -31,7 +31,7 @@ async def waiting(walk: Walk) -> ScriptedWorker:
     """Two tokens came, then it was swapped out; the decode worker that keeps it."""
     ticket = await walk.until_decoding()
     second = (expected(2)[1],)
-    step = Generated("r1", walk.journey.attempt, 0, walk.journey.num_tokens, second, None)
+    step = Generated("r1", walk.journey.attempt, 0, walk.journey.client.num_tokens, second, None)
     walk.journey.on_event(walk.decode, step)
     walk.journey.on_event(walk.decode, swapped_out(walk, ticket))
     assert walk.journey.stage is Stage.QUEUED
@@ -53,7 +53,7 @@ async def test_it_goes_on_through_prefill_which_is_told_where_its_blocks_are() -
     walk.journey.on_event(walk.prefill, walk.prefilled(ticket))
     assert issuer.sent[-1] == Abort("r1", 1)  # it need not keep anything any more
     rest = expected(MAX_TOKENS)[3:]
-    position = walk.journey.num_tokens
+    position = walk.journey.client.num_tokens
     last = Generated("r1", walk.journey.attempt, 0, position, tuple(rest), FinishReason.LENGTH)
     walk.journey.on_event(walk.decode, last)
     assert await walk.tokens() == expected(MAX_TOKENS)

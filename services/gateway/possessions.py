@@ -1,0 +1,119 @@
+"""Everything that a request has at workers. Each is told once to let go: `told` knows already.
+
+    QUEUED nobody · RESERVING decode (a slot) · PREFILLING prefill (the blocks), decode (a slot)
+    DECODING decode (the blocks); while it moves, the next decode worker (a slot)
+
+and at any stage but PREFILLING the issuer of a ticket at rest (the blocks), until the first token
+of the decode worker that it was sent to, which has claimed it then. PREFILLING keeps one only if it
+was swapped out.
+"""
+
+from dataclasses import dataclass
+
+from services.common.ticket import Swapped, Ticket
+from services.gateway.custody import Custody
+from services.gateway.slot import Slot, Told
+from services.gateway.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Entrusted:
+    """A ticket, and the worker that keeps what belongs to it: a prefill worker that computes it, or
+    whoever issued it, at rest in its pool or swapped out, until somebody has claimed it."""
+
+    ticket: Ticket
+    worker: Worker
+
+    @property
+    def key(self) -> Told:
+        return self.worker, self.ticket.attempt
+
+    def let_go(self, told: Told | None = None) -> None:
+        if self.key != told:
+            self.worker.abort(*self.ticket.key)
+        self.worker.errands.pop(self.ticket.request_id, None)
+
+
+class Possessions:
+    """`next`: the slot of a decode worker to which the request moves."""
+
+    def __init__(self) -> None:
+        self.computing: Entrusted | None = None
+        self.at_rest: Entrusted | None = None
+        self.slot: Slot | None = None
+        self.next: Slot | None = None
+        self.custody = Custody()
+
+    @property
+    def prefill(self) -> Worker | None:
+        return None if self.computing is None else self.computing.worker
+
+    @property
+    def decode(self) -> Worker | None:
+        return None if self.slot is None else self.slot.worker
+
+    @property
+    def swapped(self) -> Swapped | None:
+        return None if self.at_rest is None else self.at_rest.ticket.swapped
+
+    def speakers(self, attempt: int) -> tuple[Worker | None, ...]:
+        """Who may speak for this attempt, the one of now."""
+        at_rest = self.at_rest
+        issued_it = at_rest is not None and at_rest.ticket.attempt == attempt
+        return self.prefill, self.decode, at_rest.worker if at_rest and issued_it else None
+
+    # ── what changes hands ───────────────────────────────────────────────────────────────────────
+
+    def issue(self, ticket: Ticket) -> None:
+        """The prefill worker has put at rest what it computed. A ticket that was swapped out is of
+        no use any more."""
+        assert self.computing is not None
+        self.let_go_of_ticket()
+        self.computing.let_go(told=self.computing.key)
+        self.at_rest, self.computing = Entrusted(ticket, self.computing.worker), None
+
+    def hand_over(self, ticket: Ticket) -> Slot | None:
+        """The decode worker has put at rest what ran there, and the slot is free. The one where it
+        goes on; None: it has none."""
+        assert self.slot is not None
+        self.at_rest = Entrusted(ticket, self.slot.worker)
+        self.slot.let_go(told=self.slot.key)
+        self.slot = None
+        if self.next is not None and self.next.granted:
+            self.slot, self.next = self.next, None
+        return self.slot
+
+    def lose(self, worker: Worker) -> bool:
+        """The worker has let go of everything. Whether the request itself was there."""
+        if self.at_rest is not None and worker is self.at_rest.worker:
+            self.at_rest = None  # it may be claimed already; if not, the decode worker says so
+        if self.next is not None and worker is self.next.worker:
+            self.let_go_of_next()
+        return worker in (self.decode, self.prefill)
+
+    # ── letting go ───────────────────────────────────────────────────────────────────────────────
+
+    def let_go(self, told: Told | None = None) -> None:
+        self.let_go_of_ticket(told)
+        self.let_go_of_work(told)
+
+    def let_go_of_ticket(self, told: Told | None = None) -> None:
+        if self.at_rest is not None:
+            self.at_rest.let_go(told)
+            self.at_rest = None
+
+    def let_go_of_work(self, told: Told | None = None) -> None:
+        """All but a ticket at rest."""
+        self.custody.take_back()
+        self.let_go_of_next(told)
+        if self.computing is not None:
+            self.computing.let_go(told)
+        if self.slot is not None:
+            self.slot.let_go(told)
+        self.computing = self.slot = None
+
+    def let_go_of_next(self, told: Told | None = None) -> None:
+        """It does not move any more."""
+        slot, self.next = self.next, None
+        if slot is not None:
+            slot.let_go(told)

@@ -1,0 +1,98 @@
+"""The tickets of a request: made of what its client has received, and held to that when they come
+back (law 7)."""
+
+import secrets
+from dataclasses import replace
+
+from blockstore.store import PrefixHash
+from services.common.ticket import Swapped, Ticket, TicketSequence, first_of
+from services.gateway.admission import Admitted
+from services.gateway.client import Client
+from services.gateway.line import Place
+from services.gateway.messages import Generated
+
+
+def new_ticket(
+    request: Admitted,
+    attempt: int,
+    order: int,
+    pool_id: str,
+    root_hash: PrefixHash,
+    token_ids: tuple[int, ...],
+) -> Ticket:
+    """Without blocks, under a new holder: to be computed from the prompt and `token_ids`, those
+    received so far."""
+    return Ticket(
+        request_id=request.request_id,
+        attempt=attempt,
+        order=order,
+        pool_id=pool_id,
+        holder_id=secrets.token_hex(16),
+        holder_epoch=0,
+        root_hash=root_hash,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=request.sampling,
+        sequences=(TicketSequence(0, token_ids),),
+    )
+
+
+class Tickets:
+    """Of one request, over all its attempts. Problems are sentences, "" where there is none."""
+
+    def __init__(self, client: Client, place: Place) -> None:
+        self.place = place
+        self._client = client
+        self._submitted: Ticket | None = None
+
+    def submit(
+        self, attempt: int, pool_id: str, root_hash: PrefixHash, swapped: Swapped | None
+    ) -> Ticket:
+        """For a prefill worker."""
+        client, order = self._client, self.place.order
+        tokens = tuple(client.tokens)
+        self._submitted = replace(
+            new_ticket(client.request, attempt, order, pool_id, root_hash, tokens),
+            num_cached_tokens=client.output.tally.num_cached_tokens,
+            timeout_ms=client.timeout_ms(),
+            swapped=swapped,
+        )
+        return self._submitted
+
+    def admit(self, at_rest: Ticket, attempt: int) -> Ticket:
+        """For the decode worker that claims it."""
+        order, timeout_ms = self.place.order, self._client.timeout_ms()
+        return replace(at_rest, attempt=attempt, order=order, timeout_ms=timeout_ms)
+
+    def adopt(self, ticket: Ticket) -> None:
+        """Another gateway has submitted it, at its place in line."""
+        self._submitted = replace(ticket, holder_id=first_of(ticket.holder_id))
+        self.place = Place.of(ticket.order)
+
+    def problem(self, ticket: Ticket, num_new: int, *, blocks: bool = True) -> str:
+        """What is wrong with one that comes back, with `num_new` tokens that the client has not,
+        and with `blocks`."""
+        submitted, received = self._submitted, tuple(self._client.tokens)
+        assert submitted is not None
+        if blocks and not all(sequence.block_ids for sequence in ticket.sequences):
+            return "no blocks"
+        if (first_of(ticket.holder_id), ticket.pool_id) != (submitted.holder_id, submitted.pool_id):
+            return "another holder or pool"
+        if ticket.prompt_token_ids != submitted.prompt_token_ids:
+            return "another prompt"
+        if len(ticket.sequences) != 1 or ticket.sequences[0].index != 0:
+            return "other sequences"
+        token_ids = ticket.sequences[0].token_ids
+        if len(token_ids) != len(received) + num_new or token_ids[: len(received)] != received:
+            return f"its tokens are not the {len(received)} received and {num_new} more"
+        return ""
+
+    def problem_of_step(self, event: Generated) -> str:
+        """What is wrong with tokens that a decode worker says come next."""
+        client = self._client
+        num_left = client.request.sampling.max_tokens - len(client.tokens)
+        if event.index != 0 or len(event.token_ids) > num_left:
+            return "sent tokens that were not asked for"
+        if event.position != client.num_tokens:
+            where = f"position {event.position} after {client.num_tokens} tokens"
+            return f"repeated or lost tokens: {where}"
+        return ""
