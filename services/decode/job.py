@@ -72,6 +72,12 @@ class Job:
         return id(self.session), self.request_id, self.attempt
 
 
+def ticket_of(job: Job) -> Ticket:
+    """Of one that is admitted."""
+    assert job.ticket is not None
+    return job.ticket
+
+
 def _agree(these: tuple[int, ...], those: tuple[int, ...]) -> bool:
     """Equal as far as both go."""
     length = min(len(these), len(those))

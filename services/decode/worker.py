@@ -1,7 +1,6 @@
 """The decode worker: tickets at rest in, tokens out, one continuously running batch; and tickets at
-rest again, for another one to go on with."""
+rest again, for another one to go on with (`services.decode.resting`)."""
 
-import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,8 @@ from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics
 from services.common.ticket import Swapped, Ticket, TicketSequence
 from services.decode.grower import Grower
-from services.decode.job import Job, State
+from services.decode.job import Job, State, ticket_of
+from services.decode.resting import Resting
 from services.decode.swapping import Swapping
 from services.engine import messages
 from services.engine.engine import ForwardPass
@@ -33,14 +33,13 @@ from services.worker.events import (
     Ending,
     Failed,
     Output,
-    Requeued,
-    RequeueReason,
     Reserved,
     Session,
     Step,
     poisoned,
     report,
 )
+from services.worker.jobs import Jobs
 from services.worker.pool_worker import Limits, PoolWorker
 
 log = get_logger(__name__)
@@ -68,10 +67,9 @@ class DecodeWorker(PoolWorker):
             on_blocks=lambda key, blocks: self.engine.send(messages.Grow(key, blocks)),
             on_demands=self._on_demands,
         )
-        self._jobs: dict[tuple[int, str, int], Job] = {}
+        self._jobs = Jobs(self._end)
         self._running: dict[str, Job] = {}
-        self._at_rest: dict[str, Job] = {}
-        self._timers: dict[Job, list[asyncio.TimerHandle]] = {}
+        self._resting = Resting(self, self._jobs)
 
     # What gateways ask.
 
@@ -81,84 +79,83 @@ class DecodeWorker(PoolWorker):
         granted = (
             not self.draining
             and 0 < num_sequences <= self._num_free_slots
-            and job.key not in self._jobs
+            and job not in self._jobs
         )
         if granted:
-            self._jobs[job.key] = job
+            self._jobs.add(job)
         session.send(Reserved(request_id, attempt, granted))
 
     def admit(self, session: Session, ticket: Ticket) -> None:
         """Go on with a ticket at rest for which slots are reserved. Raises InvalidRequest."""
-        job = self._jobs.get((id(session), *ticket.key))
+        job = self._jobs.get(session, *ticket.key)
         if job is None or job.state is not State.RESERVED:
             raise InvalidRequest(f"no slots are reserved for attempt {ticket.attempt}")
         self._check(ticket)
         job.ticket = ticket
         job.state = State.CLAIMING
         if ticket.timeout_ms:
-            self._after(ticket.timeout_ms / 1000, job, EXPIRED)
+            self._jobs.end_after(ticket.timeout_ms / 1000, job, EXPIRED)
         self.writer.put(lambda: self._claim(job, ticket))
 
     def abort(self, session: Session, request_id: str, attempt: int) -> None:
-        if job := self._jobs.get((id(session), request_id, attempt)):
+        if job := self._jobs.get(session, request_id, attempt):
             self._end(job, ABORTED)
 
     def hand_over(self, session: Session, request_id: str, attempt: int) -> None:
         """Put a sequence at rest after the step in flight; answered by a requeue with blocks,
         unless it ends before."""
-        job = self._jobs.get((id(session), request_id, attempt))
+        job = self._jobs.get(session, request_id, attempt)
         if job and job.state in (State.CLAIMING, State.RUNNING):
             self._end(job, HANDED_OVER)
 
     def resume(self, session: Session, wanted: Ticket) -> None:
         """Put at rest for this gateway what another one left parked, or has lost its client of;
         answered by a requeue, without blocks where there is nothing that goes on as `wanted`."""
-        job = next((job for job in self._jobs.values() if job.goes_on_as(wanted)), None)
+        job = next((job for job in self._jobs if job.goes_on_as(wanted)), None)
         if job is None:
             report(session, wanted, STALE)
             return
         job.session.send(Failed(job.request_id, job.attempt, DuplicateRequest.code, _TAKEN))
-        self._stop_timers(job)
-        del self._jobs[job.key]
+        self._jobs.remove(job)
         job.session, job.attempt = session, wanted.attempt
-        job.ticket = replace(_ticket(job), attempt=wanted.attempt)
-        self._jobs[job.key] = job
+        job.ticket = replace(ticket_of(job), attempt=wanted.attempt)
+        self._jobs.add(job)
         if job.state is State.AT_REST:
-            self._after(self.limits.ticket_ttl_s, job, STALE)
-            self._offer(job)
+            self._resting.offer(job)
         else:
             self._end(job, HANDED_OVER)
 
     def close(self, session: Session) -> None:
         """The gateway is gone: its reservations end, its sequences are parked for a while."""
         window_s = self.limits.park_window_s
-        for job in [job for job in self._jobs.values() if job.session is session]:
+        for job in self._jobs.of(session):
             if not window_s or not job.has_blocks:
                 self._end(job, ABORTED)
                 continue
             if job.state is not State.AT_REST:
                 self._end(job, HANDED_OVER)
-            self._after(window_s, job, STALE)
+            self._jobs.end_after(window_s, job, STALE)
 
     def _on_drain(self) -> int:
-        for job in [job for job in self._jobs.values() if job.ticket and job.ticket.swapped]:
-            self._after(self.limits.ticket_ttl_s, job, STALE)
+        for job in self._jobs:
+            if job.ticket and job.ticket.swapped:
+                self._jobs.end_after(self.limits.ticket_ttl_s, job, STALE)
         return self.num_busy
 
     def give_back(self) -> None:
-        for job in tuple(self._jobs.values()):
+        for job in self._jobs:
             self._end(job, DRAINED)
 
     @property
     def num_busy(self) -> int:
-        return sum(job.state is not State.AT_REST for job in self._jobs.values())
+        return sum(job.state is not State.AT_REST for job in self._jobs)
 
     def load(self) -> Load:
         return Load(num_running=len(self._running), num_free_slots=self._num_free_slots)
 
     @property
     def _num_free_slots(self) -> int:
-        return self.limits.max_num_seqs - sum(job.num_slots for job in self._jobs.values())
+        return self.limits.max_num_seqs - sum(job.num_slots for job in self._jobs)
 
     # The walk of a job: RESERVED -> CLAIMING -> RUNNING -> ENDED, or RUNNING -> AT_REST -> ENDED.
 
@@ -172,11 +169,11 @@ class DecodeWorker(PoolWorker):
             self._forget(job)
             ending = None if job.ending is HANDED_OVER else job.ending
             refused = STALE if isinstance(error, StaleHolder) else FORGED
-            report(job.session, _ticket(job), ending or refused)
+            report(job.session, ticket_of(job), ending or refused)
             return
-        job.ticket = replace(_ticket(job), holder_epoch=epoch)
-        if ours := self._at_rest.get(ticket.holder_id):
-            self._forget(ours)  # it was claimed, and has come back
+        job.ticket = replace(ticket_of(job), holder_epoch=epoch)
+        if ours := self._resting.get(ticket.holder_id):
+            self._resting.forget(ours)  # it was claimed, and has come back
         if job.ending:
             self._leave(job, job.ticket, job.ending)
         else:
@@ -221,7 +218,7 @@ class DecodeWorker(PoolWorker):
     def _on_advance(self, job: Job, advance: Advance) -> Output | None:
         """What the gateway gets of this step: nothing once it has aborted the job."""
         if advance.completed:
-            ticket = _ticket(job)  # of now: the job's epoch is another once it is at rest
+            ticket = ticket_of(job)  # of now: the job's epoch is another once it is at rest
             self.writer.put(lambda: self._commit(ticket, advance.completed))
         if advance.finish:
             self._finish(job)
@@ -230,7 +227,7 @@ class DecodeWorker(PoolWorker):
         if advance.token is None or job.ending == ABORTED:
             return None
         self.metrics.generation_tokens.inc()
-        index = _ticket(job).sequences[0].index
+        index = ticket_of(job).sequences[0].index
         return Output(
             request_id=job.request_id,
             attempt=job.attempt,
@@ -245,14 +242,14 @@ class DecodeWorker(PoolWorker):
 
     def _finish(self, job: Job) -> None:
         self._forget(job)
-        self._release(job, _ticket(job), ABORTED)
+        self._release(job, ticket_of(job), ABORTED)
 
     # Early ends.
 
     def _break(self, job: Job, broken: Broken) -> None:
         """The engine has dropped it; the others of its step went on."""
         self.distrust(broken)
-        self._release(job, _ticket(job), job.ending or poisoned(broken.fault))
+        self._release(job, ticket_of(job), job.ending or poisoned(broken.fault))
 
     def _end(self, job: Job, ending: Ending) -> None:
         """Who is on the way to rest can still end; nobody ends twice."""
@@ -264,13 +261,13 @@ class DecodeWorker(PoolWorker):
         elif job.state is State.RESERVED:
             self._forget(job)
         elif job.state is State.RUNNING:
-            self.engine.send(messages.Remove(_ticket(job).holder_id))
+            self.engine.send(messages.Remove(ticket_of(job).holder_id))
         elif job.state is State.AT_REST:
-            self.writer.put(lambda: self._take_back(job, ending))
+            self._resting.take_back(job, ending)
 
     def _retire(self, job: Job, removed: Removed) -> None:
         """The engine has let go of a job that ends early; its commits are written before this."""
-        ticket, ending = _ticket(job), job.ending
+        ticket, ending = ticket_of(job), job.ending
         assert ending is not None
         sequence = TicketSequence(
             index=ticket.sequences[0].index,
@@ -284,50 +281,17 @@ class DecodeWorker(PoolWorker):
         """No step touches its blocks: they go, or stay for who claims the ticket, or are copied to
         the colder pool before they go."""
         if ending is HANDED_OVER:
-            self._put_at_rest(job, ticket)
+            self._stop_running(job)
+            self._resting.put(job, ticket)
         elif ending is PREEMPTED and self._is_worth_swapping(job, ticket):
             self._swap_out(job, ticket)
         else:
             self._release(job, ticket, ending)
 
-    def _put_at_rest(self, job: Job, ticket: Ticket) -> None:
-        """Nobody writes its blocks until somebody claims them; blocks that the store gives it just
-        now are the claimer's, who asks from where the block table ends."""
-        epoch = ticket.holder_epoch
-
-        async def detach() -> None:
-            await self.store.detach(self.pool_id, ticket.holder_id, epoch)
-
-        self._stop_running(job)
-        job.state = State.AT_REST
-        job.ending = None
-        job.ticket = replace(ticket, holder_epoch=epoch + 1)
-        self._at_rest[ticket.holder_id] = job
-        self._after(self.limits.ticket_ttl_s, job, STALE)
-        self.writer.put(detach)
-        self._offer(job)
-
-    def _offer(self, job: Job) -> None:
-        """Tell its gateway, once it is at rest in the store too, unless it is another's by then.
-        Writes may be under way side by side, so this one detaches again; the answer is the same."""
-        session, ticket = job.session, _ticket(job)
-
-        async def offer() -> None:
-            try:
-                await self.store.detach(self.pool_id, ticket.holder_id, ticket.holder_epoch - 1)
-            except StaleHolder:  # somebody has claimed it: there is nothing to offer
-                self._forget(job)
-                report(session, ticket, STALE)
-                return
-            if not job.ending and job.session is session:
-                session.send(Requeued(_ticket(job), RequeueReason.HANDED_OVER))
-
-        self.writer.put(offer)
-
     def _is_worth_swapping(self, job: Job, ticket: Ticket) -> bool:
         if self._swapping is None:
             return False
-        others = [_ticket(other) for other in self._running.values() if other is not job]
+        others = [ticket_of(other) for other in self._running.values() if other is not job]
         return self._swapping.is_worthwhile(ticket, others)
 
     def _swap_out(self, job: Job, ticket: Ticket) -> None:
@@ -340,43 +304,11 @@ class DecodeWorker(PoolWorker):
         self._swapping.begin(job)
 
     def _on_copied(self, job: Job, swapped: Swapped | None) -> None:
-        """At rest in the colder pool, unless there is no room; here it gives way."""
-        ticket = _ticket(job)
+        """Here it gives way; it is computed again if there is no room in the colder pool."""
         if swapped is None:
-            self._release(job, ticket, job.ending or PREEMPTED)
-            return
-        sequence = replace(ticket.sequences[0], block_ids=(), num_computed_tokens=0)
-        at_rest = replace(ticket, holder_epoch=0, sequences=(sequence,), swapped=swapped)
-
-        async def give_way() -> None:
-            await self.release(ticket, job.ending or PREEMPTED)
-            if not job.ending:
-                job.session.send(Requeued(at_rest, RequeueReason.PREEMPTED))
-
-        job.state = State.AT_REST
-        job.ticket = at_rest
-        self.writer.put(give_way)
-        if job.ending:
-            self.writer.put(lambda: self._take_back(job, job.ending or ABORTED))
+            self._release(job, ticket_of(job), job.ending or PREEMPTED)
         else:
-            limits = self.limits
-            ttl_s = limits.ticket_ttl_s if self.draining else limits.swapped_ttl_s
-            self._after(ttl_s, job, STALE)
-
-    async def _take_back(self, job: Job, ending: Ending) -> None:
-        """Release a ticket at rest, unless somebody has claimed it: then it is theirs."""
-        ticket = _ticket(job)
-        try:
-            if ticket.swapped is None:
-                await self.release(ticket, ending)
-            else:
-                assert self.colder is not None
-                await self.colder.release(ticket.swapped)
-        except StaleHolder:
-            pass
-        else:
-            report(job.session, ticket, ending)
-        self._forget(job)
+            self._resting.put_swapped(job, swapped)
 
     def _release(self, job: Job, ticket: Ticket, ending: Ending) -> None:
         async def release() -> None:
@@ -388,28 +320,17 @@ class DecodeWorker(PoolWorker):
 
     def _forget(self, job: Job) -> None:
         self._stop_running(job)
-        if job.state is State.AT_REST:
-            self._at_rest.pop(_ticket(job).holder_id, None)
         job.state = State.ENDED
-        self._jobs.pop(job.key, None)
-        self._stop_timers(job)
-
-    def _stop_timers(self, job: Job) -> None:
-        for timer in self._timers.pop(job, ()):
-            timer.cancel()
+        self._jobs.remove(job)
 
     def _stop_running(self, job: Job) -> None:
         if job.state is State.RUNNING:
-            del self._running[_ticket(job).holder_id]
-            self._grower.remove(_ticket(job).holder_id)
-
-    def _after(self, delay_s: float, job: Job, ending: Ending) -> None:
-        loop = asyncio.get_running_loop()
-        self._timers.setdefault(job, []).append(loop.call_later(delay_s, self._end, job, ending))
+            del self._running[ticket_of(job).holder_id]
+            self._grower.remove(ticket_of(job).holder_id)
 
     def _on_demands(self, holder_ids: Sequence[str]) -> None:
         for holder_id in holder_ids:
-            job = self._running.get(holder_id) or self._at_rest.get(holder_id)
+            job = self._running.get(holder_id) or self._resting.get(holder_id)
             if job and not job.ending:
                 self.metrics.num_preemptions.inc()
                 self._end(job, PREEMPTED)
@@ -428,7 +349,7 @@ class DecodeWorker(PoolWorker):
         if sequence.num_computed_tokens != length - 1:  # others read the blocks before its last
             raise InvalidRequest(f"{sequence.num_computed_tokens} of {length} tokens are computed")
         claim = ticket.holder_id, ticket.holder_epoch
-        if any(job.claim == claim for job in self._jobs.values()):
+        if any(job.claim == claim for job in self._jobs):
             raise InvalidRequest("this ticket has been claimed here already")
         num_slots = len(sequence.block_ids) * self.spec.block_size
         num_computed = sequence.num_computed_tokens
@@ -440,8 +361,3 @@ class DecodeWorker(PoolWorker):
 
 
 _TAKEN = "another gateway goes on with this request"
-
-
-def _ticket(job: Job) -> Ticket:
-    assert job.ticket is not None
-    return job.ticket

@@ -5,7 +5,6 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from blockstore.errors import StaleHolder
 from blockstore.hashing import prefix_hashes
 from blockstore.registry import Load
 from blockstore.store import BlockStore, PrefixHash
@@ -35,6 +34,7 @@ from services.worker.events import (
     poisoned,
     report,
 )
+from services.worker.jobs import Jobs
 from services.worker.pool_worker import Limits, PoolWorker
 from services.worker.swap_cost import Pace
 
@@ -72,10 +72,9 @@ class PrefillWorker(PoolWorker):
             on_corrupt=metrics.kv_corrupt.inc,
             on_stale=lambda job: self._end(job, STALE),
         )
-        self._jobs: dict[tuple[int, str, int], Job] = {}
+        self._jobs = Jobs(self._end)
         self._computing: dict[str, Job] = {}
         self._issued: dict[str, Job] = {}
-        self._timers: dict[Job, list[asyncio.TimerHandle]] = {}
         self._fetching: asyncio.Queue[Job] = asyncio.Queue()
 
     # What gateways ask.
@@ -88,31 +87,31 @@ class PrefillWorker(PoolWorker):
         self._check(ticket)
         size = self.spec.block_size
         job = Job(session, ticket, ())
-        if job.key in self._jobs:
+        if job in self._jobs:
             raise InvalidRequest(f"attempt {ticket.attempt} of this request is here already")
         job.hashes = prefix_hashes(ticket.root_hash, job.tokens, size)
-        self._jobs[job.key] = job
-        self._timers[job] = []
+        self._jobs.add(job)
         if ticket.timeout_ms:
-            self._after(ticket.timeout_ms / 1000, job, EXPIRED)
+            self._jobs.end_after(ticket.timeout_ms / 1000, job, EXPIRED)
         self._admission.add(job)
 
     def abort(self, session: Session, request_id: str, attempt: int) -> None:
-        if job := self._jobs.get((id(session), request_id, attempt)):
+        if job := self._jobs.get(session, request_id, attempt):
             self._end(job, ABORTED)
 
     def close(self, session: Session) -> None:
         """The gateway is gone: everything that came from it ends."""
-        for job in [job for job in self._jobs.values() if job.session is session]:
+        for job in self._jobs.of(session):
             self._end(job, ABORTED)
 
     def _on_drain(self) -> int:
-        for job in [job for job in self._jobs.values() if job.state is State.WAITING]:
-            self._end(job, DRAINED)
+        for job in self._jobs:
+            if job.state is State.WAITING:
+                self._end(job, DRAINED)
         return len(self._jobs)
 
     def give_back(self) -> None:
-        for job in tuple(self._jobs.values()):
+        for job in self._jobs:
             self._end(job, DRAINED)
 
     @property
@@ -235,7 +234,7 @@ class PrefillWorker(PoolWorker):
         job.state = State.ISSUED
         job.ticket = ticket
         self._issued[ticket.holder_id] = self._computing.pop(ticket.holder_id)
-        self._after(self.limits.ticket_ttl_s, job, STALE)
+        self._jobs.end_after(self.limits.ticket_ttl_s, job, STALE)
         self.writer.put(detach)
 
     def _finish(self, job: Job, token: int, finish: FinishReason) -> None:
@@ -284,25 +283,17 @@ class PrefillWorker(PoolWorker):
         self.writer.put(release)
 
     async def _take_back(self, job: Job, ending: Ending) -> None:
-        """Release a ticket at rest, unless a decode worker has claimed it: then it is its."""
-        try:
-            await self.release(job.ticket, ending)
-        except StaleHolder:
-            pass
-        else:
-            report(job.session, job.ticket, ending)
+        await self.take_back(job.session, job.ticket, ending)
         self._forget(job)
 
     def _forget(self, job: Job) -> None:
         job.state = State.ENDED
-        self._jobs.pop(job.key, None)
+        self._jobs.remove(job)
         self._computing.pop(job.ticket.holder_id, None)
         self._issued.pop(job.ticket.holder_id, None)
-        for timer in self._timers.pop(job, ()):
-            timer.cancel()
         self._prefixes.end(job.ticket.holder_id, job.hashes)
 
-    # The pool's demands, and time.
+    # The pool's demands.
 
     def _on_demands(self, holder_ids: Sequence[str]) -> None:
         for holder_id in holder_ids:
@@ -310,10 +301,6 @@ class PrefillWorker(PoolWorker):
             if job and not job.ending:
                 self.metrics.num_preemptions.inc()
                 self._end(job, PREEMPTED)
-
-    def _after(self, delay_s: float, job: Job, ending: Ending) -> None:
-        loop = asyncio.get_running_loop()
-        self._timers[job].append(loop.call_later(delay_s, self._end, job, ending))
 
     def _loops(self) -> Sequence[Coroutine[Any, Any, None]]:
         loops = [self._admission.run()]
@@ -325,7 +312,7 @@ class PrefillWorker(PoolWorker):
         if len(ticket.sequences) != 1 or ticket.sequences[0].block_ids:
             raise InvalidRequest("a ticket for prefill has one sequence and no blocks")
         length = self.check_tokens(ticket)
-        if any(first_of(job.ticket.holder_id) == ticket.holder_id for job in self._jobs.values()):
+        if any(first_of(job.ticket.holder_id) == ticket.holder_id for job in self._jobs):
             raise InvalidRequest("another request here has this holder")
         num_slots = self.spec.num_blocks * self.spec.block_size
         if length >= num_slots:

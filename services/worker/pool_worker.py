@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from blockstore.errors import StoreUnavailable, WorkerFenced
+from blockstore.errors import StaleHolder, StoreUnavailable, WorkerFenced
 from blockstore.registry import Load
 from blockstore.store import BlockStore, Heartbeat, PoolSpec
 from services.common.errors import InvalidRequest
@@ -19,7 +19,7 @@ from services.engine.messages import Broken, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.thread import EngineThread
 from services.worker.colder import ColderPool
-from services.worker.events import PREEMPTED, Ending
+from services.worker.events import PREEMPTED, Ending, Session, report
 from services.worker.store_writer import StoreWriter
 from services.worker.wakefulness import Wakefulness
 
@@ -227,6 +227,18 @@ class PoolWorker(ABC):
             self._num_places += 1
             loop = asyncio.get_running_loop()
             loop.call_later(_COMES_BACK_S, self.writer.put, lambda: self._give_up_place(holder_id))
+
+    async def take_back(self, session: Session, at_rest: Ticket, ending: Ending) -> None:
+        """Release a ticket at rest, unless somebody has claimed it: then it is theirs."""
+        try:
+            if at_rest.swapped is None:
+                await self.release(at_rest, ending)
+            else:
+                assert self.colder is not None
+                await self.colder.release(at_rest.swapped)
+        except StaleHolder:
+            return
+        report(session, at_rest, ending)
 
     async def _give_up_place(self, holder_id: str) -> None:
         await self.store.withdraw(self.pool_id, holder_id)

@@ -483,7 +483,8 @@ class Pair:
         places: dict[str, object] = {
             "held": stats.num_held,
             "waiters": stats.num_waiters,
-            "prefill": prefill._jobs or prefill._computing or prefill._issued or prefill._timers,
+            "prefill": prefill._jobs or prefill._computing or prefill._issued,
+            "timers": prefill._jobs._timers,
             "line": len(prefill._admission),
             "prefixes": prefill._prefixes._leaders,
         }
@@ -492,9 +493,8 @@ class Pair:
             places["fetching"] = prefill._fetching.qsize()
         for number, decode in enumerate(self.decode):
             grower = decode._grower
-            places[f"decode {number}"] = (
-                decode._jobs or decode._running or decode._at_rest or decode._timers
-            )
+            places[f"decode {number}"] = decode._jobs or decode._running or decode._resting._on_pool
+            places[f"timers {number}"] = decode._jobs._timers
             places[f"grower {number}"] = grower._holders or grower._wanting
             places[f"slots {number}"] = decode.limits.max_num_seqs - decode.load().num_free_slots
         return {place: what for place, what in places.items() if what}

@@ -241,7 +241,7 @@ async def test_the_deadline_ends_a_running_sequence(bench: Bench) -> None:
     bench.decode.reserve(bench.session, "r1", 1, 1)
     bench.decode.admit(bench.session, replace(issued, timeout_ms=20))
     await bench.until(lambda: bench.decode.load().num_running == 1)
-    await bench.until(lambda: all(job.ending for job in bench.decode._jobs.values()))
+    await bench.until(lambda: all(job.ending for job in bench.decode._jobs))
     bench.decode_model.gate.set()
     await bench.until(lambda: bool(bench.session.of(Failed)))
     assert bench.session.of(Failed)[0].code == "deadline_exceeded"
@@ -255,7 +255,7 @@ async def test_a_deadline_during_the_last_step_does_not_hide_the_end(bench: Benc
     bench.decode.reserve(bench.session, "r1", 1, 1)
     bench.decode.admit(bench.session, replace(issued, timeout_ms=20))
     await bench.until(lambda: bench.decode_model.num_begun == 1)
-    await bench.until(lambda: all(job.ending for job in bench.decode._jobs.values()))
+    await bench.until(lambda: all(job.ending for job in bench.decode._jobs))
     bench.decode_model.gate.set()
     await bench.until_empty()
     assert finished(bench.session, "r1")
@@ -361,7 +361,7 @@ async def test_a_handed_over_sequence_may_come_back(bench: Bench) -> None:
     bench.decode.admit(bench.session, replace(at_rest, attempt=2))
     await bench.until(lambda: finished(bench.session, "r1"))
     assert tokens(bench.session, issued) == expected(PROMPT, 60)
-    assert not bench.decode._at_rest
+    assert not bench.decode._resting._on_pool
     await bench.until_empty()
 
 

@@ -62,12 +62,12 @@ async def goes_on(bench: Bench, session: FakeSession, given: Ticket) -> None:
     assert [*so_far, *rest] == expected(PROMPT, NUM_TOKENS)
     assert bench.arena.num_computed == len(PROMPT) + NUM_TOKENS - 1
     await bench.until_empty()
-    assert not bench.decode._timers
+    assert not bench.decode._jobs._timers
 
 
 async def parked(bench: Bench) -> None:
     bench.decode.close(bench.session)
-    await bench.until(lambda: bool(bench.decode._at_rest))
+    await bench.until(lambda: bool(bench.decode._resting._on_pool))
 
 
 async def test_a_parked_sequence_goes_on_at_another_gateway(bench: Bench) -> None:

@@ -239,7 +239,7 @@ async def test_a_demand_while_it_comes_back_loses_nothing_but_time(make_bench: M
     bench.prefill.submit(session, replace(back, attempt=2, holder_id="h2"))
     await bench.until(lambda: "h2" in bench.store.ledger("pool").holders)
     bench.store.ledger("pool").demands.add("h2")
-    await bench.until(lambda: any(job.ending for job in bench.prefill._jobs.values()))
+    await bench.until(lambda: any(job.ending for job in bench.prefill._jobs))
     bench.arena.copying.set()
     await bench.until(lambda: bool(session.events))
     (requeued,) = session.of(Requeued)
