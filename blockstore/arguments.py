@@ -1,11 +1,13 @@
 """What the arguments of a ledger's operations may be; the same as in functions/10_keys.lua.
 
-Every function here raises InvalidArgument, and says nothing where all is well.
+Every function here says nothing where all is well, and raises InvalidArgument where its docstring
+names nothing else.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
-from blockstore.errors import InvalidArgument
+from blockstore.errors import FingerprintMismatch, GeometryMismatch, InvalidArgument
 from blockstore.store import Growth, PoolSpec, PrefixHash
 
 MAX_TEXT_BYTES = 1024
@@ -15,58 +17,87 @@ MAX_NUMBER = 2**53 - 1
 HASH_BYTES = 16
 
 
-def check_texts(**values: str) -> None:
-    """Names: 1 to MAX_TEXT_BYTES bytes of UTF-8."""
-    for name, value in values.items():
-        if not isinstance(value, str) or not 0 < len(_utf8(value)) <= MAX_TEXT_BYTES:
-            raise InvalidArgument(f"{name} is no text of 1 to {MAX_TEXT_BYTES} bytes")
+def check(**arguments: Any) -> None:
+    """Each is what its name says, of those in `_KINDS`."""
+    for name, value in arguments.items():
+        _KINDS[name](name, value)
 
 
-def check_numbers(**values: int) -> None:
+def check_pool_id(pool_id: str) -> None:
+    """It is the hash tag of the pool's keys, so it has no braces."""
+    _check_text("pool_id", pool_id)
+    if "{" in pool_id or "}" in pool_id:
+        raise InvalidArgument(f"pool_id {pool_id!r} has braces")
+
+
+def check_prefix(hashes: Sequence[PrefixHash], num_blocks: int) -> None:
+    """The leading of so many blocks have these hashes."""
+    check(hashes=hashes)
+    _check_distinct(hashes)
+    if len(hashes) > num_blocks:
+        raise InvalidArgument(f"{len(hashes)} hashes for {num_blocks} blocks")
+
+
+def check_same_pool(ours: PoolSpec, theirs: PoolSpec, worker_id: str) -> None:
+    """GeometryMismatch, FingerprintMismatch."""
+    for name in ("block_size", "num_blocks", "block_bytes"):
+        here, there = getattr(ours, name), getattr(theirs, name)
+        if here != there:
+            raise GeometryMismatch(f"{name} is {here} in the pool, {there} in {worker_id}")
+    if theirs.fingerprint != ours.fingerprint:
+        raise FingerprintMismatch(
+            f"the pool is for {ours.fingerprint}, {worker_id} computes {theirs.fingerprint}"
+        )
+
+
+def _check_text(name: str, value: str) -> None:
+    """1 to MAX_TEXT_BYTES bytes of UTF-8."""
+    if not isinstance(value, str) or not 0 < len(_utf8(value)) <= MAX_TEXT_BYTES:
+        raise InvalidArgument(f"{name} is no text of 1 to {MAX_TEXT_BYTES} bytes")
+
+
+def _check_number(name: str, value: int) -> None:
     """0 to MAX_NUMBER."""
-    for name, value in values.items():
-        if type(value) is not int or not 0 <= value <= MAX_NUMBER:
-            raise InvalidArgument(f"{name} is {value!r}, no number of 0 to {MAX_NUMBER}")
+    if type(value) is not int or not 0 <= value <= MAX_NUMBER:
+        raise InvalidArgument(f"{name} is {value!r}, no number of 0 to {MAX_NUMBER}")
 
 
-def check_hashes(hashes: Sequence[PrefixHash]) -> None:
+def _check_hashes(_: str, hashes: Sequence[PrefixHash]) -> None:
     for number, value in enumerate(hashes):
         if not isinstance(value, bytes) or len(value) != HASH_BYTES:
             raise InvalidArgument(f"hash {number} is not {HASH_BYTES} bytes")
 
 
-def check_blocks(block_ids: Sequence[int]) -> None:
+def _check_block_ids(_: str, block_ids: Sequence[int]) -> None:
     for block_id in block_ids:
-        check_numbers(block_id=block_id)
+        _check_number("block_id", block_id)
 
 
-def check_distinct(values: Sequence[Hashable]) -> None:
+def _check_committed(_: str, blocks: Sequence[tuple[int, PrefixHash]]) -> None:
+    block_ids = [block_id for block_id, _hash in blocks]
+    check(block_ids=block_ids, hashes=[prefix_hash for _id, prefix_hash in blocks])
+    _check_distinct(block_ids)
+
+
+def _check_distinct(values: Sequence[Hashable]) -> None:
     if len(set(values)) != len(values):
         raise InvalidArgument("something is named twice")
 
 
-def check_pool_id(pool_id: str) -> None:
-    """It is the hash tag of the pool's keys, so it has no braces."""
-    check_texts(pool_id=pool_id)
-    if "{" in pool_id or "}" in pool_id:
-        raise InvalidArgument(f"pool_id {pool_id!r} has braces")
+def _check_spec(_: str, spec: PoolSpec) -> None:
+    _check_text("model", spec.model)
+    _check_text("fingerprint", spec.fingerprint)
+    for name in ("num_blocks", "block_size", "block_bytes", "watermark_blocks"):
+        _check_number(name, getattr(spec, name))
 
 
-def check_spec(spec: PoolSpec) -> None:
-    check_texts(model=spec.model, fingerprint=spec.fingerprint)
-    check_numbers(
-        num_blocks=spec.num_blocks,
-        block_size=spec.block_size,
-        block_bytes=spec.block_bytes,
-        watermark_blocks=spec.watermark_blocks,
-    )
-
-
-def check_growth(growth: Growth) -> None:
-    check_texts(holder_id=growth.holder_id)
-    check_numbers(epoch=growth.epoch, have=growth.have, total=growth.total)
-    if growth.have > growth.total:
-        raise InvalidArgument(f"{growth.holder_id} has more blocks than it shall have")
+def _check_growths(_: str, growths: Sequence[Growth]) -> None:
+    for growth in growths:
+        check(holder_id=growth.holder_id, epoch=growth.epoch)
+        _check_number("have", growth.have)
+        _check_number("total", growth.total)
+        if growth.have > growth.total:
+            raise InvalidArgument(f"{growth.holder_id} has more blocks than it shall have")
 
 
 def _utf8(text: str) -> bytes:
@@ -75,3 +106,17 @@ def _utf8(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         return b""
+
+
+_KINDS: dict[str, Callable[[str, Any], None]] = {
+    "holder_id": _check_text,
+    "worker_id": _check_text,
+    "epoch": _check_number,
+    "order": _check_number,
+    "num_blocks": _check_number,
+    "block_ids": _check_block_ids,
+    "hashes": _check_hashes,
+    "blocks": _check_committed,
+    "growths": _check_growths,
+    "spec": _check_spec,
+}

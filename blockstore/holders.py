@@ -1,9 +1,10 @@
-"""Who holds, who waits, who is gone: the people of a `blockstore.ledger`."""
+"""Who holds blocks of a pool, and who has held some."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from blockstore.errors import StaleHolder
 from blockstore.store import TOMBSTONE_S, HolderInfo
 
 
@@ -22,6 +23,11 @@ class Holder:
     @property
     def place(self) -> tuple[int, str]:
         return self.order, self.holder_id
+
+    def require(self, epoch: int) -> None:
+        """StaleHolder."""
+        if self.epoch != epoch:
+            raise StaleHolder(f"{self.holder_id} is at epoch {self.epoch}, not {epoch}")
 
     def acquire(self, block_ids: Sequence[int]) -> None:
         self.acquired.extend(block_ids)
@@ -49,10 +55,26 @@ class Holder:
         return Holder(*own, self.acquired.copy(), self.held.copy(), self.epoch)
 
 
-@dataclass(frozen=True, slots=True)
-class Waiter:
-    order: int
-    worker_id: str
+class Holders(dict[str, Holder]):
+    """By id."""
+
+    def require(self, holder_id: str) -> Holder:
+        """StaleHolder."""
+        if holder_id not in self:
+            raise StaleHolder(f"{holder_id} holds nothing")
+        return self[holder_id]
+
+    def of(self, worker_id: str) -> list[Holder]:
+        """In order."""
+        own = [holder for holder in self.values() if holder.worker_id == worker_id]
+        return sorted(own, key=lambda holder: holder.place)
+
+    def order_of(self, holder_id: str) -> int:
+        """0 for who is not there."""
+        return self[holder_id].order if holder_id in self else 0
+
+    def copy(self) -> "Holders":
+        return Holders((holder_id, holder.copy()) for holder_id, holder in self.items())
 
 
 @dataclass(slots=True)

@@ -10,20 +10,9 @@ import copy
 from collections.abc import Callable, Hashable, Sequence
 from typing import Self
 
-from blockstore.arguments import (
-    check_blocks,
-    check_distinct,
-    check_growth,
-    check_hashes,
-    check_numbers,
-    check_spec,
-    check_texts,
-)
+from blockstore.arguments import check, check_prefix, check_same_pool
 from blockstore.blocks import Blocks
 from blockstore.errors import (
-    FingerprintMismatch,
-    GeometryMismatch,
-    InvalidArgument,
     MustWait,
     NotHeld,
     OutOfBlocks,
@@ -32,7 +21,7 @@ from blockstore.errors import (
     WorkerFenced,
     WorkerNotEmpty,
 )
-from blockstore.holders import Holder, Tombstones, Waiter
+from blockstore.holders import Holder, Holders, Tombstones
 from blockstore.rebuilding import Rebuilding, quarantine_of
 from blockstore.store import (
     QUARANTINE,
@@ -49,6 +38,7 @@ from blockstore.store import (
     PrefixHash,
     Wait,
 )
+from blockstore.waiters import Waiter, Waiters
 
 
 class Ledger:
@@ -70,8 +60,8 @@ class Ledger:
         self.rebuilding = Rebuilding(missing or (), is_over=missing is None)
         self.blocks = Blocks(spec.num_blocks)
         self.workers = dict.fromkeys(missing or (), False)  # worker -> fenced
-        self.holders: dict[str, Holder] = {}
-        self.waiters: dict[str, Waiter] = {}
+        self.holders = Holders()
+        self.waiters = Waiters()
         self.demands: set[str] = set()  # holders that must give way
         self.released = Tombstones(clock)
         self.reaped = Tombstones(clock)
@@ -81,36 +71,27 @@ class Ledger:
     # Workers
 
     def register_worker(self, spec: PoolSpec, worker_id: str) -> None:
-        check_spec(spec)
-        check_texts(worker_id=worker_id)
+        check(spec=spec, worker_id=worker_id)
         if self.reaped.epoch(worker_id) is not None:
             raise UnknownWorker(f"worker {worker_id} was reaped; names are never reused")
         if self.workers.get(worker_id):
             raise WorkerFenced(f"worker {worker_id} is fenced")
-        for name in ("block_size", "num_blocks", "block_bytes"):
-            ours, theirs = getattr(self.spec, name), getattr(spec, name)
-            if ours != theirs:
-                raise GeometryMismatch(f"{name} is {ours} in the pool, {theirs} in {worker_id}")
-        if spec.fingerprint != self.spec.fingerprint:
-            raise FingerprintMismatch(
-                f"the pool is for {self.spec.fingerprint}, {worker_id} computes {spec.fingerprint}"
-            )
+        check_same_pool(self.spec, spec, worker_id)
         self.workers[worker_id] = False
         self.rebuilding.missing.discard(worker_id)
 
     def fence(self, worker_id: str) -> None:
         self._known(worker_id)
         self.workers[worker_id] = True
-        self._end_waits_of(worker_id)
+        self.waiters.end_of(worker_id)
         if worker_id in self.rebuilding.missing:
             self.rebuilding.missing.remove(worker_id)
             self.rebuilding.top = self.spec.num_blocks  # no stamp may go unseen
             self.holders[QUARANTINE + worker_id] = quarantine_of(worker_id)
 
     def leave(self, worker_id: str) -> None:
-        check_texts(worker_id=worker_id)
-        num_held = len(self._holders_of(worker_id))
-        num_waiting = sum(waiter.worker_id == worker_id for waiter in self.waiters.values())
+        check(worker_id=worker_id)
+        num_held, num_waiting = len(self.holders.of(worker_id)), len(self.waiters.of(worker_id))
         if num_held or num_waiting:
             raise WorkerNotEmpty(f"{worker_id} has {num_held} holders and {num_waiting} waiters")
         self.workers.pop(worker_id, None)
@@ -122,11 +103,11 @@ class Ledger:
         return Heartbeat(self.workers[worker_id], self._demands_of(worker_id))
 
     def reap(self, worker_id: str) -> int:
-        check_texts(worker_id=worker_id)
-        dead = self._holders_of(worker_id)
+        check(worker_id=worker_id)
+        dead = self.holders.of(worker_id)
         for holder in reversed(dead):
             self._end(holder)
-        self._end_waits_of(worker_id)
+        self.waiters.end_of(worker_id)
         self.workers.pop(worker_id, None)
         self.rebuilding.missing.discard(worker_id)
         self.reaped.bury(worker_id)
@@ -180,19 +161,15 @@ class Ledger:
         hashes: Sequence[PrefixHash],
         num_blocks: int,
     ) -> Allocation:
-        check_texts(holder_id=holder_id, worker_id=worker_id)
-        check_numbers(order=order, num_blocks=num_blocks)
-        check_hashes(hashes)
-        check_distinct(hashes)
-        if len(hashes) > num_blocks:
-            raise InvalidArgument(f"{len(hashes)} hashes for {num_blocks} blocks")
+        check(holder_id=holder_id, worker_id=worker_id, order=order, num_blocks=num_blocks)
+        check_prefix(hashes, num_blocks)
         self.rebuilding.require_over()
         self._live(worker_id)
         if self.released.epoch(holder_id) is not None:
             raise StaleHolder(f"{holder_id} was released")
         holder = self.holders.get(holder_id)
         if holder is None:
-            self._take_place(order)
+            self.waiters.has_come_back(order, self.released)
             self._wait_or_go(holder_id, Waiter(order, worker_id), hashes, num_blocks)
             holder = self._admit(holder_id, worker_id, order, hashes, num_blocks)
         elif (holder.epoch, holder.worker_id) != (1, worker_id):
@@ -201,18 +178,18 @@ class Ledger:
         return Allocation(holder_id, holder.epoch, block_ids, holder.num_cached_blocks)
 
     def withdraw(self, holder_id: str) -> None:
-        check_texts(holder_id=holder_id)
+        check(holder_id=holder_id)
         self.rebuilding.require_over()
         self.waiters.pop(holder_id, None)
 
     def extend(self, worker_id: str, growths: Sequence[Growth]) -> Extension:
-        check_texts(worker_id=worker_id)
-        for growth in growths:
-            check_growth(growth)
+        check(worker_id=worker_id, growths=growths)
         self.rebuilding.require_over()
         self._live(worker_id)
         grown: dict[int, Grown] = {}
-        for number in sorted(range(len(growths)), key=lambda n: self._turn(growths[n])):
+        for number in sorted(
+            range(len(growths)), key=lambda n: self.holders.order_of(growths[n].holder_id)
+        ):
             grown[number] = self._grow(worker_id, growths[number])
         if any(answer.error == OutOfBlocks.code for answer in grown.values()):
             self._demand_one()
@@ -222,15 +199,10 @@ class Ledger:
     def commit(
         self, holder_id: str, epoch: int, blocks: Sequence[tuple[int, PrefixHash]]
     ) -> tuple[bool, ...]:
-        check_texts(holder_id=holder_id)
-        check_numbers(epoch=epoch)
-        block_ids = [block_id for block_id, _ in blocks]
-        check_blocks(block_ids)
-        check_hashes([prefix_hash for _, prefix_hash in blocks])
-        check_distinct(block_ids)
+        check(holder_id=holder_id, epoch=epoch, blocks=blocks)
         self.rebuilding.require_over()
         holder = self._unfenced(holder_id)
-        self._at_epoch(holder, epoch)
+        holder.require(epoch)
         for block_id, prefix_hash in blocks:
             if block_id not in holder.held:
                 raise NotHeld(f"block {block_id} is not held by {holder_id}")
@@ -239,19 +211,17 @@ class Ledger:
         return tuple(self.blocks.publish(*block) for block in blocks)
 
     def retract(self, block_id: int, prefix_hash: PrefixHash) -> None:
-        check_blocks([block_id])
-        check_hashes([prefix_hash])
+        check(block_ids=[block_id], hashes=[prefix_hash])
         self.rebuilding.require_over()
         self.blocks.retract(block_id, prefix_hash)
 
     def detach(self, holder_id: str, epoch: int) -> int:
-        check_texts(holder_id=holder_id)
-        check_numbers(epoch=epoch)
+        check(holder_id=holder_id, epoch=epoch)
         self.rebuilding.require_over()
         holder = self._unfenced(holder_id)
         sent_again = epoch % 2 == 1 and holder.epoch == epoch + 1
         if not sent_again:
-            self._at_epoch(holder, epoch)
+            holder.require(epoch)
             if epoch % 2 == 0:
                 raise StaleHolder(f"{holder_id} is at rest at epoch {epoch}")
             holder.epoch += 1
@@ -260,15 +230,13 @@ class Ledger:
     def claim(
         self, holder_id: str, epoch: int, worker_id: str, block_ids: Sequence[int] = ()
     ) -> int:
-        check_texts(holder_id=holder_id, worker_id=worker_id)
-        check_numbers(epoch=epoch)
-        check_blocks(block_ids)
+        check(holder_id=holder_id, worker_id=worker_id, epoch=epoch, block_ids=block_ids)
         self.rebuilding.require_over()
         self._live(worker_id)
-        holder = self._holder(holder_id)
+        holder = self.holders.require(holder_id)
         won_before = (holder.epoch, holder.worker_id) == (epoch + 1, worker_id) and epoch % 2 == 0
         if not won_before:
-            self._at_epoch(holder, epoch)
+            holder.require(epoch)
             if epoch % 2 == 1:
                 raise StaleHolder(f"{holder_id} is running on {holder.worker_id}")
         for number, block_id in enumerate(block_ids):
@@ -280,22 +248,19 @@ class Ledger:
         return holder.epoch
 
     def give_back(self, holder_id: str, epoch: int, block_ids: Sequence[int]) -> None:
-        check_texts(holder_id=holder_id)
-        check_numbers(epoch=epoch)
-        check_blocks(block_ids)
+        check(holder_id=holder_id, epoch=epoch, block_ids=block_ids)
         self.rebuilding.require_over()
-        holder = self._holder(holder_id)
-        self._at_epoch(holder, epoch)
+        holder = self.holders.require(holder_id)
+        holder.require(epoch)
         self._drop(holder, set(block_ids))
 
     def release(self, holder_id: str, epoch: int, comes_back: bool = False) -> None:
-        check_texts(holder_id=holder_id)
-        check_numbers(epoch=epoch)
+        check(holder_id=holder_id, epoch=epoch)
         self.rebuilding.require_over()
         if self.released.epoch(holder_id) == epoch:
             return
-        holder = self._holder(holder_id)
-        self._at_epoch(holder, epoch)
+        holder = self.holders.require(holder_id)
+        holder.require(epoch)
         self._end(holder)
         if comes_back and not self.workers[holder.worker_id]:
             self.waiters[holder_id] = Waiter(holder.order, holder.worker_id)
@@ -303,7 +268,7 @@ class Ledger:
     # Reading
 
     def match(self, hashes: Sequence[PrefixHash]) -> int:
-        check_hashes(hashes)
+        check(hashes=hashes)
         return len(self.blocks.hits(hashes))
 
     def victim(self) -> HolderInfo | None:
@@ -341,9 +306,18 @@ class Ledger:
     def copy(self) -> Self:
         """An independent ledger in the same state."""
         twin = copy.copy(self)
-        for name in ("blocks", "workers", "waiters", "demands", "released", "reaped", "rebuilding"):
+        own = (
+            "blocks",
+            "workers",
+            "holders",
+            "waiters",
+            "demands",
+            "released",
+            "reaped",
+            "rebuilding",
+        )
+        for name in own:
             setattr(twin, name, getattr(self, name).copy())
-        twin.holders = {key: holder.copy() for key, holder in self.holders.items()}
         return twin
 
     def snapshot(self) -> Hashable:
@@ -362,7 +336,7 @@ class Ledger:
     # Checks
 
     def _known(self, worker_id: str) -> None:
-        check_texts(worker_id=worker_id)
+        check(worker_id=worker_id)
         if worker_id not in self.workers:
             raise UnknownWorker(f"worker {worker_id} is not on pool {self.spec.pool_id}")
 
@@ -371,39 +345,18 @@ class Ledger:
         if self.workers[worker_id]:
             raise WorkerFenced(f"worker {worker_id} is fenced")
 
-    def _holder(self, holder_id: str) -> Holder:
-        try:
-            return self.holders[holder_id]
-        except KeyError:
-            raise StaleHolder(f"{holder_id} holds nothing") from None
-
     def _unfenced(self, holder_id: str) -> Holder:
-        holder = self._holder(holder_id)
+        holder = self.holders.require(holder_id)
         self._live(holder.worker_id)
         return holder
 
-    @staticmethod
-    def _at_epoch(holder: Holder, epoch: int) -> None:
-        if holder.epoch != epoch:
-            raise StaleHolder(f"{holder.holder_id} is at epoch {holder.epoch}, not {epoch}")
-
     # Admission and growth
-
-    def _take_place(self, order: int) -> None:
-        """Who gave way and was to come back with this order is here now, as another holder."""
-        back = [
-            holder_id
-            for holder_id, waiter in self.waiters.items()
-            if waiter.order == order and self.released.epoch(holder_id) is not None
-        ]
-        for holder_id in back:
-            del self.waiters[holder_id]
 
     def _wait_or_go(
         self, holder_id: str, waiter: Waiter, hashes: Sequence[PrefixHash], num_blocks: int
     ) -> None:
         self.waiters[holder_id] = waiter
-        if any(other.order < waiter.order for other in self.waiters.values()):
+        if not self.waiters.is_first(waiter):
             raise MustWait(f"an earlier request than {waiter.order} waits")
         hits = self.blocks.hits(hashes)
         num_pinned = sum(block_id in self.blocks.cached for block_id in hits)
@@ -431,10 +384,6 @@ class Ledger:
         self.num_prefix_queries += len(hashes)
         self.num_prefix_hits += len(hits)
         return holder
-
-    def _turn(self, growth: Growth) -> int:
-        holder = self.holders.get(growth.holder_id)
-        return holder.order if holder else 0
 
     def _grow(self, worker_id: str, growth: Growth) -> Grown:
         holder = self.holders.get(growth.holder_id)
@@ -469,18 +418,10 @@ class Ledger:
         del self.holders[holder.holder_id]
         self.released.bury(holder.holder_id, holder.epoch)
 
-    def _end_waits_of(self, worker_id: str) -> None:
-        self.waiters = {h: w for h, w in self.waiters.items() if w.worker_id != worker_id}
-
     # Who
 
-    def _holders_of(self, worker_id: str) -> list[Holder]:
-        """In order."""
-        own = [holder for holder in self.holders.values() if holder.worker_id == worker_id]
-        return sorted(own, key=lambda holder: holder.place)
-
     def _demands_of(self, worker_id: str) -> tuple[str, ...]:
-        own = self._holders_of(worker_id)
+        own = self.holders.of(worker_id)
         return tuple(holder.holder_id for holder in own if holder.holder_id in self.demands)
 
     def _last_in_order(self) -> Holder | None:

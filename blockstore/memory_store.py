@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from blockstore.arguments import check_pool_id, check_spec
+from blockstore.arguments import check, check_pool_id
 from blockstore.errors import PoolExists, UnknownPool
 from blockstore.ledger import Ledger
 from blockstore.recount import audit
@@ -44,7 +44,7 @@ class MemoryStore:
 
     async def register_pool(self, spec: PoolSpec) -> None:
         check_pool_id(spec.pool_id)
-        check_spec(spec)
+        check(spec=spec)
         ledger = self._ledgers.setdefault(spec.pool_id, self._make_ledger(spec, self._clock))
         if ledger.spec != spec:
             raise PoolExists(f"pool {spec.pool_id} exists as {ledger.spec}")

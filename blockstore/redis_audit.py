@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from blockstore.blocks import Blocks
-from blockstore.holders import Holder, Waiter
+from blockstore.holders import Holder
 from blockstore.ledger import Ledger
 from blockstore.recount import audit
 from blockstore.store import AuditReport, PoolSpec, PoolStats
+from blockstore.waiters import Waiter
 
 ATOMIC_LIMIT = 65_536
 """Blocks of the largest pool that is read in one call."""

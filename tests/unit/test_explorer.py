@@ -59,7 +59,7 @@ class ClaimsFromTheRunning(Ledger):
         self, holder_id: str, epoch: int, worker_id: str, block_ids: Sequence[int] = ()
     ) -> int:
         self._live(worker_id)
-        holder = self._holder(holder_id)
+        holder = self.holders.require(holder_id)
         holder.epoch, holder.worker_id = epoch + 1, worker_id
         return holder.epoch
 
@@ -68,7 +68,7 @@ class ReapForgetsOne(Ledger):
     """The first of a dead worker's holders stays."""
 
     def reap(self, worker_id: str) -> int:
-        forgotten = self._holders_of(worker_id)[:1]
+        forgotten = self.holders.of(worker_id)[:1]
         num_holders = super().reap(worker_id)
         for holder in forgotten:
             self.holders[holder.holder_id] = holder
@@ -78,15 +78,20 @@ class ReapForgetsOne(Ledger):
 
 
 class ReapForgetsWaiters(Ledger):
-    def _end_waits_of(self, worker_id: str) -> None:
-        pass
+    """A dead worker's waiters stay."""
+
+    def reap(self, worker_id: str) -> int:
+        forgotten = self.waiters.copy()
+        num_holders = super().reap(worker_id)
+        self.waiters.update(forgotten)
+        return num_holders
 
 
 class ReleasesOnce(Ledger):
     """A release that is sent again is an error."""
 
     def release(self, holder_id: str, epoch: int, comes_back: bool = False) -> None:
-        self._end(self._holder(holder_id))
+        self._end(self.holders.require(holder_id))
 
 
 class AllocatesTwice(Ledger):
@@ -116,7 +121,7 @@ class TakesFencedForDead(Ledger):
 
     def fence(self, worker_id: str) -> None:
         super().fence(worker_id)
-        for holder in self._holders_of(worker_id):
+        for holder in self.holders.of(worker_id):
             self._end(holder)
 
 

@@ -15,11 +15,11 @@ from blockstore.errors import (
     WorkerFenced,
     WorkerNotEmpty,
 )
-from blockstore.holders import Waiter
 from blockstore.ledger import Ledger
 from blockstore.memory_store import MemoryStore
 from blockstore.recount import audit
 from blockstore.store import TOMBSTONE_S, BlockStore, Growth, Heartbeat, PoolSpec
+from blockstore.waiters import Waiter
 
 POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, block_bytes=64)
 A, B = b"a" * 16, b"b" * 16

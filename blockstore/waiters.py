@@ -1,0 +1,35 @@
+"""Who waits for room in a pool, and who will be back."""
+
+from dataclasses import dataclass
+
+from blockstore.holders import Tombstones
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    order: int
+    worker_id: str
+
+
+class Waiters(dict[str, Waiter]):
+    """By holder: those that were refused, and those that gave way and are to come back, as another
+    holder of the same order."""
+
+    def of(self, worker_id: str) -> list[str]:
+        return [holder_id for holder_id, waiter in self.items() if waiter.worker_id == worker_id]
+
+    def is_first(self, waiter: Waiter) -> bool:
+        return all(waiter.order <= other.order for other in self.values())
+
+    def has_come_back(self, order: int, released: Tombstones) -> None:
+        """Whoever gave way and was to come back with this order is here now."""
+        for holder_id, waiter in tuple(self.items()):
+            if waiter.order == order and released.epoch(holder_id) is not None:
+                del self[holder_id]
+
+    def end_of(self, worker_id: str) -> None:
+        for holder_id in self.of(worker_id):
+            del self[holder_id]
+
+    def copy(self) -> "Waiters":
+        return Waiters(self)
