@@ -12,7 +12,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from services.worker.pool_worker import Limits
-from tests.property.pair import LateEngine, Pair, Request, VirtualLoop
+from tests.property.gateway import Request
+from tests.property.late import LateEngine, VirtualLoop
+from tests.property.pair import Pair
 from tests.unit.workers.fakes import expected, ticket
 
 MAX_MODEL_LEN = 24

@@ -7,15 +7,9 @@ import pytest
 
 from services.common.ticket import FinishReason, Swapped, Ticket, TicketSequence
 from services.gateway.journey import Stage
-from services.gateway.messages import (
-    Abort,
-    Generated,
-    Requeued,
-    RequeueReason,
-    Submit,
-)
+from services.gateway.messages import Abort, Generated, Requeued, RequeueReason, Submit
 
-from .test_gateway_journey import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected
+from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected
 
 SWAPPED = Swapped("colder", "h", 2, (4, 5), num_computed_tokens=len(PROMPT) + 1)
 

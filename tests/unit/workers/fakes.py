@@ -17,6 +17,7 @@ from services.engine.batch import Drawn, Fault, Row
 from services.worker.events import Event
 
 VOCAB = 50_000
+PROMPT = tuple(range(100, 110))
 
 
 def next_token(tokens: Sequence[int]) -> int:

@@ -9,9 +9,8 @@ from services.common.ticket import SamplingParams, Ticket, TicketSequence
 from services.worker.events import Failed, Output, Prefilled, Requeued, RequeueReason, Step
 
 from .conftest import Bench, MakeBench
-from .fakes import FakeSession, expected, ticket
+from .fakes import PROMPT, FakeSession, expected, ticket
 
-PROMPT = tuple(range(100, 110))
 NUM_TOKENS = 60
 ASKED = ticket("r1", PROMPT, max_tokens=NUM_TOKENS)
 

@@ -4,20 +4,13 @@ from typing import Any
 import pytest
 
 from blockstore.hashing import prefix_hashes
-from blockstore.store import Allocation, Growth
-from services.common.errors import InvalidRequest
+from blockstore.store import Growth
 from services.common.ticket import FinishReason, SamplingParams
-from services.prefill.worker import PrefillWorker
 from services.worker.events import Failed, Prefilled, Requeued, RequeueReason
 
 from .conftest import Bench, MakeBench
-from .fakes import FakeSession, expected, ticket
-
-PROMPT = tuple(range(100, 110))
-
-
-def prefilled(session: FakeSession) -> dict[str, Prefilled]:
-    return {event.ticket.request_id: event for event in session.of(Prefilled)}
+from .fakes import PROMPT, FakeSession, expected, ticket
+from .runs import prefilled
 
 
 async def test_a_ticket_comes_back_with_blocks_and_the_first_token(bench: Bench) -> None:
@@ -138,65 +131,6 @@ async def test_a_short_prompt_does_not_wait_for_a_long_one(bench: Bench) -> None
     assert [event.ticket.request_id for event in bench.session.of(Prefilled)] == ["r2", "r1"]
 
 
-async def test_who_finds_no_blocks_waits_in_order(make_bench: MakeBench) -> None:
-    """A pool of 4 blocks, r1 has all. r2 wants 4 and waits, r3 wants 1 and waits behind it."""
-    bench = await make_bench(num_blocks=4)
-    bench.prefill.submit(bench.session, ticket("r1", range(50, 64)))
-    await bench.until(lambda: len(bench.session.events) == 1)
-    bench.prefill.submit(bench.session, ticket("r2", range(14)))
-    bench.prefill.submit(bench.session, ticket("r3", (1,)))
-    await bench.until(lambda: bench.prefill.load().num_waiting == 2)
-    bench.prefill.abort(bench.session, "r1", 1)
-    await bench.until(lambda: len(bench.session.events) == 2)
-    assert list(prefilled(bench.session)) == ["r1", "r2"]
-    bench.prefill.abort(bench.session, "r2", 1)
-    await bench.until(lambda: len(bench.session.events) == 3)
-    assert list(prefilled(bench.session)) == ["r1", "r2", "r3"]
-
-
-async def test_order_decides_not_the_time_of_coming(make_bench: MakeBench) -> None:
-    """r9 has all 4 blocks; of those who wait for them the first in order came last."""
-    bench = await make_bench(num_blocks=4)
-    bench.prefill.submit(bench.session, ticket("r9", range(50, 64)))
-    await bench.until(lambda: len(bench.session.events) == 1)
-    for number in (5, 3, 1):
-        bench.prefill.submit(bench.session, ticket(f"r{number}", range(number, number + 14)))
-    for number, last in enumerate(("r9", "r1", "r3"), 2):
-        bench.prefill.abort(bench.session, last, 1)
-        await bench.until(lambda num=number: len(bench.session.events) == num)  # type: ignore[misc]
-    assert list(prefilled(bench.session)) == ["r9", "r1", "r3", "r5"]
-
-
-@pytest.mark.parametrize(
-    ("max_num_seqs", "num_let_in"), [(3, 3), (100, 8)], ids=["rows", "two steps of four quarters"]
-)
-async def test_who_is_far_from_its_turn_holds_nothing(
-    make_bench: MakeBench, max_num_seqs: int, num_let_in: int
-) -> None:
-    """12 prompts of 10 tokens: the engine computes 16 a step, and a prompt counts as 4 at most."""
-    bench = await make_bench(num_blocks=64, max_num_seqs=max_num_seqs)
-    bench.prefill_model.gate.clear()
-    for number in range(1, 13):
-        bench.prefill.submit(bench.session, ticket(f"r{number}", range(number, number + 10)))
-    await bench.until(lambda: bench.prefill.load().num_running == num_let_in)
-    assert len(await bench.store.holders("pool")) == num_let_in
-    bench.prefill_model.gate.set()
-    await bench.until(lambda: len(bench.session.events) == 12)
-
-
-async def test_a_waiter_that_is_aborted_lets_the_next_one_in(make_bench: MakeBench) -> None:
-    bench = await make_bench(num_blocks=4)
-    bench.prefill.submit(bench.session, ticket("r1", PROMPT))
-    await bench.until(lambda: len(bench.session.events) == 1)
-    bench.prefill.submit(bench.session, ticket("r2", range(10)))
-    bench.prefill.submit(bench.session, ticket("r3", (1,)))
-    waiters = bench.store.ledger("pool").waiters
-    await bench.until(lambda: "h-r2" in waiters)
-    bench.prefill.abort(bench.session, "r2", 1)
-    await bench.until(lambda: len(bench.session.events) == 2)
-    assert list(prefilled(bench.session)) == ["r1", "r3"]
-
-
 async def test_an_abort_at_any_time_frees_the_blocks(bench: Bench) -> None:
     """While it waits, computes, or lies at rest."""
     bench.prefill_model.gate.clear()
@@ -271,88 +205,6 @@ async def test_the_deadline_reaches_the_worker(bench: Bench) -> None:
     await bench.until_empty()
 
 
-@pytest.mark.parametrize(("wrong", "num_cached_tokens"), [(0, 0), (1, 4)])
-async def test_a_block_that_says_something_else_is_never_adopted(
-    bench: Bench, wrong: int, num_cached_tokens: int
-) -> None:
-    """Law 6: an index entry that leads to another prompt's KV is retracted, not served; what is
-    right before it is."""
-    bench.prefill.submit(bench.session, ticket("r1", PROMPT, max_tokens=1))
-    await bench.until(lambda: bool(bench.session.events))
-    bench.prefill._admission._stamps.own([wrong], "somebody else")
-    bench.prefill.submit(bench.session, ticket("r2", PROMPT))
-    await bench.until(lambda: len(bench.session.events) == 2)
-    event = prefilled(bench.session)["r2"]
-    assert event.ticket.num_cached_tokens == num_cached_tokens
-    assert event.ticket.holder_id == "h-r2+"
-    assert event.ticket.sequences[0].token_ids == tuple(expected(PROMPT, 1))
-    assert bench.prefill.metrics.kv_corrupt._value.get() == 1
-    bench.prefill.abort(bench.session, "r2", 1)
-    await bench.until_empty()
-
-
-@pytest.mark.parametrize(
-    ("parent", "tokens"),
-    [(b"o" * 16, PROMPT[:4]), (bytes(16), (*PROMPT[:3], 7))],
-    ids=["another parent", "other tokens"],
-)
-async def test_an_equal_hash_is_not_enough(
-    bench: Bench, parent: bytes, tokens: tuple[int, ...]
-) -> None:
-    """Two prompts whose hashes collide: the block says whose it is."""
-    bench.prefill.submit(bench.session, ticket("r1", PROMPT, max_tokens=1))
-    await bench.until(lambda: bool(bench.session.events))
-    bench.arena.stamps.own([0], "h-r1")
-    (first, _) = prefix_hashes(bytes(16), PROMPT, block_size=4)
-    bench.arena.stamps.complete(0, first, parent, tokens)
-    bench.prefill.submit(bench.session, ticket("r2", PROMPT, max_tokens=1))
-    await bench.until(lambda: len(bench.session.events) == 2)
-    assert prefilled(bench.session)["r2"].ticket.num_cached_tokens == 0
-    assert bench.prefill.metrics.kv_corrupt._value.get() == 1
-
-
-async def test_an_abort_while_blocks_are_asked_for_frees_them(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allocate = bench.store.allocate
-
-    async def slow(*args: Any) -> Allocation:
-        allocation = await allocate(*args)
-        bench.prefill.abort(bench.session, "r1", 1)
-        return allocation
-
-    monkeypatch.setattr(bench.store, "allocate", slow)
-    bench.prefill.submit(bench.session, ticket("r1", PROMPT))
-    await bench.until(lambda: not bench.prefill.load().num_waiting)
-    await bench.until_empty()
-    assert not bench.session.events
-
-
-async def test_an_abort_while_a_wrong_block_is_given_up_leaves_no_waiter(
-    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody would withdraw the successor of a holder whose request has ended."""
-    bench = await make_bench(num_blocks=3)
-    bench.prefill.submit(bench.session, ticket("r1", PROMPT, max_tokens=1))
-    await bench.until(lambda: bool(bench.session.events))
-    bench.prefill._admission._stamps.own([0], "somebody else")
-    retract, submitted = bench.store.retract, ticket("r2", PROMPT)
-
-    async def aborted(*args: Any) -> None:
-        await retract(*args)
-        bench.prefill.abort(bench.session, "r2", 1)
-        await bench.store.release("pool", "h-r2", 1)
-        await bench.store.allocate("pool", "other", "DecodeWorker", 0, [], 3)
-
-    monkeypatch.setattr(bench.store, "retract", aborted)
-    bench.prefill.submit(bench.session, submitted)
-    await bench.until(lambda: bench.prefill.metrics.kv_corrupt._value.get() == 1)
-    await bench.prefill.writer.flush()
-    await bench.store.release("pool", "other", 1)
-    await bench.until_empty()
-    assert (await bench.store.stats("pool")).num_waiters == 0
-
-
 async def test_a_demand_sends_the_request_back(bench: Bench) -> None:
     """A ticket at rest gives way when a running sequence needs its blocks."""
     bench.prefill.submit(bench.session, ticket("r1", range(20)))
@@ -399,39 +251,3 @@ async def test_draining_sends_back_what_has_no_blocks(make_bench: MakeBench) -> 
     assert [e.reason for e in bench.session.of(Requeued)] == [RequeueReason.DRAINING] * 2
     await bench.store.claim("pool", "h-r1", 2, "DecodeWorker")
     await bench.prefill.drained()
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"pool_id": "another"},
-        {"prompt_token_ids": tuple(range(1000))},
-        {"prompt_token_ids": tuple(range(128))},  # 32 blocks of 4, and no slot for the token drawn
-        {"sequences": ()},
-    ],
-)
-async def test_a_ticket_that_does_not_fit_is_refused(bench: Bench, changes: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest):
-        bench.prefill.submit(bench.session, ticket("r1", PROMPT, **changes))
-    assert isinstance(bench.prefill, PrefillWorker)
-
-
-async def test_a_holder_that_was_used_before_costs_its_request_only(bench: Bench) -> None:
-    """A gateway that gives one out twice hears of it; the worker goes on."""
-    bench.prefill.submit(bench.session, ticket("r1", PROMPT, max_tokens=1))
-    await bench.until(lambda: len(bench.session.events) == 1)
-    bench.prefill.submit(bench.session, ticket("r2", PROMPT, holder_id="h-r1"))
-    bench.prefill.submit(bench.session, ticket("r3", PROMPT, max_tokens=1))
-    await bench.until(lambda: len(bench.session.events) == 3)
-    (requeued,) = bench.session.of(Requeued)
-    assert requeued.ticket.request_id == "r2"
-    assert requeued.reason is RequeueReason.STALE_TICKET
-    assert set(prefilled(bench.session)) == {"r1", "r3"}
-    await bench.until_empty()
-
-
-async def test_the_same_attempt_twice_is_refused(bench: Bench) -> None:
-    bench.prefill_model.gate.clear()
-    bench.prefill.submit(bench.session, ticket("r1", PROMPT))
-    with pytest.raises(InvalidRequest):
-        bench.prefill.submit(bench.session, ticket("r1", PROMPT))

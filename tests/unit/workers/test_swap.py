@@ -11,10 +11,9 @@ from services.worker.events import Failed, Prefilled, Requeued, RequeueReason
 from services.worker.swap_cost import Pace, SwapCost
 
 from .conftest import Bench, MakeBench
-from .fakes import FakeSession, expected, next_token, ticket
-from .test_decode_worker import finished, outputs, start, tokens
+from .fakes import PROMPT, FakeSession, expected, next_token, ticket
+from .runs import finished, outputs, start, tokens
 
-PROMPT = tuple(range(100, 110))
 PREEMPTIONS = "quire:num_preemptions_total"
 
 

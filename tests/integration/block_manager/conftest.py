@@ -1,0 +1,187 @@
+"""Pools on one host, workers that really die, and a block manager."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from blockstore.memory_registry import MemoryRegistry
+from blockstore.memory_store import MemoryStore
+from blockstore.registry import Member
+from blockstore.store import AuditReport
+from services.block_manager.config import BlockManagerSettings
+from services.block_manager.link import Connection, Link
+from services.block_manager.manager import BlockManager
+from services.common.metrics import PoolMetrics
+from services.common.pool.arena import make_file
+from services.common.pool.directory import PoolDirectory, new_directory
+from services.common.pool.header import PoolHeader
+from services.common.pool.layout import PoolLayout
+from services.common.pool.stamps import record_bytes
+
+LIMIT_S = 10.0
+NUM_BLOCKS = 11
+LAYOUT = PoolLayout("tiny", "f00d", 1, 1, 1, "float32", 4)
+ROOT, H0, H1, H2 = (bytes([value]) * 16 for value in range(4))
+TOKENS = (1, 2, 3, 4)
+HOLD = """
+import sys
+from pathlib import Path
+from services.common.pool.locks import WorkerLock
+
+lock = WorkerLock.create(Path(sys.argv[1]))
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+class Store(MemoryStore):
+    """`error`: what every reap and every listing of pools raises until it is taken away."""
+
+    error: Exception | None = None
+    violations: tuple[str, ...] = ()
+
+    def _fail(self) -> None:
+        if self.error:
+            raise self.error
+
+    async def pool_ids(self) -> tuple[str, ...]:
+        self._fail()
+        return await super().pool_ids()
+
+    async def reap(self, pool_id: str, worker_id: str) -> int:
+        self._fail()
+        return await super().reap(pool_id, worker_id)
+
+    async def audit(self, pool_id: str) -> AuditReport:
+        report = await super().audit(pool_id)
+        return replace(report, violations=self.violations + report.violations)
+
+
+class Host:
+    """Pools under one root, workers as processes, and the store and registry of the moment."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.connection = Connection(Store(), MemoryRegistry())
+        self.metrics = CollectorRegistry()
+        self._processes: list[subprocess.Popen[str]] = []
+
+    @property
+    def store(self) -> Store:
+        assert isinstance(self.connection.store, Store)
+        return self.connection.store
+
+    async def connect(self) -> Connection:
+        return self.connection
+
+    async def make_pool(self, pool_id: str = "tiny-1") -> PoolDirectory:
+        header = PoolHeader(pool_id, "run", LAYOUT, NUM_BLOCKS, watermark_blocks=0)
+        with new_directory(self.root, pool_id) as directory:
+            make_file(directory.kv, header.arena_bytes)
+            make_file(directory.stamps, NUM_BLOCKS * record_bytes(LAYOUT.block_size))
+            header.write(directory.header)
+        await self.store.register_pool(header.spec)
+        return PoolDirectory(self.root / pool_id)
+
+    async def start_worker(
+        self, pool: PoolDirectory, worker_id: str = "decode-1"
+    ) -> subprocess.Popen[str]:
+        """A process that holds the worker's lock and sits there."""
+        process = await asyncio.to_thread(self._start, pool.lock_path(worker_id))
+        await self.store.register_worker(pool.read_header().spec, worker_id)
+        return process
+
+    async def announce(self, pool_id: str, worker_id: str, ttl_s: float) -> None:
+        member = Member(worker_id, "decode", "", "serving", 0, 1, pool_id=pool_id)
+        await self.connection.registry.announce(member, ttl_s)
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.metrics.get_sample_value(f"quire:{name}_total", labels) or 0.0
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+    def _start(self, lock_path: Path) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(lock_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._processes.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        return process
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    host = Host(tmp_path)
+    yield host
+    host.end()
+
+
+@asynccontextmanager
+async def managed(host: Host, **settings: float) -> AsyncIterator[None]:
+    """The block manager runs meanwhile; nothing overdue unless `settings` say so."""
+    usual = {"scan_interval_s": 0.02, "fence_after_s": 600, "pool_grace_s": 600}
+    manager = BlockManager(
+        BlockManagerSettings(pool_root=host.root, **{**usual, **settings}),  # type: ignore[arg-type]
+        Link(host.connection, host.connect),
+        PoolMetrics(host.metrics),
+    )
+    running = asyncio.create_task(manager.run())
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            yield
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Bounded by `managed`."""
+    while True:
+        if await condition():
+            return
+        await asyncio.sleep(0.005)
+
+
+def gone(
+    host: Host, pool: PoolDirectory, worker_id: str = "decode-1"
+) -> Callable[..., Awaitable[bool]]:
+    """Neither in the store nor by a lock file."""
+
+    async def condition() -> bool:
+        workers = (await host.store.stats(pool.pool_id)).worker_ids
+        return worker_id not in workers and worker_id not in pool.worker_ids()
+
+    return condition
+
+
+async def assert_lawful(
+    host: Host, pool: PoolDirectory, *, free: int, cached: int, held: int
+) -> None:
+    report = await host.store.audit(pool.pool_id)
+    assert report.violations == ()
+    assert (report.num_free, report.num_cached, report.num_held) == (free, cached, held)
+
+
+async def observed(host: Host, pool: PoolDirectory) -> bool:
+    """The manager has been round at least once, so that it waits for every lock."""
+    labels = {"pool_id": pool.pool_id, "model_name": "tiny"}
+    return host.metrics.get_sample_value("quire:kv_cache_holders", labels) is not None
+
+
+async def equals(value: object, expected: object) -> bool:
+    return value == expected

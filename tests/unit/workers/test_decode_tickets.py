@@ -1,0 +1,96 @@
+"""Tickets that a decode worker does not believe."""
+
+from dataclasses import replace
+
+import pytest
+
+from services.common.errors import InvalidRequest
+from services.common.ticket import TicketSequence
+from services.worker.events import Failed, Requeued, RequeueReason
+
+from .conftest import Bench
+from .fakes import PROMPT, expected, ticket
+from .runs import finished, outputs, prefill, tokens
+
+
+@pytest.mark.parametrize(
+    "sequence",
+    [
+        TicketSequence(0, token_ids=(1,), block_ids=(0, 1), num_computed_tokens=10),
+        TicketSequence(0, token_ids=(1,), block_ids=(0, 1, 99), num_computed_tokens=10),
+        TicketSequence(0, token_ids=(1,), block_ids=(0, 1, 2), num_computed_tokens=11),
+    ],
+    ids=["too few blocks", "no such block", "nothing to compute"],
+)
+async def test_a_ticket_that_makes_no_sense_is_refused(
+    bench: Bench, sequence: TicketSequence
+) -> None:
+    bench.decode.reserve(bench.session, "r1", 1, 1)
+    with pytest.raises(InvalidRequest):
+        bench.decode.admit(bench.session, ticket("r1", PROMPT, sequences=(sequence,)))
+
+
+async def test_a_ticket_with_blocks_that_its_holder_does_not_have_is_refused(bench: Bench) -> None:
+    """Nobody reads another's blocks by naming them, and the ticket can still be claimed rightly."""
+    other = await prefill(bench, ticket("r2", range(50, 60)))
+    issued = await prefill(bench, ticket("r1", PROMPT))
+    (state,) = issued.sequences
+    forged = replace(state, block_ids=other.sequences[0].block_ids)
+    bench.decode.reserve(bench.session, "r1", 1, 1)
+    bench.decode.admit(bench.session, replace(issued, sequences=(forged,)))
+    await bench.until(lambda: bool(bench.session.of(Failed)))
+    assert bench.session.of(Failed)[0].code == "invalid_request"
+    bench.decode.reserve(bench.session, "r1", 1, 1)
+    bench.decode.admit(bench.session, issued)
+    await bench.until(lambda: finished(bench.session, "r1"))
+    assert tokens(bench.session, issued) == expected(PROMPT, 8)
+
+
+async def test_a_ticket_whose_blocks_hold_other_tokens_is_computed_again(bench: Bench) -> None:
+    """It would be written on, and published, as what it is not."""
+    issued = await prefill(bench, ticket("r1", PROMPT))
+    lie = replace(issued, prompt_token_ids=(99, *PROMPT[1:]))
+    bench.decode.reserve(bench.session, "r1", 1, 1)
+    bench.decode.admit(bench.session, lie)
+    await bench.until(lambda: bool(bench.session.of(Requeued)))
+    assert bench.session.of(Requeued)[0].reason is RequeueReason.STALE_TICKET
+    await bench.until_empty()
+
+
+async def test_a_shortened_ticket_does_not_write_into_finished_blocks(bench: Bench) -> None:
+    issued = await prefill(bench, ticket("r1", PROMPT))
+    (state,) = issued.sequences
+    short = replace(
+        issued, prompt_token_ids=PROMPT[:4], sequences=(replace(state, num_computed_tokens=4),)
+    )
+    bench.decode.reserve(bench.session, "r1", 1, 1)
+    bench.decode.admit(bench.session, short)
+    await bench.until(lambda: bool(bench.session.of(Requeued)))
+    assert not outputs(bench.session, "r1")
+
+
+async def test_a_holder_has_one_sequence(bench: Bench) -> None:
+    """The same ticket again, as another attempt or of another gateway: one of them runs."""
+    issued = await prefill(bench, ticket("r1", PROMPT, max_tokens=30))
+    bench.decode_model.gate.clear()
+    for attempt in (1, 2):
+        bench.decode.reserve(bench.session, "r1", attempt, 1)
+    bench.decode.admit(bench.session, issued)
+    with pytest.raises(InvalidRequest, match="claimed here"):
+        bench.decode.admit(bench.session, replace(issued, attempt=2))
+    bench.decode_model.gate.set()
+    await bench.until(lambda: finished(bench.session, "r1"))
+    assert tokens(bench.session, issued) == expected(PROMPT, 30)
+
+
+@pytest.mark.parametrize("token", [50_000, 2**32 - 1])
+async def test_tokens_beyond_the_vocabulary_are_refused(bench: Bench, token: int) -> None:
+    """They would end the worker, and everybody's request with it."""
+    issued = await prefill(bench, ticket("r1", PROMPT))
+    bench.decode.limits = replace(bench.decode.limits, vocab_size=50_000)
+    (state,) = issued.sequences
+    bench.decode.reserve(bench.session, "r1", 1, 1)
+    with pytest.raises(InvalidRequest, match="vocabulary"):
+        bench.decode.admit(
+            bench.session, replace(issued, sequences=(replace(state, token_ids=(token,)),))
+        )
