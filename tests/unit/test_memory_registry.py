@@ -4,14 +4,7 @@ from dataclasses import replace
 
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.registry import Load, Member, Registry
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
+from tests.clock import Clock
 
 MEMBER = Member("d1", "decode", "127.0.0.1:1", "serving", started_unix_ms=0, protocol_version=1)
 

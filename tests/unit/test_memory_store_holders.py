@@ -11,16 +11,10 @@ from blockstore.errors import (
 )
 from blockstore.memory_store import MemoryStore
 from blockstore.store import TOMBSTONE_S, Allocation, BlockStore, Grown, Growth, PoolSpec
+from tests.clock import Clock
 
 POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, block_bytes=64)
 A = b"a" * 16
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

@@ -20,16 +20,10 @@ from blockstore.memory_store import MemoryStore
 from blockstore.recount import audit
 from blockstore.store import TOMBSTONE_S, BlockStore, Growth, Heartbeat, PoolSpec
 from blockstore.waiters import Waiter
+from tests.clock import Clock
 
 POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, block_bytes=64)
 A, B = b"a" * 16, b"b" * 16
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from services.block_manager.link import Connection, Link
 from services.common.overdue import Overdue
+from tests.clock import Clock
 
 LIMIT_S = 10.0
 
@@ -107,22 +108,15 @@ async def test_other_errors_are_ours_and_end_the_loop() -> None:
         await Link(connection(), Servers().connect).every(0.0, action)
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_what_is_wrong_look_after_look_is_overdue_at_the_limit() -> None:
     clock = Clock()
     overdue = Overdue[str](3.0, clock)
     assert overdue.look(["a"]) == set()
-    clock.now += 2
+    clock.now_s += 2
     assert overdue.look(["a", "b"]) == set()
-    clock.now += 1
+    clock.now_s += 1
     assert overdue.look(["a", "b"]) == {"a"}
-    clock.now += 2
+    clock.now_s += 2
     assert overdue.look(["a", "b"]) == {"a", "b"}
 
 
@@ -130,9 +124,9 @@ def test_what_was_right_once_in_between_starts_anew() -> None:
     clock = Clock()
     overdue = Overdue[str](3.0, clock)
     overdue.look(["a"])
-    clock.now += 2
+    clock.now_s += 2
     overdue.look([])
-    clock.now += 2
+    clock.now_s += 2
     assert overdue.look(["a"]) == set()
 
 
@@ -140,7 +134,7 @@ def test_time_in_which_nobody_looked_does_not_count() -> None:
     clock = Clock()
     overdue = Overdue[str](3.0, clock)
     overdue.look(["a"])
-    clock.now += 60
+    clock.now_s += 60
     assert overdue.look(["a"]) == set()
-    clock.now += 3
+    clock.now_s += 3
     assert overdue.look(["a"]) == {"a"}

@@ -8,16 +8,10 @@ from quire.messages import Request
 from quire.progress import Progress
 from quire.types import Sampling
 from quire.v1.inference_pb2 import GenerateResponse, SequenceDelta
+from tests.clock import Clock
 
 GONE = Unreachable("nobody answers", "unreachable")
 SOME = GenerateResponse(deltas=[SequenceDelta(token_ids=[7, 8])])
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -62,7 +56,7 @@ def test_what_was_heard_goes_on_within_the_window(clock: Clock) -> None:
     asked.saw(SOME)
     pauses = [asked.broke(GONE) for _ in range(6)]
     assert pauses == [0.0, 0.05, 0.05, 0.1, 0.1, 0.2]
-    clock.now += 10.0
+    clock.now_s += 10.0
     with pytest.raises(Unreachable):
         asked.broke(GONE)
 
@@ -72,7 +66,7 @@ def test_the_window_begins_anew_with_every_token(clock: Clock) -> None:
     for _ in range(3):
         asked.saw(SOME)
         asked.broke(GONE)
-        clock.now += 9.0
+        clock.now_s += 9.0
     asked.broke(GONE)
 
 
@@ -95,9 +89,9 @@ def test_an_answer_is_final(clock: Clock, error: QuireError) -> None:
 def test_the_deadline_is_that_of_all_calls_together(clock: Clock) -> None:
     asked = progress(clock, timeout_s=5.0)
     asked.saw(SOME)
-    clock.now += 2.0
+    clock.now_s += 2.0
     assert asked.timeout_s() == 3.0
     asked.broke(GONE)
-    clock.now += 3.0
+    clock.now_s += 3.0
     with pytest.raises(DeadlineExceeded):
         asked.broke(GONE)

@@ -60,15 +60,20 @@ async def test_a_token_of_the_other_role_clears_nobody() -> None:
         await walk.tokens()
 
 
-async def test_suspects_are_sent_to_a_worker_one_at_a_time() -> None:
-    """The second goes when the first has a token, the third when the second is cancelled."""
-    walks = [Walk() for _ in range(3)]
-    decode = ScriptedWorker("d2")
+async def suspects(number: int) -> tuple[list[Walk], ScriptedWorker]:
+    """Each of them has lost a decode worker, and all go to another one."""
+    walks, decode = [Walk() for _ in range(number)], ScriptedWorker("d2")
     for walk in walks:
         await walk.until_decoding()
         walk.journey.on_lost(walk.decode)
         walk.decode = decode
         await walk.until_decoding()
+    return walks, decode
+
+
+async def test_suspects_are_sent_to_a_worker_one_at_a_time() -> None:
+    """The second goes when the first has a token, the third when the second is cancelled."""
+    walks, decode = await suspects(3)
 
     def num_sent() -> int:
         return sum(isinstance(command, Admit) for command in decode.sent)
@@ -83,13 +88,7 @@ async def test_suspects_are_sent_to_a_worker_one_at_a_time() -> None:
 
 
 async def test_who_stood_in_line_when_the_worker_died_is_no_more_suspect_than_before() -> None:
-    walks = [Walk() for _ in range(2)]
-    decode = ScriptedWorker("d2")
-    for walk in walks:
-        await walk.until_decoding()
-        walk.journey.on_lost(walk.decode)
-        walk.decode = decode
-        await walk.until_decoding()
+    walks, decode = await suspects(2)
     decode.connected = False
     for walk in walks:
         walk.journey.on_lost(decode)
