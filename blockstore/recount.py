@@ -29,6 +29,7 @@ def audit(ledger: Ledger) -> AuditReport:
             *_index(ledger.blocks),
             *_people(ledger),
         ),
+        recovering=not is_whole,
     )
 
 

@@ -160,6 +160,7 @@ def _strays(blocks: Blocks, sizes: list[int]) -> Iterator[str]:
 def _counters_only(stats: PoolStats) -> AuditReport:
     total, num_blocks = stats.num_free + stats.num_cached + stats.num_held, stats.spec.num_blocks
     counters = f"free {stats.num_free} + cached {stats.num_cached} + held {stats.num_held}"
+    is_right = stats.recovering or total == num_blocks
     return AuditReport(
         pool_id=stats.spec.pool_id,
         num_blocks=num_blocks,
@@ -169,5 +170,6 @@ def _counters_only(stats: PoolStats) -> AuditReport:
         num_holders=stats.num_holders,
         num_references=0,
         ledger_checked=False,
-        violations=() if total == num_blocks else (f"{counters} is not {num_blocks}",),
+        violations=() if is_right else (f"{counters} is not {num_blocks}",),
+        recovering=stats.recovering,
     )

@@ -197,8 +197,8 @@ class PoolStats:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """`ledger_checked` is False when the pool kept changing under a paged recount; then only
-    counters were checked."""
+    """`ledger_checked` is False when the pool kept changing under a paged recount, so that only
+    counters were checked, and while it is `recovering`, when its blocks have no places yet."""
 
     pool_id: str
     num_blocks: int
@@ -209,6 +209,7 @@ class AuditReport:
     num_references: int
     ledger_checked: bool
     violations: tuple[str, ...]
+    recovering: bool = False
 
 
 class Recovery(Protocol):
@@ -398,8 +399,7 @@ class BlockStore(Protocol):
         to be accounted for. Again: no error."""
 
     async def audit(self, pool_id: str) -> AuditReport:
-        """Recount references from the ledger and compare with counters, states and index. While
-        the pool is recovering `ledger_checked` is False: the blocks have no places yet."""
+        """Recount references from the ledger and compare with counters, states and index."""
 
     async def wait_for_room(self, pool_id: str, timeout_s: float) -> None:
         """Return when blocks of the pool were freed, or after the timeout. It may return for less:

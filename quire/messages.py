@@ -157,6 +157,8 @@ def pools(response: block_manager_pb2.ListPoolsResponse) -> tuple[Pool, ...]:
             worker_ids=tuple(pool.worker_ids),
             num_prefix_queries=pool.num_prefix_queries,
             num_prefix_hits=pool.num_prefix_hits,
+            recovering=pool.recovering,
+            missing_worker_ids=tuple(pool.missing_worker_ids),
         )
         for pool in response.pools
     )
@@ -203,6 +205,7 @@ def audits(response: block_manager_pb2.AuditResponse) -> tuple[PoolAudit, ...]:
             num_references=pool.num_references,
             ledger_checked=pool.ledger_checked,
             violations=tuple(pool.violations),
+            recovering=pool.recovering,
         )
         for pool in response.pools
     )

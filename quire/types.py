@@ -87,7 +87,8 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """num_free + num_cached + num_held == num_blocks, always (law 1)."""
+    """num_free + num_cached + num_held == num_blocks, always (law 1), but while `recovering`: Redis
+    lost its ledger, and `missing_worker_ids` have not told it yet what they hold."""
 
     pool_id: str
     model: str
@@ -103,6 +104,8 @@ class Pool:
     worker_ids: tuple[str, ...]
     num_prefix_queries: int
     num_prefix_hits: int
+    recovering: bool = False
+    missing_worker_ids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,8 @@ class Scaled:
 @dataclass(frozen=True, slots=True)
 class PoolAudit:
     """A recount of one pool. `ledger_checked` is False when the pool kept changing, so that only
-    its counters were checked; `violations` is empty when every law holds."""
+    its counters were checked, and while it is `recovering`; `violations` is empty when every law
+    holds."""
 
     pool_id: str
     num_blocks: int
@@ -147,3 +151,4 @@ class PoolAudit:
     num_references: int
     ledger_checked: bool
     violations: tuple[str, ...]
+    recovering: bool = False

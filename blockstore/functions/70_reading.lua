@@ -8,7 +8,8 @@
 -- ledger   (part first limit) ... -> [version, next, 1 in a recovery else 0, what that part says
 --          ...]: raw material of the audit. Several parts in one call are read atomically; those of
 --          several calls belong together as long as the version is the same. Parts and answers:
---            blocks    ids first to first + limit - 1, as far as they are in use
+--            blocks    ids first to first + limit - 1, as far as they are in use, or may be held in
+--                      a recovery
 --                      -> [[refs or nil ...], [hash or nil ...], [clock in the cache or nil ...],
 --                          [block that the index has for that hash, or nil ...]]
 --            returned  -> [block ...]
@@ -73,7 +74,7 @@ local PARTS = {}
 
 function PARTS.blocks(pool, first, limit)
   local ids, hashes = {}, {}
-  for id = first, math.min(first + limit, pool.next) - 1 do
+  for id = first, math.min(first + limit, math.max(pool.next, pool.top)) - 1 do
     ids[#ids + 1] = string.format('%d', id)
   end
   local carried = fetch('HMGET', pool.tag .. ':hashes', ids)

@@ -51,6 +51,7 @@ _POOL_COLUMNS: Columns[Pool] = {
     "HELD": lambda pool: pool.num_held,
     "WAITING": lambda pool: pool.num_waiters,
     "HIT RATE": lambda pool: percent(pool.num_prefix_hits, pool.num_prefix_queries),
+    "LEDGER": lambda pool: "recovering" if pool.recovering else "whole",
 }
 _AUDIT_COLUMNS: Columns[PoolAudit] = {
     "POOL": lambda found: found.pool_id,
@@ -60,8 +61,8 @@ _AUDIT_COLUMNS: Columns[PoolAudit] = {
     "HELD": lambda found: found.num_held,
     "HOLDERS": lambda found: found.num_holders,
     "REFERENCES": lambda found: found.num_references,
-    "LEDGER": lambda found: "checked" if found.ledger_checked else "too busy",
-    "LAWS": lambda found: f"{len(found.violations)} broken" if found.violations else "hold",
+    "LEDGER": lambda found: _ledger(found),
+    "LAWS": lambda found: _laws(found),
 }
 
 
@@ -154,6 +155,9 @@ def pools(args: argparse.Namespace) -> int:
         print_json(there)
         return 0
     print_table(_POOL_COLUMNS, there)
+    for pool in there:
+        if pool.missing_worker_ids:
+            print(f"{pool.pool_id} waits for {', '.join(pool.missing_worker_ids)}")
     return 0
 
 
@@ -168,6 +172,19 @@ def audit(args: argparse.Namespace) -> int:
         for violation in found.violations:
             print(f"quire: {found.pool_id}: {violation}", file=sys.stderr)
     return 1 if any(found.violations for found in audits) else 0
+
+
+def _ledger(found: PoolAudit) -> str:
+    """What an audit could look at."""
+    if found.recovering:
+        return "recovering"
+    return "checked" if found.ledger_checked else "too busy"
+
+
+def _laws(found: PoolAudit) -> str:
+    if found.violations:
+        return f"{len(found.violations)} broken"
+    return "not known" if found.recovering else "hold"
 
 
 def drain(args: argparse.Namespace) -> int:

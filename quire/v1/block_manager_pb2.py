@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from quire.v1 import worker_pb2 as quire_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cquire/v1/block_manager.proto\x12\x08quire.v1\x1a\x15quire/v1/worker.proto\"\x12\n\x10ListPoolsRequest\"2\n\x11ListPoolsResponse\x12\x1d\n\x05pools\x18\x01 \x03(\x0b\x32\x0e.quire.v1.Pool\"\xa3\x02\n\x04Pool\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\x04\x12\x10\n\x08num_free\x18\x07 \x01(\x04\x12\x12\n\nnum_cached\x18\x08 \x01(\x04\x12\x10\n\x08num_held\x18\t \x01(\x04\x12\x13\n\x0bnum_holders\x18\n \x01(\x04\x12\x13\n\x0bnum_waiters\x18\x0b \x01(\x04\x12\x12\n\nworker_ids\x18\x0c \x03(\t\x12\x1a\n\x12num_prefix_queries\x18\r \x01(\x04\x12\x17\n\x0fnum_prefix_hits\x18\x0e \x01(\x04\"\x14\n\x12ListWorkersRequest\"8\n\x13ListWorkersResponse\x12!\n\x07workers\x18\x01 \x03(\x0b\x32\x10.quire.v1.Worker\"\x9a\x02\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07pool_id\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12$\n\x05state\x18\x06 \x01(\x0e\x32\x15.quire.v1.WorkerState\x12\"\n\x04load\x18\x07 \x01(\x0b\x32\x14.quire.v1.WorkerLoad\x12,\n\x06\x65ngine\x18\x08 \x03(\x0b\x32\x1c.quire.v1.Worker.EngineEntry\x12\x17\n\x0fstarted_unix_ms\x18\t \x01(\x04\x1a-\n\x0b\x45ngineEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"%\n\x12ListHoldersRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"8\n\x13ListHoldersResponse\x12!\n\x07holders\x18\x01 \x03(\x0b\x32\x10.quire.v1.Holder\"q\n\x06Holder\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x11\n\tholder_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\r\n\x05order\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\x04\"\x1f\n\x0c\x41uditRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"3\n\rAuditResponse\x12\"\n\x05pools\x18\x01 \x03(\x0b\x32\x13.quire.v1.PoolAudit\"\xc1\x01\n\tPoolAudit\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12\x10\n\x08num_free\x18\x03 \x01(\x04\x12\x12\n\nnum_cached\x18\x04 \x01(\x04\x12\x10\n\x08num_held\x18\x05 \x01(\x04\x12\x13\n\x0bnum_holders\x18\x06 \x01(\x04\x12\x16\n\x0enum_references\x18\x07 \x01(\x04\x12\x16\n\x0eledger_checked\x18\x08 \x01(\x08\x12\x12\n\nviolations\x18\t \x03(\t\"\'\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"*\n\x13\x44rainWorkerResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r*\x94\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x18\n\x14WORKER_STATE_SERVING\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x17\n\x13WORKER_STATE_FENCED\x10\x04\x32\xf2\x02\n\x0c\x42lockManager\x12\x44\n\tListPools\x12\x1a.quire.v1.ListPoolsRequest\x1a\x1b.quire.v1.ListPoolsResponse\x12J\n\x0bListWorkers\x12\x1c.quire.v1.ListWorkersRequest\x1a\x1d.quire.v1.ListWorkersResponse\x12J\n\x0bListHolders\x12\x1c.quire.v1.ListHoldersRequest\x1a\x1d.quire.v1.ListHoldersResponse\x12\x38\n\x05\x41udit\x12\x16.quire.v1.AuditRequest\x1a\x17.quire.v1.AuditResponse\x12J\n\x0b\x44rainWorker\x12\x1c.quire.v1.DrainWorkerRequest\x1a\x1d.quire.v1.DrainWorkerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cquire/v1/block_manager.proto\x12\x08quire.v1\x1a\x15quire/v1/worker.proto\"\x12\n\x10ListPoolsRequest\"2\n\x11ListPoolsResponse\x12\x1d\n\x05pools\x18\x01 \x03(\x0b\x32\x0e.quire.v1.Pool\"\xd3\x02\n\x04Pool\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\x04\x12\x10\n\x08num_free\x18\x07 \x01(\x04\x12\x12\n\nnum_cached\x18\x08 \x01(\x04\x12\x10\n\x08num_held\x18\t \x01(\x04\x12\x13\n\x0bnum_holders\x18\n \x01(\x04\x12\x13\n\x0bnum_waiters\x18\x0b \x01(\x04\x12\x12\n\nworker_ids\x18\x0c \x03(\t\x12\x1a\n\x12num_prefix_queries\x18\r \x01(\x04\x12\x17\n\x0fnum_prefix_hits\x18\x0e \x01(\x04\x12\x12\n\nrecovering\x18\x0f \x01(\x08\x12\x1a\n\x12missing_worker_ids\x18\x10 \x03(\t\"\x14\n\x12ListWorkersRequest\"8\n\x13ListWorkersResponse\x12!\n\x07workers\x18\x01 \x03(\x0b\x32\x10.quire.v1.Worker\"\x9a\x02\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07pool_id\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12$\n\x05state\x18\x06 \x01(\x0e\x32\x15.quire.v1.WorkerState\x12\"\n\x04load\x18\x07 \x01(\x0b\x32\x14.quire.v1.WorkerLoad\x12,\n\x06\x65ngine\x18\x08 \x03(\x0b\x32\x1c.quire.v1.Worker.EngineEntry\x12\x17\n\x0fstarted_unix_ms\x18\t \x01(\x04\x1a-\n\x0b\x45ngineEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"%\n\x12ListHoldersRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"8\n\x13ListHoldersResponse\x12!\n\x07holders\x18\x01 \x03(\x0b\x32\x10.quire.v1.Holder\"q\n\x06Holder\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x11\n\tholder_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\r\n\x05order\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\x04\"\x1f\n\x0c\x41uditRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"3\n\rAuditResponse\x12\"\n\x05pools\x18\x01 \x03(\x0b\x32\x13.quire.v1.PoolAudit\"\xd5\x01\n\tPoolAudit\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12\x10\n\x08num_free\x18\x03 \x01(\x04\x12\x12\n\nnum_cached\x18\x04 \x01(\x04\x12\x10\n\x08num_held\x18\x05 \x01(\x04\x12\x13\n\x0bnum_holders\x18\x06 \x01(\x04\x12\x16\n\x0enum_references\x18\x07 \x01(\x04\x12\x16\n\x0eledger_checked\x18\x08 \x01(\x08\x12\x12\n\nviolations\x18\t \x03(\t\x12\x12\n\nrecovering\x18\n \x01(\x08\"\'\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"*\n\x13\x44rainWorkerResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r*\x94\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x18\n\x14WORKER_STATE_SERVING\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x17\n\x13WORKER_STATE_FENCED\x10\x04\x32\xf2\x02\n\x0c\x42lockManager\x12\x44\n\tListPools\x12\x1a.quire.v1.ListPoolsRequest\x1a\x1b.quire.v1.ListPoolsResponse\x12J\n\x0bListWorkers\x12\x1c.quire.v1.ListWorkersRequest\x1a\x1d.quire.v1.ListWorkersResponse\x12J\n\x0bListHolders\x12\x1c.quire.v1.ListHoldersRequest\x1a\x1d.quire.v1.ListHoldersResponse\x12\x38\n\x05\x41udit\x12\x16.quire.v1.AuditRequest\x1a\x17.quire.v1.AuditResponse\x12J\n\x0b\x44rainWorker\x12\x1c.quire.v1.DrainWorkerRequest\x1a\x1d.quire.v1.DrainWorkerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,38 +34,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKER_ENGINEENTRY']._loaded_options = None
   _globals['_WORKER_ENGINEENTRY']._serialized_options = b'8\001'
-  _globals['_WORKERSTATE']._serialized_start=1376
-  _globals['_WORKERSTATE']._serialized_end=1524
+  _globals['_WORKERSTATE']._serialized_start=1444
+  _globals['_WORKERSTATE']._serialized_end=1592
   _globals['_LISTPOOLSREQUEST']._serialized_start=65
   _globals['_LISTPOOLSREQUEST']._serialized_end=83
   _globals['_LISTPOOLSRESPONSE']._serialized_start=85
   _globals['_LISTPOOLSRESPONSE']._serialized_end=135
   _globals['_POOL']._serialized_start=138
-  _globals['_POOL']._serialized_end=429
-  _globals['_LISTWORKERSREQUEST']._serialized_start=431
-  _globals['_LISTWORKERSREQUEST']._serialized_end=451
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=453
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=509
-  _globals['_WORKER']._serialized_start=512
-  _globals['_WORKER']._serialized_end=794
-  _globals['_WORKER_ENGINEENTRY']._serialized_start=749
-  _globals['_WORKER_ENGINEENTRY']._serialized_end=794
-  _globals['_LISTHOLDERSREQUEST']._serialized_start=796
-  _globals['_LISTHOLDERSREQUEST']._serialized_end=833
-  _globals['_LISTHOLDERSRESPONSE']._serialized_start=835
-  _globals['_LISTHOLDERSRESPONSE']._serialized_end=891
-  _globals['_HOLDER']._serialized_start=893
-  _globals['_HOLDER']._serialized_end=1006
-  _globals['_AUDITREQUEST']._serialized_start=1008
-  _globals['_AUDITREQUEST']._serialized_end=1039
-  _globals['_AUDITRESPONSE']._serialized_start=1041
-  _globals['_AUDITRESPONSE']._serialized_end=1092
-  _globals['_POOLAUDIT']._serialized_start=1095
-  _globals['_POOLAUDIT']._serialized_end=1288
-  _globals['_DRAINWORKERREQUEST']._serialized_start=1290
-  _globals['_DRAINWORKERREQUEST']._serialized_end=1329
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=1331
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=1373
-  _globals['_BLOCKMANAGER']._serialized_start=1527
-  _globals['_BLOCKMANAGER']._serialized_end=1897
+  _globals['_POOL']._serialized_end=477
+  _globals['_LISTWORKERSREQUEST']._serialized_start=479
+  _globals['_LISTWORKERSREQUEST']._serialized_end=499
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=501
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=557
+  _globals['_WORKER']._serialized_start=560
+  _globals['_WORKER']._serialized_end=842
+  _globals['_WORKER_ENGINEENTRY']._serialized_start=797
+  _globals['_WORKER_ENGINEENTRY']._serialized_end=842
+  _globals['_LISTHOLDERSREQUEST']._serialized_start=844
+  _globals['_LISTHOLDERSREQUEST']._serialized_end=881
+  _globals['_LISTHOLDERSRESPONSE']._serialized_start=883
+  _globals['_LISTHOLDERSRESPONSE']._serialized_end=939
+  _globals['_HOLDER']._serialized_start=941
+  _globals['_HOLDER']._serialized_end=1054
+  _globals['_AUDITREQUEST']._serialized_start=1056
+  _globals['_AUDITREQUEST']._serialized_end=1087
+  _globals['_AUDITRESPONSE']._serialized_start=1089
+  _globals['_AUDITRESPONSE']._serialized_end=1140
+  _globals['_POOLAUDIT']._serialized_start=1143
+  _globals['_POOLAUDIT']._serialized_end=1356
+  _globals['_DRAINWORKERREQUEST']._serialized_start=1358
+  _globals['_DRAINWORKERREQUEST']._serialized_end=1397
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=1399
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=1441
+  _globals['_BLOCKMANAGER']._serialized_start=1595
+  _globals['_BLOCKMANAGER']._serialized_end=1965
 # @@protoc_insertion_point(module_scope)

@@ -32,7 +32,7 @@ class ListPoolsResponse(_message.Message):
     def __init__(self, pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ...) -> None: ...
 
 class Pool(_message.Message):
-    __slots__ = ("pool_id", "model", "fingerprint", "block_size", "block_bytes", "num_blocks", "num_free", "num_cached", "num_held", "num_holders", "num_waiters", "worker_ids", "num_prefix_queries", "num_prefix_hits")
+    __slots__ = ("pool_id", "model", "fingerprint", "block_size", "block_bytes", "num_blocks", "num_free", "num_cached", "num_held", "num_holders", "num_waiters", "worker_ids", "num_prefix_queries", "num_prefix_hits", "recovering", "missing_worker_ids")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,8 @@ class Pool(_message.Message):
     WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFIX_QUERIES_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
+    RECOVERING_FIELD_NUMBER: _ClassVar[int]
+    MISSING_WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
     pool_id: str
     model: str
     fingerprint: str
@@ -61,7 +63,9 @@ class Pool(_message.Message):
     worker_ids: _containers.RepeatedScalarFieldContainer[str]
     num_prefix_queries: int
     num_prefix_hits: int
-    def __init__(self, pool_id: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_held: _Optional[int] = ..., num_holders: _Optional[int] = ..., num_waiters: _Optional[int] = ..., worker_ids: _Optional[_Iterable[str]] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ...) -> None: ...
+    recovering: bool
+    missing_worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, pool_id: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_held: _Optional[int] = ..., num_holders: _Optional[int] = ..., num_waiters: _Optional[int] = ..., worker_ids: _Optional[_Iterable[str]] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., recovering: _Optional[bool] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()
@@ -143,7 +147,7 @@ class AuditResponse(_message.Message):
     def __init__(self, pools: _Optional[_Iterable[_Union[PoolAudit, _Mapping]]] = ...) -> None: ...
 
 class PoolAudit(_message.Message):
-    __slots__ = ("pool_id", "num_blocks", "num_free", "num_cached", "num_held", "num_holders", "num_references", "ledger_checked", "violations")
+    __slots__ = ("pool_id", "num_blocks", "num_free", "num_cached", "num_held", "num_holders", "num_references", "ledger_checked", "violations", "recovering")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +157,7 @@ class PoolAudit(_message.Message):
     NUM_REFERENCES_FIELD_NUMBER: _ClassVar[int]
     LEDGER_CHECKED_FIELD_NUMBER: _ClassVar[int]
     VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
+    RECOVERING_FIELD_NUMBER: _ClassVar[int]
     pool_id: str
     num_blocks: int
     num_free: int
@@ -162,7 +167,8 @@ class PoolAudit(_message.Message):
     num_references: int
     ledger_checked: bool
     violations: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, pool_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_held: _Optional[int] = ..., num_holders: _Optional[int] = ..., num_references: _Optional[int] = ..., ledger_checked: _Optional[bool] = ..., violations: _Optional[_Iterable[str]] = ...) -> None: ...
+    recovering: bool
+    def __init__(self, pool_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_held: _Optional[int] = ..., num_holders: _Optional[int] = ..., num_references: _Optional[int] = ..., ledger_checked: _Optional[bool] = ..., violations: _Optional[_Iterable[str]] = ..., recovering: _Optional[bool] = ...) -> None: ...
 
 class DrainWorkerRequest(_message.Message):
     __slots__ = ("worker_id",)

@@ -109,6 +109,8 @@ def _pool(stats: PoolStats) -> pb.Pool:
         worker_ids=stats.worker_ids,
         num_prefix_queries=stats.num_prefix_queries,
         num_prefix_hits=stats.num_prefix_hits,
+        recovering=stats.recovering,
+        missing_worker_ids=stats.missing_worker_ids,
     )
 
 
@@ -160,4 +162,5 @@ def _audit(report: AuditReport) -> pb.PoolAudit:
         num_references=report.num_references,
         ledger_checked=report.ledger_checked,
         violations=report.violations,
+        recovering=report.recovering,
     )

@@ -368,11 +368,15 @@ async def test_an_audit_in_pages_says_so_when_the_pool_keeps_changing(
         await audited.release("pool", f"h{num_reads}", 1)
         return list(await audited._read("ledger", "pool", *parts))
 
-    report = await redis_audit.audit_pool(await audited.stats("pool"), read, atomic_limit=1)
+    stats = await audited.stats("pool")
+    report = await redis_audit.audit_pool(stats, read, atomic_limit=1)
     assert num_reads == 2 * 4
     assert not report.ledger_checked
     assert report.violations == ()
     assert (report.num_free, report.num_cached, report.num_held) == (7, 1, 3)
+    broken, recovering = replace(stats, num_free=0), replace(stats, num_free=0, recovering=True)
+    assert (await redis_audit.audit_pool(broken, read, atomic_limit=1)).violations
+    assert not (await redis_audit.audit_pool(recovering, read, atomic_limit=1)).violations
 
 
 async def test_versions_grow_with_every_change_and_not_with_reading(

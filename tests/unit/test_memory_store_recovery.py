@@ -135,7 +135,9 @@ async def test_nothing_changes_until_the_pool_is_whole(store: BlockStore) -> Non
     stats = await store.stats("pool")
     assert (stats.recovering, stats.missing_worker_ids) == (True, ())
     assert (stats.num_accounted, stats.num_to_account) == (0, 3)
-    assert not (await store.audit("pool")).ledger_checked
+    report = await store.audit("pool")
+    assert (report.recovering, report.ledger_checked) == (True, False)
+    assert report.violations == ()
     await finish(store)
     assert not (await store.stats("pool")).recovering
     await store.release("pool", "a", 1)

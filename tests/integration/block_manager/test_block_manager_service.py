@@ -11,7 +11,7 @@ import pytest
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.registry import Load, Member
-from blockstore.store import FUNCTION_LIBRARY, PoolSpec
+from blockstore.store import FUNCTION_LIBRARY, Asserted, PoolSpec
 from quire.v1 import (
     block_manager_pb2,
     block_manager_pb2_grpc,
@@ -143,6 +143,17 @@ async def test_an_audit_answers_the_recount(served: Served) -> None:
         num_references=2,
         ledger_checked=True,
     )
+
+
+async def test_a_pool_that_recovers_says_so_and_no_audit_blames_it(served: Served) -> None:
+    await served.store.recover_pool(SPEC, 2, ["decode-1", "decode-2"])
+    await served.store.reassert(SPEC, "decode-1", [Asserted("h", 1, 7, 0, (0, 1))], [])
+    (pool,) = (await served.stub.ListPools(pb.ListPoolsRequest())).pools
+    assert pool.recovering
+    assert pool.missing_worker_ids == ["decode-2"]
+    (audit,) = (await served.stub.Audit(pb.AuditRequest())).pools
+    assert (audit.recovering, audit.ledger_checked) == (True, False)
+    assert not audit.violations
 
 
 @pytest.mark.parametrize("method", ["ListHolders", "Audit"])

@@ -59,9 +59,17 @@ def test_pools(gateway: Any, capsys: Any) -> None:
     ]
     assert main(["pools"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "POOL  MODEL  MEMORY   BLOCKS   FREE  CACHED   HELD  WAITING  HIT RATE",
-        "p-1   m      2.0 GiB   2,048  1,000      48  1,000        0  75%",
+        "POOL  MODEL  MEMORY   BLOCKS   FREE  CACHED   HELD  WAITING  HIT RATE  LEDGER",
+        "p-1   m      2.0 GiB   2,048  1,000      48  1,000        0  75%       whole",
     ]
+
+
+def test_a_pool_that_recovers_says_so_and_whom_it_waits_for(gateway: Any, capsys: Any) -> None:
+    gateway.pools = [pool(recovering=True, missing_worker_ids=["decode-1", "decode-2"])]
+    assert main(["pools"]) == 0
+    _, row, note = capsys.readouterr().out.splitlines()
+    assert row.endswith("recovering")
+    assert note == "p-1 waits for decode-1, decode-2"
 
 
 def test_workers(gateway: Any, capsys: Any) -> None:
@@ -100,6 +108,14 @@ def test_a_clean_audit_exits_0(gateway: Any, capsys: Any) -> None:
     assert main(["audit", "--pool", "p-1"]) == 0
     assert gateway.requests[0].pool_id == "p-1"
     assert capsys.readouterr().out.splitlines()[1].endswith("checked  hold")
+
+
+def test_an_audit_in_a_recovery_is_neither_clean_nor_broken(gateway: Any, capsys: Any) -> None:
+    found = audit()
+    found.ledger_checked, found.recovering = False, True
+    gateway.audits = [found]
+    assert main(["audit"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("recovering  not known")
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
