@@ -16,8 +16,9 @@ from quire.supervisor.readiness import Expected, wait_until_serving
 from quire.supervisor.run_directory import RUNS, RunRecord, claim
 from quire.supervisor.workforce import Workforce
 
-GRACE_S = 15.0
-"""How long the services of one stage have to end by themselves."""
+GRACE_S = topology.STOP_GRACE_S + 1.0
+"""How long the services of one stage have to end by themselves: what they were told, and the time
+in which a process goes."""
 
 
 def serve(options: ServeOptions, runs: Path = RUNS) -> None:

@@ -13,6 +13,9 @@ from quire.supervisor.options import ServeOptions
 
 LOOPBACK = "127.0.0.1"
 
+STOP_GRACE_S = 15.0
+"""How long a service may take to end after SIGTERM: it is told, and keeps to it."""
+
 
 def services(
     options: ServeOptions, run: Path, *, log_format: str = "json"
@@ -24,6 +27,7 @@ def services(
         "LOG_LEVEL": options.log_level,
         "LOG_FORMAT": log_format,
         "HOST": LOOPBACK,
+        "STOP_GRACE_S": str(STOP_GRACE_S),
     }
     worker = {**common, **_worker_settings(options)}
     return (

@@ -17,6 +17,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from services.common.errors import StartupError
 
+ENDING_S = 5.0
+"""Of what a service may take to end after SIGTERM: for what comes after its running requests."""
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "console", "json"]
 
@@ -64,9 +67,18 @@ class ServiceSettings(BaseSettings):
     log_format: LogFormat = Field(
         default="auto", description="auto: console on a terminal, else JSON"
     )
+    stop_grace_s: float = Field(
+        default=15.0, ge=0, description="how long this process may take to end after SIGTERM"
+    )
     run_dir: Path = Field(
         default_factory=_default_run_dir, description="directory of this deployment on this host"
     )
+
+    @property
+    def request_grace_s(self) -> float:
+        """How long running requests may go on after SIGTERM; what is left of `stop_grace_s` is for
+        telling those that did not end, and for leaving."""
+        return max(0.0, self.stop_grace_s - ENDING_S)
 
     @property
     def num_threads(self) -> int | None:

@@ -41,7 +41,8 @@ def run_service(
 ) -> NoReturn:
     """Run `serve(settings, stop)` to its end and leave the process.
 
-    SIGTERM and SIGINT set `stop`; a second one cancels `serve`.
+    SIGTERM and SIGINT set `stop`; a second one cancels `serve`. Whoever has not ended by then is
+    ended `stop_grace_s` after the first one.
     """
     try:
         _follow_parent()
@@ -98,6 +99,8 @@ async def _until_stopped(
         log.info("service_stopping", signal=name)
         if stop.is_set():
             task.cancel()
+        else:
+            loop.call_later(settings.stop_grace_s, _end_overdue, settings.stop_grace_s)
         stop.set()
 
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -147,6 +150,12 @@ def _follow_parent() -> None:
 def _end_with(fd: int) -> NoReturn:
     while os.read(fd, 1):
         pass
+    os._exit(EXIT_FAULT)
+
+
+def _end_overdue(grace_s: float) -> NoReturn:
+    """Others wait for its end, and go on when its locks and connections are gone."""
+    log.error("stop_overdue", stop_grace_s=grace_s)
     os._exit(EXIT_FAULT)
 
 

@@ -46,7 +46,7 @@ from services.engine.pool import KVPool
 DEFAULT_WATERMARK = 0.01
 """Share of a pool that must stay free when a request is admitted, as in vLLM."""
 
-_LEAVE_LIMIT_S = 5.0
+_LEAVE_LIMIT_S = 1.0
 """Who waits for the store for longer goes without a word; the block manager does the rest."""
 
 _ALLOCATION_NICENESS = 10

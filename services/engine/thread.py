@@ -31,6 +31,8 @@ class EngineThread:
         self._on_outcome = on_outcome
         self._on_failure = on_failure
         self._may_step = may_step
+        self.step_in_flight: int | None = None
+        """Its number, while there is one."""
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -47,11 +49,13 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            busy = False
+            busy, number = False, 0
             while (commands := self._take(wait=not busy)) is not None:
                 if not self._may_step():
                     return
+                self.step_in_flight = number = number + 1
                 outcome = self._engine.step(commands)
+                self.step_in_flight = None
                 busy = outcome.num_tokens > 0
                 if busy or outcome.removed:
                     self._loop.call_soon_threadsafe(self._on_outcome, outcome)

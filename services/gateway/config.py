@@ -54,6 +54,3 @@ class GatewaySettings(ServiceSettings):
         ge=0,
         description="how long a request pauses for a client that does not read it",
     )
-    stop_grace_s: float = Field(
-        default=10.0, ge=0, description="how long running requests may go on after SIGTERM"
-    )

@@ -78,7 +78,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         async with _in_background(presence, assembly, server):
             await stop.wait()
             presence.changed()
-            await _leave(assembly, server, http, settings.stop_grace_s)
+            await _leave(assembly, server, http, settings.request_grace_s)
 
 
 async def _leave(
@@ -136,6 +136,6 @@ async def _http_server(
         return None
     app = create_app(assembly.gateway, metrics)
     serving = http_server(
-        app, settings.host, settings.http_port, settings.stop_grace_s + _FAREWELL_S
+        app, settings.host, settings.http_port, settings.request_grace_s + _FAREWELL_S
     )
     return await stack.enter_async_context(serving)

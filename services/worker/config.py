@@ -55,13 +55,16 @@ class WorkerSettings(PoolServiceSettings):
     )
     max_num_seqs: int = Field(64, ge=1, description="sequences in one step")
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens computed in one step")
+    step_limit_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="a step that takes this long is stuck, and ends the worker: more than "
+        "max_num_batched_tokens can take here",
+    )
     park_window_s: float = Field(
         default=10.0,
         ge=0,
         description="how long a decode worker keeps sequences whose gateway is gone; 0: not at all",
-    )
-    drain_grace_s: float = Field(
-        10.0, ge=0, description="how long running requests may go on after SIGTERM"
     )
 
     @field_validator("weights_cache", mode="before")

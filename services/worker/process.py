@@ -26,15 +26,17 @@ from services.worker.lanes import SharedCpus
 from services.worker.loading import LoadedModel, load
 from services.worker.permit import Permit, PermittedForward
 from services.worker.pool_worker import Limits, PoolWorker
+from services.worker.step_watch import StepWatch
 
+# What comes after the running requests' grace has ENDING_S in all (services.common.config).
 _GIVE_BACK_LIMIT_S = 2.0
 """How long a step in flight and the releases after it may take, when a grace period is over."""
 
 _FAREWELL_S = 0.1
 """For what is on its way to gateways when everything has ended."""
 
-_ABORT_LIMIT_S = 5.0
-"""How long a worker that leaves waits for its last step and releases."""
+_ABORT_LIMIT_S = 0.5
+"""How long a worker that leaves waits for what its gateways' going has ended."""
 
 _SWITCH_INTERVAL_S = 0.0005
 """The engine's thread comes back from a step for the interpreter's lock; by default it would wait
@@ -85,6 +87,8 @@ async def serve_worker(
         forward = _on_its_cpus(runner, loaded, settings, entry, stack)
         permitted = PermittedForward(forward, permit)
         worker = role.make(entry.store, membership, permitted, loaded.limits, metrics, colder)
+        watching = asyncio.create_task(StepWatch(worker.engine, settings.step_limit_s).keep())
+        stack.callback(watching.cancel)  # only once the engine's thread has ended
         working = [worker.run(), *(one.complete_memory() for one in memberships)]
         if isinstance(forward, SharedCpus):
             working.append(_refresh(forward))
@@ -95,7 +99,7 @@ async def serve_worker(
 
         worker.drain()
         entry.presence.changed()
-        await _finish(worker, server, stop, settings.drain_grace_s)
+        await _finish(worker, server, stop, settings.request_grace_s)
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)

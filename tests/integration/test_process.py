@@ -112,6 +112,16 @@ def test_a_second_signal_ends_what_does_not_stop() -> None:
     assert "service_cancelled" in err
 
 
+def test_what_does_not_stop_in_time_ends() -> None:
+    environ = {"QUIRE_COOK_MODE": "stuck", "QUIRE_COOK_STOP_GRACE_S": "0.2"}
+    with cook(environ=environ) as service:
+        service.line()
+        service.process.send_signal(signal.SIGTERM)
+        status, out, err = service.end()
+    assert (status, out) == (1, "")
+    assert '"event": "stop_overdue"' in err
+
+
 @pytest.mark.parametrize("mode", ["stuck", "busy"])
 def test_it_ends_with_its_supervisor(mode: str) -> None:
     """When the pipe closes; even while the event loop is busy."""

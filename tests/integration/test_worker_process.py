@@ -29,6 +29,8 @@ LIMIT_S = 60.0
 class Valkey(Protocol):
     url: str
 
+    def stop(self) -> None: ...
+
 
 @dataclass
 class Worker:
@@ -63,10 +65,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(valkey: Valkey, checkpoint: Path, tmp_path: Path) -> Iterator[Callable[[], Worker]]:
+def start(valkey: Valkey, checkpoint: Path, tmp_path: Path) -> Iterator[Callable[..., Worker]]:
     workers: list[Worker] = []
 
-    def start() -> Worker:
+    def start(**changes: str) -> Worker:
         settings = {
             "REDIS_URL": valkey.url,
             "POOL_ROOT": str(tmp_path / "pools"),
@@ -74,6 +76,7 @@ def start(valkey: Valkey, checkpoint: Path, tmp_path: Path) -> Iterator[Callable
             "WEIGHTS_CACHE": str(tmp_path / "cache"),
             "POOL_MEMORY": "16MiB",
             "LOG_FORMAT": "json",
+            **changes,
         }
         process = subprocess.Popen(
             [sys.executable, "-m", "services.decode"],
@@ -120,3 +123,15 @@ def test_one_that_waits_for_packed_weights_goes_without_them(
         until(lambda: worker.has_open(lock))
         assert worker.stop() == 0
     assert [path.name for path in cache.iterdir()] == [lock.name]
+
+
+def test_one_whose_server_is_silent_ends_in_the_time_that_it_was_given(
+    start: Callable[..., Worker], own_valkey: Valkey
+) -> None:
+    """It can neither release nor leave; what it has is the block manager's then."""
+    worker = start(REDIS_URL=own_valkey.url, STOP_GRACE_S="6")
+    worker.wait_for("worker_ready")
+    own_valkey.stop()
+    began = time.monotonic()
+    assert worker.stop() == 1
+    assert time.monotonic() - began < 6 + 1

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from quire.supervisor import child, tether, topology, valkey
+from quire.supervisor import child, supervisor, tether, topology, valkey
 from quire.supervisor.options import ServeOptions
 from services.common import process
 
@@ -67,6 +67,12 @@ def test_workers_divide_the_cpus_unless_their_threads_are_given() -> None:
         (decode,) = (s for s in topology.services(asked, RUN) if s.name == "decode-1")
         names = {"QUIRE_DECODE_CPUS", "QUIRE_DECODE_THREADS"}
         assert {name: decode.environment[name] for name in names & set(decode.environment)} == said
+
+
+def test_services_know_how_long_they_are_waited_for() -> None:
+    for spec in topology.services(options(), RUN):
+        (told,) = (v for name, v in spec.environment.items() if name.endswith("_STOP_GRACE_S"))
+        assert float(told) < supervisor.GRACE_S
 
 
 def test_the_name_of_the_pipe_is_the_one_that_services_read() -> None:

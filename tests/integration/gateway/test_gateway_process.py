@@ -76,7 +76,7 @@ async def launch(stack: AsyncExitStack, redis_url: str, run_dir: Path) -> Gatewa
         "PORT": str(port),
         "HTTP_PORT": str(http_port),
         "POLL_S": "0.05",
-        "STOP_GRACE_S": "0.2",
+        "STOP_GRACE_S": "5.2",
         "PATIENCE_S": "1",
     }
     process = await asyncio.create_subprocess_exec(

@@ -1,0 +1,51 @@
+"""Who finishes no step ends; who is slow, idle or was stopped does not."""
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+from services.worker.step_watch import Stepping, StepWatch
+
+LIMIT_S = 0.05
+
+
+@dataclass
+class Engine:
+    step_in_flight: int | None = None
+
+
+class Ended(Exception):
+    pass
+
+
+def watch(engine: Stepping) -> "asyncio.Task[None]":
+    def end(limit_s: float) -> None:
+        raise Ended(limit_s)
+
+    return asyncio.create_task(StepWatch(engine, LIMIT_S, end).keep())
+
+
+async def test_a_step_without_an_end_ends_the_worker() -> None:
+    with pytest.raises(Ended):
+        await asyncio.wait_for(watch(Engine(step_in_flight=7)), 10)
+
+
+@pytest.mark.parametrize("steps", [[1, None], [1, 2], [None]])
+async def test_who_goes_on_or_waits_is_not_stuck(steps: list[int | None]) -> None:
+    """Each look sees another step than the one before, or none."""
+    looks = 0
+
+    class Changing:
+        @property
+        def step_in_flight(self) -> int | None:
+            nonlocal looks
+            looks += 1
+            return steps[looks % len(steps)]
+
+    watching = watch(Changing())
+    async with asyncio.timeout(10):
+        while looks < 30:
+            await asyncio.sleep(0.001)
+    assert not watching.done()
+    watching.cancel()
