@@ -366,7 +366,7 @@ class Journey:
             self._set_back(f"decode worker {sender.id} {problem}")
             return
         self._has.custody.got_token(sender)
-        self._has.at_rest = None  # the ticket is claimed
+        self._has.ticket_claimed_by(sender)
         self._deliver(event.token_ids, event.finish_reason, sender)
 
     def _on_requeued(self, sender: Worker, event: Requeued) -> None:

@@ -4,8 +4,8 @@
     DECODING decode (the blocks); while it moves, the next decode worker (a slot)
 
 and at any stage but PREFILLING the issuer of a ticket at rest (the blocks), until the first token
-of the decode worker that it was sent to, which has claimed it then. PREFILLING keeps one only if it
-was swapped out.
+of the decode worker that it was sent to, which has claimed it then: the issuer is told, and forgets
+it. PREFILLING keeps one only if it was swapped out.
 """
 
 from dataclasses import dataclass
@@ -82,6 +82,11 @@ class Possessions:
         if self.next is not None and self.next.granted:
             self.slot, self.next = self.next, None
         return self.slot
+
+    def ticket_claimed_by(self, decode: Worker) -> None:
+        """The issuer is told, and forgets it; it knows by itself if it is the same worker."""
+        if self.at_rest is not None:
+            self.let_go_of_ticket(self.at_rest.key if decode is self.at_rest.worker else None)
 
     def lose(self, worker: Worker) -> bool:
         """The worker has let go of everything. Whether the request itself was there."""

@@ -170,6 +170,10 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         self.num_cached = 0
         self.spoil: Callable[[ticket_pb2.Ticket], None] = lambda ticket: None
 
+    @property
+    def submitted(self) -> list[ticket_pb2.Ticket]:
+        return [submit.ticket for submit in self.commands(prefill_pb2.PrefillSubmit)]
+
     def register(self, server: aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
 

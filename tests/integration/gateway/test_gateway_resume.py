@@ -102,7 +102,7 @@ async def test_a_stream_goes_on_at_the_other_gateway(
     decode.go_on(pause_after=8)
     await reader.end()
     assert (reader.tokens, reader.text) == (expected(PROMPT, 8), TEXT)
-    last = prefill.seen[-1].ticket
+    last = prefill.submitted[-1]
     assert list(last.sequences[0].token_ids) == expected(PROMPT, received)
     await until(lambda: not decode.slots)  # the first gateway has seen its client go
 
@@ -125,7 +125,7 @@ async def test_a_parked_sequence_goes_on_where_it_was(
     decode.go_on(pause_after=8)
     await reader.end()
     assert (reader.tokens, reader.text) == (expected(PROMPT, 8), TEXT)
-    assert len(prefill.seen) == 1
+    assert len(prefill.submitted) == 1
     first, again = (admit.ticket for admit in decode.commands(decode_pb2.Admit))
     assert (again.order, again.holder_id) == (first.order, first.holder_id)
     assert list(again.sequences[0].token_ids) == expected(PROMPT, 5)
@@ -237,7 +237,7 @@ async def test_a_call_goes_on_with_what_another_one_runs(make_house: Any, worker
     assert told.value.code() is grpc.StatusCode.ALREADY_EXISTS
     decode.go_on(pause_after=8)
     assert await tokens_of(going_on) == expected(PROMPT, 8)[3:]
-    assert len(prefill.seen) == 1
+    assert len(prefill.submitted) == 1
 
 
 @pytest.mark.parametrize(

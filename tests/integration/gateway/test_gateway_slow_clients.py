@@ -43,7 +43,7 @@ async def test_who_does_not_read_pauses_and_goes_on(make_house: Any, decode: Fak
         assert not decode.running
         tokens = [token async for delta in deltas for token in delta.token_ids]
     assert tokens == expected(PROMPT, NUM_TOKENS)[1:]
-    assert [s.ticket.request_id for s in prefill.seen] == ["r1", "r2"]
+    assert [ticket.request_id for ticket in prefill.submitted] == ["r1", "r2"]
 
 
 async def test_who_never_reads_on_is_cancelled(make_house: Any, decode: FakeDecode) -> None:
@@ -71,7 +71,7 @@ async def test_what_pauses_may_lose_its_blocks(make_house: Any, decode: FakeDeco
     deltas = await stalled(house, decode)
     decode.take_back("r1")
     await Call(house.gateway, asked("r2")).result()
-    assert len(prefill.seen) == 2
+    assert len(prefill.submitted) == 2
     tokens = [token async for delta in deltas for token in delta.token_ids]
     assert tokens == expected(PROMPT, NUM_TOKENS)[1:]
-    assert [s.ticket.request_id for s in prefill.seen] == ["r1", "r2", "r1"]
+    assert [ticket.request_id for ticket in prefill.submitted] == ["r1", "r2", "r1"]

@@ -32,8 +32,9 @@ async def test_a_request_walks_from_prefill_to_decode_and_ends(make_house: Any) 
     assert (last.usage.num_prompt_tokens, last.usage.num_cached_tokens) == (len(PROMPT), 7)
     assert (last.usage.num_generated_tokens, last.usage.num_preemptions) == (8, 0)
     assert last.usage.time_to_first_token_ms > 0
+    await until(lambda: bool(prefill.aborted))  # its ticket is claimed
     kinds = [type(command).__name__ for command in (*decode.seen, *prefill.seen)]
-    assert kinds == ["Reserve", "Admit", "PrefillSubmit"]
+    assert kinds == ["Reserve", "Admit", "PrefillSubmit", "Abort"]
     (admit,) = decode.commands(decode_pb2.Admit)
     assert admit.ticket.holder_epoch == 2
     assert list(admit.ticket.sequences[0].block_ids) == [0]

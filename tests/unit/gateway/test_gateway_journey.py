@@ -267,7 +267,6 @@ async def test_whatever_happens_tokens_are_final_and_nothing_is_left_behind(seed
             have = list(expected(journey.client.num_tokens - len(PROMPT)))
             token = next_token([*PROMPT, *have])
             final = len(have) + 1 == MAX_TOKENS
-            told.add(("p", attempt))  # it was claimed
             if final:
                 told.add(("d", attempt))
             finish = FinishReason.LENGTH if final else None
