@@ -81,7 +81,8 @@ class Child:
         self._send(signal.SIGTERM)
 
     async def run(self) -> None:
-        """Keep the service running until `stop`, or until it leaves by itself (drained: status 0).
+        """Keep the service running until `stop`; a worker, until it leaves by itself (drained:
+        status 0). Everybody else is needed, and told to end (say by SIGTERM) starts again.
 
         GaveUp: it cannot start.
         """
@@ -90,7 +91,7 @@ class Child:
                 ended = await self._run_once()
                 if self._stopping.is_set():
                     break
-                if ended.status == 0:
+                if ended.status == 0 and self.spec.stage is Stage.WORKER:
                     self._console.note(f"{self.name} has left")
                     break
                 await self._pause_after(ended)

@@ -135,6 +135,20 @@ def test_whoever_is_killed_comes_back(start: Callable[..., Run], role: str) -> N
     assert run.end() == 0
 
 
+@pytest.mark.parametrize("role", ["redis", "block_manager", "gateway"])
+def test_who_ends_well_without_being_asked_by_us_comes_back(
+    start: Callable[..., Run], role: str
+) -> None:
+    """Only workers may leave: without one of these a run serves nobody."""
+    run = start()
+    run.wait_until_serving()
+    (victim,) = run.pids(role)
+    os.kill(victim, signal.SIGTERM)
+    wait_for(lambda: run.pids(role) not in ([], [victim]), run.text)
+    assert "ended (status 0); it starts again" in run.text()
+    assert run.end() == 0
+
+
 def test_a_killed_supervisor_leaves_no_orphans(start: Callable[..., Run]) -> None:
     """The next run removes its directory, and takes over its ports."""
     run = start()
