@@ -27,6 +27,9 @@ _CHANNEL_OPTIONS = [
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
+    # One that comes back is found within a second, not after a pause that doubles every time.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
     # Each client has a connection of its own: one that is slow holds up none of the others.
     ("grpc.use_local_subchannel_pool", 1),
 ]

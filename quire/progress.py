@@ -54,7 +54,7 @@ class Progress:
 
     def broke(self, error: QuireError) -> float:
         """After how long to ask the next gateway. Raises `error` if it is an answer, or if it is
-        time to give up: where nothing was heard yet, every gateway is asked once."""
+        time to give up: a single gateway of which nothing was heard is asked once."""
         if not _is_break(error):
             raise error
         now = self._clock()
@@ -62,7 +62,8 @@ class Progress:
         if self._num_breaks == 1:
             self._broke_at = now
         asked_all = self._num_breaks >= self._num_gateways
-        window_s = self._window_s if self._heard else 0.0
+        # Of several, one that has just come back is found only after a while.
+        window_s = self._window_s if self._heard or self._num_gateways > 1 else 0.0
         if asked_all and now - self._broke_at >= window_s:
             raise error
         if self._deadline is not None and now >= self._deadline:

@@ -43,10 +43,17 @@ def test_id_and_seed_of_the_user_stay(clock: Clock) -> None:
     assert (asked.message().request_id, asked.message().sampling.seed) == ("mine", 5)
 
 
-def test_where_nothing_was_heard_each_gateway_is_asked_once(clock: Clock) -> None:
-    asked = progress(clock, num_gateways=3)
-    assert [asked.broke(GONE), asked.broke(GONE)] == [0.0, 0.0]
+def test_a_single_gateway_of_which_nothing_was_heard_is_asked_once(clock: Clock) -> None:
+    with pytest.raises(Unreachable):
+        progress(clock).broke(GONE)
+
+
+def test_several_are_asked_again_also_where_nothing_was_heard(clock: Clock) -> None:
+    """One goes while another one is just coming back."""
+    asked = progress(clock, num_gateways=2)
+    assert [asked.broke(GONE) for _ in range(3)] == [0.0, 0.05, 0.05]
     assert asked.message().HasField("received")  # it may run there
+    clock.now_s += 10.0
     with pytest.raises(Unreachable):
         asked.broke(GONE)
 
