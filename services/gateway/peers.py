@@ -109,6 +109,7 @@ class Peer:
                 await self._listen_while_it_speaks(stream)
             finally:
                 self._outgoing = None
+                outgoing.put_nowait(None)  # who still waits for commands waits for ever
                 stream.cancel()
                 if self.worker.connected:
                     self.worker.connected = False
@@ -123,8 +124,8 @@ class Peer:
                 function_library=FUNCTION_LIBRARY,
             )
         )
-        while True:
-            yield await outgoing.get()
+        while (command := await outgoing.get()) is not None:
+            yield command
 
     async def _shake_hands(self, stream: Stream) -> None:
         try:
