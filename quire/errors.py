@@ -74,6 +74,10 @@ _BY_STATUS: dict[grpc.StatusCode, type[QuireError]] = {
 }
 """Every status that is not here, and is not RESOURCE_EXHAUSTED, is a ServerError."""
 
+_NOBODYS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+"""Without a code of ours they are gRPC's own. CANCELLED is what its server makes of a call that
+comes just when it is stopped."""
+
 
 @contextmanager
 def translated(address: str) -> Iterator[None]:
@@ -91,7 +95,7 @@ def _from_rpc(error: grpc.RpcError, address: str) -> QuireError:
     message = error.details() or status.name
     trailers = {str(key): str(value) for key, value in error.trailing_metadata() or ()}
     code = trailers.get(ERROR_CODE_TRAILER)
-    if status is grpc.StatusCode.UNAVAILABLE and code is None:
+    if status in _NOBODYS and code is None:
         return Unreachable(f"nobody answers at {address}", "unreachable")
     code = code or status.name.lower()
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -1,9 +1,10 @@
 """When a stream that broke goes on, and when it is given up."""
 
 import pytest
+from grpc import StatusCode, aio
 
 from quire import DeadlineExceeded, Overloaded, Unavailable, Unreachable
-from quire.errors import QuireError
+from quire.errors import QuireError, translated
 from quire.messages import Request
 from quire.progress import Progress
 from quire.types import Sampling
@@ -81,6 +82,16 @@ def test_a_gateway_that_stops_is_one_that_is_gone(clock: Clock) -> None:
     asked = progress(clock)
     asked.saw(SOME)
     asked.broke(Unavailable("stopping", "draining"))
+
+
+@pytest.mark.parametrize("status", [StatusCode.UNAVAILABLE, StatusCode.CANCELLED])
+def test_what_a_stopping_server_makes_of_a_call_is_a_break(
+    clock: Clock, status: StatusCode
+) -> None:
+    """gRPC's own statuses, without a code of ours; nobody here has cancelled anything."""
+    with pytest.raises(Unreachable) as caught, translated("here"):
+        raise aio.AioRpcError(status, aio.Metadata(), aio.Metadata())
+    assert progress(clock, num_gateways=2).broke(caught.value) == 0.0
 
 
 @pytest.mark.parametrize(
