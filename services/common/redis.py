@@ -13,10 +13,13 @@ async def connect(
     stack: AsyncExitStack,
     store_retry_for_s: float,
     registry_retry_for_s: float = 5.0,
+    patience_s: float | None = None,
 ) -> tuple[RedisStore, RedisRegistry]:
     """Both of the server at `redis_url`, closed with `stack`; each sends an unanswered call again
-    for so long. StartupError: patience is over, or the server cannot carry a block store."""
-    url, patience_s = settings.redis_url, settings.redis_patience_s
+    for so long. StartupError: patience, that of the settings unless given, is over, or the server
+    cannot carry a block store."""
+    url = settings.redis_url
+    patience_s = settings.redis_patience_s if patience_s is None else patience_s
     what = f"Redis at {without_password(url)}"
     store = await with_patience(
         lambda: RedisStore.connect(url, retry_for_s=store_retry_for_s), what, patience_s

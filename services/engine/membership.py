@@ -101,6 +101,13 @@ class Membership:
         finally:
             self.lock.close()
 
+    def let_go(self) -> None:
+        """Go without a word; nothing of this worker may write any more. What it holds is the block
+        manager's to release. Again, or after `leave`: no error."""
+        self.pool.close()
+        self.stamps.close()
+        self.lock.close()
+
     async def _take_off(self) -> None:
         pool_id = self.spec.pool_id
         try:

@@ -23,12 +23,16 @@ if TYPE_CHECKING:  # They import torch.
 
 
 @asynccontextmanager
-async def announced(role: Role, settings: WorkerSettings) -> AsyncIterator["Entry"]:
-    """An entry that is kept up to date, and withdrawn at the end. Raises, at once and within, when
-    the server is lost."""
+async def announced(
+    role: Role, settings: WorkerSettings, patience_s: float
+) -> AsyncIterator["Entry"]:
+    """An entry under a new name that is kept up to date, and withdrawn at the end. `patience_s`:
+    how long to wait for the server at first. Raises, at once and within, when it is lost."""
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as vital:
         # What runs holds blocks, and waits for the store for as long as it takes.
-        store, registry = await redis.connect(settings, stack, store_retry_for_s=math.inf)
+        store, registry = await redis.connect(
+            settings, stack, store_retry_for_s=math.inf, patience_s=patience_s
+        )
         entry = Entry(role, settings, store, registry)
         announcing = vital.create_task(entry.presence.keep())
         yield entry
@@ -63,6 +67,11 @@ class Entry:
     def role(self) -> Role:
         return self._member.role
 
+    @property
+    def leaving(self) -> bool:
+        """Whether it was asked to leave."""
+        return self._worker is not None and self._worker.draining
+
     def serves(self, worker: "PoolWorker", address: str, loaded: "LoadedModel") -> None:
         self._worker = worker
         self._member = replace(
@@ -79,5 +88,5 @@ class Entry:
     def _describe(self) -> Member:
         if self._worker is None:
             return self._member
-        state: State = "draining" if self._worker.draining else "serving"
+        state: State = "draining" if self.leaving else "serving"
         return replace(self._member, state=state, load=self._worker.load())

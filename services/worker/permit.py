@@ -6,15 +6,21 @@ does not write into them. What it has read counts if it was not given up afterwa
 nobody else wrote there.
 
     own blocks | marked? | compute or copy | marked? | complete stamps, answer
+
+The mark lies in the pool's directory, so that a worker that cannot reach the store sees it too.
 """
 
+import asyncio
 from collections.abc import Sequence
+from typing import NoReturn
 
 from blockstore.errors import WorkerFenced
 from services.common.pool.locks import WorkerLock
 from services.engine.batch import Drawn, Row
 from services.engine.engine import ForwardPass
 from services.worker.colder import Copy
+
+_LOOK_S = 0.1
 
 
 class Permit:
@@ -27,6 +33,12 @@ class Permit:
         """WorkerFenced: it was given up."""
         if any(lock.is_given_up for lock in self._locks):
             raise WorkerFenced("this worker was given up while it did not run")
+
+    async def keep(self) -> NoReturn:
+        """Look, also while nothing is computed, until cancelled. WorkerFenced."""
+        while True:
+            self.require()
+            await asyncio.sleep(_LOOK_S)
 
     def for_copies(self, copy: Copy) -> Copy:
         def copy_permitted(pairs: Sequence[tuple[int, int]]) -> None:

@@ -65,62 +65,73 @@ class WorkerRole:
     serve: Callable[[Any, RpcServer], None]
 
 
-async def serve_worker(
-    role: WorkerRole, settings: WorkerSettings, stop: asyncio.Event, entry: Entry
-) -> None:
-    """Until `stop`, or until it is drained. Raises when engine, pool or store are lost."""
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    loaded = await _load(settings, stop)
-    if loaded is None:
-        return
-    log.info("model_loaded", model=loaded.layout.model, **loaded.engine)
-    async with AsyncExitStack() as stack, asyncio.TaskGroup() as vital:
-        membership = await _join(settings, loaded, entry)
-        registry = CollectorRegistry()
-        stack.enter_context(metrics_endpoint(settings, registry))
-        metrics = WorkerMetrics(registry)
-        beside = await _join_colder(loaded, membership)
-        memberships = [membership] if beside is None else [beside, membership]
-        permit = Permit([one.lock for one in memberships])
-        colder = _colder_pool(settings, loaded, membership, beside, permit, metrics, stack)
-        runner = await _warm(loaded, membership)
-        forward = _on_its_cpus(runner, loaded, settings, entry, stack)
-        permitted = PermittedForward(forward, permit)
-        worker = role.make(entry.store, membership, permitted, loaded.limits, metrics, colder)
-        watching = asyncio.create_task(StepWatch(worker.engine, settings.step_limit_s).keep())
-        stack.callback(watching.cancel)  # only once the engine's thread has ended
-        working = [worker.run(), *(one.complete_memory() for one in memberships)]
-        if isinstance(forward, SharedCpus):
-            working.append(_refresh(forward))
-        tasks = [vital.create_task(work) for work in working]
-        server, address = await _listen(role, settings, worker)
-        entry.serves(worker, address, loaded)
-        await _either(stop, worker.drain_asked)
+class WorkerProcess:
+    """What one life of a worker leaves to the next: the loaded model."""
 
-        worker.drain()
-        entry.presence.changed()
-        await _finish(worker, server, stop, settings.request_grace_s)
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        for one in memberships:
-            await one.leave()
+    def __init__(self, role: WorkerRole, settings: WorkerSettings, stop: asyncio.Event) -> None:
+        self._role = role
+        self._settings = settings
+        self._stop = stop
+        self._loaded: LoadedModel | None = None
+
+    async def live(self, entry: Entry) -> None:
+        """Join, serve, leave: until `stop`, or until it is drained. Raises when engine, pool or
+        store are lost, or when it was given up (WorkerFenced, UnknownWorker). However it ends,
+        nothing of it runs, writes or is locked any more."""
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        loaded = self._loaded = self._loaded or await self._load()
+        if loaded is None:
+            return
+        role, settings = self._role, self._settings
+        async with AsyncExitStack() as stack, asyncio.TaskGroup() as vital:
+            membership = await _join(settings, loaded, entry)
+            stack.callback(membership.let_go)
+            registry = CollectorRegistry()
+            stack.enter_context(metrics_endpoint(settings, registry))
+            metrics = WorkerMetrics(registry)
+            beside = await _join_colder(loaded, membership, stack)
+            memberships = [membership] if beside is None else [beside, membership]
+            permit = Permit([one.lock for one in memberships])
+            colder = _colder_pool(settings, loaded, membership, beside, permit, metrics, stack)
+            runner = await _warm(loaded, membership)
+            forward = _on_its_cpus(runner, loaded, settings, entry, stack)
+            permitted = PermittedForward(forward, permit)
+            worker = role.make(entry.store, membership, permitted, loaded.limits, metrics, colder)
+            watching = asyncio.create_task(StepWatch(worker.engine, settings.step_limit_s).keep())
+            stack.callback(watching.cancel)  # only once the engine's thread has ended
+            working = [worker.run(), permit.keep(), *(one.complete_memory() for one in memberships)]
+            if isinstance(forward, SharedCpus):
+                working.append(_refresh(forward))
+            tasks = [vital.create_task(work) for work in working]
+            server, address = await _listen(role, settings, worker, stack)
+            entry.serves(worker, address, loaded)
+            await _either(self._stop, worker.drain_asked)
+
+            worker.drain()
+            entry.presence.changed()
+            await _finish(worker, server, self._stop, settings.request_grace_s)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            for one in memberships:
+                await one.leave()
+
+    async def _load(self) -> LoadedModel | None:
+        """None: stopped before it was done."""
+
+        def progress() -> None:
+            if self._stop.is_set():
+                raise _Stopped
+
+        with suppress(_Stopped):
+            loaded = await asyncio.to_thread(load, self._settings, progress)
+            log.info("model_loaded", model=loaded.layout.model, **loaded.engine)
+            return loaded
+        return None
 
 
 class _Stopped(Exception):
     pass
-
-
-async def _load(settings: WorkerSettings, stop: asyncio.Event) -> LoadedModel | None:
-    """None: stopped before it was done."""
-
-    def progress() -> None:
-        if stop.is_set():
-            raise _Stopped
-
-    with suppress(_Stopped):
-        return await asyncio.to_thread(load, settings, progress)
-    return None
 
 
 async def _join(settings: WorkerSettings, loaded: LoadedModel, entry: Entry) -> Membership:
@@ -128,9 +139,15 @@ async def _join(settings: WorkerSettings, loaded: LoadedModel, entry: Entry) -> 
     return await join(store, store.run_id, root, loaded.layout, entry.worker_id, loaded.plan)
 
 
-async def _join_colder(loaded: LoadedModel, membership: Membership) -> Membership | None:
+async def _join_colder(
+    loaded: LoadedModel, membership: Membership, stack: AsyncExitStack
+) -> Membership | None:
     """None: requests that give way are computed again."""
-    return None if loaded.swap_bytes is None else await join_colder(membership, loaded.swap_bytes)
+    if loaded.swap_bytes is None:
+        return None
+    colder = await join_colder(membership, loaded.swap_bytes)
+    stack.callback(colder.let_go)
+    return colder
 
 
 def _colder_pool(
@@ -187,12 +204,13 @@ async def _refresh(forward: SharedCpus) -> NoReturn:
 
 
 async def _listen(
-    role: WorkerRole, settings: WorkerSettings, worker: PoolWorker
+    role: WorkerRole, settings: WorkerSettings, worker: PoolWorker, stack: AsyncExitStack
 ) -> tuple[RpcServer, str]:
     """Ready for gateways; the address that they reach it by."""
     server = RpcServer(role.service_name)
     role.serve(worker, server)
     address = settings.address(await server.start(settings.host, settings.port))
+    stack.push_async_callback(server.stop)
     await server.set_serving(True)
     log.info(
         "worker_ready",

@@ -79,20 +79,21 @@ def streams(seed: int) -> list[Stream]:
 async def all_serve(client: AsyncClient) -> None:
     """Two workers of each kind, and nothing held or wrong."""
     async with asyncio.timeout(LIMIT_S):
-        while not await _is_whole(client):
+        while not await is_whole(client, prefill=2, decode=2):
             await asyncio.sleep(0.05)
     for audit in await client.audit():
         assert not audit.violations
 
 
-async def _is_whole(client: AsyncClient) -> bool:
+async def is_whole(client: AsyncClient, prefill: int, decode: int) -> bool:
+    """So many workers serve, and nothing is held."""
     try:
         workers, pools = await client.workers(), await client.pools()
     except Unavailable:  # the block manager is not back
         return False
     ready = [worker.role for worker in workers if worker.state == "serving"]
     is_quiet = not any(pool.num_held for pool in pools)
-    return ready.count("prefill") == ready.count("decode") == 2 and is_quiet
+    return (ready.count("prefill"), ready.count("decode")) == (prefill, decode) and is_quiet
 
 
 @pytest.mark.parametrize("amid", [1, 60], ids=["amid prompts", "amid tokens"])
@@ -142,6 +143,12 @@ class Inside:
                 running = Counter(h.worker_id for h in holders if h.worker_id.startswith("decode"))
                 if len(running) == 2 and min(running.values()) >= 2:
                     return
+
+    async def holds(self, worker_id: str) -> None:
+        """Wait until a worker holds something."""
+        async with asyncio.timeout(LIMIT_S):
+            while not await self.held_by(worker_id):
+                await asyncio.sleep(0.005)
 
     async def held_by(self, worker_id: str) -> set[int]:
         tag = pool_tag(self.pool_id)

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import redis
 
 from quire.client import AsyncClient
 from quire.errors import QuireError
-from quire.types import Sampling
+from quire.types import Pool, Sampling
 
 from .conftest import Oracle
 from .deployment import Deployment, serving
@@ -122,6 +122,23 @@ async def test_streams_go_on_when_redis_loses_everything(
     assert pids(deployment) == before
 
 
+async def test_what_is_over_is_not_held_again(
+    deployment: Deployment, client: AsyncClient, expected: list[list[int]]
+) -> None:
+    """Who issued its ticket has heard that it was claimed, and does not speak of it."""
+    completion = await client.complete(PROMPTS[0], GREEDY, timeout_s=LIMIT_S)
+    assert list(completion.token_ids) == expected[0]
+    await quiet(client)
+    Redis(deployment).flush()
+    pools: tuple[Pool, ...] = ()
+    async with asyncio.timeout(LIMIT_S):
+        while not pools or any(pool.recovering for pool in pools):
+            with suppress(QuireError):  # the block manager is not in the registry yet
+                pools = await client.pools()
+            await asyncio.sleep(0.01)
+    assert not any(pool.num_held for pool in pools)
+
+
 async def test_running_streams_go_on_while_redis_is_away(
     deployment: Deployment, client: AsyncClient, expected: list[list[int]]
 ) -> None:
@@ -177,7 +194,8 @@ async def test_a_stuck_worker_holds_nobody_up_for_long(
         finally:
             os.kill(victim, signal.SIGCONT)
     await quiet(client)
-    assert victim not in deployment.running("services.decode")
+    assert victim in deployment.running("services.decode")
+    assert "worker_given_up" in deployment.log.read_text()
 
 
 def test_nothing_else_was_restarted(deployment: Deployment) -> None:

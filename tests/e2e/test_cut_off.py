@@ -1,0 +1,175 @@
+"""A worker cannot reach Redis while everybody else can: what it runs goes on until it needs a
+block, then waits, or goes on elsewhere once the worker was given up. It comes back by itself, as a
+plain process without a supervisor."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from quire.client import AsyncClient
+from tests.proxy import Proxy
+
+from .conftest import POOL_MEMORY
+from .deployment import Deployment, serving
+from .test_crashes import Inside, inside, is_whole, streams
+
+__all__ = ["inside"]
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """One worker of each kind; a test brings another one."""
+    options = ("--pool-memory", str(2 * POOL_MEMORY))
+    with serving(checkpoint, tmp_path_factory.mktemp("run"), *options) as running:
+        yield running
+
+
+class Guest:
+    """`python -m services.ROLE` behind a proxy to Redis, configured like the deployment's own."""
+
+    def __init__(self, deployment: Deployment, role: str, proxy: Proxy, log: Path) -> None:
+        self.proxy = proxy
+        self._log = log
+        prefix = f"QUIRE_{role.upper()}_"
+        (like,) = deployment.running(f"services.{role}")
+        variables = Path(f"/proc/{like}/environ").read_text().split("\0")
+        theirs = dict(line.split("=", 1) for line in variables if line.startswith(prefix))
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"services.{role}"],
+                env={**os.environ, **theirs, f"{prefix}REDIS_URL": f"redis://{proxy.address}"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def names(self) -> list[str]:
+        """What it was called, the name of now last."""
+        lines = [line for line in self._log.read_text().splitlines() if line.startswith("{")]
+        events = map(json.loads, lines)
+        return [event["worker_id"] for event in events if event["event"] == "worker_ready"]
+
+    def stop(self) -> None:
+        """It is the process of the beginning, and leaves."""
+        assert self._process.poll() is None, self._log.read_text()[-6000:]
+        self._process.terminate()
+        assert self._process.wait(LIMIT_S) == 0, self._log.read_text()[-6000:]
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@asynccontextmanager
+async def guest(
+    deployment: Deployment, client: AsyncClient, role: str, log: Path
+) -> AsyncIterator[Guest]:
+    (socket,) = deployment.run_root.glob("*/redis.sock")
+    async with Proxy(str(socket)) as proxy:
+        found = Guest(deployment, role, proxy, log)
+        try:
+            await until(lambda: both_serve(client, found))
+            yield found
+            await asyncio.to_thread(found.stop)
+        finally:
+            found.kill()
+
+
+async def both_serve(client: AsyncClient, guest: Guest) -> bool:
+    """The guest beside the deployment's own, and nothing is held."""
+    num_of_its_role = {"prefill": 1, "decode": 1}
+    names = guest.names()
+    if names:
+        num_of_its_role[names[-1].partition("-")[0]] = 2
+    return bool(names) and await is_whole(client, **num_of_its_role)
+
+
+async def has_another_name(guest: Guest) -> bool:
+    return len(guest.names()) == 2
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not await condition():
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def slow(proxy: Proxy) -> AsyncIterator[None]:
+    proxy.delay_s = 0.3
+    yield
+    proxy.delay_s = 0.0
+
+
+@asynccontextmanager
+async def cut(proxy: Proxy) -> AsyncIterator[None]:
+    await proxy.close()
+    yield
+    await proxy.open()
+
+
+@asynccontextmanager
+async def half_open(proxy: Proxy) -> AsyncIterator[None]:
+    proxy.hold()
+    yield
+    proxy.release()
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("fault", [slow, cut, half_open])
+async def test_a_worker_cut_off_from_redis_costs_time_and_no_more(
+    deployment: Deployment,
+    client: AsyncClient,
+    inside: Inside,
+    tmp_path: Path,
+    role: str,
+    fault: Callable[[Proxy], AbstractAsyncContextManager[None]],
+) -> None:
+    """No error, every token that of the undisturbed run, nothing held in the end. Who was away for
+    a moment goes on; who was away for long was given up, and is back under another name."""
+    async with guest(deployment, client, role, tmp_path / "guest.log") as worker:
+        for seed, length_s in enumerate((1.0, 3.0, 10.0)):
+            undisturbed = [await stream.run(client) for stream in streams(seed)]
+            disturbed = streams(seed)
+            running = [asyncio.create_task(stream.run(client)) for stream in disturbed]
+            await inside.holds(worker.names()[-1])
+            async with fault(worker.proxy):
+                await asyncio.sleep(length_s)  # the outage itself
+            async with asyncio.timeout(LIMIT_S):
+                assert await asyncio.gather(*running) == undisturbed
+            if length_s == 10.0 and fault in (cut, half_open):
+                await until(lambda: has_another_name(worker))
+            else:
+                assert len(worker.names()) == 1
+            await until(lambda: both_serve(client, worker))
+            for audit in await client.audit():
+                assert not audit.violations
+    assert "law_broken" not in deployment.log.read_text()
+
+
+async def test_who_was_fenced_meanwhile_writes_nothing_that_others_read(
+    deployment: Deployment, client: AsyncClient, inside: Inside, tmp_path: Path
+) -> None:
+    """Others fill the pool while it is away; when it is back nothing of theirs has changed."""
+    async with guest(deployment, client, "decode", tmp_path / "guest.log") as worker:
+        (name,) = worker.names()
+        running = [asyncio.create_task(stream.run(client)) for stream in streams(3)]
+        await inside.holds(name)
+        await worker.proxy.close()
+        await asyncio.gather(*running)
+        await inside.until(lambda stats: name not in stats.worker_ids)
+        for seed in range(4, 8):  # each needs more than half of what there is
+            await asyncio.gather(*(stream.run(client) for stream in streams(seed)))
+        before = inside.content(without=set())
+        await worker.proxy.open()
+        await until(lambda: both_serve(client, worker))
+        assert len(worker.names()) == 2
+        assert inside.content(without=set()) == before
