@@ -5,7 +5,7 @@ it is logged with its traceback under an error id, and the client gets the id an
 """
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from google.protobuf.message import DecodeError
 from grpc import StatusCode
@@ -17,6 +17,10 @@ from services.common.logging import get_logger
 log = get_logger(__name__)
 
 INTERNAL_CODE = "internal"
+
+_MAX_TEXT_CHARS = 1000
+"""What a client wrote may come back in an error's text, of any length; a status of gRPC's has to fit
+into headers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,13 @@ def fault_of(error: BaseException) -> Fault | None:
 
 def failure_of(error: Exception) -> Failure:
     """What a client is told. An error without a row is logged here, with its traceback."""
+    failure = _failure_of(error)
+    if len(failure.text) <= _MAX_TEXT_CHARS:
+        return failure
+    return replace(failure, text=failure.text[:_MAX_TEXT_CHARS] + " ...")
+
+
+def _failure_of(error: Exception) -> Failure:
     if isinstance(error, PeerFailed):
         return error.failure
     fault = fault_of(error)

@@ -43,7 +43,7 @@ class Admitted:
         """Whether this is the same request as another one. A greedy one has no use for its seed."""
         seed = self.sampling.seed if self.sampling.temperature else other.sampling.seed
         return (
-            self.prompt_token_ids == other.prompt_token_ids
+            (self.model, self.prompt_token_ids) == (other.model, other.prompt_token_ids)
             and replace(self.sampling, seed=seed) == other.sampling
             and (self.stop, self.cache_salt) == (other.stop, other.cache_salt)
         )

@@ -40,7 +40,10 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
 def _num_chars(prompt: Prompt) -> int:
     if isinstance(prompt, str):
         return len(prompt)
-    return sum(len(part.content) if isinstance(part, ChatMessage) else 1 for part in prompt)
+    return sum(
+        len(part.role) + len(part.content) if isinstance(part, ChatMessage) else 1
+        for part in prompt
+    )
 
 
 def _token_ids(prompt: Prompt, model: Model, max_model_len: int) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Passes operations on, unchanged, to who serves them: the block manager of the registry, and the
 supervisor of this run.
 
-Messages are not even decoded: an operation that a later one has needs nothing here but its name in
-the service's description.
+Messages go on as the bytes that came, once it is clear that they are messages: what an operation of
+a later version has, needs nothing here but its name in the service's description.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message_factory import GetMessageClass
 from grpc import aio
 
 from quire.v1 import block_manager_pb2, supervisor_pb2
@@ -62,7 +63,7 @@ class Relay:
         return grpc.method_handlers_generic_handler(
             self._relayed.name,
             {
-                method.name: grpc.unary_unary_rpc_method_handler(self._operation(method.name))
+                method.name: grpc.unary_unary_rpc_method_handler(self._operation(method))
                 for method in self._relayed.descriptor.methods
             },
         )
@@ -71,10 +72,13 @@ class Relay:
         if self._channel is not None:
             await self._channel.close()
 
-    def _operation(self, name: str) -> Callable[[bytes, Any], Any]:
+    def _operation(self, method: Any) -> Callable[[bytes, Any], Any]:
+        message = GetMessageClass(method.input_type)
+
         async def call(request: bytes, context: aio.ServicerContext[bytes, bytes]) -> bytes:
+            message.FromString(request)  # DecodeError is the client's
             channel = await self._connected()
-            relayed: Any = channel.unary_unary(f"/{self._relayed.name}/{name}")
+            relayed: Any = channel.unary_unary(f"/{self._relayed.name}/{method.name}")
             try:
                 answer: bytes = await relayed(
                     request, timeout=context.time_remaining(), metadata=_metadata(context)

@@ -34,8 +34,13 @@ PROMPT = tuple(b"paged attention")
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 of 300 tokens, the first 256 the bytes; a visible ASCII character is its own code."""
     directory = tmp_path_factory.mktemp("model")
+    write_model(directory)
+    return directory
+
+
+def write_model(directory: Path) -> None:
+    """A Qwen3 of 300 tokens, the first 256 the bytes; a visible ASCII character is its own code."""
     visible = {chr(code): code for code in range(ord("!"), ord("~") + 1)}
     others = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - visible.keys())
     free = [code for code in range(256) if code not in visible.values()]
@@ -60,7 +65,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    return directory
 
 
 async def until(condition: Callable[[], bool]) -> None:

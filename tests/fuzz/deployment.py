@@ -1,0 +1,263 @@
+"""A whole deployment in one process, for whoever sends it what nobody should: a gateway behind its
+own gRPC and HTTP, the operations behind their relays, real workers over a model that is a function,
+and a ledger that can be audited."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from grpc import aio
+from prometheus_client import CollectorRegistry
+
+from blockstore.memory_registry import MemoryRegistry
+from blockstore.memory_store import MemoryStore
+from blockstore.registry import Member, Role
+from quire.supervisor.child import Stage
+from quire.supervisor.service import SupervisorService
+from quire.supervisor.workforce import Workforce
+from quire.v1 import (
+    block_manager_pb2_grpc,
+    decode_pb2_grpc,
+    inference_pb2_grpc,
+    prefill_pb2_grpc,
+    supervisor_pb2_grpc,
+)
+from services.block_manager.link import Connection, Link
+from services.block_manager.service import BlockManagerService
+from services.common.metrics import WorkerMetrics
+from services.common.rpc import RpcServer, open_channel
+from services.common.text.tokenizer import Tokenizer
+from services.common.version import PROTOCOL_VERSION
+from services.decode.service import DecodeService
+from services.decode.worker import DecodeWorker
+from services.engine.batch import Drawn, Row
+from services.gateway.assembly import Assembly, assembled
+from services.gateway.dispatcher import Limits as GatewayLimits
+from services.gateway.figures import Figures
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
+from services.gateway.relay import BLOCK_MANAGER, SUPERVISOR, Relay
+from services.gateway.service import InferenceService
+from services.prefill.service import PrefillService
+from services.prefill.worker import PrefillWorker
+from services.worker.pool_worker import Limits
+from tests.integration.gateway.conftest import write_model
+from tests.unit.workers.conftest import running
+from tests.unit.workers.fakes import Arena, FakeForward, join, make_pool, make_stamps
+from tests.unit.workers.fakes import next_token as any_token
+
+LIMIT_S = 30.0
+VOCAB = 300
+MAX_MODEL_LEN = 64
+FIRST_TOKEN, NUM_TOKENS = 97, 26
+"""Tokens are the letters a to z of a byte-level vocabulary."""
+
+
+def expected(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(_letter(any_token(tokens)))
+    return tokens[len(prompt) :]
+
+
+def _letter(token: int) -> int:
+    return FIRST_TOKEN + token % NUM_TOKENS
+
+
+class Letters(FakeForward):
+    def _row(self, row: Row) -> Drawn:
+        drawn = super()._row(row)
+        return _letter(drawn) if isinstance(drawn, int) else drawn
+
+
+@dataclass
+class Child:
+    """A process of the supervisor's that does nothing."""
+
+    spec: "ChildSpec"
+    is_staying: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def leave(self) -> None:
+        self.is_staying = False
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    name: str
+    stage: Stage = Stage.WORKER
+
+
+@dataclass
+class Deployment:
+    directory: Path
+    stack: AsyncExitStack
+    store: MemoryStore = field(default_factory=MemoryStore)
+    registry: MemoryRegistry = field(default_factory=MemoryRegistry)
+    workers: list[Any] = field(default_factory=list)
+    assembly: Assembly = field(init=False)
+    channel: aio.Channel = field(init=False)
+    http: httpx.AsyncClient = field(init=False)
+    tokenizer: Tokenizer = field(init=False)
+
+    async def open(self) -> None:
+        write_model(self.directory)
+        self.tokenizer = Tokenizer.from_directory(self.directory)
+        await self._start_workers()
+        self.assembly = await self.stack.enter_async_context(
+            assembled(
+                self.store,
+                self.registry,
+                b"secret",
+                GatewayLimits(),
+                Figures(CollectorRegistry()),
+                poll_s=0.05,
+                silence_s=60.0,
+            )
+        )
+        await self._open_doors(await self._start_operations())
+        await self.until(self.assembly.gateway.ready)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while not holds():
+                await asyncio.sleep(0.001)
+
+    async def until_idle(self) -> None:
+        """Nobody waits, runs, or holds anything, and the ledger's laws hold."""
+        ledger, dispatcher = self.store.ledger("pool"), self.assembly.dispatcher
+        await self.until(lambda: not (dispatcher.num_waiting or dispatcher.num_running))
+        await self.until(lambda: not (ledger.holders or ledger.waiters))
+        await self.until(lambda: not any(worker.num_busy for worker in self.workers))
+        assert (await self.store.audit("pool")).violations == ()
+        (pool,) = self.assembly.fleet.complete_pools("toy")
+        for worker in (*pool.prefill, *pool.decode):
+            assert not worker.guests
+            assert not worker.errands
+
+    async def _start_workers(self) -> None:
+        spec = await make_pool(self.store, 64, 4)
+        stamps = make_stamps(self.directory / "stamps", spec)
+        arena = Arena(4, stamps)
+        limits = Limits(8, 64, MAX_MODEL_LEN, vocab_size=VOCAB, eos_token_ids=frozenset({0}))
+        roles: tuple[tuple[Role, Any, Any, Any], ...] = (
+            (
+                "prefill",
+                PrefillWorker,
+                PrefillService,
+                prefill_pb2_grpc.add_PrefillServicer_to_server,
+            ),
+            ("decode", DecodeWorker, DecodeService, decode_pb2_grpc.add_DecodeServicer_to_server),
+        )
+        for role, make, serve, register in roles:
+            membership = await join(self.store, spec, f"{role}-1", stamps)
+            metrics = WorkerMetrics(CollectorRegistry())
+            worker = make(self.store, membership, Letters(arena), limits, metrics)
+            await self.stack.enter_async_context(running(worker))
+            self.workers.append(worker)
+            address = await self._serve(register, serve(worker))
+            await self._announce(f"{role}-1", role, address)
+
+    async def _serve(self, register: Callable[[Any, aio.Server], None], service: Any) -> str:
+        server = RpcServer()
+        register(service, server.aio)
+        port = await server.start("127.0.0.1", 0)
+        self.stack.push_async_callback(server.stop)
+        return f"127.0.0.1:{port}"
+
+    async def _announce(self, member_id: str, role: Role, address: str) -> None:
+        member = Member(
+            member_id=member_id,
+            role=role,
+            address=address,
+            state="serving",
+            started_unix_ms=1,
+            protocol_version=PROTOCOL_VERSION,
+            pool_id="pool",
+            model="toy",
+            model_dir=str(self.directory),
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=8,
+        )
+        await self.registry.announce(member, ttl_s=1e6)
+
+    async def _start_operations(self) -> tuple[Relay, Relay]:
+        connection = Connection(self.store, self.registry)
+
+        async def connect() -> Connection:
+            return connection
+
+        manager = await self._serve(
+            block_manager_pb2_grpc.add_BlockManagerServicer_to_server,
+            BlockManagerService(Link(connection, connect), "block_manager-1", LIMIT_S),
+        )
+        children: Any = [Child(ChildSpec(f"{role}-1")) for role in ("prefill", "decode")]
+        workforce = Workforce(children, lambda spec: children.append(Child(spec)))  # type: ignore[arg-type]
+        # As in `quire serve`: without our interceptor.
+        server = aio.server()
+        supervisor_pb2_grpc.add_SupervisorServicer_to_server(SupervisorService(workforce), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        self.stack.push_async_callback(server.stop, None)
+        return Relay(BLOCK_MANAGER, lambda: manager), Relay(SUPERVISOR, lambda: f"127.0.0.1:{port}")
+
+    async def _open_doors(self, relays: tuple[Relay, ...]) -> None:
+        server = RpcServer()
+        gateway = self.assembly.gateway
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(gateway), server.aio)
+        for relay in relays:
+            self.stack.push_async_callback(relay.close)
+            server.aio.add_generic_rpc_handlers((relay.handlers(),))
+        port = await server.start("127.0.0.1", 0)
+        self.stack.push_async_callback(server.stop)
+        self.channel = open_channel(f"127.0.0.1:{port}")
+        self.stack.push_async_callback(self.channel.close)
+        app = create_app(gateway, CollectorRegistry())
+        http_port = await self.stack.enter_async_context(http_server(app, "127.0.0.1", 0, 1))
+        url = f"http://127.0.0.1:{http_port}"
+        self.http = httpx.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False)
+        await self.stack.enter_async_context(self.http)
+
+
+@asynccontextmanager
+async def _opened(directory: Path) -> AsyncIterator[Deployment]:
+    async with AsyncExitStack() as stack:
+        deployment = Deployment(directory, stack)
+        await deployment.open()
+        yield deployment
+
+
+@contextmanager
+def deployed(directory: Path) -> Iterator[tuple[asyncio.Runner, Deployment]]:
+    """Open between the runs of the runner. One task opens and closes it, as task groups want."""
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        is_open: asyncio.Future[Deployment] = loop.create_future()
+        close = asyncio.Event()
+
+        async def keep() -> None:
+            async with _opened(directory) as deployment:
+                is_open.set_result(deployment)
+                await close.wait()
+
+        keeping = loop.create_task(keep())
+        runner.run(_either(is_open, keeping))
+        try:
+            yield runner, is_open.result()
+        finally:
+            close.set()
+            runner.run(_either(keeping))
+
+
+async def _either(*futures: asyncio.Future[Any]) -> None:
+    """Until the first is done; what it raises is raised."""
+    done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+    for future in done:
+        future.result()
