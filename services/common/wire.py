@@ -45,11 +45,8 @@ def ticket_to_wire(ticket: Ticket) -> ticket_pb2.Ticket:
 
 def ticket_from_wire(message: ticket_pb2.Ticket) -> Ticket:
     """InvalidRequest says what is wrong with the message."""
-    for name in ("request_id", "pool_id", "holder_id"):
-        _require(len(getattr(message, name)) <= MAX_NAME_CHARS, f"{name} is too long")
-    _require(bool(message.request_id), "request_id is empty")
-    _require(bool(message.holder_id), "holder_id is empty")
-    _require(message.holder_epoch < _MAX_EPOCH, "holder_epoch is not below 2**53")
+    check_request_id(message.request_id)
+    _check_holder(message)
     _require(message.order < _MAX_ORDER, "order is not below 2**52")
     _require(len(message.root_hash) == ROOT_HASH_BYTES, f"root_hash is not {ROOT_HASH_BYTES} bytes")
     _require(bool(message.prompt_token_ids), "prompt_token_ids is empty")
@@ -75,6 +72,12 @@ def ticket_from_wire(message: ticket_pb2.Ticket) -> Ticket:
         swapped=_swapped_from_wire(message) if message.HasField("swapped") else None,
         prefill_ns_per_token=message.prefill_ns_per_token,
     )
+
+
+def check_request_id(request_id: str) -> None:
+    """InvalidRequest: it is nobody's."""
+    _require(bool(request_id), "request_id is empty")
+    _require(len(request_id) <= MAX_NAME_CHARS, "request_id is too long")
 
 
 def finish_reason_to_wire(reason: FinishReason | None) -> sampling_pb2.FinishReason:
@@ -186,6 +189,7 @@ def _swapped_to_wire(swapped: Swapped) -> ticket_pb2.Swapped:
 
 def _swapped_from_wire(message: ticket_pb2.Ticket) -> Swapped:
     swapped = message.swapped
+    _check_holder(swapped)
     num_tokens = len(message.prompt_token_ids) + len(message.sequences[0].token_ids)
     _require(len(message.sequences) == 1, "swapped out, but not one sequence")
     _require(not message.sequences[0].block_ids, "swapped out, but with blocks")
@@ -201,6 +205,14 @@ def _swapped_from_wire(message: ticket_pb2.Ticket) -> Swapped:
         block_ids=tuple(swapped.block_ids),
         num_computed_tokens=swapped.num_computed_tokens,
     )
+
+
+def _check_holder(message: ticket_pb2.Ticket | ticket_pb2.Swapped) -> None:
+    """What the block store would refuse as no argument of its own."""
+    _require(bool(message.holder_id), "holder_id is empty")
+    for name in ("pool_id", "holder_id"):
+        _require(len(getattr(message, name)) <= MAX_NAME_CHARS, f"{name} is too long")
+    _require(message.holder_epoch < _MAX_EPOCH, "holder_epoch is not below 2**53")
 
 
 def _require(holds: bool, problem: str) -> None:

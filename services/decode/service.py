@@ -4,11 +4,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from quire.v1 import decode_pb2, decode_pb2_grpc
-from services.common.errors import InvalidRequest
 from services.common.rpc import RpcServer
-from services.common.wire import finish_reason_to_wire, ticket_from_wire
+from services.common.wire import check_request_id, finish_reason_to_wire, ticket_from_wire
 from services.decode.worker import DecodeWorker
-from services.worker.events import Event, Failed, Output, Reserved, Step
+from services.worker.events import Event, Output, Reserved, Step
 from services.worker.process import WorkerRole
 from services.worker.stream import Fields, StreamSession, WorkerStream
 
@@ -31,21 +30,14 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             case decode_pb2.Reserve(
                 request_id=request_id, attempt=attempt, num_sequences=num_sequences
             ):
+                check_request_id(request_id)
                 self._worker.reserve(session, request_id, attempt, num_sequences)
             case decode_pb2.HandOver(request_id=request_id, attempt=attempt):
                 self._worker.hand_over(session, request_id, attempt)
             case decode_pb2.Resume(ticket=ticket):
                 self._worker.resume(session, ticket_from_wire(ticket))
-            case decode_pb2.Admit():
-                self._admit(session, command)
-
-    def _admit(self, session: StreamSession, command: decode_pb2.Admit) -> None:
-        try:
-            self._worker.admit(session, ticket_from_wire(command.ticket))
-        except InvalidRequest as error:
-            key = command.ticket.request_id, command.ticket.attempt
-            self._worker.abort(session, *key)  # who hears that it failed sends no abort
-            session.send(Failed(*key, error.code, str(error)))
+            case decode_pb2.Admit(ticket=ticket):
+                self._worker.admit(session, ticket_from_wire(ticket))
 
 
 def _encode(event: Event) -> Fields:

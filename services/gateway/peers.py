@@ -7,7 +7,7 @@ CONNECTING ──Welcome──▶ CONNECTED ──stream breaks──▶ CONNECT
 import asyncio
 import random
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from grpc import StatusCode, aio
 
@@ -20,7 +20,7 @@ from services.common.rpc import open_channel
 from services.common.version import PROTOCOL_VERSION
 from services.common.wire import load_from_wire
 from services.gateway.messages import Command, DrainNotice, Event, LoadReport, RequestEvent
-from services.gateway.wire import DECODE, PREFILL, Stream
+from services.gateway.wire import DECODE, PREFILL, Garbled, Stream
 from services.gateway.worker import Worker
 
 log = get_logger(__name__)
@@ -45,6 +45,10 @@ class PeerSink(Protocol):
 
 class Silent(Exception):
     pass
+
+
+class Closed(Exception):
+    """The worker has ended the stream, and not because of an error."""
 
 
 class Peer:
@@ -79,12 +83,15 @@ class Peer:
         while True:
             try:
                 await self._session()
-                reason = "the worker closed the stream"
             except VersionMismatch as error:
                 log.error("worker_refused", worker_id=self.worker.id, reason=str(error))
                 return
             except Silent:
                 reason = f"not a word for {self._silence_s:g} s"
+            except Closed:
+                reason = "the worker closed the stream"
+            except Garbled as error:
+                reason = f"it sent {error}"
             except TimeoutError:
                 reason = "no answer to the handshake"
             except aio.AioRpcError as error:
@@ -99,8 +106,9 @@ class Peer:
             await asyncio.sleep(self._backoff_s * random.uniform(0.75, 1.25))
             self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
 
-    async def _session(self) -> None:
-        """One stream, from Hello to its end. AioRpcError, TimeoutError, Silent, VersionMismatch."""
+    async def _session(self) -> NoReturn:
+        """One stream, from Hello to its end: Closed, AioRpcError, TimeoutError, Silent, Garbled,
+        VersionMismatch."""
         self._outgoing = outgoing = asyncio.Queue[Any]()
         async with open_channel(self.worker.member.address) as channel:
             stream = self._dialect.connect(channel, self._requests(outgoing))
@@ -130,9 +138,7 @@ class Peer:
     async def _shake_hands(self, stream: Stream) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                message: Any = await stream.read()
-                if message is aio.EOF:
-                    await raise_status(stream)
+                message = await read(stream)
         except aio.AioRpcError as error:
             if error.code() is StatusCode.FAILED_PRECONDITION:
                 raise VersionMismatch(error.details() or "the worker refused us") from error
@@ -160,7 +166,7 @@ class Peer:
                 f"at {member.address} is worker {welcome.worker_id} of pool {welcome.pool_id!r}"
             )
 
-    async def _listen_while_it_speaks(self, stream: Stream) -> None:
+    async def _listen_while_it_speaks(self, stream: Stream) -> NoReturn:
         try:
             async with asyncio.timeout(None) as limit:
                 watching = asyncio.create_task(self._watch(limit))
@@ -181,13 +187,13 @@ class Peer:
             num_silent = 0 if self._heard else num_silent + 1
         limit.reschedule(asyncio.get_running_loop().time())
 
-    async def _listen(self, stream: Stream) -> None:
-        while (message := await stream.read()) is not aio.EOF:
+    async def _listen(self, stream: Stream) -> NoReturn:
+        while True:
+            message = await read(stream)
             self._heard = True
             self.worker.unresponsive = False
             for event in self._dialect.events(message):
                 self._hear(event)
-        await raise_status(stream)
 
     def _hear(self, event: Event) -> None:
         match event:
@@ -201,10 +207,15 @@ class Peer:
                 self._sink.on_event(self.worker, event)
 
 
-async def raise_status(stream: Stream) -> None:
-    """AioRpcError if the stream ended with another status than OK. (`read` answers EOF for some of
-    them.)"""
+async def read(stream: Stream) -> Any:
+    """The next message. Closed, AioRpcError, Garbled."""
+    message = await stream.read()
+    if message is None:  # gRPC's word for what it could not decode
+        raise Garbled("bytes that are no message")
+    if message is not aio.EOF:
+        return message
     code = await stream.code()
-    if code is not StatusCode.OK:
-        metadata = aio.Metadata()
-        raise aio.AioRpcError(code, metadata, metadata, await stream.details())
+    if code is StatusCode.OK:
+        raise Closed
+    metadata = aio.Metadata()  # `stream.read` answers EOF for some errors
+    raise aio.AioRpcError(code, metadata, metadata, await stream.details())

@@ -6,10 +6,17 @@ from collections.abc import Sequence
 from blockstore.store import PoolSpec
 from services.common.ticket import FinishReason, Ticket
 from services.gateway.admission import Admitted
-from services.gateway.messages import Failed, Generated, RequestEvent, Requeued, Resume
+from services.gateway.messages import (
+    Failed,
+    Generated,
+    Malformed,
+    RequestEvent,
+    Requeued,
+    Resume,
+)
 from services.gateway.possessions import Entrusted
 from services.gateway.router import Router
-from services.gateway.tickets import new_ticket
+from services.gateway.tickets import new_ticket, other_field
 from services.gateway.worker import Worker
 
 
@@ -20,7 +27,7 @@ class Search:
     def __init__(self, request: Admitted, attempt: int) -> None:
         self._request = request
         self._attempt = attempt
-        self._asked: set[Worker] = set()
+        self._asked: dict[Worker, Ticket] = {}
         self._found: asyncio.Future[Entrusted | None] = asyncio.get_running_loop().create_future()
 
     async def run(
@@ -29,9 +36,9 @@ class Search:
         """The ticket at rest; None: nobody has it, and it is computed again."""
         request, received = self._request, self._request.received or ()
         for worker, spec in workers:
-            self._asked.add(worker)
             root_hash = router.root(spec, request.cache_salt)
             wanted = new_ticket(request, self._attempt, 0, spec.pool_id, root_hash, received)
+            self._asked[worker] = wanted
             worker.send(Resume(wanted))
         if not workers:
             return None
@@ -46,25 +53,21 @@ class Search:
         if sender not in self._asked or event.attempt != self._attempt:
             return
         match event:
-            case Requeued(ticket=Ticket() as ticket) if self._is_it(ticket):
+            case Requeued(ticket=Ticket() as ticket) if not other_field(ticket, self._asked[sender]):
                 self._has_answered(sender, Entrusted(ticket, sender))
-            case Requeued() | Failed() | Generated(finish_reason=FinishReason()):
+            case Requeued(ticket=None) | Failed() | Generated(finish_reason=FinishReason()):
                 self._has_answered(sender, None)
+            case Requeued() | Malformed():  # whatever it is that it keeps for us
+                self._has_answered(sender, None)
+                sender.abort(self._request.request_id, self._attempt)
 
     def on_lost(self, worker: Worker) -> None:
         if worker in self._asked:
             self._has_answered(worker, None)
 
     def _has_answered(self, worker: Worker, found: Entrusted | None) -> None:
-        self._asked.discard(worker)
+        self._asked.pop(worker, None)
         if found and self._found.done():
             worker.abort(self._request.request_id, self._attempt)
         elif not self._found.done() and (found or not self._asked):
             self._found.set_result(found)
-
-    def _is_it(self, ticket: Ticket) -> bool:
-        request = self._request
-        return (ticket.prompt_token_ids, ticket.sampling) == (
-            request.prompt_token_ids,
-            request.sampling,
-        )

@@ -36,6 +36,17 @@ def new_ticket(
     )
 
 
+_OURS = ("request_id", "pool_id", "root_hash", "prompt_token_ids", "sampling")
+"""Fields that are the gateway's word: whoever has the ticket goes by them, and changes none."""
+
+
+def other_field(ticket: Ticket, submitted: Ticket) -> str:
+    """The first field of ours in which a ticket is not the one that was submitted; "" if there is
+    none."""
+    differing = (n for n in _OURS if getattr(ticket, n) != getattr(submitted, n))
+    return next(differing, "")
+
+
 class Tickets:
     """Of one request, over all its attempts. Problems are sentences, "" where there is none."""
 
@@ -75,10 +86,10 @@ class Tickets:
         assert submitted is not None
         if blocks and not all(sequence.block_ids for sequence in ticket.sequences):
             return "no blocks"
-        if (first_of(ticket.holder_id), ticket.pool_id) != (submitted.holder_id, submitted.pool_id):
-            return "another holder or pool"
-        if ticket.prompt_token_ids != submitted.prompt_token_ids:
-            return "another prompt"
+        if name := other_field(ticket, submitted):
+            return f"another {name}"
+        if first_of(ticket.holder_id) != submitted.holder_id:
+            return "another holder"
         if len(ticket.sequences) != 1 or ticket.sequences[0].index != 0:
             return "other sequences"
         token_ids = ticket.sequences[0].token_ids

@@ -30,6 +30,7 @@ from services.gateway.messages import (
     LoadReport,
     Malformed,
     Prefilled,
+    RequestEvent,
     Requeued,
     RequeueReason,
     Reserve,
@@ -51,14 +52,27 @@ _REASONS = {
 _ERRORS = {fault.code: error for error, fault in FAULTS.items() if issubclass(error, QuireError)}
 
 
+class Garbled(Exception):
+    """A worker's words of which nobody can tell whom they are about: any request there may have
+    lost something, so that its stream must end. The text says what it sent."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """`connect` opens the stream; `request` is its message type; `events` are those of one message
-    (none for a kind that this version does not know)."""
+    """`connect` opens the stream; `request` is its message type; `parse` gives the events of one
+    message (none for a kind that this version does not know)."""
 
     connect: Callable[[aio.Channel, AsyncIterator[Any]], Stream]
     request: Callable[..., Any]
-    events: Callable[[Any], Iterator[Event]]
+    parse: Callable[[Any], Iterator[Event]]
+
+    def events(self, message: Any) -> Iterator[Event]:
+        """What makes no sense is Malformed, of the request that it speaks of. Garbled: it speaks of
+        none."""
+        for event in self.parse(message):
+            if isinstance(event, RequestEvent) and not event.request_id:
+                raise Garbled("a message about a request, and not which")
+            yield event
 
     def hello(self, hello: worker_pb2.Hello) -> Any:
         return self.request(hello=hello)

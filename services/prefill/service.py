@@ -4,11 +4,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from quire.v1 import prefill_pb2, prefill_pb2_grpc
-from services.common.errors import InvalidRequest
 from services.common.rpc import RpcServer
 from services.common.wire import finish_reason_to_wire, ticket_from_wire, ticket_to_wire
 from services.prefill.worker import PrefillWorker
-from services.worker.events import Event, Failed, Prefilled
+from services.worker.events import Event, Prefilled
 from services.worker.process import WorkerRole
 from services.worker.stream import Fields, StreamSession, WorkerStream
 
@@ -25,12 +24,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             yield response
 
     def _obey(self, session: StreamSession, submit: prefill_pb2.PrefillSubmit) -> None:
-        try:
-            self._worker.submit(session, ticket_from_wire(submit.ticket))
-        except InvalidRequest as error:
-            key = submit.ticket.request_id, submit.ticket.attempt
-            self._worker.abort(session, *key)  # who hears that it failed sends no abort
-            session.send(Failed(*key, error.code, str(error)))
+        self._worker.submit(session, ticket_from_wire(submit.ticket))
 
 
 def _encode(event: Event) -> Fields:

@@ -171,6 +171,8 @@ class ColderPool:
         except (OutOfBlocks, MustWait):
             await self._store.withdraw(pool_id, holder_id)
             return None
+        except StaleHolder:  # something of this name was there before
+            return None
 
     async def _num_sound(
         self,

@@ -87,7 +87,7 @@ class WorkerStream:
 
     `response` is the stream's response type; `encode` knows the events of the worker's role, and
     `obey(session, command)` its commands; what both roles have is known here. InvalidRequest from
-    `obey` is about one request, and answered with `failed`.
+    `obey` ends the request that the command is about.
     """
 
     def __init__(
@@ -172,7 +172,21 @@ class WorkerStream:
             case "hello" | None:
                 raise InvalidRequest("an unknown command, or a second hello")
             case name:
-                self._obey_own(session, getattr(request, name))
+                command = getattr(request, name)
+                try:
+                    self._obey_own(session, command)
+                except InvalidRequest as error:
+                    self._refuse(session, command, error)
+
+    def _refuse(self, session: StreamSession, command: Any, error: InvalidRequest) -> None:
+        """What makes no sense ends the request that it speaks of, and the stream only where it speaks
+        of none: then nobody knows who has lost something."""
+        about = command.ticket if "ticket" in command.DESCRIPTOR.fields_by_name else command
+        if not about.request_id:
+            raise error
+        key = about.request_id, about.attempt
+        self._worker.abort(session, *key)  # who hears that it failed sends no abort
+        session.send(Failed(*key, error.code, str(error)))
 
     def _encode(self, event: Event) -> Fields:
         match event:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from blockstore.registry import Member
+from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
 from services.common.version import PROTOCOL_VERSION
 from services.gateway.messages import Reserve
 from services.gateway.peers import Peer
@@ -45,6 +46,56 @@ async def test_a_fault_of_ours_does_not_lose_the_worker(
     call = Call(house.gateway, asked())
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
+
+
+class Undecodable:
+    """What a stream's serializer makes bytes of that no protobuf has."""
+
+    def SerializeToString(self) -> bytes:
+        return b"\xff\xff"
+
+
+@pytest.mark.parametrize("garbled", ["no message", "no request"])
+async def test_what_cannot_be_told_ends_the_stream_and_is_begun_again(
+    make_house: Any, garbled: str
+) -> None:
+    """Whatever it was about: nobody waits for what will not come."""
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    decode.pause_after = 4
+    call = Call(house.gateway, asked())
+    await until(lambda: len(call.tokens) == 4)
+    if garbled == "no message":
+        decode.sessions[0]._outgoing.put_nowait(Undecodable())
+    else:
+        decode.sessions[0].send(failed=worker_pb2.RequestFailed(code="invalid_request"))
+    await until(lambda: decode.num_hellos == 2)
+    decode.go_on(pause_after=8)
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+
+
+async def test_what_makes_no_sense_ends_the_attempt_of_one_request(make_house: Any) -> None:
+    """It is begun again; another one on the same stream is not."""
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    decode.pause_after = 4
+    calls = [Call(house.gateway, asked(f"r{number}")) for number in range(2)]
+    await until(lambda: all(len(call.tokens) == 4 for call in calls))
+    running = decode.running["r0"].ticket
+    wrong = decode_pb2.SequenceOutput(
+        request_id="r0",
+        attempt=running.attempt,
+        finish_reason=99,  # type: ignore[arg-type]
+    )
+    decode.sessions[0].send(step=decode_pb2.StepOutput(outputs=[wrong]))
+    await until(lambda: ("r0", running.attempt) in decode.aborted)
+    decode.go_on(pause_after=8)
+    for call in calls:
+        await call.result()
+        assert call.tokens == expected(PROMPT, 8)
+    assert decode.num_hellos == 1
+    assert len(prefill.commands(prefill_pb2.PrefillSubmit)) == 3
 
 
 async def test_who_is_cancelled_while_it_closes_a_stream_stays_cancelled(make_house: Any) -> None:

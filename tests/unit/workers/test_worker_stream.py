@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from blockstore.store import FUNCTION_LIBRARY
-from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
+from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2, worker_pb2
+from services.common.errors import InvalidRequest
 from services.common.version import PROTOCOL_VERSION
 from services.common.wire import ticket_to_wire
 from services.decode.service import DecodeService
@@ -53,6 +54,46 @@ async def test_a_ticket_that_is_refused_leaves_no_slot_taken(bench: Bench) -> No
         failed = await first_failed(responses)
         assert (failed.request_id, failed.code) == ("r1", "invalid_request")
         assert bench.decode.load().num_free_slots == 16
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        {"resume": decode_pb2.Resume(ticket=ticket_pb2.Ticket(request_id="r2", attempt=3))},
+        {"admit": decode_pb2.Admit(ticket=ticket_pb2.Ticket(request_id="r2", attempt=3))},
+        {"reserve": decode_pb2.Reserve(request_id="r" * 300, attempt=3, num_sequences=1)},
+    ],
+    ids=lambda command: next(iter(command)),
+)
+async def test_what_makes_no_sense_ends_its_own_request_only(
+    bench: Bench, command: dict[str, Any]
+) -> None:
+    """The reservation of another one on the same stream stands."""
+    gateway = said(
+        decode_pb2.DecodeConnectRequest(hello=HELLO),
+        decode_pb2.DecodeConnectRequest(
+            reserve=decode_pb2.Reserve(request_id="r1", attempt=1, num_sequences=1)
+        ),
+        decode_pb2.DecodeConnectRequest(**command),
+    )
+    service: Any = DecodeService(bench.decode)
+    async with aclosing(service.Connect(gateway, None)) as responses:
+        failed = await first_failed(responses)
+        assert failed.request_id in ("r2", "r" * 300)
+        assert (failed.attempt, failed.code) == (3, "invalid_request")
+        assert bench.decode.load().num_free_slots == 15
+
+
+async def test_what_speaks_of_no_request_ends_the_stream(bench: Bench) -> None:
+    gateway = said(
+        decode_pb2.DecodeConnectRequest(hello=HELLO),
+        decode_pb2.DecodeConnectRequest(resume=decode_pb2.Resume()),
+    )
+    service: Any = DecodeService(bench.decode)
+    async with asyncio.timeout(10):
+        with pytest.raises(InvalidRequest, match="request_id is empty"):
+            async for _ in service.Connect(gateway, None):
+                pass
 
 
 async def test_a_stream_that_ends_takes_along_what_came_over_it(bench: Bench) -> None:
