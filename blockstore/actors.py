@@ -24,7 +24,7 @@ Phase = Literal[
     "let_go",
     "unsure",
 ]
-Status = Literal["queued", "placed", "at_rest", "done", "failed"]
+Status = Literal["queued", "placed", "at_rest", "sought", "done", "failed"]
 
 
 class Run(NamedTuple):
@@ -79,13 +79,15 @@ class Run(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What the gateway knows. `ticket`: blocks of the ticket that it can send out, if any."""
+    """What the gateway knows. `ticket`: blocks of the ticket that it can send out, if any, which is at
+    rest at `epoch`."""
 
     attempt: int
     status: Status
     holder: str = ""
     worker: str = ""
     ticket: tuple[int, ...] = ()
+    epoch: int = 0
 
     @property
     def ended(self) -> bool:
@@ -100,11 +102,13 @@ class Unanswered(NamedTuple):
 
 
 class Faults(NamedTuple):
-    """How often each may happen: a worker dies, a reply gets lost, a worker is fenced."""
+    """How often each may happen: a worker dies, a reply gets lost, a worker is fenced; what runs is
+    handed over, or its gateway is gone."""
 
     crashes: int = 0
     losses: int = 0
     fences: int = 0
+    moves: int = 0
 
 
 class State(NamedTuple):

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from blockstore.actors import Faults
 from blockstore.ledger import Ledger
 from blockstore.ledgers import Ledgers, Violation
+from blockstore.move_scenario import MoveScenario
 from blockstore.recovery_scenario import MakeRecovering, RecoveryScenario
 from blockstore.scenario import Label, MakeLedger, Scenario, spelled
 
@@ -31,6 +32,13 @@ RECOVERY_FAULTS = 3
 
 EXPLORED_IN_FULL = (*EXPLORED, Faults(crashes=1, fences=1))
 """Any two of the faults together; the last pair has four million transitions."""
+
+
+EXPLORED_MOVES = (
+    Faults(moves=2, crashes=1),
+    Faults(moves=2, losses=1),
+    Faults(moves=2, fences=1),
+)
 
 
 class Explored(Protocol):
@@ -133,6 +141,12 @@ def explore_recovery(num_faults: int, make_ledger: MakeRecovering = Ledger) -> E
         return _explore(RecoveryScenario(make_ledger, num_faults))
 
 
+def explore_moves(faults: Faults, make_ledger: MakeLedger = Ledger) -> Exploration:
+    """The same of a request that goes on elsewhere."""
+    with _without_gc():
+        return _explore(MoveScenario(make_ledger, faults))
+
+
 def _explore(scenario: Explored) -> Exploration:
     graph = _Graph(scenario.start())
     finished: list[int] = []
@@ -164,6 +178,7 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="also a crash and a fence together")
     faults = EXPLORED_IN_FULL if parser.parse_args().full else EXPLORED
     explorations = {str(each): partial(explore, each) for each in faults}
+    explorations |= {f"moves, {each}": partial(explore_moves, each) for each in EXPLORED_MOVES}
     explorations["a recovery"] = partial(explore_recovery, RECOVERY_FAULTS)
     for name, exploration in explorations.items():
         started = time.perf_counter()

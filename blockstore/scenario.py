@@ -20,7 +20,7 @@ somebody else, what was with them. Each of these happens a limited number of tim
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from blockstore.actors import Faults, Phase, Request, Run, State, Unanswered
+from blockstore.actors import NUM_FINAL_BLOCKS, Faults, Phase, Request, Run, State, Unanswered
 from blockstore.errors import MustWait, OutOfBlocks, StaleHolder, WorkerFenced
 from blockstore.ledger import Ledger
 from blockstore.ledgers import Answer, Ledgers, Operation, Violation
@@ -46,9 +46,11 @@ class Step(NamedTuple):
 class Scenario:
     """The steps that a state allows, and the laws that hold in it."""
 
+    workers = ("v1", "w1")
+
     def __init__(self, make_ledger: MakeLedger, faults: Faults) -> None:
         ledger = make_ledger(SPEC, lambda: 0.0)
-        for worker in ("v1", "w1"):
+        for worker in self.workers:
             ledger.register_worker(SPEC, worker)
         self.ledgers = Ledgers(ledger)
         self.faults = faults
@@ -69,10 +71,14 @@ class Scenario:
 
     def steps(self, state: State) -> Iterator[Step]:
         """Every step, to a state of which all that it cannot be told apart from are the same."""
-        for actor in (self._gateway, self._workers, self._block_manager, self._faults):
+        for actor in self._actors:
             for label, after, fault in actor(state):
                 ledger, renaming = self.ledgers.settle(after.ledger, after.names())
                 yield Step(label, after.renamed(ledger, renaming), fault)
+
+    @property
+    def _actors(self) -> tuple[Callable[[State], Iterator[Step]], ...]:
+        return self._gateway, self._workers, self._block_manager, self._faults
 
     # The gateway
 
@@ -99,7 +105,8 @@ class Scenario:
         if request.status == "queued":
             run = Run(worker, request.holder, number, "allocate")
         else:
-            run = Run(worker, request.holder, number, "claim", epoch=2, blocks=request.ticket)
+            at_rest = request.epoch, request.ticket
+            run = Run(worker, request.holder, number, "claim", *at_rest)
         placed = request._replace(status="placed", worker=worker)
         sent = state._replace(runs=tuple(sorted((*state.runs, run)))).with_request(number, placed)
         return Step(f"the gateway sends {request.holder} to {worker} to {run.phase}", sent)
@@ -163,25 +170,19 @@ class Scenario:
             case "commit", "":
                 return state.with_run(run, run._replace(phase="detach"))
             case "detach", "":
-                state = state.with_run(
-                    run, run._replace(phase="rest", epoch=run.epoch + 1, blocks=())
-                )
-                ticket = request._replace(status="at_rest", ticket=run.blocks)
-                return state.with_request(run.request, ticket) if ours else state
+                return self._at_rest(state, run, ours)
             case "rest", _:
                 given_up = request.status == "at_rest" and request.holder == run.holder
                 state = state.with_run(run, None)
                 gone = given_up and not answer.error
                 return self._take_back(state, run.request, with_ticket=False) if gone else state
             case "claim", "":
-                # the gateway tells the issuer, so that it stops waiting
-                waiting = (r for r in state.runs if (r.holder, r.phase) == (run.holder, "rest"))
-                for issuer in waiting:
-                    state = state.with_run(issuer, None)
-                state = state.with_run(run, run._replace(phase="extend", epoch=run.epoch + 1))
-                return (
-                    state.with_request(run.request, request._replace(ticket=())) if ours else state
-                )
+                state = self._tell_issuer(state, run.holder)
+                grown = len(run.blocks) == NUM_FINAL_BLOCKS
+                phase: Phase = "finish" if grown else "extend"
+                state = state.with_run(run, run._replace(phase=phase, epoch=run.epoch + 1))
+                claimed = request._replace(ticket=(), epoch=0)
+                return state.with_request(run.request, claimed) if ours else state
             case "claim", StaleHolder.code:
                 state = state.with_run(run, None)
                 return self._take_back(state, run.request, with_ticket=False) if ours else state
@@ -205,6 +206,21 @@ class Scenario:
                 retry = run._replace(epoch=run.epoch + 1) if run.epoch % 2 else None
                 return state.with_run(run, retry)
         raise Violation(f"{run.worker} runs {run.holder}, but {run.phase} fails: {answer.error}")
+
+    def _tell_issuer(self, state: State, holder: str) -> State:
+        """The ticket is claimed: who kept it stops waiting."""
+        for run in state.runs:
+            if (run.holder, run.phase) == (holder, "rest"):
+                state = state.with_run(run, None)
+        return state
+
+    def _at_rest(self, state: State, run: Run, ours: bool) -> State:
+        """Its worker gives the ticket to the gateway, and keeps the blocks until it is claimed."""
+        epoch = run.epoch + 1
+        state = state.with_run(run, run._replace(phase="rest", epoch=epoch, blocks=()))
+        request = state.requests[run.request]
+        ticket = request._replace(status="at_rest", ticket=run.blocks, epoch=epoch)
+        return state.with_request(run.request, ticket) if ours else state
 
     def _leave(self, state: State, worker: str) -> Step:
         """Fenced and, for all it knows, empty: it leaves; if the ledger knows better, it exits."""
