@@ -79,8 +79,8 @@ class Run(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What the gateway knows. `ticket`: blocks of the ticket that it can send out, if any, which is at
-    rest at `epoch`."""
+    """What the gateway knows. `ticket`: blocks of the ticket that it can send out, if any, which is
+    at rest at `epoch`."""
 
     attempt: int
     status: Status

@@ -46,7 +46,7 @@ class Step(NamedTuple):
 class Scenario:
     """The steps that a state allows, and the laws that hold in it."""
 
-    workers = ("v1", "w1")
+    workers: tuple[str, ...] = ("v1", "w1")
 
     def __init__(self, make_ledger: MakeLedger, faults: Faults) -> None:
         ledger = make_ledger(SPEC, lambda: 0.0)

@@ -19,8 +19,8 @@ log = get_logger(__name__)
 INTERNAL_CODE = "internal"
 
 _MAX_TEXT_CHARS = 1000
-"""What a client wrote may come back in an error's text, of any length; a status of gRPC's has to fit
-into headers."""
+"""What a client wrote may come back in an error's text, of any length; a status of gRPC's has to
+fit into headers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,10 @@ class DecodeWorker(PoolWorker):
 
     def resume(self, session: Session, wanted: Ticket) -> None:
         """Put at rest for this gateway what another one left parked, or has lost its client of;
-        answered by a requeue, without blocks where there is nothing that goes on as `wanted`."""
+        answered by a requeue, without blocks where there is nothing that goes on as `wanted`.
+        Raises InvalidRequest."""
+        if self._jobs.get(session, *wanted.key):
+            raise InvalidRequest(f"attempt {wanted.attempt} of this request is here already")
         job = next((job for job in self._jobs if job.goes_on_as(wanted)), None)
         if job is None:
             report(session, wanted, STALE)

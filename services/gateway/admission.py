@@ -37,6 +37,7 @@ class Admitted:
     cache_salt: str
     arrived_at: float
     deadline: float | None
+    vocab_size: int
     received: tuple[int, ...] | None = None
 
     def continues(self, other: "Admitted") -> bool:
@@ -80,6 +81,7 @@ async def admit(
         cache_salt=request.cache_salt,
         arrived_at=arrived_at,
         deadline=deadline,
+        vocab_size=served.model.config.vocab_size,
         received=request.received,
     )
 

@@ -27,7 +27,7 @@ from enum import Enum
 from typing import Protocol
 
 from blockstore.store import PrefixHash
-from services.common.errors import PoisonRequest, Unavailable
+from services.common.errors import InvalidRequest, PoisonRequest, Unavailable
 from services.common.logging import get_logger
 from services.common.ticket import FinishReason, Swapped, Ticket
 from services.gateway.admission import Admitted
@@ -269,10 +269,18 @@ class Journey:
                 self._on_requeued(sender, event)
             case Malformed() if sender in speakers:
                 self._set_back(f"worker {sender.id} sent what makes no sense: {event.problem}")
+            case Failed(code=InvalidRequest.code) if self._is_to_claim(sender):
+                why = f"decode worker {sender.id} refused its ticket: {event.message}"
+                self._set_back(why, (sender, event.attempt))
             case Failed() if sender in speakers:
                 self.end(error_of(event.code, event.message), (sender, event.attempt))
             case _:
                 log.debug("event_dropped", request_id=self.id, kind=type(event).__name__)
+
+    def _is_to_claim(self, decode: Worker) -> bool:
+        """Whether what it says is about a ticket that it has not claimed yet."""
+        has = self._has
+        return self.stage is Stage.DECODING and decode is has.decode and has.at_rest is not None
 
     def _on_other_attempt(self, sender: Worker, event: RequestEvent) -> None:
         """Of where it moves to, or of who keeps its ticket; anything else is old."""

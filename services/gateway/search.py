@@ -52,8 +52,9 @@ class Search:
     def on_event(self, sender: Worker, event: RequestEvent) -> None:
         if sender not in self._asked or event.attempt != self._attempt:
             return
+        wanted = self._asked[sender]
         match event:
-            case Requeued(ticket=Ticket() as ticket) if not other_field(ticket, self._asked[sender]):
+            case Requeued(ticket=Ticket() as ticket) if not other_field(ticket, wanted):
                 self._has_answered(sender, Entrusted(ticket, sender))
             case Requeued(ticket=None) | Failed() | Generated(finish_reason=FinishReason()):
                 self._has_answered(sender, None)

@@ -83,7 +83,8 @@ class Tickets:
         """What is wrong with one that comes back, with `num_new` tokens that the client has not,
         and with `blocks`."""
         submitted, received = self._submitted, tuple(self._client.tokens)
-        assert submitted is not None
+        if submitted is None:
+            return "nobody was sent one"
         if blocks and not all(sequence.block_ids for sequence in ticket.sequences):
             return "no blocks"
         if name := other_field(ticket, submitted):
@@ -95,15 +96,24 @@ class Tickets:
         token_ids = ticket.sequences[0].token_ids
         if len(token_ids) != len(received) + num_new or token_ids[: len(received)] != received:
             return f"its tokens are not the {len(received)} received and {num_new} more"
-        return ""
+        return self._problem_of_tokens(token_ids[len(received) :], goes_on=blocks)
 
     def problem_of_step(self, event: Generated) -> str:
         """What is wrong with tokens that a decode worker says come next."""
         client = self._client
-        num_left = client.request.sampling.max_tokens - len(client.tokens)
-        if event.index != 0 or len(event.token_ids) > num_left:
-            return "sent tokens that were not asked for"
+        if event.index != 0 or not event.token_ids:
+            return "sent no token of what was asked for"
         if event.position != client.num_tokens:
             where = f"position {event.position} after {client.num_tokens} tokens"
             return f"repeated or lost tokens: {where}"
+        problem = self._problem_of_tokens(event.token_ids, goes_on=event.finish_reason is None)
+        return problem and f"sent wrong tokens: {problem}"
+
+    def _problem_of_tokens(self, new: tuple[int, ...], *, goes_on: bool) -> str:
+        request = self._client.request
+        num_tokens, most = len(self._client.tokens) + len(new), request.sampling.max_tokens
+        if any(token_id >= request.vocab_size for token_id in new):
+            return f"not all are in the vocabulary of {request.vocab_size}"
+        if num_tokens > most or (num_tokens == most and goes_on):
+            return f"{num_tokens} of {most}" + (", and no end" if goes_on else "")
         return ""

@@ -179,8 +179,8 @@ class WorkerStream:
                     self._refuse(session, command, error)
 
     def _refuse(self, session: StreamSession, command: Any, error: InvalidRequest) -> None:
-        """What makes no sense ends the request that it speaks of, and the stream only where it speaks
-        of none: then nobody knows who has lost something."""
+        """What makes no sense ends the request that it speaks of, and the stream only where it
+        speaks of none: then nobody knows who has lost something."""
         about = command.ticket if "ticket" in command.DESCRIPTOR.fields_by_name else command
         if not about.request_id:
             raise error

@@ -23,7 +23,7 @@ from tests.fuzz.deployment import LIMIT_S, VOCAB, Deployment, deployed, expected
 
 pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
 FUZZ = settings(
-    max_examples=150,
+    max_examples=100,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -159,12 +159,11 @@ class Call:
     tokens: tuple[int, ...] = ()
 
     async def make(self, channel: aio.Channel) -> None:
-        if not self.method.endswith("/Generate"):
-            call = channel.unary_unary(self.method)(self.message)
-        else:
-            call = channel.unary_stream(self.method)(self.message)
+        streams = self.method.endswith("/Generate")
+        make: Any = channel.unary_stream if streams else channel.unary_unary
+        call = make(self.method)(self.message)
         try:
-            if self.method.endswith("/Generate"):
+            if streams:
                 async for answer in call:
                     self._read(inference_pb2.GenerateResponse.FromString(answer))
             else:

@@ -1,5 +1,5 @@
-"""Wherever a request goes on, the protocol keeps its laws; and the explorer sees it when a ledger does
-not."""
+"""Wherever a request goes on, the protocol keeps its laws; and the explorer sees it when a ledger
+does not."""
 
 from collections.abc import Sequence
 
@@ -28,10 +28,12 @@ def test_every_move_keeps_the_laws_and_can_end(faults: Faults) -> None:
 
 
 class DetachRaisesNothing(Ledger):
-    """Who comes to rest is told so, but its epoch stays."""
+    """Who comes to rest at a decode worker is told so, but its epoch stays."""
 
     def detach(self, holder_id: str, epoch: int) -> int:
-        self._at_epoch(self._unfenced(holder_id), epoch)
+        if epoch == 1:
+            return super().detach(holder_id, epoch)
+        self._unfenced(holder_id).require(epoch)
         return epoch + 1
 
 
@@ -39,7 +41,7 @@ class FencedComeToRest(Ledger):
     """Whoever may still write can be claimed from."""
 
     def detach(self, holder_id: str, epoch: int) -> int:
-        holder = self._holder(holder_id)
+        holder = self.holders.require(holder_id)
         holder.epoch = epoch + 1
         return holder.epoch
 
@@ -51,7 +53,7 @@ class ClaimsTwice(Ledger):
         self, holder_id: str, epoch: int, worker_id: str, block_ids: Sequence[int] = ()
     ) -> int:
         self._live(worker_id)
-        holder = self._holder(holder_id)
+        holder = self.holders.require(holder_id)
         if epoch % 2 or holder.epoch not in (epoch, epoch + 1):
             raise StaleHolder(holder_id)
         holder.epoch, holder.worker_id = epoch + 1, worker_id
@@ -64,7 +66,7 @@ class ClaimKeepsTheOwner(Ledger):
     def claim(
         self, holder_id: str, epoch: int, worker_id: str, block_ids: Sequence[int] = ()
     ) -> int:
-        owner = self._holder(holder_id).worker_id
+        owner = self.holders.require(holder_id).worker_id
         claimed = super().claim(holder_id, epoch, worker_id, block_ids)
         self.holders[holder_id].worker_id = owner
         return claimed
@@ -74,7 +76,7 @@ class ReleasesWhatWasClaimed(Ledger):
     """Who issued the ticket can take it back at any time."""
 
     def release(self, holder_id: str, epoch: int, comes_back: bool = False) -> None:
-        holder = self._holder(holder_id)
+        holder = self.holders.require(holder_id)
         if holder.epoch == epoch + 1 and epoch % 2 == 0:
             epoch = holder.epoch
         super().release(holder_id, epoch, comes_back)

@@ -81,7 +81,7 @@ def swapped_tickets(draw: st.DrawFn) -> Ticket:
     swapped = Swapped(
         draw(name),
         draw(name),
-        draw(u64),
+        draw(st.integers(0, 2**53 - 1)),
         draw(some_token_ids),
         draw(st.integers(1, num_tokens - 1)),
     )
@@ -162,6 +162,9 @@ SWAPPED = replace(
     ("change", "problem"),
     [
         (lambda m: m.swapped.ClearField("pool_id"), "to nowhere"),
+        (lambda m: m.swapped.ClearField("holder_id"), "holder_id is empty"),
+        (lambda m: setattr(m.swapped, "holder_id", "x" * 300), "holder_id is too long"),
+        (lambda m: setattr(m.swapped, "holder_epoch", 2**53), "holder_epoch"),
         (lambda m: m.swapped.ClearField("block_ids"), "to nowhere"),
         (lambda m: setattr(m.swapped, "num_computed_tokens", 0), "0 of 4 tokens are swapped out"),
         (lambda m: setattr(m.swapped, "num_computed_tokens", 4), "4 of 4 tokens are swapped out"),

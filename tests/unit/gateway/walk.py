@@ -71,7 +71,7 @@ class Walk:
         self.prefill, self.decode = ScriptedWorker("p", "prefill"), ScriptedWorker("d")
         self.desk = ScriptedDesk()
         sampling = SamplingParams(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS)
-        request = Admitted("r1", "toy", PROMPT, sampling, (), 0, "", 0.0, deadline)
+        request = Admitted("r1", "toy", PROMPT, sampling, (), 0, "", 0.0, deadline, 256)
         pieces = [b"%d," % token for token in range(256)]
         self.output = Output(
             "r1",

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from services.common.errors import InvalidRequest
 from services.common.ticket import SamplingParams, Ticket, TicketSequence
 from services.worker.events import Failed, Output, Prefilled, Requeued, RequeueReason, Step
 
@@ -128,6 +129,17 @@ async def test_who_does_not_know_the_request_gets_nothing(
     given = await answer(bench, stranger, wanted(3, **changes))
     assert not given.sequences[0].block_ids
     assert stranger.of(Requeued)[0].reason is RequeueReason.STALE_TICKET
+    await goes_on(bench, owner, await answer(bench, owner, wanted(3)))
+
+
+async def test_what_is_asked_for_does_not_take_the_place_of_another(bench: Bench) -> None:
+    """An attempt is one job: that which lost its place would be nobody's."""
+    await parked(bench)
+    owner = FakeSession()
+    bench.decode.reserve(owner, "r1", 7, 1)
+    with pytest.raises(InvalidRequest, match="attempt 7"):
+        bench.decode.resume(owner, wanted(3))
+    bench.decode.abort(owner, "r1", 7)
     await goes_on(bench, owner, await answer(bench, owner, wanted(3)))
 
 

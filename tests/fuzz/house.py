@@ -1,0 +1,179 @@
+"""A gateway and its workers in one event loop, in virtual time: what they say to each other goes
+through the wire's messages, as bytes, and through nothing else."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from blockstore.memory_registry import MemoryRegistry
+from blockstore.memory_store import MemoryStore
+from blockstore.store import PoolSpec
+from quire.v1 import decode_pb2, prefill_pb2
+from services.gateway.bell import Bell
+from services.gateway.catalog import load_model
+from services.gateway.dispatcher import Dispatcher, Limits
+from services.gateway.figures import Figures
+from services.gateway.fleet import Served
+from services.gateway.gateway import Gateway
+from services.gateway.messages import Command, DrainNotice, LoadReport
+from services.gateway.mover import Mover
+from services.gateway.router import Pool, Router
+from services.gateway.wire import DECODE, PREFILL, Garbled
+from services.gateway.worker import Worker
+from tests.integration.gateway.conftest import SPEC
+from tests.integration.gateway.fakes import FakeDecode, FakePrefill, Session, member
+
+MODEL = "toy"
+VOCAB = 300
+
+
+class Wire(Session):
+    """A worker's end of its stream. `spoil` makes of one message those that are sent."""
+
+    def __init__(self, response: Callable[..., Any], arrive: Callable[[Any], None]) -> None:
+        super().__init__(response)
+        self._arrive = arrive
+        self.spoil: Callable[[Any], Iterator[Any]] = lambda message: iter([message])
+
+    def send(self, **event: Any) -> None:
+        for message in self.spoil(self._response(**event)):
+            self.say(message)
+
+    def say(self, message: Any) -> None:
+        """As it is; it arrives a turn of the loop later."""
+        data = message.SerializeToString()
+        arrived = type(message).FromString(data)
+        asyncio.get_running_loop().call_soon(self._arrive, arrived)
+
+
+class Line:
+    """A connection without gRPC: `services.gateway.peers.Peer`'s part. A garbled message ends the
+    stream, and it is made again at once."""
+
+    def __init__(self, fake: FakePrefill | FakeDecode, directory: str) -> None:
+        self.fake = fake
+        self.worker = Worker(member(fake, "nowhere:1", directory), self._send)
+        self._dialect = PREFILL if fake.role == "prefill" else DECODE
+        self.sink: Any = None
+
+    def open(self, sink: Any) -> None:
+        self.sink = sink
+        responses = prefill_pb2.PrefillConnectResponse, decode_pb2.DecodeConnectResponse
+        self.session = Wire(responses[self.fake.role == "decode"], self._arrive)
+        self.fake.sessions.append(self.session)
+        self.worker.connected = True
+
+    def lose(self) -> None:
+        """The stream breaks."""
+        self.fake.sessions.remove(self.session)
+        self.fake.on_closed(self.session)
+        self.worker.connected = False
+        self.sink.on_lost(self.worker)
+        self.sink.on_change()
+
+    def _send(self, command: Command) -> None:
+        if not self.worker.connected:
+            return
+        message = self._dialect.command(command)
+        request = type(message).FromString(message.SerializeToString())
+        kind = request.WhichOneof("command")
+        self.fake.seen.append(getattr(request, kind))
+        asyncio.get_running_loop().call_soon(self._obey, self.session, request, kind)
+
+    def _obey(self, session: Wire, request: Any, kind: str) -> None:
+        if session in self.fake.sessions:
+            getattr(self.fake, f"on_{kind}")(session, getattr(request, kind))
+
+    def _arrive(self, message: Any) -> None:
+        if not self.worker.connected:
+            return
+        try:
+            for event in self._dialect.events(message):
+                match event:
+                    case LoadReport(load, draining):
+                        self.worker.report(load, draining)
+                    case DrainNotice():
+                        self.worker.draining = True
+                    case _:
+                        self.sink.on_event(self.worker, event)
+        except Garbled:
+            spoil = self.session.spoil
+            self.lose()
+            self.open(self.sink)
+            self.session.spoil = spoil
+        self.sink.on_change()
+
+
+@dataclass
+class Fleet:
+    """All workers are on one pool, and stay in the registry."""
+
+    lines: list[Line]
+    served_model: Any
+    others_serve: bool = False
+
+    @property
+    def pool(self) -> Pool:
+        usable = [line.worker for line in self.lines if line.worker.usable]
+        roles = [
+            tuple(w for w in usable if w.member.role == role) for role in ("prefill", "decode")
+        ]
+        return Pool(SPEC, *roles)
+
+    def names(self) -> tuple[str, ...]:
+        return (MODEL,)
+
+    def served(self, name: str) -> Served:
+        return Served(self.served_model, 4096, (self.pool,))
+
+    def complete_pools(self, name: str) -> tuple[Pool, ...]:
+        return (self.pool,) if self.pool.complete else ()
+
+    def who_may_have(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]:
+        return tuple((w, SPEC) for line in self.lines if (w := line.worker).member.role == "decode")
+
+    def decode_workers(self) -> dict[str, tuple[Worker, ...]]:
+        workers = [line.worker for line in self.lines if line.worker.connected]
+        return {SPEC.pool_id: tuple(w for w in workers if w.member.role == "decode")}
+
+    def forget_refusals(self) -> None:
+        for line in self.lines:
+            line.worker.full = False
+
+
+@dataclass
+class House:
+    """`directory`: of the toy model."""
+
+    directory: Path
+    lines: list[Line] = field(default_factory=list)
+    gateway: Gateway = field(init=False)
+    dispatcher: Dispatcher = field(init=False)
+
+    async def open(self, *fakes: FakePrefill | FakeDecode) -> None:
+        store, registry, bell = MemoryStore(), MemoryRegistry(), Bell()
+        await store.register_pool(SPEC)
+        self.lines = [Line(fake, str(self.directory)) for fake in fakes]
+        fleet: Any = Fleet(self.lines, load_model(str(self.directory)))
+        figures = Figures(CollectorRegistry())
+        limits = Limits(reserve_timeout_s=0.5)
+        self.dispatcher = Dispatcher(
+            fleet, Router(store, b"secret"), registry, limits, bell, figures.has_ended
+        )
+        for line in self.lines:
+            line.open(self.dispatcher)
+        self.gateway = Gateway(fleet, self.dispatcher, bell, figures.meter)
+        mover = Mover(fleet, bell, limits.reserve_timeout_s)
+        self._moving = asyncio.create_task(mover.clear_out())
+
+    def line(self, fake: FakePrefill | FakeDecode) -> Line:
+        return next(line for line in self.lines if line.fake is fake)
+
+    async def close(self) -> None:
+        self._moving.cancel()
+        await asyncio.wait([self._moving])
+        await self.dispatcher.close()

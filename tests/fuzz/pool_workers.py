@@ -1,0 +1,177 @@
+"""A prefill and a decode worker behind their services, in process, on a pool and a colder one;
+their model notes whoever reads blocks that are not its own."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from blockstore.ledger import Ledger
+from blockstore.memory_store import MemoryStore
+from blockstore.store import FUNCTION_LIBRARY
+from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
+from services.common.errors import InvalidRequest, VersionMismatch
+from services.common.metrics import WorkerMetrics
+from services.common.version import PROTOCOL_VERSION
+from services.decode.service import DecodeService
+from services.decode.worker import DecodeWorker
+from services.engine.batch import Drawn, Row
+from services.prefill.service import PrefillService
+from services.prefill.worker import PrefillWorker
+from services.worker.colder import ColderPool
+from services.worker.pool_worker import Limits
+from tests.unit.workers.fakes import VOCAB, Arena, FakeForward, join, make_pool, make_stamps
+
+LIMIT_S = 20.0
+POOLS = ("pool", "colder")
+LIMITS = Limits(
+    8,
+    64,
+    max_model_len=64,
+    vocab_size=VOCAB,
+    look_ahead=2,
+    ticket_ttl_s=LIMIT_S,
+    swapped_ttl_s=LIMIT_S,
+    park_window_s=0.05,
+)
+HELLO = worker_pb2.Hello(
+    peer_id="gateway", protocol_version=PROTOCOL_VERSION, function_library=FUNCTION_LIBRARY
+)
+
+
+class GuardedForward(FakeForward):
+    """The blocks of a row are one holder's, and no two rows have the same holder: or it notes what
+    it saw. A slot that was never written reads as token 0: whoever says that it was computed lies
+    about its own KV."""
+
+    def __init__(self, arena: Arena, ledger: Ledger) -> None:
+        super().__init__(arena)
+        self._ledger = ledger
+        self.crimes: list[str] = []
+
+    def run(self, rows: Sequence[Row]) -> list[Drawn]:
+        holders = [self._holder_of(row) for row in rows]
+        if len(set(holders)) != len(holders):
+            self.crimes.append(f"two rows of one holder: {holders}")
+        return super().run(rows)
+
+    def _holder_of(self, row: Row) -> str:
+        blocks = set(row.block_table[: -(-(row.start + len(row.token_ids)) // 4)])
+        owners = [h.holder_id for h in list(self._ledger.holders.values()) if blocks <= h.held]
+        if not owners:
+            self.crimes.append(f"blocks {sorted(blocks)} are no holder's")
+        return owners[0] if len(owners) == 1 else f"one of {len(owners)}, from {row.start}"
+
+    def _row(self, row: Row) -> Drawn:
+        size = self.arena.block_size
+        for position in range(row.start):
+            slot = row.block_table[position // size] * size + position % size
+            self.arena.slots.setdefault(slot, (position, 0))
+        return super()._row(row)
+
+
+@dataclass
+class Stream:
+    """One gateway's side of `Connect`, in process; what it is told, in order."""
+
+    serve: Callable[[AsyncIterator[Any]], AsyncIterator[Any]]
+    request: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
+        self.heard: list[Any] = []
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        with contextlib.suppress(InvalidRequest, VersionMismatch):
+            async for message in self.serve(self._requests()):
+                self.heard.append(message)
+
+    async def _requests(self) -> AsyncIterator[Any]:
+        while (message := await self._outgoing.get()) is not None:
+            yield message
+
+    def say(self, **command: Any) -> None:
+        message = self.request(**command)
+        self._outgoing.put_nowait(type(message).FromString(message.SerializeToString()))
+
+    def hear(self, kind: str) -> list[Any]:
+        return [getattr(one, kind) for one in self.heard if one.WhichOneof("event") == kind]
+
+    async def end(self) -> None:
+        self._outgoing.put_nowait(None)
+        await self.task
+
+
+class Workers:
+    """Both pools have blocks of 4 tokens, 32 of them."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.store = store
+        self.models: list[GuardedForward] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._colder: list[ColderPool] = []
+
+    async def open(self, directory: Path) -> None:
+        spec, colder_spec = [await make_pool(self.store, 32, 4, name) for name in POOLS]
+        arena = Arena(4, make_stamps(directory / "stamps", spec))
+        colder = Arena(4, make_stamps(directory / "colder", colder_spec))
+        workers: list[Any] = []
+        for cls in (PrefillWorker, DecodeWorker):
+            membership = await join(self.store, spec, cls.__name__, arena.stamps)
+            self.models.append(GuardedForward(arena, self.store.ledger("pool")))
+            metrics = WorkerMetrics(CollectorRegistry())
+            beside = ColderPool(
+                self.store,
+                membership,
+                await join(self.store, colder_spec, cls.__name__, colder.stamps),
+                partial(colder.copy_from, arena),
+                partial(arena.copy_from, colder),
+                metrics,
+                compares_costs=False,
+            )
+            self._colder.append(beside)
+            workers.append(cls(self.store, membership, self.models[-1], LIMITS, metrics, beside))
+            self._tasks.append(asyncio.create_task(workers[-1].run()))
+        self._decoder = workers[1]
+        self._prefill, self._decode = PrefillService(workers[0]), DecodeService(workers[1])
+
+    def connect(self) -> tuple[Stream, Stream]:
+        """To prefill and decode, without a hello yet."""
+        return (
+            Stream(lambda r: self._prefill.Connect(r, None), prefill_pb2.PrefillConnectRequest),
+            Stream(lambda r: self._decode.Connect(r, None), decode_pb2.DecodeConnectRequest),
+        )
+
+    def demand(self, holder_id: str) -> None:
+        """Somebody needs its blocks."""
+        self._decoder._on_demands([holder_id])
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while not holds():
+                for task in self._tasks:
+                    assert not task.done(), task.exception()
+                await asyncio.sleep(0.001)
+
+    async def check_empty(self) -> None:
+        """Nobody holds anything any more, all laws hold, and nobody read what is not its own."""
+        for pool_id in POOLS:
+            ledger = self.store.ledger(pool_id)
+            await self.until(lambda ledger=ledger: not ledger.holders and not ledger.waiters)  # type: ignore[misc]
+            assert (await self.store.audit(pool_id)).violations == ()
+        assert [model.crimes for model in self.models] == [[], []]
+
+    async def close(self) -> None:
+        for model in self.models:
+            model.gate.set()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for colder in self._colder:
+            colder.close()

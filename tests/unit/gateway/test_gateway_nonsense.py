@@ -1,0 +1,74 @@
+"""What a worker cannot mean: the request is set back, and its client has what it had."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from services.common.errors import DuplicateRequest, InvalidRequest
+from services.common.ticket import FinishReason
+from services.gateway.journey import Stage
+from services.gateway.messages import Abort, Failed, Requeued, RequeueReason
+
+from .walk import MAX_TOKENS, Walk, expected, generated
+
+
+@pytest.mark.parametrize(
+    ("tokens", "finish"),
+    [
+        ([], None),
+        ([256], None),
+        (expected(MAX_TOKENS)[1:], None),
+        ([*expected(MAX_TOKENS)[1:], 5], FinishReason.LENGTH),
+    ],
+    ids=["none", "not in the vocabulary", "the last, and no end", "more than asked for"],
+)
+async def test_tokens_that_cannot_be_are_not_the_clients(
+    tokens: list[int], finish: FinishReason | None
+) -> None:
+    walk = Walk()
+    await walk.until_decoding()
+    walk.journey.on_event(walk.decode, generated(walk, *tokens, finish=finish))
+    assert walk.journey.stage is Stage.QUEUED
+    assert walk.journey.client.tokens == expected(1)
+
+
+async def test_a_ticket_that_is_refused_is_computed_again() -> None:
+    """It is the worker's that issued it, not the client's; once it is claimed, the word of who runs
+    it is about the request."""
+    walk = Walk()
+    await walk.until_decoding()
+    refused = Failed("r1", walk.journey.attempt, "invalid_request", "not those of its holder")
+    walk.journey.on_event(walk.decode, refused)
+    assert walk.journey.stage is Stage.QUEUED
+    assert walk.prefill.sent[-1] == Abort("r1", 1)
+    assert not walk.decode.guests
+    ticket = await walk.until_decoding()
+    assert ticket.sequences[0].token_ids == tuple(expected(1))
+    walk.journey.on_event(walk.decode, generated(walk, *expected(3)[2:]))
+    walk.journey.on_event(walk.decode, replace(refused, attempt=walk.journey.attempt))
+    assert isinstance(walk.desk.ended[0], InvalidRequest)
+
+
+async def test_a_ticket_that_nobody_was_sent_is_refused() -> None:
+    """By the worker where only a slot was asked for."""
+    walk, other = Walk(), Walk()
+    await other.until_decoding()
+    rest = other.journey.at_rest
+    assert rest is not None
+    asking = asyncio.create_task(walk.journey.reserve(walk.decode, timeout_s=5))
+    await asyncio.sleep(0)
+    asked = replace(rest.ticket, attempt=walk.journey.attempt)
+    handed_over = Requeued("r1", walk.journey.attempt, RequeueReason.HANDED_OVER, asked)
+    walk.journey.on_event(walk.decode, handed_over)
+    assert not await asking
+    assert walk.journey.stage is Stage.QUEUED
+    assert not walk.desk.ended
+
+
+async def test_a_request_goes_on_only_for_the_same_model() -> None:
+    """Token ids of one say nothing to another."""
+    walk = Walk()
+    request = replace(walk.journey.client.request, model="another", received=())
+    with pytest.raises(DuplicateRequest):
+        walk.journey.resume(request, walk.output)
