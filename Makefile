@@ -52,7 +52,7 @@ check: lint type test ## Everything that must pass before a merge
 MINUTES ?= 5
 SEED ?= 1
 
-chaos: setup ## Kill, stop and drain processes under load (MINUTES=5 SEED=1); nobody may notice
+chaos: setup ## Torment a system under load (MINUTES=5 SEED=1); nobody may notice
 	$(TEST_ENV) $(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
 
 bench: setup ## Print the benchmark tables

@@ -1,13 +1,15 @@
 """Torment a system for some minutes; exit status 1, with what replays it, when it did harm.
 
-python -m tests.chaos [--minutes 5] [--seed 1] [--kinds "kill decode,stop decode"]
+python -m tests.chaos [--minutes 5] [--seed 1] [--kinds "kill decode,stop decode"] [--log FILE]
 """
 
 import argparse
+import signal
 import sys
+from pathlib import Path
 
 from tests.chaos.harness import in_a_temporary_directory
-from tests.chaos.schedule import KINDS, USUAL
+from tests.chaos.schedule import KINDS
 
 
 def main() -> None:
@@ -15,13 +17,16 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--kinds", default=",".join(USUAL), help=f"of events, with commas: {', '.join(KINDS)}"
+        "--kinds", default=",".join(KINDS), help=f"of events, with commas: {', '.join(KINDS)}"
     )
+    parser.add_argument("--log", type=Path, help="where to keep the services' log")
     args = parser.parse_args()
     kinds = [kind.strip() for kind in args.kinds.split(",")]
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"no such event: {', '.join(sorted(unknown))}")
-    report = in_a_temporary_directory(args.seed, 60 * args.minutes, kinds)
+    # Whoever ends us ends what we have started.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    report = in_a_temporary_directory(args.seed, 60 * args.minutes, kinds, args.log)
     print(report)
     sys.exit(1 if report.tally.faults else 0)
 

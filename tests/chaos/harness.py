@@ -1,135 +1,174 @@
 """Chaos: things happen to a loaded system, and nobody but the clock may notice.
 
-After each event the laws are checked; every now and then the load pauses, and nothing may be left.
+Audits go on beside the events; every now and then the load pauses, everybody comes back, and
+nothing may be held.
 """
 
 import asyncio
-import statistics
+import shutil
 import tempfile
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 
 from quire.client import AsyncClient
-from tests.chaos.load import Case, Tally, User, cases, undisturbed
-from tests.chaos.schedule import USUAL, Event, schedule
-from tests.chaos.system import System
+from tests.chaos.cases import cases, undisturbed
+from tests.chaos.load import User
+from tests.chaos.operator import Operator
+from tests.chaos.processes import Processes
+from tests.chaos.redis_server import RedisServer
+from tests.chaos.report import Report
+from tests.chaos.schedule import KINDS, Event, schedule
 from tests.e2e.deployment import serving
 
-NUM_USERS = 12
-CALM_EVERY = 10
+NUM_USERS, NUM_SLOW_USERS = 8, 2
+NUM_GATEWAYS, NUM_PREFILL, NUM_DECODE = 2, 3, 4
+MEMORY = ("--pool-memory", "16MiB", "--swap-memory", "8MiB")
+"""About 330 blocks. What the users want at once is more than that: some give way."""
+
+CALM_EVERY = 30
 """Events between two pauses of the load."""
 
+MAX_UNPROVEN = 4
+"""Events that may have happened since the last one that an audit has proven harmless."""
+
 QUIET_LIMIT_S = 120.0
-ARGS = ("--prefill", "2", "--decode", "3", "--pool-memory", "96MiB")
 
 
-@dataclass
-class Report:
-    seed: int
-    tally: Tally = field(default_factory=Tally)
-    events: list[str] = field(default_factory=list)
-    kinds: Counter[str] = field(default_factory=Counter)
+class System:
+    """Everything that events happen to."""
 
-    def __str__(self) -> str:
-        tally = self.tally
-        pauses = sorted(tally.pauses_s) or [0.0]
-        p99 = pauses[min(len(pauses) - 1, int(0.99 * len(pauses)))]
-        happened = ", ".join(f"{number} {kind}" for kind, number in sorted(self.kinds.items()))
-        lines = [
-            f"seed {self.seed}: {len(self.events)} events ({happened})",
-            f"requests: {tally.num_finished} finished as undisturbed ({tally.num_tokens} tokens), "
-            f"{tally.num_cancelled} cancelled, {tally.num_late} past their deadline",
-            f"longest pause of a stream: p50 {1000 * statistics.median(pauses):.0f} ms, "
-            f"p99 {1000 * p99:.0f} ms, max {1000 * pauses[-1]:.0f} ms",
-            f"faults: {len(tally.faults)}",
-            *tally.faults[:20],
-        ]
-        if tally.faults:
-            lines += ["what happened:", *self.events]
-        return "\n".join(lines)
+    def __init__(self, processes: Processes, redis: RedisServer, operator: Operator) -> None:
+        self._processes = processes
+        self._redis = redis
+        self._operator = operator
+
+    async def suffer(self, event: Event) -> str:
+        if event.role != "redis":
+            return await self._processes.suffer(event)
+        # One loss after another: what Redis lost is told again before it loses anything else.
+        await self._redis.back()
+        await self._operator.all_proven_but(0)
+        return await self._redis.suffer(event)
+
+    async def settle(self) -> None:
+        """Wait until everybody is well, every event proven harmless, and nothing held."""
+        await self._redis.back()
+        await self._operator.all_proven_but(0)
+        await self._processes.until_well()
+        await self._operator.until_empty()
+        await self._operator.happened()
+        await self._operator.all_proven_but(0)
 
 
 class Chaos:
-    def __init__(self, client: AsyncClient, system: System, known: Sequence[Case]) -> None:
-        self._client = client
+    """`calm`: what the users look at."""
+
+    def __init__(
+        self, system: System, operator: Operator, report: Report, calm: asyncio.Event
+    ) -> None:
         self._system = system
-        self._known = known
+        self._operator = operator
+        self._report = report
+        self._calm = calm
         self._over = asyncio.Event()
-        self._calm = asyncio.Event()
 
-    async def run(self, report: Report, events: Sequence[str], duration_s: float) -> None:
-        """Faults are noted in the report; the first one ends the torment."""
-        users = [
-            asyncio.create_task(
-                User(number, report.seed, self._client, self._known).run(
-                    self._over, self._calm, report.tally
-                )
-            )
-            for number in range(NUM_USERS)
-        ]
+    async def run(self, users: Sequence[User], events: Iterator[Event], duration_s: float) -> None:
+        """Faults are noted in the report; the first one ends it."""
+        tally = self._report.tally
+        asking = [asyncio.create_task(user.run(self._over, tally)) for user in users]
+        auditing = asyncio.create_task(self._operator.watch())
+        torment = asyncio.create_task(self._torment(asking, events, duration_s))
         try:
-            await self._torment(report, events, duration_s)
-            self._over.set()
-            await asyncio.wait_for(asyncio.gather(*users), QUIET_LIMIT_S)
-            await self._settle()
+            await asyncio.wait({torment, auditing}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (torment, auditing):
+                if task.done():
+                    task.result()
         except (AssertionError, TimeoutError) as error:
-            report.tally.faults.append(f"{type(error).__name__}: {error}")
+            tally.faults.append(f"{type(error).__name__}: {error}")
         finally:
-            for user in users:
-                user.cancel()
+            for task in (torment, auditing, *asking):
+                task.cancel()
+            await asyncio.gather(torment, auditing, *asking, return_exceptions=True)
 
-    async def _torment(self, report: Report, kinds: Sequence[str], duration_s: float) -> None:
-        loop = asyncio.get_running_loop()
+    async def _torment(
+        self, asking: Sequence["asyncio.Task[None]"], events: Iterator[Event], duration_s: float
+    ) -> None:
+        loop, report = asyncio.get_running_loop(), self._report
         began = loop.time()
-        for event in schedule(report.seed, kinds):
+        for event in events:
             await asyncio.sleep(event.pause_s)
-            if loop.time() - began > duration_s or report.tally.faults:
+            if report.tally.faults:
                 return
-            await self._one(report, event, loop.time() - began)
-            if len(report.events) % CALM_EVERY == 0:
-                await self._pause()
-
-    async def _one(self, report: Report, event: Event, at_s: float) -> None:
-        report.events.append(f"{at_s:7.1f} s  {event}")
-        try:
-            report.events[-1] += f" hit {await self._system.suffer(event)}"
-        except TimeoutError as error:
-            raise TimeoutError(f"nobody came back to {event.kind}") from error
-        report.kinds[event.kind] += 1
-        await self._system.until_clean()
-
-    async def _pause(self) -> None:
-        """Let what runs end; then nothing is held."""
+            if loop.time() - began > duration_s:
+                break
+            whom = await self._system.suffer(event)
+            report.happened(event, whom, loop.time() - began)
+            await self._operator.happened()
+            await self._operator.all_proven_but(MAX_UNPROVEN)
+            if report.kinds.total() % CALM_EVERY == 0:
+                self._calm.set()
+                await self._system.settle()
+                self._calm.clear()
+        self._over.set()
         self._calm.set()
-        await self._settle()
-        self._calm.clear()
-
-    async def _settle(self) -> None:
-        try:
-            await self._system.until_empty()
-        except TimeoutError as error:
-            raise TimeoutError("blocks are still held, and nobody asks for anything") from error
-        await self._system.until_clean()
+        async with asyncio.timeout(QUIET_LIMIT_S):
+            await asyncio.gather(*asking)
+        await self._system.settle()
+        report.lasted_s = loop.time() - began
 
 
 async def unleash(
-    directory: Path, seed: int, duration_s: float, kinds: Sequence[str] = USUAL
+    directory: Path, seed: int, duration_s: float, kinds: Sequence[str] = KINDS
 ) -> Report:
     """Start a system, see what it says undisturbed, then torment it for so long."""
-    report = Report(seed)
-    with serving("embedded", directory, *ARGS, num_gateways=2) as deployment:
-        async with AsyncClient(deployment.address) as client:
-            known = await undisturbed(client, cases(seed))
-            system = System(deployment, client)
-            try:
-                await Chaos(client, system, known).run(report, kinds, duration_s)
-            finally:
-                system.close()
+    report, calm = Report(seed), asyncio.Event()
+    workers = ("--prefill", str(NUM_PREFILL), "--decode", str(NUM_DECODE))
+    async with AsyncExitStack() as stack:
+        redis = stack.enter_context(closing(RedisServer(directory)))
+        args = (*workers, *MEMORY, "--redis-url", redis.url)
+        deployment = stack.enter_context(
+            serving("embedded", directory, *args, num_gateways=NUM_GATEWAYS)
+        )
+        clients = [
+            await stack.enter_async_context(AsyncClient(_from(number, deployment.address)))
+            for number in range(NUM_USERS + NUM_SLOW_USERS)
+        ]
+        known = await undisturbed(clients[0], cases(seed))
+        users = [
+            User(
+                f"{seed} {number}",
+                client,
+                [case for case in known if case.is_long is (number >= NUM_USERS)],
+                calm,
+                slow=number >= NUM_USERS,
+            )
+            for number, client in enumerate(clients)
+        ]
+        operator = Operator(deployment.address)
+        stack.push_async_callback(operator.close)
+        processes = stack.enter_context(
+            closing(Processes(deployment, operator, prefill=NUM_PREFILL, decode=NUM_DECODE))
+        )
+        chaos = Chaos(System(processes, redis, operator), operator, report, calm)
+        await chaos.run(users, schedule(seed, kinds), duration_s)
+        report.read_log(deployment.log)
     return report
 
 
-def in_a_temporary_directory(seed: int, duration_s: float, kinds: Sequence[str]) -> Report:
+def _from(number: int, addresses: str) -> str:
+    """The gateways, each user beginning with another one."""
+    every = addresses.split(",")
+    first = number % len(every)
+    return ",".join(every[first:] + every[:first])
+
+
+def in_a_temporary_directory(
+    seed: int, duration_s: float, kinds: Sequence[str], keep_log: Path | None
+) -> Report:
+    """`keep_log`: where the services' log goes in the end."""
     with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(unleash(Path(folder), seed, duration_s, kinds))
+        report = asyncio.run(unleash(Path(folder), seed, duration_s, kinds))
+        if keep_log is not None:
+            shutil.copy(Path(folder) / "serve.log", keep_log)
+    return report

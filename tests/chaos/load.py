@@ -3,124 +3,155 @@ every one must say."""
 
 import asyncio
 import random
+import secrets
 import time
-from collections.abc import Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
 
 from quire.client import AsyncClient
 from quire.errors import DeadlineExceeded, Overloaded, QuireError
-from quire.types import Prompt, Sampling
+from quire.messages import Request
+from quire.types import Delta
+from tests.chaos.cases import Case
+from tests.chaos.report import Tally
 
-LIMIT_S = 90.0
-"""A request that takes longer hangs."""
+HANG_S = 60.0
+"""A request that says nothing for so long hangs."""
 
-_SHARED = "The following is a long story about a small town by the sea. " * 6
-_TOPICS = ("the harbour", "a storm", "two sisters", "the lighthouse", "an old dog", "the winter")
+_LATE = (DeadlineExceeded, Overloaded)
+"""What a request may end with that has a deadline."""
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A request, and all that it says undisturbed."""
+class Manner:
+    """How a user goes about a request; None: not at all. `leaves_after`, tokens, and `leaves_at_s`:
+    it cancels then. `stalls_at`: token after which it reads nothing for `stall_s`. `salted`: nobody
+    has cached its prompt, and nobody is to."""
 
-    name: str
-    prompt: Prompt
-    sampling: Sampling
-    tokens: tuple[int, ...] = ()
-    text: str = ""
+    deadline_s: float | None = None
+    leaves_after: int | None = None
+    leaves_at_s: float | None = None
+    stalls_at: int | None = None
+    stall_s: float = 0.0
+    salted: bool = False
 
-
-def cases(seed: int) -> list[Case]:
-    chance = random.Random(seed)
-    made = []
-    for number, topic in enumerate(_TOPICS * 3):
-        greedy = Sampling(temperature=0.0, max_tokens=chance.randrange(20, 160), ignore_eos=True)
-        sampled = replace(greedy, temperature=0.9, top_p=0.95, seed=chance.getrandbits(64))
-        alone = f"{topic}, number {chance.randrange(1000)}: " * chance.randrange(1, 8)
-        kinds = {
-            "greedy": (alone, greedy),
-            "sampled": (alone, sampled),
-            "shared": (_SHARED + topic, greedy),
-            "stop": (alone, replace(sampled, stop=("e" + chance.choice("drn"), "zz"))),
-        }
-        name = list(kinds)[number % len(kinds)]
-        made.append(Case(name, *kinds[name]))
-    return made
-
-
-async def undisturbed(client: AsyncClient, asked: Sequence[Case]) -> list[Case]:
-    """Each computed alone, before anything happens."""
-    known = []
-    for case in asked:
-        answer = await client.complete(case.prompt, case.sampling, timeout_s=LIMIT_S)
-        known.append(replace(case, tokens=answer.token_ids, text=answer.text))
-    return known
+    @classmethod
+    def drawn(cls, chance: random.Random, num_tokens: int, slow: bool) -> "Manner":
+        fate, part, seconds = chance.random(), chance.randrange(num_tokens), chance.random()
+        salted = chance.random() < 0.2
+        if slow:
+            leaves_after = part if fate < 0.3 else None
+            return cls(stalls_at=part // 4, stall_s=2 + 7 * seconds, leaves_after=leaves_after)
+        if fate < 0.15:
+            return cls(leaves_after=part, salted=salted)
+        if fate < 0.22:
+            return cls(leaves_at_s=0.5 * seconds, salted=salted)
+        if fate < 0.30:
+            return cls(stalls_at=part, stall_s=3 * seconds, salted=salted)
+        if fate < 0.40:
+            return cls(deadline_s=0.1 + 4 * seconds, salted=salted)
+        return cls(salted=salted)
 
 
-@dataclass
-class Tally:
-    """`pauses_s`: of each finished stream, the longest from one token to the next; `faults` is what
-    must not be."""
-
-    num_finished: int = 0
-    num_cancelled: int = 0
-    num_late: int = 0
-    num_tokens: int = 0
-    pauses_s: list[float] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
+class Fault(Exception):
+    """What no user may ever see."""
 
 
 class User:
-    def __init__(self, number: int, seed: int, client: AsyncClient, known: Sequence[Case]) -> None:
-        self._chance = random.Random(f"{seed} {number}")
+    """`slow`: it stalls in each of its requests. `calm`, when set: it finishes what it has begun,
+    at once, and asks for nothing new."""
+
+    def __init__(
+        self, seed: str, client: AsyncClient, known: Sequence[Case], calm: asyncio.Event, slow: bool
+    ) -> None:
+        self._chance = random.Random(seed)
         self._client = client
         self._known = known
+        self._calm = calm
+        self._slow = slow
 
-    async def run(self, until: asyncio.Event, calm: asyncio.Event, tally: Tally) -> None:
-        """One request after another while `calm` is not set, and until the end."""
+    async def run(self, until: asyncio.Event, tally: Tally) -> None:
+        """One request after another, until the end."""
         while not until.is_set():
-            if calm.is_set():
+            if self._calm.is_set():
                 await asyncio.sleep(0.05)
                 continue
-            case, fate = self._chance.choice(self._known), self._chance.random()
-            stop_after = self._chance.randrange(1, 40) if fate < 0.15 else None
-            deadline_s = self._chance.uniform(0.1, 4.0) if fate > 0.9 else None
+            case = self._chance.choice(self._known)
+            manner = Manner.drawn(self._chance, len(case.tokens), self._slow)
             try:
-                async with asyncio.timeout(LIMIT_S):
-                    await self._send(case, stop_after, deadline_s, tally)
-            except TimeoutError:
-                tally.faults.append(f"hang: {case.name}, {LIMIT_S:g} s")
-            except (DeadlineExceeded, Overloaded) as error:
-                tally.num_late += 1
-                if deadline_s is None:
-                    tally.faults.append(f"error: {case.name}: {error.code}: {error}")
-            except QuireError as error:
-                tally.faults.append(f"error: {case.name}: {error.code}: {error}")
+                tally.ended[await self._send(case, manner, tally)] += 1
+            except (Fault, QuireError) as fault:
+                if manner.deadline_s is not None and isinstance(fault, _LATE):
+                    tally.ended["late"] += 1
+                else:
+                    what = f"{type(fault).__name__}: {fault}"
+                    tally.faults.append(f"{case.name}, {manner}: {what}")
 
-    async def _send(
-        self, case: Case, stop_after: int | None, deadline_s: float | None, tally: Tally
-    ) -> None:
-        tokens: list[int] = []
-        text, heard_at, longest_s = "", None, 0.0
-        stream = self._client.generate(case.prompt, case.sampling, timeout_s=deadline_s)
-        async with aclosing(stream):
-            async for delta in stream:
-                now = time.monotonic()
-                longest_s = max(longest_s, now - (heard_at or now))
-                heard_at = now
-                tokens += delta.token_ids
-                text += delta.text
-                if tokens != list(case.tokens[: len(tokens)]) or not case.text.startswith(text):
-                    at = next(
-                        (i for i, t in enumerate(tokens) if case.tokens[i : i + 1] != (t,)), 0
-                    )
-                    tally.faults.append(f"wrong: {case.name}: other tokens from number {at} on")
-                    return
-                if stop_after is not None and len(tokens) > stop_after:
-                    tally.num_cancelled += 1
-                    return
-        if tuple(tokens) != case.tokens or text != case.text:
-            tally.faults.append(f"wrong: {case.name}: {len(tokens)} of {len(case.tokens)} tokens")
-        tally.num_finished += 1
-        tally.num_tokens += len(tokens)
-        tally.pauses_s.append(longest_s)
+    async def _send(self, case: Case, manner: Manner, tally: Tally) -> str:
+        """What became of it."""
+        salt = secrets.token_hex(8) if manner.salted else ""
+        request = Request(case.prompt, case.sampling, cache_salt=salt)
+        stream, heard = self._client.send(request, manner.deadline_s), Heard(case)
+        try:
+            async with asyncio.timeout(manner.leaves_at_s) as leaving, aclosing(stream):
+                return await self._read(stream, manner, heard, tally)
+        except TimeoutError:
+            if leaving.expired():
+                return "cancelled"
+            raise Fault(f"{heard}, and nothing more for {HANG_S:g} s") from None
+
+    async def _read(
+        self, stream: AsyncIterator[Delta], manner: Manner, heard: "Heard", tally: Tally
+    ) -> str:
+        stalled = False
+        while delta := await asyncio.wait_for(anext(stream, None), HANG_S):
+            heard.take(delta)
+            if manner.leaves_after is not None and heard.num_tokens > manner.leaves_after:
+                return "cancelled"
+            if manner.stalls_at is not None and not stalled and heard.num_tokens > manner.stalls_at:
+                stalled = True
+                await self._stall(manner.stall_s)
+        heard.check_end()
+        tally.num_tokens += heard.num_tokens
+        if stalled:
+            return "finished after a stall"
+        tally.pauses_s.append(heard.longest_s)
+        return "finished"
+
+    async def _stall(self, length_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(length_s):
+                await self._calm.wait()
+
+
+class Heard:
+    """Of a stream, so far, beside what it has to be."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._text = ""
+        self._at: float | None = None
+        self.num_tokens = 0
+        self.longest_s = 0.0
+
+    def take(self, delta: Delta) -> None:
+        """Fault: it is not what comes next."""
+        now = time.monotonic()
+        self.longest_s = max(self.longest_s, now - (self._at or now))
+        self._at = now
+        due = self._case.tokens[self.num_tokens : self.num_tokens + len(delta.token_ids)]
+        if delta.token_ids != due:
+            raise Fault(f"{self}, then {delta.token_ids} and not {due}")
+        self.num_tokens += len(delta.token_ids)
+        self._text += delta.text
+        if not self._case.text.startswith(self._text):
+            raise Fault(f"{self}, the last of them as {delta.text!r}")
+
+    def check_end(self) -> None:
+        """Fault: there is more to come."""
+        if self.num_tokens != len(self._case.tokens) or self._text != self._case.text:
+            raise Fault(f"{self}, and then the end")
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens} of {len(self._case.tokens)} tokens"

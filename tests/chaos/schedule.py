@@ -4,18 +4,32 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-KILLS = ("kill prefill", "kill decode", "kill gateway", "kill block_manager")
-KINDS = (*KILLS, "kill redis", "stop prefill", "stop decode", "drain decode")
-USUAL = (*KINDS, "kill decode")
-"""What no stream may notice but by a pause; what comes twice is drawn twice as often."""
+WORKERS = ("prefill", "decode")
+PROCESSES = (*WORKERS, "gateway", "block_manager")
+_ROLES = {
+    "kill": (*PROCESSES, "redis"),
+    "stop": (*PROCESSES, "redis"),
+    "terminate": PROCESSES,
+    "drain": WORKERS,
+    "scale": WORKERS,
+    "flush": ("redis",),
+    "wipe": ("redis",),
+    "age": ("redis",),
+    "cut": ("redis",),
+}
+KINDS = tuple(f"{verb} {role}" for verb, roles in _ROLES.items() for role in roles)
+"""What no stream may notice but by a pause. Of Redis: it is killed and comes back empty, or with an
+old copy of its data (age); it loses its data, or its functions too (wipe); all its connections
+break (cut)."""
 
-MEAN_PAUSE_S = 3.0
+MEAN_PAUSE_S = 0.5
+LENGTHS_S = (0.3, 1.0, 3.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """`pause_s`: after the one before. `which`: in [0, 1), of those that it may hit. `length_s`: of
-    a stop."""
+    standing still, or being away."""
 
     pause_s: float
     kind: str
@@ -31,17 +45,18 @@ class Event:
         return self.kind.split()[1]
 
     def __str__(self) -> str:
-        length = f" for {self.length_s:.1f} s" if self.verb == "stop" else ""
+        lasts = self.verb == "stop" or self.kind in ("kill redis", "age redis")
+        length = f" for {self.length_s:.1f} s" if lasts else ""
         return f"+{self.pause_s:.1f} s {self.kind}{length} ({self.which:.3f})"
 
 
-def schedule(seed: int, kinds: Sequence[str] = USUAL) -> Iterator[Event]:
+def schedule(seed: int, kinds: Sequence[str] = KINDS) -> Iterator[Event]:
     """Without end."""
     chance = random.Random(seed)
     while True:
         yield Event(
-            pause_s=min(chance.expovariate(1 / MEAN_PAUSE_S), 3 * MEAN_PAUSE_S),
+            pause_s=min(chance.expovariate(1 / MEAN_PAUSE_S), 4 * MEAN_PAUSE_S),
             kind=chance.choice(kinds),
             which=chance.random(),
-            length_s=chance.choice([0.3, 1.0, 3.0, 8.0]),
+            length_s=chance.choice(LENGTHS_S),
         )

@@ -4,23 +4,23 @@ from itertools import islice
 from pathlib import Path
 
 from tests.chaos.harness import unleash
-from tests.chaos.schedule import KINDS, USUAL, schedule
+from tests.chaos.schedule import KINDS, schedule
 
 SEED = 7
 DURATION_S = 40.0
 
 
 async def test_nobody_notices(tmp_path: Path) -> None:
-    """Killed, stopped and drained processes: every finished stream says what it says undisturbed,
-    none fails or hangs, the laws hold after each event, and nothing is left."""
+    """Processes are killed, stopped and drained, Redis loses its data: every finished stream says
+    what it says undisturbed, none fails or hangs, the laws hold, and nothing is left."""
     report = await unleash(tmp_path, SEED, DURATION_S)
     assert not report.tally.faults, str(report)
-    assert report.tally.num_finished > 20, str(report)
-    assert len(report.events) >= 3, str(report)
+    assert report.tally.ended["finished"] > 20, str(report)
+    assert report.kinds.total() >= 5, str(report)
 
 
 def test_a_seed_gives_its_schedule() -> None:
     """All that can happen is drawn, and the same again."""
-    first, again, other = (list(islice(schedule(seed), 200)) for seed in (1, 1, 2))
+    first, again, other = (list(islice(schedule(seed), 300)) for seed in (1, 1, 2))
     assert first == again != other
-    assert {event.kind for event in first} == set(USUAL) <= set(KINDS)
+    assert {event.kind for event in first} == set(KINDS)

@@ -1,0 +1,95 @@
+"""What an operator asks of a deployment, at whichever gateway answers, and the laws as audits see
+them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from quire.client import AsyncClient
+from quire.errors import QuireError
+
+ANSWER_LIMIT_S = 3.0
+"""After it the next gateway is asked: one may stand still."""
+
+LIMIT_S = 60.0
+"""How long a law may take to be checked, or blocks to be let go of."""
+
+T = TypeVar("T")
+
+
+class Operator:
+    """`addresses`: of all gateways, with commas between them. Use as a context."""
+
+    def __init__(self, addresses: str) -> None:
+        self._clients = [AsyncClient(address) for address in addresses.split(",")]
+        self._num_happened = 0
+        self._num_proven = 0
+        self._news = asyncio.Condition()
+
+    async def ask(self, question: Callable[[AsyncClient], Awaitable[T]]) -> T | None:
+        """The first answer; None: nobody has one now."""
+        for client in tuple(self._clients):
+            with suppress(QuireError, TimeoutError):
+                async with asyncio.timeout(ANSWER_LIMIT_S):
+                    return await question(client)
+            self._clients.remove(client)
+            self._clients.append(client)
+        return None
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+
+    # ── audits, beside what happens ──────────────────────────────────────────────────────────────
+
+    async def happened(self) -> None:
+        """Something did: it is proven harmless by an audit that begins after it."""
+        async with self._news:
+            self._num_happened += 1
+            self._news.notify_all()
+
+    async def all_proven_but(self, number: int) -> None:
+        """So many of what happened may still wait for their audit."""
+        async with self._news:
+            await self._news.wait_for(lambda: self._num_happened - self._num_proven <= number)
+
+    async def watch(self) -> None:
+        """Audit for ever. AssertionError: a law is broken. TimeoutError: an event has no audit."""
+        while True:
+            async with self._news:
+                await self._news.wait_for(lambda: self._num_happened > self._num_proven)
+            number = self._num_happened
+            await self._until_clean()
+            async with self._news:
+                self._num_proven = number
+                self._news.notify_all()
+
+    async def _until_clean(self) -> None:
+        """While a pool recovers from a lost Redis its blocks have no places yet, and no audit
+        counts."""
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                while not await self._is_clean():
+                    await asyncio.sleep(0.1)
+        except TimeoutError as error:
+            raise TimeoutError("no audit came out clean") from error
+
+    async def _is_clean(self) -> bool:
+        audits = await self.ask(AsyncClient.audit) or ()
+        wrong = [audit for audit in audits if audit.violations]
+        assert not any(audit.ledger_checked for audit in wrong), wrong
+        return bool(audits) and not wrong and all(audit.ledger_checked for audit in audits)
+
+    async def until_empty(self) -> None:
+        """Nothing is held any more. TimeoutError, with the pools as they were."""
+        pools = None
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                while True:
+                    pools = await self.ask(AsyncClient.pools)
+                    if pools and not any(pool.num_held for pool in pools):
+                        return
+                    await asyncio.sleep(0.1)
+        except TimeoutError as error:
+            raise TimeoutError(f"blocks are held, and nobody asks for anything: {pools}") from error

@@ -1,0 +1,77 @@
+"""The deployment's Redis, and all that can happen to it. It is the harness's own, and not the
+supervisor's, so that it may be away for as long as it likes, and come back with any data."""
+
+import asyncio
+from pathlib import Path
+
+from tests.chaos.schedule import Event
+from tests.conftest import Valkey
+
+
+class RedisServer:
+    def __init__(self, directory: Path) -> None:
+        self._valkey = Valkey(directory)
+        self._dump = directory / "dump.rdb"
+        self._copies: list[bytes] = []
+        self._outage: asyncio.Task[None] | None = None
+        self._valkey.start()
+
+    @property
+    def url(self) -> str:
+        return self._valkey.url
+
+    @property
+    def is_away(self) -> bool:
+        return self._outage is not None and not self._outage.done()
+
+    async def suffer(self, event: Event) -> str:
+        """Let it happen; what there is to say of it. Not while it is away."""
+        self._copies.append(self._copy())
+        match event.verb:
+            case "stop":
+                self._valkey.stop()
+                self._outage = asyncio.create_task(self._resume(event.length_s))
+            case "kill":
+                self._valkey.kill()
+                self._outage = asyncio.create_task(self._restart(event.length_s))
+            case "age":
+                number = int(event.which * len(self._copies))
+                self._valkey.kill()
+                self._dump.write_bytes(self._copies[number])
+                self._outage = asyncio.create_task(self._restart(event.length_s))
+                return f"copy {number + 1} of {len(self._copies)}"
+            case "flush":
+                self._valkey.command("FLUSHALL")
+            case "wipe":
+                self._valkey.command("FLUSHALL")
+                self._valkey.command("FUNCTION", "FLUSH")
+            case "cut":
+                num_cut = self._valkey.command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+                return f"{num_cut} connections"
+        return "it"
+
+    async def back(self) -> None:
+        """Return when it is not away."""
+        if self._outage is not None:
+            await self._outage
+
+    def close(self) -> None:
+        if self._outage is not None:
+            self._outage.cancel()
+        self._valkey.kill()
+
+    async def _resume(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        self._valkey.resume()
+
+    async def _restart(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        await asyncio.to_thread(self._valkey.start)
+        self._dump.unlink(missing_ok=True)
+
+    def _copy(self) -> bytes:
+        """What it would come back with from a file that was saved now."""
+        self._valkey.command("SAVE")
+        content = self._dump.read_bytes()
+        self._dump.unlink()
+        return content
