@@ -10,6 +10,7 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import RedisError
 
 from blockstore.connection import Server, translated
+from blockstore.ending import end
 from blockstore.errors import BlockStoreError, StoreUnavailable
 
 RECONNECT_S = 0.05
@@ -48,9 +49,7 @@ class Rooms:
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, BlockStoreError):
-                await self._task
+            await end(self._task)
 
     def _check(self) -> None:
         """Raise why nobody listens any more."""

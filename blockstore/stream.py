@@ -29,6 +29,7 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import RedisError, ResponseError
 
 from blockstore.connection import Command, Server, ask, read_reply, translate, translated
+from blockstore.ending import end
 from blockstore.errors import BlockStoreError, StoreUnavailable
 
 MAX_IN_FLIGHT = 128
@@ -123,9 +124,7 @@ class CommandStream:
                 while self._queue:
                     self._drained.clear()
                     await self._drained.wait()
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await end(self._task)
 
     def _start(self) -> None:
         if self._task is None:

@@ -1,0 +1,33 @@
+"""How a task that talks to the server is ended."""
+
+import asyncio
+
+from blockstore.ending import end
+
+
+async def test_a_task_that_loses_a_cancellation_ends_all_the_same() -> None:
+    began, lost = asyncio.Event(), asyncio.Event()
+
+    async def run() -> None:
+        began.set()
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if lost.is_set():
+                    raise
+                lost.set()
+
+    task = asyncio.create_task(run())
+    await began.wait()
+    async with asyncio.timeout(10):
+        await end(task)
+    assert lost.is_set()
+    assert task.cancelled()
+
+
+async def test_one_that_has_failed_has_ended() -> None:
+    async def fail() -> None:
+        raise ValueError
+
+    await end(asyncio.create_task(fail()))
