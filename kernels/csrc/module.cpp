@@ -22,13 +22,13 @@ std::vector<LaneSpec> lanes_of(const std::vector<int>& cpus,
                                const std::optional<Array>& board) {
   require(cpus.size() == owners.size(), "cpus and owners are not of the same length");
   const size_t size = board ? board->size() : 0;
-  const uint8_t* bytes = board ? data<uint8_t>(*board, "board") : nullptr;
+  int32_t* words = board ? data<int32_t>(*board, "board") : nullptr;
   std::vector<LaneSpec> lanes;
   for (size_t i = 0; i < cpus.size(); ++i) {
     LaneSpec lane{cpus[i], {}};
     for (int owner : owners[i]) {
       require(owner >= 0 && static_cast<size_t>(owner) < size, "an owner that is not on the board");
-      lane.owners.push_back(bytes + owner);
+      lane.owners.emplace_back(words + owner);
     }
     lanes.push_back(std::move(lane));
   }
@@ -50,6 +50,15 @@ NB_MODULE(_native, m) {
       },
       "Instruction sets that this CPU can run, best first.");
 
+  m.def(
+      "wake",
+      [](const Array& board, int owner) {
+        require(owner >= 0 && static_cast<size_t>(owner) < board.size(),
+                "an owner that is not on the board");
+        Backlog(data<int32_t>(board, "board") + owner).wake();
+      },
+      "board"_a, "owner"_a, "Tell lanes of all processes that wait for a word of the board.");
+
   nb::class_<ThreadPool>(m, "ThreadPool", "Threads that compute steps; the caller is the first.")
       .def(nb::init<int>(), "num_threads"_a)
       .def(
@@ -58,7 +67,7 @@ NB_MODULE(_native, m) {
              const std::vector<std::vector<int>>& owners,
              std::optional<Array> board) { pool.assign(lanes_of(cpus, owners, board)); },
           "cpus"_a, "owners"_a, "board"_a.none(), nb::keep_alive<1, 4>(),
-          "One lane per CPU (-1: anywhere), from the next step on; `owners[i]` are the bytes of "
+          "One lane per CPU (-1: anywhere), from the next step on; `owners[i]` are the words of "
           "`board` that are not 0 while lane i must not work. Called where steps are.")
       .def_prop_ro("num_lanes", &ThreadPool::num_lanes);
 

@@ -15,6 +15,9 @@ namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(50);
 
+// Of sleeping beside a busy owner, who may die, or of lanes that are assigned anew meanwhile.
+constexpr auto kLongestSleep = std::chrono::milliseconds(100);
+
 void relax() {
 #if defined(__x86_64__)
   _mm_pause();
@@ -41,17 +44,17 @@ void Signal::set(uint32_t value) {
   changed_.notify_all();
 }
 
-void Signal::wait_past(uint32_t old) {
+void Signal::wait_for(uint32_t value) {
   const auto limit = std::chrono::steady_clock::now() + kSpin;
   do {
     for (int i = 0; i < 64; ++i) {
-      if (value() != old) return;
+      if (has_reached(value)) return;
       relax();
     }
   } while (std::chrono::steady_clock::now() < limit);
   std::unique_lock<std::mutex> lock(mutex_);
   num_sleeping_.fetch_add(1);
-  changed_.wait(lock, [&] { return value_.load() != old; });
+  changed_.wait(lock, [&] { return has_reached(value); });
   num_sleeping_.fetch_sub(1);
 }
 
@@ -61,10 +64,8 @@ ThreadPool::ThreadPool(int num_threads) {
 
 ThreadPool::~ThreadPool() {
   is_ending_ = true;
-  for (auto& lane : threads_) {
-    lane->step.set(lane->step.value() + 1);
-    lane->thread.join();
-  }
+  started_.set(started_.value() + 1);
+  for (std::thread& thread : threads_) thread.join();
 }
 
 void ThreadPool::assign(std::vector<LaneSpec> lanes) {
@@ -73,75 +74,107 @@ void ThreadPool::assign(std::vector<LaneSpec> lanes) {
   for (const LaneSpec& lane : lanes)
     if (lane.cpu < -1 || lane.cpu >= CPU_SETSIZE)
       throw std::invalid_argument("no CPU " + std::to_string(lane.cpu));
-  lanes_ = std::move(lanes);
-  while (threads_.size() + 1 < lanes_.size()) start();
-  for (size_t i = 1; i < lanes_.size(); ++i)
-    pin(threads_[i - 1]->thread.native_handle(), lanes_[i].cpu);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    lanes_ = std::make_shared<const Lanes>(std::move(lanes));
+  }
+  while (threads_.size() + 1 < lanes_->size()) start();
+  for (size_t i = 1; i < lanes_->size(); ++i)
+    pin(threads_[i - 1].native_handle(), (*lanes_)[i].cpu);
   is_pinned_ = false;
 }
 
 void ThreadPool::run(const std::function<void(Lane&)>& body) {
   if (!is_pinned_) {
-    pin(pthread_self(), lanes_[0].cpu);
+    pin(pthread_self(), lanes_->front().cpu);
     is_pinned_ = true;
   }
   body_ = &body;
+  first_ = state_.load().generation;
   next_.store(0, std::memory_order_relaxed);
-  std::vector<Thread*> called;
-  for (size_t i = 1; i < lanes_.size(); ++i)
-    if (lanes_[i].is_free()) called.push_back(threads_[i - 1].get());
-  num_active_ = 1 + static_cast<int>(called.size());
-  for (Thread* thread : called) thread->step.set(thread->step.value() + 1);
-  Lane lane(*this, 0, lanes_[0]);
+  state_.store(State{first_, 1, 0});
+  if (lanes_->size() > 1) started_.set(started_.value() + 1);
+  Lane lane(*this, 0, lanes_->front(), 0);
   body(lane);
-  if (num_active_ > 1) meet();
+  meet(true);
 }
 
 void ThreadPool::start() {
-  threads_.push_back(std::make_unique<Thread>());
-  Thread& thread = *threads_.back();
-  const int index = static_cast<int>(threads_.size());
-  thread.thread = std::thread([this, &thread, index] {
-    for (uint32_t seen = 0;;) {
-      thread.step.wait_past(seen);
-      ++seen;
-      if (is_ending_) return;
-      work(index);
-    }
-  });
+  const int index = static_cast<int>(threads_.size()) + 1;
+  threads_.emplace_back([this, index] { work(index); });
 }
 
 void ThreadPool::work(int index) {
-  try {
-    Lane lane(*this, index, lanes_[index]);
-    (*body_)(lane);
-    meet();
-  } catch (const Left&) {
+  while (!is_ending_) {
+    const uint32_t step = started_.value();
+    const std::shared_ptr<const Lanes> lanes = this->lanes();
+    if (index >= static_cast<int>(lanes->size())) {
+      started_.wait_for(step + 1);
+      continue;
+    }
+    const LaneSpec& spec = (*lanes)[index];
+    State joined;
+    if (const Backlog* owner = spec.busy_owner()) {
+      if (const int32_t backlog = owner->value()) owner->wait_past(backlog, kLongestSleep);
+    } else if (!join(joined)) {
+      started_.wait_for(step + 1);
+    } else {
+      try {
+        Lane lane(*this, index, spec, joined.generation - first_);
+        (*body_)(lane);
+        meet(true);
+      } catch (const Left&) {
+      }
+    }
   }
 }
 
-void ThreadPool::meet() {
-  const uint32_t generation = gate_.value();
-  arrive();
-  gate_.wait_past(generation);
+std::shared_ptr<const ThreadPool::Lanes> ThreadPool::lanes() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return lanes_;
+}
+
+// False: there is no step, or its last lane just closes a loop and it may be over.
+bool ThreadPool::join(State& joined) {
+  State state = state_.load();
+  for (;;) {
+    if (state.num_active == 0) return false;
+    if (state.is_closing()) {
+      relax();
+      state = state_.load();
+      continue;
+    }
+    joined = {state.generation, static_cast<uint16_t>(state.num_active + 1), state.num_met};
+    if (state_.compare_exchange_weak(state, joined)) return true;
+  }
+}
+
+void ThreadPool::meet(bool is_last) {
+  State state = state_.load(), met;
+  do {
+    met = {state.generation, state.num_active, static_cast<uint16_t>(state.num_met + 1)};
+  } while (!state_.compare_exchange_weak(state, met));
+  if (met.is_closing()) return close(met, is_last);
+  gate_.wait_for(met.generation + 1);
 }
 
 // Nothing of the step may be touched after the others were let on.
 void ThreadPool::leave() {
-  num_leaving_.fetch_add(1);
-  arrive();
+  State state = state_.load(), left;
+  do {
+    left = {state.generation, static_cast<uint16_t>(state.num_active - 1), state.num_met};
+  } while (!state_.compare_exchange_weak(state, left));
+  if (left.is_closing()) close(left, false);
   throw Left{};
 }
 
-void ThreadPool::arrive() {
-  // Read first: once counted in, the last one may change it, and this one would take itself for the
-  // last too.
-  const int num_active = num_active_;
-  if (num_met_.fetch_add(1) + 1 < num_active) return;
-  num_active_ -= num_leaving_.exchange(0);
-  num_met_.store(0, std::memory_order_relaxed);
+// By the last one that the others wait for.
+void ThreadPool::close(State state, bool is_last) {
+  const uint32_t next = state.generation + 1;
   next_.store(0, std::memory_order_relaxed);
-  gate_.set(gate_.value() + 1);
+  const uint16_t num_active = is_last ? 0 : state.num_active;
+  state_.store(State{next, num_active, 0});
+  gate_.set(next);
 }
 
 }  // namespace quire

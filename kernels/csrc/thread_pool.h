@@ -5,10 +5,12 @@
 //     lane.loop(...);
 //   });
 //
-// The caller is lane 0. A lane may be lent: it works on a CPU that belongs to other workers, and
-// only while all of them are idle; as soon as one is busy it leaves the step, between two pieces of
-// a loop, and the others do its share. Lanes that wait spin for some microseconds, then sleep, so
-// that a core is never burnt beside a worker that could use it.
+// The caller is lane 0. The others join when they are awake, and go through the body from the first
+// loop that is not over: what stands between loops must not mind being run late. A lane may be
+// lent: it works on a CPU that belongs to other workers, and only while all of them are idle; as
+// soon as one is busy it leaves the step, between two pieces of a loop, and the others do its share;
+// when they are idle again it joins again. Lanes that wait spin for some microseconds, then sleep,
+// so that a core is never burnt beside a worker that could use it.
 #pragma once
 
 #include <atomic>
@@ -20,17 +22,23 @@
 #include <thread>
 #include <vector>
 
+#include "backlog.h"
+
 namespace quire {
 
-// A value that others wait for to change.
+// A value that only grows (and wraps), which others wait for.
 class Signal {
  public:
   uint32_t value() const { return value_.load(std::memory_order_acquire); }
   void set(uint32_t value);
-  // Until the value is not `old`: spins, then sleeps.
-  void wait_past(uint32_t old);
+  // Until it is `value`, or past it: spins, then sleeps.
+  void wait_for(uint32_t value);
 
  private:
+  bool has_reached(uint32_t value) const {
+    return static_cast<int32_t>(this->value() - value) >= 0;
+  }
+
   std::atomic<uint32_t> value_{0};
   std::atomic<int> num_sleeping_{0};
   std::mutex mutex_;
@@ -38,14 +46,14 @@ class Signal {
 };
 
 struct LaneSpec {
-  int cpu;  // -1: wherever the system puts it
-  // Bytes that are not 0 while the CPU's owners are busy; empty: the lane is never lent.
-  std::vector<const volatile uint8_t*> owners;
+  int cpu;                     // -1: wherever the system puts it
+  std::vector<Backlog> owners;  // of the CPU; none: the lane is never lent
 
-  bool is_free() const {
-    for (const volatile uint8_t* busy : owners)
-      if (*busy != 0) return false;
-    return true;
+  // One that wants the CPU now, or null.
+  const Backlog* busy_owner() const {
+    for (const Backlog& owner : owners)
+      if (owner.is_there()) return &owner;
+    return nullptr;
   }
 };
 
@@ -54,24 +62,24 @@ class ThreadPool {
   // One thread's part in a step.
   class Lane {
    public:
-    Lane(ThreadPool& pool, int index, const LaneSpec& spec)
-        : index(index), pool_(pool), spec_(spec), is_alone_(pool.num_active_ == 1) {}
+    // `num_over`: loops of this step that are over.
+    Lane(ThreadPool& pool, int index, const LaneSpec& spec, uint32_t num_over)
+        : index(index), pool_(pool), spec_(spec), num_over_(num_over) {}
 
     // Calls body(begin, end) for pieces of [0, size) of at most `grain`, on whichever lane is free;
     // returns when all pieces of all lanes are done.
     template <typename Body>
     void loop(int64_t size, int64_t grain, const Body& body) {
-      if (is_alone_) {
-        for (int64_t begin = 0; begin < size; begin += grain)
-          body(begin, begin + grain < size ? begin + grain : size);
+      if (num_over_ > 0) {
+        --num_over_;
         return;
       }
-      bool stays = spec_.is_free();
+      bool stays = !spec_.busy_owner();
       while (stays) {
         const int64_t begin = pool_.next_.fetch_add(grain, std::memory_order_relaxed);
         if (begin >= size) break;
         body(begin, begin + grain < size ? begin + grain : size);
-        stays = spec_.is_free();
+        stays = !spec_.busy_owner();
       }
       if (!stays) pool_.leave();
       pool_.meet();
@@ -82,7 +90,7 @@ class ThreadPool {
    private:
     ThreadPool& pool_;
     const LaneSpec& spec_;
-    const bool is_alone_;
+    uint32_t num_over_;
   };
 
   explicit ThreadPool(int num_threads);
@@ -94,36 +102,44 @@ class ThreadPool {
   // `run`, or before it has. std::invalid_argument: no lanes, or no such CPU.
   void assign(std::vector<LaneSpec> lanes);
 
-  int num_lanes() const { return static_cast<int>(lanes_.size()); }
+  int num_lanes() const { return static_cast<int>(lanes_->size()); }
 
   // One caller at a time. `body` must not throw.
   void run(const std::function<void(Lane&)>& body);
 
  private:
+  using Lanes = std::vector<LaneSpec>;
   struct Left {};  // unwinds a lane that has left its step
 
-  struct Thread {
-    Signal step;  // changes when a step begins in which the thread has a part
-    std::thread thread;
+  // Who takes part, in one word that all change by compare-and-set. Nobody comes or goes once all
+  // active lanes have met: the last one closes the loop, and opens the next.
+  struct State {
+    uint32_t generation;  // of loops, through all steps
+    uint16_t num_active;  // lanes in the step; 0: there is none
+    uint16_t num_met;     // of them, those that wait for the others
+
+    bool is_closing() const { return num_active == num_met; }
   };
 
   void start();  // one more thread
   void work(int index);
-  void meet();
+  std::shared_ptr<const Lanes> lanes();
+  bool join(State& joined);
+  void meet(bool is_last = false);
   [[noreturn]] void leave();
-  void arrive();  // counted in; the last one opens the gate
+  void close(State state, bool is_last);
 
-  std::vector<LaneSpec> lanes_;
-  std::vector<std::unique_ptr<Thread>>
-      threads_;  // of lanes 1, 2, ...; never fewer than once needed
+  std::mutex mutex_;  // of lanes_, which the caller changes and the others read
+  std::shared_ptr<const Lanes> lanes_;
+  std::vector<std::thread> threads_;  // of lanes 1, 2, ...; never fewer than once needed
   bool is_pinned_ = false;
   std::atomic<bool> is_ending_{false};
-  const std::function<void(Lane&)>* body_ = nullptr;
 
-  int num_active_ = 1;  // lanes of this step that have not left; changes at the gate only
-  std::atomic<int> num_leaving_{0};
-  std::atomic<int> num_met_{0};
-  Signal gate_;  // changes when all active lanes have met
+  const std::function<void(Lane&)>* body_ = nullptr;
+  uint32_t first_ = 0;  // generation of the step's first loop
+  std::atomic<State> state_{State{0, 0, 0}};
+  Signal started_;  // steps, ever
+  Signal gate_;     // the generation, just after the state has it
   alignas(64) std::atomic<int64_t> next_{0};
 };
 

@@ -22,6 +22,7 @@ from kvops._native import (
     ThreadPool,
     packed_bytes,
     usable_kernels,
+    wake,
 )
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Shape",
     "packed_bytes",
     "usable_kernels",
+    "wake",
 ]
 
 Kind = Literal["float32", "bfloat16", "int8"]
@@ -54,7 +56,7 @@ _PIECE_BYTES = 8 << 20
 @dataclass(frozen=True, slots=True)
 class Lane:
     """A thread on `cpu` (None: wherever the system puts it), which works only while all `owners`,
-    indices of bytes on a board that workers share, are 0."""
+    indices of int32 words on a board that workers share, are 0. Who sets one to 0 calls `wake`."""
 
     cpu: int | None = None
     owners: tuple[int, ...] = ()

@@ -97,6 +97,13 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         "--threads", type=_positive, metavar="N", help="per worker, on any CPU, none divided"
     )
     group.add_argument(
+        "--max-gap-ms",
+        type=_milliseconds,
+        metavar="MS",
+        help="from token to token of decoding streams, up to which prompts get their CPUs too; "
+        "0: never; default: 100",
+    )
+    group.add_argument(
         "--weights-cache",
         metavar="DIR",
         help="where packed weights are kept, or none; default: ~/.cache/quire",
@@ -176,6 +183,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         backend=args.backend,
         quantize=args.quantize,
         cpus=args.cpus,
+        max_gap_ms=args.max_gap_ms,
         threads=args.threads,
         weights_cache=args.weights_cache,
         max_model_len=args.max_model_len,
@@ -184,6 +192,13 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         park_window_s=args.park_window,
         log_level=args.log_level,
     )
+
+
+def _milliseconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError
+    return value
 
 
 def _positive(text: str) -> int:

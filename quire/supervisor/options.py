@@ -33,6 +33,7 @@ class ServeOptions:
     backend: str | None = None
     quantize: str | None = None
     cpus: str | None = None
+    max_gap_ms: float | None = None
     threads: int | None = None
     weights_cache: str | None = None
     max_model_len: int | None = None

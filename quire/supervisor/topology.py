@@ -60,6 +60,7 @@ def _worker_settings(options: ServeOptions) -> dict[str, str]:
         "BACKEND": options.backend,
         "QUANTIZE": options.quantize,
         "CPUS": options.cpus,
+        "MAX_GAP_MS": options.max_gap_ms,
         "THREADS": options.threads,
         "WEIGHTS_CACHE": options.weights_cache,
         "MAX_MODEL_LEN": options.max_model_len,

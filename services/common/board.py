@@ -1,7 +1,7 @@
 """Who computes on this host, and who is busy just now: a file of seats that all workers map.
 
-A seat is 64 bytes: one that is not 0 while its worker computes, then the role and the name. The
-seat is locked by its worker (a POSIX record lock, which the kernel drops when the process dies), so
+A seat is 64 bytes: a word that says how many sequences its worker wants to compute now (0: it needs
+no CPU), then the role and the name. The seat is locked by its worker (a POSIX record lock, which the kernel drops when the process dies), so
 a seat that can be locked is free, whatever it says.
 """
 
@@ -15,13 +15,14 @@ from pathlib import Path
 from services.common.errors import StartupError
 
 SEAT_BYTES = 64
+SEAT_WORDS = SEAT_BYTES // 4
 NUM_SEATS = 256
-_NAME = slice(1, SEAT_BYTES)
+_NAME = slice(4, SEAT_BYTES)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Seat:
-    """`index`: of the seat's busy byte on the board, in units of SEAT_BYTES."""
+    """`index`: of the seat on the board, in units of SEAT_BYTES."""
 
     worker_id: str
     role: str
@@ -39,6 +40,7 @@ class Board:
         self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.posix_fallocate(self._fd, 0, NUM_SEATS * SEAT_BYTES)
         self.memory = mmap.mmap(self._fd, NUM_SEATS * SEAT_BYTES)
+        self._words = memoryview(self.memory).cast("i")
         self._own: Seat | None = None
 
     def sit_down(self, role: str, worker_id: str) -> Seat:
@@ -55,9 +57,13 @@ class Board:
         found = (self._seat(index) for index in range(NUM_SEATS) if self._text(index))
         return tuple(sorted(seat for seat in found if seat is not None))
 
-    def set_busy(self, busy: bool) -> None:
+    def backlog(self, seat: Seat) -> int:
+        return self._words[seat.index * SEAT_WORDS]
+
+    def set_backlog(self, num_sequences: int) -> None:
+        """Of the own seat; who has none wants nothing."""
         if self._own is not None:
-            self.memory[self._own.index * SEAT_BYTES] = busy
+            self._words[self._own.index * SEAT_WORDS] = num_sequences
 
     def leave(self) -> None:
         """Free the seat and close. Again: no error."""
@@ -87,10 +93,11 @@ class Board:
         return seat[_NAME].rstrip(b"\0")
 
     def _write(self, index: int, text: bytes) -> None:
-        """Not busy."""
-        self.memory[index * SEAT_BYTES : (index + 1) * SEAT_BYTES] = b"\0" + text[
-            : SEAT_BYTES - 1
-        ].ljust(SEAT_BYTES - 1, b"\0")
+        """It wants nothing yet."""
+        size = _NAME.stop - _NAME.start
+        self._words[index * SEAT_WORDS] = 0
+        begin = index * SEAT_BYTES
+        self.memory[begin + _NAME.start : begin + _NAME.stop] = text[:size].ljust(size, b"\0")
 
     def _lock(self, index: int) -> bool:
         assert self._fd is not None

@@ -21,8 +21,12 @@ from services.engine.sequence import Sequence, Stamps
 
 
 class ForwardPass(Protocol):
-    def run(self, rows: Seq[Row]) -> Seq[Drawn]:
-        """Compute and store the rows' KV; what each row with a draw drew."""
+    def run(self, rows: Seq[Row], num_behind: int = 0) -> Seq[Drawn]:
+        """Compute and store the rows' KV; what each row with a draw drew. `num_behind`: sequences
+        that could run too, and wait for another step."""
+
+    def give_way(self) -> None:
+        """After a step: return when others who compute on this device have had their part."""
 
     def rest(self) -> None:
         """There is nothing to compute until the next `run`."""
@@ -63,14 +67,18 @@ class Engine:
         removed = self._apply(commands)
         batch = self._scheduler.next_batch()
         rows = [sequence.row(count) for sequence, count in batch]
-        drawn = self._compute(rows)
+        drawn = self._compute(rows, self._scheduler.num_runnable - len(rows))
         advances, broken = self._retire(batch, drawn)
         num_tokens = sum(count for _, count in batch)
         return StepOutcome(advances, broken, removed, num_tokens, time.perf_counter() - began)
 
-    def _compute(self, rows: Seq[Row]) -> Seq[Drawn]:
+    def give_way(self) -> None:
+        """Between steps, when what came of one is on its way."""
+        self._forward.give_way()
+
+    def _compute(self, rows: Seq[Row], num_behind: int) -> Seq[Drawn]:
         if rows:
-            return self._forward.run(rows)
+            return self._forward.run(rows, num_behind)
         self._forward.rest()
         return ()
 

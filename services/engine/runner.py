@@ -32,7 +32,7 @@ class Runner:
         self._kv = kv
         self._block_size = block_size
 
-    def run(self, rows: Sequence[Row]) -> list[Drawn]:
+    def run(self, rows: Sequence[Row], num_behind: int = 0) -> list[Drawn]:
         """Compute all rows in one pass, store their KV, and draw a token for every row with a
         `draw`; None for the others. A row whose logits are not finite has a fault instead, and
         disturbs no other.
@@ -44,6 +44,9 @@ class Runner:
         drawing = [row for row in rows if row.draw is not None]
         tokens = iter(self._tokens(hidden, drawing) if drawing else ())
         return [None if row.draw is None else next(tokens) for row in rows]
+
+    def give_way(self) -> None:
+        """Whoever else computes here gets a CPU from the operating system."""
 
     def rest(self) -> None:
         """Nothing runs between steps."""

@@ -33,6 +33,10 @@ class Scheduler:
     def get(self, key: str) -> Sequence | None:
         return self._sequences.get(key)
 
+    @property
+    def num_runnable(self) -> int:
+        return sum(seq.num_runnable > 0 for seq in self._sequences.values())
+
     def next_batch(self) -> Batch:
         """First come, first served. Empty when nothing can run."""
         runnable = [seq for seq in self._sequences.values() if seq.num_runnable > 0]

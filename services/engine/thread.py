@@ -59,6 +59,8 @@ class EngineThread:
                 busy = outcome.num_tokens > 0
                 if busy or outcome.removed:
                     self._loop.call_soon_threadsafe(self._on_outcome, outcome)
+                if busy:
+                    self._engine.give_way()
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._on_failure, error)
 

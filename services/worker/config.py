@@ -47,6 +47,12 @@ class WorkerSettings(PoolServiceSettings):
     cpus: str = Field(
         "auto", description="CPUs that this host's workers divide, e.g. 0-3,6; auto: all"
     )
+    max_gap_ms: float = Field(
+        100.0,
+        ge=0,
+        description="from token to token of decoding streams, up to which prompts get their CPUs "
+        "too; 0: never",
+    )
     threads: int | None = Field(
         None, ge=1, description="threads that compute, on any CPU; none: this worker's part of cpus"
     )

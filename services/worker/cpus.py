@@ -5,12 +5,20 @@ own, neither slows the other down. Half of the CPUs are home to the decode worke
 prefill workers (all to the one role when there is no other); within its half, each worker has its
 equal part, or shares one where there are more workers than CPUs. A CPU whose home workers are idle
 is lent to one of the others at a time.
+
+Decoding is never idle while a stream runs, so that prompts would have their half and no more. It
+pauses between steps, then: the more prompts want to be computed by the streams that decode, the
+longer, up to a limit.
 """
 
 from collections.abc import Mapping, Sequence
 
 from kvops.native import Lane
-from services.common.board import SEAT_BYTES, Seat
+from services.common.board import SEAT_WORDS, Seat
+
+_PROMPTS_WEIGHT = 0.5
+"""A prompt counts as much as so many streams: 4 that decode beside one prompt keep 8/9 of their
+CPUs' time, one beside 8 keeps a fifth."""
 
 
 def lanes(cpus: Sequence[int], seats: Sequence[Seat], own: Seat) -> tuple[Lane, ...]:
@@ -28,8 +36,17 @@ def lanes(cpus: Sequence[int], seats: Sequence[Seat], own: Seat) -> tuple[Lane, 
         start = turn % len(others)
         line = [*others[start:], *others[:start]]
         before = [*owners, *line[: line.index(own)]]
-        lent.append(Lane(cpu, tuple(seat.index * SEAT_BYTES for seat in before)))
+        lent.append(Lane(cpu, tuple(seat.index * SEAT_WORDS for seat in before)))
     return (*mine, *lent)
+
+
+def pause_s(
+    step_s: float, num_decoding: int, num_prompts: float, limit_s: float
+) -> float:
+    """How long decoding leaves its CPUs to prompts after a step of `step_s`, so that from one token
+    to the next it takes no longer than `limit_s`, if the step allows."""
+    wanted_s = step_s * _PROMPTS_WEIGHT * num_prompts / num_decoding
+    return max(0.0, min(wanted_s, limit_s - step_s))
 
 
 def divide(cpus: Sequence[int], seats: Sequence[Seat]) -> Mapping[Seat, tuple[int, ...]]:

@@ -1,46 +1,77 @@
 """A runner on its worker's part of the host's CPUs, which is divided anew whenever a worker joins
 or leaves."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
-from kvops.native import Lane, NativeCpu
-from services.common.board import Board, Seat
+from kvops.native import Lane, NativeCpu, wake
+from services.common.board import SEAT_WORDS, Board, Seat
 from services.common.logging import get_logger
 from services.engine.batch import Drawn, Row
 from services.engine.runner import Runner
-from services.worker.cpus import lanes
+from services.worker.cpus import lanes, pause_s
 
 log = get_logger(__name__)
 
 
 class SharedCpus:
-    """`run` and `rest` are the engine thread's, `refresh` anybody's: a division takes effect with
-    the next step."""
+    """`refresh` is anybody's, all else the engine thread's: a division takes effect with the next
+    step. `max_gap_s`: what decoding may take from step to step while prompts wait."""
 
     def __init__(
-        self, runner: Runner, native: NativeCpu, board: Board, own: Seat, cpus: Sequence[int]
+        self,
+        runner: Runner,
+        native: NativeCpu,
+        board: Board,
+        own: Seat,
+        cpus: Sequence[int],
+        max_gap_s: float,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._runner = runner
         self._native = native
         self._board = board
         self._own = own
         self._cpus = cpus
-        self._busy_bytes = torch.frombuffer(board.memory, dtype=torch.uint8)
+        self._max_gap_s = max_gap_s
+        self._words = torch.frombuffer(board.memory, dtype=torch.int32)
+        self._sleep = sleep
+        self._num_decoding = 0
+        self._step_s = 0.0
         self._seats: tuple[Seat, ...] = ()
         self._wanted: tuple[Lane, ...] | None = None
         self.refresh()
 
-    def run(self, rows: Sequence[Row]) -> Sequence[Drawn]:
+    def run(self, rows: Sequence[Row], num_behind: int = 0) -> Sequence[Drawn]:
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
-            self._native.assign(wanted, self._busy_bytes)
-        self._board.set_busy(True)
-        return self._runner.run(rows)
+            self._native.assign(wanted, self._words)
+        began = time.perf_counter()
+        self._board.set_backlog(len(rows) + num_behind)
+        drawn = self._runner.run(rows)
+        self._num_decoding, self._step_s = len(rows), time.perf_counter() - began
+        return drawn
+
+    def give_way(self) -> None:
+        """Streams wait for prompts; never the other way round, since prompts are computed on CPUs
+        of their own too."""
+        if self._own.role != "decode":
+            return
+        prompts = sum(self._board.backlog(seat) for seat in self._seats if seat.role != "decode")
+        if not prompts:
+            return
+        num_workers = sum(seat.role == "decode" for seat in self._seats)
+        pause = pause_s(
+            self._step_s, self._num_decoding, prompts / num_workers, self._max_gap_s
+        )
+        self.rest()
+        self._sleep(pause)
 
     def rest(self) -> None:
-        self._board.set_busy(False)
+        self._board.set_backlog(0)
+        wake(self._words, self._own.index * SEAT_WORDS)
 
     def refresh(self) -> None:
         """Divide again if somebody came or went."""

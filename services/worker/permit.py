@@ -56,11 +56,14 @@ class PermittedForward:
         self._forward = forward
         self._permit = permit
 
-    def run(self, rows: Sequence[Row]) -> Sequence[Drawn]:
+    def run(self, rows: Sequence[Row], num_behind: int = 0) -> Sequence[Drawn]:
         self._permit.require()
-        drawn = self._forward.run(rows)
+        drawn = self._forward.run(rows, num_behind)
         self._permit.require()
         return drawn
+
+    def give_way(self) -> None:
+        self._forward.give_way()
 
     def rest(self) -> None:
         self._forward.rest()

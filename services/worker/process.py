@@ -194,7 +194,7 @@ def _on_its_cpus(
     board = Board(settings.pool_root / "board")
     stack.callback(board.leave)
     own = board.sit_down(entry.role, entry.worker_id)
-    return SharedCpus(runner, native, board, own, cpus)
+    return SharedCpus(runner, native, board, own, cpus, settings.max_gap_ms / 1000)
 
 
 async def _refresh(forward: SharedCpus) -> NoReturn:

@@ -54,11 +54,11 @@ class GuardedForward(FakeForward):
         self._ledger = ledger
         self.crimes: list[str] = []
 
-    def run(self, rows: Sequence[Row]) -> list[Drawn]:
+    def run(self, rows: Sequence[Row], num_behind: int = 0) -> list[Drawn]:
         holders = [self._holder_of(row) for row in rows]
         if len(set(holders)) != len(holders):
             self.crimes.append(f"two rows of one holder: {holders}")
-        return super().run(rows)
+        return super().run(rows, num_behind)
 
     def _holder_of(self, row: Row) -> str:
         blocks = set(row.block_table[: -(-(row.start + len(row.token_ids)) // 4)])

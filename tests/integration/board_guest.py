@@ -18,7 +18,7 @@ from services.common.board import Board
 board = Board(Path(sys.argv[1]))
 print(board.sit_down(sys.argv[2], sys.argv[3]).index, flush=True)
 for line in sys.stdin:
-    board.set_busy(line == "busy\\n")
+    board.set_backlog(int(line))
     print("done", flush=True)
 board.leave()
 """
@@ -36,9 +36,9 @@ class Guest:
         )
         self.seat = Seat(worker_id, role, int(self._read()))
 
-    def set_busy(self, busy: bool) -> None:
+    def set_backlog(self, num_sequences: int) -> None:
         assert self._process.stdin is not None
-        print("busy" if busy else "idle", file=self._process.stdin, flush=True)
+        print(num_sequences, file=self._process.stdin, flush=True)
         self._read()
 
     def leave(self) -> None:

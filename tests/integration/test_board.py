@@ -23,10 +23,6 @@ def board(path: Path) -> Iterator[Board]:
     board.leave()
 
 
-def busy(board: Board, seat: Seat) -> int:
-    return board.memory[seat.index * SEAT_BYTES]
-
-
 def test_a_new_board_is_empty(board: Board, path: Path) -> None:
     assert board.seats() == ()
     assert path.stat().st_size == NUM_SEATS * SEAT_BYTES == 16_384
@@ -42,22 +38,22 @@ def test_seats_are_seen_by_every_process_in_the_order_of_names(board: Board, pat
 
 def test_a_worker_that_leaves_is_gone_and_its_seat_is_free(board: Board, path: Path) -> None:
     with guest(path, "prefill", "a") as other:
-        other.set_busy(True)
+        other.set_backlog(1)
         other.leave()
         assert board.seats() == ()
-        assert busy(board, other.seat) == 0
+        assert board.backlog(other.seat) == 0
     assert board.sit_down("decode", "b").index == 0
 
 
 def test_a_killed_workers_seat_is_free_at_once(board: Board, path: Path) -> None:
     """And nobody waits for a CPU that it was busy on."""
     with guest(path, "prefill", "dead") as dead, guest(path, "decode", "alive") as alive:
-        dead.set_busy(True)
+        dead.set_backlog(1)
         assert board.seats() == (alive.seat, dead.seat)
-        assert busy(board, dead.seat) == 1
+        assert board.backlog(dead.seat) == 1
         dead.kill()
         assert board.seats() == (alive.seat,)
-        assert busy(board, dead.seat) == 0
+        assert board.backlog(dead.seat) == 0
     assert board.sit_down("decode", "next").index == dead.seat.index
 
 
@@ -65,12 +61,12 @@ def test_a_killed_workers_seat_can_be_taken_before_anybody_has_looked(
     board: Board, path: Path
 ) -> None:
     with guest(path, "prefill", "a worker with a long name") as dead:
-        dead.set_busy(True)
+        dead.set_backlog(1)
         dead.kill()
         own = board.sit_down("decode", "b")
     assert own == Seat("b", "decode", 0)
     assert board.seats() == (own,)
-    assert busy(board, own) == 0
+    assert board.backlog(own) == 0
 
 
 def test_who_looks_drops_nobodys_seat(board: Board, path: Path) -> None:
@@ -83,28 +79,28 @@ def test_who_looks_drops_nobodys_seat(board: Board, path: Path) -> None:
         assert board.seats() == (other.seat, own)
 
 
-def test_busy_is_of_the_own_seat_alone(board: Board, path: Path) -> None:
+def test_a_backlog_is_of_the_own_seat_alone(board: Board, path: Path) -> None:
     with guest(path, "prefill", "other") as other:
         own = board.sit_down("decode", "own")
-        board.set_busy(True)
-        assert (busy(board, own), busy(board, other.seat)) == (1, 0)
-        other.set_busy(True)
-        board.set_busy(False)
-        assert (busy(board, own), busy(board, other.seat)) == (0, 1)
+        board.set_backlog(1)
+        assert (board.backlog(own), board.backlog(other.seat)) == (1, 0)
+        other.set_backlog(70_000)
+        board.set_backlog(0)
+        assert (board.backlog(own), board.backlog(other.seat)) == (0, 70_000)
 
 
-def test_who_has_no_seat_is_never_busy(board: Board) -> None:
+def test_who_has_no_seat_wants_nothing(board: Board) -> None:
     before = bytes(board.memory)
-    board.set_busy(True)
+    board.set_backlog(1)
     assert bytes(board.memory) == before
 
 
 def test_leaving_twice_is_leaving_once(board: Board, path: Path) -> None:
     board.sit_down("decode", "a")
-    board.set_busy(True)
+    board.set_backlog(1)
     board.leave()
     board.leave()
-    board.set_busy(True)
+    board.set_backlog(1)
     assert path.read_bytes() == bytes(NUM_SEATS * SEAT_BYTES)
 
 

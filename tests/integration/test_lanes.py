@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvops.native import Lane, NativeCpu
-from services.common.board import SEAT_BYTES, Board, Seat
+from services.common.board import SEAT_WORDS, Board, Seat
 from services.engine.batch import Row
 from services.engine.runner import Runner
 from services.worker.lanes import SharedCpus
@@ -18,6 +18,8 @@ from services.worker.lanes import SharedCpus
 from .board_guest import Guest, guest
 
 CPUS = (0, 1)
+MAX_GAP_S = 10.0
+ROWS = [Row([1], 0, [0]), Row([2], 0, [1])]
 
 
 class RecordingCpu(NativeCpu):
@@ -33,19 +35,19 @@ class RecordingCpu(NativeCpu):
 
 
 class Linear:
-    """A runner whose step is one linear; it notes whether the board said that it was busy."""
+    """A runner whose step is one linear; it notes what the board said that it wanted."""
 
     def __init__(self, native: NativeCpu) -> None:
         self._native = native
         self._x = torch.randn(8, 512)
         self._weights = native.pack("float32", torch.randn(1024, 512))
         self.expected = self._product()
-        self.was_busy: list[int] = []
+        self.backlogs: list[int] = []
         self.board: Board | None = None
 
     def run(self, rows: Sequence[Row]) -> list[int | None]:
         assert self.board is not None
-        self.was_busy.append(self.board.memory[0])
+        self.backlogs.append(self.board.backlog(self.board.seats()[0]))
         assert torch.equal(self._product(), self.expected)
         return [len(rows)]
 
@@ -56,25 +58,31 @@ class Linear:
 
 
 class Worker:
-    """The decode worker in seat 0."""
+    """In seat 0. `pauses`: how long, and what it wanted then."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, role: str = "decode") -> None:
         self.path = path
         self.native = RecordingCpu()
         self.linear = Linear(self.native)
         self.board = self.linear.board = Board(path)
-        self.own = self.board.sit_down("decode", "own")
+        self.own = self.board.sit_down(role, "own")
         runner = cast(Runner, self.linear)
-        self.cpus = SharedCpus(runner, self.native, self.board, self.own, CPUS)
+        self.pauses: list[tuple[float, int]] = []
+        self.cpus = SharedCpus(
+            runner, self.native, self.board, self.own, CPUS, MAX_GAP_S, self._pause
+        )
 
-    def busy(self, seat: Seat | None = None) -> int:
-        return self.board.memory[(seat or self.own).index * SEAT_BYTES]
+    def _pause(self, pause_s: float) -> None:
+        self.pauses.append((pause_s, self.backlog()))
+
+    def backlog(self, seat: Seat | None = None) -> int:
+        return self.board.backlog(seat or self.own)
 
     def division(self, *guests: Guest) -> tuple[Lane, ...]:
         """What a step is computed on when it has looked around, with these guests on the board."""
         assert self.board.seats() == tuple(sorted([self.own, *(g.seat for g in guests)]))
         self.cpus.refresh()
-        self.cpus.run([])
+        self.cpus.run(ROWS)
         return self.native.told[-1]
 
 
@@ -89,12 +97,12 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
 
 
 ALONE = (Lane(0), Lane(1))
-BESIDE_PREFILL = (Lane(0), Lane(1, (SEAT_BYTES,)))  # a prefill worker in seat 1
+BESIDE_PREFILL = (Lane(0), Lane(1, (SEAT_WORDS,)))  # a prefill worker in seat 1
 
 
 def test_who_is_alone_has_all_cpus_from_the_first_step_on(worker: Worker) -> None:
     assert worker.native.told == []
-    assert worker.cpus.run([]) == [0]
+    assert worker.cpus.run(ROWS) == [2]
     assert worker.native.told == [ALONE]
     assert worker.native.num_lanes == 2
 
@@ -102,7 +110,7 @@ def test_who_is_alone_has_all_cpus_from_the_first_step_on(worker: Worker) -> Non
 def test_a_division_stays_while_nobody_comes_or_goes(worker: Worker) -> None:
     for _ in range(3):
         worker.cpus.refresh()
-        worker.cpus.run([])
+        worker.cpus.run(ROWS)
     assert worker.native.told == [ALONE]
 
 
@@ -110,7 +118,7 @@ def test_cpus_are_divided_anew_when_a_worker_comes_and_when_it_leaves(worker: Wo
     with guest(worker.path, "prefill", "p1") as prefill:
         assert worker.division(prefill) == BESIDE_PREFILL
         with guest(worker.path, "decode", "z2") as decode:  # behind us by name, first for CPU 1
-            assert worker.division(prefill, decode) == (Lane(0), Lane(1, (64, 128)))
+            assert worker.division(prefill, decode) == (Lane(0), Lane(1, (16, 32)))
             decode.leave()
         assert worker.division(prefill) == BESIDE_PREFILL
         prefill.leave()
@@ -121,48 +129,77 @@ def test_a_killed_workers_cpus_go_to_the_others(worker: Worker) -> None:
     """Busy when it died: nobody waits for it to become idle."""
     with guest(worker.path, "prefill", "p1") as prefill:
         assert worker.division(prefill) == BESIDE_PREFILL
-        prefill.set_busy(True)
+        prefill.set_backlog(1)
         prefill.kill()
         assert worker.division() == ALONE
-        assert worker.busy(prefill.seat) == 0
+        assert worker.backlog(prefill.seat) == 0
 
 
 def test_a_division_takes_effect_with_the_next_step(worker: Worker) -> None:
-    worker.cpus.run([])
+    worker.cpus.run(ROWS)
     with guest(worker.path, "prefill", "p1"):
         worker.cpus.refresh()
         assert worker.native.told == [ALONE]
-        worker.cpus.run([])
+        worker.cpus.run(ROWS)
         assert worker.native.told == [ALONE, BESIDE_PREFILL]
 
 
 def test_of_two_divisions_between_steps_the_last_one_counts(worker: Worker) -> None:
-    worker.cpus.run([])
+    worker.cpus.run(ROWS)
     with guest(worker.path, "prefill", "p1") as prefill:
         worker.cpus.refresh()
         prefill.leave()
         worker.cpus.refresh()
-        worker.cpus.run([])
+        worker.cpus.run(ROWS)
     assert worker.native.told == [ALONE, ALONE]
 
 
-def test_a_worker_is_busy_from_its_first_step_until_it_rests(worker: Worker) -> None:
-    assert worker.busy() == 0
-    worker.cpus.run([])
-    assert worker.busy() == 1
-    worker.cpus.run([])
+def test_a_worker_says_how_much_it_wants_until_it_rests(worker: Worker) -> None:
+    assert worker.backlog() == 0
+    worker.cpus.run(ROWS)
+    assert worker.backlog() == 2
+    worker.cpus.run(ROWS, num_behind=5)
     worker.cpus.rest()
-    assert worker.busy() == 0
-    worker.cpus.run([])
-    assert worker.linear.was_busy == [1, 1, 1]
+    assert worker.backlog() == 0
+    worker.cpus.run(ROWS)
+    assert worker.linear.backlogs == [2, 7, 2]
+
+
+def test_decoding_pauses_while_prompts_wait_and_wants_nothing_meanwhile(worker: Worker) -> None:
+    with guest(worker.path, "prefill", "p1") as prefill:
+        prefill.set_backlog(6)
+        worker.division(prefill)
+        worker.cpus.give_way()
+        ((pause_s, backlog),) = worker.pauses
+        assert 0 < pause_s < MAX_GAP_S
+        assert backlog == 0
+
+
+def test_decoding_never_pauses_while_no_prompt_waits(worker: Worker) -> None:
+    with guest(worker.path, "prefill", "p1") as prefill:
+        worker.division(prefill)
+        worker.cpus.give_way()
+        assert worker.pauses == []
+        assert worker.backlog() == 2
+
+
+def test_prompts_pause_for_nobody(tmp_path: Path) -> None:
+    worker = Worker(tmp_path / "board", role="prefill")
+    with guest(worker.path, "decode", "d1") as decode:
+        decode.set_backlog(6)
+        worker.cpus.refresh()
+        worker.cpus.run(ROWS)
+        worker.cpus.give_way()
+        assert worker.pauses == []
+    worker.board.leave()
 
 
 def test_a_lent_lane_follows_the_other_process(worker: Worker) -> None:
-    """While it is busy and while it is not, steps compute the same."""
+    """Whether it has something to compute or not, steps compute the same."""
     with guest(worker.path, "prefill", "p1") as prefill:
         worker.division(prefill)
-        for busy in (True, False, True):
-            prefill.set_busy(busy)
-            assert worker.busy(prefill.seat) == busy
+        for backlog in (1, 0, 4):
+            prefill.set_backlog(backlog)
+            assert worker.backlog(prefill.seat) == backlog
             for _ in range(20):
-                worker.cpus.run([])
+                worker.cpus.run(ROWS)

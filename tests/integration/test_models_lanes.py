@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.make_checkpoint import make_checkpoint
-from kvops.native import Lane, NativeCpu
+from kvops.native import Lane, NativeCpu, wake
 from services.engine.batch import Row
 
 from .models_oracle import GREEDY, Rig, random_prompt
@@ -48,7 +48,7 @@ class Bench:
         native = self.rig.ops.native
         assert native is not None
         self.native: NativeCpu = native
-        self.board = torch.zeros(NUM_OWNERS, dtype=torch.uint8)
+        self.board = torch.zeros(NUM_OWNERS, dtype=torch.int32)
         self.rig.run(rows())
         self.expected = self.step()
 
@@ -80,7 +80,9 @@ def flipping(board: Tensor) -> Iterator[None]:
     def flip() -> None:
         draw = random.Random(0)
         while not stop.is_set():
-            view[draw.randrange(NUM_OWNERS)] = draw.randrange(2)
+            owner = draw.randrange(NUM_OWNERS)
+            view[owner] = draw.randrange(2)
+            wake(board, owner)
 
     thread = threading.Thread(target=flip)
     before = sys.getswitchinterval()

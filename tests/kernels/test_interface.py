@@ -75,7 +75,7 @@ def test_lanes_that_cannot_be_are_refused(lanes: list[Lane], message: str) -> No
     """And those from before stay."""
     cpu = NativeCpu(num_threads=2)
     with pytest.raises(ValueError, match=message):
-        cpu.assign(lanes, torch.zeros(64, dtype=torch.uint8))
+        cpu.assign(lanes, torch.zeros(64, dtype=torch.int32))
     assert cpu.num_lanes == 2
 
 

@@ -78,10 +78,13 @@ class FakeForward:
         self.poison: int | None = None
         self.pause_after = 0
 
+    def give_way(self) -> None:
+        pass
+
     def rest(self) -> None:
         pass
 
-    def run(self, rows: Sequence[Row]) -> list[Drawn]:
+    def run(self, rows: Sequence[Row], num_behind: int = 0) -> list[Drawn]:
         self.num_begun += bool(rows)
         assert self.gate.wait(30)
         self.num_steps += bool(rows)

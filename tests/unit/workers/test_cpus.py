@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvops.native import Lane
-from services.common.board import SEAT_BYTES, Seat
+from services.common.board import SEAT_WORDS, Seat
 from services.worker.config import WorkerSettings
-from services.worker.cpus import divide, lanes
+from services.worker.cpus import divide, lanes, pause_s
 
 
 def workers(text: str) -> list[Seat]:
@@ -78,7 +78,7 @@ def lanes_of(num_cpus: int, text: str) -> list[tuple[Lane, ...]]:
 
 
 def byte(*seats: int) -> tuple[int, ...]:
-    return tuple(seat * SEAT_BYTES for seat in seats)
+    return tuple(seat * SEAT_WORDS for seat in seats)
 
 
 def test_two_workers_lend_each_other_their_cpus() -> None:
@@ -137,7 +137,7 @@ def test_every_worker_may_use_every_cpu_once_and_its_home_first(
         assert tuple(lane.cpu for lane in at_home) == found[own]
         assert not any(lane.owners for lane in at_home)
         assert all(lane.owners for lane in mine[len(at_home) :])
-        assert all(own.index * SEAT_BYTES not in lane.owners for lane in mine)
+        assert all(own.index * SEAT_WORDS not in lane.owners for lane in mine)
 
 
 @given(CPUS, ROLES, st.data())
@@ -147,14 +147,14 @@ def test_a_cpu_is_lent_to_one_at_most_and_never_while_somebody_at_home_is_busy(
     """And whenever all who live there are idle, somebody busy has it."""
     seats = workers(roles)
     busy = data.draw(st.sets(st.sampled_from(seats)))
-    bytes_set = {seat.index * SEAT_BYTES for seat in busy}
+    words = {seat.index * SEAT_WORDS for seat in busy}
     found = divide(cpus, seats)
     for cpu in cpus:
         borrowers = [
             own
             for own in busy
             for lane in lanes(cpus, seats, own)
-            if lane.cpu == cpu and lane.owners and not bytes_set.intersection(lane.owners)
+            if lane.cpu == cpu and lane.owners and not words.intersection(lane.owners)
         ]
         at_home = [seat for seat in busy if cpu in found[seat]]
         assert len(borrowers) == (1 if busy and not at_home else 0)
@@ -217,3 +217,16 @@ def test_a_weights_cache_is_a_directory_or_none() -> None:
 def test_a_weights_cache_may_be_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/cook")
     assert str(settings(weights_cache="~/packed").weights_cache) == "/home/cook/packed"
+
+
+def test_the_more_prompts_wait_for_each_stream_the_longer_decoding_pauses() -> None:
+    """4 streams beside one prompt keep 8/9 of the time, one stream beside 8 prompts a fifth."""
+    assert pause_s(0.032, 4, 1, limit_s=1) == pytest.approx(0.004)
+    assert pause_s(0.030, 1, 8, limit_s=1) == pytest.approx(0.120)
+    assert pause_s(0.030, 8, 0, limit_s=1) == 0
+
+
+def test_no_pause_makes_a_gap_longer_than_allowed() -> None:
+    assert pause_s(0.030, 1, 100, limit_s=0.1) == pytest.approx(0.070)
+    assert pause_s(0.120, 1, 100, limit_s=0.1) == 0
+    assert pause_s(0.030, 1, 100, limit_s=0) == 0

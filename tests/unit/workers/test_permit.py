@@ -16,10 +16,13 @@ class Forward:
         self.num_runs = 0
         self._meanwhile = meanwhile
 
-    def run(self, rows: Sequence[Row]) -> Sequence[Drawn]:
+    def run(self, rows: Sequence[Row], num_behind: int = 0) -> Sequence[Drawn]:
         self.num_runs += 1
         self._meanwhile()
         return ()
+
+    def give_way(self) -> None:
+        pass
 
     def rest(self) -> None:
         pass
