@@ -13,6 +13,10 @@ from services.engine.batch import Drawn, Row
 from services.engine.runner import Runner
 from services.worker.cpus import lanes, pause_s
 
+_NOTICE_S = 0.001
+"""A borrower leaves by itself within this; found on its CPU, it would have to share it for a time
+slice of the operating system, and whoever shares its loop would wait."""
+
 log = get_logger(__name__)
 
 
@@ -63,11 +67,14 @@ class SharedCpus:
         if not prompts:
             return
         num_workers = sum(seat.role == "decode" for seat in self._seats)
-        pause = pause_s(
-            self._step_s, self._num_decoding, prompts / num_workers, self._max_gap_s
-        )
+        share = prompts / num_workers
+        lent_s = pause_s(self._step_s, self._num_decoding, share, self._max_gap_s) - _NOTICE_S
+        if lent_s < _NOTICE_S:
+            return
         self.rest()
-        self._sleep(pause)
+        self._sleep(lent_s)
+        self._board.set_backlog(self._num_decoding)
+        self._sleep(_NOTICE_S)
 
     def rest(self) -> None:
         self._board.set_backlog(0)

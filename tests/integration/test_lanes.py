@@ -167,12 +167,20 @@ def test_a_worker_says_how_much_it_wants_until_it_rests(worker: Worker) -> None:
 
 def test_decoding_pauses_while_prompts_wait_and_wants_nothing_meanwhile(worker: Worker) -> None:
     with guest(worker.path, "prefill", "p1") as prefill:
-        prefill.set_backlog(6)
+        prefill.set_backlog(100_000)  # a step takes no millisecond here
         worker.division(prefill)
         worker.cpus.give_way()
-        ((pause_s, backlog),) = worker.pauses
-        assert 0 < pause_s < MAX_GAP_S
-        assert backlog == 0
+        (lent_s, backlog), (notice_s, backlog_then) = worker.pauses
+        assert 0 < lent_s + notice_s < MAX_GAP_S
+        assert (backlog, backlog_then) == (0, 2)
+
+
+def test_a_pause_too_short_to_be_of_use_is_none(worker: Worker) -> None:
+    with guest(worker.path, "prefill", "p1") as prefill:
+        prefill.set_backlog(1)
+        worker.division(prefill)
+        worker.cpus.give_way()
+        assert worker.pauses == []
 
 
 def test_decoding_never_pauses_while_no_prompt_waits(worker: Worker) -> None:
