@@ -1,5 +1,6 @@
 """Quire behind the peers' interface: `bench/engine.py` for its engine, `quire serve` to serve."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -53,14 +54,18 @@ class Quire:
         dtype: Dtype,
         run: EngineRun,
     ) -> list[float]:
-        """The best rate of each size. PeerFailed: an error, or figures missing."""
+        """The best rate of each size, a thread bound to each CPU as in a worker. PeerFailed: an
+        error, or figures missing."""
         if not sizes:
             return []
+        usable = sorted(os.sched_getaffinity(0))
+        if len(usable) < run.threads:
+            raise PeerFailed(f"{run.threads} threads on {len(usable)} CPUs")
         command = Command(
             (
                 *(sys.executable, "-m", "bench.engine", kind, "--json", "--model", str(model)),
                 *(option, *map(str, sizes), *shape, *_quantize(dtype)),
-                *("--threads", str(run.threads), "--rounds", str(run.repeats)),
+                *("--cpus", *map(str, usable[: run.threads]), "--rounds", str(run.repeats)),
             )
         )
         rates = [float(line["highest"]) for line in json_lines(output_of(command))]
