@@ -40,9 +40,7 @@ def lanes(cpus: Sequence[int], seats: Sequence[Seat], own: Seat) -> tuple[Lane, 
     return (*mine, *lent)
 
 
-def pause_s(
-    step_s: float, num_decoding: int, num_prompts: float, limit_s: float
-) -> float:
+def pause_s(step_s: float, num_decoding: int, num_prompts: float, limit_s: float) -> float:
     """How long decoding leaves its CPUs to prompts after a step of `step_s`, so that from one token
     to the next it takes no longer than `limit_s`, if the step allows."""
     wanted_s = step_s * _PROMPTS_WEIGHT * num_prompts / num_decoding
