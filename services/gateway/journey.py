@@ -245,11 +245,6 @@ class Journey:
             self._has.let_go_of_next()
         return slot.granted
 
-    async def moved(self, timeout_s: float) -> None:
-        """Return when it runs where it moves to, if it moves, or is over."""
-        if slot := self._has.next:
-            await slot.settled(timeout_s)
-
     # ── what happens to it ───────────────────────────────────────────────────────────────────────
 
     def on_event(self, sender: Worker, event: RequestEvent) -> None:

@@ -2,8 +2,7 @@
 and from one that has much more than another.
 
 Nothing is computed again and no KV is copied: a slot is got there first, then the ticket changes
-hands. A few at a time, so that each waits for little more than the steps of the two workers: what
-is between them, writes to the store above all, is done one after another.
+hands. One at a time, so that each waits for no more than the steps of the two workers.
 """
 
 import asyncio
@@ -24,9 +23,6 @@ MIN_GAP = 4
 MIN_RATIO = 1.5
 """One worker has much more than another when it runs so many more sequences, and so many times as
 many."""
-
-AT_ONCE = 4
-"""A worker that leaves has a grace period for all that it runs."""
 
 REST_S = 10.0
 """Who was moved stays for so long, unless its worker leaves."""
@@ -65,16 +61,11 @@ class Mover:
             await self._bell.wait(heard, LOOK_AGAIN_S if leaving else None)
 
     async def _clear(self, source: Worker, pool: tuple[Worker, ...]) -> None:
-        in_order = iter(sorted(_settled(source), key=lambda journey: journey.place.order))
-
-        async def clear() -> None:
-            for journey in in_order:
-                target = _roomiest(pool)
-                if target is None:
-                    return
-                await self._move(journey, source, target)
-
-        await asyncio.gather(*(clear() for _ in range(AT_ONCE)))
+        for journey in sorted(_settled(source), key=lambda journey: journey.place.order):
+            target = _roomiest(pool)
+            if target is None:
+                return
+            await self._move(journey, source, target)
 
     # ── from who has much more ───────────────────────────────────────────────────────────────────
 
@@ -109,13 +100,11 @@ class Mover:
             await self._move(journey, source, target)
 
     async def _move(self, journey: Journey, source: Worker, target: Worker) -> None:
-        """Return when it runs there. Also when others were moved meanwhile: it may have ended, or
-        gone."""
+        """Also when others were moved meanwhile: it may have ended, or gone."""
         if journey.settled_at is not source:
             return
         try:
             moved = await journey.move(target, self._reserve_timeout_s)
-            await journey.moved(self._reserve_timeout_s)
         except Exception as error:  # a fault of ours in one request must not end all moving
             journey.end(error)
             return

@@ -87,8 +87,6 @@ class Possessions:
         """The issuer is told, and forgets it; it knows by itself if it is the same worker."""
         if self.at_rest is not None:
             self.let_go_of_ticket(self.at_rest.key if decode is self.at_rest.worker else None)
-        if self.slot is not None:
-            self.slot.use()
 
     def lose(self, worker: Worker) -> bool:
         """The worker has let go of everything. Whether the request itself was there."""

@@ -1,8 +1,7 @@
-"""A slot for one request at a decode worker: asked for, granted or refused, used, and let go of."""
+"""A slot for one request at a decode worker: asked for, granted or refused, and let go of."""
 
 import asyncio
 from collections.abc import Hashable
-from contextlib import suppress
 
 from services.common.logging import get_logger
 from services.gateway.messages import HandOver, Reserve
@@ -24,7 +23,6 @@ class Slot:
         self._request_id = request_id
         self._is_asked_back = False
         self._answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._is_settled = asyncio.Event()
         worker.join(guest)
         worker.send(Reserve(request_id, attempt))
 
@@ -55,15 +53,6 @@ class Slot:
             )
             self.worker.unresponsive = True
 
-    def use(self) -> None:
-        """The request runs there. Again: no error."""
-        self._is_settled.set()
-
-    async def settled(self, timeout_s: float) -> None:
-        """Return when it is used or let go of, or after the timeout."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._is_settled.wait(), timeout_s)
-
     def ask_back(self) -> None:
         """Ask the worker to hand over what runs there. Again: no error."""
         if not self._is_asked_back:
@@ -77,4 +66,3 @@ class Slot:
         self.worker.leave(self._guest)
         self.worker.full = self.worker.full or refused
         self.answer(False)
-        self._is_settled.set()

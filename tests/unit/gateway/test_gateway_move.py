@@ -69,36 +69,6 @@ async def test_a_running_request_moves_when_there_is_a_slot_for_it() -> None:
     assert not other.guests
 
 
-async def test_it_has_moved_with_its_first_token_from_there() -> None:
-    """Not when it is at rest, nor when it was sent on."""
-    walk = Walk()
-    ticket, other, move = await moving(walk)
-    walk.journey.on_event(other, Reserved("r1", 2, granted=True))
-    assert await move
-    moved = asyncio.create_task(walk.journey.moved(timeout_s=5))
-    await asyncio.sleep(0)
-    walk.journey.on_event(walk.decode, handed_over(walk, ticket))
-    await asyncio.sleep(0)
-    assert not moved.done()
-    walk.journey.on_event(other, generated(walk, expected(3)[2]))
-    await moved
-    walk.journey.end()
-
-
-@pytest.mark.parametrize("worker", ["here", "there"])
-async def test_a_move_that_comes_to_nothing_is_over(worker: str) -> None:
-    walk = Walk()
-    _, other, move = await moving(walk)
-    walk.journey.on_event(other, Reserved("r1", 2, granted=True))
-    assert await move
-    moved = asyncio.create_task(walk.journey.moved(timeout_s=5))
-    await asyncio.sleep(0)
-    walk.journey.on_lost(other if worker == "there" else walk.decode)
-    await moved
-    await walk.journey.moved(timeout_s=5)  # nothing moves: it returns at once
-    walk.journey.end()
-
-
 async def test_without_a_slot_elsewhere_it_stays() -> None:
     walk = Walk()
     _, other, move = await moving(walk)
