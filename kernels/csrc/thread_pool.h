@@ -8,9 +8,9 @@
 // The caller is lane 0. The others join when they are awake, and go through the body from the first
 // loop that is not over: what stands between loops must not mind being run late. A lane may be
 // lent: it works on a CPU that belongs to other workers, and only while all of them are idle; as
-// soon as one is busy it leaves the step, between two pieces of a loop, and the others do its share;
-// when they are idle again it joins again. Lanes that wait spin for some microseconds, then sleep,
-// so that a core is never burnt beside a worker that could use it.
+// soon as one is busy it leaves the step, between two pieces of a loop, and the others do its
+// share; when they are idle again it joins again. Lanes that wait spin for some microseconds, then
+// sleep, so that a core is never burnt beside a worker that could use it.
 #pragma once
 
 #include <atomic>
@@ -46,7 +46,7 @@ class Signal {
 };
 
 struct LaneSpec {
-  int cpu;                     // -1: wherever the system puts it
+  int cpu;                      // -1: wherever the system puts it
   std::vector<Backlog> owners;  // of the CPU; none: the lane is never lent
 
   // One that wants the CPU now, or null.
