@@ -19,7 +19,14 @@ from services.common.logging import get_logger
 from services.common.rpc import open_channel
 from services.common.version import PROTOCOL_VERSION
 from services.common.wire import load_from_wire
-from services.gateway.messages import Command, DrainNotice, Event, LoadReport, RequestEvent
+from services.gateway.messages import (
+    Command,
+    DrainNotice,
+    Event,
+    LoadReport,
+    RequestEvent,
+    Reserved,
+)
 from services.gateway.wire import DECODE, PREFILL, Garbled, Stream
 from services.gateway.worker import Worker
 
@@ -191,7 +198,6 @@ class Peer:
         while True:
             message = await read(stream)
             self._heard = True
-            self.worker.unresponsive = False
             for event in self._dialect.events(message):
                 self._hear(event)
 
@@ -200,6 +206,9 @@ class Peer:
             case LoadReport(load, draining):
                 self.worker.report(load, draining)
                 self._sink.on_change()
+            case Reserved():
+                self.worker.unresponsive = False
+                self._sink.on_event(self.worker, event)
             case DrainNotice():
                 self.worker.draining = True
                 self._sink.on_change()

@@ -45,7 +45,7 @@ class Slot:
 
     async def answered(self, timeout_s: float) -> None:
         """Return with the answer, when it is let go of, or after the timeout: then the worker is
-        not asked again until something is heard from it."""
+        not asked again until it has answered."""
         await asyncio.wait([self._answer], timeout=timeout_s)
         if not self._answer.done():  # it may still be granted, after we have turned away
             log.warning(

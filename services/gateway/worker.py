@@ -30,7 +30,7 @@ class Worker:
         self.full = False
         """A reservation was refused, and nothing has got free there since."""
         self.unresponsive = False
-        """It did not answer a reservation, and nothing was heard from it since."""
+        """It did not answer a reservation in time, and has not since: it answers in order."""
         self.guests: set[Hashable] = set()
         """Journeys that have (or ask for) a slot of this decode worker."""
         self.errands: dict[str, Errand] = {}

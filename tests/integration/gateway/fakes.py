@@ -235,6 +235,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self.slots: set[tuple[str, int]] = set()
         self.running: dict[str, Running] = {}
         self.answers_reservations = True
+        self.unanswered: list[tuple[Session, decode_pb2.Reserve]] = []
         self.parks = False
         self.at_rest: dict[str, tuple[Session, ticket_pb2.Ticket]] = {}
         self.parked: dict[str, Running] = {}
@@ -250,6 +251,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
     def on_reserve(self, session: Session, reserve: decode_pb2.Reserve) -> None:
         if not self.answers_reservations:
+            self.unanswered.append((session, reserve))
             return
         granted = len(self.slots) < self.num_slots
         if granted:
@@ -259,6 +261,11 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 request_id=reserve.request_id, attempt=reserve.attempt, granted=granted
             )
         )
+
+    def answer_at_last(self) -> None:
+        self.answers_reservations = True
+        while self.unanswered:
+            self.on_reserve(*self.unanswered.pop(0))
 
     def on_admit(self, session: Session, admit: decode_pb2.Admit) -> None:
         ticket = admit.ticket

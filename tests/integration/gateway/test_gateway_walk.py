@@ -186,6 +186,18 @@ async def test_a_worker_that_does_not_answer_holds_nobody_up(make_house: Any) ->
     assert len(silent.commands(decode_pb2.Reserve)) == 1
 
 
+async def test_a_worker_that_answers_late_is_asked_again(make_house: Any) -> None:
+    silent, free = FakeDecode("decode-1", num_slots=8), FakeDecode("decode-2", num_slots=4)
+    silent.answers_reservations = False
+    house = await make_house(FakePrefill(), silent, free, reserve_timeout_s=0.05)
+    await Call(house.gateway, asked("r1")).result()
+    silent.answer_at_last()
+    seen = house.assembly.fleet.decode_workers()["pool"]
+    await until(lambda: not any(worker.unresponsive for worker in seen))
+    await Call(house.gateway, asked("r2")).result()
+    assert [c.request_id for c in silent.commands(decode_pb2.Reserve)] == ["r1", "r2"]
+
+
 async def test_when_all_slots_are_taken_the_next_waits_for_one(make_house: Any) -> None:
     decode = FakeDecode(num_slots=1)
     house = await make_house(FakePrefill(), decode)
