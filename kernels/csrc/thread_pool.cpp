@@ -134,7 +134,7 @@ std::shared_ptr<const ThreadPool::Lanes> ThreadPool::lanes() {
   return lanes_;
 }
 
-// False: there is no step, or its last lane just closes a loop and it may be over.
+// False: there is no step. While a loop is being closed it is not known whether it was the last.
 bool ThreadPool::join(State& joined) {
   State state = state_.load();
   for (;;) {

@@ -7,8 +7,8 @@ equal part, or shares one where there are more workers than CPUs. A CPU whose ho
 is lent to one of the others at a time.
 
 Decoding is never idle while a stream runs, so that prompts would have their half and no more. It
-pauses between steps, then: the more prompts want to be computed by the streams that decode, the
-longer, up to a limit.
+pauses between steps, then: the more prompts wait for each stream that decodes, the longer, up to a
+limit.
 """
 
 from collections.abc import Mapping, Sequence
