@@ -52,13 +52,13 @@ async def _vet(url: str, connection: AbstractConnection) -> None:
 
 async def _load(url: str, connection: AbstractConnection) -> None:
     text = library_text()
-    if await _loaded_text(connection) is None:
+    while (loaded := await _loaded_text(connection)) is None:  # or gone again: FUNCTION FLUSH
         try:
             await ask(connection, "FUNCTION", "LOAD", text)
         except ResponseError as error:
             if "already exists" not in str(error):  # somebody else was faster
                 raise
-    if await _loaded_text(connection) != text.encode():
+    if loaded != text.encode():
         raise StoreUnsuitable(
             f"{url} has other functions named {FUNCTION_LIBRARY}: another version of Quire uses"
             " this server. Use another server, or stop that one and FUNCTION DELETE them"

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,6 +76,21 @@ def streams(seed: int) -> list[Stream]:
     ]
 
 
+async def amid(
+    condition: Callable[[], Awaitable[object]], client: AsyncClient, seed: int
+) -> asyncio.Future[list[list[int]]]:
+    """Streams that run when `condition` was just true. Streams that are over before it was seen
+    are run once more."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            running = asyncio.gather(*(stream.run(client) for stream in streams(seed)))
+            while not running.done():
+                if await condition():
+                    return running
+                await asyncio.sleep(0.005)
+            await running
+
+
 async def all_serve(client: AsyncClient) -> None:
     """Two workers of each kind, and nothing held or wrong."""
     async with asyncio.timeout(LIMIT_S):
@@ -136,19 +151,11 @@ class Inside:
                 await asyncio.sleep(0.02)
         return stats
 
-    async def both_decode(self) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            while True:
-                holders = await self.store.holders(self.pool_id)
-                running = Counter(h.worker_id for h in holders if h.worker_id.startswith("decode"))
-                if len(running) == 2 and min(running.values()) >= 2:
-                    return
-
-    async def holds(self, worker_id: str) -> None:
-        """Wait until a worker holds something."""
-        async with asyncio.timeout(LIMIT_S):
-            while not await self.held_by(worker_id):
-                await asyncio.sleep(0.005)
+    async def both_decode(self) -> bool:
+        """Whether two decode workers hold two sequences each."""
+        holders = await self.store.holders(self.pool_id)
+        running = Counter(h.worker_id for h in holders if h.worker_id.startswith("decode"))
+        return len(running) == 2 and min(running.values()) >= 2
 
     async def held_by(self, worker_id: str) -> set[int]:
         tag = pool_tag(self.pool_id)
@@ -189,14 +196,12 @@ async def test_what_a_stopped_worker_writes_is_where_nobody_else_reads(
     back, and one like it serves again."""
     await all_serve(client)
     undisturbed = [await stream.run(client) for stream in streams(3)]
-    disturbed = streams(3)
-    running = [asyncio.create_task(stream.run(client)) for stream in disturbed]
-    await inside.both_decode()
+    running = await amid(inside.both_decode, client, seed=3)
     stopped = deployment.running("services.decode")[0]
     os.kill(stopped, signal.SIGSTOP)
     try:
         async with asyncio.timeout(LIMIT_S):
-            assert await asyncio.gather(*running) == undisturbed
+            assert await running == undisturbed
         (worker_id,) = (await inside.until(lambda s: bool(s.fenced_worker_ids))).fenced_worker_ids
         quarantined = await inside.held_by(worker_id)
         assert quarantined

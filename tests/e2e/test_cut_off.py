@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.proxy import Proxy
 
 from .conftest import POOL_MEMORY
 from .deployment import Deployment, serving
-from .test_crashes import Inside, inside, is_whole, streams
+from .test_crashes import Inside, amid, inside, is_whole, streams
 
 __all__ = ["inside"]
 
@@ -138,13 +139,12 @@ async def test_a_worker_cut_off_from_redis_costs_time_and_no_more(
     async with guest(deployment, client, role, tmp_path / "guest.log") as worker:
         for seed, length_s in enumerate((1.0, 3.0, 10.0)):
             undisturbed = [await stream.run(client) for stream in streams(seed)]
-            disturbed = streams(seed)
-            running = [asyncio.create_task(stream.run(client)) for stream in disturbed]
-            await inside.holds(worker.names()[-1])
+            name = worker.names()[-1]
+            running = await amid(partial(inside.held_by, name), client, seed)
             async with fault(worker.proxy):
                 await asyncio.sleep(length_s)  # the outage itself
             async with asyncio.timeout(LIMIT_S):
-                assert await asyncio.gather(*running) == undisturbed
+                assert await running == undisturbed
             if length_s == 10.0 and fault in (cut, half_open):
                 await until(lambda: has_another_name(worker))
             else:
@@ -161,10 +161,9 @@ async def test_who_was_fenced_meanwhile_writes_nothing_that_others_read(
     """Others fill the pool while it is away; when it is back nothing of theirs has changed."""
     async with guest(deployment, client, "decode", tmp_path / "guest.log") as worker:
         (name,) = worker.names()
-        running = [asyncio.create_task(stream.run(client)) for stream in streams(3)]
-        await inside.holds(name)
+        running = await amid(partial(inside.held_by, name), client, seed=3)
         await worker.proxy.close()
-        await asyncio.gather(*running)
+        await running
         await inside.until(lambda stats: name not in stats.worker_ids)
         for seed in range(4, 8):  # each needs more than half of what there is
             await asyncio.gather(*(stream.run(client) for stream in streams(seed)))

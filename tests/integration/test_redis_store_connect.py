@@ -2,10 +2,13 @@
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
+from redis.asyncio.connection import AbstractConnection
 
+from blockstore import library
 from blockstore.connection import require_suitable, translate
 from blockstore.errors import BlockStoreError, StoreUnavailable, StoreUnsuitable
 from blockstore.library import library_text
@@ -43,6 +46,27 @@ async def test_another_text_under_our_name_is_refused_and_left_alone(own_valkey:
         await RedisStore.connect(own_valkey.url)
     listing = own_valkey.command("FUNCTION", "LIST", "LIBRARYNAME", FUNCTION_LIBRARY, "WITHCODE")
     assert "-- another version" in str(listing)
+
+
+async def test_functions_that_go_as_soon_as_they_are_loaded_are_loaded_again(
+    own_valkey: Valkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A FUNCTION FLUSH between two commands is no other version."""
+    ask, num_loads = library.ask, 0
+
+    async def flushed_once(connection: AbstractConnection, *command: str) -> Any:
+        nonlocal num_loads
+        reply = await ask(connection, *command)
+        if command[:2] == ("FUNCTION", "LOAD"):
+            num_loads += 1
+            if num_loads == 1:
+                own_valkey.command("FUNCTION", "FLUSH")
+        return reply
+
+    monkeypatch.setattr(library, "ask", flushed_once)
+    store = await RedisStore.connect(own_valkey.url)
+    await store.close()
+    assert num_loads == 2
 
 
 async def test_an_evicting_server_is_refused_with_what_to_set(own_valkey: Valkey) -> None:
