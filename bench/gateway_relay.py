@@ -71,8 +71,14 @@ class CountingPrefill(prefill_pb2_grpc.PrefillServicer):
                 ticket = request.submit.ticket
                 ticket.sequences[0].token_ids.append(TOKEN)
                 ticket.sequences[0].block_ids.append(0)
+                output = worker_pb2.SequenceOutput(
+                    request_id=ticket.request_id,
+                    attempt=ticket.attempt,
+                    position=len(ticket.prompt_token_ids),
+                    token_ids=(TOKEN,),
+                )
                 yield prefill_pb2.PrefillConnectResponse(
-                    prefilled=prefill_pb2.Prefilled(ticket=ticket)
+                    prefilled=prefill_pb2.Prefilled(ticket=ticket, outputs=[output])
                 )
 
 
@@ -125,7 +131,7 @@ class CountingDecode(decode_pb2_grpc.DecodeServicer):
         for (request_id, attempt), left in list(self._left.items()):
             last = left == 1
             outputs.append(
-                decode_pb2.SequenceOutput(
+                worker_pb2.SequenceOutput(
                     request_id=request_id,
                     attempt=attempt,
                     position=self._lengths[request_id, attempt] - left,

@@ -22,36 +22,33 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from quire.v1 import sampling_pb2 as quire_dot_v1_dot_sampling__pb2
 from quire.v1 import ticket_pb2 as quire_dot_v1_dot_ticket__pb2
 from quire.v1 import worker_pb2 as quire_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/decode.proto\x12\x08quire.v1\x1a\x17quire/v1/sampling.proto\x1a\x15quire/v1/ticket.proto\x1a\x15quire/v1/worker.proto\"\x9c\x02\n\x14\x44\x65\x63odeConnectRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.quire.v1.HelloH\x00\x12$\n\x07reserve\x18\x02 \x01(\x0b\x32\x11.quire.v1.ReserveH\x00\x12 \n\x05\x61\x64mit\x18\x03 \x01(\x0b\x32\x0f.quire.v1.AdmitH\x00\x12 \n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x0f.quire.v1.AbortH\x00\x12 \n\x05\x64rain\x18\x05 \x01(\x0b\x32\x0f.quire.v1.DrainH\x00\x12\'\n\thand_over\x18\x06 \x01(\x0b\x32\x12.quire.v1.HandOverH\x00\x12\"\n\x06resume\x18\x07 \x01(\x0b\x32\x10.quire.v1.ResumeH\x00\x42\t\n\x07\x63ommand\"\xb3\x02\n\x15\x44\x65\x63odeConnectResponse\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.quire.v1.WelcomeH\x00\x12&\n\x08reserved\x18\x02 \x01(\x0b\x32\x12.quire.v1.ReservedH\x00\x12$\n\x04step\x18\x03 \x01(\x0b\x32\x14.quire.v1.StepOutputH\x00\x12)\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x17.quire.v1.RequestFailedH\x00\x12$\n\x07requeue\x18\x05 \x01(\x0b\x32\x11.quire.v1.RequeueH\x00\x12&\n\x08\x64raining\x18\x06 \x01(\x0b\x32\x12.quire.v1.DrainingH\x00\x12$\n\x04load\x18\x07 \x01(\x0b\x32\x14.quire.v1.WorkerLoadH\x00\x42\x07\n\x05\x65vent\"E\n\x07Reserve\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rnum_sequences\x18\x03 \x01(\r\"@\n\x08Reserved\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07granted\x18\x03 \x01(\x08\")\n\x05\x41\x64mit\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.quire.v1.Ticket\"/\n\x08HandOver\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"*\n\x06Resume\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.quire.v1.Ticket\"7\n\nStepOutput\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.quire.v1.SequenceOutput\"\x98\x01\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x10\n\x08position\x18\x06 \x01(\r2X\n\x06\x44\x65\x63ode\x12N\n\x07\x43onnect\x12\x1e.quire.v1.DecodeConnectRequest\x1a\x1f.quire.v1.DecodeConnectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/decode.proto\x12\x08quire.v1\x1a\x15quire/v1/ticket.proto\x1a\x15quire/v1/worker.proto\"\x9c\x02\n\x14\x44\x65\x63odeConnectRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.quire.v1.HelloH\x00\x12$\n\x07reserve\x18\x02 \x01(\x0b\x32\x11.quire.v1.ReserveH\x00\x12 \n\x05\x61\x64mit\x18\x03 \x01(\x0b\x32\x0f.quire.v1.AdmitH\x00\x12 \n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x0f.quire.v1.AbortH\x00\x12 \n\x05\x64rain\x18\x05 \x01(\x0b\x32\x0f.quire.v1.DrainH\x00\x12\'\n\thand_over\x18\x06 \x01(\x0b\x32\x12.quire.v1.HandOverH\x00\x12\"\n\x06resume\x18\x07 \x01(\x0b\x32\x10.quire.v1.ResumeH\x00\x42\t\n\x07\x63ommand\"\xb3\x02\n\x15\x44\x65\x63odeConnectResponse\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.quire.v1.WelcomeH\x00\x12&\n\x08reserved\x18\x02 \x01(\x0b\x32\x12.quire.v1.ReservedH\x00\x12$\n\x04step\x18\x03 \x01(\x0b\x32\x14.quire.v1.StepOutputH\x00\x12)\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x17.quire.v1.RequestFailedH\x00\x12$\n\x07requeue\x18\x05 \x01(\x0b\x32\x11.quire.v1.RequeueH\x00\x12&\n\x08\x64raining\x18\x06 \x01(\x0b\x32\x12.quire.v1.DrainingH\x00\x12$\n\x04load\x18\x07 \x01(\x0b\x32\x14.quire.v1.WorkerLoadH\x00\x42\x07\n\x05\x65vent\"E\n\x07Reserve\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rnum_sequences\x18\x03 \x01(\r\"@\n\x08Reserved\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07granted\x18\x03 \x01(\x08\")\n\x05\x41\x64mit\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.quire.v1.Ticket\"/\n\x08HandOver\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"*\n\x06Resume\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.quire.v1.Ticket\"7\n\nStepOutput\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.quire.v1.SequenceOutput2X\n\x06\x44\x65\x63ode\x12N\n\x07\x43onnect\x12\x1e.quire.v1.DecodeConnectRequest\x1a\x1f.quire.v1.DecodeConnectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DECODECONNECTREQUEST']._serialized_start=107
-  _globals['_DECODECONNECTREQUEST']._serialized_end=391
-  _globals['_DECODECONNECTRESPONSE']._serialized_start=394
-  _globals['_DECODECONNECTRESPONSE']._serialized_end=701
-  _globals['_RESERVE']._serialized_start=703
-  _globals['_RESERVE']._serialized_end=772
-  _globals['_RESERVED']._serialized_start=774
-  _globals['_RESERVED']._serialized_end=838
-  _globals['_ADMIT']._serialized_start=840
-  _globals['_ADMIT']._serialized_end=881
-  _globals['_HANDOVER']._serialized_start=883
-  _globals['_HANDOVER']._serialized_end=930
-  _globals['_RESUME']._serialized_start=932
-  _globals['_RESUME']._serialized_end=974
-  _globals['_STEPOUTPUT']._serialized_start=976
-  _globals['_STEPOUTPUT']._serialized_end=1031
-  _globals['_SEQUENCEOUTPUT']._serialized_start=1034
-  _globals['_SEQUENCEOUTPUT']._serialized_end=1186
-  _globals['_DECODE']._serialized_start=1188
-  _globals['_DECODE']._serialized_end=1276
+  _globals['_DECODECONNECTREQUEST']._serialized_start=82
+  _globals['_DECODECONNECTREQUEST']._serialized_end=366
+  _globals['_DECODECONNECTRESPONSE']._serialized_start=369
+  _globals['_DECODECONNECTRESPONSE']._serialized_end=676
+  _globals['_RESERVE']._serialized_start=678
+  _globals['_RESERVE']._serialized_end=747
+  _globals['_RESERVED']._serialized_start=749
+  _globals['_RESERVED']._serialized_end=813
+  _globals['_ADMIT']._serialized_start=815
+  _globals['_ADMIT']._serialized_end=856
+  _globals['_HANDOVER']._serialized_start=858
+  _globals['_HANDOVER']._serialized_end=905
+  _globals['_RESUME']._serialized_start=907
+  _globals['_RESUME']._serialized_end=949
+  _globals['_STEPOUTPUT']._serialized_start=951
+  _globals['_STEPOUTPUT']._serialized_end=1006
+  _globals['_DECODE']._serialized_start=1008
+  _globals['_DECODE']._serialized_end=1096
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,3 @@
-from quire.v1 import sampling_pb2 as _sampling_pb2
 from quire.v1 import ticket_pb2 as _ticket_pb2
 from quire.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
@@ -88,21 +87,5 @@ class Resume(_message.Message):
 class StepOutput(_message.Message):
     __slots__ = ("outputs",)
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
-    outputs: _containers.RepeatedCompositeFieldContainer[SequenceOutput]
-    def __init__(self, outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ...) -> None: ...
-
-class SequenceOutput(_message.Message):
-    __slots__ = ("request_id", "attempt", "index", "token_ids", "finish_reason", "position")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    POSITION_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    attempt: int
-    index: int
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    finish_reason: _sampling_pb2.FinishReason
-    position: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., position: _Optional[int] = ...) -> None: ...
+    outputs: _containers.RepeatedCompositeFieldContainer[_worker_pb2.SequenceOutput]
+    def __init__(self, outputs: _Optional[_Iterable[_Union[_worker_pb2.SequenceOutput, _Mapping]]] = ...) -> None: ...

@@ -1,9 +1,9 @@
-from quire.v1 import sampling_pb2 as _sampling_pb2
 from quire.v1 import ticket_pb2 as _ticket_pb2
 from quire.v1 import worker_pb2 as _worker_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -43,9 +43,9 @@ class PrefillSubmit(_message.Message):
     def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("ticket", "finish_reason")
+    __slots__ = ("ticket", "outputs")
     TICKET_FIELD_NUMBER: _ClassVar[int]
-    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     ticket: _ticket_pb2.Ticket
-    finish_reason: _sampling_pb2.FinishReason
-    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ...) -> None: ...
+    outputs: _containers.RepeatedCompositeFieldContainer[_worker_pb2.SequenceOutput]
+    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[_worker_pb2.SequenceOutput, _Mapping]]] = ...) -> None: ...

@@ -81,10 +81,12 @@ class Swapped:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """`holder_epoch` is odd while a worker runs the holder, even at rest, 0 before its allocation.
-    `root_hash`: 16 bytes, root of the chained prefix hashes. `timeout_ms`: what is left of the
-    deadline, 0 for none. `swapped`: where a prefill worker gets KV from instead of computing it.
-    `prefill_ns_per_token`: what that would cost, 0 while nobody has measured it."""
+    """`sequences`: those that have not ended, ascending by index; none, in the answer of a prefill
+    worker with which all end. `holder_epoch` is odd while a worker runs the holder, even at rest, 0
+    before its allocation. `root_hash`: 16 bytes, root of the chained prefix hashes. `timeout_ms`:
+    what is left of the deadline, 0 for none. `swapped`: where a prefill worker gets KV from instead
+    of computing it. `prefill_ns_per_token`: what that would cost, 0 while nobody has measured it.
+    """
 
     request_id: str
     attempt: int
@@ -105,3 +107,7 @@ class Ticket:
     def key(self) -> tuple[str, int]:
         """(request, attempt): what every message about this ticket carries."""
         return self.request_id, self.attempt
+
+    def is_only(self, index: int) -> bool:
+        """Whether this is its one sequence."""
+        return [sequence.index for sequence in self.sequences] == [index]

@@ -43,19 +43,20 @@ def ticket_to_wire(ticket: Ticket) -> ticket_pb2.Ticket:
     )
 
 
-def ticket_from_wire(message: ticket_pb2.Ticket) -> Ticket:
-    """InvalidRequest says what is wrong with the message."""
+def ticket_from_wire(message: ticket_pb2.Ticket, *, may_have_ended: bool = False) -> Ticket:
+    """`may_have_ended`: it may have no sequences. InvalidRequest says what is wrong with the
+    message."""
     check_request_id(message.request_id)
     _check_holder(message)
     _require(message.order < _MAX_ORDER, "order is not below 2**52")
     _require(len(message.root_hash) == ROOT_HASH_BYTES, f"root_hash is not {ROOT_HASH_BYTES} bytes")
     _require(bool(message.prompt_token_ids), "prompt_token_ids is empty")
     _require(message.HasField("sampling"), "sampling is missing")
-    _require(bool(message.sequences), "sequences is empty")
+    _require(may_have_ended or bool(message.sequences), "sequences is empty")
     num_prompt_tokens = len(message.prompt_token_ids)
     _require(message.num_cached_tokens <= num_prompt_tokens, "num_cached_tokens > prompt")
-    indices = {sequence.index for sequence in message.sequences}
-    _require(len(indices) == len(message.sequences), "a sequence index is there twice")
+    indices = [sequence.index for sequence in message.sequences]
+    _require(indices == sorted(set(indices)), "sequence indices are not ascending")
     return Ticket(
         request_id=message.request_id,
         attempt=message.attempt,
@@ -190,8 +191,8 @@ def _swapped_to_wire(swapped: Swapped) -> ticket_pb2.Swapped:
 def _swapped_from_wire(message: ticket_pb2.Ticket) -> Swapped:
     swapped = message.swapped
     _check_holder(swapped)
-    num_tokens = len(message.prompt_token_ids) + len(message.sequences[0].token_ids)
     _require(len(message.sequences) == 1, "swapped out, but not one sequence")
+    num_tokens = len(message.prompt_token_ids) + len(message.sequences[0].token_ids)
     _require(not message.sequences[0].block_ids, "swapped out, but with blocks")
     _require(bool(swapped.pool_id and swapped.block_ids), "swapped out to nowhere")
     _require(

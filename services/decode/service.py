@@ -5,11 +5,11 @@ from typing import Any
 
 from quire.v1 import decode_pb2, decode_pb2_grpc
 from services.common.rpc import RpcServer
-from services.common.wire import check_request_id, finish_reason_to_wire, ticket_from_wire
+from services.common.wire import check_request_id, ticket_from_wire
 from services.decode.worker import DecodeWorker
-from services.worker.events import Event, Output, Reserved, Step
+from services.worker.events import Event, Reserved, Step
 from services.worker.process import WorkerRole
-from services.worker.stream import Fields, StreamSession, WorkerStream
+from services.worker.stream import Fields, StreamSession, WorkerStream, output_to_wire
 
 Command = decode_pb2.Reserve | decode_pb2.Admit | decode_pb2.HandOver | decode_pb2.Resume
 
@@ -42,23 +42,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
 def _encode(event: Event) -> Fields:
     if isinstance(event, Step):
-        return {"step": decode_pb2.StepOutput(outputs=map(_output, event.outputs))}
+        return {"step": decode_pb2.StepOutput(outputs=map(output_to_wire, event.outputs))}
     assert isinstance(event, Reserved)
     reserved = decode_pb2.Reserved(
         request_id=event.request_id, attempt=event.attempt, granted=event.granted
     )
     return {"reserved": reserved}
-
-
-def _output(output: Output) -> decode_pb2.SequenceOutput:
-    return decode_pb2.SequenceOutput(
-        request_id=output.request_id,
-        attempt=output.attempt,
-        index=output.index,
-        position=output.position,
-        token_ids=(output.token_id,),
-        finish_reason=finish_reason_to_wire(output.finish),
-    )
 
 
 def _serve(worker: DecodeWorker, server: RpcServer) -> None:

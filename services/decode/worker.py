@@ -97,8 +97,12 @@ class DecodeWorker(PoolWorker):
             self._jobs.end_after(ticket.timeout_ms / 1000, job, EXPIRED)
         self.writer.put(lambda: self._claim(job, ticket))
 
-    def abort(self, session: Session, request_id: str, attempt: int) -> None:
-        if job := self._jobs.get(session, request_id, attempt):
+    def abort(
+        self, session: Session, request_id: str, attempt: int, index: int | None = None
+    ) -> None:
+        """End a request, or one of its sequences. One that is not there is no error."""
+        job = self._jobs.get(session, request_id, attempt)
+        if job and (index is None or (job.ticket and job.ticket.is_only(index))):
             self._end(job, ABORTED)
 
     def hand_over(self, session: Session, request_id: str, attempt: int) -> None:

@@ -323,16 +323,17 @@ class Journey:
     # ── the moves ────────────────────────────────────────────────────────────────────────────────
 
     def _on_prefilled(self, sender: Worker, event: Prefilled) -> None:
-        ticket, finish = event.ticket, event.finish_reason
-        if problem := self._tickets.problem(ticket, num_new=1, blocks=finish is None):
+        ticket = event.ticket
+        if problem := self._tickets.problem_of_prefilled(event):
             self._set_back(f"prefill worker {sender.id} answered with a wrong ticket: {problem}")
             return
         self._has.custody.got_token(sender)
         self.client.output.tally.saw_prefill(ticket.num_cached_tokens)
-        if finish is None:
+        if ticket.sequences:
             self._has.issue(ticket)
             self.go_on()
-        self._deliver(ticket.sequences[0].token_ids[-1:], finish, sender)
+        for output in event.outputs:
+            self._deliver(output.token_ids, output.finish_reason, sender)
 
     def _on_handed_over(self, sender: Worker, ticket: Ticket) -> None:
         """What ran is at rest: it goes on where a slot is kept for it, or waits for one in line."""

@@ -36,10 +36,12 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """To whoever may have a request, a reservation or a ticket at rest: let go of it."""
+    """To whoever may have a request, a reservation or a ticket at rest: let go of it; with an
+    `index`, of that one sequence, and go on with the others."""
 
     request_id: str
     attempt: int
+    index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +71,25 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True)
+class Generated:
+    """What a prefill or one decode step gave one sequence. `position`: of its first token, counted
+    from the start of the prompt."""
+
+    request_id: str
+    attempt: int
+    index: int
+    position: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The ticket has one more token; and blocks, unless `finish_reason` says that it has ended."""
+    """`outputs`: the next token of every sequence submitted. The ticket has those that go on, with
+    their blocks; none, if all have ended."""
 
     ticket: Ticket
-    finish_reason: FinishReason | None
+    outputs: tuple[Generated, ...]
 
     @property
     def request_id(self) -> str:
@@ -82,19 +98,6 @@ class Prefilled:
     @property
     def attempt(self) -> int:
         return self.ticket.attempt
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """What one decode step gave one sequence. `position`: of its first token, counted from the
-    start of the prompt."""
-
-    request_id: str
-    attempt: int
-    index: int
-    position: int
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
 
 
 @dataclass(frozen=True, slots=True)

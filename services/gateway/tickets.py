@@ -9,7 +9,7 @@ from services.common.ticket import Swapped, Ticket, TicketSequence, first_of
 from services.gateway.admission import Admitted
 from services.gateway.client import Client
 from services.gateway.line import Place
-from services.gateway.messages import Generated
+from services.gateway.messages import Generated, Prefilled
 
 
 def new_ticket(
@@ -45,6 +45,13 @@ def other_field(ticket: Ticket, submitted: Ticket) -> str:
     none."""
     differing = (n for n in _OURS if getattr(ticket, n) != getattr(submitted, n))
     return next(differing, "")
+
+
+def _problem_of_identity(ticket: Ticket, submitted: Ticket) -> str:
+    """What makes a ticket another one than was submitted; "" if nothing does."""
+    if name := other_field(ticket, submitted):
+        return f"another {name}"
+    return "" if first_of(ticket.holder_id) == submitted.holder_id else "another holder"
 
 
 class Tickets:
@@ -87,10 +94,8 @@ class Tickets:
             return "nobody was sent one"
         if blocks and not all(sequence.block_ids for sequence in ticket.sequences):
             return "no blocks"
-        if name := other_field(ticket, submitted):
-            return f"another {name}"
-        if first_of(ticket.holder_id) != submitted.holder_id:
-            return "another holder"
+        if problem := _problem_of_identity(ticket, submitted):
+            return problem
         if len(ticket.sequences) != 1 or ticket.sequences[0].index != 0:
             return "other sequences"
         token_ids = ticket.sequences[0].token_ids
@@ -98,8 +103,24 @@ class Tickets:
             return f"its tokens are not the {len(received)} received and {num_new} more"
         return self._problem_of_tokens(token_ids[len(received) :], goes_on=blocks)
 
+    def problem_of_prefilled(self, event: Prefilled) -> str:
+        """What is wrong with the answer of a prefill worker."""
+        ticket, outputs = event.ticket, event.outputs
+        if [len(output.token_ids) for output in outputs] != [1]:
+            return "not one token of one sequence"
+        (output,) = outputs
+        if problem := self.problem_of_step(output):
+            return problem
+        if output.finish_reason is None:
+            at_rest = [sequence.token_ids[-1:] for sequence in ticket.sequences]
+            problem = self.problem(ticket, num_new=1)
+            return problem or ("" if at_rest == [output.token_ids] else "its tokens are others")
+        if self._submitted is None or ticket.sequences:
+            return "it goes on after its end"
+        return _problem_of_identity(ticket, self._submitted)
+
     def problem_of_step(self, event: Generated) -> str:
-        """What is wrong with tokens that a decode worker says come next."""
+        """What is wrong with tokens that a worker says come next."""
         client = self._client
         if event.index != 0 or not event.token_ids:
             return "sent no token of what was asked for"

@@ -88,8 +88,9 @@ class Dialect:
                 return self.request(admit=decode_pb2.Admit(ticket=ticket_to_wire(ticket)))
             case Submit(ticket):
                 return self.request(submit=prefill_pb2.PrefillSubmit(ticket=ticket_to_wire(ticket)))
-            case Abort(request_id, attempt):
-                return self.request(abort=worker_pb2.Abort(request_id=request_id, attempt=attempt))
+            case Abort(request_id, attempt, index):
+                abort = worker_pb2.Abort(request_id=request_id, attempt=attempt, index=index)
+                return self.request(abort=abort)
             case HandOver(request_id, attempt):
                 hand_over = decode_pb2.HandOver(request_id=request_id, attempt=attempt)
                 return self.request(hand_over=hand_over)
@@ -125,25 +126,30 @@ def _decode_events(message: decode_pb2.DecodeConnectResponse) -> Iterator[Event]
 
 
 def _prefilled(message: prefill_pb2.Prefilled) -> Prefilled | Malformed:
+    ticket = message.ticket
     try:
-        finish_reason = finish_reason_from_wire(message.finish_reason)
-        return Prefilled(ticket_from_wire(message.ticket), finish_reason)
+        outputs = tuple(map(_output, message.outputs))
+        return Prefilled(ticket_from_wire(ticket, may_have_ended=True), outputs)
     except InvalidRequest as error:
-        return Malformed(message.ticket.request_id, message.ticket.attempt, str(error))
+        return Malformed(ticket.request_id, ticket.attempt, str(error))
 
 
-def _generated(output: decode_pb2.SequenceOutput) -> Generated | Malformed:
+def _generated(output: worker_pb2.SequenceOutput) -> Generated | Malformed:
     try:
-        finish_reason = finish_reason_from_wire(output.finish_reason)
+        return _output(output)
     except InvalidRequest as error:
         return Malformed(output.request_id, output.attempt, str(error))
+
+
+def _output(output: worker_pb2.SequenceOutput) -> Generated:
+    """InvalidRequest."""
     return Generated(
         output.request_id,
         output.attempt,
         output.index,
         output.position,
         tuple(output.token_ids),
-        finish_reason,
+        finish_reason_from_wire(output.finish_reason),
     )
 
 

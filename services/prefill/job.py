@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from blockstore.store import Allocation, PrefixHash
-from services.common.ticket import Ticket, TicketSequence
-from services.worker.events import Ending, Session
+from services.common.ticket import FinishReason, Ticket, TicketSequence
+from services.worker.events import Ending, Output, Session
 
 
 class State(Enum):
@@ -64,8 +64,11 @@ class Job:
             prefill_ns_per_token=prefill_ns_per_token,
         )
 
-    def finished(self, token: int) -> Ticket:
-        """The ticket of a request that ended with this token: no blocks."""
-        ticket = self.issued(token, 0)
-        sequence = replace(ticket.sequences[0], block_ids=(), num_computed_tokens=0)
-        return replace(ticket, holder_epoch=0, sequences=(sequence,))
+    def finished(self) -> Ticket:
+        """The ticket of a request that is over: no sequences, no blocks."""
+        return replace(self.ticket, holder_epoch=0, sequences=(), swapped=None)
+
+    def output(self, token: int, finish: FinishReason | None) -> Output:
+        """The token just drawn."""
+        index, position = self.ticket.sequences[0].index, len(self.tokens)
+        return Output(*self.ticket.key, index, position, token, finish)

@@ -5,11 +5,11 @@ from typing import Any
 
 from quire.v1 import prefill_pb2, prefill_pb2_grpc
 from services.common.rpc import RpcServer
-from services.common.wire import finish_reason_to_wire, ticket_from_wire, ticket_to_wire
+from services.common.wire import ticket_from_wire, ticket_to_wire
 from services.prefill.worker import PrefillWorker
 from services.worker.events import Event, Prefilled
 from services.worker.process import WorkerRole
-from services.worker.stream import Fields, StreamSession, WorkerStream
+from services.worker.stream import Fields, StreamSession, WorkerStream, output_to_wire
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
@@ -30,7 +30,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 def _encode(event: Event) -> Fields:
     assert isinstance(event, Prefilled)
     prefilled = prefill_pb2.Prefilled(
-        ticket=ticket_to_wire(event.ticket), finish_reason=finish_reason_to_wire(event.finish)
+        ticket=ticket_to_wire(event.ticket), outputs=map(output_to_wire, event.outputs)
     )
     return {"prefilled": prefilled}
 

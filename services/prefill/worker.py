@@ -95,8 +95,12 @@ class PrefillWorker(PoolWorker):
             self._jobs.end_after(ticket.timeout_ms / 1000, job, EXPIRED)
         self._admission.add(job)
 
-    def abort(self, session: Session, request_id: str, attempt: int) -> None:
-        if job := self._jobs.get(session, request_id, attempt):
+    def abort(
+        self, session: Session, request_id: str, attempt: int, index: int | None = None
+    ) -> None:
+        """End a request, or one of its sequences. One that is not there is no error."""
+        job = self._jobs.get(session, request_id, attempt)
+        if job and (index is None or job.ticket.is_only(index)):
             self._end(job, ABORTED)
 
     def close(self, session: Session) -> None:
@@ -224,12 +228,13 @@ class PrefillWorker(PoolWorker):
 
     def _issue(self, job: Job, token: int) -> None:
         """At rest: nobody writes its blocks until somebody claims them."""
+        output = job.output(token, None)
         ticket = job.issued(token, self._pace.ns_per_token)
 
         async def detach() -> None:
             await self.store.detach(self.pool_id, ticket.holder_id, ticket.holder_epoch - 1)
             if not job.ending:
-                job.session.send(Prefilled(ticket, None))
+                job.session.send(Prefilled(ticket, (output,)))
 
         job.state = State.ISSUED
         job.ticket = ticket
@@ -238,11 +243,12 @@ class PrefillWorker(PoolWorker):
         self.writer.put(detach)
 
     def _finish(self, job: Job, token: int, finish: FinishReason) -> None:
+        output = job.output(token, finish)
         holder_id, epoch = job.ticket.holder_id, _epoch(job)
 
         async def release() -> None:
             await self.store.release(self.pool_id, holder_id, epoch)
-            job.session.send(Prefilled(job.finished(token), finish))
+            job.session.send(Prefilled(job.finished(), (output,)))
 
         self._forget(job)
         self.writer.put(release)

@@ -40,14 +40,6 @@ def poisoned(fault: Fault) -> Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilled:
-    """With a `finish` the request is over and its blocks are released, else the ticket has them."""
-
-    ticket: Ticket
-    finish: FinishReason | None
-
-
-@dataclass(frozen=True, slots=True)
 class Requeued:
     """A ticket with blocks is at rest, for whoever claims it; one without is computed again."""
 
@@ -74,7 +66,8 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One sequence's token of one step. `position`: counted from the start of the prompt."""
+    """One sequence's first token, or its token of one step. `position`: counted from the start of
+    the prompt."""
 
     request_id: str
     attempt: int
@@ -82,6 +75,15 @@ class Output:
     position: int
     token_id: int
     finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """`outputs`: a token of every sequence of the ticket that came. `ticket`: at rest, with the
+    sequences that go on, and their blocks; where none does, all blocks are released."""
+
+    ticket: Ticket
+    outputs: tuple[Output, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from quire.v1 import worker_pb2
 from services.common.errors import InvalidRequest, VersionMismatch
 from services.common.logging import get_logger
 from services.common.version import PROTOCOL_VERSION
-from services.common.wire import load_to_wire, ticket_to_wire
-from services.worker.events import Draining, Event, Failed, Requeued, RequeueReason
+from services.common.wire import finish_reason_to_wire, load_to_wire, ticket_to_wire
+from services.worker.events import Draining, Event, Failed, Output, Requeued, RequeueReason
 
 _LOAD_INTERVAL_S = 0.25
 """A gateway that hears nothing for some times this long takes the worker for stuck."""
@@ -32,6 +32,17 @@ log = get_logger(__name__)
 
 Fields = dict[str, Message]
 """One field of a stream's response, by its name."""
+
+
+def output_to_wire(output: Output) -> worker_pb2.SequenceOutput:
+    return worker_pb2.SequenceOutput(
+        request_id=output.request_id,
+        attempt=output.attempt,
+        index=output.index,
+        position=output.position,
+        token_ids=(output.token_id,),
+        finish_reason=finish_reason_to_wire(output.finish),
+    )
 
 
 class StreamSession:
@@ -77,7 +88,9 @@ class StreamWorker(Protocol):
     drain_asked: asyncio.Event
 
     def load(self) -> Load: ...
-    def abort(self, session: StreamSession, request_id: str, attempt: int) -> None: ...
+    def abort(
+        self, session: StreamSession, request_id: str, attempt: int, index: int | None = None
+    ) -> None: ...
     def drain(self) -> int: ...
     def close(self, session: StreamSession) -> None: ...
 
@@ -166,7 +179,9 @@ class WorkerStream:
     def _obey(self, session: StreamSession, request: Any) -> None:
         match request.WhichOneof("command"):
             case "abort":
-                self._worker.abort(session, request.abort.request_id, request.abort.attempt)
+                abort = request.abort
+                index = abort.index if abort.HasField("index") else None
+                self._worker.abort(session, abort.request_id, abort.attempt, index)
             case "drain":
                 session.send(Draining(self._worker.drain()))
             case "hello" | None:

@@ -57,20 +57,21 @@ TICKET: dict[str, st.SearchStrategy[Any]] = {
     "swapped.block_ids": BLOCKS,
     "swapped.num_computed_tokens": NUMBERS,
 }
+OUTPUT: dict[str, st.SearchStrategy[Any]] = {
+    "request_id": NAMES,
+    "attempt": NUMBERS,
+    "index": NUMBERS,
+    "position": NUMBERS,
+    "token_ids": TOKENS,
+    "finish_reason": st.sampled_from([0, 1, 2, 3, 99]),
+}
 CODES = ["invalid_request", "kv_corrupt", "queue_full", "nobody's", "", "x" * 5000]
 FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "prefilled": {f"ticket.{name}": values for name, values in TICKET.items()}
-    | {"finish_reason": st.sampled_from([0, 1, 2, 3, 99])},
+    | {f"outputs.{name}": values for name, values in OUTPUT.items()},
     "requeue": {f"ticket.{name}": values for name, values in TICKET.items()}
     | {"reason": st.sampled_from([0, 1, 2, 3, 4, 99])},
-    "step": {
-        "outputs.request_id": NAMES,
-        "outputs.attempt": NUMBERS,
-        "outputs.index": NUMBERS,
-        "outputs.position": NUMBERS,
-        "outputs.token_ids": TOKENS,
-        "outputs.finish_reason": st.sampled_from([0, 1, 2, 3, 99]),
-    },
+    "step": {f"outputs.{name}": values for name, values in OUTPUT.items()},
     "reserved": {"request_id": NAMES, "attempt": NUMBERS, "granted": st.booleans()},
     "failed": {
         "request_id": NAMES,

@@ -16,7 +16,7 @@ from quire.v1 import decode_pb2, prefill_pb2
 from services.common.ticket import Ticket, TicketSequence
 from services.common.wire import ticket_from_wire, ticket_to_wire
 from tests.fuzz.hostile_gateway import HONEST, MINE, SAYINGS, Say, utter, without_secrets
-from tests.fuzz.pool_workers import HELLO, Stream, Workers
+from tests.fuzz.pool_workers import HELLO, Workers
 from tests.unit.workers.fakes import expected, next_token, ticket
 
 HONEST_TOKENS = expected(HONEST.prompt_token_ids, 24)
@@ -44,7 +44,8 @@ class Gateway:
         num_before = len(self._prefill.hear("prefilled"))
         self._prefill.say(submit=prefill_pb2.PrefillSubmit(ticket=ticket_to_wire(asked)))
         await self._workers.until(lambda: len(self._prefill.hear("prefilled")) > num_before)
-        return ticket_from_wire(self._prefill.hear("prefilled")[-1].ticket)
+        issued = self._prefill.hear("prefilled")[-1].ticket
+        return ticket_from_wire(issued, may_have_ended=True)
 
     async def decode(self, at_rest: Ticket, *, to_the_end: bool) -> None:
         """Until it has a token more, or all of them."""
@@ -101,21 +102,25 @@ class Gateway:
 
     def _told(self) -> Iterator[tuple[int, int]]:
         first = len(self._asked.prompt_token_ids)
-        for prefilled in self._prefill.hear("prefilled"):
-            yield from enumerate(prefilled.ticket.sequences[0].token_ids, first)
         for decode in self._decodes:
             for requeue in decode.hear("requeue"):
                 for sequence in requeue.ticket.sequences:
                     yield from enumerate(sequence.token_ids, first)
-            for output in _outputs(decode):
-                yield output.position, output.token_ids[0]
+        for output in self._outputs():
+            yield output.position, output.token_ids[0]
+
+    def _outputs(self) -> Iterator[Any]:
+        for prefilled in self._prefill.hear("prefilled"):
+            yield from prefilled.outputs
+        for decode in self._decodes:
+            for step in decode.hear("step"):
+                yield from step.outputs
 
     @property
     def is_over(self) -> bool:
         failed = [said for each in (self._prefill, *self._decodes) for said in each.hear("failed")]
         assert not failed
-        outputs = [output for decode in self._decodes for output in _outputs(decode)]
-        return any(told.finish_reason for told in (*self._prefill.hear("prefilled"), *outputs))
+        return any(output.finish_reason for output in self._outputs())
 
     @property
     def _num_back(self) -> int:
@@ -123,10 +128,6 @@ class Gateway:
 
     async def end(self) -> None:
         await asyncio.gather(self._prefill.end(), self._decodes[-1].end())
-
-
-def _outputs(decode: Stream) -> list[Any]:
-    return [output for step in decode.hear("step") for output in step.outputs]
 
 
 async def honest(

@@ -61,8 +61,8 @@ def _is_last(event: Event, key: tuple[str, int]) -> bool:
     match event:
         case Step(outputs):
             return any(o.finish for o in outputs if (o.request_id, o.attempt) == key)
-        case Prefilled(_, finish):
-            return finish is not None
+        case Prefilled(of):
+            return not of.sequences
         case Requeued(of):
             # at rest, it may still be taken back
             return not of.sequences[0].block_ids and of.swapped is None
@@ -172,10 +172,10 @@ class Gateway:
             case Reserved():
                 loop = asyncio.get_running_loop()
                 loop.call_later(0.05, self._reserve, request, request.attempt)
-            case Prefilled(issued, finish):
+            case Prefilled(issued, (output,)):
                 self._give_up_ticket(request)  # what was swapped out has come back
-                self._deliver(request, issued.sequences[0].token_ids[-1], finish)
-                if not finish:
+                self._deliver(request, output.token_id, output.finish)
+                if issued.sequences:
                     worker, way = self._runs(request.attempt)
                     self._tell(worker.admit, way, issued)
             case Requeued(at_rest, reason) if reason is RequeueReason.HANDED_OVER or (

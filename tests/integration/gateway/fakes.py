@@ -199,16 +199,22 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         tokens = [*ticket.prompt_token_ids, *sequence.token_ids]
         if not sequence.token_ids:
             ticket.num_cached_tokens = self.num_cached
-        sequence.token_ids.append(next_token(tokens))
-        finish = sampling_pb2.FINISH_REASON_UNSPECIFIED
+        output = worker_pb2.SequenceOutput(
+            request_id=ticket.request_id,
+            attempt=ticket.attempt,
+            position=len(tokens),
+            token_ids=[next_token(tokens)],
+        )
+        sequence.token_ids.extend(output.token_ids)
         if len(sequence.token_ids) == ticket.sampling.max_tokens:
-            finish = sampling_pb2.FINISH_REASON_LENGTH
+            output.finish_reason = sampling_pb2.FINISH_REASON_LENGTH
+            del ticket.sequences[:]
         else:
             ticket.holder_epoch = 2
             sequence.block_ids.extend(range(len(tokens) // 16 + 1))
             sequence.num_computed_tokens = len(tokens)
         self.spoil(ticket)
-        session.send(prefilled=prefill_pb2.Prefilled(ticket=ticket, finish_reason=finish))
+        session.send(prefilled=prefill_pb2.Prefilled(ticket=ticket, outputs=[output]))
 
 
 @dataclass(eq=False)
@@ -340,7 +346,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
     async def _steps(self) -> None:
         while runnable := [r for r in self.running.values() if self._may_step(r)]:
-            outputs: dict[Session, list[decode_pb2.SequenceOutput]] = {}
+            outputs: dict[Session, list[worker_pb2.SequenceOutput]] = {}
             for running in runnable:
                 outputs.setdefault(running.session, []).append(self._step(running))
             for session, mine in outputs.items():
@@ -350,7 +356,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     def _may_step(self, running: Running) -> bool:
         return self.pause_after is None or running.num_generated < self.pause_after
 
-    def _step(self, running: Running) -> decode_pb2.SequenceOutput:
+    def _step(self, running: Running) -> worker_pb2.SequenceOutput:
         running.tokens.append(next_token(running.tokens))
         finish = sampling_pb2.FINISH_REASON_UNSPECIFIED
         ticket = running.ticket
@@ -358,7 +364,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             finish = sampling_pb2.FINISH_REASON_LENGTH
             del self.running[ticket.request_id]
             self.slots.discard((ticket.request_id, ticket.attempt))
-        return decode_pb2.SequenceOutput(
+        return worker_pb2.SequenceOutput(
             request_id=ticket.request_id,
             attempt=ticket.attempt,
             index=0,

@@ -83,7 +83,7 @@ async def test_what_makes_no_sense_ends_the_attempt_of_one_request(make_house: A
     calls = [Call(house.gateway, asked(f"r{number}")) for number in range(2)]
     await until(lambda: all(len(call.tokens) == 4 for call in calls))
     running = decode.running["r0"].ticket
-    wrong = decode_pb2.SequenceOutput(
+    wrong = worker_pb2.SequenceOutput(
         request_id="r0",
         attempt=running.attempt,
         finish_reason=99,  # type: ignore[arg-type]

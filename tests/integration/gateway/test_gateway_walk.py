@@ -128,7 +128,7 @@ async def test_what_an_earlier_attempt_says_is_dropped(make_house: Any) -> None:
     session = decode.running["r1"].session
     prefill.holds = True
     decode.requeue("r1", PREEMPTED)
-    late = decode_pb2.SequenceOutput(request_id="r1", attempt=1, position=99, token_ids=[120])
+    late = worker_pb2.SequenceOutput(request_id="r1", attempt=1, position=99, token_ids=[120])
     session.send(step=decode_pb2.StepOutput(outputs=[late]))
     await until(lambda: bool(prefill.held))
     decode.pause_after = None

@@ -59,9 +59,8 @@ async def test_a_ticket_without_blocks_goes_to_nobody() -> None:
     assert await walk.reserve()
     event = walk.prefilled(walk.start())
     bare = replace(event.ticket.sequences[0], block_ids=(), num_computed_tokens=0)
-    walk.journey.on_event(
-        walk.prefill, Prefilled(replace(event.ticket, sequences=(bare,)), finish_reason=None)
-    )
+    ticket = replace(event.ticket, sequences=(bare,))
+    walk.journey.on_event(walk.prefill, replace(event, ticket=ticket))
     assert walk.journey.stage is Stage.QUEUED
     assert not any(isinstance(command, Admit) for command in walk.decode.sent)
 

@@ -97,11 +97,13 @@ class Walk:
         return submit.ticket
 
     def prefilled(self, ticket: Ticket, finish: FinishReason | None = None) -> Prefilled:
-        tokens = (*ticket.prompt_token_ids, *ticket.sequences[0].token_ids)
-        sequence = TicketSequence(
-            0, (*ticket.sequences[0].token_ids, next_token(tokens)), (9,), len(tokens)
-        )
-        return Prefilled(replace(ticket, holder_epoch=2, sequences=(sequence,)), finish)
+        (sequence,) = ticket.sequences
+        tokens = (*ticket.prompt_token_ids, *sequence.token_ids)
+        token = next_token(tokens)
+        output = Generated(*ticket.key, 0, len(tokens), (token,), finish)
+        at_rest = TicketSequence(0, (*sequence.token_ids, token), (9,), len(tokens))
+        sequences = () if finish else (at_rest,)
+        return Prefilled(replace(ticket, holder_epoch=2, sequences=sequences), (output,))
 
     async def until_decoding(self) -> Ticket:
         assert await self.reserve()

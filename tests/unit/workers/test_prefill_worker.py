@@ -6,7 +6,7 @@ import pytest
 from blockstore.hashing import prefix_hashes
 from blockstore.store import Growth
 from services.common.ticket import FinishReason, SamplingParams
-from services.worker.events import Failed, Prefilled, Requeued, RequeueReason
+from services.worker.events import Failed, Output, Prefilled, Requeued, RequeueReason
 
 from .conftest import Bench, MakeBench
 from .fakes import PROMPT, FakeSession, expected, ticket
@@ -21,6 +21,8 @@ async def test_a_ticket_comes_back_with_blocks_and_the_first_token(bench: Bench)
     (sequence,) = event.ticket.sequences
     assert sequence.block_ids == (0, 1, 2)
     assert sequence.token_ids == tuple(expected(PROMPT, 1))
+    (first,) = expected(PROMPT, 1)
+    assert event.outputs == (Output("r1", 1, 0, len(PROMPT), first, None),)
     assert sequence.num_computed_tokens == 10
     assert event.ticket.holder_epoch == 2  # at rest
     (holder,) = await bench.store.holders("pool")
@@ -49,8 +51,8 @@ async def test_a_request_that_ends_with_its_first_token_holds_nothing(bench: Ben
     bench.prefill.submit(bench.session, ticket("r1", PROMPT, max_tokens=1))
     await bench.until(lambda: bool(bench.session.events))
     (event,) = bench.session.of(Prefilled)
-    assert event.finish is FinishReason.LENGTH
-    assert event.ticket.sequences[0].block_ids == ()
+    assert [output.finish for output in event.outputs] == [FinishReason.LENGTH]
+    assert event.ticket.sequences == ()
     await bench.until_empty()
     assert (await bench.store.stats("pool")).num_cached == 2
 
@@ -60,7 +62,8 @@ async def test_a_stop_token_ends_it_too(bench: Bench) -> None:
     sampling = SamplingParams(0.0, 0, 1.0, 0.0, 1, max_tokens=5, stop_token_ids=(first,))
     bench.prefill.submit(bench.session, ticket("r1", PROMPT, sampling=sampling))
     await bench.until(lambda: bool(bench.session.events))
-    assert bench.session.of(Prefilled)[0].finish is FinishReason.STOP
+    (event,) = bench.session.of(Prefilled)
+    assert [output.finish for output in event.outputs] == [FinishReason.STOP]
     await bench.until_empty()
 
 
@@ -73,7 +76,7 @@ async def test_a_cached_prompt_computes_its_last_token_only(bench: Bench) -> Non
     events = bench.session.of(Prefilled)
     assert [event.ticket.num_cached_tokens for event in events] == [0, 7, 7]
     assert bench.arena.num_computed == 8 + 1 + 1
-    assert len({event.ticket.sequences[0].token_ids for event in events}) == 1
+    assert len({output.token_id for event in events for output in event.outputs}) == 1
     # Who adopts a block leaves its stamp alone too: it still says the same to the next one.
     assert bench.prefill.metrics.kv_corrupt._value.get() == 0
 
