@@ -11,6 +11,7 @@
 #include "kernels.h"
 #include "packed_linear.h"
 #include "sampler.h"
+#include "scorer.h"
 #include "scratch.h"
 #include "thread_pool.h"
 
@@ -72,7 +73,8 @@ class Decoder {
         final_norm_(final_norm),
         head_(head),
         cos_(cos),
-        sin_(sin) {}
+        sin_(sin),
+        scorer_(kernels) {}
 
   // Final, normed states fp32 [num_wanted, hidden]; writes the new tokens' KV into the arena.
   void forward(const Batch& batch, const Arena& arena, float* hidden);
@@ -85,6 +87,10 @@ class Decoder {
 
   // Only each state's largest logit and its token: what greedy sampling needs.
   void best(const float* hidden, int64_t m, Best* out);
+
+  // What the logits of each state say of the token asked for, and of the likeliest; some rows at a
+  // time, so that a long prompt needs no memory of its own.
+  void score(const float* hidden, int64_t m, const Scores& scores);
 
  private:
   using Lane = ThreadPool::Lane;
@@ -133,6 +139,7 @@ class Decoder {
   const float* sin_;
   std::vector<Queries> queries_;
   std::vector<Sampler> samplers_;  // one a lane
+  Scorer scorer_;
   Scratch residual_, qkv_, q_, attended_, gated_, inputs_, scales_, scratch_, bests_, logits_;
 };
 

@@ -59,6 +59,43 @@ void sample(const std::string& isa, Array logits, const std::vector<DrawTuple>& 
                               checked[row]);
 }
 
+// token_ids [M, 1 + k] int64, the first of each row asked for; logprobs as many, fp32; ranks [M].
+Scores checked_scores(const Array& token_ids, const Array& logprobs, const Array& ranks, size_t m,
+                      int64_t vocab) {
+  check_rank(token_ids, 2, "token_ids");
+  check_rank(logprobs, 2, "logprobs");
+  const size_t width = token_ids.shape(1);
+  require(token_ids.shape(0) == m && ranks.size() == m && logprobs.shape(0) == m &&
+              logprobs.shape(1) == width,
+          "token_ids, logprobs and ranks are not of as many rows as the states or logits");
+  require(width > 0 && static_cast<int64_t>(width) <= 1 + vocab,
+          "token_ids have no column, or more than the vocabulary");
+  require(m < 2 || (token_ids.stride(0) == static_cast<int64_t>(width) &&
+                    logprobs.stride(0) == static_cast<int64_t>(width)),
+          "token_ids or logprobs are not contiguous");
+  auto* ids = data<int64_t>(token_ids, "token_ids");
+  for (size_t row = 0; row < m; ++row)
+    require(ids[row * width] >= 0 && ids[row * width] < vocab, "a token outside the vocabulary");
+  return {ids, data<float>(logprobs, "logprobs"), data<int64_t>(ranks, "ranks"),
+          static_cast<int>(width) - 1};
+}
+
+void score(const std::string& isa, Array logits, Array token_ids, Array logprobs, Array ranks) {
+  check_rank(logits, 2, "logits");
+  const auto vocab = static_cast<int64_t>(logits.shape(1));
+  require(vocab > 0 && (logits.shape(0) < 2 || logits.stride(0) == vocab),
+          "logits are not a contiguous [M, vocab_size]");
+  const Scores scores = checked_scores(token_ids, logprobs, ranks, logits.shape(0), vocab);
+  const auto m = static_cast<int64_t>(logits.shape(0));
+  const auto* rows = data<float>(logits, "logits");
+  Scorer scorer(kernels_called(isa));
+  nb::gil_scoped_release free;
+  scorer.begin(rows, m, vocab, scores);
+  for (int64_t part = 0; part < scorer.num_parts(); ++part) scorer.look(part);
+  for (int64_t part = 0; part < scorer.num_parts(); ++part) scorer.add(part);
+  for (int64_t row = 0; row < m; ++row) scorer.conclude(row);
+}
+
 // A layer's weights; what they point to is kept alive by Python (see `bind_decoder`).
 class LayerWeights {
  public:
@@ -194,6 +231,14 @@ class BoundDecoder {
     }
   }
 
+  void score(Array hidden, Array token_ids, Array logprobs, Array ranks) {
+    const auto m = rows_of(hidden);
+    const Scores scores = checked_scores(token_ids, logprobs, ranks, m, shape_.vocab);
+    const auto* x = data<float>(hidden, "hidden");
+    nb::gil_scoped_release free;
+    decoder_->score(x, m, scores);
+  }
+
  private:
   void check(const Shape& s, const PackedLinear& head) const {
     require(num_layers_ > 0 && s.num_kv_heads > 0 && s.num_heads % s.num_kv_heads == 0 &&
@@ -250,6 +295,8 @@ class BoundDecoder {
 void bind_decoder(nb::module_& m) {
   m.def("sample", &sample, "isa"_a, "logits"_a, "draws"_a, "tokens"_a,
         "Draws from logits that are there already.");
+  m.def("score", &score, "isa"_a, "logits"_a, "token_ids"_a, "logprobs"_a, "ranks"_a,
+        "Scores of logits that are there already.");
   nb::class_<Shape>(m, "Shape")
       .def(
           "__init__",
@@ -279,7 +326,11 @@ void bind_decoder(nb::module_& m) {
           "sample", &BoundDecoder::sample, "hidden"_a, "draws"_a, "tokens"_a,
           "Draws of (temperature, min_p, top_k, top_p, seed, sequence index, position); -1: logits "
           "that are not finite.")
-      .def("best", &BoundDecoder::best, "hidden"_a, "values"_a, "indices"_a);
+      .def("best", &BoundDecoder::best, "hidden"_a, "values"_a, "indices"_a)
+      .def("score", &BoundDecoder::score, "hidden"_a, "token_ids"_a, "logprobs"_a, "ranks"_a,
+           "Of the first of each row of `token_ids` [M, 1 + k]: its logprob and rank (0: logits "
+           "that "
+           "are not finite); behind it come the k likeliest.");
 }
 
 }  // namespace quire

@@ -45,7 +45,7 @@ class FinishReason(Enum):
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen, every default resolved. `temperature` 0 is greedy, `top_k` 0 keeps
-    all."""
+    all. `logprobs`: tell each token's, and those of so many of the likeliest; None: tell none."""
 
     temperature: float
     top_k: int
@@ -55,6 +55,7 @@ class SamplingParams:
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

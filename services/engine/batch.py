@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from services.common.logprobs import Logprobs
 from services.common.ticket import SamplingParams
 
 
@@ -24,6 +25,15 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
+class Scoring:
+    """Tell how likely tokens were that are there already: of those behind each of a row's first
+    tokens, with the `num_top` likeliest beside each."""
+
+    token_ids: Sequence[int]
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """New tokens of one sequence: prefill, a chunk of it, or one decode step, by their number
     alone.
@@ -31,7 +41,7 @@ class Row:
     `token_ids` stand at positions start .. start + len(token_ids) - 1; the KV of positions below
     `start` is in the blocks of `block_table` already. KV of positions below `store_from` is not
     stored (slot -1): they lie in adopted blocks. `draw` is None where the row ends before the
-    sequence does.
+    sequence does. `scoring` is None where nobody asks for logprobs of the prompt.
     """
 
     token_ids: Sequence[int]
@@ -39,7 +49,18 @@ class Row:
     block_table: Sequence[int]
     store_from: int = 0
     draw: Draw | None = None
+    scoring: Scoring | None = None
 
 
-Drawn = int | Fault | None
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a row comes to that has logprobs to tell: of the token drawn, if it draws and its
+    sampling asks for them, and of those that its `scoring` asks for."""
+
+    token: int | None
+    logprobs: Logprobs | None = None
+    prompt: tuple[Logprobs, ...] = ()
+
+
+Drawn = int | Told | Fault | None
 """What a row comes to: a token, a fault of this row alone, or None where it draws nothing."""

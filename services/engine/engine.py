@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from services.common.ticket import FinishReason
-from services.engine.batch import Drawn, Fault, Row
+from services.engine.batch import Drawn, Fault, Row, Told
 from services.engine.messages import (
     Admit,
     Advance,
@@ -102,11 +102,12 @@ class Engine:
         self, batch: Batch, drawn: Seq[Drawn]
     ) -> tuple[tuple[Advance, ...], tuple[Broken, ...]]:
         advances, broken = [], []
-        for (sequence, count), token in zip(batch, drawn, strict=True):
-            if isinstance(token, Fault):
-                broken.append(self._break(sequence, token))
+        for (sequence, count), found in zip(batch, drawn, strict=True):
+            if isinstance(found, Fault):
+                broken.append(self._break(sequence, found))
             else:
-                advances.append(self._advance(sequence, count, token))
+                told = found if isinstance(found, Told) else Told(found)
+                advances.append(self._advance(sequence, count, told))
         return tuple(advances), tuple(broken)
 
     def _break(self, sequence: Sequence, fault: Fault) -> Broken:
@@ -116,7 +117,8 @@ class Engine:
         self._stamps.own([block_id for block_id, _ in blocks], sequence.key)
         return Broken(sequence.key, fault, blocks)
 
-    def _advance(self, sequence: Sequence, count: int, token: int | None) -> Advance:
+    def _advance(self, sequence: Sequence, count: int, told: Told) -> Advance:
+        token = told.token
         finish = sequence.advance(count, token)
         if finish or (self._one_token and token is not None):
             self._scheduler.remove(sequence.key)
@@ -127,6 +129,8 @@ class Engine:
             num_computed=sequence.num_computed,
             completed=self._stamp(sequence),
             wanted_blocks=self._wanted_blocks(sequence, finish),
+            logprobs=told.logprobs,
+            prompt_logprobs=told.prompt,
         )
 
     def _stamp(self, sequence: Sequence) -> tuple[tuple[int, bytes], ...]:

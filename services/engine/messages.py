@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from blockstore.store import PrefixHash
+from services.common.logprobs import Logprobs
 from services.common.ticket import FinishReason
 from services.engine.batch import Fault
 from services.engine.sequence import Sequence
@@ -36,7 +37,8 @@ Command = Admit | Grow | Remove
 @dataclass(frozen=True, slots=True)
 class Advance:
     """What one step did for one sequence. `completed`: blocks to commit. `wanted_blocks`: how many
-    it should have in all by now, 0 if it has them. With a `finish` the engine has dropped it."""
+    it should have in all by now, 0 if it has them. With a `finish` the engine has dropped it.
+    `logprobs`: of the token, `prompt_logprobs`: of the prompt's next ones, where asked for."""
 
     key: str
     token: int | None
@@ -44,6 +46,8 @@ class Advance:
     num_computed: int
     completed: tuple[tuple[int, PrefixHash], ...]
     wanted_blocks: int
+    logprobs: Logprobs | None = None
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """One forward pass: rows in, their next tokens out."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -8,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.common.logprobs import Logprobs
 from services.common.ticket import SamplingParams
 from services.engine.batch import Draw, Drawn, Fault, Row
 from services.engine.models import Batch, Model
 from services.engine.sampler import greedy
+from services.engine.telling import states_that_draw, told, wanted_states
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
 
@@ -34,16 +37,19 @@ class Runner:
 
     def run(self, rows: Sequence[Row], num_behind: int = 0) -> list[Drawn]:
         """Compute all rows in one pass, store their KV, and draw a token for every row with a
-        `draw`; None for the others. A row whose logits are not finite has a fault instead, and
-        disturbs no other.
+        `draw`; None for the others, and Told where logprobs are asked for. A row whose logits are
+        not finite has a fault instead, and disturbs no other.
 
         ValueError, before anything is written: a row without tokens, past the model's context, with
         too short a block table, or with a block or token id that is not there.
         """
         hidden = self.hidden(rows)
         drawing = [row for row in rows if row.draw is not None]
-        tokens = iter(self._tokens(hidden, drawing) if drawing else ())
-        return [None if row.draw is None else next(tokens) for row in rows]
+        ends = states_that_draw(rows)
+        drawn_from = hidden if len(ends) == len(hidden) else hidden[ends]
+        tokens = iter(self._tokens(drawn_from, drawing) if drawing else ())
+        drawn = [None if row.draw is None else next(tokens) for row in rows]
+        return told(rows, drawn, partial(self._score, hidden))
 
     def give_way(self) -> None:
         """Whoever else computes here gets a CPU from the operating system."""
@@ -54,10 +60,13 @@ class Runner:
     @torch.inference_mode()
     def hidden(self, rows: Sequence[Row]) -> Tensor:
         """The pass alone: final states [rows with a draw, hidden_size], after each row's last
-        token."""
+        token; of a row with a `scoring`, before that those that it asks about."""
         batch = self._batch(rows)
         ends = np.cumsum([len(row.token_ids) for row in rows])
-        wanted = ends[[row.draw is not None for row in rows]] - 1
+        if all(row.scoring is None for row in rows):
+            wanted = ends[[row.draw is not None for row in rows]] - 1
+        else:
+            wanted = np.array(wanted_states(rows), dtype=np.int64)
         return self._model.forward(batch, self._kv, self._placed(wanted))
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
@@ -73,6 +82,12 @@ class Runner:
             start = num_tokens - len(token_ids)
             nowhere = Row(token_ids, start, [0] * num_blocks, num_tokens, Draw(_GREEDY, 0))
             self.logits([nowhere])
+
+    @torch.inference_mode()
+    def _score(
+        self, hidden: Tensor, states: Sequence[int], token_ids: Sequence[int], num_top: int
+    ) -> list[Logprobs | Fault]:
+        return self._model.score(hidden[list(states)], token_ids, num_top)
 
     @torch.inference_mode()
     def _tokens(self, hidden: Tensor, rows: Sequence[Row]) -> list[int | Fault]:

@@ -6,7 +6,7 @@ from typing import Protocol
 from blockstore.hashing import next_hash
 from blockstore.store import PrefixHash
 from services.common.ticket import FinishReason, Ticket
-from services.engine.batch import Draw, Row
+from services.engine.batch import Draw, Row, Scoring
 
 
 class Stamps(Protocol):
@@ -34,6 +34,8 @@ class Sequence:
 
     KV of adopted positions is never stored again, even where a query is computed anew (law 2).
     A sequence can be run while the slots of its uncomputed tokens are in its block table.
+    `prompt_logprobs`: tell those of the prompt too, each with so many of the likeliest; then all of
+    it has to be computed, adopted or not.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Sequence:
         num_adopted: int,
         eos_token_ids: frozenset[int],
         max_model_len: int,
+        prompt_logprobs: int | None = None,
     ) -> None:
         state, sampling = ticket.sequences[0], ticket.sampling
         self.key = ticket.holder_id
@@ -56,6 +59,8 @@ class Sequence:
         self.num_adopted = num_adopted
         self._block_size = block_size
         self._draw = Draw(sampling, state.index)
+        self._prompt_logprobs = prompt_logprobs
+        self._num_prompt_tokens = len(ticket.prompt_token_ids)
         self._stop_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             self._stop_ids |= eos_token_ids
@@ -92,7 +97,16 @@ class Sequence:
             block_table=self.block_table,
             store_from=self.num_adopted,
             draw=self._draw if end == len(self.tokens) else None,
+            scoring=self._scoring(end),
         )
+
+    def _scoring(self, end: int) -> Scoring | None:
+        """Each token but the first is told by the state of the one before it."""
+        if self._prompt_logprobs is None:
+            return None
+        stop = min(end + 1, self._num_prompt_tokens)
+        token_ids = self.tokens[self.num_computed + 1 : stop]
+        return Scoring(token_ids, self._prompt_logprobs) if token_ids else None
 
     def advance(self, num_tokens: int, token: int | None) -> FinishReason | None:
         """`num_tokens` were computed and, unless None, `token` was drawn; why the sequence ends."""

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from kvops import Backend
+from services.common.logprobs import Logprobs
 from services.common.text.model_config import ModelConfig
 from services.engine.batch import Draw, Fault
+from services.engine.logprobs import ROWS_AT_ONCE, score
 from services.engine.models.model import Batch
 from services.engine.rope import rope_tables
 from services.engine.sampler import sample
@@ -94,6 +96,15 @@ class ComposedModel:
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         values, token_ids = self.logits(hidden).max(dim=-1)
         return values, token_ids
+
+    def score(
+        self, hidden: Tensor, token_ids: Sequence[int], num_top: int
+    ) -> list[Logprobs | Fault]:
+        told: list[Logprobs | Fault] = []
+        for begin in range(0, len(hidden), ROWS_AT_ONCE):
+            rows = slice(begin, begin + ROWS_AT_ONCE)
+            told += score(self.logits(hidden[rows]), token_ids[rows], num_top)
+        return told
 
     def _attention(
         self,

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from kvops.native import PACKING, Kind, Layer, NativeCpu, PackedLinear, Shape, aligned, packed_bytes
 from services.common.errors import StartupError
+from services.common.logprobs import Logprobs
 from services.common.text.model_config import ModelConfig
 from services.engine.batch import Draw, Fault
+from services.engine.logprobs import scores_of
 from services.engine.models.layout import (
     EMBEDDING,
     FINAL_NORM,
@@ -97,6 +99,18 @@ class FusedModel:
         token_ids = torch.empty(len(hidden), dtype=torch.int64)
         self._decoder.best(hidden, values, token_ids)
         return values, token_ids
+
+    def score(
+        self, hidden: Tensor, token_ids: Sequence[int], num_top: int
+    ) -> list[Logprobs | Fault]:
+        """Computed beside the head, of some rows at a time."""
+        width = 1 + min(num_top, self.config.vocab_size)
+        told = torch.empty(len(hidden), width, dtype=torch.int64)
+        told[:, 0] = torch.tensor(token_ids)
+        logprobs = torch.empty(len(hidden), width)
+        ranks = torch.empty(len(hidden), dtype=torch.int64)
+        self._decoder.score(hidden, told, logprobs, ranks)
+        return scores_of(told, logprobs, ranks)
 
 
 def load_fused(

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from services.common.logprobs import Logprobs
 from services.common.text.model_config import ModelConfig
 from services.engine.batch import Draw, Fault
 
@@ -57,4 +58,11 @@ class Model(Protocol):
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The largest logit of each state, fp32 [N], and its token, int64 [N]: of equal ones the
         lowest, NaN before all."""
+        ...
+
+    def score(
+        self, hidden: Tensor, token_ids: Sequence[int], num_top: int
+    ) -> list[Logprobs | Fault]:
+        """What each state's logits say of `token_ids[i]`, and their `num_top` likeliest tokens
+        (or all): see `services.engine.logprobs`."""
         ...

@@ -11,9 +11,10 @@ import xxhash
 
 from blockstore.memory_store import MemoryStore
 from blockstore.store import PoolSpec
+from services.common.logprobs import Logprobs
 from services.common.pool.stamps import Stamps, StampState, record_bytes
 from services.common.ticket import SamplingParams, Ticket, TicketSequence
-from services.engine.batch import Drawn, Fault, Row
+from services.engine.batch import Drawn, Fault, Row, Told
 from services.worker.events import Event
 
 VOCAB = 50_000
@@ -109,11 +110,34 @@ class FakeForward:
             context.append(token)
         if row.draw and self.poison in context:
             return Fault.NOT_FINITE
-        return next_token(context) if row.draw else None
+        return _told(row, context)
 
     def _slot(self, row: Row, position: int) -> int:
         size = self.arena.block_size
         return row.block_table[position // size] * size + position % size
+
+
+def logprobs_of(tokens: Sequence[int], num_top: int) -> Logprobs:
+    """Of the last one, as all of them decide."""
+    digest = xxhash.xxh32_intdigest(repr(list(tokens)).encode())
+    return Logprobs(-float(digest % 100), 1, tuple(range(num_top)), (0.0,) * num_top)
+
+
+def _told(row: Row, context: list[int]) -> Drawn:
+    """`context`: all tokens up to the row's end."""
+    token = next_token(context) if row.draw else None
+    num_top = row.draw.sampling.logprobs if row.draw else None
+    if row.scoring is None and num_top is None:
+        return token
+    prompt = []
+    if row.scoring is not None:
+        known = [*context, *row.scoring.token_ids[-1:]]
+        for offset, token_id in enumerate(row.scoring.token_ids):
+            position = row.start + offset + 1
+            assert known[position] == token_id
+            prompt.append(logprobs_of(known[: position + 1], row.scoring.num_top))
+    drawn = None if num_top is None or token is None else logprobs_of([*context, token], num_top)
+    return Told(token, drawn, tuple(prompt))
 
 
 class FakeSession:

@@ -1,0 +1,134 @@
+#include "scorer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+
+namespace quire {
+namespace {
+
+constexpr int64_t kPartChunks = 128;
+constexpr int64_t kPart = kPartChunks * kLogitChunk;
+
+struct Candidate {
+  float logit;
+  int64_t token_id;
+
+  bool operator<(const Candidate& other) const {  // likelier; of equal ones the lower id
+    return logit != other.logit ? logit > other.logit : token_id < other.token_id;
+  }
+};
+
+int64_t ceil_div(int64_t size, int64_t step) { return (size + step - 1) / step; }
+
+float logprob(float logit, float largest, double log_sum) {
+  return static_cast<float>(static_cast<double>(logit - largest) - log_sum);
+}
+
+}  // namespace
+
+void Scorer::begin(const float* logits, int64_t m, int64_t vocab, const Scores& scores) {
+  logits_ = logits;
+  m_ = m;
+  vocab_ = vocab;
+  scores_ = scores;
+  parts_per_row_ = ceil_div(vocab, kPart);
+  chunks_per_row_ = ceil_div(vocab, kLogitChunk);
+  chunks_.resize(m * chunks_per_row_);
+  parts_.resize(m * parts_per_row_);
+}
+
+void Scorer::look(int64_t part) {
+  const int64_t row = part / parts_per_row_, begin = part % parts_per_row_ * kPart;
+  const int64_t size = std::min(kPart, vocab_ - begin);
+  float* chunks = chunks_.data() + row * chunks_per_row_ + begin / kLogitChunk;
+  kernels_.largest(logits_ + row * vocab_ + begin, size, chunks);
+  float largest = -std::numeric_limits<float>::infinity();
+  for (int64_t i = 0; i < ceil_div(size, kLogitChunk) && !std::isnan(largest); ++i)
+    largest = chunks[i] > largest || std::isnan(chunks[i]) ? chunks[i] : largest;
+  parts_[part].largest = largest;
+}
+
+// NaN where there is one.
+float Scorer::largest_of(int64_t row) const {
+  const Part* parts = parts_.data() + row * parts_per_row_;
+  float largest = parts[0].largest;
+  for (int64_t i = 1; i < parts_per_row_ && !std::isnan(largest); ++i)
+    largest =
+        parts[i].largest > largest || std::isnan(parts[i].largest) ? parts[i].largest : largest;
+  return largest;
+}
+
+void Scorer::add(int64_t part) {
+  const int64_t row = part / parts_per_row_, begin = part % parts_per_row_ * kPart;
+  const float* logits = logits_ + row * vocab_;
+  const float asked = logits[scores_.token_ids[row * (1 + scores_.num_top)]];
+  const float largest = largest_of(row);
+  Part& found = parts_[part];
+  found.sum = 0;
+  found.num_larger = 0;
+  if (!std::isfinite(largest)) return;
+  const int64_t end = std::min(begin + kPart, vocab_);
+  double sums[4] = {};  // independent chains of additions
+  float scaled[kLogitChunk], powers[kLogitChunk];
+  for (int64_t at = begin; at < end; at += kLogitChunk) {
+    const int64_t size = std::min<int64_t>(kLogitChunk, end - at);
+    kernels_.exp_scaled(logits + at, size, largest, 1.0f, scaled, powers);
+    for (int j = 0; j < kLogitChunk; ++j) sums[j % 4] += powers[j];
+    int num_larger = 0;
+    for (int64_t j = 0; j < size; ++j) num_larger += logits[at + j] > asked;
+    found.num_larger += num_larger;
+  }
+  found.sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+void Scorer::conclude(int64_t row) {
+  const float largest = largest_of(row);
+  if (!std::isfinite(largest)) {
+    scores_.ranks[row] = 0;
+    return;
+  }
+  double sum = 0;
+  int64_t rank = 1;
+  for (int64_t i = row * parts_per_row_; i < (row + 1) * parts_per_row_; ++i) {
+    sum += parts_[i].sum;
+    rank += parts_[i].num_larger;
+  }
+  const double log_sum = std::log(sum);
+  const int64_t at = row * (1 + scores_.num_top);
+  const float asked = logits_[row * vocab_ + scores_.token_ids[at]];
+  scores_.ranks[row] = rank;
+  scores_.logprobs[at] = logprob(asked, largest, log_sum);
+  if (scores_.num_top > 0) find_top(row, largest, log_sum);
+}
+
+// A chunk's largest is a member of the row, so that the k-th largest of them bounds the k-th
+// largest of all from below.
+void Scorer::find_top(int64_t row, float largest, double log_sum) {
+  const int64_t num_top = scores_.num_top;
+  const float* chunks = chunks_.data() + row * chunks_per_row_;
+  float bound = -std::numeric_limits<float>::infinity();
+  if (num_top < chunks_per_row_) {
+    std::vector<float> kept(chunks, chunks + chunks_per_row_);
+    std::nth_element(kept.begin(), kept.begin() + (num_top - 1), kept.end(), std::greater<>());
+    bound = kept[num_top - 1];
+  }
+  std::vector<Candidate> candidates;
+  for (int64_t i = 0; i < chunks_per_row_; ++i) {
+    if (chunks[i] < bound) continue;
+    const int64_t end = std::min((i + 1) * kLogitChunk, vocab_);
+    for (int64_t id = i * kLogitChunk; id < end; ++id) {
+      const float logit = logits_[row * vocab_ + id];
+      if (logit >= bound) candidates.push_back({logit, id});
+    }
+  }
+  std::partial_sort(candidates.begin(), candidates.begin() + num_top, candidates.end());
+  const int64_t at = row * (1 + num_top) + 1;
+  for (int64_t i = 0; i < num_top; ++i) {
+    scores_.token_ids[at + i] = candidates[i].token_id;
+    scores_.logprobs[at + i] = logprob(candidates[i].logit, largest, log_sum);
+  }
+}
+
+}  // namespace quire

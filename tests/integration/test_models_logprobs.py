@@ -1,0 +1,187 @@
+"""Logprobs of prompts and of generated tokens, on a model: those of its logits and of transformers,
+and the same down to the last bit however a prompt is cut and whatever is beside it (law 10)."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from bench.make_checkpoint import CheckpointSpec, make_checkpoint
+from services.common.logprobs import Logprobs
+from services.common.ticket import SamplingParams
+from services.engine.batch import Draw, Row, Scoring, Told
+
+from .models_oracle import Rig, random_prompt
+
+SPEC = CheckpointSpec(hidden_size=148, intermediate_size=212, vocab_size=601, head_dim=20)
+SPECS = {
+    "qwen3": replace(SPEC, num_heads=6, num_kv_heads=2),
+    "llama": replace(SPEC, family="llama", num_layers=3, num_kv_heads=4, tied=False),
+}
+KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PROMPT = random_prompt(150, seed=0)
+NUM_TOP = 5
+PLAIN = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=3, max_tokens=9)
+BLOCK_SIZE = 16
+
+Make = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    @cache
+    def make(name: str) -> Path:
+        return make_checkpoint(tmp_path_factory.mktemp(name), SPECS[name])
+
+    return make
+
+
+def make_rig(directory: Path, kind: str = "float32", num_threads: int = 1) -> Rig:
+    return Rig(directory, BLOCK_SIZE, 400, dtype=KINDS[kind], num_threads=num_threads)
+
+
+def rows_of(
+    rig: Rig,
+    prompt: tuple[int, ...],
+    chunk: int,
+    sampling: SamplingParams,
+    num_adopted: int = 0,
+    block_table: list[int] | None = None,
+) -> list[Row]:
+    """All chunks of a prompt whose logprobs are asked for; the last one draws."""
+    blocks = block_table or [rig.free.pop() for _ in range(len(prompt) // BLOCK_SIZE + 1)]
+    rows = []
+    for start in range(0, len(prompt), chunk):
+        end = min(start + chunk, len(prompt))
+        targets = prompt[start + 1 : end + 1]
+        rows.append(
+            Row(
+                prompt[start:end],
+                start,
+                blocks,
+                num_adopted,
+                Draw(sampling, 0) if end == len(prompt) else None,
+                Scoring(targets, NUM_TOP) if targets else None,
+            )
+        )
+    return rows
+
+
+def run_alone(rig: Rig, rows: list[Row]) -> Told:
+    """What all chunks have to tell, one after another."""
+    prompt: tuple[Logprobs, ...] = ()
+    for row in rows:
+        (told,) = rig.run([row])
+        if isinstance(told, Told):
+            prompt += told.prompt
+    assert isinstance(told, Told)
+    return replace(told, prompt=prompt)
+
+
+def asked(temperature: float = 0.0) -> SamplingParams:
+    return replace(PLAIN, temperature=temperature, logprobs=NUM_TOP)
+
+
+@torch.inference_mode()
+def exact_logprobs(directory: Path, tokens: tuple[int, ...]) -> Tensor:
+    """transformers', [len(tokens), vocab_size]."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    logits: Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits.double().log_softmax(dim=-1)
+
+
+def assert_is(found: Logprobs, exact: Tensor, token_id: int) -> None:
+    """`exact`: of one position. Ranks may differ where logits are closer than fp32 can tell."""
+    assert found.logprob == pytest.approx(exact[token_id].item(), abs=1e-4)
+    larger = (
+        int((exact > exact[token_id] + 1e-4).sum()),
+        int((exact > exact[token_id] - 1e-4).sum()),
+    )
+    assert larger[0] < found.rank <= larger[1] + 1
+    assert found.top_logprobs == pytest.approx(exact.topk(NUM_TOP).values.tolist(), abs=1e-4)
+    there = exact[list(found.top_token_ids)].tolist()
+    assert found.top_logprobs == pytest.approx(there, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("chunk", [64, 4096])
+def test_they_are_those_of_transformers(checkpoints: Make, name: str, chunk: int) -> None:
+    """Of the whole prompt, and of the token drawn after it."""
+    rig = make_rig(checkpoints(name))
+    told = run_alone(rig, rows_of(rig, PROMPT, chunk, asked()))
+    assert told.token is not None
+    assert told.logprobs is not None
+    exact = exact_logprobs(checkpoints(name), PROMPT)
+    assert len(told.prompt) == len(PROMPT) - 1
+    for position, found in enumerate(told.prompt, 1):
+        assert_is(found, exact[position - 1], PROMPT[position])
+    assert_is(told.logprobs, exact[-1], told.token)
+    assert told.logprobs.rank == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("chunk", "num_threads"),
+    [(1, 1), (7, 1), (63, 1), (64, 1), (65, 1), (149, 1), (4096, 3), (7, 2)],
+)
+def test_however_the_prompt_is_cut(
+    checkpoints: Make, kind: str, chunk: int, num_threads: int
+) -> None:
+    directory = checkpoints("qwen3")
+    whole = make_rig(directory, kind)
+    expected = run_alone(whole, rows_of(whole, PROMPT, 4096, asked(1.0)))
+    rig = make_rig(directory, kind, num_threads)
+    assert run_alone(rig, rows_of(rig, PROMPT, chunk, asked(1.0))) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_else_is_in_the_batch(checkpoints: Make, kind: str) -> None:
+    """Others that ask for more, for less, for nothing, and for their prompts too."""
+    directory = checkpoints("qwen3")
+    alone = make_rig(directory, kind)
+    expected = run_alone(alone, rows_of(alone, PROMPT, 4096, asked(1.0)))
+    rig = make_rig(directory, kind, num_threads=2)
+    others = [
+        rows_of(rig, random_prompt(20 + n, seed=n), 4096, replace(PLAIN, logprobs=number))[0]
+        for n, number in enumerate((None, 0, 20, 3), 1)
+    ]
+    others[0] = replace(others[0], scoring=None)
+    (own,) = rows_of(rig, PROMPT, 4096, asked(1.0))
+    found = rig.run([*others[:2], own, *others[2:]])
+    assert found[2] == expected
+    assert isinstance(found[0], int)
+    for told, number in zip((found[1], *found[3:]), (0, 20, 3), strict=True):
+        assert isinstance(told, Told)
+        assert told.logprobs is not None
+        assert len(told.logprobs.top_token_ids) == number
+
+
+def test_a_prompt_computed_again_in_adopted_blocks(checkpoints: Make) -> None:
+    """Its KV is not stored anew (law 2), and its logprobs are those of who computed it first."""
+    rig = make_rig(checkpoints("qwen3"))
+    first = rows_of(rig, PROMPT, 50, asked())
+    expected = run_alone(rig, first)
+    table = list(first[0].block_table)
+    adopted = table[: len(PROMPT) // BLOCK_SIZE]
+    before = rig.arena[adopted].clone()
+    own = [*adopted, rig.free.pop()]
+    again = rows_of(rig, PROMPT, 33, asked(), len(adopted) * BLOCK_SIZE, own)
+    assert run_alone(rig, again) == expected
+    assert torch.equal(rig.arena[adopted], before)
+
+
+def test_the_composed_model_says_the_same(checkpoints: Make) -> None:
+    """The torch composition, which a GPU runs."""
+    rig = make_rig(checkpoints("qwen3"))
+    expected = run_alone(rig, rows_of(rig, PROMPT, 64, asked()))
+    composed = Rig(checkpoints("qwen3"), BLOCK_SIZE, 40, "reference")
+    found = run_alone(composed, rows_of(composed, PROMPT, 64, asked()))
+    assert found.token == expected.token
+    for one, other in zip(found.prompt, expected.prompt, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)
