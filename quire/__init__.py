@@ -19,10 +19,19 @@ from quire.errors import (
     Unavailable,
     Unreachable,
 )
-from quire.types import ChatMessage, Completion, Delta, Sampling, Usage
+from quire.types import (
+    Candidate,
+    ChatMessage,
+    Completion,
+    Delta,
+    Sampling,
+    TokenLogprobs,
+    Usage,
+)
 
 __all__ = [
     "AsyncClient",
+    "Candidate",
     "ChatMessage",
     "Client",
     "Completion",
@@ -35,6 +44,7 @@ __all__ = [
     "QuireError",
     "Sampling",
     "ServerError",
+    "TokenLogprobs",
     "Unavailable",
     "Unreachable",
     "Usage",

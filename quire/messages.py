@@ -6,6 +6,7 @@ from typing import Literal, cast
 
 from quire.errors import InvalidRequest, ServerError
 from quire.types import (
+    Candidate,
     ChatMessage,
     Completion,
     Delta,
@@ -16,11 +17,18 @@ from quire.types import (
     Prompt,
     Sampling,
     Scaled,
+    TokenLogprobs,
     Usage,
     Worker,
     WorkerState,
 )
-from quire.v1 import block_manager_pb2, inference_pb2, sampling_pb2, supervisor_pb2
+from quire.v1 import (
+    block_manager_pb2,
+    inference_pb2,
+    logprobs_pb2,
+    sampling_pb2,
+    supervisor_pb2,
+)
 
 _FINISH_REASONS: dict[int, FinishReason] = {
     sampling_pb2.FINISH_REASON_STOP: "stop",
@@ -75,6 +83,8 @@ def _sampling(sampling: Sampling) -> sampling_pb2.SamplingParams:
         stop=sampling.stop,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
     )
 
 
@@ -93,9 +103,11 @@ def _set_prompt(message: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
 
 
 def deltas(response: inference_pb2.GenerateResponse) -> Iterator[Delta]:
-    """A response's deltas; the usage goes with the last one."""
+    """A response's deltas; the usage goes with the last one, what is told of the prompt with the
+    first."""
     usage = _usage(response.usage) if response.HasField("usage") else None
     for number, delta in enumerate(response.deltas, start=1):
+        of_prompt = response.prompt_logprobs if number == 1 else ()
         yield Delta(
             request_id=response.request_id,
             index=delta.index,
@@ -104,7 +116,17 @@ def deltas(response: inference_pb2.GenerateResponse) -> Iterator[Delta]:
             finish_reason=_FINISH_REASONS.get(delta.finish_reason),
             stopped_by=_stopped_by(delta),
             usage=usage if number == len(response.deltas) else None,
+            logprobs=tuple(map(_token_logprobs, delta.logprobs)),
+            prompt_logprobs=tuple(map(_token_logprobs, of_prompt)),
         )
+
+
+def _token_logprobs(message: logprobs_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(_candidate(message.chosen), tuple(map(_candidate, message.top)))
+
+
+def _candidate(message: logprobs_pb2.Candidate) -> Candidate:
+    return Candidate(message.token_id, message.logprob, message.rank, message.token)
 
 
 def _stopped_by(delta: inference_pb2.SequenceDelta) -> str | int | None:
@@ -133,6 +155,8 @@ def completion(deltas: Sequence[Delta]) -> Completion:
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         finish_reason=last.finish_reason,
         usage=last.usage,
+        logprobs=tuple(logprobs for delta in deltas for logprobs in delta.logprobs),
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )
 
 

@@ -25,6 +25,8 @@ class Sampling:
     """How tokens are chosen. None takes the model's generation_config, then the server's default.
 
     `temperature` 0 is greedy; `top_k` 0 keeps all; `max_tokens` None goes up to the context.
+    `logprobs`: tell each token's logprob, and those of so many of the likeliest beside it; None:
+    tell none. `prompt_logprobs`: the same of the prompt's tokens but the first.
     """
 
     temperature: float | None = None
@@ -36,6 +38,27 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token that could be at some position. `logprob`: before temperature, penalties and filters.
+    `rank`: 1 + how many tokens are likelier. `token`: its UTF-8, or part of a character."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of one position: the token that is there, and the likeliest, likeliest first."""
+
+    chosen: Candidate
+    top: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +75,8 @@ class Delta:
     """What one sequence of a request gained.
 
     `finish_reason` is set in its last delta, with the stop string or token that ended it, if one
-    did; `usage` is set in the last delta of the request.
+    did; `usage` is set in the last delta of the request. `logprobs`: of each token, where asked
+    for; `prompt_logprobs`: of each token of the prompt but the first, in the first delta.
     """
 
     request_id: str
@@ -62,6 +86,8 @@ class Delta:
     finish_reason: FinishReason | None = None
     stopped_by: str | int | None = None
     usage: Usage | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +99,8 @@ class Completion:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     usage: Usage
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

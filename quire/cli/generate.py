@@ -4,6 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from quire.cli.logprobs import line
 from quire.cli.terminal import add_client_command, connect, print_json
 from quire.errors import InvalidRequest, ServerError
 from quire.messages import Request
@@ -48,12 +49,21 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     group.add_argument("--min-p", type=float, metavar="P")
     group.add_argument("--seed", type=int, metavar="N")
     group.add_argument("--stop", action="append", default=[], metavar="S", help="may be repeated")
+    group.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="K",
+        help="show each token on a line, with its logprob and those of the K likeliest",
+    )
+    group.add_argument(
+        "--prompt-logprobs", type=int, metavar="K", help="the same of the prompt's tokens"
+    )
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end")
 
 
 def run(args: argparse.Namespace) -> int:
     with connect(args) as client, client.send(_request(args), args.timeout) as stream:
-        show = print_json if args.json else _show
+        show = print_json if args.json else _show_text if args.logprobs is None else _show_logprobs
         delta = None
         try:
             for delta in stream:
@@ -67,9 +77,30 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show(delta: Delta) -> None:
-    """Text to stdout as it comes; what it took to stderr, on a terminal."""
+def _show_text(delta: Delta) -> None:
+    """To stdout as it comes; what it took to stderr, on a terminal."""
+    _show_prompt(delta)
     print(delta.text, end="\n" if delta.finish_reason else "", flush=True)
+    _show_usage(delta)
+
+
+def _show_logprobs(delta: Delta) -> None:
+    """A line a token."""
+    _show_prompt(delta)
+    for logprobs in delta.logprobs:
+        print(line(logprobs), flush=True)
+    _show_usage(delta)
+
+
+def _show_prompt(delta: Delta) -> None:
+    """What was asked about it, and a line between."""
+    for logprobs in delta.prompt_logprobs:
+        print(line(logprobs))
+    if delta.prompt_logprobs:
+        print(flush=True)
+
+
+def _show_usage(delta: Delta) -> None:
     if delta.usage and sys.stderr.isatty():
         usage = delta.usage
         print(
@@ -92,6 +123,8 @@ def _request(args: argparse.Namespace) -> Request:
             max_tokens=args.max_tokens,
             stop=tuple(args.stop),
             ignore_eos=args.ignore_eos,
+            logprobs=args.logprobs,
+            prompt_logprobs=args.prompt_logprobs,
         ),
         model=args.model,
         request_id=args.request_id,

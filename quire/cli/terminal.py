@@ -48,7 +48,12 @@ def connect(args: argparse.Namespace) -> Client:
 
 def print_json(value: "DataclassInstance | Sequence[DataclassInstance]") -> None:
     """One line a value: a request's deltas make a stream of JSON lines."""
-    print(json.dumps(_plain(value)), flush=True)
+    print(json.dumps(_plain(value), default=_text), flush=True)
+
+
+def _text(value: bytes) -> str:
+    """Of a token, which may be part of a character."""
+    return value.decode(errors="backslashreplace")
 
 
 def _plain(value: Any) -> Any:

@@ -1,3 +1,4 @@
+from quire.v1 import logprobs_pb2 as _logprobs_pb2
 from quire.v1 import ticket_pb2 as _ticket_pb2
 from quire.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
@@ -37,15 +38,19 @@ class PrefillConnectResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[_worker_pb2.Welcome, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., failed: _Optional[_Union[_worker_pb2.RequestFailed, _Mapping]] = ..., requeue: _Optional[_Union[_worker_pb2.Requeue, _Mapping]] = ..., draining: _Optional[_Union[_worker_pb2.Draining, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class PrefillSubmit(_message.Message):
-    __slots__ = ("ticket",)
+    __slots__ = ("ticket", "prompt_logprobs")
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ticket: _ticket_pb2.Ticket
-    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: int
+    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("ticket", "outputs")
+    __slots__ = ("ticket", "outputs", "prompt_logprobs")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ticket: _ticket_pb2.Ticket
     outputs: _containers.RepeatedCompositeFieldContainer[_worker_pb2.SequenceOutput]
-    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[_worker_pb2.SequenceOutput, _Mapping]]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.Logprobs]
+    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[_worker_pb2.SequenceOutput, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_logprobs_pb2.Logprobs, _Mapping]]] = ...) -> None: ...

@@ -1,3 +1,4 @@
+from quire.v1 import logprobs_pb2 as _logprobs_pb2
 from quire.v1 import sampling_pb2 as _sampling_pb2
 from quire.v1 import ticket_pb2 as _ticket_pb2
 from google.protobuf.internal import containers as _containers
@@ -58,20 +59,22 @@ class Abort(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
-    __slots__ = ("request_id", "attempt", "index", "token_ids", "finish_reason", "position")
+    __slots__ = ("request_id", "attempt", "index", "token_ids", "finish_reason", "position", "logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: _sampling_pb2.FinishReason
     position: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., position: _Optional[int] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.Logprobs]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_logprobs_pb2.Logprobs, _Mapping]]] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ()

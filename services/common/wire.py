@@ -5,10 +5,12 @@ that comes in is checked: a ticket that makes no sense is an InvalidRequest, not
 """
 
 import math
+from itertools import pairwise
 
 from blockstore.registry import Load
-from quire.v1 import sampling_pb2, ticket_pb2, worker_pb2
+from quire.v1 import logprobs_pb2, sampling_pb2, ticket_pb2, worker_pb2
 from services.common.errors import InvalidRequest
+from services.common.logprobs import MAX_LOGPROBS, Logprobs
 from services.common.ticket import FinishReason, SamplingParams, Swapped, Ticket, TicketSequence
 
 ROOT_HASH_BYTES = 16
@@ -96,6 +98,34 @@ def finish_reason_from_wire(number: sampling_pb2.FinishReason) -> FinishReason |
     return _FROM_WIRE[number]
 
 
+def logprobs_to_wire(logprobs: Logprobs) -> logprobs_pb2.Logprobs:
+    return logprobs_pb2.Logprobs(
+        logprob=logprobs.logprob,
+        rank=logprobs.rank,
+        top_token_ids=logprobs.top_token_ids,
+        top_logprobs=logprobs.top_logprobs,
+    )
+
+
+def num_top_from_wire(number: int) -> int:
+    """How many of the likeliest tokens to tell. InvalidRequest: too many."""
+    _require(number <= MAX_LOGPROBS, f"logprobs is {number}")
+    return number
+
+
+def logprobs_from_wire(message: logprobs_pb2.Logprobs) -> Logprobs:
+    """InvalidRequest: no model says that of a token."""
+    top = message.top_logprobs
+    _require(len(top) <= MAX_LOGPROBS, f"{len(top)} top_logprobs")
+    _require(len(top) == len(message.top_token_ids), "top_logprobs are not of top_token_ids")
+    _require(message.rank > 0, "rank is 0")
+    # In this form NaN is none either.
+    _require(message.logprob <= 0, f"logprob is {message.logprob}")
+    _require(all(value <= 0 for value in top), "a logprob is not 0 or less")
+    _require(all(a >= b for a, b in pairwise(top)), "top_logprobs do not fall")
+    return Logprobs(message.logprob, message.rank, tuple(message.top_token_ids), tuple(top))
+
+
 def load_to_wire(load: Load, draining: bool) -> worker_pb2.WorkerLoad:
     return worker_pb2.WorkerLoad(
         num_running=load.num_running,
@@ -127,6 +157,7 @@ def _sampling_to_wire(sampling: SamplingParams) -> ticket_pb2.TicketSampling:
         max_tokens=sampling.max_tokens,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs,
     )
 
 
@@ -137,6 +168,7 @@ def _sampling_from_wire(message: ticket_pb2.TicketSampling) -> SamplingParams:
     _require(0 <= min_p <= 1, f"min_p is {min_p}")
     _require(message.top_k < _MAX_TOP_K, f"top_k is {message.top_k}")
     _require(message.max_tokens > 0, "max_tokens is 0")
+    logprobs = num_top_from_wire(message.logprobs)
     return SamplingParams(
         temperature=temperature,
         top_k=message.top_k,
@@ -146,6 +178,7 @@ def _sampling_from_wire(message: ticket_pb2.TicketSampling) -> SamplingParams:
         max_tokens=message.max_tokens,
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        logprobs=logprobs if message.HasField("logprobs") else None,
     )
 
 

@@ -242,6 +242,7 @@ class DecodeWorker(PoolWorker):
             position=advance.num_computed,  # KV ends where the drawn token begins
             token_id=advance.token,
             finish=advance.finish,
+            logprobs=advance.logprobs,
         )
 
     async def _commit(self, ticket: Ticket, completed: Sequence[tuple[int, PrefixHash]]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from blockstore.store import PoolSpec
 from services.common.errors import InvalidRequest, PromptTooLong
+from services.common.logprobs import MAX_LOGPROBS
 from services.common.text.model_config import GenerationDefaults
 from services.common.ticket import PRIORITY_CLASSES, SamplingParams
 from services.gateway.api import GenerationRequest, RequestedSampling
@@ -17,6 +18,8 @@ from services.gateway.prompts import check_token_ids, token_ids_of
 
 MAX_ID_CHARS = 256
 MAX_SALT_CHARS = 1024
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""They come all at once: some 7 MB of a message, which may have 16 MiB."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -39,6 +42,7 @@ class Admitted:
     deadline: float | None
     vocab_size: int
     received: tuple[int, ...] | None = None
+    prompt_logprobs: int | None = None
 
     def continues(self, other: "Admitted") -> bool:
         """Whether this is the same request as another one. A greedy one has no use for its seed."""
@@ -47,6 +51,7 @@ class Admitted:
             (self.model, self.prompt_token_ids) == (other.model, other.prompt_token_ids)
             and replace(self.sampling, seed=seed) == other.sampling
             and (self.stop, self.cache_salt) == (other.stop, other.cache_salt)
+            and self.prompt_logprobs == other.prompt_logprobs
         )
 
     def misfit(self, spec: PoolSpec) -> str:
@@ -64,18 +69,21 @@ async def admit(
 ) -> Admitted:
     """InvalidRequest, PromptTooLong."""
     check_names(request_id, request.cache_salt, request.priority)
+    check_logprobs("logprobs", request.sampling.logprobs)
+    check_logprobs("prompt_logprobs", request.sampling.prompt_logprobs)
     check_stops(request.sampling, served.model.config.vocab_size)
     sampling = resolve_sampling(request.sampling, served.model.config.generation)
     prompt = await token_ids_of(request.prompt, served.model, served.max_model_len)
     max_tokens = resolve_max_tokens(
         len(prompt), request.sampling.max_tokens, served.max_model_len, served.specs
     )
+    check_prompt_logprobs(len(prompt), request.sampling.prompt_logprobs)
     check_received(request, max_tokens, sampling.temperature, served.model.config.vocab_size)
     return Admitted(
         request_id=request_id,
         model=name,
         prompt_token_ids=prompt,
-        sampling=replace(sampling, max_tokens=max_tokens),
+        sampling=replace(sampling, max_tokens=max_tokens, logprobs=request.sampling.logprobs),
         stop=request.sampling.stop,
         priority=request.priority,
         cache_salt=request.cache_salt,
@@ -83,6 +91,7 @@ async def admit(
         deadline=deadline,
         vocab_size=served.model.config.vocab_size,
         received=request.received,
+        prompt_logprobs=request.sampling.prompt_logprobs,
     )
 
 
@@ -91,6 +100,22 @@ def check_names(request_id: str, cache_salt: str, priority: int) -> None:
     _check_text("cache_salt", cache_salt, MAX_SALT_CHARS)
     low, high = PRIORITY_CLASSES[0], PRIORITY_CLASSES[-1]
     _require(low <= priority <= high, f"priority is {priority}, not in [{low}, {high}]")
+
+
+def check_logprobs(name: str, num_top: int | None) -> None:
+    _require(
+        num_top is None or 0 <= num_top <= MAX_LOGPROBS,
+        f"{name} is {num_top}, not in [0, {MAX_LOGPROBS}]",
+    )
+
+
+def check_prompt_logprobs(num_prompt: int, num_top: int | None) -> None:
+    num_logprobs = 0 if num_top is None else num_prompt * (1 + num_top)
+    _require(
+        num_logprobs <= MAX_PROMPT_LOGPROBS,
+        f"prompt_logprobs {num_top} of {num_prompt} tokens are {num_logprobs} logprobs, at most "
+        f"{MAX_PROMPT_LOGPROBS}",
+    )
 
 
 def check_received(

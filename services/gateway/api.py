@@ -33,12 +33,17 @@ class RequestedSampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    """Tell each token's logprob, and of so many of the likeliest; None: tell none."""
+    prompt_logprobs: int | None = None
+    """The same of each token of the prompt but the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """`request_id` is drawn when empty; `timeout_s` is what the client gave it, None for no
     deadline. `received`: the tokens that the client has of a call that broke; None: a new request.
+    `echo`: tell the prompt too.
     """
 
     prompt: Prompt
@@ -49,6 +54,7 @@ class GenerationRequest:
     cache_salt: str = ""
     timeout_s: float | None = None
     received: tuple[int, ...] | None = None
+    echo: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +67,43 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token that could be at some position. `rank`: 1 + how many have a larger logit. `token`:
+    its UTF-8, or part of a character; a special token's name."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of one position: the token that is there, and the likeliest, likeliest first. `text_offset`:
+    how many characters of the text are before it."""
+
+    chosen: Candidate
+    top: tuple[Candidate, ...]
+    text_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReport:
+    """A prompt as its client gets it back. `logprobs`: of each token but the first, or of none
+    where they were not asked for. `first_token`: as a candidate's `token`."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    first_token: bytes
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What a sequence gained. `text` has whole characters only and nothing of a stop string. The
     last delta of a sequence has its `finish_reason` and, where a stop ended it, `stopped_by`; the
-    last of the request has `usage`."""
+    last of the request has `usage`. `logprobs`: of each token, where asked for.
+    `prompt`: in a sequence's first delta, where asked for."""
 
     request_id: str
     index: int
@@ -73,6 +112,8 @@ class Delta:
     finish_reason: FinishReason | None = None
     stopped_by: str | int | None = None
     usage: Usage | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt: PromptReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

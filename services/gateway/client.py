@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 
 from services.common.errors import DeadlineExceeded, DuplicateRequest, Overloaded
+from services.common.logprobs import Logprobs
 from services.common.ticket import FinishReason
 from services.gateway.admission import Admitted
 from services.gateway.output import Output
@@ -42,7 +43,9 @@ class Client:
 
     def resume(self, request: Admitted, output: Output) -> bool:
         """Go on with another call: `output` gets what it has not received, and its deadline holds.
-        True when the sequence ends with that. DuplicateRequest: that is another request."""
+        True when the sequence ends with that. Nobody keeps logprobs: where they are asked for, what
+        it has not received is forgotten, to be computed again. DuplicateRequest: that is another
+        request."""
         received = request.received or ()
         num_received = len(received)
         so_far = tuple(self.tokens[:num_received])
@@ -51,18 +54,43 @@ class Client:
         self.output.close(DuplicateRequest("another call goes on with this request"))
         self._attend(request, output)
         self._has_read()
+        if self.wants_logprobs:
+            del self.tokens[num_received:]
         return output.write(tuple(self.tokens[num_received:]), None)
 
-    def write(self, token_ids: tuple[int, ...], finish: FinishReason | None) -> bool:
+    def write(
+        self,
+        token_ids: tuple[int, ...],
+        finish: FinishReason | None,
+        logprobs: tuple[Logprobs, ...] = (),
+    ) -> bool:
         """True when the sequence has ended. One that is too far behind pauses, or is given up."""
         self.tokens.extend(token_ids)
-        if self.output.write(token_ids, finish):
+        if self.output.write(token_ids, finish, logprobs):
             return True
         if self.output.overflowing:
             self._not_read()
         elif self.output.congested:
             self._pause.begin()
         return False
+
+    def write_prompt(self, logprobs: tuple[Logprobs, ...]) -> None:
+        """Of its prompt, before its first token; they reach it together."""
+        self.output.write_prompt(logprobs)
+
+    @property
+    def due_prompt_logprobs(self) -> int | None:
+        """With how many of the likeliest tokens the logprobs of its prompt are to be told; None:
+        they are not, or it has them."""
+        return None if self.tokens else self.request.prompt_logprobs
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Of what it has not received yet."""
+        request = self.request
+        return request.sampling.logprobs is not None or (
+            request.prompt_logprobs is not None and not request.received
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -14,6 +14,7 @@ from services.gateway.bell import Bell
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.fleet import Fleet, Served
 from services.gateway.output import Meter, Output, Tally
+from services.gateway.spelling import PromptTeller, Speller
 
 
 class Gateway:
@@ -49,7 +50,7 @@ class Gateway:
                         admitted = await admit(
                             request, request_id, name, served, arrived_at, deadline
                         )
-                        output = self._output(admitted, served)
+                        output = self._output(request, admitted, served)
                         journey = await self._dispatcher.enter(admitted, output)
             except TimeoutError as error:
                 raise DeadlineExceeded("the request's deadline has passed") from error
@@ -94,8 +95,10 @@ class Gateway:
             if not await self._changes.wait(heard, max(0.0, until - loop.time())):
                 raise NoWorker("no worker is there to serve any model now")
 
-    def _output(self, request: Admitted, served: Served) -> Output:
+    def _output(self, asked: GenerationRequest, request: Admitted, served: Served) -> Output:
         model = served.model
+        tells_prompt = asked.echo or request.prompt_logprobs is not None
+        teller = PromptTeller(asked.prompt, request.prompt_token_ids, model.tokenizer)
         output = Output(
             request.request_id,
             Tally(len(request.prompt_token_ids), request.arrived_at),
@@ -104,6 +107,8 @@ class Gateway:
             request.sampling.stop_token_ids,
             self._meter(request.model),
             asyncio.get_running_loop().time,
+            None if request.sampling.logprobs is None else Speller(model.tokenizer),
+            teller if tells_prompt and not request.received else None,
         )
         output.replay(request.received or ())
         return output

@@ -29,6 +29,7 @@ from typing import Protocol
 from blockstore.store import PrefixHash
 from services.common.errors import InvalidRequest, PoisonRequest, Unavailable
 from services.common.logging import get_logger
+from services.common.logprobs import Logprobs
 from services.common.ticket import FinishReason, Swapped, Ticket
 from services.gateway.admission import Admitted
 from services.gateway.client import Client
@@ -155,8 +156,17 @@ class Journey:
 
     def resume(self, request: Admitted, output: Output) -> None:
         """Go on for a client that lost its stream. DuplicateRequest: that is another request."""
+        num_tokens = self.client.num_tokens
         if self.client.resume(request, output):
             self.end()
+        elif self.client.num_tokens < num_tokens:
+            self._rewind()
+
+    def _rewind(self) -> None:
+        """What runs, or is at rest, is ahead of what the client is to get next."""
+        self._has.let_go_of_ticket()
+        if self.stage is not Stage.QUEUED:
+            self._wait_again()
 
     def adopt(self, found: Entrusted) -> None:
         """Go on with what another gateway had: its place in line, its ticket, and the tokens that
@@ -170,6 +180,8 @@ class Journey:
         if problem := self._tickets.problem(ticket, num_new):
             log.warning("parked_ticket_refused", request_id=self.id, reason=problem)
             self.give_up_ticket()
+        elif num_new and self.client.wants_logprobs:
+            self.give_up_ticket()  # nobody has those of its new tokens: they are drawn again
         elif num_new:
             self._deliver(token_ids[-num_new:], None, found.worker)
 
@@ -207,7 +219,8 @@ class Journey:
         ticket = self._tickets.submit(self.attempt, *where, self._has.swapped)
         self._has.computing = Entrusted(ticket, prefill)
         prefill.errands[self.id] = start.errand
-        self._has.custody.hand_to(prefill, lambda: prefill.send(Submit(ticket)))
+        submit = Submit(ticket, self.client.due_prompt_logprobs)
+        self._has.custody.hand_to(prefill, lambda: prefill.send(submit))
 
     def go_on(self) -> None:
         """Send the ticket at rest to the decode worker whose slot was granted."""
@@ -332,8 +345,10 @@ class Journey:
         if ticket.sequences:
             self._has.issue(ticket)
             self.go_on()
+        if event.prompt_logprobs:
+            self.client.write_prompt(event.prompt_logprobs)
         for output in event.outputs:
-            self._deliver(output.token_ids, output.finish_reason, sender)
+            self._deliver(output.token_ids, output.finish_reason, sender, output.logprobs)
 
     def _on_handed_over(self, sender: Worker, ticket: Ticket) -> None:
         """What ran is at rest: it goes on where a slot is kept for it, or waits for one in line."""
@@ -376,7 +391,7 @@ class Journey:
             return
         self._has.custody.got_token(sender)
         self._has.ticket_claimed_by(sender)
-        self._deliver(event.token_ids, event.finish_reason, sender)
+        self._deliver(event.token_ids, event.finish_reason, sender, event.logprobs)
 
     def _on_requeued(self, sender: Worker, event: Requeued) -> None:
         told = sender, event.attempt
@@ -390,11 +405,15 @@ class Journey:
         self.begin_again(told)
 
     def _deliver(
-        self, token_ids: tuple[int, ...], finish: FinishReason | None, sender: Worker
+        self,
+        token_ids: tuple[int, ...],
+        finish: FinishReason | None,
+        sender: Worker,
+        logprobs: tuple[Logprobs, ...] = (),
     ) -> None:
         """A client that does not keep up makes it come to rest, as for a move."""
         self._num_setbacks = 0
-        if self.client.write(token_ids, finish):
+        if self.client.write(token_ids, finish, logprobs):
             self.end(told=(sender, self.attempt) if finish else None)
         elif self.client.pauses and self.settled_at and self._has.slot:
             self._has.slot.ask_back()

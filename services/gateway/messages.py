@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from blockstore.registry import Load
+from services.common.logprobs import Logprobs
 from services.common.ticket import FinishReason, Ticket
 
 
@@ -22,9 +23,11 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """To a prefill worker: compute a ticket that has no blocks."""
+    """To a prefill worker: compute a ticket that has no blocks. `prompt_logprobs`: and tell those
+    of its prompt, each with so many of the likeliest tokens."""
 
     ticket: Ticket
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class Reserved:
 @dataclass(frozen=True, slots=True)
 class Generated:
     """What a prefill or one decode step gave one sequence. `position`: of its first token, counted
-    from the start of the prompt."""
+    from the start of the prompt. `logprobs`: of each token, or none."""
 
     request_id: str
     attempt: int
@@ -81,15 +84,18 @@ class Generated:
     position: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
     """`outputs`: the next token of every sequence submitted. The ticket has those that go on, with
-    their blocks; none, if all have ended."""
+    their blocks; none, if all have ended. `prompt_logprobs`: of each token of the prompt but the
+    first, where they were asked for."""
 
     ticket: Ticket
     outputs: tuple[Generated, ...]
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
     @property
     def request_id(self) -> str:

@@ -10,16 +10,21 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.errors import InvalidRequest
+from services.common.logprobs import Logprobs
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.stop_strings import StopMatcher
 from services.common.ticket import FinishReason
-from services.gateway.api import Delta, Usage
+from services.gateway.api import Delta, PromptReport, TokenLogprobs, Usage
+from services.gateway.spelling import PromptTeller, Speller
 
 PAUSE_UNREAD_TOKENS = 1024
 """A client that leaves more than this unread does not keep up: its request pauses."""
 
 MAX_UNREAD_TOKENS = 8192
 """More than this is cancelled, should a worker not let go of what is to pause."""
+
+_LOGPROBS_A_TOKEN = 4
+"""So many unread logprobs count as one more unread token."""
 
 
 class Meter(Protocol):
@@ -65,7 +70,8 @@ class Tally:
 
 
 class Output:
-    """One sequence's. `stop_token_ids`: those of the request, to say what stopped it."""
+    """One sequence's. `stop_token_ids`: those of the request, to say what stopped it. `speller`:
+    where the client asks for logprobs. `prompt`: where it asks for those of its prompt."""
 
     def __init__(
         self,
@@ -76,8 +82,12 @@ class Output:
         stop_token_ids: tuple[int, ...],
         meter: Meter,
         clock: Callable[[], float],
+        speller: Speller | None = None,
+        prompt: PromptTeller | None = None,
     ) -> None:
         self.tally = tally
+        self.cumulative_logprob = 0.0
+        """Of all tokens written, as far as their logprobs came with them."""
         self.finish_reason: FinishReason | None = None
         self._request_id = request_id
         self._detokenizer = detokenizer
@@ -85,6 +95,11 @@ class Output:
         self._stop_token_ids = frozenset(stop_token_ids)
         self._meter = meter
         self._clock = clock
+        self._speller = speller
+        self._untold_prompt = prompt
+        self._prompt_logprobs: tuple[Logprobs, ...] = ()
+        self._num_chars = 0
+        self._unread_logprobs: list[tuple[Logprobs, int]] = []
         self._unread_ids: list[int] = []
         self._unread_text: list[str] = []
         self._stopped_by: str | int | None = None
@@ -96,35 +111,54 @@ class Output:
 
     @property
     def congested(self) -> bool:
-        return len(self._unread_ids) > PAUSE_UNREAD_TOKENS
+        return self._num_unread > PAUSE_UNREAD_TOKENS
 
     @property
     def overflowing(self) -> bool:
-        return len(self._unread_ids) > MAX_UNREAD_TOKENS
+        return self._num_unread > MAX_UNREAD_TOKENS
+
+    @property
+    def _num_unread(self) -> int:
+        num_logprobs = sum(logprobs.num_entries for logprobs, _ in self._unread_logprobs)
+        return len(self._unread_ids) + num_logprobs // _LOGPROBS_A_TOKEN
 
     def replay(self, token_ids: tuple[int, ...]) -> None:
         """Take what the client has already, text and all. InvalidRequest: nothing could follow."""
-        if self._show(self._detokenizer.push(token_ids)):
+        if self._show(self._detokenized(token_ids)):
             raise InvalidRequest("a stop string is in the tokens received: the request has ended")
         self._unread_text.clear()
         self.tally.num_generated_tokens = len(token_ids)
 
-    def write(self, token_ids: tuple[int, ...], finish: FinishReason | None) -> bool:
-        """Take the next tokens; `finish` comes with the last. True when the sequence has ended, by
-        `finish` or by a stop string; tokens that follow a stop string are dropped."""
+    def write(
+        self,
+        token_ids: tuple[int, ...],
+        finish: FinishReason | None,
+        logprobs: tuple[Logprobs, ...] = (),
+    ) -> bool:
+        """Take the next tokens, with their logprobs if they were asked for; `finish` comes with the
+        last. True when the sequence has ended, by `finish` or by a stop string; tokens that follow
+        a stop string are dropped."""
+        offsets = []
         num_written = len(token_ids)
         # The token that stopped the sequence is not part of its text.
         num_shown = num_written - 1 if finish is FinishReason.STOP else num_written
         for position, token_id in enumerate(token_ids[:num_shown], 1):
-            if self._show(self._detokenizer.push((token_id,))):
+            offsets.append(self._num_chars)
+            if self._show(self._detokenized((token_id,))):
                 num_written = position
                 break
+        offsets += [self._num_chars] * (num_written - len(offsets))
         self._unread_ids.extend(token_ids[:num_written])
+        self._keep(logprobs[:num_written], offsets)
         self._count(num_written)
         if finish is not None and self.finish_reason is None:
             self._conclude(finish, token_ids)
         self._readable.set()
         return self.finish_reason is not None
+
+    def write_prompt(self, logprobs: tuple[Logprobs, ...]) -> None:
+        """Of the prompt; they come with the first token."""
+        self._prompt_logprobs = logprobs
 
     def close(self, error: Exception | None) -> None:
         """Nothing more comes. With an error the reader gets it in place of what it has not read."""
@@ -159,6 +193,17 @@ class Output:
         tally.last_token_at = now
         tally.num_generated_tokens += num_tokens
 
+    def _keep(self, logprobs: tuple[Logprobs, ...], offsets: list[int]) -> None:
+        """Until they are read; they are spelled out only then."""
+        self.cumulative_logprob += sum(each.logprob for each in logprobs)
+        if self._speller is not None:
+            self._unread_logprobs.extend(zip(logprobs, offsets, strict=False))
+
+    def _detokenized(self, token_ids: tuple[int, ...]) -> str:
+        text = self._detokenizer.push(token_ids)
+        self._num_chars += len(text)
+        return text
+
     def _show(self, text: str) -> bool:
         """Add to the client's text; True when a stop string ended it."""
         scanned = self._stops.push(text)
@@ -188,8 +233,22 @@ class Output:
             finish_reason=self.finish_reason,
             stopped_by=self._stopped_by,
             usage=self.tally.usage() if self.finish_reason else None,
+            logprobs=self._spelled(),
+            prompt=self._told_prompt(),
         )
         self._unread_ids.clear()
         self._unread_text.clear()
+        self._unread_logprobs.clear()
         self.on_read()
         return delta
+
+    def _spelled(self) -> tuple[TokenLogprobs, ...]:
+        if self._speller is None or not self._unread_logprobs:
+            return ()
+        unread = zip(self._unread_ids, self._unread_logprobs, strict=True)
+        return tuple(self._speller.spell(token_id, *kept) for token_id, kept in unread)
+
+    def _told_prompt(self) -> PromptReport | None:
+        prompt, logprobs = self._untold_prompt, self._prompt_logprobs
+        self._untold_prompt, self._prompt_logprobs = None, ()
+        return None if prompt is None else prompt.report(logprobs)

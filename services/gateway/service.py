@@ -6,22 +6,33 @@ from typing import Any
 
 from grpc import aio
 
-from quire.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from quire.v1 import inference_pb2, inference_pb2_grpc, logprobs_pb2, sampling_pb2
 from services.common.errors import InvalidRequest
 from services.common.wire import finish_reason_to_wire
 from services.gateway.api import (
+    Candidate,
     ChatMessage,
     Delta,
     GenerationRequest,
     Generator,
     Prompt,
     RequestedSampling,
+    TokenLogprobs,
     Usage,
 )
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
-_OPTIONAL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
+_OPTIONAL_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+)
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -96,15 +107,33 @@ def _response(delta: Delta) -> inference_pb2.GenerateResponse:
         token_ids=delta.token_ids,
         text=delta.text,
         finish_reason=finish_reason_to_wire(delta.finish_reason),
+        logprobs=map(_token_logprobs, delta.logprobs),
     )
     if isinstance(delta.stopped_by, str):
         sequence.stop_string = delta.stopped_by
     elif delta.stopped_by is not None:
         sequence.stop_token_id = delta.stopped_by
     response = inference_pb2.GenerateResponse(request_id=delta.request_id, deltas=(sequence,))
+    if delta.prompt is not None:
+        response.prompt_logprobs.extend(map(_token_logprobs, delta.prompt.logprobs))
     if delta.usage is not None:
         response.usage.CopyFrom(_usage(delta.usage))
     return response
+
+
+def _token_logprobs(logprobs: TokenLogprobs) -> logprobs_pb2.TokenLogprobs:
+    return logprobs_pb2.TokenLogprobs(
+        chosen=_candidate(logprobs.chosen), top=map(_candidate, logprobs.top)
+    )
+
+
+def _candidate(candidate: Candidate) -> logprobs_pb2.Candidate:
+    return logprobs_pb2.Candidate(
+        token_id=candidate.token_id,
+        logprob=candidate.logprob,
+        rank=candidate.rank,
+        token=candidate.token,
+    )
 
 
 def _usage(usage: Usage) -> inference_pb2.Usage:

@@ -2,9 +2,11 @@
 back (law 7)."""
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstore.store import PrefixHash
+from services.common.logprobs import Logprobs
 from services.common.ticket import Swapped, Ticket, TicketSequence, first_of
 from services.gateway.admission import Admitted
 from services.gateway.client import Client
@@ -45,6 +47,16 @@ def other_field(ticket: Ticket, submitted: Ticket) -> str:
     none."""
     differing = (n for n in _OURS if getattr(ticket, n) != getattr(submitted, n))
     return next(differing, "")
+
+
+def problem_of(logprobs: Logprobs, num_top: int, vocab_size: int) -> str:
+    """Why nobody can have asked for these; "" if somebody can."""
+    token_ids = logprobs.top_token_ids
+    if len(token_ids) != min(num_top, vocab_size):
+        return f"{len(token_ids)} of the {num_top} likeliest tokens"
+    if logprobs.rank > vocab_size or any(token_id >= vocab_size for token_id in token_ids):
+        return f"not all are in the vocabulary of {vocab_size}"
+    return "" if len(set(token_ids)) == len(token_ids) else "a token twice"
 
 
 def _problem_of_identity(ticket: Ticket, submitted: Ticket) -> str:
@@ -109,7 +121,8 @@ class Tickets:
         if [len(output.token_ids) for output in outputs] != [1]:
             return "not one token of one sequence"
         (output,) = outputs
-        if problem := self.problem_of_step(output):
+        problem = self.problem_of_step(output) or self._problem_of_prompt(event.prompt_logprobs)
+        if problem:
             return problem
         if output.finish_reason is None:
             at_rest = [sequence.token_ids[-1:] for sequence in ticket.sequences]
@@ -128,7 +141,28 @@ class Tickets:
             where = f"position {event.position} after {client.num_tokens} tokens"
             return f"repeated or lost tokens: {where}"
         problem = self._problem_of_tokens(event.token_ids, goes_on=event.finish_reason is None)
-        return problem and f"sent wrong tokens: {problem}"
+        if problem:
+            return f"sent wrong tokens: {problem}"
+        problem = self._problem_of_logprobs(event)
+        return problem and f"sent wrong logprobs: {problem}"
+
+    def _problem_of_prompt(self, logprobs: Sequence[Logprobs]) -> str:
+        num_prompt = len(self._client.request.prompt_token_ids)
+        problem = self._problem(logprobs, num_prompt - 1, self._client.due_prompt_logprobs)
+        return problem and f"sent wrong logprobs of the prompt: {problem}"
+
+    def _problem_of_logprobs(self, event: Generated) -> str:
+        num_top = self._client.request.sampling.logprobs
+        return self._problem(event.logprobs, len(event.token_ids), num_top)
+
+    def _problem(self, logprobs: Sequence[Logprobs], number: int, num_top: int | None) -> str:
+        """`num_top`: None: there should be none."""
+        wanted = 0 if num_top is None else number
+        if len(logprobs) != wanted:
+            return f"{len(logprobs)} for {wanted} tokens"
+        vocab_size = self._client.request.vocab_size
+        problems = (problem_of(each, num_top or 0, vocab_size) for each in logprobs)
+        return next(filter(None, problems), "")
 
     def _problem_of_tokens(self, new: tuple[int, ...], *, goes_on: bool) -> str:
         request = self._client.request

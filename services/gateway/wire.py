@@ -15,6 +15,7 @@ from services.common.faults import FAULTS, PeerFailed
 from services.common.wire import (
     finish_reason_from_wire,
     load_from_wire,
+    logprobs_from_wire,
     ticket_from_wire,
     ticket_to_wire,
 )
@@ -86,8 +87,11 @@ class Dialect:
                 return self.request(reserve=reserve)
             case Admit(ticket):
                 return self.request(admit=decode_pb2.Admit(ticket=ticket_to_wire(ticket)))
-            case Submit(ticket):
-                return self.request(submit=prefill_pb2.PrefillSubmit(ticket=ticket_to_wire(ticket)))
+            case Submit(ticket, prompt_logprobs):
+                submit = prefill_pb2.PrefillSubmit(
+                    ticket=ticket_to_wire(ticket), prompt_logprobs=prompt_logprobs
+                )
+                return self.request(submit=submit)
             case Abort(request_id, attempt, index):
                 abort = worker_pb2.Abort(request_id=request_id, attempt=attempt, index=index)
                 return self.request(abort=abort)
@@ -129,7 +133,8 @@ def _prefilled(message: prefill_pb2.Prefilled) -> Prefilled | Malformed:
     ticket = message.ticket
     try:
         outputs = tuple(map(_output, message.outputs))
-        return Prefilled(ticket_from_wire(ticket, may_have_ended=True), outputs)
+        told = tuple(map(logprobs_from_wire, message.prompt_logprobs))
+        return Prefilled(ticket_from_wire(ticket, may_have_ended=True), outputs, told)
     except InvalidRequest as error:
         return Malformed(ticket.request_id, ticket.attempt, str(error))
 
@@ -150,6 +155,7 @@ def _output(output: worker_pb2.SequenceOutput) -> Generated:
         output.position,
         tuple(output.token_ids),
         finish_reason_from_wire(output.finish_reason),
+        tuple(map(logprobs_from_wire, output.logprobs)),
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from blockstore.store import Allocation, PrefixHash
+from services.common.logprobs import Logprobs
 from services.common.ticket import FinishReason, Ticket, TicketSequence
 from services.worker.events import Ending, Output, Session
 
@@ -23,7 +24,8 @@ class State(Enum):
 @dataclass(eq=False, slots=True)
 class Job:
     """`follows`: a prefix that somebody else here is computing. `ending`: set once it is to end
-    early."""
+    early. `num_prompt_logprobs`: tell those of the prompt, with so many of the likeliest tokens;
+    None: do not. They come chunk by chunk, into `prompt_logprobs`."""
 
     session: Session
     ticket: Ticket
@@ -32,6 +34,8 @@ class Job:
     follows: PrefixHash | None = None
     allocation: Allocation | None = None
     ending: Ending | None = None
+    num_prompt_logprobs: int | None = None
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
     num_uncomputed: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,7 +72,7 @@ class Job:
         """The ticket of a request that is over: no sequences, no blocks."""
         return replace(self.ticket, holder_epoch=0, sequences=(), swapped=None)
 
-    def output(self, token: int, finish: FinishReason | None) -> Output:
+    def output(self, token: int, finish: FinishReason | None, logprobs: Logprobs | None) -> Output:
         """The token just drawn."""
         index, position = self.ticket.sequences[0].index, len(self.tokens)
-        return Output(*self.ticket.key, index, position, token, finish)
+        return Output(*self.ticket.key, index, position, token, finish, logprobs)

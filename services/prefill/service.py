@@ -5,7 +5,12 @@ from typing import Any
 
 from quire.v1 import prefill_pb2, prefill_pb2_grpc
 from services.common.rpc import RpcServer
-from services.common.wire import ticket_from_wire, ticket_to_wire
+from services.common.wire import (
+    logprobs_to_wire,
+    num_top_from_wire,
+    ticket_from_wire,
+    ticket_to_wire,
+)
 from services.prefill.worker import PrefillWorker
 from services.worker.events import Event, Prefilled
 from services.worker.process import WorkerRole
@@ -24,13 +29,17 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             yield response
 
     def _obey(self, session: StreamSession, submit: prefill_pb2.PrefillSubmit) -> None:
-        self._worker.submit(session, ticket_from_wire(submit.ticket))
+        asks = submit.HasField("prompt_logprobs")
+        num_top = num_top_from_wire(submit.prompt_logprobs) if asks else None
+        self._worker.submit(session, ticket_from_wire(submit.ticket), num_top)
 
 
 def _encode(event: Event) -> Fields:
     assert isinstance(event, Prefilled)
     prefilled = prefill_pb2.Prefilled(
-        ticket=ticket_to_wire(event.ticket), outputs=map(output_to_wire, event.outputs)
+        ticket=ticket_to_wire(event.ticket),
+        outputs=map(output_to_wire, event.outputs),
+        prompt_logprobs=map(logprobs_to_wire, event.prompt_logprobs),
     )
     return {"prefilled": prefilled}
 

@@ -10,7 +10,7 @@ from blockstore.registry import Load
 from blockstore.store import BlockStore, PrefixHash
 from services.common.errors import InvalidRequest
 from services.common.metrics import WorkerMetrics
-from services.common.ticket import FinishReason, Ticket, first_of
+from services.common.ticket import Ticket, first_of
 from services.engine import messages
 from services.engine.engine import ForwardPass
 from services.engine.membership import Membership
@@ -27,6 +27,7 @@ from services.worker.events import (
     PREEMPTED,
     STALE,
     Ending,
+    Output,
     Prefilled,
     Requeued,
     RequeueReason,
@@ -79,14 +80,17 @@ class PrefillWorker(PoolWorker):
 
     # What gateways ask.
 
-    def submit(self, session: Session, ticket: Ticket) -> None:
-        """Take a ticket without blocks. Raises InvalidRequest."""
+    def submit(
+        self, session: Session, ticket: Ticket, num_prompt_logprobs: int | None = None
+    ) -> None:
+        """Take a ticket without blocks; tell the logprobs of its prompt, unless None. Raises
+        InvalidRequest."""
         if self.draining:
             session.send(Requeued(ticket, RequeueReason.DRAINING))
             return
         self._check(ticket)
         size = self.spec.block_size
-        job = Job(session, ticket, ())
+        job = Job(session, ticket, (), num_prompt_logprobs=num_prompt_logprobs)
         if job in self._jobs:
             raise InvalidRequest(f"attempt {ticket.attempt} of this request is here already")
         job.hashes = prefix_hashes(ticket.root_hash, job.tokens, size)
@@ -146,8 +150,14 @@ class PrefillWorker(PoolWorker):
         self._prefixes.begin(job.ticket.holder_id, job.hashes[num_hits:])
         cached = Fetched(num_hits * self.spec.block_size)
         swapped = job.ticket.swapped
-        if self.colder is None or swapped is None or not self.colder.holds(swapped):
-            self._compute(job, cached)
+        is_all_computed = job.num_prompt_logprobs is not None
+        if (
+            self.colder is None
+            or swapped is None
+            or is_all_computed
+            or not self.colder.holds(swapped)
+        ):
+            self._compute(job, Fetched(0) if is_all_computed else cached)
             return
         job.state = State.FETCHING
         num_present = max(cached.num_tokens, swapped.num_computed_tokens)
@@ -171,6 +181,9 @@ class PrefillWorker(PoolWorker):
 
         blocks   |== adopted ==|== copied ==|------- new -------|
         tokens   |====== computed ======|---- to compute ----|  never empty: the last token draws
+
+        Whose prompt's logprobs are asked for computes all of it, in adopted blocks without storing
+        anything there.
         """
         allocation = job.allocation
         assert allocation is not None
@@ -192,6 +205,7 @@ class PrefillWorker(PoolWorker):
             num_adopted=num_hits * size,
             eos_token_ids=self.limits.eos_token_ids,
             max_model_len=self.limits.max_model_len,
+            prompt_logprobs=job.num_prompt_logprobs,
         )
         new = allocation.block_ids[num_hits + fetched.num_blocks :]
         self.engine.send(messages.Admit(sequence, new))
@@ -210,31 +224,32 @@ class PrefillWorker(PoolWorker):
         job.num_uncomputed = len(job.tokens) - advance.num_computed
         if advance.completed:
             self.writer.put(lambda: self._commit(job, advance.completed))
+        job.prompt_logprobs.extend(advance.prompt_logprobs)
         if advance.token is None:
             return
         if job.ending:
             self._retire(job)
             return
         self.metrics.generation_tokens.inc()
+        output = job.output(advance.token, advance.finish, advance.logprobs)
         if advance.finish:
-            self._finish(job, advance.token, advance.finish)
+            self._finish(job, output)
         else:
-            self._issue(job, advance.token)
+            self._issue(job, output)
 
     async def _commit(self, job: Job, completed: Sequence[tuple[int, PrefixHash]]) -> None:
         holder_id, epoch = job.ticket.holder_id, _epoch(job)
         await self.store.commit(self.pool_id, holder_id, epoch, completed)
         self._prefixes.end(holder_id, [prefix_hash for _, prefix_hash in completed])
 
-    def _issue(self, job: Job, token: int) -> None:
+    def _issue(self, job: Job, output: Output) -> None:
         """At rest: nobody writes its blocks until somebody claims them."""
-        output = job.output(token, None)
-        ticket = job.issued(token, self._pace.ns_per_token)
+        ticket = job.issued(output.token_id, self._pace.ns_per_token)
 
         async def detach() -> None:
             await self.store.detach(self.pool_id, ticket.holder_id, ticket.holder_epoch - 1)
             if not job.ending:
-                job.session.send(Prefilled(ticket, (output,)))
+                job.session.send(Prefilled(ticket, (output,), tuple(job.prompt_logprobs)))
 
         job.state = State.ISSUED
         job.ticket = ticket
@@ -242,13 +257,13 @@ class PrefillWorker(PoolWorker):
         self._jobs.end_after(self.limits.ticket_ttl_s, job, STALE)
         self.writer.put(detach)
 
-    def _finish(self, job: Job, token: int, finish: FinishReason) -> None:
-        output = job.output(token, finish)
+    def _finish(self, job: Job, output: Output) -> None:
         holder_id, epoch = job.ticket.holder_id, _epoch(job)
 
         async def release() -> None:
             await self.store.release(self.pool_id, holder_id, epoch)
-            job.session.send(Prefilled(job.finished(), (output,)))
+            told = tuple(job.prompt_logprobs)
+            job.session.send(Prefilled(job.finished(), (output,), told))
 
         self._forget(job)
         self.writer.put(release)

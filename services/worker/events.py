@@ -5,6 +5,7 @@ from enum import Enum
 from typing import Protocol
 
 from services.common.errors import DeadlineExceeded, InvalidRequest, PoisonRequest
+from services.common.logprobs import Logprobs
 from services.common.ticket import FinishReason, Ticket
 from services.engine.batch import Fault
 
@@ -67,7 +68,7 @@ class Reserved:
 @dataclass(frozen=True, slots=True)
 class Output:
     """One sequence's first token, or its token of one step. `position`: counted from the start of
-    the prompt."""
+    the prompt. `logprobs`: where the sampling asks for them."""
 
     request_id: str
     attempt: int
@@ -75,15 +76,18 @@ class Output:
     position: int
     token_id: int
     finish: FinishReason | None
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
     """`outputs`: a token of every sequence of the ticket that came. `ticket`: at rest, with the
-    sequences that go on, and their blocks; where none does, all blocks are released."""
+    sequences that go on, and their blocks; where none does, all blocks are released.
+    `prompt_logprobs`: of each token of the prompt but the first, where asked for."""
 
     ticket: Ticket
     outputs: tuple[Output, ...]
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

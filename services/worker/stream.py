@@ -13,7 +13,12 @@ from quire.v1 import worker_pb2
 from services.common.errors import InvalidRequest, VersionMismatch
 from services.common.logging import get_logger
 from services.common.version import PROTOCOL_VERSION
-from services.common.wire import finish_reason_to_wire, load_to_wire, ticket_to_wire
+from services.common.wire import (
+    finish_reason_to_wire,
+    load_to_wire,
+    logprobs_to_wire,
+    ticket_to_wire,
+)
 from services.worker.events import Draining, Event, Failed, Output, Requeued, RequeueReason
 
 _LOAD_INTERVAL_S = 0.25
@@ -42,6 +47,7 @@ def output_to_wire(output: Output) -> worker_pb2.SequenceOutput:
         position=output.position,
         token_ids=(output.token_id,),
         finish_reason=finish_reason_to_wire(output.finish),
+        logprobs=() if output.logprobs is None else (logprobs_to_wire(output.logprobs),),
     )
 
 

@@ -47,6 +47,7 @@ TICKET: dict[str, st.SearchStrategy[Any]] = {
     "sampling.seed": LARGE,
     "sampling.temperature": FLOATS,
     "sampling.max_tokens": NUMBERS,
+    "sampling.logprobs": NUMBERS,
     "sequences.index": NUMBERS,
     "sequences.token_ids": TOKENS,
     "sequences.block_ids": BLOCKS,
@@ -57,6 +58,13 @@ TICKET: dict[str, st.SearchStrategy[Any]] = {
     "swapped.block_ids": BLOCKS,
     "swapped.num_computed_tokens": NUMBERS,
 }
+LOGPROB = st.sampled_from([0.0, -1.5, -1e30, 0.5, float("nan"), float("inf"), float("-inf")])
+LOGPROBS: dict[str, st.SearchStrategy[Any]] = {
+    "logprob": LOGPROB,
+    "rank": NUMBERS,
+    "top_token_ids": TOKENS,
+    "top_logprobs": st.lists(LOGPROB, max_size=4),
+}
 OUTPUT: dict[str, st.SearchStrategy[Any]] = {
     "request_id": NAMES,
     "attempt": NUMBERS,
@@ -64,11 +72,13 @@ OUTPUT: dict[str, st.SearchStrategy[Any]] = {
     "position": NUMBERS,
     "token_ids": TOKENS,
     "finish_reason": st.sampled_from([0, 1, 2, 3, 99]),
+    **{f"logprobs.{name}": values for name, values in LOGPROBS.items()},
 }
 CODES = ["invalid_request", "kv_corrupt", "queue_full", "nobody's", "", "x" * 5000]
 FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "prefilled": {f"ticket.{name}": values for name, values in TICKET.items()}
-    | {f"outputs.{name}": values for name, values in OUTPUT.items()},
+    | {f"outputs.{name}": values for name, values in OUTPUT.items()}
+    | {f"prompt_logprobs.{name}": values for name, values in LOGPROBS.items()},
     "requeue": {f"ticket.{name}": values for name, values in TICKET.items()}
     | {"reason": st.sampled_from([0, 1, 2, 3, 4, 99])},
     "step": {f"outputs.{name}": values for name, values in OUTPUT.items()},

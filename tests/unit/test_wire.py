@@ -2,21 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockstore.registry import Load
+from quire.v1.logprobs_pb2 import Logprobs as LogprobsMessage
 from quire.v1.ticket_pb2 import Ticket as Message
 from quire.v1.worker_pb2 import WorkerLoad
 from services.common.errors import InvalidRequest
+from services.common.logprobs import Logprobs
 from services.common.ticket import FinishReason, SamplingParams, Swapped, Ticket, TicketSequence
 from services.common.wire import (
     finish_reason_from_wire,
     finish_reason_to_wire,
     load_from_wire,
     load_to_wire,
+    logprobs_from_wire,
+    logprobs_to_wire,
     ticket_from_wire,
     ticket_to_wire,
 )
@@ -43,6 +48,7 @@ samplings = st.builds(
     max_tokens=st.integers(1, 2**32 - 1),
     stop_token_ids=token_ids,
     ignore_eos=st.booleans(),
+    logprobs=st.none() | st.integers(0, 20),
 )
 
 
@@ -144,6 +150,7 @@ def spoil(change: Callable[[Message], object]) -> Message:
         (lambda m: setattr(m.sampling, "top_p", 0.0), "top_p is 0"),
         (lambda m: setattr(m.sampling, "min_p", float("inf")), "min_p is inf"),
         (lambda m: setattr(m.sampling, "max_tokens", 0), "max_tokens is 0"),
+        (lambda m: setattr(m.sampling, "logprobs", 21), "logprobs is 21"),
     ],
 )
 def test_a_ticket_that_makes_no_sense_is_refused(
@@ -196,3 +203,45 @@ def test_a_finish_reason_of_a_later_version_is_refused() -> None:
 def test_loads_come_back(load: Load, draining: bool) -> None:
     message = WorkerLoad.FromString(load_to_wire(load, draining).SerializeToString())
     assert load_from_wire(message) == (load, draining)
+
+
+@st.composite
+def logprobs(draw: st.DrawFn) -> Logprobs:
+    """-inf is the logarithm of 0."""
+    value = real(-1e6, 0) | st.just(float("-inf"))
+    top = sorted(draw(st.lists(value, max_size=20)), reverse=True)
+    token_ids = draw(st.lists(u32, min_size=len(top), max_size=len(top)))
+    return Logprobs(draw(value), draw(st.integers(1, 2**32 - 1)), tuple(token_ids), tuple(top))
+
+
+@unhurried
+@given(logprobs())
+def test_logprobs_come_back(told: Logprobs) -> None:
+    message = LogprobsMessage.FromString(logprobs_to_wire(told).SerializeToString())
+    assert logprobs_from_wire(message) == told
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"logprob": float("nan")}, "logprob is nan"),
+        ({"logprob": 0.5}, "logprob is 0.5"),
+        ({"logprob": float("inf")}, "logprob is inf"),
+        ({"rank": 0}, "rank is 0"),
+        ({"top_logprobs": [-1.0]}, "not of top_token_ids"),
+        ({"top_token_ids": [1, 2, 3]}, "not of top_token_ids"),
+        ({"top_logprobs": [-1.0, float("nan")]}, "not 0 or less"),
+        ({"top_logprobs": [0.5, -1.0]}, "not 0 or less"),
+        ({"top_logprobs": [-2.0, -1.0]}, "do not fall"),
+        ({"top_token_ids": range(21), "top_logprobs": [-1.0] * 21}, "21 top_logprobs"),
+    ],
+)
+def test_logprobs_that_make_no_sense_are_refused(change: dict[str, Any], problem: str) -> None:
+    fields: dict[str, Any] = {
+        "logprob": -1.0,
+        "rank": 1,
+        "top_token_ids": [1, 2],
+        "top_logprobs": [-1.0, -2.0],
+    }
+    with pytest.raises(InvalidRequest, match=problem):
+        logprobs_from_wire(LogprobsMessage(**(fields | change)))

@@ -71,6 +71,15 @@ class Tokenizer:
         """Id of exactly this token; None where there is none."""
         return self._tokenizer.token_to_id(token)
 
+    def spell(self, token_id: int) -> bytes:
+        """What a token stands for: UTF-8, or part of a character; of one that is no text, its name,
+        and nothing where it has none."""
+        pieces = self.pieces.following
+        piece = pieces[token_id] if token_id < len(pieces) else None
+        if piece is None:
+            return (self._tokenizer.id_to_token(token_id) or "").encode()
+        return piece
+
     def detokenizer(self, *, starts_text: bool = False) -> Detokenizer:
         """A new stream of text; it goes on after a prompt unless it `starts_text` itself."""
         return Detokenizer(self.pieces, starts_text=starts_text)

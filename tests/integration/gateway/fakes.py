@@ -14,6 +14,7 @@ from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import (
     decode_pb2,
     decode_pb2_grpc,
+    logprobs_pb2,
     prefill_pb2,
     prefill_pb2_grpc,
     sampling_pb2,
@@ -37,6 +38,21 @@ def expected(prompt: Sequence[int], num_tokens: int) -> list[int]:
     for _ in range(num_tokens):
         tokens.append(next_token(tokens))
     return tokens[len(prompt) :]
+
+
+def logprobs_of(tokens: Sequence[int], num_top: int) -> logprobs_pb2.Logprobs:
+    """Of the last of these tokens: a number that all of them decide."""
+    return logprobs_pb2.Logprobs(
+        logprob=-(zlib.crc32(repr(list(tokens)).encode()) % 1024) / 128,
+        rank=1 + tokens[-1] % 7,
+        top_token_ids=range(FIRST_TOKEN, FIRST_TOKEN + num_top),
+        top_logprobs=[-each / 4 for each in range(num_top)],
+    )
+
+
+def told(tokens: Sequence[int], sampling: ticket_pb2.TicketSampling) -> list[logprobs_pb2.Logprobs]:
+    """Of the last one, if that is asked for."""
+    return [logprobs_of(tokens, sampling.logprobs)] if sampling.HasField("logprobs") else []
 
 
 class Session:
@@ -167,6 +183,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         super().__init__(worker_id, **fields)
         self.holds = False
         self.held: list[tuple[Session, ticket_pb2.Ticket]] = []
+        self.prompt_logprobs: dict[str, int] = {}
         self.num_cached = 0
         self.spoil: Callable[[ticket_pb2.Ticket], None] = lambda ticket: None
 
@@ -182,6 +199,9 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             yield response
 
     def on_submit(self, session: Session, submit: prefill_pb2.PrefillSubmit) -> None:
+        self.prompt_logprobs.pop(submit.ticket.request_id, None)
+        if submit.HasField("prompt_logprobs"):
+            self.prompt_logprobs[submit.ticket.request_id] = submit.prompt_logprobs
         if self.holds:
             self.held.append((session, submit.ticket))
         else:
@@ -204,7 +224,12 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             attempt=ticket.attempt,
             position=len(tokens),
             token_ids=[next_token(tokens)],
+            logprobs=told([*tokens, next_token(tokens)], ticket.sampling),
         )
+        prompt, of_prompt = tokens[: len(ticket.prompt_token_ids)], []
+        num_top = self.prompt_logprobs.get(ticket.request_id)
+        if num_top is not None:
+            of_prompt = [logprobs_of(prompt[:n], num_top) for n in range(2, len(prompt) + 1)]
         sequence.token_ids.extend(output.token_ids)
         if len(sequence.token_ids) == ticket.sampling.max_tokens:
             output.finish_reason = sampling_pb2.FINISH_REASON_LENGTH
@@ -214,7 +239,10 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             sequence.block_ids.extend(range(len(tokens) // 16 + 1))
             sequence.num_computed_tokens = len(tokens)
         self.spoil(ticket)
-        session.send(prefilled=prefill_pb2.Prefilled(ticket=ticket, outputs=[output]))
+        prefilled = prefill_pb2.Prefilled(
+            ticket=ticket, outputs=[output], prompt_logprobs=of_prompt
+        )
+        session.send(prefilled=prefilled)
 
 
 @dataclass(eq=False)
@@ -370,6 +398,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             index=0,
             position=len(running.tokens) - 1,
             token_ids=running.tokens[-1:],
+            logprobs=told(running.tokens, ticket.sampling),
             finish_reason=finish,
         )
 

@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from quire.cli import main
+from quire.v1.logprobs_pb2 import Candidate
 
 
 def test_text_goes_as_a_chat_and_the_answer_streams(hello: Any, capsys: Any) -> None:
@@ -59,6 +60,47 @@ def test_json_gives_one_delta_a_line(hello: Any, capsys: Any) -> None:
     assert last["finish_reason"] == "stop"
     assert last["stopped_by"] == 9
     assert last["usage"]["num_cached_tokens"] == 16
+
+
+def candidate(token: bytes, logprob: float, rank: int) -> Any:
+    return Candidate(token_id=7, token=token, logprob=logprob, rank=rank)
+
+
+def with_logprobs(hello: Any) -> None:
+    """Its first token is one of two, the second is half of a character; its prompt has two."""
+    first, last = hello.responses
+    top = [candidate(b"Hello", -0.5, 1), candidate(b"\nHi", -2.0, 2)]
+    first.deltas[0].logprobs.add(chosen=top[0], top=top)
+    first.prompt_logprobs.add(chosen=candidate(b" you", -3.25, 12345), top=top[:1])
+    last.deltas[0].logprobs.add(chosen=candidate(b"\xe2\x82", -1.0, 3), top=top[:1])
+
+
+def test_logprobs_are_shown_a_token_a_line(hello: Any, capsys: Any) -> None:
+    """Those of the prompt first; whatever is in a token, it stays on its line."""
+    with_logprobs(hello)
+    assert main(["generate", "Hi", "--logprobs", "2", "--prompt-logprobs", "1"]) == 0
+    sampling = hello.requests[0].sampling
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (2, 1)
+    assert capsys.readouterr().out.splitlines() == [
+        "  -3.2500  #12345  ' you'            'Hello' -0.5000",
+        "",
+        "  -0.5000  #1      'Hello'           'Hello' -0.5000  '\\nHi' -2.0000",
+        "  -1.0000  #3      '\\\\xe2\\\\x82'      'Hello' -0.5000",
+    ]
+
+
+def test_logprobs_as_json(hello: Any, capsys: Any) -> None:
+    with_logprobs(hello)
+    assert main(["generate", "Hi", "--logprobs", "2", "--json"]) == 0
+    first, last = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert first["logprobs"][0]["chosen"] == {
+        "token_id": 7,
+        "logprob": -0.5,
+        "rank": 1,
+        "token": "Hello",
+    }
+    assert [each["token"] for each in first["logprobs"][0]["top"]] == ["Hello", "\nHi"]
+    assert last["logprobs"][0]["chosen"]["token"] == "\\xe2\\x82"
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,19 @@
 
 import asyncio
 import itertools
+from typing import Any
 
 import pytest
 
 from services.common.errors import Unavailable
+from services.common.logprobs import Logprobs
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.pieces import Pieces
 from services.common.text.stop_strings import StopMatcher
 from services.common.ticket import FinishReason
-from services.gateway.api import Delta
+from services.gateway.api import Candidate, Delta
 from services.gateway.output import MAX_UNREAD_TOKENS, Output, Tally
+from services.gateway.spelling import Speller
 
 BYTES = [bytes([byte]) for byte in range(256)]
 END = 0
@@ -30,7 +33,10 @@ class CountingMeter:
 
 
 def make(
-    *stops: str, stop_token_ids: tuple[int, ...] = (), meter: CountingMeter | None = None
+    *stops: str,
+    stop_token_ids: tuple[int, ...] = (),
+    meter: CountingMeter | None = None,
+    speller: Speller | None = None,
 ) -> Output:
     """Its clock shows 1, 2, 3 ...; the request arrived at 0."""
     ticks = itertools.count(1.0)
@@ -42,6 +48,7 @@ def make(
         stop_token_ids,
         meter or CountingMeter(),
         lambda: next(ticks),
+        speller,
     )
 
 
@@ -165,3 +172,75 @@ async def test_times_are_measured_from_arrival_and_from_token_to_token() -> None
     output.write(ids("a"), None)
     output.write(ids("bc"), None)
     assert (meter.first, meter.later) == ([1.0], [(2, 1.0)])
+
+
+class Letters:
+    """A tokenizer's part in telling logprobs, of a vocabulary of bytes."""
+
+    def spell(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+
+def telling(*stops: str) -> Output:
+    tokenizer: Any = Letters()
+    return make(*stops, speller=Speller(tokenizer))
+
+
+def told(*values: float) -> tuple[Logprobs, ...]:
+    """One for each token, with the letter a as the likeliest."""
+    return tuple(Logprobs(value, rank, (97,), (0.0,)) for rank, value in enumerate(values, 1))
+
+
+async def test_tokens_come_with_their_logprobs_spelled_out() -> None:
+    output = telling()
+    output.write(ids("a"), None, told(-0.5))
+    output.write((*"€".encode(), END), FinishReason.STOP, told(-1.0, -2.0, -3.0, -4.0))
+    output.close(None)
+    (delta,) = await read(output)
+    assert [each.chosen.token for each in delta.logprobs] == [
+        b"a",
+        b"\xe2",
+        b"\x82",
+        b"\xac",
+        b"\0",
+    ]
+    assert [each.chosen.logprob for each in delta.logprobs] == [-0.5, -1.0, -2.0, -3.0, -4.0]
+    assert [each.chosen.rank for each in delta.logprobs] == [1, 1, 2, 3, 4]
+    # Where each begins: the parts of a character where it does, what is no text at the end.
+    assert [each.text_offset for each in delta.logprobs] == [0, 1, 1, 1, 2]
+    assert all(each.top == (Candidate(97, 0.0, 1, b"a"),) for each in delta.logprobs)
+    assert output.cumulative_logprob == -10.5
+
+
+async def test_behind_a_stop_string_nothing_is_told() -> None:
+    output = telling("bc")
+    output.write(ids("abcd"), None, told(-1.0, -2.0, -4.0, -8.0))
+    output.close(None)
+    (delta,) = await read(output)
+    assert (delta.text, delta.token_ids) == ("a", ids("abc"))
+    assert [each.chosen.token for each in delta.logprobs] == [b"a", b"b", b"c"]
+    assert output.cumulative_logprob == -7.0
+
+
+async def test_offsets_go_on_where_a_client_was() -> None:
+    output = telling()
+    output.replay(ids("abc"))
+    output.write(ids("d"), FinishReason.LENGTH, told(-1.0))
+    output.close(None)
+    (delta,) = await read(output)
+    assert [each.text_offset for each in delta.logprobs] == [3]
+
+
+async def test_unread_logprobs_count() -> None:
+    """Four as much as a token: with 20 of the likeliest a client may be 160 tokens behind."""
+    output = telling()
+    top = Logprobs(-1.0, 1, tuple(range(20)), (-2.0,) * 20)
+    for _ in range(160):
+        output.write(ids("a"), None, (top,))
+        assert not output.congested
+    for _ in range(10):
+        output.write(ids("a"), None, (top,))
+    assert output.congested
+    assert not output.overflowing
+    await anext(output.deltas())
+    assert not output.congested

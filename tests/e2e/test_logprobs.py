@@ -1,0 +1,131 @@
+"""Logprobs of a whole deployment, over gRPC and HTTP, against those of transformers."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from torch import Tensor
+
+from quire.client import AsyncClient
+from quire.types import Candidate, Completion, Sampling, TokenLogprobs
+
+from .conftest import Oracle
+from .deployment import Deployment
+from .test_serving import prompt, settled
+
+NUM_TOP = 5
+
+
+def exact(oracle: Oracle, tokens: Sequence[int]) -> Tensor:
+    """[len(tokens), vocab_size]: of the token behind each."""
+    with torch.inference_mode():
+        logits: Tensor = oracle._model(torch.tensor([list(tokens)])).logits[0]
+    return logits.double().log_softmax(dim=-1)
+
+
+def assert_is(found: TokenLogprobs, logprobs: Tensor, token_id: int) -> None:
+    chosen = found.chosen
+    assert chosen.token_id == token_id
+    assert chosen.logprob == pytest.approx(logprobs[token_id].item(), abs=1e-4)
+    nearly = int((logprobs > logprobs[token_id] + 1e-4).sum())
+    assert nearly < chosen.rank <= int((logprobs > logprobs[token_id] - 1e-4).sum()) + 1
+    assert [each.rank for each in found.top] == list(range(1, NUM_TOP + 1))
+    values = logprobs.topk(NUM_TOP).values.tolist()
+    assert [each.logprob for each in found.top] == pytest.approx(values, abs=1e-4)
+    there = [logprobs[each.token_id].item() for each in found.top]
+    assert [each.logprob for each in found.top] == pytest.approx(there, abs=1e-4)
+
+
+def asking(num_tokens: int, **fields: Any) -> Sampling:
+    return Sampling(
+        **{"temperature": 0.0, **fields},
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        logprobs=NUM_TOP,
+        prompt_logprobs=NUM_TOP,
+    )
+
+
+def assert_right(oracle: Oracle, tokens: list[int], completion: Completion) -> None:
+    everything = [*tokens, *completion.token_ids]
+    logprobs = exact(oracle, everything)
+    told = [*completion.prompt_logprobs, *completion.logprobs]
+    assert len(told) == len(everything) - 1
+    for position, found in enumerate(told, 1):
+        assert_is(found, logprobs[position - 1], everything[position])
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 17, 700])
+async def test_they_are_those_of_transformers(
+    client: AsyncClient, oracle: Oracle, length: int
+) -> None:
+    """Of the whole prompt and of every token; then again, with the prompt in the cache, the same
+    to the last bit."""
+    tokens = prompt(900 + length, length)
+    first = await client.complete(tokens, asking(12))
+    assert_right(oracle, tokens, first)
+    again = await client.complete(tokens, asking(12))
+    assert again.usage.num_cached_tokens == 0  # adopted, but computed
+    assert (again.prompt_logprobs, again.logprobs) == (first.prompt_logprobs, first.logprobs)
+    await settled(client)
+
+
+async def test_in_company_they_are_the_same(client: AsyncClient, oracle: Oracle) -> None:
+    """Sampled, before temperature and filters; with others that ask for all, some or nothing."""
+    tokens = prompt(950, 40)
+    sampling = asking(20, temperature=1.5, top_k=20, seed=7)
+    alone = await client.complete(tokens, sampling)
+    assert_right(oracle, tokens, alone)
+    assert any(found.chosen.rank > 1 for found in alone.logprobs)
+    others = [
+        client.complete(
+            prompt(951 + n, 20 + n), Sampling(temperature=0.0, max_tokens=30, logprobs=k)
+        )
+        for n, k in enumerate([None, 0, 20, 3] * 3)
+    ]
+    beside, *_ = await asyncio.gather(client.complete(tokens, sampling), *others)
+    assert (beside.prompt_logprobs, beside.logprobs) == (alone.prompt_logprobs, alone.logprobs)
+    await settled(client)
+
+
+async def test_preempted_requests_lose_none(client: AsyncClient, oracle: Oracle) -> None:
+    """40 streams of 32 blocks on 128: computed again and again, and told once."""
+    prompts = [prompt(1000 + n, 30 + n) for n in range(40)]
+    running = (client.complete(p, asking(512 - len(p))) for p in prompts)
+    completions = await asyncio.gather(*running)
+    assert sum(completion.usage.num_preemptions for completion in completions) > 0
+    for tokens, completion in itertools.islice(zip(prompts, completions, strict=True), 0, None, 5):
+        assert_right(oracle, tokens, completion)
+    for completion in completions:
+        assert len(completion.logprobs) == len(completion.token_ids)
+    await settled(client)
+
+
+@pytest.fixture
+async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=deployment.http, timeout=30, trust_env=False) as client:
+        yield client
+
+
+def numbers(candidates: Sequence[Candidate]) -> list[float]:
+    return [each.logprob for each in candidates]
+
+
+async def test_a_prompt_is_scored_over_http(client: AsyncClient, http: httpx.AsyncClient) -> None:
+    """echo with max_tokens=0: the numbers are those that gRPC tells."""
+    tokens = prompt(980, 30)
+    scored = await client.complete(tokens, asking(1))
+    body = {"prompt": tokens, "echo": True, "max_tokens": 0, "logprobs": NUM_TOP}
+    answer = (await http.post("/v1/completions", json=body)).json()
+    (choice,) = answer["choices"]
+    found = choice["logprobs"]
+    wanted = numbers([each.chosen for each in scored.prompt_logprobs])
+    assert found["token_logprobs"][0] is None
+    assert found["token_logprobs"][1:] == pytest.approx(wanted, rel=1e-6)
+    assert len(found["tokens"]) == len(found["text_offset"]) == len(tokens)
+    assert answer["usage"]["completion_tokens"] == 0
+    assert choice["text"].startswith(found["tokens"][0])

@@ -1,0 +1,203 @@
+"""Logprobs on their way through the gateway: every token's once, whatever breaks."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from quire import AsyncClient, messages
+from quire.messages import Request
+from quire.types import Candidate, Delta, Sampling, TokenLogprobs
+from quire.v1 import decode_pb2, prefill_pb2
+from services.common.errors import DuplicateRequest, InvalidRequest
+
+from .conftest import Call, House, asked, until
+from .fakes import FakeDecode, FakePrefill, expected, logprobs_of
+
+PROMPT = tuple(b"qwertyuiop")
+"""Letters, whose tokens are what they look like."""
+
+NUM_TOP = 3
+TOKENS = expected(PROMPT, 8)
+
+
+def of(tokens: Sequence[int], num_top: int) -> TokenLogprobs:
+    """As a client gets what a fake worker says of the last one."""
+    told = logprobs_of(tokens, num_top)
+    top = zip(told.top_token_ids, told.top_logprobs, strict=True)
+    return TokenLogprobs(
+        Candidate(tokens[-1], told.logprob, told.rank, bytes([tokens[-1]])),
+        tuple(Candidate(i, value, rank, bytes([i])) for rank, (i, value) in enumerate(top, 1)),
+    )
+
+
+OF_TOKENS = [of([*PROMPT, *TOKENS[:end]], NUM_TOP) for end in range(1, 9)]
+OF_PROMPT = [of(PROMPT[:end], 2) for end in range(2, len(PROMPT) + 1)]
+
+
+class Reader:
+    """All that a client gets of one request."""
+
+    def __init__(self, client: AsyncClient, **sampling: Any) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.of_prompt: list[TokenLogprobs] = []
+        params = Sampling(temperature=0.0, max_tokens=8, **sampling)
+        self._request = Request(list(PROMPT), params, request_id="r1")
+        self.task = asyncio.create_task(self._read(client))
+
+    async def _read(self, client: AsyncClient) -> None:
+        async with aclosing(client.send(self._request, timeout_s=60.0)) as deltas:
+            async for delta in deltas:
+                assert len(delta.logprobs) in (0, len(delta.token_ids))
+                self.tokens += delta.token_ids
+                self.logprobs += delta.logprobs
+                self.of_prompt += delta.prompt_logprobs
+
+    async def has(self, num_tokens: int) -> None:
+        await until(lambda: len(self.tokens) == num_tokens or self.task.done())
+
+    async def end(self) -> None:
+        async with asyncio.timeout(20):
+            await self.task
+
+
+@pytest.fixture
+def workers() -> tuple[FakePrefill, FakeDecode]:
+    return FakePrefill(), FakeDecode()
+
+
+async def test_every_token_has_its_own(make_house: Any, workers: Any) -> None:
+    house = await make_house(*workers)
+    async with AsyncClient(await house.listen()) as client:
+        reader = Reader(client, logprobs=NUM_TOP, prompt_logprobs=2)
+        await reader.end()
+    assert (reader.tokens, reader.logprobs) == (TOKENS, OF_TOKENS)
+    assert reader.of_prompt == OF_PROMPT
+
+
+async def test_who_does_not_ask_gets_none(make_house: Any, workers: Any) -> None:
+    house = await make_house(*workers)
+    async with AsyncClient(await house.listen()) as client:
+        reader = Reader(client)
+        await reader.end()
+    assert (reader.tokens, reader.logprobs, reader.of_prompt) == (TOKENS, [], [])
+    (submit,) = workers[0].commands(prefill_pb2.PrefillSubmit)
+    assert not submit.HasField("prompt_logprobs")
+    assert not submit.ticket.sampling.HasField("logprobs")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "problem"),
+    [
+        ({"logprobs": 21}, r"logprobs is 21, not in \[0, 20\]"),
+        ({"logprobs": -1}, "logprobs is -1"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs is 21"),
+    ],
+)
+async def test_more_than_there_may_be_is_refused(
+    make_house: Any, workers: Any, sampling: dict[str, Any], problem: str
+) -> None:
+    house = await make_house(*workers)
+    with pytest.raises(InvalidRequest, match=problem):
+        await Call(house.gateway, asked(sampling=sampling)).result()
+    assert not workers[0].seen
+
+
+async def test_a_prompt_too_long_for_its_logprobs_is_refused(
+    make_house: Any, workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would not fit a message; the numbers are told."""
+    monkeypatch.setattr("services.gateway.admission.MAX_PROMPT_LOGPROBS", 209)
+    house = await make_house(*workers)
+    request = asked(prompt=PROMPT, sampling={"prompt_logprobs": 20})
+    with pytest.raises(InvalidRequest, match="20 of 10 tokens are 210 logprobs, at most 209"):
+        await Call(house.gateway, request).result()
+    assert not workers[0].seen
+
+
+async def test_those_of_a_prompt_come_once_although_workers_die(
+    make_house: Any, workers: Any
+) -> None:
+    """One that dies over the prompt has told nothing; after the first token nobody asks again."""
+    prefill, decode = workers
+    house = await make_house(prefill, decode)
+    prefill.holds, decode.pause_after = True, 3
+    async with AsyncClient(await house.listen()) as client:
+        reader = Reader(client, logprobs=NUM_TOP, prompt_logprobs=2)
+        await until(lambda: bool(prefill.held))
+        prefill.held.clear()
+        prefill.break_streams()
+        await until(lambda: len(prefill.held) == 1)
+        prefill.let_go()
+        await reader.has(3)
+        decode.break_streams()
+        decode.go_on(pause_after=8)
+        await reader.end()
+    assert (reader.tokens, reader.logprobs) == (TOKENS, OF_TOKENS)
+    assert reader.of_prompt == OF_PROMPT
+    asked_for = [
+        submit.HasField("prompt_logprobs") for submit in prefill.commands(prefill_pb2.PrefillSubmit)
+    ]
+    assert asked_for == [True, True, False]
+
+
+async def test_a_client_that_moves_gets_the_rest_once(make_house: Any, workers: Any) -> None:
+    """What is parked is ahead of what it has: nobody kept the logprobs between, so that those
+    tokens are drawn again."""
+    prefill, decode = workers
+    first: House = await make_house(prefill, decode)
+    second = await first.another()
+    decode.parks, decode.pause_after = True, 5
+    async with AsyncClient(await second.listen()) as client:
+        lost = Call(first.gateway, _greedy("r1"))
+        await until(lambda: len(lost.tokens) == 5)
+        await first.lose_sight()
+        await until(lambda: bool(decode.parked))
+        await lost.cancel()
+        decode.go_on(pause_after=8)
+        received = await _rest(client, TOKENS[:3])
+    tokens = [token for delta in received for token in delta.token_ids]
+    assert tokens == TOKENS[3:]
+    assert [each for delta in received for each in delta.logprobs] == OF_TOKENS[3:]
+    assert not any(delta.prompt_logprobs for delta in received)
+    assert not decode.parked  # it was found
+    assert list(prefill.submitted[-1].sequences[0].token_ids) == TOKENS[:3]
+
+
+async def test_who_has_nothing_yet_gets_the_prompts_again(make_house: Any, workers: Any) -> None:
+    """At the same gateway, which takes it for running: the new call gets all of it."""
+    prefill, decode = workers
+    house: House = await make_house(prefill, decode)
+    decode.pause_after = 4
+    lost = Call(house.gateway, _greedy("r1"))
+    await until(lambda: len(lost.tokens) == 4)
+    async with AsyncClient(await house.listen()) as client:
+        reading = asyncio.create_task(_rest(client, []))
+        await until(lambda: len(prefill.submitted) == 2)
+        decode.go_on(pause_after=8)
+        received = await reading
+    with pytest.raises(DuplicateRequest):
+        await lost.result()
+    assert [token for delta in received for token in delta.token_ids] == TOKENS
+    assert [each for delta in received for each in delta.logprobs] == OF_TOKENS
+    assert list(received[0].prompt_logprobs) == OF_PROMPT
+    assert len(decode.commands(decode_pb2.Admit)) == 2
+
+
+def _greedy(request_id: str) -> Any:
+    sampling = {"logprobs": NUM_TOP, "prompt_logprobs": 2, "seed": 7}
+    return asked(request_id, prompt=PROMPT, sampling=sampling)
+
+
+async def _rest(client: AsyncClient, received: list[int]) -> list[Delta]:
+    """What comes to a client that has some tokens already."""
+    sampling = Sampling(0.0, seed=7, max_tokens=8, logprobs=NUM_TOP, prompt_logprobs=2)
+    message = messages.generate_request(Request(list(PROMPT), sampling, request_id="r1"))
+    message.received.ids.extend(received)
+    message.received.SetInParent()
+    async with asyncio.timeout(20):
+        call = client._links.current.inference.Generate(message)
+        return [delta async for response in call for delta in messages.deltas(response)]
