@@ -146,7 +146,7 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
     [
         ({"n": 2}, "n is not supported"),
         ({"n": True}, "n is not supported"),
-        ({"logprobs": True}, "logprobs is not supported"),
+        ({"top_logprobs": 2}, "logprobs=true"),
         ({"tools": [{"type": "function"}]}, "tools is not supported"),
         ({"presence_penalty": 0.5}, "presence_penalty is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format is not supported"),

@@ -1,21 +1,38 @@
 """What the generator's deltas become: one answer, or a stream of its parts."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from services.gateway.api import Delta, Usage
+from services.common.ticket import FinishReason
+from services.gateway.api import Delta, PromptReport, TokenLogprobs, Usage
 from services.gateway.http.dialects import (
-    JSON,
     Dialect,
     Envelope,
     Transcript,
     choice,
     usage_of,
 )
+from services.gateway.http.logprobs import JSON, echoed_logprobs, joined, prompt_logprobs
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
 """With the number of the prompt that they belong to; closing it cancels them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What an answer is to tell. `num_logprobs`, `num_prompt_logprobs`: of generated tokens and of
+    the prompt's, each with so many of the likeliest; None: none."""
+
+    token_ids: bool = False
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    usage_in_stream: bool = False
+    """As a part of its own; one answer always has it."""
+    echo: bool = False
+    """The text begins with the prompt's."""
+    only_prompt: bool = False
+    """Nothing that was generated is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +42,7 @@ class Answer:
     dialect: Dialect
     envelope: Envelope
     num_prompts: int
-    with_token_ids: bool
-    with_usage: bool
-    """In a stream: a part of its own for the usage; one answer always has it."""
+    asked: Asked
 
     async def whole(self, deltas: Deltas) -> JSON:
         """All deltas as one answer."""
@@ -38,32 +53,81 @@ class Answer:
                 transcripts[index].add(delta)
                 if delta.usage is not None:
                     usages.append(delta.usage)
-        choices = [self._said(index, told) for index, told in enumerate(transcripts)]
+        choices = [
+            self._choice(index, told, self.dialect.said, self._num_echoed(told.prompt))
+            for index, told in enumerate(transcripts)
+        ]
         answer = self.envelope.around(self.dialect.kind, choices)
-        return {**answer, "usage": usage_of(usages)}
+        self._tell_prompts(answer, [told.prompt for told in transcripts])
+        return {**answer, "usage": self._usage(usages)}
 
     async def parts(self, deltas: Deltas) -> AsyncGenerator[JSON, None]:
         """Each delta as a part of the answer, as it comes."""
         usages: list[Usage] = []
         opening = self.dialect.opening()
+        num_echoed = [0] * self.num_prompts
         async with aclosing(deltas):
             async for index, delta in deltas:
                 if opening is not None:
-                    yield self._part([choice(index, opening, None, self._ids(()))])
+                    yield self._part([choice(index, opening, None, self._ids([]), None)])
                     opening = None
-                content = self.dialect.gained(delta.text)
-                yield self._part([choice(index, content, delta, self._ids(delta.token_ids))])
+                gained = Transcript()
+                gained.add(delta)
+                num_echoed[index] += self._num_echoed(delta.prompt)
+                said = self._choice(index, gained, self.dialect.gained, num_echoed[index])
+                yield self._part([said])
                 if delta.usage is not None:
                     usages.append(delta.usage)
-        if self.with_usage:
-            yield {**self._part([]), "usage": usage_of(usages)}
+        if self.asked.usage_in_stream:
+            yield {**self._part([]), "usage": self._usage(usages)}
 
-    def _said(self, index: int, told: Transcript) -> JSON:
-        return choice(index, self.dialect.said(told.text), told.last, self._ids(told.token_ids))
+    def _choice(
+        self, index: int, told: Transcript, say: Callable[[str], JSON], num_echoed: int
+    ) -> JSON:
+        """`num_echoed`: how many characters of the text are the prompt's."""
+        generated = Transcript(last=_cut(told.last)) if self.asked.only_prompt else told
+        echoed = told.prompt if self.asked.echo else None
+        text = generated.text if echoed is None else echoed.text + generated.text
+        logprobs = self._logprobs(echoed, generated.logprobs, num_echoed)
+        return choice(index, say(text), generated.last, self._ids(generated.token_ids), logprobs)
+
+    def _logprobs(
+        self, echoed: PromptReport | None, tokens: Sequence[TokenLogprobs], num_echoed: int
+    ) -> JSON | None:
+        num_top = self.asked.num_logprobs
+        if num_top is None or (echoed is None and not tokens):
+            return None
+        of_tokens = self.dialect.logprobs(tokens, num_echoed)
+        return of_tokens if echoed is None else joined(echoed_logprobs(echoed, num_top), of_tokens)
+
+    def _num_echoed(self, prompt: PromptReport | None) -> int:
+        return len(prompt.text) if prompt is not None and self.asked.echo else 0
+
+    def _tell_prompts(self, answer: JSON, prompts: Sequence[PromptReport | None]) -> None:
+        """vLLM's place for it is a text completion's choice, but the answer of a chat."""
+        num_top = self.asked.num_prompt_logprobs
+        if num_top is None:
+            return
+        places = answer["choices"] if self.dialect.tells_prompt_in_choice else [answer]
+        for place, prompt in zip(places, prompts, strict=True):
+            told = None if prompt is None else prompt_logprobs(prompt, num_top)
+            place["prompt_logprobs"] = told
+
+    def _usage(self, usages: Sequence[Usage]) -> JSON:
+        if self.asked.only_prompt:
+            usages = [replace(usage, num_generated_tokens=0) for usage in usages]
+        return usage_of(usages)
 
     def _part(self, choices: list[JSON]) -> JSON:
         part = self.envelope.around(self.dialect.chunk_kind, choices)
-        return {**part, "usage": None} if self.with_usage else part
+        return {**part, "usage": None} if self.asked.usage_in_stream else part
 
-    def _ids(self, token_ids: list[int] | tuple[int, ...]) -> list[int] | None:
-        return list(token_ids) if self.with_token_ids else None
+    def _ids(self, token_ids: list[int]) -> list[int] | None:
+        return list(token_ids) if self.asked.token_ids else None
+
+
+def _cut(last: Delta | None) -> Delta | None:
+    """Of what is not told nothing is told: it ends where no more was asked for."""
+    if last is None or last.finish_reason is None:
+        return last
+    return replace(last, finish_reason=FinishReason.LENGTH, stopped_by=None)

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from services.common.errors import UnknownModel
 from services.common.faults import failure_of
 from services.gateway.api import Generator, ServedModel
-from services.gateway.http.answers import Answer
+from services.gateway.http.answers import Answer, Asked
 from services.gateway.http.body import read_body
 from services.gateway.http.dialects import ChatDialect, Dialect, Envelope, TextDialect
 from services.gateway.http.failures import FrontDoor, answer_http_exception, error_body
@@ -62,8 +62,14 @@ class _Endpoints:
             dialect,
             Envelope(f"{dialect.id_prefix}-{request_id}", int(time.time()), self._name(body.model)),
             num_prompts=len(requests),
-            with_token_ids=bool(body.return_token_ids),
-            with_usage=body.include_usage,
+            asked=Asked(
+                token_ids=bool(body.return_token_ids),
+                num_logprobs=body.num_logprobs,
+                num_prompt_logprobs=body.prompt_logprobs,
+                usage_in_stream=body.include_usage,
+                echo=body.echoes,
+                only_prompt=body.only_prompt,
+            ),
         )
         deltas = merged([self._generator.generate(each) for each in requests])
         if body.stream:

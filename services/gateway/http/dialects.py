@@ -1,13 +1,12 @@
 """The two shapes of an answer: OpenAI's text completion and its chat completion, with vLLM's
 `stop_reason` and `token_ids`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from services.gateway.api import Delta, Usage
-
-JSON = dict[str, Any]
+from services.gateway.api import Delta, PromptReport, TokenLogprobs, Usage
+from services.gateway.http.logprobs import JSON, chat_logprobs, text_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +33,15 @@ class Transcript:
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt: PromptReport | None = None
     last: Delta | None = None
 
     def add(self, delta: Delta) -> None:
+        self.prompt = self.prompt or delta.prompt
         self.texts.append(delta.text)
         self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
         self.last = delta
 
     @property
@@ -48,11 +51,12 @@ class Transcript:
 
 class Dialect(Protocol):
     """How one endpoint says it. `kind` and `chunk_kind`: the `object` of an answer and of a part of
-    it."""
+    it. `tells_prompt_in_choice`: what is told of a prompt is in its choice, not in the answer."""
 
     id_prefix: str
     kind: str
     chunk_kind: str
+    tells_prompt_in_choice: bool
 
     def opening(self) -> JSON | None:
         """The choice that a stream begins with."""
@@ -63,10 +67,14 @@ class Dialect(Protocol):
     def said(self, text: str) -> JSON:
         """The fields for the whole text."""
 
+    def logprobs(self, tokens: Sequence[TokenLogprobs], begin: int) -> JSON:
+        """The tokens' logprobs; `begin`: how much of the text is not theirs."""
+
 
 class TextDialect:
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
+    tells_prompt_in_choice = True
 
     def opening(self) -> None:
         return None
@@ -76,11 +84,15 @@ class TextDialect:
 
     said = gained
 
+    def logprobs(self, tokens: Sequence[TokenLogprobs], begin: int) -> JSON:
+        return text_logprobs(tokens, begin)
+
 
 class ChatDialect:
     id_prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+    tells_prompt_in_choice = False
 
     def opening(self) -> JSON:
         return {"delta": {"role": "assistant", "content": ""}}
@@ -91,14 +103,23 @@ class ChatDialect:
     def said(self, text: str) -> JSON:
         return {"message": {"role": "assistant", "content": text}}
 
+    def logprobs(self, tokens: Sequence[TokenLogprobs], begin: int) -> JSON:
+        return chat_logprobs(tokens)
 
-def choice(index: int, content: JSON, delta: Delta | None, token_ids: list[int] | None) -> JSON:
-    """A prompt's part of an answer. `token_ids`: None where they were not asked for."""
+
+def choice(
+    index: int,
+    content: JSON,
+    delta: Delta | None,
+    token_ids: list[int] | None,
+    logprobs: JSON | None,
+) -> JSON:
+    """A prompt's part of an answer. `token_ids`, `logprobs`: None where they were not asked for."""
     reason = delta.finish_reason if delta else None
     fields = {
         "index": index,
         **content,
-        "logprobs": None,
+        "logprobs": logprobs,
         "finish_reason": reason.value if reason else None,
         "stop_reason": delta.stopped_by if delta else None,
     }

@@ -31,7 +31,6 @@ INERT: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": _OFF,
     "length_penalty": (1,),
     "logit_bias": _EMPTY,
-    "logprobs": _OFF,
     "metadata": _EMPTY,
     "min_tokens": (0,),
     "modalities": (["text"],),

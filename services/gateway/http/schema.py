@@ -6,7 +6,14 @@ gRPC and HTTP alike.
 
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
 
 from services.gateway.api import ChatMessage, GenerationRequest, Prompt, RequestedSampling
 from services.gateway.http.inert import without_inert
@@ -54,6 +61,7 @@ class GenerationBody(_Body):
     ignore_eos: bool | None = None
     min_p: float | None = None
     priority: int | None = None
+    prompt_logprobs: int | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
     stop_token_ids: list[int] | None = None
@@ -65,6 +73,12 @@ class GenerationBody(_Body):
             raise ValueError("stream_options is for requests with stream=true")
         return self
 
+    @model_validator(mode="after")
+    def _prompt_logprobs_come_at_once(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs are not available with stream=true")
+        return self
+
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -73,6 +87,26 @@ class GenerationBody(_Body):
     def most_tokens(self) -> int | None:
         """Most tokens to generate, as asked for."""
         return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to tell, beside each token's own; None: none at all."""
+        raise NotImplementedError
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the text begins with the prompt's."""
+        return False
+
+    @property
+    def only_prompt(self) -> bool:
+        """Whether nothing that is generated is told."""
+        return False
+
+    @property
+    def asked_prompt_logprobs(self) -> int | None:
+        """Of the model."""
+        return self.prompt_logprobs
 
     def request(self, prompt: Prompt, request_id: str) -> GenerationRequest:
         return GenerationRequest(
@@ -89,9 +123,12 @@ class GenerationBody(_Body):
                 stop=self.stop,
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 ignore_eos=bool(self.ignore_eos),
+                logprobs=self.num_logprobs,
+                prompt_logprobs=self.asked_prompt_logprobs,
             ),
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
+            echo=self.echoes,
         )
 
 
@@ -109,6 +146,11 @@ def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
     return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in value)
 
 
+def _unless_false(value: Any) -> Any:
+    """In a chat it is a flag; standard clients send an idle one here too."""
+    return None if value is False else value
+
+
 def _are_token_ids(value: Any) -> bool:
     """An empty list is an empty prompt."""
     return isinstance(value, list) and all(type(token_id) is int for token_id in value)
@@ -116,6 +158,33 @@ def _are_token_ids(value: Any) -> bool:
 
 class CompletionBody(GenerationBody):
     prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(_prompts)]
+    logprobs: Annotated[int | None, BeforeValidator(_unless_false)] = None
+    echo: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def only_prompt(self) -> bool:
+        """To score it: with an echo, no token may be asked for."""
+        return self.echoes and self.max_tokens == 0
+
+    @property
+    def most_tokens(self) -> int | None:
+        """One comes with the prompt, asked for or not."""
+        return 1 if self.only_prompt else self.max_tokens
+
+    @property
+    def asked_prompt_logprobs(self) -> int | None:
+        """An echoed token has logprobs like a generated one."""
+        of_echo = self.logprobs if self.echoes else None
+        asked = [number for number in (self.prompt_logprobs, of_echo) if number is not None]
+        return max(asked, default=None)
 
     def requests(self, request_id: str) -> list[GenerationRequest]:
         """One per prompt, in order."""
@@ -153,6 +222,18 @@ class MessageBody(_Body):
 class ChatBody(GenerationBody):
     messages: list[MessageBody]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is for requests with logprobs=true")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:

@@ -1,0 +1,318 @@
+"""Logprobs and echoed prompts over HTTP, in OpenAI's shapes and in vLLM's, as OpenAI's own client
+reads them."""
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.common.ticket import FinishReason
+from services.gateway.api import (
+    Candidate,
+    Delta,
+    GenerationRequest,
+    PromptReport,
+    ServedModel,
+    TokenLogprobs,
+    Usage,
+)
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
+
+LIMIT_S = 10
+EURO = "€".encode()
+
+
+def candidate(token_id: int, logprob: float, rank: int, token: bytes | str) -> Candidate:
+    return Candidate(token_id, logprob, rank, token.encode() if isinstance(token, str) else token)
+
+
+THE, A, HALF = (
+    candidate(1, -0.5, 1, "The"),
+    candidate(2, -1.5, 2, " a"),
+    candidate(3, -2.5, 3, EURO[:2]),
+)
+TOKENS = [
+    TokenLogprobs(THE, (THE, A), 0),
+    TokenLogprobs(A, (THE, A), 3),
+    TokenLogprobs(HALF, (THE, A), 5),
+    TokenLogprobs(candidate(4, float("-inf"), 9, EURO[2:]), (THE, A), 5),
+]
+TEXTS = ["The", " a", "", "€"]
+PROMPT = PromptReport(
+    "Hi, you",
+    (7, 8, 9),
+    b"Hi",
+    (
+        TokenLogprobs(candidate(8, -3.0, 4, ","), (THE, A), 2),
+        TokenLogprobs(candidate(9, -4.0, 5, " you"), (A, THE), 3),
+    ),
+)
+
+
+class Generator:
+    """Tells what it is asked for, a token a delta; of the likeliest always two."""
+
+    def __init__(self) -> None:
+        self.requests: list[GenerationRequest] = []
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        self.requests.append(request)
+        sampling = request.sampling
+        number = min(sampling.max_tokens or len(TOKENS), len(TOKENS))
+        prompt: PromptReport | None = None
+        if request.echo or sampling.prompt_logprobs is not None:
+            told = () if sampling.prompt_logprobs is None else PROMPT.logprobs
+            prompt = PromptReport(PROMPT.text, PROMPT.token_ids, PROMPT.first_token, told)
+        for position in range(number):
+            last = position == number - 1
+            yield Delta(
+                request.request_id,
+                0,
+                (TOKENS[position].chosen.token_id,),
+                TEXTS[position],
+                FinishReason.STOP if last else None,
+                2 if last else None,
+                Usage(3, 0, number, 1.5, 0) if last else None,
+                (TOKENS[position],) if sampling.logprobs is not None else (),
+                prompt if position == 0 else None,
+            )
+
+    def models(self) -> tuple[ServedModel, ...]:
+        return (ServedModel("org/tiny", 512, 16, "float32"),)
+
+    def ready(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def generator() -> Generator:
+    return Generator()
+
+
+@pytest.fixture
+async def http(generator: Generator) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(generator, CollectorRegistry())
+    async with (
+        http_server(app, "127.0.0.1", 0, grace_s=1) as port,
+        httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", timeout=LIMIT_S, trust_env=False
+        ) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+async def client(http: httpx.AsyncClient) -> AsyncIterator[openai.AsyncOpenAI]:
+    transport = openai.DefaultAsyncHttpxClient(timeout=LIMIT_S, trust_env=False)
+    async with openai.AsyncOpenAI(
+        base_url=f"{http.base_url}/v1", api_key="none", max_retries=0, http_client=transport
+    ) as client:
+        yield client
+
+
+async def complete(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    """The one choice of a text completion."""
+    answer = await http.post("/v1/completions", json={"prompt": "Hi, you", **fields})
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    found: dict[str, Any] = choice
+    return found
+
+
+async def stream(http: httpx.AsyncClient, path: str, **fields: Any) -> list[dict[str, Any]]:
+    """The choices of all parts."""
+    answer = await http.post(f"/v1/{path}", json={"stream": True, **fields})
+    assert answer.status_code == 200, answer.text
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert events.pop() == "[DONE]"
+    return [choice for event in events for choice in json.loads(event)["choices"]]
+
+
+OF_TOKENS: dict[str, list[Any]] = {
+    "text_offset": [0, 3, 5, 5],
+    "token_logprobs": [-0.5, -1.5, -2.5, -9999.0],
+    "tokens": ["The", " a", "bytes:\\xe2\\x82", "bytes:\\xac"],
+    "top_logprobs": [
+        {"The": -0.5, " a": -1.5},
+        {" a": -1.5, "The": -0.5},
+        {"bytes:\\xe2\\x82": -2.5, "The": -0.5, " a": -1.5},
+        {"bytes:\\xac": -9999.0, "The": -0.5, " a": -1.5},
+    ],
+}
+
+
+async def test_of_a_text_completion(http: httpx.AsyncClient, generator: Generator) -> None:
+    choice = await complete(http, logprobs=2)
+    assert choice["logprobs"] == OF_TOKENS
+    assert choice["text"] == "The a€"
+    (request,) = generator.requests
+    assert (request.sampling.logprobs, request.sampling.prompt_logprobs) == (2, None)
+
+
+async def test_nobody_is_told_unasked(http: httpx.AsyncClient, generator: Generator) -> None:
+    for fields in ({}, {"logprobs": None}, {"logprobs": False}):
+        choice = await complete(http, **fields)
+        assert choice["logprobs"] is None
+        assert "prompt_logprobs" not in choice
+    assert all(request.sampling.logprobs is None for request in generator.requests)
+
+
+async def test_of_a_streamed_text_completion(http: httpx.AsyncClient) -> None:
+    """Every part has those of its tokens; together they are those of the whole."""
+    choices = await stream(http, "completions", prompt="Hi, you", logprobs=2)
+    assert len(choices) == 4
+    for name, values in OF_TOKENS.items():
+        assert [value for choice in choices for value in choice["logprobs"][name]] == values
+
+
+async def test_of_a_chat(client: openai.AsyncOpenAI, generator: Generator) -> None:
+    answer = await client.chat.completions.create(
+        model="org/tiny",
+        messages=[{"role": "user", "content": "Hi"}],
+        logprobs=True,
+        top_logprobs=2,
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [each.token for each in logprobs.content] == OF_TOKENS["tokens"]
+    assert [each.logprob for each in logprobs.content] == OF_TOKENS["token_logprobs"]
+    assert [each.bytes for each in logprobs.content][2:] == [[0xE2, 0x82], [0xAC]]
+    for each in logprobs.content:
+        assert [(top.token, top.logprob, top.bytes) for top in each.top_logprobs] == [
+            ("The", -0.5, list(b"The")),
+            (" a", -1.5, list(b" a")),
+        ]
+    assert generator.requests[0].sampling.logprobs == 2
+
+
+async def test_of_a_streamed_chat(client: openai.AsyncOpenAI, generator: Generator) -> None:
+    """The opening has none; without a number only the tokens themselves are asked for."""
+    parts = await client.chat.completions.create(
+        model="org/tiny",
+        messages=[{"role": "user", "content": "Hi"}],
+        logprobs=True,
+        stream=True,
+    )
+    found = [part.choices[0].logprobs async for part in parts]
+    assert found[0] is None
+    tokens = [each.token for told in found[1:] if told and told.content for each in told.content]
+    assert tokens == OF_TOKENS["tokens"]
+    assert generator.requests[0].sampling.logprobs == 0
+
+
+async def test_of_a_prompt(http: httpx.AsyncClient, generator: Generator) -> None:
+    """vLLM's: in a text completion's choice, but in the answer of a chat."""
+    expected = [
+        None,
+        {
+            "8": {"logprob": -3.0, "rank": 4, "decoded_token": ","},
+            "1": {"logprob": -0.5, "rank": 1, "decoded_token": "The"},
+        },
+        {
+            "9": {"logprob": -4.0, "rank": 5, "decoded_token": " you"},
+            "2": {"logprob": -1.5, "rank": 2, "decoded_token": " a"},
+        },
+    ]
+    choice = await complete(http, prompt_logprobs=1)
+    assert choice["prompt_logprobs"] == expected
+    assert (choice["text"], choice["logprobs"]) == ("The a€", None)
+    messages = [{"role": "user", "content": "Hi"}]
+    answer = await http.post(
+        "/v1/chat/completions", json={"messages": messages, "prompt_logprobs": 1}
+    )
+    assert answer.json()["prompt_logprobs"] == expected
+    assert [request.sampling.prompt_logprobs for request in generator.requests] == [1, 1]
+
+
+async def test_an_echo_is_the_prompt_before_the_text(
+    http: httpx.AsyncClient, generator: Generator
+) -> None:
+    choice = await complete(http, echo=True)
+    assert (choice["text"], choice["logprobs"]) == ("Hi, youThe a€", None)
+    assert generator.requests[0].sampling.prompt_logprobs is None
+
+
+ECHOED: dict[str, list[Any]] = {
+    "text_offset": [0, 2, 3, 7, 10, 12, 12],
+    "token_logprobs": [None, -3.0, -4.0, *OF_TOKENS["token_logprobs"]],
+    "tokens": ["Hi", ",", " you", *OF_TOKENS["tokens"]],
+    "top_logprobs": [
+        None,
+        {",": -3.0, "The": -0.5, " a": -1.5},
+        {" you": -4.0, " a": -1.5, "The": -0.5},
+        *OF_TOKENS["top_logprobs"],
+    ],
+}
+
+
+async def test_an_echo_has_logprobs_too(http: httpx.AsyncClient, generator: Generator) -> None:
+    """The first token of the prompt has none; each offset is where its token begins."""
+    choice = await complete(http, echo=True, logprobs=2)
+    assert choice["logprobs"] == ECHOED
+    for offset, token in zip(ECHOED["text_offset"][:5], ECHOED["tokens"][:5], strict=True):
+        assert choice["text"][offset:].startswith(token)
+    assert generator.requests[0].sampling.prompt_logprobs == 2
+    assert "prompt_logprobs" not in choice
+
+
+async def test_an_echo_comes_first_in_a_stream(http: httpx.AsyncClient) -> None:
+    choices = await stream(http, "completions", prompt="Hi, you", echo=True, logprobs=2)
+    assert [choice["text"] for choice in choices] == ["Hi, youThe", " a", "", "€"]
+    for name, values in ECHOED.items():
+        assert [value for choice in choices for value in choice["logprobs"][name]] == values
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_prompt_is_scored_without_an_answer(
+    http: httpx.AsyncClient, generator: Generator, streams: bool
+) -> None:
+    """max_tokens=0: the token that comes with a prompt is not told, nor counted."""
+    fields: dict[str, Any] = {"prompt": "Hi, you", "echo": True, "max_tokens": 0, "logprobs": 1}
+    if streams:
+        (choice,) = await stream(http, "completions", return_token_ids=True, **fields)
+    else:
+        answer = (
+            await http.post("/v1/completions", json={**fields, "return_token_ids": True})
+        ).json()
+        (choice,) = answer["choices"]
+        assert answer["usage"]["completion_tokens"] == 0
+        assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] == 3
+    assert (choice["text"], choice["token_ids"]) == ("Hi, you", [])
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+    assert choice["logprobs"]["tokens"] == ["Hi", ",", " you"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -3.0, -4.0]
+    assert choice["logprobs"]["top_logprobs"][1:] == [
+        {",": -3.0, "The": -0.5},
+        {" you": -4.0, " a": -1.5},
+    ]
+    assert generator.requests[0].sampling.max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "problem"),
+    [
+        ("chat/completions", {"top_logprobs": 2}, "top_logprobs is for requests with logprobs"),
+        ("chat/completions", {"logprobs": 2}, "logprobs"),
+        ("chat/completions", {"echo": True}, "echo is not supported"),
+        ("completions", {"logprobs": True}, "logprobs"),
+        ("completions", {"logprobs": "5"}, "logprobs"),
+        ("completions", {"top_logprobs": 2}, "top_logprobs is not supported"),
+        ("completions", {"prompt_logprobs": 1, "stream": True}, "not available with stream"),
+    ],
+)
+async def test_what_cannot_be_told_is_refused(
+    http: httpx.AsyncClient, path: str, fields: dict[str, Any], problem: str
+) -> None:
+    prompts: dict[str, dict[str, Any]] = {
+        "completions": {"prompt": "Hi"},
+        "chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    }
+    answer = await http.post(f"/v1/{path}", json={**prompts[path], **fields})
+    assert answer.status_code == 400
+    assert problem in answer.json()["error"]["message"]
