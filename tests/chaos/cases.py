@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quire.client import AsyncClient
-from quire.types import Prompt, Sampling
+from quire.types import Prompt, Sampling, TokenLogprobs
 
 LIMIT_S = 60.0
 
@@ -24,6 +24,8 @@ class Case:
     sampling: Sampling
     tokens: tuple[int, ...] = ()
     text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def is_long(self) -> bool:
@@ -42,6 +44,7 @@ def cases(seed: int) -> list[Case]:
             "sampled": (alone, sampled),
             "shared": (_SHARED + topic, greedy),
             "stop": (alone, replace(sampled, stop=("e" + chance.choice("drn"), "zz"))),
+            "logprobs": (_SHARED + alone, replace(sampled, logprobs=3, prompt_logprobs=2)),
         }
         name = list(kinds)[number % len(kinds)]
         made.append(Case(name, *kinds[name]))
@@ -56,5 +59,6 @@ async def undisturbed(client: AsyncClient, asked: Sequence[Case]) -> list[Case]:
     known = []
     for case in asked:
         answer = await client.complete(case.prompt, case.sampling, timeout_s=LIMIT_S)
-        known.append(replace(case, tokens=answer.token_ids, text=answer.text))
+        told = replace(case, tokens=answer.token_ids, text=answer.text, logprobs=answer.logprobs)
+        known.append(replace(told, prompt_logprobs=answer.prompt_logprobs))
     return known

@@ -143,6 +143,10 @@ class Heard:
         due = self._case.tokens[self.num_tokens : self.num_tokens + len(delta.token_ids)]
         if delta.token_ids != due:
             raise Fault(f"{self}, then {delta.token_ids} and not {due}")
+        if delta.logprobs != self._case.logprobs[self.num_tokens :][: len(due)]:
+            raise Fault(f"{self}, then other logprobs")
+        if delta.prompt_logprobs != (() if self.num_tokens else self._case.prompt_logprobs):
+            raise Fault(f"{self}, with {len(delta.prompt_logprobs)} logprobs of the prompt")
         self.num_tokens += len(delta.token_ids)
         self._text += delta.text
         if not self._case.text.startswith(self._text):
