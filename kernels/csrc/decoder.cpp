@@ -270,7 +270,7 @@ void Decoder::sample(const float* hidden, int64_t m, const Draw* draws, int64_t*
     const Activations x = head_input(lane, hidden, m, b);
     linear(lane, *head_, x, m, Epilogue::store_f32, rows, shape_.vocab);
     lane.loop(m, 1, [&](int64_t row, int64_t) {
-      const float* logits = rows + row * shape_.vocab;
+      float* logits = rows + row * shape_.vocab;
       tokens[row] = samplers_[lane.index].sample(logits, shape_.vocab, draws[row]);
     });
   });

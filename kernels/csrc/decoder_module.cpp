@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <memory>
 #include <optional>
 
@@ -32,25 +33,64 @@ void check_linear(const PackedLinear& linear, int64_t n, int64_t k, const char* 
                                 std::to_string(k) + "]");
 }
 
-using DrawTuple = std::tuple<float, float, int64_t, double, uint64_t, uint64_t, uint64_t>;
+// An adjustment with the arrays that it points into.
+class BoundAdjustment {
+ public:
+  BoundAdjustment(Array biased, Array biases, Array seen, Array counts, float repetition,
+                  float frequency, float presence, std::optional<Array> allowed, Array banned)
+      : arrays_{biased, biases, seen, counts, banned, allowed.value_or(Array())} {
+    require(biased.size() == biases.size() && seen.size() == counts.size(),
+            "not a bias for each biased token, or a count for each seen one");
+    require(repetition > 0, "a repetition penalty that is not above 0");
+    adjustment = {ids(biased, "biased"),
+                  floats(biases, biases.size(), "biases"),
+                  static_cast<int64_t>(biased.size()),
+                  ids(seen, "seen"),
+                  floats(counts, counts.size(), "counts"),
+                  static_cast<int64_t>(seen.size()),
+                  repetition,
+                  frequency,
+                  presence,
+                  allowed ? ids(*allowed, "allowed") : nullptr,
+                  allowed ? static_cast<int64_t>(allowed->size()) : 0,
+                  ids(banned, "banned"),
+                  static_cast<int64_t>(banned.size())};
+    require(!allowed || allowed->size() > 0, "no token is allowed");
+  }
+
+  Adjustment adjustment;
+
+ private:
+  static const int64_t* ids(const Array& a, const char* name) {
+    check_rank(a, 1, name);
+    return data<int64_t>(a, name);
+  }
+
+  std::array<Array, 6> arrays_;
+};
+
+using DrawTuple = std::tuple<float, float, int64_t, double, uint64_t, uint64_t, uint64_t,
+                             std::optional<BoundAdjustment>>;
 
 std::vector<Draw> checked_draws(const std::vector<DrawTuple>& draws) {
   std::vector<Draw> checked;
-  for (const auto& [temperature, min_p, top_k, top_p, seed, index, position] : draws) {
-    require(temperature > 0, "a draw at a temperature that is not above 0");
-    checked.push_back({temperature, min_p, top_k, top_p, seed, index, position});
+  for (const auto& [temperature, min_p, top_k, top_p, seed, index, position, bound] : draws) {
+    require(temperature >= 0, "a draw at a temperature that is not 0 or more");
+    Draw draw{temperature, min_p, top_k, top_p, seed, index, position, {}};
+    if (bound) draw.adjustment = bound->adjustment;
+    checked.push_back(draw);
   }
   return checked;
 }
 
-// tokens [M] int64, drawn from logits [M, vocab] fp32; -1: not finite.
+// tokens [M] int64, drawn from logits [M, vocab] fp32, which are adjusted in place; -1: not finite.
 void sample(const std::string& isa, Array logits, const std::vector<DrawTuple>& draws,
             Array tokens) {
   check_rank(logits, 2, "logits");
   require(logits.shape(0) == draws.size() && tokens.size() == draws.size() && logits.shape(1) > 0,
           "logits, draws and tokens are not of as many rows");
   const std::vector<Draw> checked = checked_draws(draws);
-  const auto* rows = data<float>(logits, "logits");
+  auto* rows = data<float>(logits, "logits");
   auto* out = data<int64_t>(tokens, "tokens");
   Sampler sampler(kernels_called(isa));
   nb::gil_scoped_release free;
@@ -293,6 +333,10 @@ class BoundDecoder {
 }  // namespace
 
 void bind_decoder(nb::module_& m) {
+  nb::class_<BoundAdjustment>(m, "Adjustment", "What a draw makes of its row's logits first.")
+      .def(nb::init<Array, Array, Array, Array, float, float, float, std::optional<Array>, Array>(),
+           nb::kw_only(), "biased"_a, "biases"_a, "seen"_a, "counts"_a, "repetition"_a,
+           "frequency"_a, "presence"_a, "allowed"_a.none(), "banned"_a);
   m.def("sample", &sample, "isa"_a, "logits"_a, "draws"_a, "tokens"_a,
         "Draws from logits that are there already.");
   m.def("score", &score, "isa"_a, "logits"_a, "token_ids"_a, "logprobs"_a, "ranks"_a,
@@ -322,10 +366,10 @@ void bind_decoder(nb::module_& m) {
            "block_tables"_a, "cu_query_lens"_a, "context_lens"_a, "wanted"_a, "kv"_a, "hidden"_a,
            "Writes `hidden` [wanted, hidden_size] and the new tokens' KV.")
       .def("logits", &BoundDecoder::logits, "hidden"_a, "out"_a)
-      .def(
-          "sample", &BoundDecoder::sample, "hidden"_a, "draws"_a, "tokens"_a,
-          "Draws of (temperature, min_p, top_k, top_p, seed, sequence index, position); -1: logits "
-          "that are not finite.")
+      .def("sample", &BoundDecoder::sample, "hidden"_a, "draws"_a, "tokens"_a,
+           "Draws of (temperature, min_p, top_k, top_p, seed, sequence index, position, "
+           "adjustment); "
+           "-1: logits that are not finite.")
       .def("best", &BoundDecoder::best, "hidden"_a, "values"_a, "indices"_a)
       .def("score", &BoundDecoder::score, "hidden"_a, "token_ids"_a, "logprobs"_a, "ranks"_a,
            "Of the first of each row of `token_ids` [M, 1 + k]: its logprob and rank (0: logits "

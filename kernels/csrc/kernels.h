@@ -148,6 +148,14 @@ struct QkvCall {
 
 inline constexpr int kLogitChunk = 64;
 
+// A draw from a row; see `services/engine/sampler.py`.
+struct RaceCall {
+  const float* logits;
+  float largest, temperature;
+  float threshold;  // of scaled logits
+  uint64_t seed, sequence_index, position;
+};
+
 struct Kernels {
   const char* name;
 
@@ -179,6 +187,10 @@ struct Kernels {
   void (*largest)(const float* x, int64_t n, float* chunks);
   void (*exp_scaled)(const float* x, int64_t n, float largest, float temperature, float* scaled,
                      float* powers);
+  // Of a chunk of n logits, whether any may finish by the time `first`. If so: powers, 0 below the
+  // threshold, and numbers, [kLogitChunk] each.
+  bool (*race)(const RaceCall&, int64_t chunk, int64_t n, float first, float* powers,
+               float* numbers);
 };
 
 // The table for each instruction set that this build has; null where it has not.

@@ -3,20 +3,23 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
+#include "adjustment.h"
 #include "kernels.h"
 
 namespace quire {
 
 struct Draw {
-  float temperature;  // > 0
+  float temperature;  // 0: the largest logit, of equal ones the first
   float min_p;        // 0: off
   int64_t top_k;      // 0: off
   double top_p;       // 1: off
   uint64_t seed;
   uint64_t sequence_index;
   uint64_t position;
+  std::optional<Adjustment> adjustment;
 };
 
 // Looks at a row chunk by chunk, at most of them only at their largest logit. Its memory is kept
@@ -25,8 +28,8 @@ class Sampler {
  public:
   explicit Sampler(const Kernels& kernels) : kernels_(kernels) {}
 
-  // -1: the logits are not finite.
-  int64_t sample(const float* logits, int64_t vocab, const Draw& draw);
+  // -1: the logits are not finite. An adjustment is applied to them where they are.
+  int64_t sample(float* logits, int64_t vocab, const Draw& draw);
 
  private:
   // A chunk's (logit - largest) / temperature, and e^ that.
@@ -35,21 +38,39 @@ class Sampler {
     float powers[kLogitChunk];
   };
 
+  // A token that the filters have left so far.
+  struct Kept {
+    float scaled;
+    float power;
+  };
+  static bool likelier(const Kept& a, const Kept& b) { return a.scaled > b.scaled; }
+
   int64_t num_chunks() const { return static_cast<int64_t>(chunks_.size()); }
+  bool find_largest();
+  void adjust(float* logits);
+  void look_again(const int64_t* token_ids, int64_t count);
+  int64_t first_largest() const;
   void expand(int64_t index, Chunk& chunk) const;
   float threshold();
   void keep_likeliest(float bound);
-  double keep_above(float bound, float nucleus);
-  float nucleus_threshold(double wanted) const;
+  float nucleus(float bound);
+  double weigh(float bound, float reach);
+  void keep_weight(float bound, int weight);
+  float nucleus_threshold(double wanted);
   int64_t race(float threshold) const;
 
   const Kernels& kernels_;
+  Adjuster adjuster_;
   const float* logits_ = nullptr;
   int64_t vocab_ = 0;
   float largest_ = 0;
   Draw draw_{};
-  std::vector<float> chunks_;  // each chunk's largest scaled logit
-  std::vector<float> kept_;    // scaled logits that the filters have left so far
+  std::vector<float> chunks_;     // each chunk's largest logit, then scaled
+  std::vector<float> ranks_;      // of chunks
+  std::vector<char> changed_;     // chunks to look at again
+  std::vector<int64_t> touched_;  // tokens whose logits were adjusted
+  std::vector<Kept> kept_;
+  std::vector<double> weights_;  // sums of powers of tokens that are about as likely
 };
 
 }  // namespace quire

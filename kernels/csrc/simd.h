@@ -91,6 +91,14 @@ inline float reduce_max(f32x16 v) {
   return largest;
 }
 
+// Whether any lane of a comparison holds.
+inline bool any_lane(i32x16 v) {
+  uint64_t lanes[kLanes / 2], any = 0;
+  std::memcpy(lanes, &v, sizeof v);
+  for (uint64_t lane : lanes) any |= lane;
+  return any != 0;
+}
+
 // bf16 is the upper half of fp32; rounding is to nearest, ties to even, NaN stays NaN.
 inline float to_f32(uint16_t bits) {
   uint32_t wide = static_cast<uint32_t>(bits) << 16;

@@ -1,6 +1,10 @@
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 from torch import Tensor
+
+_Array = np.ndarray[Any, np.dtype[Any]]
 
 def usable_kernels() -> list[str]: ...
 def wake(board: Tensor, owner: int) -> None: ...
@@ -54,12 +58,24 @@ class Ops:
         kv_layer: Tensor,
     ) -> None: ...
 
-def sample(
-    isa: str,
-    logits: Tensor,
-    draws: list[tuple[float, float, int, float, int, int, int]],
-    tokens: Tensor,
-) -> None: ...
+class Adjustment:
+    def __init__(
+        self,
+        *,
+        biased: _Array,
+        biases: _Array,
+        seen: _Array,
+        counts: _Array,
+        repetition: float,
+        frequency: float,
+        presence: float,
+        allowed: _Array | None,
+        banned: _Array,
+    ) -> None: ...
+
+_Draw = tuple[float, float, int, float, int, int, int, Adjustment | None]
+
+def sample(isa: str, logits: Tensor, draws: list[_Draw], tokens: Tensor) -> None: ...
 def score(isa: str, logits: Tensor, token_ids: Tensor, logprobs: Tensor, ranks: Tensor) -> None: ...
 
 class Shape:
@@ -116,11 +132,6 @@ class Decoder:
         hidden: Tensor,
     ) -> None: ...
     def logits(self, hidden: Tensor, out: Tensor) -> None: ...
-    def sample(
-        self,
-        hidden: Tensor,
-        draws: list[tuple[float, float, int, float, int, int, int]],
-        tokens: Tensor,
-    ) -> None: ...
+    def sample(self, hidden: Tensor, draws: list[_Draw], tokens: Tensor) -> None: ...
     def best(self, hidden: Tensor, values: Tensor, indices: Tensor) -> None: ...
     def score(self, hidden: Tensor, token_ids: Tensor, logprobs: Tensor, ranks: Tensor) -> None: ...

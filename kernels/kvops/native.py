@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvops._native import Adjustment as NativeAdjustment
 from kvops._native import (
     Decoder,
     Layer,
@@ -32,7 +33,9 @@ __all__ = [
     "Kind",
     "Lane",
     "Layer",
+    "NativeAdjustment",
     "NativeCpu",
+    "NativeDraw",
     "PackedLinear",
     "Shape",
     "packed_bytes",
@@ -41,6 +44,10 @@ __all__ = [
 ]
 
 Kind = Literal["float32", "bfloat16", "int8"]
+
+NativeDraw = tuple[float, float, int, float, int, int, int, NativeAdjustment | None]
+"""(temperature or 0 for the likeliest, min_p, top_k, top_p, seed, sequence index, position,
+adjustment)."""
 
 PACKING = "panels-32.1"
 """Names the layout of packed weights; another layout, another name."""

@@ -3,10 +3,15 @@
 These are the domain's types; `services.common.wire` turns them into protobuf and back.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 
 PRIORITY_CLASSES = range(-128, 128)
+MOST_PENALTY = 2.0
+"""Of presence and frequency, either way."""
+MOST_BIAS = 100.0
 _ARRIVAL_BITS = 44
 
 
@@ -45,7 +50,12 @@ class FinishReason(Enum):
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen, every default resolved. `temperature` 0 is greedy, `top_k` 0 keeps
-    all. `logprobs`: tell each token's, and those of so many of the likeliest; None: tell none."""
+    all. `logprobs`: tell each token's, and those of so many of the likeliest; None: tell none.
+
+    `logit_bias`: (token id, what is added), by rising id. `allowed_token_ids`: empty means all.
+    `bad_words`: token sequences that never come. `min_tokens`: so many come before any that ends
+    the sequence. The order of it all stands in services/engine/sampler.py.
+    """
 
     temperature: float
     top_k: int
@@ -56,6 +66,18 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+
+    def named_token_ids(self) -> Iterator[int]:
+        """All that are named anywhere."""
+        biased = (token_id for token_id, _ in self.logit_bias)
+        return chain(self.stop_token_ids, biased, self.allowed_token_ids, *self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)

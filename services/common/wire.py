@@ -11,7 +11,15 @@ from blockstore.registry import Load
 from quire.v1 import logprobs_pb2, sampling_pb2, ticket_pb2, worker_pb2
 from services.common.errors import InvalidRequest
 from services.common.logprobs import MAX_LOGPROBS, Logprobs
-from services.common.ticket import FinishReason, SamplingParams, Swapped, Ticket, TicketSequence
+from services.common.ticket import (
+    MOST_BIAS,
+    MOST_PENALTY,
+    FinishReason,
+    SamplingParams,
+    Swapped,
+    Ticket,
+    TicketSequence,
+)
 
 ROOT_HASH_BYTES = 16
 _MAX_ORDER = 1 << 52
@@ -158,6 +166,13 @@ def _sampling_to_wire(sampling: SamplingParams) -> ticket_pb2.TicketSampling:
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_words=[ticket_pb2.BadWord(token_ids=word) for word in sampling.bad_words],
+        min_tokens=sampling.min_tokens,
     )
 
 
@@ -169,6 +184,7 @@ def _sampling_from_wire(message: ticket_pb2.TicketSampling) -> SamplingParams:
     _require(message.top_k < _MAX_TOP_K, f"top_k is {message.top_k}")
     _require(message.max_tokens > 0, "max_tokens is 0")
     logprobs = num_top_from_wire(message.logprobs)
+    _check_adjustments(message)
     return SamplingParams(
         temperature=temperature,
         top_k=message.top_k,
@@ -179,6 +195,29 @@ def _sampling_from_wire(message: ticket_pb2.TicketSampling) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         logprobs=logprobs if message.HasField("logprobs") else None,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
+        min_tokens=message.min_tokens,
+    )
+
+
+def _check_adjustments(message: ticket_pb2.TicketSampling) -> None:
+    """Of the logits; NaN is in no range."""
+    repetition = message.repetition_penalty
+    _require(0 < repetition < math.inf, f"repetition_penalty is {repetition}")
+    for name in ("presence_penalty", "frequency_penalty"):
+        penalty = getattr(message, name)
+        _require(-MOST_PENALTY <= penalty <= MOST_PENALTY, f"{name} is {penalty}")
+    for token_id, bias in message.logit_bias.items():
+        _require(-MOST_BIAS <= bias <= MOST_BIAS, f"logit_bias of {token_id} is {bias}")
+    _require(all(word.token_ids for word in message.bad_words), "a bad word has no tokens")
+    _require(
+        message.min_tokens <= message.max_tokens,
+        f"min_tokens is {message.min_tokens}, max_tokens {message.max_tokens}",
     )
 
 

@@ -7,6 +7,7 @@ from enum import Enum
 
 from services.common.logprobs import Logprobs
 from services.common.ticket import SamplingParams
+from services.engine.adjustment import Adjustment
 
 
 class Fault(Enum):
@@ -18,10 +19,11 @@ class Fault(Enum):
 @dataclass(frozen=True, slots=True)
 class Draw:
     """Sample one token after a row's last position. The generator is keyed by (seed, sequence
-    index, position)."""
+    index, position). `adjustment`: what the sequence's tokens make of the logits; None: nothing."""
 
     sampling: SamplingParams
     sequence_index: int
+    adjustment: Adjustment | None = None
 
 
 @dataclass(frozen=True, slots=True)

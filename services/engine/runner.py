@@ -91,11 +91,11 @@ class Runner:
 
     @torch.inference_mode()
     def _tokens(self, hidden: Tensor, rows: Sequence[Row]) -> list[int | Fault]:
-        """Greedy rows need the largest logit alone."""
+        """Greedy rows whose logits stay as they are need the largest one alone."""
         draws = [row.draw for row in rows if row.draw is not None]
-        is_greedy = [draw.sampling.temperature == 0 for draw in draws]
-        likeliest = [i for i, yes in enumerate(is_greedy) if yes]
-        drawn = [i for i, yes in enumerate(is_greedy) if not yes]
+        is_plain = [d.sampling.temperature == 0 and d.adjustment is None for d in draws]
+        likeliest = [i for i, yes in enumerate(is_plain) if yes]
+        drawn = [i for i, yes in enumerate(is_plain) if not yes]
         tokens: list[int | Fault] = [0] * len(draws)
         if likeliest:
             found = self._model.best(hidden if not drawn else hidden[likeliest])

@@ -1,4 +1,5 @@
-"""The next token of each row: the most likely one, or one drawn from what the filters leave.
+"""The next token of each row: the most likely one, or one drawn from what the filters leave, after
+what `services.engine.adjustment` makes of its logits.
 
 The filters come in vLLM's order: temperature, min_p, top_k, top_p, each on what the one before has
 left. All three come down to a threshold on the scaled logits, so that tokens that tie at the
@@ -30,10 +31,11 @@ def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> l
     """One token id per row, or what is wrong with that row.
 
     logits: [N, vocab_size] fp32, row i for `draws[i]`, whose token will stand at `positions[i]`.
-    Temperature 0 takes the largest logit, of equal ones the lowest id.
+    Temperature 0 takes the largest logit, of equal ones the lowest id. They are finite, or not,
+    before anything adjusts them.
     """
-    largest, best = logits.max(dim=-1)
-    tokens = greedy(largest, best)
+    tokens = greedy(*logits.max(dim=-1))
+    logits = _adjusted(logits, draws, tokens)
     drawn = [
         row
         for row, draw in enumerate(draws)
@@ -46,6 +48,25 @@ def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> l
         for row, token in zip(rows, times.argmin(dim=-1).tolist(), strict=True):
             tokens[row] = token
     return tokens
+
+
+def _adjusted(logits: Tensor, draws: Sequence[Draw], tokens: list[int | Fault]) -> Tensor:
+    """The logits to draw from, in memory of their own where they change; and the largest of those
+    that do, into `tokens`."""
+    changing = [
+        (row, draw.adjustment)
+        for row, draw in enumerate(draws)
+        if draw.adjustment is not None and not isinstance(tokens[row], Fault)
+    ]
+    if not changing:
+        return logits
+    logits = logits.clone()
+    for row, adjustment in changing:
+        logits[row] = adjustment.applied(logits[row])
+    rows = [row for row, _ in changing]
+    for row, token in zip(rows, greedy(*logits[rows].max(dim=-1)), strict=True):
+        tokens[row] = token
+    return logits
 
 
 def filtered_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -1,12 +1,14 @@
 """One sequence while an engine has it; touched by the engine's thread alone."""
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Protocol
 
 from blockstore.hashing import next_hash
 from blockstore.store import PrefixHash
 from services.common.ticket import FinishReason, Ticket
 from services.engine.batch import Draw, Row, Scoring
+from services.engine.history import History
 
 
 class Stamps(Protocol):
@@ -58,13 +60,17 @@ class Sequence:
         self.num_computed = num_computed
         self.num_adopted = num_adopted
         self._block_size = block_size
+        num_prompt = self._num_prompt_tokens = len(ticket.prompt_token_ids)
         self._draw = Draw(sampling, state.index)
         self._prompt_logprobs = prompt_logprobs
-        self._num_prompt_tokens = len(ticket.prompt_token_ids)
         self._stop_ids = frozenset(sampling.stop_token_ids)
+        ends = self._stop_ids | eos_token_ids
         if not sampling.ignore_eos:
-            self._stop_ids |= eos_token_ids
-        self._max_len = min(len(ticket.prompt_token_ids) + sampling.max_tokens, max_model_len)
+            self._stop_ids = ends
+        self._history: History | None = None
+        if History.matters(sampling):
+            self._history = History(sampling, self.tokens, num_prompt, ends)
+        self._max_len = min(num_prompt + sampling.max_tokens, max_model_len)
         self._root = ticket.root_hash
         self.hashes: list[PrefixHash] = []
         self._hash_until(max(num_computed, num_adopted))
@@ -96,9 +102,14 @@ class Sequence:
             start=self.num_computed,
             block_table=self.block_table,
             store_from=self.num_adopted,
-            draw=self._draw if end == len(self.tokens) else None,
+            draw=self._next_draw() if end == len(self.tokens) else None,
             scoring=self._scoring(end),
         )
+
+    def _next_draw(self) -> Draw:
+        if self._history is None:
+            return self._draw
+        return replace(self._draw, adjustment=self._history.adjustment())
 
     def _scoring(self, end: int) -> Scoring | None:
         """Each token but the first is told by the state of the one before it."""

@@ -158,9 +158,11 @@ class PoolWorker(ABC):
             self._fail(error)
 
     def check_tokens(self, ticket: Ticket) -> int:
-        """How many tokens a ticket has, which all have to fit the model. InvalidRequest."""
+        """How many tokens a ticket has, which all have to fit the model, like those that its
+        sampling names. InvalidRequest."""
         token_ids = (*ticket.prompt_token_ids, *ticket.sequences[0].token_ids)
-        if max(token_ids) >= self.limits.vocab_size:
+        named = max(ticket.sampling.named_token_ids(), default=0)
+        if max(*token_ids, named) >= self.limits.vocab_size:
             raise InvalidRequest(f"token ids beyond the vocabulary of {self.limits.vocab_size}")
         longest = min(len(ticket.prompt_token_ids) + ticket.sampling.max_tokens - 1, self._longest)
         if len(token_ids) > longest:

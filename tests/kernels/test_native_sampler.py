@@ -11,7 +11,9 @@ from torch import Tensor
 
 from kvops import _native
 from services.common.ticket import SamplingParams
-from services.engine.batch import Draw
+from services.engine.batch import Draw, Fault
+from services.engine.history import History
+from services.engine.models.fused import native_draw
 from services.engine.sampler import filtered_probs, sample
 
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
@@ -32,12 +34,14 @@ FILTERS: dict[str, dict[str, Any]] = {
 def native(
     isa: str, logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
 ) -> list[int]:
-    tokens = torch.full((len(params),), -7)
-    draws = [
-        (p.temperature, p.min_p, p.top_k, p.top_p, p.seed, row % 3, position)
-        for row, (p, position) in enumerate(zip(params, positions, strict=True))
-    ]
-    _native.sample(isa, logits, draws, tokens)
+    return of_draws(isa, logits, [Draw(p, row % 3) for row, p in enumerate(params)], positions)
+
+
+def of_draws(
+    isa: str, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]
+) -> list[int]:
+    tokens = torch.full((len(draws),), -7)
+    _native.sample(isa, logits.clone(), list(map(native_draw, draws, positions)), tokens)
     found: list[int] = tokens.tolist()
     return found
 
@@ -79,6 +83,84 @@ def test_logits_that_are_not_finite_are_told(isa: str) -> None:
     assert 0 <= tokens[3] < 5
 
 
-def test_a_draw_without_a_temperature_is_refused() -> None:
+ADJUSTMENTS: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.7},
+    "frequency and presence": {"frequency_penalty": 0.9, "presence_penalty": -0.6},
+    "bias": {"logit_bias": tuple((token, 4.0 - token) for token in range(0, 9, 2))},
+    "allowed": {"allowed_token_ids": (6, 0, 3, 5)},
+    "banned": {"bad_words": ((0,), (1, 2), (4, 3)), "min_tokens": 100},
+    "nothing is left": {"allowed_token_ids": (6, 5), "bad_words": ((6,), (5,), (6,))},
+    "all": {
+        "repetition_penalty": 0.8,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.5,
+        "logit_bias": ((1, 3.5), (6, -100.0)),
+        "allowed_token_ids": (0, 1, 2, 3, 6),
+        "bad_words": ((1, 1), (0,)),
+        "min_tokens": 100,
+    },
+}
+
+
+@ISAS
+@pytest.mark.parametrize("name", ADJUSTMENTS)
+@pytest.mark.parametrize("filters", ["greedy", "temperature", "top_p", "all"])
+@pytest.mark.parametrize("vocab_size", [7, 130, 20_011])
+def test_adjusted_draws_are_those_of_the_sampler(
+    isa: str, name: str, filters: str, vocab_size: int
+) -> None:
+    """40 sequences of tokens that are likely, come and come again; some end with token 0 or 4."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = 3 * torch.randn(40, vocab_size, generator=generator)
+    logits[:, :7] += 8
+    kind = {"temperature": 0.0} if filters == "greedy" else FILTERS[filters]
+    draws = []
+    for row in range(40):
+        logit_bias = [pair for pair in ADJUSTMENTS[name].get("logit_bias", ()) if pair[0] < 7]
+        p = replace(PLAIN, seed=row, **kind, **{**ADJUSTMENTS[name], "logit_bias": logit_bias})
+        tokens = torch.randint(0, 4, (60,), generator=generator).tolist()
+        tokens[-1] = row % 7
+        draws.append(Draw(p, 0, History(p, tokens, row, [0, 4]).adjustment()))
+    positions = list(range(40))
+    found = of_draws(isa, logits, draws, positions)
+    assert found == sample(logits, draws, positions)
+    assert found != of_draws(isa, logits, [replace(d, adjustment=None) for d in draws], positions)
+
+
+@ISAS
+def test_what_is_not_finite_is_told_whatever_is_allowed(isa: str) -> None:
+    logits = torch.zeros(2, 70)
+    logits[0, 69] = float("nan")
+    p = replace(PLAIN, allowed_token_ids=(3,))
+    draws = [Draw(p, 0, History(p, [1], 1, []).adjustment())] * 2
+    assert of_draws(isa, logits, draws, [0, 0]) == [-1, 3]
+    assert sample(logits, draws, [0, 0]) == [Fault.NOT_FINITE, 3]
+
+
+@ISAS
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 6.0])
+@pytest.mark.parametrize("top_p", [0.2, 0.9, 0.9999])
+def test_a_nucleus_of_any_shape_is_the_samplers(isa: str, spread: float, top_p: float) -> None:
+    """From almost all tokens to a few, and with all of them the same."""
+    generator = torch.Generator().manual_seed(1)
+    logits = spread * torch.randn(60, 3001, generator=generator)
+    params = [replace(PLAIN, top_p=top_p, seed=row) for row in range(60)]
+    draws = [Draw(p, 0) for p in params]
+    assert of_draws(isa, logits, draws, range(60)) == sample(logits, draws, range(60))
+
+
+@ISAS
+def test_without_a_temperature_it_is_the_first_of_the_largest(isa: str) -> None:
+    logits = torch.randint(0, 3, (20, 500), generator=torch.Generator().manual_seed(2)).float()
+    greedy = [replace(PLAIN, temperature=0.0)] * 20
+    assert native(isa, logits, greedy, [0] * 20) == logits.argmax(dim=-1).tolist()
+
+
+def test_a_temperature_below_0_is_refused() -> None:
     with pytest.raises(ValueError, match="temperature"):
-        native("portable", torch.zeros(1, 5), [replace(PLAIN, temperature=0.0)], [0])
+        _native.sample(
+            "portable",
+            torch.zeros(1, 5),
+            [(-1.0, 0.0, 0, 1.0, 0, 0, 0, None)],
+            torch.zeros(1).long(),
+        )

@@ -49,6 +49,15 @@ samplings = st.builds(
     stop_token_ids=token_ids,
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),
+    repetition_penalty=real(0, 1e6, exclude_min=True),
+    presence_penalty=real(-2, 2),
+    frequency_penalty=real(-2, 2),
+    logit_bias=st.dictionaries(u32, real(-100, 100), max_size=4).map(
+        lambda biases: tuple(sorted(biases.items()))
+    ),
+    allowed_token_ids=token_ids,
+    bad_words=st.lists(some_token_ids, max_size=3).map(tuple),
+    min_tokens=st.integers(0, 1),
 )
 
 
@@ -151,6 +160,19 @@ def spoil(change: Callable[[Message], object]) -> Message:
         (lambda m: setattr(m.sampling, "min_p", float("inf")), "min_p is inf"),
         (lambda m: setattr(m.sampling, "max_tokens", 0), "max_tokens is 0"),
         (lambda m: setattr(m.sampling, "logprobs", 21), "logprobs is 21"),
+        (lambda m: setattr(m.sampling, "min_tokens", 9), "min_tokens is 9, max_tokens 8"),
+        (lambda m: m.sampling.ClearField("repetition_penalty"), "repetition_penalty is 0"),
+        (
+            lambda m: setattr(m.sampling, "repetition_penalty", float("inf")),
+            "repetition_penalty is inf",
+        ),
+        (lambda m: setattr(m.sampling, "presence_penalty", 2.5), "presence_penalty is 2.5"),
+        (
+            lambda m: setattr(m.sampling, "frequency_penalty", float("nan")),
+            "frequency_penalty is nan",
+        ),
+        (lambda m: m.sampling.logit_bias.update({7: -101.0}), "logit_bias of 7 is -101"),
+        (lambda m: m.sampling.bad_words.add(), "a bad word has no tokens"),
     ],
 )
 def test_a_ticket_that_makes_no_sense_is_refused(

@@ -4,6 +4,7 @@
 #include "../kernels.h"
 #include "../linear.h"
 #include "../pack.h"
+#include "../race.h"
 #include "../rows.h"
 #include "../softmax.h"
 
@@ -26,6 +27,7 @@ const Kernels* QUIRE_TABLE(QUIRE_ISA)() {
       QUIRE_ISA::qkv,
       QUIRE_ISA::largest,
       QUIRE_ISA::exp_scaled,
+      QUIRE_ISA::race,
   };
   return &table;
 }

@@ -10,7 +10,18 @@ import torch
 import xxhash
 from torch import Tensor
 
-from kvops.native import PACKING, Kind, Layer, NativeCpu, PackedLinear, Shape, aligned, packed_bytes
+from kvops.native import (
+    PACKING,
+    Kind,
+    Layer,
+    NativeAdjustment,
+    NativeCpu,
+    NativeDraw,
+    PackedLinear,
+    Shape,
+    aligned,
+    packed_bytes,
+)
 from services.common.errors import StartupError
 from services.common.logprobs import Logprobs
 from services.common.text.model_config import ModelConfig
@@ -89,7 +100,7 @@ class FusedModel:
         self, hidden: Tensor, draws: Sequence[Draw], positions: Sequence[int]
     ) -> list[int | Fault]:
         tokens = torch.empty(len(hidden), dtype=torch.int64)
-        native = [_draw(draw, position) for draw, position in zip(draws, positions, strict=True)]
+        native = list(map(native_draw, draws, positions))
         self._decoder.sample(hidden, native, tokens)
         return [Fault.NOT_FINITE if token == _NO_TOKEN else token for token in tokens.tolist()]
 
@@ -244,10 +255,27 @@ def _packed(
     return PackedLinear(kind, section.num_outputs, section.num_inputs, memory, bias)
 
 
-def _draw(draw: Draw, position: int) -> tuple[float, float, int, float, int, int, int]:
-    s = draw.sampling
-    temperature = max(s.temperature, SMALLEST_TEMPERATURE)
-    return temperature, s.min_p, s.top_k, s.top_p, s.seed, draw.sequence_index, position
+def native_draw(draw: Draw, position: int) -> NativeDraw:
+    s, adjustment = draw.sampling, draw.adjustment
+    temperature = max(s.temperature, SMALLEST_TEMPERATURE) if s.temperature else 0.0
+    native = None
+    if adjustment is not None:
+        native = NativeAdjustment(
+            biased=adjustment.biased,
+            biases=adjustment.biases,
+            seen=adjustment.seen,
+            counts=adjustment.counts,
+            repetition=adjustment.repetition,
+            frequency=adjustment.frequency,
+            presence=adjustment.presence,
+            allowed=adjustment.allowed,
+            banned=adjustment.banned,
+        )
+    return (
+        *(temperature, s.min_p, s.top_k, s.top_p),
+        *(s.seed, draw.sequence_index, position),
+        native,
+    )
 
 
 def _embedding(table: Tensor) -> Tensor:

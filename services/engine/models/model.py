@@ -52,7 +52,7 @@ class Model(Protocol):
     def sample(
         self, hidden: Tensor, draws: Sequence[Draw], positions: Sequence[int]
     ) -> list[int | Fault]:
-        """A token drawn for each state, to stand at `positions[i]`; temperatures are above 0."""
+        """A token for each state, as `draws[i]` says, to stand at `positions[i]`."""
         ...
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

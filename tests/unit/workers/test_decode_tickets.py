@@ -1,6 +1,7 @@
 """Tickets that a decode worker does not believe."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,8 @@ from services.worker.events import Failed, Requeued, RequeueReason
 from .conftest import Bench
 from .fakes import PROMPT, expected, ticket
 from .runs import finished, outputs, prefill, tokens
+
+BEYOND = 1 << 31
 
 
 @pytest.mark.parametrize(
@@ -28,6 +31,24 @@ async def test_a_ticket_that_makes_no_sense_is_refused(
     bench.decode.reserve(bench.session, "r1", 1, 1)
     with pytest.raises(InvalidRequest):
         bench.decode.admit(bench.session, ticket("r1", PROMPT, sequences=(sequence,)))
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"stop_token_ids": (BEYOND,)},
+        {"logit_bias": ((BEYOND, 1.0),)},
+        {"allowed_token_ids": (1, BEYOND)},
+        {"bad_words": ((1,), (2, BEYOND))},
+    ],
+    ids=lambda named: next(iter(named)),
+)
+async def test_sampling_names_tokens_of_the_vocabulary(bench: Bench, named: dict[str, Any]) -> None:
+    """A ticket's are an index into the logits."""
+    asked = ticket("r1", PROMPT)
+    asked = replace(asked, sampling=replace(asked.sampling, **named))
+    with pytest.raises(InvalidRequest, match="beyond the vocabulary of 2147483648"):
+        bench.prefill.submit(bench.session, asked)
 
 
 async def test_a_ticket_with_blocks_that_its_holder_does_not_have_is_refused(bench: Bench) -> None:
