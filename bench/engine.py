@@ -3,10 +3,12 @@
     python -m bench.engine decode --model DIR --streams 1 8 16 --prompt 128 --tokens 128
     python -m bench.engine prefill --model DIR --tokens 512 2048
     python -m bench.engine kernels --model DIR --rows 1 8 16 512
+    python -m bench.engine sampling --model DIR --streams 16
 
 Decode: every stream has a prompt of its own in the arena; one step a token for all. Prefill: one
 prompt in chunks of --chunk tokens. Tokens per second are medians of --rounds, with the lowest and
 the highest. Kernels: the model's linears, and attention of one layer of all layers' memory.
+Sampling: what choosing tokens costs of a decode step, by what is asked for.
 
 --floor measures after each figure what the machine can do (`bench.floors`), and says what share of
 it was reached; for kernels always. bf16 and int8 only.
@@ -29,6 +31,7 @@ import torch
 import kvops
 from bench import floors
 from bench.engine_kernels import kernels
+from bench.engine_sampling import Rows, sampling
 from kvops.native import Lane
 from services.common.ticket import SamplingParams
 from services.engine.batch import Draw, Drawn, Row
@@ -161,6 +164,9 @@ def parser() -> argparse.ArgumentParser:
     three = commands.add_parser("kernels", parents=[common])
     three.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 512])
     three.add_argument("--context", type=int, default=192, help="positions of a decoding row")
+    four = commands.add_parser("sampling", parents=[common])
+    four.add_argument("--streams", type=int, nargs="+", default=[16])
+    four.add_argument("--context", type=int, default=256, help="tokens of a row, half generated")
     return parser
 
 
@@ -195,6 +201,13 @@ def main() -> None:
     if args.command == "kernels":
         for line in kernels(model.config, args, num_threads):
             print(line, flush=True)
+        return
+    if args.command == "sampling":
+        for streams in args.streams:
+            bench = Bench(model, streams, args.context)
+            rows = Rows(model, bench.runner, bench.table, streams, args.context)
+            for figure in sampling(rows, rounds=10 * args.rounds):
+                print(figure, flush=True)
         return
     for result, work, tokens in results(args, model):
         if args.floor:
