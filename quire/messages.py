@@ -73,6 +73,8 @@ def generate_request(request: Request) -> inference_pb2.GenerateRequest:
 
 
 def _sampling(sampling: Sampling) -> sampling_pb2.SamplingParams:
+    if sampling.allowed_token_ids is not None and not sampling.allowed_token_ids:
+        raise ValueError("allowed_token_ids is empty: no token could come")
     return sampling_pb2.SamplingParams(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -85,6 +87,15 @@ def _sampling(sampling: Sampling) -> sampling_pb2.SamplingParams:
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=sampling.logit_bias,
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_words=sampling.bad_words,
+        min_tokens=sampling.min_tokens,
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
+        skip_special_tokens=sampling.skip_special_tokens,
     )
 
 

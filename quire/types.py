@@ -1,7 +1,7 @@
 """What a client sends and gets, as plain frozen dataclasses; protobuf stays in `quire.messages`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length"]
@@ -27,6 +27,8 @@ class Sampling:
     `temperature` 0 is greedy; `top_k` 0 keeps all; `max_tokens` None goes up to the context.
     `logprobs`: tell each token's logprob, and those of so many of the likeliest beside it; None:
     tell none. `prompt_logprobs`: the same of the prompt's tokens but the first.
+    `logit_bias`: token id to what is added to its logit. `allowed_token_ids`: None allows all.
+    `bad_words` never come; `min_tokens` come before anything that ends the generation.
     """
 
     temperature: float | None = None
@@ -40,6 +42,15 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    min_tokens: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)

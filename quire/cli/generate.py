@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.cli.logprobs import line
@@ -48,7 +49,22 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     group.add_argument("--top-p", type=float, metavar="P")
     group.add_argument("--min-p", type=float, metavar="P")
     group.add_argument("--seed", type=int, metavar="N")
-    group.add_argument("--stop", action="append", default=[], metavar="S", help="may be repeated")
+    group.add_argument("--repetition-penalty", type=float, metavar="P", help="1 is none")
+    group.add_argument("--presence-penalty", type=float, metavar="P", help="0 is none")
+    group.add_argument("--frequency-penalty", type=float, metavar="P", help="0 is none")
+    _add_repeated(group, "--logit-bias", "ID=BIAS", "added to the logit of a token", type=_bias)
+    _add_repeated(group, "--allowed-token-id", "ID", "only these tokens come", type=int)
+    _add_repeated(group, "--bad-word", "S", "never comes")
+    group.add_argument("--min-tokens", type=int, metavar="N", help="none of them is the end")
+    _add_repeated(group, "--stop", "S", "ends the answer")
+    _add_repeated(group, "--stop-token-id", "ID", "ends the answer", type=int)
+    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end")
+    group.add_argument(
+        "--include-stop", action="store_true", help="what ended the answer is part of it"
+    )
+    group.add_argument(
+        "--show-special-tokens", action="store_true", help="show tokens like <|im_end|> too"
+    )
     group.add_argument(
         "--logprobs",
         type=int,
@@ -58,7 +74,31 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--prompt-logprobs", type=int, metavar="K", help="the same of the prompt's tokens"
     )
-    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end")
+
+
+def _add_repeated(
+    group: argparse._ArgumentGroup,
+    flag: str,
+    metavar: str,
+    help_text: str,
+    type: Callable[[str], object] = str,
+) -> None:
+    group.add_argument(
+        flag,
+        action="append",
+        default=[],
+        metavar=metavar,
+        type=type,
+        help=f"{help_text}; may be repeated",
+    )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=BIAS") from error
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,9 +162,19 @@ def _request(args: argparse.Namespace) -> Request:
             seed=args.seed,
             max_tokens=args.max_tokens,
             stop=tuple(args.stop),
+            stop_token_ids=tuple(args.stop_token_id),
             ignore_eos=args.ignore_eos,
             logprobs=args.logprobs,
             prompt_logprobs=args.prompt_logprobs,
+            repetition_penalty=args.repetition_penalty,
+            presence_penalty=args.presence_penalty,
+            frequency_penalty=args.frequency_penalty,
+            logit_bias=dict(args.logit_bias),
+            allowed_token_ids=tuple(args.allowed_token_id) or None,
+            bad_words=tuple(args.bad_word),
+            min_tokens=args.min_tokens,
+            include_stop_str_in_output=args.include_stop,
+            skip_special_tokens=not args.show_special_tokens,
         ),
         model=args.model,
         request_id=args.request_id,

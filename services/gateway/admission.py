@@ -2,28 +2,23 @@
 able to fit at all. Whatever is wrong is said here, at once, with the numbers."""
 
 import math
-import secrets
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from blockstore.store import PoolSpec
 from services.common.errors import InvalidRequest, PromptTooLong
 from services.common.logprobs import MAX_LOGPROBS
-from services.common.text.model_config import GenerationDefaults
 from services.common.ticket import PRIORITY_CLASSES, SamplingParams
-from services.gateway.api import GenerationRequest, RequestedSampling
+from services.gateway.api import GenerationRequest
+from services.gateway.checks import check_text, require
 from services.gateway.fleet import Served
 from services.gateway.prompts import check_token_ids, token_ids_of
+from services.gateway.sampling import resolve_sampling
 
 MAX_ID_CHARS = 256
 MAX_SALT_CHARS = 1024
 MAX_PROMPT_LOGPROBS = 1 << 18
 """They come all at once: some 7 MB of a message, which may have 16 MiB."""
-MAX_STOP_STRINGS = 64
-MAX_STOP_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 1024
-_UINT64 = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +38,8 @@ class Admitted:
     vocab_size: int
     received: tuple[int, ...] | None = None
     prompt_logprobs: int | None = None
+    include_stop_str: bool = False
+    skip_special_tokens: bool = True
 
     def continues(self, other: "Admitted") -> bool:
         """Whether this is the same request as another one. A greedy one has no use for its seed."""
@@ -52,6 +49,8 @@ class Admitted:
             and replace(self.sampling, seed=seed) == other.sampling
             and (self.stop, self.cache_salt) == (other.stop, other.cache_salt)
             and self.prompt_logprobs == other.prompt_logprobs
+            and self.include_stop_str == other.include_stop_str
+            and self.skip_special_tokens == other.skip_special_tokens
         )
 
     def misfit(self, spec: PoolSpec) -> str:
@@ -71,13 +70,16 @@ async def admit(
     check_names(request_id, request.cache_salt, request.priority)
     check_logprobs("logprobs", request.sampling.logprobs)
     check_logprobs("prompt_logprobs", request.sampling.prompt_logprobs)
-    check_stops(request.sampling, served.model.config.vocab_size)
-    sampling = resolve_sampling(request.sampling, served.model.config.generation)
+    sampling = await resolve_sampling(request.sampling, served.model)
     prompt = await token_ids_of(request.prompt, served.model, served.max_model_len)
     max_tokens = resolve_max_tokens(
         len(prompt), request.sampling.max_tokens, served.max_model_len, served.specs
     )
     check_prompt_logprobs(len(prompt), request.sampling.prompt_logprobs)
+    require(
+        sampling.min_tokens <= max_tokens,
+        f"min_tokens is {sampling.min_tokens}, max_tokens only {max_tokens}",
+    )
     check_received(request, max_tokens, sampling.temperature, served.model.config.vocab_size)
     return Admitted(
         request_id=request_id,
@@ -85,6 +87,8 @@ async def admit(
         prompt_token_ids=prompt,
         sampling=replace(sampling, max_tokens=max_tokens, logprobs=request.sampling.logprobs),
         stop=request.sampling.stop,
+        include_stop_str=request.sampling.include_stop_str_in_output,
+        skip_special_tokens=request.sampling.skip_special_tokens,
         priority=request.priority,
         cache_salt=request.cache_salt,
         arrived_at=arrived_at,
@@ -96,14 +100,14 @@ async def admit(
 
 
 def check_names(request_id: str, cache_salt: str, priority: int) -> None:
-    _check_text("request_id", request_id, MAX_ID_CHARS)
-    _check_text("cache_salt", cache_salt, MAX_SALT_CHARS)
+    check_text("request_id", request_id, MAX_ID_CHARS)
+    check_text("cache_salt", cache_salt, MAX_SALT_CHARS)
     low, high = PRIORITY_CLASSES[0], PRIORITY_CLASSES[-1]
-    _require(low <= priority <= high, f"priority is {priority}, not in [{low}, {high}]")
+    require(low <= priority <= high, f"priority is {priority}, not in [{low}, {high}]")
 
 
 def check_logprobs(name: str, num_top: int | None) -> None:
-    _require(
+    require(
         num_top is None or 0 <= num_top <= MAX_LOGPROBS,
         f"{name} is {num_top}, not in [0, {MAX_LOGPROBS}]",
     )
@@ -111,7 +115,7 @@ def check_logprobs(name: str, num_top: int | None) -> None:
 
 def check_prompt_logprobs(num_prompt: int, num_top: int | None) -> None:
     num_logprobs = 0 if num_top is None else num_prompt * (1 + num_top)
-    _require(
+    require(
         num_logprobs <= MAX_PROMPT_LOGPROBS,
         f"prompt_logprobs {num_top} of {num_prompt} tokens are {num_logprobs} logprobs, at most "
         f"{MAX_PROMPT_LOGPROBS}",
@@ -125,57 +129,15 @@ def check_received(
     if request.received is None:
         return
     num_received = len(request.received)
-    _require(bool(request.request_id), "received tokens, but no request_id")
-    _require(
+    require(bool(request.request_id), "received tokens, but no request_id")
+    require(
         not temperature or request.sampling.seed is not None,
         "a sampled request goes on with its seed only",
     )
-    _require(
+    require(
         num_received < max_tokens, f"{num_received} tokens received, max_tokens is {max_tokens}"
     )
     check_token_ids("received", request.received, vocab_size)
-
-
-def check_stops(asked: RequestedSampling, vocab_size: int) -> None:
-    num_stops, num_ids = len(asked.stop), len(asked.stop_token_ids)
-    _require(num_stops <= MAX_STOP_STRINGS, f"{num_stops} stop strings, at most {MAX_STOP_STRINGS}")
-    _require(
-        num_ids <= MAX_STOP_TOKEN_IDS, f"{num_ids} stop_token_ids, at most {MAX_STOP_TOKEN_IDS}"
-    )
-    for stop in asked.stop:
-        _require(bool(stop), "a stop string is empty")
-        _check_text("a stop string", stop, MAX_STOP_CHARS)
-    check_token_ids("stop_token_ids", asked.stop_token_ids, vocab_size)
-
-
-def resolve_sampling(asked: RequestedSampling, defaults: GenerationDefaults) -> SamplingParams:
-    """Asked for, else the model's own, else neutral; `max_tokens` depends on the prompt and comes
-    later. Floats are rounded to the 32 bits that travel: what is checked is what is sampled with.
-    """
-    temperature = _float32("temperature", _first(asked.temperature, defaults.temperature, 1.0))
-    top_p = _float32("top_p", _first(asked.top_p, defaults.top_p, 1.0))
-    min_p = _float32("min_p", _first(asked.min_p, defaults.min_p, 0.0))
-    top_k = int(_first(asked.top_k, defaults.top_k, 0))
-    seed = secrets.randbits(64) if asked.seed is None else asked.seed
-    _require(temperature >= 0, f"temperature is {temperature:g}, not 0 or more")
-    _require(0 < top_p <= 1, f"top_p is {top_p:g}, not in (0, 1]")
-    _require(0 <= min_p <= 1, f"min_p is {min_p:g}, not in [0, 1]")
-    _require(-1 <= top_k < 1 << 31, f"top_k is {top_k}, not -1, 0 (all) or a number of tokens")
-    _require(
-        asked.max_tokens is None or asked.max_tokens >= 1,
-        f"max_tokens is {asked.max_tokens}, not 1 or more",
-    )
-    _require(0 <= seed < _UINT64, f"seed is {seed}, not in [0, 2**64)")
-    return SamplingParams(
-        temperature=temperature,
-        top_k=max(top_k, 0),
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        max_tokens=asked.max_tokens or 1,
-        stop_token_ids=asked.stop_token_ids,
-        ignore_eos=asked.ignore_eos,
-    )
 
 
 def resolve_max_tokens(
@@ -209,35 +171,3 @@ def misfit(num_prompt: int, max_tokens: int, spec: PoolSpec) -> str:
         f"prompt ({num_prompt} tokens) and max_tokens ({max_tokens}) need {num_blocks} blocks of "
         f"{spec.block_size} tokens; the pool has {spec.num_blocks}"
     )
-
-
-def _first(*values: float | None) -> float:
-    return next(value for value in values if value is not None)
-
-
-def _float32(name: str, value: float) -> float:
-    if not math.isfinite(value):
-        raise InvalidRequest(f"{name} is {value}, not a finite number")
-    try:
-        return float(struct.unpack("<f", struct.pack("<f", value))[0])
-    except OverflowError as error:
-        raise InvalidRequest(f"{name} is {value:g}, too large") from error
-
-
-def _check_text(name: str, text: str, max_chars: int) -> None:
-    _require(len(text) <= max_chars, f"{name} has {len(text)} characters, at most {max_chars}")
-    _require(is_unicode(text), f"{name} is not valid Unicode: it has a lone surrogate")
-
-
-def is_unicode(text: str) -> bool:
-    """False for a string with lone surrogates: it has no UTF-8, and no tokenizer takes it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _require(holds: bool, problem: str) -> None:
-    if not holds:
-        raise InvalidRequest(problem)

@@ -21,8 +21,8 @@ Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 @dataclass(frozen=True, slots=True)
 class RequestedSampling:
     """As the client wrote it: None takes the model's generation_config, then the field's default
-    (temperature 1, top_k 0 = all, top_p 1, min_p 0, a seed drawn at admission, max_tokens up to the
-    context and the pool)."""
+    (temperature 1, top_k 0 = all, top_p 1, min_p 0, repetition_penalty 1, a seed drawn at
+    admission, max_tokens up to the context and the pool, min_tokens 0)."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -37,6 +37,15 @@ class RequestedSampling:
     """Tell each token's logprob, and of so many of the likeliest; None: tell none."""
     prompt_logprobs: int | None = None
     """The same of each token of the prompt but the first."""
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    min_tokens: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from services.gateway.dispatcher import Dispatcher
 from services.gateway.fleet import Fleet, Served
 from services.gateway.output import Meter, Output, Tally
 from services.gateway.spelling import PromptTeller, Speller
+from services.gateway.text import Text
 
 
 class Gateway:
@@ -102,8 +103,12 @@ class Gateway:
         output = Output(
             request.request_id,
             Tally(len(request.prompt_token_ids), request.arrived_at),
-            model.tokenizer.detokenizer(),
-            StopMatcher(request.stop),
+            Text(
+                model.tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens),
+                StopMatcher(request.stop, included=request.include_stop_str),
+                min_tokens=request.sampling.min_tokens,
+                shows_end=request.include_stop_str,
+            ),
             request.sampling.stop_token_ids,
             self._meter(request.model),
             asyncio.get_running_loop().time,

@@ -11,11 +11,11 @@ from typing import Protocol
 
 from services.common.errors import InvalidRequest
 from services.common.logprobs import Logprobs
-from services.common.text.detokenizer import Detokenizer
-from services.common.text.stop_strings import StopMatcher
+from services.common.text.stop_strings import Scanned
 from services.common.ticket import FinishReason
 from services.gateway.api import Delta, PromptReport, TokenLogprobs, Usage
 from services.gateway.spelling import PromptTeller, Speller
+from services.gateway.text import Text
 
 PAUSE_UNREAD_TOKENS = 1024
 """A client that leaves more than this unread does not keep up: its request pauses."""
@@ -77,8 +77,7 @@ class Output:
         self,
         request_id: str,
         tally: Tally,
-        detokenizer: Detokenizer,
-        stops: StopMatcher,
+        text: Text,
         stop_token_ids: tuple[int, ...],
         meter: Meter,
         clock: Callable[[], float],
@@ -90,15 +89,13 @@ class Output:
         """Of all tokens written, as far as their logprobs came with them."""
         self.finish_reason: FinishReason | None = None
         self._request_id = request_id
-        self._detokenizer = detokenizer
-        self._stops = stops
+        self._text = text
         self._stop_token_ids = frozenset(stop_token_ids)
         self._meter = meter
         self._clock = clock
         self._speller = speller
         self._untold_prompt = prompt
         self._prompt_logprobs: tuple[Logprobs, ...] = ()
-        self._num_chars = 0
         self._unread_logprobs: list[tuple[Logprobs, int]] = []
         self._unread_ids: list[int] = []
         self._unread_text: list[str] = []
@@ -124,7 +121,7 @@ class Output:
 
     def replay(self, token_ids: tuple[int, ...]) -> None:
         """Take what the client has already, text and all. InvalidRequest: nothing could follow."""
-        if self._show(self._detokenized(token_ids)):
+        if any(self._show(self._text.push(token_id)) for token_id in token_ids):
             raise InvalidRequest("a stop string is in the tokens received: the request has ended")
         self._unread_text.clear()
         self.tally.num_generated_tokens = len(token_ids)
@@ -140,14 +137,14 @@ class Output:
         a stop string are dropped."""
         offsets = []
         num_written = len(token_ids)
-        # The token that stopped the sequence is not part of its text.
-        num_shown = num_written - 1 if finish is FinishReason.STOP else num_written
+        ends_unseen = finish is FinishReason.STOP and not self._text.shows_end
+        num_shown = num_written - ends_unseen
         for position, token_id in enumerate(token_ids[:num_shown], 1):
-            offsets.append(self._num_chars)
-            if self._show(self._detokenized((token_id,))):
+            offsets.append(self._text.num_chars)
+            if self._show(self._text.push(token_id)):
                 num_written = position
                 break
-        offsets += [self._num_chars] * (num_written - len(offsets))
+        offsets += [self._text.num_chars] * (num_written - len(offsets))
         self._unread_ids.extend(token_ids[:num_written])
         self._keep(logprobs[:num_written], offsets)
         self._count(num_written)
@@ -199,14 +196,8 @@ class Output:
         if self._speller is not None:
             self._unread_logprobs.extend(zip(logprobs, offsets, strict=False))
 
-    def _detokenized(self, token_ids: tuple[int, ...]) -> str:
-        text = self._detokenizer.push(token_ids)
-        self._num_chars += len(text)
-        return text
-
-    def _show(self, text: str) -> bool:
+    def _show(self, scanned: Scanned) -> bool:
         """Add to the client's text; True when a stop string ended it."""
-        scanned = self._stops.push(text)
         if scanned.text:
             self._unread_text.append(scanned.text)
         if scanned.stop is None:
@@ -216,9 +207,8 @@ class Output:
 
     def _conclude(self, finish: FinishReason, token_ids: tuple[int, ...]) -> None:
         """The worker's end of the sequence; what was held back comes out, unless that is a stop."""
-        if self._show(self._detokenizer.flush()):
+        if self._show(self._text.flush()):
             return
-        self._unread_text.append(self._stops.flush())
         self.finish_reason = finish
         last = token_ids[-1] if token_ids else None
         if finish is FinishReason.STOP and last in self._stop_token_ids:

@@ -24,14 +24,9 @@ from services.gateway.api import (
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 _OPTIONAL_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "max_tokens",
-    "logprobs",
-    "prompt_logprobs",
+    *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "skip_special_tokens"),
+    *("logprobs", "prompt_logprobs"),
 )
 
 
@@ -98,6 +93,10 @@ def _sampling(message: sampling_pb2.SamplingParams) -> RequestedSampling:
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        allowed_token_ids=tuple(message.allowed_token_ids) or None,
+        bad_words=tuple(message.bad_words),
+        include_stop_str_in_output=message.include_stop_str_in_output,
     )
 
 

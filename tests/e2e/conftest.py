@@ -46,10 +46,18 @@ class Oracle:
     def choices(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
         """What it would have chosen in place of each of `tokens`, given the ones before: equal to
         them if and only if they are its greedy tokens. One pass instead of one a token."""
-        with torch.inference_mode():
-            logits = self._model(torch.tensor([[*prompt, *tokens]])).logits[0]
-        chosen: list[int] = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        chosen: list[int] = self._logits(prompt, tokens).argmax(-1).tolist()
         return chosen
+
+    def logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[list[float]]:
+        """Those that each of `tokens` was chosen from, given the ones before."""
+        rows: list[list[float]] = self._logits(prompt, tokens).tolist()
+        return rows
+
+    def _logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(torch.tensor([[*prompt, *tokens]])).logits[0]
+        return logits[len(prompt) - 1 : -1]
 
 
 @pytest.fixture(scope="session")

@@ -98,6 +98,15 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "sampling.stop": st.lists(TEXTS, max_size=3) | st.just(["a"] * 1000),
     "sampling.stop_token_ids": MANY_IDS,
     "sampling.ignore_eos": st.booleans(),
+    "sampling.repetition_penalty": FLOATS,
+    "sampling.presence_penalty": FLOATS,
+    "sampling.frequency_penalty": FLOATS,
+    "sampling.logit_bias": st.dictionaries(IDS, FLOATS, max_size=4),
+    "sampling.allowed_token_ids": MANY_IDS,
+    "sampling.bad_words": st.lists(TEXTS, max_size=3) | st.just(["a"] * 1001),
+    "sampling.min_tokens": st.sampled_from([0, 1, 4, 5, 2**32 - 1]),
+    "sampling.include_stop_str_in_output": st.booleans(),
+    "sampling.skip_special_tokens": st.booleans(),
     "received.ids": GOOD_IDS | MANY_IDS,
 }
 CHATS = st.lists(st.tuples(TEXTS, TEXTS), max_size=3)
@@ -132,6 +141,8 @@ def request_of(asked: tuple[str, Any], fields: Sequence[tuple[str, Any]]) -> byt
             if isinstance(value, list):
                 getattr(target, name)[:] = value
                 target.SetInParent()
+            elif isinstance(value, dict):
+                getattr(target, name).update(value)
             else:
                 setattr(target, name, value)
     return message.SerializeToString()

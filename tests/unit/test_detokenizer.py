@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from services.common.errors import StartupError
 from services.common.text.detokenizer import Detokenizer
-from services.common.text.pieces import pieces_of
+from services.common.text.pieces import Pieces, pieces_of, special_token_ids
 
 unhurried = settings(deadline=None)  # how fast the machine is, is no property
 
@@ -86,6 +86,11 @@ def words() -> tokenizers.Tokenizer:
 KINDS = [byte_level, byte_fallback, metaspace, metaspace_without_prefix, words]
 
 
+def shown(tokenizer: tokenizers.Tokenizer) -> Pieces:
+    """Without special tokens."""
+    return pieces_of(tokenizer).without(special_token_ids(tokenizer))
+
+
 def stream(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
     return [*(detokenizer.push([token_id]) for token_id in token_ids), detokenizer.flush()]
 
@@ -107,14 +112,15 @@ def fallback_ids(data: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("skips", [True, False], ids=["skips special tokens", "shows all"])
 @unhurried
 @given(st.data())
-def test_deltas_add_up_to_the_whole_text(kind: Kind, data: st.DataObject) -> None:
+def test_deltas_add_up_to_the_whole_text(kind: Kind, skips: bool, data: st.DataObject) -> None:
     """For any tokens at all, of any kind of tokenizer, one by one or many at once."""
     tokenizer = kind()
     token_ids = data.draw(ids_of(kind))
-    whole = tokenizer.decode(token_ids)
-    pieces = pieces_of(tokenizer)
+    whole = tokenizer.decode(token_ids, skip_special_tokens=skips)
+    pieces = shown(tokenizer) if skips else pieces_of(tokenizer)
     assert "".join(stream(Detokenizer(pieces, starts_text=True), token_ids)) == whole
     at_once = Detokenizer(pieces, starts_text=True)
     assert at_once.push(token_ids) + at_once.flush() == whole
@@ -128,7 +134,7 @@ def test_a_generation_goes_on_where_the_prompt_ended(kind: Kind, data: st.DataOb
     tokenizer = kind()
     token_ids = data.draw(ids_of(kind))
     prompt = [tokenizer.get_vocab()["e" if kind is byte_level else "block"]]
-    deltas = stream(Detokenizer(pieces_of(tokenizer)), token_ids)
+    deltas = stream(Detokenizer(shown(tokenizer)), token_ids)
     assert tokenizer.decode(prompt) + "".join(deltas) == tokenizer.decode(prompt + token_ids)
 
 
@@ -137,18 +143,18 @@ def test_a_generation_goes_on_where_the_prompt_ended(kind: Kind, data: st.DataOb
 def test_characters_are_never_split(text: str) -> None:
     """No delta of a valid text holds a replacement character of its own."""
     tokenizer = byte_level()
-    deltas = stream(Detokenizer(pieces_of(tokenizer)), tokenizer.encode(text).ids)
+    deltas = stream(Detokenizer(shown(tokenizer)), tokenizer.encode(text).ids)
     assert "".join(deltas) == text.replace("<|end|>", "")
     assert sum(delta.count("\ufffd") for delta in deltas) == text.count("\ufffd")
 
 
 def test_an_emoji_of_four_tokens_comes_with_the_last() -> None:
-    detokenizer = Detokenizer(pieces_of(byte_fallback()))
+    detokenizer = Detokenizer(shown(byte_fallback()))
     assert stream(detokenizer, fallback_ids("🙂".encode())) == ["", "", "", "🙂", ""]
 
 
 def test_what_never_completes_is_replaced_at_the_end() -> None:
-    detokenizer = Detokenizer(pieces_of(byte_fallback()))
+    detokenizer = Detokenizer(shown(byte_fallback()))
     assert stream(detokenizer, fallback_ids(b"\xf0\x9f")) == ["", "", "\ufffd"]
 
 
@@ -156,7 +162,7 @@ def test_what_never_completes_is_replaced_at_the_end() -> None:
 @given(st.binary(max_size=12))
 def test_wrong_bytes_do_not_take_right_ones_with_them(data: bytes) -> None:
     """What a client has got stays: only bytes that are no UTF-8 are replaced."""
-    deltas = stream(Detokenizer(pieces_of(byte_fallback())), fallback_ids(data))
+    deltas = stream(Detokenizer(shown(byte_fallback())), fallback_ids(data))
     assert "".join(deltas) == data.decode(errors="replace")
 
 

@@ -66,6 +66,7 @@ def test_qwen3_0_6b_reads_as_published(tmp_path: Path) -> None:
         "temperature": 0.6,
         "top_k": 20,
         "top_p": 0.95,
+        "repetition_penalty": 1.05,
     }
     assert read(tmp_path, generation) == ModelConfig(
         architecture="Qwen3ForCausalLM",
@@ -87,7 +88,9 @@ def test_qwen3_0_6b_reads_as_published(tmp_path: Path) -> None:
         windows=(None,) * 28,
         dtype="bfloat16",
         eos_token_ids=(151645, 151643),
-        generation=GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95),
+        generation=GenerationDefaults(
+            temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05
+        ),
     )
 
 
@@ -260,6 +263,7 @@ def test_what_cannot_be_served_is_refused_by_its_name(
         ({"temperature": -1}, "temperature: -1"),
         ({"top_k": 2.5}, "top_k: 2.5"),
         ({"top_p": 1.5}, "top_p: 1.5"),
+        ({"repetition_penalty": 0}, "repetition_penalty: 0"),
         ([], "not a JSON object"),
     ],
 )

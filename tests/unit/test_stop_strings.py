@@ -56,6 +56,37 @@ def test_what_is_shown_is_never_taken_back(text: str, stops: list[str]) -> None:
         assert held == "" or any(stop.startswith(held) for stop in stops)
 
 
+@unhurried
+@given(st.text("ab", max_size=20), st.lists(words, min_size=1, max_size=3), st.integers(0, 20))
+def test_a_stop_string_that_may_not_end_the_text_is_passed_over(
+    text: str, stops: list[str], num_free: int
+) -> None:
+    """Among the first `num_free` characters none is complete for good; what is complete later may
+    begin among them."""
+    ends = (
+        (text[: end - len(stop)], stop)
+        for end in range(num_free + 1, len(text) + 1)
+        for stop in sorted(stops, key=len, reverse=True)
+        if text[:end].endswith(stop)
+    )
+    expected = next(ends, (text, None))
+    matcher, shown = StopMatcher(stops), ""
+    for position, char in enumerate(text, start=1):
+        scanned = matcher.push(char, may_end=position > num_free)
+        shown += scanned.text
+        if scanned.stop is not None:
+            break
+    else:
+        shown += matcher.flush()
+    assert (shown, scanned.stop if text else None) == expected
+
+
+def test_an_included_stop_string_is_shown_and_nothing_is_held() -> None:
+    matcher = StopMatcher(["END"], included=True)
+    assert matcher.push("the E") == Scanned("the E")
+    assert matcher.push("ND is") == Scanned("ND", "END")
+
+
 def test_worked_example() -> None:
     matcher = StopMatcher(["END", "Q:"])
     assert matcher.push("the E") == Scanned("the ")

@@ -48,6 +48,7 @@ class GenerationDefaults:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,10 +285,11 @@ def _generation_defaults(fields: JsonFields) -> GenerationDefaults:
     return GenerationDefaults(
         temperature=_optional_number(fields, "temperature"),
         top_k=fields.integer("top_k", least=0) if fields.has("top_k") else None,
-        top_p=fields.number("top_p") if fields.has("top_p") else None,
+        top_p=_optional_number(fields, "top_p", positive=True),
         min_p=_optional_number(fields, "min_p"),
+        repetition_penalty=_optional_number(fields, "repetition_penalty", positive=True),
     )
 
 
-def _optional_number(fields: JsonFields, name: str) -> float | None:
-    return fields.number(name, positive=False) if fields.has(name) else None
+def _optional_number(fields: JsonFields, name: str, *, positive: bool = False) -> float | None:
+    return fields.number(name, positive=positive) if fields.has(name) else None

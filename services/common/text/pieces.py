@@ -6,8 +6,8 @@ is refused at start, because its text could not be streamed faithfully.
 """
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tokenizers
@@ -15,7 +15,8 @@ import tokenizers
 from services.common.errors import StartupError
 
 Piece = bytes | None
-"""UTF-8, or part of it; None for what is no text: special tokens and ids without a token."""
+"""UTF-8, or part of it; None for what is no text: ids without a token, and special tokens where
+they are not shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,25 @@ class Pieces:
     first: Sequence[Piece]
     num_stripped: int = 0
 
+    def without(self, token_ids: Collection[int]) -> "Pieces":
+        """The same, but these tokens are no text."""
+        following = _without(self.following, token_ids)
+        same = self.first is self.following
+        return replace(
+            self, following=following, first=following if same else _without(self.first, token_ids)
+        )
+
+
+def _without(pieces: Sequence[Piece], token_ids: Collection[int]) -> Sequence[Piece]:
+    left = list(pieces)
+    for token_id in token_ids:
+        left[token_id] = None
+    return left
+
 
 def pieces_of(tokenizer: tokenizers.Tokenizer) -> Pieces:
-    """StartupError: the tokenizer's decoder is not one of those known here."""
+    """Special tokens included. StartupError: the tokenizer's decoder is not one of those known
+    here."""
     steps = _decoder_steps(json.loads(tokenizer.to_str())["decoder"])
     tokens = _texts(tokenizer)
     if not steps:
@@ -48,12 +65,16 @@ def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
 
 
+def special_token_ids(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """Of tokens that are not shown unless somebody asks for it."""
+    added = tokenizer.get_added_tokens_decoder()
+    return tuple(token_id for token_id, token in added.items() if token.special)
+
+
 def _texts(tokenizer: tokenizers.Tokenizer) -> list[str | None]:
-    """Every id's token; None for special ones and for gaps."""
+    """Every id's token; None for gaps."""
     by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
-    special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
-    texts = [by_id.get(token_id) for token_id in range(max(by_id, default=-1) + 1)]
-    return [None if text in special else text for text in texts]
+    return [by_id.get(token_id) for token_id in range(max(by_id, default=-1) + 1)]
 
 
 def _same_everywhere(

@@ -11,7 +11,7 @@ import tokenizers
 
 from services.common.errors import InvalidRequest, StartupError
 from services.common.text.detokenizer import Detokenizer
-from services.common.text.pieces import Pieces, pieces_of
+from services.common.text.pieces import Pieces, pieces_of, special_token_ids
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -50,6 +50,11 @@ class Tokenizer:
 
     @cached_property
     def pieces(self) -> Pieces:
+        """Special tokens are no text."""
+        return self.all_pieces.without(special_token_ids(self._tokenizer))
+
+    @cached_property
+    def all_pieces(self) -> Pieces:
         return pieces_of(self._tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -80,9 +85,12 @@ class Tokenizer:
             return (self._tokenizer.id_to_token(token_id) or "").encode()
         return piece
 
-    def detokenizer(self, *, starts_text: bool = False) -> Detokenizer:
+    def detokenizer(
+        self, *, starts_text: bool = False, skip_special_tokens: bool = True
+    ) -> Detokenizer:
         """A new stream of text; it goes on after a prompt unless it `starts_text` itself."""
-        return Detokenizer(self.pieces, starts_text=starts_text)
+        pieces = self.pieces if skip_special_tokens else self.all_pieces
+        return Detokenizer(pieces, starts_text=starts_text)
 
 
 def read_tokenizer_config(directory: Path) -> dict[str, Any]:

@@ -44,6 +44,26 @@ def _texts(value: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """By rising token id; JSON's keys are strings."""
+    biases = {} if value is None else value
+    if not isinstance(biases, dict) or any(
+        isinstance(bias, bool) or not isinstance(bias, int | float) for bias in biases.values()
+    ):
+        raise ValueError("must be an object of token ids and numbers")
+    for token_id in biases:
+        if not token_id.isdecimal():
+            raise ValueError(f"{token_id!r} is not a token id")
+    try:
+        return tuple(sorted((int(token_id), float(bias)) for token_id, bias in biases.items()))
+    except OverflowError as error:
+        raise ValueError("a bias is too large") from error
+
+
+def _tuple(values: list[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
+
+
 class GenerationBody(_Body):
     """What both bodies have. `user` is accepted, and used for nothing."""
 
@@ -53,17 +73,26 @@ class GenerationBody(_Body):
     top_p: float | None = None
     seed: int | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_texts)] = ()
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(_biases)] = ()
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
 
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     cache_salt: str | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
     min_p: float | None = None
+    min_tokens: int | None = None
     priority: int | None = None
     prompt_logprobs: int | None = None
+    repetition_penalty: float | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
     stop_token_ids: list[int] | None = None
     top_k: int | None = None
 
@@ -125,6 +154,15 @@ class GenerationBody(_Body):
                 ignore_eos=bool(self.ignore_eos),
                 logprobs=self.num_logprobs,
                 prompt_logprobs=self.asked_prompt_logprobs,
+                repetition_penalty=self.repetition_penalty,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                logit_bias=self.logit_bias,
+                allowed_token_ids=_tuple(self.allowed_token_ids),
+                bad_words=tuple(self.bad_words or ()),
+                min_tokens=self.min_tokens,
+                include_stop_str_in_output=bool(self.include_stop_str_in_output),
+                skip_special_tokens=self.skip_special_tokens is not False,
             ),
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",

@@ -50,6 +50,31 @@ def test_every_sampling_flag_arrives(hello: Any) -> None:
     assert (sampling.top_p, sampling.min_p, sampling.seed) == (0.75, 0.25, 0)
     assert list(sampling.stop) == ["a", "b"]
     assert sampling.ignore_eos
+    assert sampling.skip_special_tokens
+
+
+def test_what_changes_the_logits_and_the_text_arrives(hello: Any) -> None:
+    flags = "--repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty -0.25"
+    flags += " --logit-bias 7=2.5 --logit-bias 8=-1 --allowed-token-id 7 --allowed-token-id 8"
+    flags += " --min-tokens 3 --stop-token-id 9 --include-stop --show-special-tokens"
+    assert main(["generate", "Hi", *flags.split(), "--bad-word", "a b", "--bad-word", "c"]) == 0
+    sampling = hello.requests[0].sampling
+    assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.5, 0.5)
+    assert (sampling.frequency_penalty, sampling.min_tokens) == (-0.25, 3)
+    assert dict(sampling.logit_bias) == {7: 2.5, 8: -1.0}
+    assert list(sampling.allowed_token_ids) == [7, 8]
+    assert list(sampling.bad_words) == ["a b", "c"]
+    assert list(sampling.stop_token_ids) == [9]
+    assert sampling.include_stop_str_in_output
+    assert sampling.HasField("skip_special_tokens")
+    assert not sampling.skip_special_tokens
+
+
+@pytest.mark.parametrize("bias", ["7", "7=", "x=1", "=1"])
+def test_a_bias_is_a_token_and_a_number(bias: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "Hi", "--logit-bias", bias])
+    assert f"{bias!r} is not ID=BIAS" in capsys.readouterr().err
 
 
 def test_json_gives_one_delta_a_line(hello: Any, capsys: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import Unavailable
+from services.common.errors import InvalidRequest, Unavailable
 from services.common.logprobs import Logprobs
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.pieces import Pieces
@@ -15,6 +15,7 @@ from services.common.ticket import FinishReason
 from services.gateway.api import Candidate, Delta
 from services.gateway.output import MAX_UNREAD_TOKENS, Output, Tally
 from services.gateway.spelling import Speller
+from services.gateway.text import Text
 
 BYTES = [bytes([byte]) for byte in range(256)]
 END = 0
@@ -37,14 +38,20 @@ def make(
     stop_token_ids: tuple[int, ...] = (),
     meter: CountingMeter | None = None,
     speller: Speller | None = None,
+    shows_end: bool = False,
+    min_tokens: int = 0,
 ) -> Output:
     """Its clock shows 1, 2, 3 ...; the request arrived at 0."""
     ticks = itertools.count(1.0)
     return Output(
         "r1",
         Tally(num_prompt_tokens=5, arrived_at=0.0),
-        Detokenizer(Pieces(BYTES, BYTES)),
-        StopMatcher(stops),
+        Text(
+            Detokenizer(Pieces(BYTES, BYTES)),
+            StopMatcher(stops, included=shows_end),
+            min_tokens=min_tokens,
+            shows_end=shows_end,
+        ),
         stop_token_ids,
         meter or CountingMeter(),
         lambda: next(ticks),
@@ -133,6 +140,39 @@ async def test_the_token_that_stopped_it_is_no_text(
     (delta,) = await read(output)
     assert (delta.text, delta.token_ids) == ("ab", (*ids("ab"), END))
     assert (delta.finish_reason, delta.stopped_by) == (FinishReason.STOP, stopped_by)
+
+
+async def test_what_ended_it_can_be_shown() -> None:
+    output = make("STOP", shows_end=True)
+    assert output.write(ids("go STOP and more"), None)
+    output.close(None)
+    (delta,) = await read(output)
+    assert (delta.text, delta.token_ids, delta.stopped_by) == ("go STOP", ids("go STOP"), "STOP")
+
+    output = make(stop_token_ids=ids("!"), shows_end=True)
+    assert output.write(ids("ab!"), FinishReason.STOP)
+    output.close(None)
+    (delta,) = await read(output)
+    assert (delta.text, delta.stopped_by) == ("ab!", ids("!")[0])
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "text"), [(0, "a"), (2, "a"), (3, "ab|a"), (5, "ab|a"), (6, "ab|ab|")]
+)
+async def test_no_stop_string_counts_in_the_first_tokens(min_tokens: int, text: str) -> None:
+    """`b|` is complete with the third and with the sixth token."""
+    output = make("b|", min_tokens=min_tokens)
+    output.write(ids("ab|ab|"), FinishReason.LENGTH)
+    output.close(None)
+    assert "".join(delta.text for delta in await read(output)) == text
+
+
+async def test_received_tokens_count_for_min_tokens() -> None:
+    output = make("|", min_tokens=2)
+    output.replay(ids("a|"))
+    assert output.write(ids("b|"), None)
+    with pytest.raises(InvalidRequest, match="a stop string"):
+        make("|", min_tokens=1).replay(ids("a|"))
 
 
 async def test_an_error_comes_in_place_of_what_was_not_read() -> None:

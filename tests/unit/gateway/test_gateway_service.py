@@ -52,6 +52,15 @@ async def test_every_field_arrives() -> None:
         stop=["a", "b"],
         stop_token_ids=[4, 5],
         ignore_eos=True,
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias={9: 1.0, 8: -2.5},
+        allowed_token_ids=[9, 8],
+        bad_words=["x"],
+        min_tokens=2,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
     )
     message = inference_pb2.GenerateRequest(
         request_id="r",
@@ -61,7 +70,18 @@ async def test_every_field_arrives() -> None:
         priority=-3,
         cache_salt="tenant",
     )
-    wanted = RequestedSampling(0.5, 3, 0.75, 0.25, 2**63, 9, ("a", "b"), (4, 5), True)
+    wanted = RequestedSampling(
+        *(0.5, 3, 0.75, 0.25, 2**63, 9, ("a", "b"), (4, 5), True),
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias=((8, -2.5), (9, 1.0)),
+        allowed_token_ids=(9, 8),
+        bad_words=("x",),
+        min_tokens=2,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+    )
     assert await asked_for(message, 1.5) == GenerationRequest(
         (1, 2), "r", "m", wanted, priority=-3, cache_salt="tenant", timeout_s=1.5
     )

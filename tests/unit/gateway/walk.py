@@ -16,6 +16,7 @@ from services.gateway.journey import Journey, Start
 from services.gateway.line import Place
 from services.gateway.messages import Command, Generated, Prefilled, Reserved, Submit
 from services.gateway.output import Output, Tally
+from services.gateway.text import Text
 from services.gateway.worker import Errand, Worker
 
 PROMPT = (1, 2, 3)
@@ -76,8 +77,7 @@ class Walk:
         self.output = Output(
             "r1",
             Tally(len(PROMPT), 0.0),
-            Detokenizer(Pieces(pieces, pieces)),
-            StopMatcher(()),
+            Text(Detokenizer(Pieces(pieces, pieces)), StopMatcher(())),
             (),
             NoMeter(),
             asyncio.get_running_loop().time,

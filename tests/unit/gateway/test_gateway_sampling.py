@@ -1,0 +1,92 @@
+"""Sampling parameters with every default resolved, and bad words as the tokens that spell them.
+What is refused stands in tests/integration/gateway/test_gateway_requests.py."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from bench.make_checkpoint import CheckpointSpec, make_checkpoint
+from services.common.errors import InvalidRequest
+from services.common.text.model_config import GenerationDefaults
+from services.common.text.tokenizer import Tokenizer
+from services.gateway.api import RequestedSampling
+from services.gateway.catalog import Model, load_model
+from services.gateway.sampling import resolve_sampling
+
+WORDS = ["a", "b", "Ġ", "Ġa", "ab", "Ġb", "bb"]
+"""Of a toy vocabulary: `ab` is a token, ` ab` is two; `a` and ` a` are one each."""
+IDS = {word: token_id for token_id, word in enumerate(WORDS)}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load_model(str(make_checkpoint(tmp_path_factory.mktemp("tiny"), CheckpointSpec())))
+
+
+@pytest.fixture
+def model(checkpoint: Model) -> Model:
+    merges = [("Ġ", "a"), ("a", "b"), ("Ġ", "b"), ("b", "b")]
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=IDS, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return replace(checkpoint, tokenizer=Tokenizer(tokenizer, {}))
+
+
+async def resolved(model: Model, **asked: Any) -> Any:
+    return await resolve_sampling(RequestedSampling(**asked), model)
+
+
+async def spelled(model: Model, *words: str) -> list[list[str]]:
+    sampling = await resolved(model, bad_words=words)
+    return [[WORDS[token_id] for token_id in word] for word in sampling.bad_words]
+
+
+async def test_a_bad_word_is_banned_with_and_without_a_space_before(model: Model) -> None:
+    assert await spelled(model, "a") == [["a"], ["Ġa"]]
+    assert await spelled(model, " a") == [["a"], ["Ġa"]]  # the same word
+
+
+async def test_a_space_that_is_a_token_of_its_own_needs_no_second_ban(model: Model) -> None:
+    """` bb` is `Ġb`, `b`: as vLLM has it, only a spelling of as many tokens counts."""
+    assert await spelled(model, "bb") == [["bb"]]
+
+
+async def test_words_of_several_tokens(model: Model) -> None:
+    assert await spelled(model, "aba") == [["ab", "a"]]
+    assert await spelled(model, "b", "a", "b") == [["b"], ["Ġb"], ["a"], ["Ġa"]]
+
+
+async def test_many_bad_words_are_tokenized_beside_the_loop(model: Model) -> None:
+    words = ["a" + "b" * n for n in range(1, 40)]
+    one_by_one = [spelling for word in words for spelling in await spelled(model, word)]
+    assert await spelled(model, *words) == one_by_one
+
+
+async def test_the_models_own_penalty_is_the_default(model: Model) -> None:
+    assert (await resolved(model)).repetition_penalty == 1.0
+    own = replace(model.config, generation=GenerationDefaults(repetition_penalty=1.25))
+    model = replace(model, config=own)
+    assert (await resolved(model)).repetition_penalty == 1.25
+    assert (await resolved(model, repetition_penalty=1.5)).repetition_penalty == 1.5
+
+
+async def test_what_is_checked_is_what_travels(model: Model) -> None:
+    """Floats of 32 bits."""
+    sampling = await resolved(model, presence_penalty=0.1, logit_bias=((3, 0.1),))
+    assert sampling.presence_penalty == sampling.logit_bias[0][1] == 0.10000000149011612
+
+
+async def test_allowed_tokens_that_are_all_bad_words_are_refused(model: Model) -> None:
+    with pytest.raises(InvalidRequest, match="all 2 allowed_token_ids are bad_words"):
+        await resolved(model, allowed_token_ids=(IDS["a"], IDS["Ġa"]), bad_words=("a",))
+    assert await resolved(model, allowed_token_ids=(IDS["a"], IDS["b"]), bad_words=("a",))
+
+
+def test_a_checkpoint_says_its_penalty(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, CheckpointSpec())
+    (directory / "generation_config.json").write_text('{"repetition_penalty": 1.05}')
+    assert load_model(str(directory)).config.generation.repetition_penalty == 1.05
