@@ -1,0 +1,88 @@
+"""Prompts as clients get them back: every token spelled out, and where it stands in the text."""
+
+from pathlib import Path
+
+import pytest
+
+from services.common.logprobs import Logprobs
+from services.common.text.tokenizer import Tokenizer
+from services.gateway.api import ChatMessage, Prompt, PromptReport
+from services.gateway.spelling import PromptTeller, Speller
+
+EMBEDDED = Path(__file__).parents[3] / "quire" / "embedded"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_directory(EMBEDDED)
+
+
+def special(tokenizer: Tokenizer) -> tuple[int, str]:
+    """One, and its name."""
+    name = tokenizer.special_tokens["eos_token"]
+    token_id = tokenizer.token_id(name)
+    assert token_id is not None
+    return token_id, name
+
+
+def report(tokenizer: Tokenizer, prompt: Prompt, token_ids: tuple[int, ...]) -> PromptReport:
+    logprobs = [Logprobs(-float(n), n, token_ids[:1], (0.0,)) for n in range(1, len(token_ids))]
+    return PromptTeller(prompt, token_ids, tokenizer).report(logprobs)
+
+
+@pytest.mark.parametrize("text", ["Where are my blocks?", "é, 日本 and 🦀🦀", " x\n\n  y ", "a"])
+def test_tokens_spell_the_text_from_their_offsets(tokenizer: Tokenizer, text: str) -> None:
+    """Characters of several tokens too: all of them begin where it does."""
+    token_ids = tokenizer.encode(text)
+    told = report(tokenizer, text, token_ids)
+    assert (told.text, told.token_ids) == (text, token_ids)
+    assert [each.chosen.token_id for each in told.logprobs] == list(token_ids[1:])
+    assert [each.chosen.logprob for each in told.logprobs] == [-n for n in range(1, len(token_ids))]
+    spelled = [told.first_token, *(each.chosen.token for each in told.logprobs)]
+    assert b"".join(spelled).decode() == text
+    offsets = [0, *(each.text_offset for each in told.logprobs)]
+    whole = text.encode()
+    for number, offset in enumerate(offsets):
+        before = b"".join(spelled[:number])
+        assert len(before.decode(errors="ignore")) == offset
+        assert whole.startswith(before + spelled[number])
+
+
+def test_a_special_token_is_in_the_text_by_its_name_or_not_at_all(tokenizer: Tokenizer) -> None:
+    token_id, name = special(tokenizer)
+    hi, there = tokenizer.encode("Hi"), tokenizer.encode(" there")
+    token_ids = (*hi, token_id, *there)
+    named = report(tokenizer, f"Hi{name} there", token_ids)
+    assert [each.text_offset for each in named.logprobs][len(hi) - 1 :][:2] == [2, 2 + len(name)]
+    silent = report(tokenizer, "Hi there", token_ids)
+    assert [each.text_offset for each in silent.logprobs][len(hi) - 1 :][:2] == [2, 2]
+    assert silent.logprobs[len(hi) - 1].chosen.token == name.encode()
+
+
+def test_a_prompt_of_tokens_or_messages_is_what_its_tokens_say(tokenizer: Tokenizer) -> None:
+    """Special ones too, as the model saw it."""
+    token_id, name = special(tokenizer)
+    token_ids = (token_id, *tokenizer.encode("Hi there"))
+    for prompt in (token_ids, (ChatMessage("user", "whatever the template makes of it"),)):
+        told = report(tokenizer, prompt, token_ids)
+        assert told.text == f"{name}Hi there"
+        assert told.first_token == name.encode()
+        assert told.logprobs[0].text_offset == len(name)
+
+
+def test_without_logprobs_there_is_the_text(tokenizer: Tokenizer) -> None:
+    told = PromptTeller("Hi", tokenizer.encode("Hi"), tokenizer).report(())
+    assert (told.text, told.logprobs) == ("Hi", ())
+
+
+def test_the_likeliest_are_ranked_as_they_come(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode("one two three")
+    top = Logprobs(-1.0, 7, token_ids, tuple(-float(n) for n in range(len(token_ids))))
+    spelled = Speller(tokenizer).spell(token_ids[0], top, 5)
+    assert (spelled.chosen.rank, spelled.text_offset) == (7, 5)
+    assert [each.rank for each in spelled.top] == list(range(1, len(token_ids) + 1))
+    assert b"".join(each.token for each in spelled.top) == b"one two three"
+
+
+def test_an_id_without_a_token_has_no_name(tokenizer: Tokenizer) -> None:
+    assert tokenizer.spell(10**6) == b""
