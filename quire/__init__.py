@@ -22,6 +22,7 @@ from quire.errors import (
 from quire.types import (
     Candidate,
     ChatMessage,
+    Choice,
     Completion,
     Delta,
     Sampling,
@@ -33,6 +34,7 @@ __all__ = [
     "AsyncClient",
     "Candidate",
     "ChatMessage",
+    "Choice",
     "Client",
     "Completion",
     "Conflict",

@@ -69,6 +69,8 @@ class Stream:
                 if self._cancelled:
                     raise
                 pause_s = self._progress.broke(error)
+                if pause_s is None:
+                    return
             self._links.leave(self._link)
             time.sleep(pause_s)
             self._link, self._call = self._begin()
@@ -130,7 +132,7 @@ class Client:
         model: str = "",
         timeout_s: float | None = None,
     ) -> Completion:
-        """The whole answer at once."""
+        """The whole answer at once, of as many sequences as `sampling.n`."""
         with self.generate(prompt, sampling, model=model, timeout_s=timeout_s) as stream:
             return messages.completion(list(stream))
 
@@ -247,6 +249,8 @@ class AsyncClient:
                 return
             except QuireError as error:
                 pause_s = progress.broke(error)
+                if pause_s is None:
+                    return
             finally:
                 call.cancel()
             self._links.leave(link)
@@ -260,7 +264,7 @@ class AsyncClient:
         model: str = "",
         timeout_s: float | None = None,
     ) -> Completion:
-        """The whole answer at once."""
+        """The whole answer at once, of as many sequences as `sampling.n`."""
         stream = self.generate(prompt, sampling, model=model, timeout_s=timeout_s)
         return messages.completion([delta async for delta in stream])
 

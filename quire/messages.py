@@ -8,6 +8,7 @@ from quire.errors import InvalidRequest, ServerError
 from quire.types import (
     Candidate,
     ChatMessage,
+    Choice,
     Completion,
     Delta,
     FinishReason,
@@ -96,6 +97,7 @@ def _sampling(sampling: Sampling) -> sampling_pb2.SamplingParams:
         min_tokens=sampling.min_tokens,
         include_stop_str_in_output=sampling.include_stop_str_in_output,
         skip_special_tokens=sampling.skip_special_tokens,
+        n=sampling.n,
     )
 
 
@@ -158,16 +160,25 @@ def _usage(usage: inference_pb2.Usage) -> Usage:
 def completion(deltas: Sequence[Delta]) -> Completion:
     """What a request's deltas add up to. ServerError: the stream ended before the request did."""
     last = deltas[-1] if deltas else None
-    if last is None or last.finish_reason is None or last.usage is None:
-        raise ServerError("the stream ended without a finish reason", "internal")
-    return Completion(
-        request_id=last.request_id,
+    if last is None or last.usage is None:
+        raise ServerError("the stream ended before the request did", "internal")
+    indices = sorted({delta.index for delta in deltas})
+    choices = tuple(_choice([d for d in deltas if d.index == index]) for index in indices)
+    return Completion(last.request_id, choices, last.usage, deltas[0].prompt_logprobs)
+
+
+def _choice(deltas: Sequence[Delta]) -> Choice:
+    """What those of one sequence add up to."""
+    last = deltas[-1]
+    if last.finish_reason is None:
+        raise ServerError("a sequence ended without a finish reason", "internal")
+    return Choice(
+        index=last.index,
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         finish_reason=last.finish_reason,
-        usage=last.usage,
+        stopped_by=last.stopped_by,
         logprobs=tuple(logprobs for delta in deltas for logprobs in delta.logprobs),
-        prompt_logprobs=deltas[0].prompt_logprobs,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from quire import messages
 from quire.errors import DeadlineExceeded, QuireError, Unavailable, Unreachable
 from quire.messages import Request
-from quire.v1.inference_pb2 import GenerateRequest, GenerateResponse
+from quire.v1.inference_pb2 import GenerateRequest, GenerateResponse, ReceivedSequence
 
 RESUME_WINDOW_S = 10.0
 """How long a broken stream looks for a gateway that goes on."""
@@ -35,6 +35,8 @@ class Progress:
         self._deadline = None if timeout_s is None else clock() + timeout_s
         self._num_gateways = num_gateways
         self._window_s = window_s
+        self._received: dict[int, ReceivedSequence] = {}
+        self._has_ended = False
         self._heard = False
         self._num_breaks = 0
         self._broke_at = 0.0
@@ -49,14 +51,25 @@ class Progress:
 
     def saw(self, response: GenerateResponse) -> None:
         self._heard, self._num_breaks = True, 0
+        self._has_ended = response.HasField("usage")
         for delta in response.deltas:
-            self._message.received.ids.extend(delta.token_ids)
+            received = self._received_of(delta.index)
+            received.token_ids.extend(delta.token_ids)
+            received.finish_reason = delta.finish_reason
 
-    def broke(self, error: QuireError) -> float:
-        """After how long to ask the next gateway. Raises `error` if it is an answer, or if it is
-        time to give up: a single gateway of which nothing was heard is asked once."""
+    def _received_of(self, index: int) -> ReceivedSequence:
+        if index not in self._received:
+            self._received[index] = self._message.received.sequences.add(index=index)
+        return self._received[index]
+
+    def broke(self, error: QuireError) -> float | None:
+        """After how long to ask the next gateway; None: all had come before it broke. Raises
+        `error` if it is an answer, or if it is time to give up: a single gateway of which nothing
+        was heard is asked once."""
         if not _is_break(error):
             raise error
+        if self._has_ended:
+            return None
         now = self._clock()
         self._num_breaks += 1
         if self._num_breaks == 1:

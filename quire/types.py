@@ -25,6 +25,7 @@ class Sampling:
     """How tokens are chosen. None takes the model's generation_config, then the server's default.
 
     `temperature` 0 is greedy; `top_k` 0 keeps all; `max_tokens` None goes up to the context.
+    `n` sequences are drawn for the prompt, by one seed: all from one computation of it.
     `logprobs`: tell each token's logprob, and those of so many of the likeliest beside it; None:
     tell none. `prompt_logprobs`: the same of the prompt's tokens but the first.
     `logit_bias`: token id to what is added to its logit. `allowed_token_ids`: None allows all.
@@ -40,6 +41,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     repetition_penalty: float | None = None
@@ -83,7 +85,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one sequence of a request gained.
+    """What one sequence of a request gained. `index`: 0 to n - 1.
 
     `finish_reason` is set in its last delta, with the stop string or token that ended it, if one
     did; `usage` is set in the last delta of the request. `logprobs`: of each token, where asked
@@ -102,16 +104,43 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """A request's whole answer."""
+class Choice:
+    """One sequence of an answer. `stopped_by`: the stop string or token that ended it, if any."""
 
-    request_id: str
+    index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    usage: Usage
+    stopped_by: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A request's whole answer: `choices` by index, as many as were asked for, and the `usage` of
+    all together. `text`, `token_ids`, `finish_reason` and `logprobs` are the first choice's: for
+    `n` = 1."""
+
+    request_id: str
+    choices: tuple[Choice, ...]
+    usage: Usage
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        return self.choices[0].logprobs
 
 
 @dataclass(frozen=True, slots=True)

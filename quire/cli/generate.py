@@ -9,7 +9,7 @@ from quire.cli.logprobs import line
 from quire.cli.terminal import add_client_command, connect, print_json
 from quire.errors import InvalidRequest, ServerError
 from quire.messages import Request
-from quire.types import ChatMessage, Delta, Prompt, Sampling
+from quire.types import ChatMessage, Delta, Prompt, Sampling, Usage
 
 if TYPE_CHECKING:
     from quire.cli.terminal import Commands
@@ -58,6 +58,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     group.add_argument("--min-tokens", type=int, metavar="N", help="none of them is the end")
     _add_repeated(group, "--stop", "S", "ends the answer")
     _add_repeated(group, "--stop-token-id", "ID", "ends the answer", type=int)
+    group.add_argument("--n", type=int, default=1, metavar="N", help="samples of the answer")
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end")
     group.add_argument(
         "--include-stop", action="store_true", help="what ended the answer is part of it"
@@ -103,7 +104,8 @@ def _bias(text: str) -> tuple[int, float]:
 
 def run(args: argparse.Namespace) -> int:
     with connect(args) as client, client.send(_request(args), args.timeout) as stream:
-        show = print_json if args.json else _show_text if args.logprobs is None else _show_logprobs
+        samples = Samples(args.n, _text if args.logprobs is None else _lines)
+        show = print_json if args.json else samples.show
         delta = None
         try:
             for delta in stream:
@@ -114,22 +116,55 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidRequest(f"{error}; --raw sends the text as it is", error.code) from error
     if delta is None or delta.usage is None:
         raise ServerError("the stream ended before the request did", "internal")
+    if not args.json and sys.stderr.isatty():
+        samples.show_usage(delta.usage)
     return 0
 
 
-def _show_text(delta: Delta) -> None:
-    """To stdout as it comes; what it took to stderr, on a terminal."""
-    _show_prompt(delta)
-    print(delta.text, end="\n" if delta.finish_reason else "", flush=True)
-    _show_usage(delta)
+def _text(delta: Delta) -> str:
+    return delta.text + ("\n" if delta.finish_reason else "")
 
 
-def _show_logprobs(delta: Delta) -> None:
+def _lines(delta: Delta) -> str:
     """A line a token."""
-    _show_prompt(delta)
-    for logprobs in delta.logprobs:
-        print(line(logprobs), flush=True)
-    _show_usage(delta)
+    return "".join(f"{line(logprobs)}\n" for logprobs in delta.logprobs)
+
+
+class Samples:
+    """Prints samples one after another, each as it comes; what comes of later ones is kept for
+    their turn. Where there are several, each has a heading. `say`: what to print of a delta."""
+
+    def __init__(self, num_samples: int, say: Callable[[Delta], str]) -> None:
+        self._num_samples = num_samples
+        self._say = say
+        self._kept: dict[int, list[Delta]] = {}
+        self._reasons: list[str] = []
+        self._num_headed = 0
+
+    def show(self, delta: Delta) -> None:
+        _show_prompt(delta)
+        self._kept.setdefault(delta.index, []).append(delta)
+        while kept := self._kept.pop(len(self._reasons), []):
+            self._head()
+            for each in kept:
+                print(self._say(each), end="", flush=True)
+                if each.finish_reason:
+                    self._reasons.append(each.finish_reason)
+
+    def _head(self) -> None:
+        number = len(self._reasons) + 1
+        if self._num_samples > 1 and self._num_headed < number:
+            self._num_headed = number
+            print(f"--- {number} of {self._num_samples} ---", flush=True)
+
+    def show_usage(self, usage: Usage) -> None:
+        """What it took, to stderr."""
+        print(
+            f"[{usage.num_prompt_tokens} prompt tokens, {usage.num_cached_tokens} of them cached; "
+            f"{usage.num_generated_tokens} generated, the first after "
+            f"{usage.time_to_first_token_ms:.0f} ms; {', '.join(self._reasons)}]",
+            file=sys.stderr,
+        )
 
 
 def _show_prompt(delta: Delta) -> None:
@@ -138,17 +173,6 @@ def _show_prompt(delta: Delta) -> None:
         print(line(logprobs))
     if delta.prompt_logprobs:
         print(flush=True)
-
-
-def _show_usage(delta: Delta) -> None:
-    if delta.usage and sys.stderr.isatty():
-        usage = delta.usage
-        print(
-            f"[{usage.num_prompt_tokens} prompt tokens, {usage.num_cached_tokens} of them cached; "
-            f"{usage.num_generated_tokens} generated, the first after "
-            f"{usage.time_to_first_token_ms:.0f} ms; {delta.finish_reason}]",
-            file=sys.stderr,
-        )
 
 
 def _request(args: argparse.Namespace) -> Request:
@@ -164,6 +188,7 @@ def _request(args: argparse.Namespace) -> Request:
             stop=tuple(args.stop),
             stop_token_ids=tuple(args.stop_token_id),
             ignore_eos=args.ignore_eos,
+            n=args.n,
             logprobs=args.logprobs,
             prompt_logprobs=args.prompt_logprobs,
             repetition_penalty=args.repetition_penalty,

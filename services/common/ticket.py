@@ -12,6 +12,10 @@ PRIORITY_CLASSES = range(-128, 128)
 MOST_PENALTY = 2.0
 """Of presence and frequency, either way."""
 MOST_BIAS = 100.0
+
+MAX_SEQUENCES = 64
+"""Most sequences of one request."""
+
 _ARRIVAL_BITS = 44
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from blockstore.store import PoolSpec
 from services.common.errors import InvalidRequest, PromptTooLong
 from services.common.logprobs import MAX_LOGPROBS
-from services.common.ticket import PRIORITY_CLASSES, SamplingParams
-from services.gateway.api import GenerationRequest
+from services.common.ticket import PRIORITY_CLASSES, SamplingParams, TicketSequence
+from services.gateway.api import GenerationRequest, Received
 from services.gateway.checks import check_text, require
 from services.gateway.fleet import Served
 from services.gateway.prompts import check_token_ids, token_ids_of
@@ -20,11 +20,14 @@ MAX_SALT_CHARS = 1024
 MAX_PROMPT_LOGPROBS = 1 << 18
 """They come all at once: some 7 MB of a message, which may have 16 MiB."""
 
+MAX_N = 1
+"""Workers run one sequence a request."""
+
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
     """A request that may wait. `arrived_at` and `deadline` are times of the event loop's clock;
-    `received`: tokens that its client has of a call that broke; None: a new request."""
+    `received`: what its client has of a call that broke; None: a new request."""
 
     request_id: str
     model: str
@@ -36,10 +39,18 @@ class Admitted:
     arrived_at: float
     deadline: float | None
     vocab_size: int
-    received: tuple[int, ...] | None = None
+    num_sequences: int = 1
+    received: tuple[Received, ...] | None = None
     prompt_logprobs: int | None = None
     include_stop_str: bool = False
     skip_special_tokens: bool = True
+
+    @property
+    def to_go_on(self) -> tuple[TicketSequence, ...]:
+        """The sequences that have not ended, with the tokens that the client has of them."""
+        received = {told.index: told for told in self.received or ()}
+        told = (received.get(index, Received(index)) for index in range(self.num_sequences))
+        return tuple(TicketSequence(t.index, t.token_ids) for t in told if not t.finish_reason)
 
     def continues(self, other: "Admitted") -> bool:
         """Whether this is the same request as another one. A greedy one has no use for its seed."""
@@ -51,11 +62,13 @@ class Admitted:
             and self.prompt_logprobs == other.prompt_logprobs
             and self.include_stop_str == other.include_stop_str
             and self.skip_special_tokens == other.skip_special_tokens
+            and self.num_sequences == other.num_sequences
         )
 
     def misfit(self, spec: PoolSpec) -> str:
         """Why it can never fit a pool; "" when it can."""
-        return misfit(len(self.prompt_token_ids), self.sampling.max_tokens, spec)
+        num_prompt, max_tokens = len(self.prompt_token_ids), self.sampling.max_tokens
+        return misfit(num_prompt, max_tokens, spec, self.num_sequences)
 
 
 async def admit(
@@ -70,10 +83,15 @@ async def admit(
     check_names(request_id, request.cache_salt, request.priority)
     check_logprobs("logprobs", request.sampling.logprobs)
     check_logprobs("prompt_logprobs", request.sampling.prompt_logprobs)
+    check_num_sequences(request.sampling.n, served.most_slots)
     sampling = await resolve_sampling(request.sampling, served.model)
     prompt = await token_ids_of(request.prompt, served.model, served.max_model_len)
     max_tokens = resolve_max_tokens(
-        len(prompt), request.sampling.max_tokens, served.max_model_len, served.specs
+        len(prompt),
+        request.sampling.max_tokens,
+        served.max_model_len,
+        served.specs,
+        request.sampling.n,
     )
     check_prompt_logprobs(len(prompt), request.sampling.prompt_logprobs)
     require(
@@ -94,6 +112,7 @@ async def admit(
         arrived_at=arrived_at,
         deadline=deadline,
         vocab_size=served.model.config.vocab_size,
+        num_sequences=request.sampling.n,
         received=request.received,
         prompt_logprobs=request.sampling.prompt_logprobs,
     )
@@ -128,20 +147,42 @@ def check_received(
     """What it takes to go on with a request that another call began."""
     if request.received is None:
         return
-    num_received = len(request.received)
     require(bool(request.request_id), "received tokens, but no request_id")
     require(
         not temperature or request.sampling.seed is not None,
         "a sampled request goes on with its seed only",
     )
+    num_sequences, indices = request.sampling.n, [told.index for told in request.received]
     require(
-        num_received < max_tokens, f"{num_received} tokens received, max_tokens is {max_tokens}"
+        len(set(indices)) == len(indices) and all(index < num_sequences for index in indices),
+        f"received is of sequences {indices}; n is {num_sequences}",
     )
-    check_token_ids("received", request.received, vocab_size)
+    num_ended = sum(told.finish_reason is not None for told in request.received)
+    require(num_ended < num_sequences, "all that was asked for has been received")
+    for told in request.received:
+        num_received = len(told.token_ids)
+        require(
+            num_received < max_tokens + (told.finish_reason is not None),
+            f"{num_received} tokens received, max_tokens is {max_tokens}",
+        )
+        check_token_ids("received", told.token_ids, vocab_size)
+
+
+def check_num_sequences(n: int, most_slots: int | None) -> None:
+    """`most_slots`: of any decode worker; None: there is none now."""
+    require(1 <= n <= MAX_N, f"n is {n}, not in [1, {MAX_N}]")
+    require(
+        most_slots is None or n <= most_slots,
+        f"n is {n}; the decode workers run at most {most_slots} sequences at a time",
+    )
 
 
 def resolve_max_tokens(
-    num_prompt: int, asked: int | None, max_model_len: int, specs: Sequence[PoolSpec]
+    num_prompt: int,
+    asked: int | None,
+    max_model_len: int,
+    specs: Sequence[PoolSpec],
+    num_sequences: int,
 ) -> int:
     """As asked for, where it fits; absent: all that context and largest pool leave."""
     if num_prompt + 1 > max_model_len:
@@ -155,19 +196,25 @@ def resolve_max_tokens(
             f"the model's context is {max_model_len}"
         )
     pool = max(specs, key=lambda spec: spec.num_blocks * spec.block_size)
-    room = pool.num_blocks * pool.block_size - num_prompt
+    num_shared = num_prompt // pool.block_size
+    num_own = (pool.num_blocks - num_shared) // num_sequences
+    room = (num_shared + num_own) * pool.block_size - num_prompt
     max_tokens = min(max_model_len - num_prompt, max(room, 1)) if asked is None else asked
-    if problem := misfit(num_prompt, max_tokens, pool):
+    if problem := misfit(num_prompt, max_tokens, pool, num_sequences):
         raise PromptTooLong(problem)
     return max_tokens
 
 
-def misfit(num_prompt: int, max_tokens: int, spec: PoolSpec) -> str:
-    """Why a request can never fit a pool; "" when it can."""
-    num_blocks = math.ceil((num_prompt + max_tokens) / spec.block_size)
+def misfit(num_prompt: int, max_tokens: int, spec: PoolSpec, num_sequences: int) -> str:
+    """Why a request can never fit a pool; "" when it can. Its sequences share the prompt's full
+    blocks."""
+    num_shared = num_prompt // spec.block_size
+    num_own = math.ceil((num_prompt + max_tokens) / spec.block_size) - num_shared
+    num_blocks = num_shared + num_sequences * num_own
     if num_blocks <= spec.num_blocks:
         return ""
+    times = f", {num_sequences} times," if num_sequences > 1 else ""
     return (
-        f"prompt ({num_prompt} tokens) and max_tokens ({max_tokens}) need {num_blocks} blocks of "
-        f"{spec.block_size} tokens; the pool has {spec.num_blocks}"
+        f"prompt ({num_prompt} tokens) and max_tokens ({max_tokens}){times} need {num_blocks} "
+        f"blocks of {spec.block_size} tokens; the pool has {spec.num_blocks}"
     )

@@ -22,7 +22,8 @@ Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 class RequestedSampling:
     """As the client wrote it: None takes the model's generation_config, then the field's default
     (temperature 1, top_k 0 = all, top_p 1, min_p 0, repetition_penalty 1, a seed drawn at
-    admission, max_tokens up to the context and the pool, min_tokens 0)."""
+    admission, max_tokens up to the context and the pool, min_tokens 0).
+    `n`: how many sequences are drawn for the prompt, by one seed."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -33,6 +34,7 @@ class RequestedSampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    n: int = 1
     logprobs: int | None = None
     """Tell each token's logprob, and of so many of the likeliest; None: tell none."""
     prompt_logprobs: int | None = None
@@ -49,11 +51,19 @@ class RequestedSampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Received:
+    """What a client has got of one sequence; with its `finish_reason`, all."""
+
+    index: int
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """`request_id` is drawn when empty; `timeout_s` is what the client gave it, None for no
-    deadline. `received`: the tokens that the client has of a call that broke; None: a new request.
-    `echo`: tell the prompt too.
-    """
+    deadline. `received`: what the client has of a call that broke, of each sequence of which it has
+    anything; None: a new request. `echo`: tell the prompt too."""
 
     prompt: Prompt
     request_id: str = ""
@@ -62,7 +72,7 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None
-    received: tuple[int, ...] | None = None
+    received: tuple[Received, ...] | None = None
     echo: bool = False
 
 
@@ -112,7 +122,7 @@ class Delta:
     """What a sequence gained. `text` has whole characters only and nothing of a stop string. The
     last delta of a sequence has its `finish_reason` and, where a stop ended it, `stopped_by`; the
     last of the request has `usage`. `logprobs`: of each token, where asked for.
-    `prompt`: in a sequence's first delta, where asked for."""
+    `prompt`: in the request's first delta, where asked for."""
 
     request_id: str
     index: int

@@ -1,4 +1,4 @@
-"""Whom a request is for: the tokens it has, its deadline, and whether it reads.
+"""Whom a request is for: what it has got, its deadline, and whether it reads.
 
 Another call may go on for a client that has lost its stream; then that is the client.
 """
@@ -12,6 +12,7 @@ from services.common.ticket import FinishReason
 from services.gateway.admission import Admitted
 from services.gateway.output import Output
 from services.gateway.pause import Pause
+from services.gateway.sequence import Sequence
 
 
 class Client:
@@ -26,7 +27,6 @@ class Client:
         on_read: Callable[[], None],
         give_up: Callable[[Exception], None],
     ) -> None:
-        self.tokens = list(request.received or ())
         self._on_read = on_read
         self._give_up = give_up
         self._pause = Pause(read_window_s, self._not_read)
@@ -42,60 +42,76 @@ class Client:
         self._alarm = None if deadline is None else loop.call_at(deadline, self._too_late)
 
     def resume(self, request: Admitted, output: Output) -> bool:
-        """Go on with another call: `output` gets what it has not received, and its deadline holds.
-        True when the sequence ends with that. Nobody keeps logprobs: where they are asked for, what
-        it has not received is forgotten, to be computed again. DuplicateRequest: that is another
-        request."""
-        received = request.received or ()
-        num_received = len(received)
-        so_far = tuple(self.tokens[:num_received])
-        if not request.continues(self.request) or so_far != received:
+        """Go on with another call: `output`, which has what its client has received, gets the rest,
+        and its deadline holds. True: nobody keeps logprobs, and where they are asked for the rest
+        is forgotten, to be computed again. DuplicateRequest: that is another request."""
+        before = self.output
+        if not request.continues(self.request) or not all(
+            new.goes_on_as(old) for new, old in zip(output.sequences, before.sequences, strict=True)
+        ):
             raise DuplicateRequest(f"another request with id {request.request_id!r} is running")
-        self.output.close(DuplicateRequest("another call goes on with this request"))
+        before.close(DuplicateRequest("another call goes on with this request"))
         self._attend(request, output)
+        forgets = self.wants_logprobs and before.is_ahead_of(output)
+        for sequence in () if forgets else output.living:
+            old = before.sequences[sequence.index]
+            rest = tuple(old.tokens[len(sequence.tokens) :])
+            output.write(sequence.index, rest, old.worker_finish)
         self._has_read()
-        if self.wants_logprobs:
-            del self.tokens[num_received:]
-        return output.write(tuple(self.tokens[num_received:]), None)
+        return forgets
 
     def write(
         self,
+        index: int,
         token_ids: tuple[int, ...],
         finish: FinishReason | None,
         logprobs: tuple[Logprobs, ...] = (),
-    ) -> bool:
-        """True when the sequence has ended. One that is too far behind pauses, or is given up."""
-        self.tokens.extend(token_ids)
-        if self.output.write(token_ids, finish, logprobs):
-            return True
+    ) -> None:
+        """Of a sequence that has not ended. Who is too far behind pauses, or is given up."""
+        self.output.write(index, token_ids, finish, logprobs)
         if self.output.overflowing:
             self._not_read()
         elif self.output.congested:
             self._pause.begin()
-        return False
-
-    def write_prompt(self, logprobs: tuple[Logprobs, ...]) -> None:
-        """Of its prompt, before its first token; they reach it together."""
-        self.output.write_prompt(logprobs)
 
     @property
     def due_prompt_logprobs(self) -> int | None:
         """With how many of the likeliest tokens the logprobs of its prompt are to be told; None:
         they are not, or it has them."""
-        return None if self.tokens else self.request.prompt_logprobs
+        return None if self.output.has_begun else self.request.prompt_logprobs
 
     @property
     def wants_logprobs(self) -> bool:
         """Of what it has not received yet."""
         request = self.request
-        return request.sampling.logprobs is not None or (
-            request.prompt_logprobs is not None and not request.received
-        )
+        has_prompt = any(told.token_ids for told in request.received or ())
+        of_prompt = request.prompt_logprobs is not None and not has_prompt
+        return request.sampling.logprobs is not None or of_prompt
+
+    @property
+    def living(self) -> tuple[Sequence, ...]:
+        """The sequences that have not ended."""
+        return self.output.living
+
+    def living_sequence(self, index: int) -> Sequence | None:
+        """None: there is none of this index, or it has ended."""
+        sequence = self._sequence(index)
+        return None if sequence is None or sequence.has_ended else sequence
+
+    def is_over(self, index: int) -> bool:
+        """Whether there was such a sequence, and it has ended."""
+        sequence = self._sequence(index)
+        return sequence is not None and sequence.has_ended
+
+    def _sequence(self, index: int) -> Sequence | None:
+        sequences = self.output.sequences
+        return sequences[index] if index < len(sequences) else None
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt and received so far."""
-        return len(self.request.prompt_token_ids) + len(self.tokens)
+        """Of the prompt, and received so far of the sequences that have not ended."""
+        num_received = sum(len(sequence.tokens) for sequence in self.living)
+        return len(self.request.prompt_token_ids) + num_received
 
     @property
     def pauses(self) -> bool:

@@ -1,7 +1,8 @@
 """Takes requests from the line to the workers, strictly in order, and brings them what workers say.
 
 One lane per model: its line, and a task that places whoever is first. The first in order gets the
-next decode slot; while there is none, nobody behind it is served.
+next decode slots, one for each of its sequences; while there are not so many, nobody behind it is
+served, so that one that needs many gets them.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from services.common.logging import get_logger
 from services.gateway.admission import Admitted
 from services.gateway.api import GenerationRequest
 from services.gateway.bell import Bell
-from services.gateway.journey import Journey, Stage, Start
+from services.gateway.journey import Journey, Start
 from services.gateway.lane import Lane
 from services.gateway.line import Place, ServiceRate
 from services.gateway.messages import RequestEvent
@@ -35,6 +36,7 @@ from services.gateway.output import Output
 from services.gateway.possessions import Entrusted
 from services.gateway.router import Pool, Route, Router, choose_prefill
 from services.gateway.search import Search
+from services.gateway.stage import Stage
 from services.gateway.worker import Worker
 
 log = get_logger(__name__)
@@ -208,7 +210,7 @@ class Dispatcher:
         client = journey.client
         lane = self.lane(client.request.model)
         lane.line.leave(journey)
-        lane.forecast.ended(journey, client.output.tally.num_generated_tokens, self._clock())
+        lane.forecast.ended(journey, client.output.num_steps, self._clock())
         self._journeys.pop(journey.id, None)
         self._bell.ring()
         self._on_end(journey, error)
@@ -271,7 +273,9 @@ class Dispatcher:
     async def _place(self, lane: Lane, journey: Journey) -> float:
         """Send the first in line on its way if that is possible now. The answer is after how many
         seconds to try again if nothing is heard: AT_ONCE when there may be another first."""
-        pools = self._workers.complete_pools(lane.model)
+        num_sequences = journey.num_sequences
+        complete = self._workers.complete_pools(lane.model)
+        pools = [pool for pool in complete if pool.most_slots >= num_sequences]
         if not pools:
             return self._be_patient(lane, journey)
         lane.deserted_since = None
@@ -285,7 +289,7 @@ class Dispatcher:
             journey.end(DeadlineExceeded(text))
             return AT_ONCE
         fitting = [pool for pool, problem in zip(pools, problems, strict=True) if not problem]
-        open_pools = [pool for pool in fitting if pool.open_decode]
+        open_pools = [pool for pool in fitting if pool.open_decode(num_sequences)]
         if not open_pools:
             return ASK_AGAIN_S
         open_pools = _where_its_blocks_are(journey, open_pools)
@@ -298,11 +302,13 @@ class Dispatcher:
     async def _take(self, lane: Lane, journey: Journey, route: Route) -> bool:
         """Reserve on a decode worker of the route's pool and submit to a prefill worker. True:
         nothing more to try for this journey now."""
-        for decode in route.pool.open_decode:
+        num_sequences = journey.num_sequences
+        for decode in route.pool.open_decode(num_sequences):
             if journey not in lane.line:  # it has ended while we asked
                 return True
-            granted = decode.open and await journey.reserve(decode, self._limits.reserve_timeout_s)
-            if not granted:
+            if not decode.is_open(num_sequences):
+                continue
+            if not await journey.reserve(decode, self._limits.reserve_timeout_s):
                 continue
             if journey.can_go_on:
                 journey.go_on()
@@ -312,7 +318,7 @@ class Dispatcher:
                 journey.begin_again()
                 return True
             lane.line.leave(journey)
-            lane.forecast.started(journey, self._clock())
+            lane.forecast.started(journey, self._clock(), num_sequences)
             self._rate.departed(self._clock())
             return True
         return False
@@ -325,7 +331,8 @@ class Dispatcher:
         left_s = since + self._limits.patience_s - now
         if left_s > 0:
             return left_s
-        journey.end(NoWorker(f"no prefill and decode worker serve {lane.model!r} now"))
+        at_once = f", {journey.num_sequences} sequences at a time" * (journey.num_sequences > 1)
+        journey.end(NoWorker(f"no prefill and decode worker serve {lane.model!r} now{at_once}"))
         return AT_ONCE
 
 

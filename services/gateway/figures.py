@@ -23,10 +23,10 @@ class ModelMeter:
 
     def first_token(self, after_s: float) -> None:
         self._ttft.observe(after_s)
-        self._generated.inc()
 
-    def tokens(self, num_tokens: int, after_s: float) -> None:
-        self._inter_token.observe(after_s / num_tokens)
+    def tokens(self, num_tokens: int, after_s: float | None) -> None:
+        if after_s is not None:
+            self._inter_token.observe(after_s / num_tokens)
         self._generated.inc(num_tokens)
 
 
@@ -71,6 +71,7 @@ class Figures:
             reason=None if error is None else str(error),
             num_prompt_tokens=tally.num_prompt_tokens,
             num_cached_tokens=tally.num_cached_tokens,
+            num_sequences=request.num_sequences,
             num_generated_tokens=tally.num_generated_tokens,
             num_preemptions=tally.num_preemptions,
             num_moves=tally.num_moves,

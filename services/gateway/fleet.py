@@ -48,6 +48,11 @@ class Served:
     def specs(self) -> tuple[PoolSpec, ...]:
         return tuple(pool.spec for pool in self.pools)
 
+    @property
+    def most_slots(self) -> int | None:
+        """Of one decode worker; None: there is none now."""
+        return max((pool.most_slots for pool in self.pools if pool.decode), default=None)
+
 
 class Fleet:
     """`connect` makes the connection to a worker, `load` reads a model's directory (StartupError),
@@ -130,7 +135,7 @@ class Fleet:
     def forget_refusals(self) -> None:
         """Ask every decode worker again: what freed a slot may have been another gateway's."""
         for connection in self._connections.values():
-            connection.worker.full = False
+            connection.worker.forget_refusals()
 
     def _pool(self, pool_id: str) -> Pool:
         workers = [

@@ -1,6 +1,6 @@
 """How long requests will take: what a deadline is compared with while a line waits.
 
-Little's law: of `num_slots` requests at work that take `S` seconds each, one ends every
+Little's law: of `num_slots` sequences at work that take `S` seconds each, one ends every
 `S / num_slots` seconds. Only time at work is measured; time in line is what is forecast.
 """
 
@@ -15,30 +15,37 @@ class Forecast:
     _WINDOW = 64
 
     def __init__(self) -> None:
-        self._began: dict[Hashable, float] = {}
+        self._began: dict[Hashable, tuple[float, int]] = {}
+        """Since when, and with how many slots."""
         self._sum_began = 0.0
+        self._num_at_work = 0
         self._ended: deque[tuple[float, int]] = deque()
         self._sum_s = 0.0
         self._sum_tokens = 0
 
     @property
     def num_at_work(self) -> int:
-        return len(self._began)
+        """Slots in use."""
+        return self._num_at_work
 
-    def started(self, who: Hashable, now: float) -> None:
-        self._began[who] = now
-        self._sum_began += now
+    def started(self, who: Hashable, now: float, num_slots: int = 1) -> None:
+        self._began[who] = now, num_slots
+        self._sum_began += now * num_slots
+        self._num_at_work += num_slots
 
     def gave_way(self, who: Hashable) -> None:
         """It goes on later; what it has done so far says nothing of a whole one. Who is not at work
         is no error."""
-        self._sum_began -= self._began.pop(who, 0.0)
+        began, num_slots = self._began.pop(who, (0.0, 0))
+        self._sum_began -= began * num_slots
+        self._num_at_work -= num_slots
 
     def ended(self, who: Hashable, num_tokens: int, now: float) -> None:
-        """However it ended, it was at work for so long. Who is not at work is no error."""
-        began = self._began.get(who)
-        if began is None:
+        """However it ended, it was at work for so long, over `num_tokens` steps. Who is not at work
+        is no error."""
+        if who not in self._began:
             return
+        began, _ = self._began[who]
         self.gave_way(who)
         self._ended.append((now - began, num_tokens))
         self._sum_s += now - began
@@ -48,10 +55,10 @@ class Forecast:
             self._sum_s -= oldest_s
             self._sum_tokens -= oldest_tokens
 
-    def wait_s(self, num_ahead: int, num_free_slots: int, now: float) -> float:
-        """Until somebody with so many before them gets a slot."""
+    def wait_s(self, num_ahead: int, num_free_slots: int, now: float, num_wanted: int = 1) -> float:
+        """Until somebody with so many sequences before them gets the slots they want."""
         num_slots = self.num_at_work + num_free_slots
-        num_to_end = num_ahead + 1 - num_free_slots
+        num_to_end = num_ahead + num_wanted - num_free_slots
         if num_to_end <= 0 or not self.num_at_work:
             return 0.0
         return num_to_end * self._time_at_work_s(now) / num_slots
@@ -69,7 +76,7 @@ class Forecast:
         return num_tokens * self._sum_s / self._sum_tokens
 
     def _time_at_work_s(self, now: float) -> float:
-        """Of one request, on average. Those at work now count too: when it gets slower, their age
+        """Of one sequence, on average. Those at work now count too: when it gets slower, their age
         says so before the first of them ends."""
-        age_s = now - self._sum_began / len(self._began)
+        age_s = now - self._sum_began / self._num_at_work
         return max(age_s, self._sum_s / len(self._ended)) if self._ended else age_s

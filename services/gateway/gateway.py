@@ -14,6 +14,7 @@ from services.gateway.bell import Bell
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.fleet import Fleet, Served
 from services.gateway.output import Meter, Output, Tally
+from services.gateway.sequence import Sequence
 from services.gateway.spelling import PromptTeller, Speller
 from services.gateway.text import Text
 
@@ -97,23 +98,31 @@ class Gateway:
                 raise NoWorker("no worker is there to serve any model now")
 
     def _output(self, asked: GenerationRequest, request: Admitted, served: Served) -> Output:
-        model = served.model
-        tells_prompt = asked.echo or request.prompt_logprobs is not None
-        teller = PromptTeller(asked.prompt, request.prompt_token_ids, model.tokenizer)
+        tokenizer, sampling = served.model.tokenizer, request.sampling
+        sequences = tuple(
+            Sequence(
+                index,
+                Text(
+                    tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens),
+                    StopMatcher(request.stop, included=request.include_stop_str),
+                    min_tokens=sampling.min_tokens,
+                    shows_end=request.include_stop_str,
+                ),
+                frozenset(sampling.stop_token_ids),
+                None if sampling.logprobs is None else Speller(tokenizer),
+            )
+            for index in range(request.num_sequences)
+        )
+        has_prompt = any(told.token_ids for told in request.received or ())
+        tells_prompt = (asked.echo or request.prompt_logprobs is not None) and not has_prompt
+        teller = PromptTeller(asked.prompt, request.prompt_token_ids, tokenizer)
         output = Output(
             request.request_id,
             Tally(len(request.prompt_token_ids), request.arrived_at),
-            Text(
-                model.tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens),
-                StopMatcher(request.stop, included=request.include_stop_str),
-                min_tokens=request.sampling.min_tokens,
-                shows_end=request.include_stop_str,
-            ),
-            request.sampling.stop_token_ids,
+            sequences,
             self._meter(request.model),
             asyncio.get_running_loop().time,
-            None if request.sampling.logprobs is None else Speller(model.tokenizer),
-            teller if tells_prompt and not request.received else None,
+            teller if tells_prompt else None,
         )
         output.replay(request.received or ())
         return output

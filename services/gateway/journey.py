@@ -1,14 +1,4 @@
-"""The walk of one request through the workers, as one state machine.
-
-          reserve()            start()                Prefilled                move()
-    QUEUED ───────▶ RESERVING ─────────▶ PREFILLING ────────────▶ DECODING ◀──────────┐
-      ▲ ▲   refused  │ │                     │                     ▲  │ │ handed over │
-      │ └────────────┘ │ go_on()             │                     │  │ └─────────────┘
-      │                └─────────────────────┼─────────────────────┘  │
-      └──────────────────────────────────────┴────────────────────────┘
-        given back (preempted, draining, stale ticket), or the worker was lost
-
-    any ───▶ ENDED    finish reason, stop string, error, cancelled, deadline
+"""The walk of one request through the workers: its stages are in `services.gateway.stage`.
 
 What it has at workers at each stage, and lets go of when it leaves, is in
 `services.gateway.possessions`; whom it walks for, and what has been received, in
@@ -21,16 +11,14 @@ exactly what was received is refused.
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 from blockstore.store import PrefixHash
 from services.common.errors import InvalidRequest, PoisonRequest, Unavailable
 from services.common.logging import get_logger
-from services.common.logprobs import Logprobs
-from services.common.ticket import FinishReason, Swapped, Ticket
+from services.common.ticket import Swapped, Ticket
 from services.gateway.admission import Admitted
 from services.gateway.client import Client
 from services.gateway.line import Place
@@ -49,6 +37,7 @@ from services.gateway.messages import (
 from services.gateway.output import Output
 from services.gateway.possessions import Entrusted, Possessions
 from services.gateway.slot import Slot, Told
+from services.gateway.stage import Stage
 from services.gateway.tickets import Tickets
 from services.gateway.wire import error_of
 from services.gateway.worker import Errand, Worker
@@ -58,23 +47,6 @@ log = get_logger(__name__)
 MAX_SETBACKS = 3
 """How often in a row, without a token, a request is begun again because a worker was lost before
 it had the request (`services.gateway.custody` has the others), or said what cannot be."""
-
-
-class Stage(Enum):
-    QUEUED = "queued"
-    RESERVING = "reserving"
-    PREFILLING = "prefilling"
-    DECODING = "decoding"
-    ENDED = "ended"
-
-
-_NEXT = {
-    Stage.QUEUED: {Stage.RESERVING, Stage.ENDED},
-    Stage.RESERVING: {Stage.PREFILLING, Stage.DECODING, Stage.QUEUED, Stage.ENDED},
-    Stage.PREFILLING: {Stage.DECODING, Stage.QUEUED, Stage.ENDED},
-    Stage.DECODING: {Stage.QUEUED, Stage.ENDED},
-    Stage.ENDED: set[Stage](),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +101,11 @@ class Journey:
         return self._tickets.place
 
     @property
+    def num_sequences(self) -> int:
+        """That go on: it takes a slot for each."""
+        return len(self.client.living)
+
+    @property
     def num_uncomputed(self) -> int:
         """Tokens whose KV a prefill worker does not find in the colder pool."""
         swapped = self._has.swapped
@@ -156,11 +133,10 @@ class Journey:
 
     def resume(self, request: Admitted, output: Output) -> None:
         """Go on for a client that lost its stream. DuplicateRequest: that is another request."""
-        num_tokens = self.client.num_tokens
         if self.client.resume(request, output):
-            self.end()
-        elif self.client.num_tokens < num_tokens:
             self._rewind()
+        elif output.has_ended:
+            self.end()
 
     def _rewind(self) -> None:
         """What runs, or is at rest, is ahead of what the client is to get next."""
@@ -172,18 +148,16 @@ class Journey:
         """Go on with what another gateway had: its place in line, its ticket, and the tokens that
         the client has not got. It may end with them."""
         ticket = found.ticket
-        self._tickets.adopt(ticket)
+        gained = self._tickets.adopt(ticket)
         self.started_at = self._clock()
-        token_ids = ticket.sequences[0].token_ids
-        num_new = len(token_ids) - len(self.client.tokens)
         self._has.at_rest = found
-        if problem := self._tickets.problem(ticket, num_new):
+        if gained and self.client.wants_logprobs:
+            self.give_up_ticket()  # nobody has those of its new tokens: they are drawn again
+        elif problem := self._tickets.problem(ticket, gained):
             log.warning("parked_ticket_refused", request_id=self.id, reason=problem)
             self.give_up_ticket()
-        elif num_new and self.client.wants_logprobs:
-            self.give_up_ticket()  # nobody has those of its new tokens: they are drawn again
-        elif num_new:
-            self._deliver(token_ids[-num_new:], None, found.worker)
+        else:
+            self._deliver(gained)
 
     def leave(self, output: Output) -> None:
         """Whoever reads `output` is gone, and with it the request, unless another goes on."""
@@ -200,7 +174,8 @@ class Journey:
         """Ask a decode worker for a slot. False: refused, no answer, lost, or the request has ended
         meanwhile."""
         self._move(Stage.RESERVING)
-        slot = self._has.slot = Slot(decode, self, self.id, self.attempt)
+        slot = Slot(decode, self, self.id, self.attempt, self.num_sequences)
+        self._has.slot = slot
         await slot.answered(timeout_s)
         if self._has.slot is not slot:
             return False
@@ -248,7 +223,8 @@ class Journey:
         Only for who is settled."""
         here = self._has.slot
         assert here is not None
-        slot = self._has.next = Slot(target, self, self.id, next(self._attempts))
+        slot = Slot(target, self, self.id, next(self._attempts), self.num_sequences)
+        self._has.next = slot
         await slot.answered(timeout_s)
         if self._has.next is not slot:
             return False
@@ -336,23 +312,25 @@ class Journey:
     # ── the moves ────────────────────────────────────────────────────────────────────────────────
 
     def _on_prefilled(self, sender: Worker, event: Prefilled) -> None:
-        ticket = event.ticket
+        """All that a stop string has not just ended goes to the decode worker."""
         if problem := self._tickets.problem_of_prefilled(event):
-            self._set_back(f"prefill worker {sender.id} answered with a wrong ticket: {problem}")
+            self._set_back(f"prefill worker {sender.id} {problem}")
             return
         self._has.custody.got_token(sender)
-        self.client.output.tally.saw_prefill(ticket.num_cached_tokens)
-        if ticket.sequences:
-            self._has.issue(ticket)
-            self.go_on()
+        self.client.output.tally.saw_prefill(event.ticket.num_cached_tokens)
         if event.prompt_logprobs:
-            self.client.write_prompt(event.prompt_logprobs)
-        for output in event.outputs:
-            self._deliver(output.token_ids, output.finish_reason, sender, output.logprobs)
+            self.client.output.write_prompt(event.prompt_logprobs)
+        if event.ticket.sequences:
+            self._has.issue(event.ticket)
+            self._deliver(event.outputs)
+        else:
+            self._deliver(event.outputs, told=(sender, event.attempt))
+        if self.stage is Stage.PREFILLING:
+            self.go_on()
 
     def _on_handed_over(self, sender: Worker, ticket: Ticket) -> None:
         """What ran is at rest: it goes on where a slot is kept for it, or waits for one in line."""
-        problem = self._tickets.problem(ticket, num_new=0)
+        problem = self._tickets.problem(ticket)
         if problem or self.stage is not Stage.DECODING:
             why = problem or "it was not at work"
             self._set_back(f"decode worker {sender.id} handed over a wrong ticket: {why}")
@@ -368,7 +346,7 @@ class Journey:
 
     def _on_swapped_out(self, sender: Worker, ticket: Ticket) -> None:
         """It gave way, and its blocks were copied: a prefill worker will bring them back."""
-        if problem := self._tickets.problem(ticket, num_new=0, blocks=False):
+        if problem := self._tickets.problem(ticket, blocks=False):
             self._set_back(f"decode worker {sender.id} swapped out a wrong ticket: {problem}")
             return
         self.client.output.tally.num_preemptions += 1
@@ -386,12 +364,15 @@ class Journey:
         decode.send(Admit(self._tickets.admit(self.at_rest.ticket, self.attempt)))
 
     def _on_generated(self, sender: Worker, event: Generated) -> None:
+        """What follows the stop string of a sequence is dropped: the worker will hear of it."""
+        if self.client.is_over(event.index):
+            return
         if problem := self._tickets.problem_of_step(event):
             self._set_back(f"decode worker {sender.id} {problem}")
             return
         self._has.custody.got_token(sender)
         self._has.ticket_claimed_by(sender)
-        self._deliver(event.token_ids, event.finish_reason, sender, event.logprobs)
+        self._deliver([event], (sender, event.attempt) if event.finish_reason else None)
 
     def _on_requeued(self, sender: Worker, event: Requeued) -> None:
         told = sender, event.attempt
@@ -404,19 +385,27 @@ class Journey:
             self.client.output.tally.num_preemptions += 1
         self.begin_again(told)
 
-    def _deliver(
-        self,
-        token_ids: tuple[int, ...],
-        finish: FinishReason | None,
-        sender: Worker,
-        logprobs: tuple[Logprobs, ...] = (),
-    ) -> None:
-        """A client that does not keep up makes it come to rest, as for a move."""
+    def _deliver(self, outputs: Iterable[Generated], told: Told | None = None) -> None:
+        """`told`: who knows by itself that the request ends with these, if it does. A client that
+        does not keep up makes it come to rest, as for a move."""
         self._num_setbacks = 0
-        if self.client.write(token_ids, finish, logprobs):
-            self.end(told=(sender, self.attempt) if finish else None)
-        elif self.client.pauses and self.settled_at and self._has.slot:
+        num_before = self.num_sequences
+        for output in outputs:
+            rest = output.finish_reason, output.logprobs
+            self.client.write(output.index, output.token_ids, *rest)
+            self._end_early(output)
+        if not self.num_sequences:
+            self.end(told=told)
+        elif self.num_sequences < num_before:
+            self._has.keep(self.num_sequences)
+        if self.client.pauses and self.settled_at and self._has.slot:
             self._has.slot.ask_back()
+
+    def _end_early(self, output: Generated) -> None:
+        """Where a stop string has ended one of several, the worker that runs them is told."""
+        stopped = self.client.is_over(output.index) and output.finish_reason is None
+        if stopped and self.num_sequences and self.stage is Stage.DECODING and self._has.decode:
+            self._has.decode.abort(self.id, self.attempt, output.index)
 
     def _set_back(self, why: str, told: Told | None = None) -> None:
         self._num_setbacks += 1
@@ -436,6 +425,4 @@ class Journey:
         self._desk.waits_again(self)
 
     def _move(self, stage: Stage) -> None:
-        if stage not in _NEXT[self.stage]:
-            raise RuntimeError(f"request {self.id}: {self.stage.value} cannot become {stage.value}")
-        self.stage = stage
+        self.stage = self.stage.next(stage)

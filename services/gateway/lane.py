@@ -31,8 +31,8 @@ class Lane:
         """Why a new request cannot be done in `left_s`, with the numbers; "" when it can. Where
         nobody would have to wait there is nothing that it takes from others."""
         num_ahead = self.line.num_ahead(request.priority) + self.num_entering
-        num_free = sum(max(0, w.num_free_slots) for pool in pools for w in pool.open_decode)
-        wait_s = self.forecast.wait_s(num_ahead, num_free, now)
+        num_free = sum(max(0, w.num_free_slots) for pool in pools for w in pool.open_decode())
+        wait_s = self.forecast.wait_s(num_ahead, num_free, now, request.sampling.n)
         if not wait_s:
             return ""
         asked = request.sampling
@@ -40,7 +40,7 @@ class Lane:
         if _MARGIN * (wait_s + work_s) <= left_s:
             return ""
         return (
-            f"{num_ahead} requests go first: it would start in about {wait_s:.1f} s and take "
+            f"{num_ahead} sequences go first: it would start in about {wait_s:.1f} s and take "
             f"{work_s:.1f} s; its deadline is in {left_s:.1f} s"
         )
 

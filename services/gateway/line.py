@@ -38,6 +38,10 @@ class Waiting(Hashable, Protocol):
     @property
     def place(self) -> Place: ...
 
+    @property
+    def num_sequences(self) -> int:
+        """For which it wants slots."""
+
 
 W = TypeVar("W", bound=Waiting)
 
@@ -51,6 +55,7 @@ class Line(Generic[W]):
 
     def __init__(self) -> None:
         self._latest: dict[W, int] = {}
+        self._num_sequences: dict[W, int] = {}
         self._by_order: list[tuple[int, int, W]] = []
         self._by_rise: list[tuple[float, int, W]] = []
         self._num_entries = 0
@@ -66,7 +71,8 @@ class Line(Generic[W]):
         self.leave(who)
         self._num_entries += 1
         self._latest[who] = self._num_entries
-        self._of_class[who.place.priority] += 1
+        self._num_sequences[who] = who.num_sequences
+        self._of_class[who.place.priority] += who.num_sequences
         heapq.heappush(self._by_order, (who.place.order, self._num_entries, who))
         if who.place.priority > PRIORITY_CLASSES.start:
             heapq.heappush(self._by_rise, (now + RISE_EVERY_S, self._num_entries, who))
@@ -74,10 +80,10 @@ class Line(Generic[W]):
     def leave(self, who: W) -> None:
         """Who does not stand in line is no error."""
         if self._latest.pop(who, None) is not None:
-            self._of_class[who.place.priority] -= 1
+            self._of_class[who.place.priority] -= self._num_sequences.pop(who)
 
     def num_ahead(self, priority: int) -> int:
-        """How many a new request of this class would find before it."""
+        """How many sequences a new request of this class would find before it."""
         return sum(number for cls, number in self._of_class.items() if cls <= priority)
 
     def first(self, now: float) -> W | None:

@@ -86,6 +86,10 @@ class Generated:
     finish_reason: FinishReason | None
     logprobs: tuple[Logprobs, ...] = ()
 
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.request_id, self.attempt
+
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:

@@ -62,9 +62,9 @@ class Mover:
 
     async def _clear(self, source: Worker, pool: tuple[Worker, ...]) -> None:
         for journey in sorted(_settled(source), key=lambda journey: journey.place.order):
-            target = _roomiest(pool)
+            target = _roomiest(pool, journey.num_sequences)
             if target is None:
-                return
+                continue
             await self._move(journey, source, target)
 
     # ── from who has much more ───────────────────────────────────────────────────────────────────
@@ -92,12 +92,17 @@ class Mover:
         now = self._clock()
         rested = [j for j in _settled(source) if now - j.moved_at >= REST_S]
         half = (source.num_running - target.num_running) // 2
-        share = len(source.guests) / max(source.num_running, len(source.guests))
+        share = source.num_taken / max(source.num_running, source.num_taken)
+        num_to_move = round(half * share)
         youngest = sorted(rested, key=lambda journey: -journey.place.order)
-        for journey in youngest[: round(half * share)]:
-            if not target.open or target.num_free_slots <= 0:
+        for journey in youngest:
+            num_sequences = journey.num_sequences
+            if num_sequences > num_to_move:
+                continue
+            if not _has_room(target, num_sequences):
                 return
             await self._move(journey, source, target)
+            num_to_move -= num_sequences
 
     async def _move(self, journey: Journey, source: Worker, target: Worker) -> None:
         """Also when others were moved meanwhile: it may have ended, or gone."""
@@ -117,9 +122,14 @@ def _settled(worker: Worker) -> Iterator[Journey]:
             yield guest
 
 
-def _roomiest(pool: tuple[Worker, ...]) -> Worker | None:
-    """Where there is most room, of those that take work."""
-    open_workers = [worker for worker in pool if worker.open and worker.num_free_slots > 0]
+def _has_room(worker: Worker, num_sequences: int) -> bool:
+    """As far as is known here."""
+    return worker.is_open(num_sequences) and worker.num_free_slots >= num_sequences
+
+
+def _roomiest(pool: tuple[Worker, ...], num_sequences: int) -> Worker | None:
+    """Where there is most room, of those that have it for so many."""
+    open_workers = [worker for worker in pool if _has_room(worker, num_sequences)]
     return max(open_workers, key=lambda worker: (worker.num_free_slots, worker.id), default=None)
 
 

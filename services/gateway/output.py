@@ -1,38 +1,37 @@
-"""What the client of a request gets: text out of tokens, cut at stop strings, in a bounded buffer.
+"""What the client of a request gets: deltas of its sequences as they come, from a bounded buffer.
 
-Workers write, the client reads; what it has not read yet becomes one delta, so that a client (or an
-event loop) that is behind costs less per token, not more.
+Workers write, the client reads; what it has not read yet of a sequence becomes one delta, so that a
+client (or an event loop) that is behind costs less per token, not more.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.common.errors import InvalidRequest
 from services.common.logprobs import Logprobs
-from services.common.text.stop_strings import Scanned
 from services.common.ticket import FinishReason
-from services.gateway.api import Delta, PromptReport, TokenLogprobs, Usage
-from services.gateway.spelling import PromptTeller, Speller
-from services.gateway.text import Text
+from services.gateway.api import Delta, PromptReport, Received, Usage
+from services.gateway.sequence import Sequence
+from services.gateway.spelling import PromptTeller
 
 PAUSE_UNREAD_TOKENS = 1024
-"""A client that leaves more than this unread does not keep up: its request pauses."""
+"""A client that leaves more than this of a sequence unread does not keep up: its request pauses."""
 
 MAX_UNREAD_TOKENS = 8192
 """More than this is cancelled, should a worker not let go of what is to pause."""
-
-_LOGPROBS_A_TOKEN = 4
-"""So many unread logprobs count as one more unread token."""
 
 
 class Meter(Protocol):
     """Where figures go; `services.gateway.figures`."""
 
-    def first_token(self, after_s: float) -> None: ...
+    def first_token(self, after_s: float) -> None:
+        """A request's, of whichever sequence."""
 
-    def tokens(self, num_tokens: int, after_s: float) -> None: ...
+    def tokens(self, num_tokens: int, after_s: float | None) -> None:
+        """Of one sequence, since its last one; None: it had none before."""
 
 
 @dataclass(slots=True)
@@ -46,7 +45,6 @@ class Tally:
     num_preemptions: int = 0
     num_moves: int = 0
     first_token_at: float | None = None
-    last_token_at: float = 0.0
     prefilled: bool = False
 
     def saw_prefill(self, num_cached_tokens: int) -> None:
@@ -70,36 +68,30 @@ class Tally:
 
 
 class Output:
-    """One sequence's. `stop_token_ids`: those of the request, to say what stopped it. `speller`:
-    where the client asks for logprobs. `prompt`: where it asks for those of its prompt."""
+    """One request's; `sequences` by index. `prompt`: where its client is told of its prompt."""
 
     def __init__(
         self,
         request_id: str,
         tally: Tally,
-        text: Text,
-        stop_token_ids: tuple[int, ...],
+        sequences: Seq[Sequence],
         meter: Meter,
         clock: Callable[[], float],
-        speller: Speller | None = None,
         prompt: PromptTeller | None = None,
     ) -> None:
         self.tally = tally
-        self.cumulative_logprob = 0.0
-        """Of all tokens written, as far as their logprobs came with them."""
+        self.sequences = tuple(sequences)
+        self.living = self.sequences
+        """Those that have not ended."""
         self.finish_reason: FinishReason | None = None
+        """Of the sequence that ended last, once all have."""
         self._request_id = request_id
-        self._text = text
-        self._stop_token_ids = frozenset(stop_token_ids)
-        self._meter = meter
-        self._clock = clock
-        self._speller = speller
+        self._turns = deque(sequences)
+        self._num_unread = 0
         self._untold_prompt = prompt
         self._prompt_logprobs: tuple[Logprobs, ...] = ()
-        self._unread_logprobs: list[tuple[Logprobs, int]] = []
-        self._unread_ids: list[int] = []
-        self._unread_text: list[str] = []
-        self._stopped_by: str | int | None = None
+        self._meter = meter
+        self._clock = clock
         self._closed = False
         self._error: Exception | None = None
         self._readable = asyncio.Event()
@@ -107,51 +99,57 @@ class Output:
         """Called when the reader has taken all that there was."""
 
     @property
+    def has_ended(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
     def congested(self) -> bool:
-        return self._num_unread > PAUSE_UNREAD_TOKENS
+        return any(s.backlog > PAUSE_UNREAD_TOKENS for s in self.living)
 
     @property
     def overflowing(self) -> bool:
-        return self._num_unread > MAX_UNREAD_TOKENS
+        return any(s.backlog > MAX_UNREAD_TOKENS for s in self.living)
 
     @property
-    def _num_unread(self) -> int:
-        num_logprobs = sum(logprobs.num_entries for logprobs, _ in self._unread_logprobs)
-        return len(self._unread_ids) + num_logprobs // _LOGPROBS_A_TOKEN
+    def has_begun(self) -> bool:
+        """Whether any sequence has a token."""
+        return any(sequence.tokens for sequence in self.sequences)
 
-    def replay(self, token_ids: tuple[int, ...]) -> None:
-        """Take what the client has already, text and all. InvalidRequest: nothing could follow."""
-        if any(self._show(self._text.push(token_id)) for token_id in token_ids):
-            raise InvalidRequest("a stop string is in the tokens received: the request has ended")
-        self._unread_text.clear()
-        self.tally.num_generated_tokens = len(token_ids)
+    @property
+    def num_steps(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(len(sequence.tokens) for sequence in self.sequences)
+
+    def replay(self, received: Seq[Received]) -> None:
+        """Take what the client has already of some sequences. InvalidRequest: nothing could
+        follow."""
+        for told in received:
+            self.sequences[told.index].replay(told)
+            self.tally.num_generated_tokens += len(told.token_ids)
+        self._part_with_the_ended()
+
+    def is_ahead_of(self, other: "Output") -> bool:
+        """Whether it has anything, a token or an end, that the other has not."""
+        pairs = zip(self.sequences, other.sequences, strict=True)
+        return not all(mine.goes_on_as(theirs) for mine, theirs in pairs)
 
     def write(
         self,
+        index: int,
         token_ids: tuple[int, ...],
         finish: FinishReason | None,
         logprobs: tuple[Logprobs, ...] = (),
-    ) -> bool:
-        """Take the next tokens, with their logprobs if they were asked for; `finish` comes with the
-        last. True when the sequence has ended, by `finish` or by a stop string; tokens that follow
-        a stop string are dropped."""
-        offsets = []
-        num_written = len(token_ids)
-        ends_unseen = finish is FinishReason.STOP and not self._text.shows_end
-        num_shown = num_written - ends_unseen
-        for position, token_id in enumerate(token_ids[:num_shown], 1):
-            offsets.append(self._text.num_chars)
-            if self._show(self._text.push(token_id)):
-                num_written = position
-                break
-        offsets += [self._text.num_chars] * (num_written - len(offsets))
-        self._unread_ids.extend(token_ids[:num_written])
-        self._keep(logprobs[:num_written], offsets)
-        self._count(num_written)
-        if finish is not None and self.finish_reason is None:
-            self._conclude(finish, token_ids)
+    ) -> None:
+        """Take the next tokens of a sequence that has not ended; `finish` comes with its last."""
+        sequence = self.sequences[index]
+        num_taken = sequence.write(token_ids, finish, logprobs)
+        self._num_unread += num_taken
+        self._count(sequence, num_taken)
+        if sequence.has_ended:
+            self._part_with_the_ended()
+            if not self.living:
+                self.finish_reason = sequence.finish_reason
         self._readable.set()
-        return self.finish_reason is not None
 
     def write_prompt(self, logprobs: tuple[Logprobs, ...]) -> None:
         """Of the prompt; they come with the first token."""
@@ -164,81 +162,53 @@ class Output:
         self._readable.set()
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """What was written, until the end. Raises what `close` was given."""
-        told_end = False
+        """What was written, until the end; of sequences that have something each in its turn.
+        Raises what `close` was given."""
         while True:  # While the reader has a delta more may come, and the end.
             if self._error is not None:
                 raise self._error
-            if self._unread_ids or (self.finish_reason is not None and not told_end):
-                told_end = self.finish_reason is not None
-                yield self._take()
+            if sequence := self._next_with_news():
+                yield self._take(sequence)
             elif self._closed:
                 return
             else:
                 self._readable.clear()
                 await self._readable.wait()
 
-    def _count(self, num_tokens: int) -> None:
-        if not num_tokens:
-            return
-        tally, now = self.tally, self._clock()
-        if tally.first_token_at is None:
-            tally.first_token_at = now
-            self._meter.first_token(now - tally.arrived_at)
-        else:
-            self._meter.tokens(num_tokens, now - tally.last_token_at)
-        tally.last_token_at = now
-        tally.num_generated_tokens += num_tokens
+    def _part_with_the_ended(self) -> None:
+        self.living = tuple(sequence for sequence in self.living if not sequence.has_ended)
 
-    def _keep(self, logprobs: tuple[Logprobs, ...], offsets: list[int]) -> None:
-        """Until they are read; they are spelled out only then."""
-        self.cumulative_logprob += sum(each.logprob for each in logprobs)
-        if self._speller is not None:
-            self._unread_logprobs.extend(zip(logprobs, offsets, strict=False))
+    def _next_with_news(self) -> Sequence | None:
+        for _ in range(len(self._turns)):
+            sequence = self._turns[0]
+            self._turns.rotate(-1)
+            if sequence.has_news:
+                return sequence
+        return None
 
-    def _show(self, scanned: Scanned) -> bool:
-        """Add to the client's text; True when a stop string ended it."""
-        if scanned.text:
-            self._unread_text.append(scanned.text)
-        if scanned.stop is None:
-            return False
-        self.finish_reason, self._stopped_by = FinishReason.STOP, scanned.stop
-        return True
-
-    def _conclude(self, finish: FinishReason, token_ids: tuple[int, ...]) -> None:
-        """The worker's end of the sequence; what was held back comes out, unless that is a stop."""
-        if self._show(self._text.flush()):
-            return
-        self.finish_reason = finish
-        last = token_ids[-1] if token_ids else None
-        if finish is FinishReason.STOP and last in self._stop_token_ids:
-            self._stopped_by = last
-
-    def _take(self) -> Delta:
-        delta = Delta(
-            request_id=self._request_id,
-            index=0,
-            token_ids=tuple(self._unread_ids),
-            text="".join(self._unread_text),
-            finish_reason=self.finish_reason,
-            stopped_by=self._stopped_by,
-            usage=self.tally.usage() if self.finish_reason else None,
-            logprobs=self._spelled(),
-            prompt=self._told_prompt(),
+    def _take(self, sequence: Sequence) -> Delta:
+        self._num_unread -= sequence.num_unread
+        is_last = not self.living and not any(
+            other.has_news for other in self.sequences if other is not sequence
         )
-        self._unread_ids.clear()
-        self._unread_text.clear()
-        self._unread_logprobs.clear()
-        self.on_read()
+        usage = self.tally.usage() if is_last else None
+        delta = sequence.take(self._request_id, usage, self._told_prompt())
+        if not self._num_unread:
+            self.on_read()
         return delta
-
-    def _spelled(self) -> tuple[TokenLogprobs, ...]:
-        if self._speller is None or not self._unread_logprobs:
-            return ()
-        unread = zip(self._unread_ids, self._unread_logprobs, strict=True)
-        return tuple(self._speller.spell(token_id, *kept) for token_id, kept in unread)
 
     def _told_prompt(self) -> PromptReport | None:
         prompt, logprobs = self._untold_prompt, self._prompt_logprobs
         self._untold_prompt, self._prompt_logprobs = None, ()
         return None if prompt is None else prompt.report(logprobs)
+
+    def _count(self, sequence: Sequence, num_tokens: int) -> None:
+        if not num_tokens:
+            return
+        tally, now, before = self.tally, self._clock(), sequence.last_token_at
+        if tally.first_token_at is None:
+            tally.first_token_at = now
+            self._meter.first_token(now - tally.arrived_at)
+        self._meter.tokens(num_tokens, None if before is None else now - before)
+        sequence.last_token_at = now
+        tally.num_generated_tokens += num_tokens

@@ -96,6 +96,12 @@ class Possessions:
             self.let_go_of_next()
         return worker in (self.decode, self.prefill)
 
+    def keep(self, num_sequences: int) -> None:
+        """So many go on."""
+        for slot in (self.slot, self.next):
+            if slot is not None:
+                slot.keep(num_sequences)
+
     # ── letting go ───────────────────────────────────────────────────────────────────────────────
 
     def let_go(self, told: Told | None = None) -> None:

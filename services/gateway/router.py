@@ -34,9 +34,13 @@ class Pool:
         return self.spec.num_blocks * self.spec.block_size
 
     @property
-    def open_decode(self) -> tuple[Worker, ...]:
-        """Decode workers that did not refuse, the least loaded first."""
-        workers = [worker for worker in self.decode if worker.open]
+    def most_slots(self) -> int:
+        """Most sequences of one request that can run here."""
+        return max((worker.num_slots for worker in self.decode), default=0)
+
+    def open_decode(self, num_sequences: int = 1) -> tuple[Worker, ...]:
+        """Decode workers that did not refuse so many slots, the least loaded first."""
+        workers = [worker for worker in self.decode if worker.is_open(num_sequences)]
         return tuple(sorted(workers, key=lambda worker: (-worker.num_free_slots, worker.id)))
 
 

@@ -34,10 +34,10 @@ class Search:
         self, workers: Sequence[tuple[Worker, PoolSpec]], router: Router, timeout_s: float
     ) -> Entrusted | None:
         """The ticket at rest; None: nobody has it, and it is computed again."""
-        request, received = self._request, self._request.received or ()
+        request, to_go_on = self._request, self._request.to_go_on
         for worker, spec in workers:
             root_hash = router.root(spec, request.cache_salt)
-            wanted = new_ticket(request, self._attempt, 0, spec.pool_id, root_hash, received)
+            wanted = new_ticket(request, self._attempt, 0, spec.pool_id, root_hash, to_go_on)
             self._asked[worker] = wanted
             worker.send(Resume(wanted))
         if not workers:

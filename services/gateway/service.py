@@ -8,7 +8,7 @@ from grpc import aio
 
 from quire.v1 import inference_pb2, inference_pb2_grpc, logprobs_pb2, sampling_pb2
 from services.common.errors import InvalidRequest
-from services.common.wire import finish_reason_to_wire
+from services.common.wire import finish_reason_from_wire, finish_reason_to_wire
 from services.gateway.api import (
     Candidate,
     ChatMessage,
@@ -16,6 +16,7 @@ from services.gateway.api import (
     GenerationRequest,
     Generator,
     Prompt,
+    Received,
     RequestedSampling,
     TokenLogprobs,
     Usage,
@@ -26,7 +27,7 @@ SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_
 _OPTIONAL_SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "skip_special_tokens"),
-    *("logprobs", "prompt_logprobs"),
+    *("n", "logprobs", "prompt_logprobs"),
 )
 
 
@@ -71,7 +72,14 @@ def _request_from_wire(
         priority=message.priority,
         cache_salt=message.cache_salt,
         timeout_s=timeout_s,
-        received=tuple(message.received.ids) if message.HasField("received") else None,
+        received=_received(message.received) if message.HasField("received") else None,
+    )
+
+
+def _received(message: inference_pb2.Received) -> tuple[Received, ...]:
+    return tuple(
+        Received(s.index, tuple(s.token_ids), finish_reason_from_wire(s.finish_reason))
+        for s in message.sequences
     )
 
 

@@ -1,4 +1,5 @@
-"""A slot for one request at a decode worker: asked for, granted or refused, and let go of."""
+"""Slots for the sequences of one request at a decode worker: asked for, granted or refused, and let
+go of."""
 
 import asyncio
 from collections.abc import Hashable
@@ -14,17 +15,21 @@ Told = tuple[Worker, int]
 
 
 class Slot:
-    """`guest` counts at the worker from the asking on. One at a time for a guest and a worker."""
+    """All or none of `num_sequences`. `guest` counts at the worker from the asking on, one `Slot`
+    at a time for a guest and a worker."""
 
-    def __init__(self, worker: Worker, guest: Hashable, request_id: str, attempt: int) -> None:
+    def __init__(
+        self, worker: Worker, guest: Hashable, request_id: str, attempt: int, num_sequences: int
+    ) -> None:
         self.worker = worker
         self.attempt = attempt
         self._guest = guest
+        self._num_sequences = num_sequences
         self._request_id = request_id
         self._is_asked_back = False
         self._answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        worker.join(guest)
-        worker.send(Reserve(request_id, attempt))
+        worker.join(guest, num_sequences)
+        worker.send(Reserve(request_id, attempt, num_sequences))
 
     @property
     def key(self) -> Told:
@@ -53,6 +58,10 @@ class Slot:
             )
             self.worker.unresponsive = True
 
+    def keep(self, num_sequences: int) -> None:
+        """The other sequences have ended."""
+        self.worker.join(self._guest, num_sequences)
+
     def ask_back(self) -> None:
         """Ask the worker to hand over what runs there. Again: no error."""
         if not self._is_asked_back:
@@ -64,5 +73,6 @@ class Slot:
         if not refused and self.key != told:
             self.worker.abort(self._request_id, self.attempt)
         self.worker.leave(self._guest)
-        self.worker.full = self.worker.full or refused
+        if refused:
+            self.worker.refuse(self._num_sequences)
         self.answer(False)

@@ -20,10 +20,10 @@ def new_ticket(
     order: int,
     pool_id: str,
     root_hash: PrefixHash,
-    token_ids: tuple[int, ...],
+    sequences: tuple[TicketSequence, ...],
 ) -> Ticket:
-    """Without blocks, under a new holder: to be computed from the prompt and `token_ids`, those
-    received so far."""
+    """Without blocks, under a new holder: to be computed from the prompt and the tokens received so
+    far of the `sequences` that go on."""
     return Ticket(
         request_id=request.request_id,
         attempt=attempt,
@@ -34,7 +34,7 @@ def new_ticket(
         root_hash=root_hash,
         prompt_token_ids=request.prompt_token_ids,
         sampling=request.sampling,
-        sequences=(TicketSequence(0, token_ids),),
+        sequences=sequences,
     )
 
 
@@ -59,13 +59,6 @@ def problem_of(logprobs: Logprobs, num_top: int, vocab_size: int) -> str:
     return "" if len(set(token_ids)) == len(token_ids) else "a token twice"
 
 
-def _problem_of_identity(ticket: Ticket, submitted: Ticket) -> str:
-    """What makes a ticket another one than was submitted; "" if nothing does."""
-    if name := other_field(ticket, submitted):
-        return f"another {name}"
-    return "" if first_of(ticket.holder_id) == submitted.holder_id else "another holder"
-
-
 class Tickets:
     """Of one request, over all its attempts. Problems are sentences, "" where there is none."""
 
@@ -74,14 +67,16 @@ class Tickets:
         self._client = client
         self._submitted: Ticket | None = None
 
+    # ── out ──────────────────────────────────────────────────────────────────────────────────────
+
     def submit(
         self, attempt: int, pool_id: str, root_hash: PrefixHash, swapped: Swapped | None
     ) -> Ticket:
         """For a prefill worker."""
         client, order = self._client, self.place.order
-        tokens = tuple(client.tokens)
+        sequences = tuple(TicketSequence(s.index, tuple(s.tokens)) for s in client.living)
         self._submitted = replace(
-            new_ticket(client.request, attempt, order, pool_id, root_hash, tokens),
+            new_ticket(client.request, attempt, order, pool_id, root_hash, sequences),
             num_cached_tokens=client.output.tally.num_cached_tokens,
             timeout_ms=client.timeout_ms(),
             swapped=swapped,
@@ -89,73 +84,106 @@ class Tickets:
         return self._submitted
 
     def admit(self, at_rest: Ticket, attempt: int) -> Ticket:
-        """For the decode worker that claims it."""
-        order, timeout_ms = self.place.order, self._client.timeout_ms()
-        return replace(at_rest, attempt=attempt, order=order, timeout_ms=timeout_ms)
+        """For the decode worker that claims it; the blocks that no living sequence has are for it
+        to give back."""
+        living = {sequence.index for sequence in self._client.living}
+        return replace(
+            at_rest,
+            attempt=attempt,
+            order=self.place.order,
+            timeout_ms=self._client.timeout_ms(),
+            sequences=tuple(s for s in at_rest.sequences if s.index in living),
+        )
 
-    def adopt(self, ticket: Ticket) -> None:
-        """Another gateway has submitted it, at its place in line."""
+    def adopt(self, ticket: Ticket) -> tuple[Generated, ...]:
+        """Another gateway has submitted it, at its place in line. The tokens in it that the client
+        has not got."""
         self._submitted = replace(ticket, holder_id=first_of(ticket.holder_id))
         self.place = Place.of(ticket.order)
+        received = {s.index: len(s.tokens) for s in self._client.living}
+        num_prompt = len(ticket.prompt_token_ids)
+        return tuple(
+            Generated(*ticket.key, s.index, num_prompt + so_far, s.token_ids[so_far:], None)
+            for s in ticket.sequences
+            if len(s.token_ids) > (so_far := received.get(s.index, len(s.token_ids)))
+        )
 
-    def problem(self, ticket: Ticket, num_new: int, *, blocks: bool = True) -> str:
-        """What is wrong with one that comes back, with `num_new` tokens that the client has not,
-        and with `blocks`."""
-        submitted, received = self._submitted, tuple(self._client.tokens)
-        if submitted is None:
-            return "nobody was sent one"
-        if blocks and not all(sequence.block_ids for sequence in ticket.sequences):
-            return "no blocks"
-        if problem := _problem_of_identity(ticket, submitted):
-            return problem
-        if len(ticket.sequences) != 1 or ticket.sequences[0].index != 0:
-            return "other sequences"
-        token_ids = ticket.sequences[0].token_ids
-        if len(token_ids) != len(received) + num_new or token_ids[: len(received)] != received:
-            return f"its tokens are not the {len(received)} received and {num_new} more"
-        return self._problem_of_tokens(token_ids[len(received) :], goes_on=blocks)
+    # ── back ─────────────────────────────────────────────────────────────────────────────────────
 
     def problem_of_prefilled(self, event: Prefilled) -> str:
         """What is wrong with the answer of a prefill worker."""
-        ticket, outputs = event.ticket, event.outputs
-        if [len(output.token_ids) for output in outputs] != [1]:
-            return "not one token of one sequence"
-        (output,) = outputs
-        problem = self.problem_of_step(output) or self._problem_of_prompt(event.prompt_logprobs)
-        if problem:
+        living = [sequence.index for sequence in self._client.living]
+        if [output.index for output in event.outputs] != living:
+            return "sent outputs of other sequences"
+        for output in event.outputs:
+            if len(output.token_ids) != 1 or output.key != event.ticket.key:
+                return "sent no first token of what was asked for"
+        if problem := self._problem_of_prompt(event.prompt_logprobs):
             return problem
-        if output.finish_reason is None:
-            at_rest = [sequence.token_ids[-1:] for sequence in ticket.sequences]
-            problem = self.problem(ticket, num_new=1)
-            return problem or ("" if at_rest == [output.token_ids] else "its tokens are others")
-        if self._submitted is None or ticket.sequences:
-            return "it goes on after its end"
-        return _problem_of_identity(ticket, self._submitted)
+        if problem := self.problem(event.ticket, event.outputs):
+            return f"answered with a wrong ticket: {problem}"
+        num_going_on = sum(output.finish_reason is None for output in event.outputs)
+        return "goes on after the end" if len(event.ticket.sequences) != num_going_on else ""
 
     def problem_of_step(self, event: Generated) -> str:
-        """What is wrong with tokens that a worker says come next."""
+        """What is wrong with tokens that a worker says come next, of a sequence that goes on."""
         client = self._client
-        if event.index != 0 or not event.token_ids:
+        sequence = client.living_sequence(event.index)
+        if sequence is None or not event.token_ids:
             return "sent no token of what was asked for"
-        if event.position != client.num_tokens:
-            where = f"position {event.position} after {client.num_tokens} tokens"
+        num_before = len(client.request.prompt_token_ids) + len(sequence.tokens)
+        if event.position != num_before:
+            where = f"position {event.position} after {num_before} tokens"
             return f"repeated or lost tokens: {where}"
-        problem = self._problem_of_tokens(event.token_ids, goes_on=event.finish_reason is None)
-        if problem:
-            return f"sent wrong tokens: {problem}"
-        problem = self._problem_of_logprobs(event)
+        request = client.request
+        num_tokens = len(sequence.tokens) + len(event.token_ids)
+        most, goes_on = request.sampling.max_tokens, event.finish_reason is None
+        if any(token_id >= request.vocab_size for token_id in event.token_ids):
+            return f"sent wrong tokens: not all are in the vocabulary of {request.vocab_size}"
+        if num_tokens > most or (num_tokens == most and goes_on):
+            return f"sent wrong tokens: {num_tokens} of {most}" + (", and no end" * goes_on)
+        num_top = request.sampling.logprobs
+        problem = self._problem_of_logprobs(event.logprobs, len(event.token_ids), num_top)
         return problem and f"sent wrong logprobs: {problem}"
+
+    def problem(
+        self, ticket: Ticket, gained: Sequence[Generated] = (), *, blocks: bool = True
+    ) -> str:
+        """What is wrong with one that comes back with what the client has and `gained`, and with
+        `blocks`. Sequences that the client has seen the end of may still be in it."""
+        submitted = self._submitted
+        if submitted is None:
+            return "nobody was sent one"
+        if name := other_field(ticket, submitted):
+            return f"another {name}"
+        if first_of(ticket.holder_id) != submitted.holder_id:
+            return "another holder"
+        if problem := next(filter(None, map(self.problem_of_step, gained)), ""):
+            return problem
+        new = {output.index: output for output in gained}
+        there = {sequence.index: sequence for sequence in ticket.sequences}
+        for received in self._client.living:
+            output, at_rest = new.get(received.index), there.get(received.index)
+            if output is not None and output.finish_reason is not None:
+                continue
+            if at_rest is None:
+                return f"sequence {received.index} is not in it"
+            tokens = (*received.tokens, *(output.token_ids if output else ()))
+            if at_rest.token_ids != tokens:
+                return f"the tokens of sequence {received.index} are not those that were sent"
+            if blocks and not at_rest.block_ids:
+                return "no blocks"
+        return "" if all(index < self._num_sequences for index in there) else "other sequences"
 
     def _problem_of_prompt(self, logprobs: Sequence[Logprobs]) -> str:
         num_prompt = len(self._client.request.prompt_token_ids)
-        problem = self._problem(logprobs, num_prompt - 1, self._client.due_prompt_logprobs)
+        num_top = self._client.due_prompt_logprobs
+        problem = self._problem_of_logprobs(logprobs, num_prompt - 1, num_top)
         return problem and f"sent wrong logprobs of the prompt: {problem}"
 
-    def _problem_of_logprobs(self, event: Generated) -> str:
-        num_top = self._client.request.sampling.logprobs
-        return self._problem(event.logprobs, len(event.token_ids), num_top)
-
-    def _problem(self, logprobs: Sequence[Logprobs], number: int, num_top: int | None) -> str:
+    def _problem_of_logprobs(
+        self, logprobs: Sequence[Logprobs], number: int, num_top: int | None
+    ) -> str:
         """`num_top`: None: there should be none."""
         wanted = 0 if num_top is None else number
         if len(logprobs) != wanted:
@@ -164,11 +192,6 @@ class Tickets:
         problems = (problem_of(each, num_top or 0, vocab_size) for each in logprobs)
         return next(filter(None, problems), "")
 
-    def _problem_of_tokens(self, new: tuple[int, ...], *, goes_on: bool) -> str:
-        request = self._client.request
-        num_tokens, most = len(self._client.tokens) + len(new), request.sampling.max_tokens
-        if any(token_id >= request.vocab_size for token_id in new):
-            return f"not all are in the vocabulary of {request.vocab_size}"
-        if num_tokens > most or (num_tokens == most and goes_on):
-            return f"{num_tokens} of {most}" + (", and no end" if goes_on else "")
-        return ""
+    @property
+    def _num_sequences(self) -> int:
+        return self._client.request.num_sequences

@@ -27,17 +27,17 @@ class Worker:
         self.send = send
         self.connected = False
         self.draining = member.state == "draining"
-        self.full = False
-        """A reservation was refused, and nothing has got free there since."""
+        self.refused = 0
+        """So many slots were refused to somebody, and nothing has got free since; 0: none were."""
         self.unresponsive = False
         """It did not answer a reservation in time, and has not since: it answers in order."""
-        self.guests: set[Hashable] = set()
-        """Journeys that have (or ask for) a slot of this decode worker."""
+        self.guests: dict[Hashable, int] = {}
+        """Journeys that have (or ask for) slots of this decode worker, and how many."""
         self.errands: dict[str, Errand] = {}
         """By request: what this prefill worker has still to compute for us."""
         self.trials = Trials()
         self._load = member.load
-        self._guests_at_report = 0
+        self._taken_at_report = 0
 
     def __repr__(self) -> str:
         return f"<{self.id}>"
@@ -56,10 +56,20 @@ class Worker:
         return self._load.num_running
 
     @property
+    def num_slots(self) -> int:
+        """Most sequences that this decode worker runs."""
+        return self.member.max_num_seqs
+
+    @property
+    def num_taken(self) -> int:
+        """Slots that our guests have, or ask for."""
+        return sum(self.guests.values())
+
+    @property
     def num_free_slots(self) -> int:
         """As last reported, less what we have taken since. An estimate for choosing: the worker
         itself grants or refuses."""
-        return self._load.num_free_slots - (len(self.guests) - self._guests_at_report)
+        return self._load.num_free_slots - (self.num_taken - self._taken_at_report)
 
     @property
     def num_pending_tokens(self) -> int:
@@ -72,28 +82,38 @@ class Worker:
         """How many leading `hashes` this prefill worker is computing for somebody right now."""
         return max((_common(errand.hashes, hashes) for errand in self.errands.values()), default=0)
 
-    @property
-    def open(self) -> bool:
-        """Whether it makes sense to ask for a slot."""
-        return self.usable and not self.full and not self.unresponsive
+    def is_open(self, num_sequences: int = 1) -> bool:
+        """Whether it makes sense to ask for so many slots."""
+        refused = self.refused and num_sequences >= self.refused
+        can = self.usable and not self.unresponsive and num_sequences <= self.num_slots
+        return can and not refused
 
     def report(self, load: Load, draining: bool) -> None:
         self._load = load
-        self._guests_at_report = len(self.guests)
+        self._taken_at_report = self.num_taken
         self.draining = self.draining or draining
-        if load.num_free_slots > 0:
-            self.full = False
+        if load.num_free_slots >= self.refused:
+            self.forget_refusals()
 
-    def join(self, guest: Hashable) -> None:
-        self.guests.add(guest)
+    def join(self, guest: Hashable, num_sequences: int) -> None:
+        """Again: it has so many slots from now on."""
+        self.guests[guest] = num_sequences
 
     def leave(self, guest: Hashable) -> None:
-        """A slot may be free again."""
-        self.guests.discard(guest)
-        self.full = False
+        """Slots may be free again."""
+        self.guests.pop(guest, None)
+        self.forget_refusals()
 
-    def abort(self, request_id: str, attempt: int) -> None:
-        self.send(Abort(request_id, attempt))
+    def refuse(self, num_sequences: int) -> None:
+        """It has just said that it has not so many slots."""
+        self.refused = min(self.refused or num_sequences, num_sequences)
+
+    def forget_refusals(self) -> None:
+        self.refused = 0
+
+    def abort(self, request_id: str, attempt: int, index: int | None = None) -> None:
+        """End a request there, or one sequence of it."""
+        self.send(Abort(request_id, attempt, index))
 
 
 def _common(a: tuple[PrefixHash, ...], b: tuple[PrefixHash, ...]) -> int:

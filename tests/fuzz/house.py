@@ -142,7 +142,7 @@ class Fleet:
 
     def forget_refusals(self) -> None:
         for line in self.lines:
-            line.worker.full = False
+            line.worker.forget_refusals()
 
 
 @dataclass

@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,14 @@ NAMES = st.sampled_from(["", "toy", "nobody", "x" * 100_000, "\x00", "ü" * 5000
 REQUEST_IDS = st.sampled_from(["r1", "r1", "r2", "victim", "", "x" * 257, "\x00", "r" * 100_000])
 FLOATS = st.sampled_from([0.0, 0.0, 0.5, 1.0, -0.0, 1e-45, 3e38, -1.0, float("nan"), float("inf")])
 NUMBERS = st.sampled_from([0, 1, 2, 3, -1, -2, 2**31 - 1, 2**32 - 1, -(2**31), 2**64 - 1])
+RECEIVED = st.lists(
+    st.tuples(
+        st.sampled_from([0, 0, 1, 2, 63, 64, 2**32 - 1]),
+        GOOD_IDS | MANY_IDS,
+        st.sampled_from([0, 0, 1, 2, 99]),
+    ),
+    max_size=3,
+)
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "request_id": REQUEST_IDS,
     "model": NAMES,
@@ -107,7 +115,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "sampling.min_tokens": st.sampled_from([0, 1, 4, 5, 2**32 - 1]),
     "sampling.include_stop_str_in_output": st.booleans(),
     "sampling.skip_special_tokens": st.booleans(),
-    "received.ids": GOOD_IDS | MANY_IDS,
+    "sampling.n": st.sampled_from([0, 1, 2, 3, 8, 9, 64, 65, 2**32 - 1]),
+    "received": RECEIVED,
 }
 CHATS = st.lists(st.tuples(TEXTS, TEXTS), max_size=3)
 INPUTS = st.one_of(
@@ -135,6 +144,11 @@ def request_of(asked: tuple[str, Any], fields: Sequence[tuple[str, Any]]) -> byt
             for role, content in turns:
                 message.chat.messages.add(role=role, content=content)
     for path, value in fields:
+        if path == "received":
+            message.received.SetInParent()
+            for index, ids, finish in value:
+                message.received.sequences.add(index=index, token_ids=ids, finish_reason=finish)
+            continue
         *where, name = path.split(".")
         target: Any = getattr(message, where[0]) if where else message
         with contextlib.suppress(ValueError):
@@ -167,7 +181,7 @@ class Call:
     status: grpc.StatusCode | None = None
     code: str = ""
     text: str = ""
-    tokens: tuple[int, ...] = ()
+    tokens: dict[int, list[int]] = field(default_factory=dict)
 
     async def make(self, channel: aio.Channel) -> None:
         streams = self.method.endswith("/Generate")
@@ -185,7 +199,8 @@ class Call:
             self.code = str(dict(error.trailing_metadata() or ()).get(CODE_TRAILER, ""))
 
     def _read(self, answer: inference_pb2.GenerateResponse) -> None:
-        self.tokens += tuple(t for delta in answer.deltas for t in delta.token_ids)
+        for delta in answer.deltas:
+            self.tokens.setdefault(delta.index, []).extend(delta.token_ids)
 
     def check(self) -> None:
         assert self.status in CLEAR, (self.method, self.status, self.text[:300])
@@ -196,9 +211,9 @@ class Call:
         """They continue its own prompt."""
         message = GENERATE.FromString(self.message)
         prompt = _prompt(message, deployment)
-        received = tuple(message.received.ids)
-        right = expected((*prompt, *received), len(self.tokens))
-        assert not self.tokens or list(self.tokens) == right
+        received = {s.index: s.token_ids for s in message.received.sequences}
+        for index, tokens in self.tokens.items():
+            assert tokens == expected((*prompt, *received.get(index, ())), len(tokens))
 
 
 def _prompt(message: inference_pb2.GenerateRequest, deployment: Deployment) -> tuple[int, ...]:

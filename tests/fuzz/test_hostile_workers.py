@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2
 from services.common.errors import QuireError
+from services.gateway import admission
 from services.gateway.api import Delta
 from tests.fuzz.house import VOCAB, House, Wire
 from tests.integration.gateway.conftest import PROMPT, Call, asked, write_model
@@ -25,6 +26,7 @@ HANG_S = 600.0  # of virtual time
 MAX_TOKENS = 8
 NUM_REQUESTS = 4
 IDS = [f"r{number}" for number in range(NUM_REQUESTS)]
+NUM_SEQUENCES = dict(zip(IDS, (1, 1, 2, 3), strict=True))
 
 NUMBERS = st.sampled_from([0, 1, 2, 3, 7, 8, 15, 16, 17, 255, 256, 300, 2**31, 2**32 - 1])
 LARGE = NUMBERS | st.sampled_from([2**52 - 1, 2**52, 2**53, 2**64 - 1])
@@ -48,6 +50,7 @@ TICKET: dict[str, st.SearchStrategy[Any]] = {
     "sampling.temperature": FLOATS,
     "sampling.max_tokens": NUMBERS,
     "sampling.logprobs": NUMBERS,
+    "sequences": st.sampled_from(["none", "first", "reversed"]),
     "sequences.index": NUMBERS,
     "sequences.token_ids": TOKENS,
     "sequences.block_ids": BLOCKS,
@@ -78,7 +81,8 @@ CODES = ["invalid_request", "kv_corrupt", "queue_full", "nobody's", "", "x" * 50
 FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "prefilled": {f"ticket.{name}": values for name, values in TICKET.items()}
     | {f"outputs.{name}": values for name, values in OUTPUT.items()}
-    | {f"prompt_logprobs.{name}": values for name, values in LOGPROBS.items()},
+    | {f"prompt_logprobs.{name}": values for name, values in LOGPROBS.items()}
+    | {"outputs": st.sampled_from(["none", "first", "reversed"])},
     "requeue": {f"ticket.{name}": values for name, values in TICKET.items()}
     | {"reason": st.sampled_from([0, 1, 2, 3, 4, 99])},
     "step": {f"outputs.{name}": values for name, values in OUTPUT.items()},
@@ -118,6 +122,12 @@ def change(message: Any, path: str, value: Any) -> None:
         inner = getattr(message, first)
         for each in inner if hasattr(inner, "add") else [inner]:
             change(each, rest, value)
+        return
+    if first in ("sequences", "outputs"):
+        there = list(getattr(message, first))
+        message.ClearField(first)
+        kept = {"none": [], "first": there[:1], "reversed": there[::-1]}[value]
+        getattr(message, first).extend(kept)
         return
     with contextlib.suppress(ValueError):
         if isinstance(value, list):
@@ -186,6 +196,8 @@ class Unasked:
             case "prefilled" | "requeue":
                 inner.ticket.CopyFrom(_known(seen, self.request_id))
                 about = inner.ticket
+                if self.kind == "prefilled":
+                    _draw(inner, self.request_id, self.attempt)
             case "step":
                 about = inner.outputs.add(token_ids=[97])
             case _:
@@ -195,6 +207,16 @@ class Unasked:
         for path, value in self.changes:
             change(inner, path, value)
         return message
+
+
+def _draw(prefilled: prefill_pb2.Prefilled, request_id: str, attempt: int) -> None:
+    """A token of each sequence of the ticket, which it has then."""
+    for sequence in prefilled.ticket.sequences:
+        position = len(prefilled.ticket.prompt_token_ids) + len(sequence.token_ids)
+        key = {"request_id": request_id, "attempt": attempt, "index": sequence.index}
+        prefilled.outputs.add(position=position, token_ids=[97], **key)
+        sequence.token_ids.append(97)
+        sequence.block_ids.append(0)
 
 
 def _known(seen: Sequence[Any], request_id: str) -> ticket_pb2.Ticket:
@@ -249,29 +271,42 @@ class Client(Call):
     def check(self) -> None:
         """Law 7, as far as a gateway can see: no more than asked for, no token that there is not;
         and an end with a reason that is not a fault of ours."""
-        assert len(self.tokens) <= MAX_TOKENS
+        tokens = self.by_index()
+        assert len(tokens) <= self.request.sampling.n
+        assert all(len(each) <= MAX_TOKENS for each in tokens.values())
         assert all(token < VOCAB for token in self.tokens)
+        ends = [delta.index for delta in self.deltas if delta.finish_reason]
+        assert len(set(ends)) == len(ends)
         error = self.task.exception()
         if error is None:
             last: Delta = self.deltas[-1]
             assert last.finish_reason is not None
             assert last.usage is not None
             assert last.usage.num_generated_tokens == len(self.tokens)
+            assert sorted(ends) == list(range(self.request.sampling.n))
         else:
             assert isinstance(error, QuireError), repr(error)
+
+    def by_index(self) -> dict[int, list[int]]:
+        tokens: dict[int, list[int]] = {}
+        for delta in self.deltas:
+            tokens.setdefault(delta.index, []).extend(delta.token_ids)
+        return tokens
 
     def check_tickets(self, seen: Sequence[Any]) -> None:
         """What workers are sent is what the client asked for, and has got: all that it was written,
         but for what an error came in the place of."""
-        got = len(self.tokens) if self.task.exception() else None
+        tokens, failed = self.by_index(), self.task.exception() is not None
         for command in seen:
             if isinstance(command, prefill_pb2.PrefillSubmit | decode_pb2.Admit):
                 ticket = command.ticket
                 if ticket.request_id != self.request.request_id:
                     continue
-                sent = list(ticket.sequences[0].token_ids)
                 assert tuple(ticket.prompt_token_ids) == self.request.prompt
-                assert sent[:got] == self.tokens[: len(sent)]
+                assert 0 < len(ticket.sequences) <= self.request.sampling.n
+                for sequence in ticket.sequences:
+                    sent, got = list(sequence.token_ids), tokens.get(sequence.index, [])
+                    assert sent[: len(got) if failed else None] == got[: len(sent)]
                 assert ticket.sampling.max_tokens == MAX_TOKENS
                 assert ticket.sampling.temperature == 0
 
@@ -290,7 +325,9 @@ async def live(directory: Path, mischiefs: Sequence[Mischief], at_once: bool) ->
     clients = []
     for request_id in IDS:
         prompt = (*PROMPT, *request_id.encode())
-        clients.append(Client(house.gateway, asked(request_id, MAX_TOKENS, prompt=prompt)))
+        sampling = {"n": NUM_SEQUENCES[request_id]}
+        request = asked(request_id, MAX_TOKENS, prompt=prompt, sampling=sampling)
+        clients.append(Client(house.gateway, request))
         if not at_once:
             await asyncio.sleep(0)
     await asyncio.sleep(1.0)
@@ -318,6 +355,13 @@ def check_nothing_left(house: House, honest: tuple[FakePrefill, FakeDecode]) -> 
     assert not prefill.held
     assert not decode.running
     assert not decode.slots
+
+
+@pytest.fixture(scope="module", autouse=True)
+def n_is_let_in() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission, "MAX_N", 64)
+        yield
 
 
 @pytest.fixture(scope="module")

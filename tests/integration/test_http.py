@@ -44,20 +44,21 @@ class FakeGenerator:
                 if position == self.pause_at:
                     self.paused.set()
                     await asyncio.Event().wait()
-                yield self._delta(request, position, text)
+                for index in range(request.sampling.n):
+                    yield self._delta(request, position, text, index)
         finally:
             self.closed.set()
 
-    def _delta(self, request: GenerationRequest, position: int, text: str) -> Delta:
-        last = position == len(TEXTS) - 1
+    def _delta(self, request: GenerationRequest, position: int, text: str, index: int) -> Delta:
+        n, last = request.sampling.n, position == len(TEXTS) - 1
         return Delta(
             request.request_id,
-            0,
+            index,
             (100 + position,),
             text,
             FinishReason.STOP if last else None,
             "END" if last else None,
-            Usage(7, 4, len(TEXTS), 1.5, 0) if last else None,
+            Usage(7, 4, n * len(TEXTS), 1.5, 0) if last and index == n - 1 else None,
         )
 
     def models(self) -> tuple[ServedModel, ...]:
@@ -192,6 +193,45 @@ async def test_several_prompts_are_choices(client: openai.AsyncOpenAI, stream: b
     assert texts == ["The block tables"] * 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_samples_of_several_prompts_are_numbered_prompt_by_prompt(
+    client: openai.AsyncOpenAI, generator: FakeGenerator, stream: bool
+) -> None:
+    texts: dict[int, str] = {}
+    reasons: dict[int, str | None] = {}
+    if stream:
+        async for part in await client.completions.create(
+            model="org/tiny", prompt=["a", "b"], n=3, stream=True
+        ):
+            (one,) = part.choices
+            texts[one.index] = texts.get(one.index, "") + one.text
+            reasons[one.index] = one.finish_reason
+    else:
+        answer = await client.completions.create(model="org/tiny", prompt=["a", "b"], n=3)
+        assert [choice.index for choice in answer.choices] == list(range(6))
+        texts = {choice.index: choice.text for choice in answer.choices}
+        reasons = {choice.index: choice.finish_reason for choice in answer.choices}
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 18
+    assert texts == dict.fromkeys(range(6), "The block tables")
+    assert reasons == dict.fromkeys(range(6), "stop")
+    assert [request.sampling.n for request in generator.requests] == [3, 3]
+
+
+async def test_each_sample_of_a_streamed_chat_has_its_own_opening(
+    client: openai.AsyncOpenAI,
+) -> None:
+    stream = await client.chat.completions.create(
+        model="org/tiny", messages=[{"role": "user", "content": "Hi"}], n=2, stream=True
+    )
+    parts = [part.choices[0] async for part in stream]
+    for index in range(2):
+        mine = [part for part in parts if part.index == index]
+        assert [part.delta.content for part in mine] == ["", *TEXTS]
+        assert mine[0].delta.role == "assistant"
+        assert mine[-1].finish_reason == "stop"
+
+
 # ── errors ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -254,7 +294,8 @@ async def test_an_error_after_the_first_token_ends_the_stream(
     [
         (b"{", "the body is not valid JSON"),
         (b'{"prompt": "Hi", "temperature": NaN}', "the body is not valid JSON"),
-        (b'{"prompt": "Hi", "n": 3}', "n is not supported"),
+        (b'{"prompt": "Hi", "best_of": 3}', "best_of is not supported"),
+        (b'{"prompt": "Hi", "n": "many"}', "n: Input should be"),
         (b'{"prompt": "Hi", "max_tokens": "many"}', "max_tokens: Input should be"),
     ],
 )

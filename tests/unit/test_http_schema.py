@@ -58,6 +58,7 @@ def test_every_field_arrives() -> None:
             "min_tokens": 2,
             "include_stop_str_in_output": True,
             "skip_special_tokens": False,
+            "n": 2,
             "priority": -3,
             "cache_salt": "s",
             "user": "u",
@@ -79,6 +80,7 @@ def test_every_field_arrives() -> None:
                 min_tokens=2,
                 include_stop_str_in_output=True,
                 skip_special_tokens=False,
+                n=2,
             ),
             priority=-3,
             cache_salt="s",
@@ -162,8 +164,8 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n": 2}, "n is not supported"),
-        ({"n": True}, "n is not supported"),
+        ({"best_of": 2}, "best_of is not supported"),
+        ({"n": True}, "n: Input should be"),
         ({"top_logprobs": 2}, "logprobs=true"),
         ({"tools": [{"type": "function"}]}, "tools is not supported"),
         ({"spaces_between_special_tokens": False}, "special_tokens is not supported"),
@@ -217,11 +219,11 @@ async def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> N
 
 
 async def test_every_wrong_field_is_named() -> None:
-    text = await problem(CompletionBody, b'{"prompt": 1, "seed": "x", "n": 2}')
+    text = await problem(CompletionBody, b'{"prompt": 1, "seed": "x", "best_of": 2}')
     assert [part.split(":")[0].split(" ")[0] for part in text.split("; ")] == [
         "seed",
         "prompt",
-        "n",
+        "best_of",
     ]
 
 

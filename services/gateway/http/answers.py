@@ -1,6 +1,7 @@
 """What the generator's deltas become: one answer, or a stream of its parts."""
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,8 @@ from services.gateway.http.dialects import (
 from services.gateway.http.logprobs import JSON, echoed_logprobs, joined, prompt_logprobs
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
-"""With the number of the prompt that they belong to; closing it cancels them all."""
+"""With the number of the prompt that they belong to; closing it cancels them all. Choices are
+numbered prompt by prompt: those of the first, those of the second ..."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,44 +44,63 @@ class Answer:
     dialect: Dialect
     envelope: Envelope
     num_prompts: int
+    choices_per_prompt: int
     asked: Asked
 
     async def whole(self, deltas: Deltas) -> JSON:
         """All deltas as one answer."""
-        transcripts = [Transcript() for _ in range(self.num_prompts)]
+        transcripts: defaultdict[int, Transcript] = defaultdict(Transcript)
+        prompts: dict[int, PromptReport] = {}
         usages: list[Usage] = []
         async with aclosing(deltas):
-            async for index, delta in deltas:
-                transcripts[index].add(delta)
+            async for number, delta in deltas:
+                transcripts[self._index(number, delta)].add(delta)
+                if delta.prompt is not None:
+                    prompts[number] = delta.prompt
                 if delta.usage is not None:
                     usages.append(delta.usage)
+        for index, told in transcripts.items():
+            told.prompt = prompts.get(index // self.choices_per_prompt)
         choices = [
             self._choice(index, told, self.dialect.said, self._num_echoed(told.prompt))
-            for index, told in enumerate(transcripts)
+            for index, told in sorted(transcripts.items())
         ]
         answer = self.envelope.around(self.dialect.kind, choices)
-        self._tell_prompts(answer, [told.prompt for told in transcripts])
+        self._tell_prompts(answer, [told.prompt for _, told in sorted(transcripts.items())])
         return {**answer, "usage": self._usage(usages)}
 
     async def parts(self, deltas: Deltas) -> AsyncGenerator[JSON, None]:
         """Each delta as a part of the answer, as it comes."""
         usages: list[Usage] = []
-        opening = self.dialect.opening()
-        num_echoed = [0] * self.num_prompts
+        openings = self._openings()
+        prompts: dict[int, PromptReport] = {}
+        num_echoed: dict[int, int] = {}
         async with aclosing(deltas):
-            async for index, delta in deltas:
-                if opening is not None:
-                    yield self._part([choice(index, opening, None, self._ids([]), None)])
-                    opening = None
-                gained = Transcript()
+            async for number, delta in deltas:
+                for part in openings:
+                    yield part
+                if delta.prompt is not None:
+                    prompts[number] = delta.prompt
+                index, gained = self._index(number, delta), Transcript()
                 gained.add(delta)
-                num_echoed[index] += self._num_echoed(delta.prompt)
+                gained.prompt = None if index in num_echoed else prompts.get(number)
+                num_echoed.setdefault(index, self._num_echoed(gained.prompt))
                 said = self._choice(index, gained, self.dialect.gained, num_echoed[index])
                 yield self._part([said])
                 if delta.usage is not None:
                     usages.append(delta.usage)
         if self.asked.usage_in_stream:
             yield {**self._part([]), "usage": self._usage(usages)}
+
+    def _index(self, number: int, delta: Delta) -> int:
+        return number * self.choices_per_prompt + delta.index
+
+    def _openings(self) -> Iterator[JSON]:
+        """What a stream begins with, once there is a first delta."""
+        opening = self.dialect.opening()
+        if opening is not None:
+            for index in range(self.num_prompts * self.choices_per_prompt):
+                yield self._part([choice(index, opening, None, self._ids([]), None)])
 
     def _choice(
         self, index: int, told: Transcript, say: Callable[[str], JSON], num_echoed: int
@@ -109,7 +130,7 @@ class Answer:
         if num_top is None:
             return
         places = answer["choices"] if self.dialect.tells_prompt_in_choice else [answer]
-        for place, prompt in zip(places, prompts, strict=True):
+        for place, prompt in zip(places, prompts, strict=False):  # a chat has but one
             told = None if prompt is None else prompt_logprobs(prompt, num_top)
             place["prompt_logprobs"] = told
 

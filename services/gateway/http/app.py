@@ -62,6 +62,7 @@ class _Endpoints:
             dialect,
             Envelope(f"{dialect.id_prefix}-{request_id}", int(time.time()), self._name(body.model)),
             num_prompts=len(requests),
+            choices_per_prompt=body.num_choices,
             asked=Asked(
                 token_ids=bool(body.return_token_ids),
                 num_logprobs=body.num_logprobs,

@@ -29,7 +29,7 @@ class Envelope:
 
 @dataclass(slots=True)
 class Transcript:
-    """All that came of one prompt."""
+    """All that came of one choice."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -114,7 +114,7 @@ def choice(
     token_ids: list[int] | None,
     logprobs: JSON | None,
 ) -> JSON:
-    """A prompt's part of an answer. `token_ids`, `logprobs`: None where they were not asked for."""
+    """One choice of an answer. `token_ids`, `logprobs`: None where they were not asked for."""
     reason = delta.finish_reason if delta else None
     fields = {
         "index": index,

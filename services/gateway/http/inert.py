@@ -28,7 +28,6 @@ INERT: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "metadata": _EMPTY,
     "modalities": (["text"],),
-    "n": (1,),
     "name": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),

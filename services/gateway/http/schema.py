@@ -69,6 +69,7 @@ class GenerationBody(_Body):
 
     model: str | None = None
     max_tokens: int | None = None
+    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
@@ -118,6 +119,11 @@ class GenerationBody(_Body):
         return self.max_tokens
 
     @property
+    def num_choices(self) -> int:
+        """Of each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens to tell, beside each token's own; None: none at all."""
         raise NotImplementedError
@@ -152,6 +158,7 @@ class GenerationBody(_Body):
                 stop=self.stop,
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 ignore_eos=bool(self.ignore_eos),
+                n=self.num_choices,
                 logprobs=self.num_logprobs,
                 prompt_logprobs=self.asked_prompt_logprobs,
                 repetition_penalty=self.repetition_penalty,

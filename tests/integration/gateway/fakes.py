@@ -3,7 +3,7 @@ function of all before it, so that a token lost, repeated or changed shows in ev
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -29,14 +29,16 @@ FIRST_TOKEN, NUM_TOKENS = 97, 26
 """Tokens are the letters a to z of a byte-level vocabulary."""
 
 
-def next_token(tokens: Sequence[int]) -> int:
-    return FIRST_TOKEN + zlib.crc32(repr(list(tokens)).encode()) % NUM_TOKENS
+def next_token(tokens: Sequence[int], index: int = 0) -> int:
+    """Of the sequence with that index."""
+    salt = f" of {index}" if index else ""
+    return FIRST_TOKEN + zlib.crc32(f"{list(tokens)}{salt}".encode()) % NUM_TOKENS
 
 
-def expected(prompt: Sequence[int], num_tokens: int) -> list[int]:
+def expected(prompt: Sequence[int], num_tokens: int, index: int = 0) -> list[int]:
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, index))
     return tokens[len(prompt) :]
 
 
@@ -123,7 +125,7 @@ class FakeWorker:
             kind = request.WhichOneof("command")
             command = getattr(request, kind)
             self.seen.append(command)
-            if kind == "abort":
+            if kind == "abort" and not command.HasField("index"):
                 self.aborted.append((command.request_id, command.attempt))
             if kind in ("submit", "admit") and command.ticket.request_id == self.dies_of:
                 self.num_deaths += 1
@@ -215,45 +217,80 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     def answer(self, session: Session, submitted: ticket_pb2.Ticket) -> None:
         ticket = ticket_pb2.Ticket()
         ticket.CopyFrom(submitted)
-        sequence = ticket.sequences[0]
-        tokens = [*ticket.prompt_token_ids, *sequence.token_ids]
-        if not sequence.token_ids:
+        if not any(sequence.token_ids for sequence in submitted.sequences):
             ticket.num_cached_tokens = self.num_cached
-        output = worker_pb2.SequenceOutput(
-            request_id=ticket.request_id,
-            attempt=ticket.attempt,
-            position=len(tokens),
-            token_ids=[next_token(tokens)],
-            logprobs=told([*tokens, next_token(tokens)], ticket.sampling),
-        )
-        prompt, of_prompt = tokens[: len(ticket.prompt_token_ids)], []
+        ticket.holder_epoch = 2
+        del ticket.sequences[:]
+        outputs = [self._first_token(ticket, sequence) for sequence in submitted.sequences]
+        self.spoil(ticket)
+        prompt, of_prompt = ticket.prompt_token_ids, []
         num_top = self.prompt_logprobs.get(ticket.request_id)
         if num_top is not None:
             of_prompt = [logprobs_of(prompt[:n], num_top) for n in range(2, len(prompt) + 1)]
-        sequence.token_ids.extend(output.token_ids)
-        if len(sequence.token_ids) == ticket.sampling.max_tokens:
-            output.finish_reason = sampling_pb2.FINISH_REASON_LENGTH
-            del ticket.sequences[:]
-        else:
-            ticket.holder_epoch = 2
-            sequence.block_ids.extend(range(len(tokens) // 16 + 1))
-            sequence.num_computed_tokens = len(tokens)
-        self.spoil(ticket)
-        prefilled = prefill_pb2.Prefilled(
-            ticket=ticket, outputs=[output], prompt_logprobs=of_prompt
-        )
+        prefilled = prefill_pb2.Prefilled(ticket=ticket, outputs=outputs, prompt_logprobs=of_prompt)
         session.send(prefilled=prefilled)
+
+    def _first_token(
+        self, ticket: ticket_pb2.Ticket, submitted: ticket_pb2.TicketSequence
+    ) -> worker_pb2.SequenceOutput:
+        """With it the sequence is in the ticket, unless it ends."""
+        tokens = [*ticket.prompt_token_ids, *submitted.token_ids]
+        token = next_token(tokens, submitted.index)
+        output = worker_pb2.SequenceOutput(
+            request_id=ticket.request_id,
+            attempt=ticket.attempt,
+            index=submitted.index,
+            position=len(tokens),
+            token_ids=[token],
+            logprobs=told([*tokens, token], ticket.sampling),
+        )
+        if len(submitted.token_ids) + 1 == ticket.sampling.max_tokens:
+            output.finish_reason = sampling_pb2.FINISH_REASON_LENGTH
+        else:
+            ticket.sequences.add(
+                index=submitted.index,
+                token_ids=[*submitted.token_ids, *output.token_ids],
+                block_ids=range(len(tokens) // 16 + 1),
+                num_computed_tokens=len(tokens),
+            )
+        return output
 
 
 @dataclass(eq=False)
 class Running:
+    """`tokens`: by index, of those that have not ended."""
+
     session: Session
     ticket: ticket_pb2.Ticket
-    tokens: list[int]
+    tokens: dict[int, list[int]]
+
+    @classmethod
+    def of(cls, session: Session, ticket: ticket_pb2.Ticket) -> "Running":
+        return cls(session, ticket, {s.index: list(s.token_ids) for s in ticket.sequences})
 
     @property
     def num_generated(self) -> int:
-        return len(self.tokens) - len(self.ticket.prompt_token_ids)
+        """Of the sequence that has fewest."""
+        return min(map(len, self.tokens.values()))
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.ticket.request_id, self.ticket.attempt
+
+    def at_rest(self) -> ticket_pb2.Ticket:
+        """Its ticket, with the tokens that it has now."""
+        ticket = ticket_pb2.Ticket()
+        ticket.CopyFrom(self.ticket)
+        ticket.holder_epoch += 2
+        del ticket.sequences[:]
+        for index, tokens in self.tokens.items():
+            ticket.sequences.add(
+                index=index,
+                token_ids=tokens,
+                block_ids=[0],
+                num_computed_tokens=len(ticket.prompt_token_ids) + len(tokens) - 1,
+            )
+        return ticket
 
 
 class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
@@ -266,7 +303,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     def __init__(self, worker_id: str = "decode-1", num_slots: int = 64, **fields: Any) -> None:
         super().__init__(worker_id, load=Load(num_free_slots=num_slots), **fields)
         self.num_slots = num_slots
-        self.slots: set[tuple[str, int]] = set()
+        self.slots: dict[tuple[str, int], int] = {}
+        self.ended_early: list[tuple[str, int, int]] = []
         self.running: dict[str, Running] = {}
         self.answers_reservations = True
         self.unanswered: list[tuple[Session, decode_pb2.Reserve]] = []
@@ -287,9 +325,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         if not self.answers_reservations:
             self.unanswered.append((session, reserve))
             return
-        granted = len(self.slots) < self.num_slots
+        granted = sum(self.slots.values()) + reserve.num_sequences <= self.num_slots
         if granted:
-            self.slots.add((reserve.request_id, reserve.attempt))
+            self.slots[reserve.request_id, reserve.attempt] = reserve.num_sequences
         session.send(
             reserved=decode_pb2.Reserved(
                 request_id=reserve.request_id, attempt=reserve.attempt, granted=granted
@@ -303,28 +341,40 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
     def on_admit(self, session: Session, admit: decode_pb2.Admit) -> None:
         ticket = admit.ticket
-        assert (ticket.request_id, ticket.attempt) in self.slots
-        tokens = [*ticket.prompt_token_ids, *ticket.sequences[0].token_ids]
-        self.running[ticket.request_id] = Running(session, ticket, tokens)
+        key = ticket.request_id, ticket.attempt
+        assert len(ticket.sequences) <= self.slots[key]
+        self.slots[key] = len(ticket.sequences)
+        self.running[ticket.request_id] = Running.of(session, ticket)
         self.go_on()
 
     def on_abort(self, session: Session, abort: worker_pb2.Abort) -> None:
-        self.slots.discard((abort.request_id, abort.attempt))
+        key = abort.request_id, abort.attempt
         running = self.running.get(abort.request_id)
-        if running is not None and running.ticket.attempt == abort.attempt:
+        if abort.HasField("index"):
+            self.ended_early.append((*key, abort.index))
+            if running is not None and running.key == key:
+                self._end(running, abort.index)
+            return
+        self.slots.pop(key, None)
+        if running is not None and running.key == key:
             del self.running[abort.request_id]
+
+    def _end(self, running: Running, index: int) -> None:
+        """One sequence of those that run; the request with the last."""
+        if running.tokens.pop(index, None) is None:
+            return
+        if running.key in self.slots:
+            self.slots[running.key] -= 1
+        if not running.tokens:
+            self.slots.pop(running.key, None)
+            self.running.pop(running.ticket.request_id, None)
 
     def on_hand_over(self, session: Session, command: decode_pb2.HandOver) -> None:
         running = self.running.pop(command.request_id, None)
         if running is None:
             return  # it has ended meanwhile
-        self.slots.discard((command.request_id, command.attempt))
-        ticket = running.ticket
-        sequence = ticket.sequences[0]
-        del sequence.token_ids[:]
-        sequence.token_ids.extend(running.tokens[len(ticket.prompt_token_ids) :])
-        sequence.num_computed_tokens = len(running.tokens) - 1
-        ticket.holder_epoch += 2
+        self.slots.pop((command.request_id, command.attempt), None)
+        ticket = running.at_rest()
         reason = worker_pb2.Requeue.REASON_HANDED_OVER
         self.at_rest[command.request_id] = session, ticket
         session.send(requeue=worker_pb2.Requeue(ticket=ticket, reason=reason))
@@ -349,11 +399,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         ticket = ticket_pb2.Ticket(request_id=wanted.request_id, attempt=wanted.attempt)
         running = self.parked.pop(wanted.request_id, None)
         if running is not None:
-            num_prompt = len(running.ticket.prompt_token_ids)
-            ticket.CopyFrom(running.ticket)
-            ticket.attempt, ticket.holder_epoch = wanted.attempt, ticket.holder_epoch + 2
-            ticket.sequences[0].token_ids[:] = running.tokens[num_prompt:]
-            ticket.sequences[0].num_computed_tokens = len(running.tokens) - 1
+            ticket = running.at_rest()
+            ticket.attempt = wanted.attempt
         session.send(
             requeue=worker_pb2.Requeue(ticket=ticket, reason=worker_pb2.Requeue.REASON_HANDED_OVER)
         )
@@ -361,7 +408,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     def requeue(self, request_id: str, reason: Any) -> None:
         """Give a running request back."""
         running = self.running.pop(request_id)
-        self.slots.discard((request_id, running.ticket.attempt))
+        self.slots.pop(running.key, None)
         ticket = ticket_pb2.Ticket(request_id=request_id, attempt=running.ticket.attempt)
         running.session.send(requeue=worker_pb2.Requeue(ticket=ticket, reason=reason))
 
@@ -373,32 +420,35 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             self._stepping = asyncio.create_task(self._steps())
 
     async def _steps(self) -> None:
-        while runnable := [r for r in self.running.values() if self._may_step(r)]:
+        while runnable := list(self._runnable()):
             outputs: dict[Session, list[worker_pb2.SequenceOutput]] = {}
-            for running in runnable:
-                outputs.setdefault(running.session, []).append(self._step(running))
+            for running, index in runnable:
+                outputs.setdefault(running.session, []).append(self._step(running, index))
             for session, mine in outputs.items():
                 session.send(step=decode_pb2.StepOutput(outputs=mine))
             await asyncio.sleep(0)
 
-    def _may_step(self, running: Running) -> bool:
-        return self.pause_after is None or running.num_generated < self.pause_after
+    def _runnable(self) -> Iterator[tuple[Running, int]]:
+        for running in self.running.values():
+            for index, tokens in running.tokens.items():
+                if self.pause_after is None or len(tokens) < self.pause_after:
+                    yield running, index
 
-    def _step(self, running: Running) -> worker_pb2.SequenceOutput:
-        running.tokens.append(next_token(running.tokens))
+    def _step(self, running: Running, index: int) -> worker_pb2.SequenceOutput:
+        ticket, tokens = running.ticket, running.tokens[index]
+        so_far = [*ticket.prompt_token_ids, *tokens]
+        tokens.append(next_token(so_far, index))
         finish = sampling_pb2.FINISH_REASON_UNSPECIFIED
-        ticket = running.ticket
-        if running.num_generated == ticket.sampling.max_tokens:
+        if len(tokens) == ticket.sampling.max_tokens:
             finish = sampling_pb2.FINISH_REASON_LENGTH
-            del self.running[ticket.request_id]
-            self.slots.discard((ticket.request_id, ticket.attempt))
+            self._end(running, index)
         return worker_pb2.SequenceOutput(
             request_id=ticket.request_id,
             attempt=ticket.attempt,
-            index=0,
-            position=len(running.tokens) - 1,
-            token_ids=running.tokens[-1:],
-            logprobs=told(running.tokens, ticket.sampling),
+            index=index,
+            position=len(so_far),
+            token_ids=tokens[-1:],
+            logprobs=told([*so_far, *tokens[-1:]], ticket.sampling),
             finish_reason=finish,
         )
 
@@ -423,7 +473,7 @@ def member(worker: FakePrefill | FakeDecode, address: str, model_dir: str) -> Me
         model="toy",
         model_dir=model_dir,
         max_model_len=worker.max_model_len,
-        max_num_seqs=64,
+        max_num_seqs=getattr(worker, "num_slots", 64),
         load=worker.load,
         engine={"dtype": "float32"},
     )

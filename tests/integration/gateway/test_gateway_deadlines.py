@@ -52,7 +52,7 @@ async def test_a_deadline_that_the_line_does_not_leave_is_refused_at_once(busy: 
     """Each takes 10 s: it would start in 20 s and take 10, and half as much again is in reserve."""
     busy.has_taken(10.0)
     began = asyncio.get_running_loop().time()
-    with pytest.raises(WouldBeLate, match=r"1 requests go first: .* 20\.0 s and take 10\.0 s"):
+    with pytest.raises(WouldBeLate, match=r"1 sequences go first: .* 20\.0 s and take 10\.0 s"):
         await busy.call("r2", timeout_s=44.0).result()
     assert asyncio.get_running_loop().time() - began < 1.0
     assert busy.house.assembly.dispatcher.num_waiting == 1

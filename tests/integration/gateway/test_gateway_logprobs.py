@@ -196,7 +196,7 @@ async def _rest(client: AsyncClient, received: list[int]) -> list[Delta]:
     """What comes to a client that has some tokens already."""
     sampling = Sampling(0.0, seed=7, max_tokens=8, logprobs=NUM_TOP, prompt_logprobs=2)
     message = messages.generate_request(Request(list(PROMPT), sampling, request_id="r1"))
-    message.received.ids.extend(received)
+    message.received.sequences.add(token_ids=received)
     message.received.SetInParent()
     async with asyncio.timeout(20):
         call = client._links.current.inference.Generate(message)

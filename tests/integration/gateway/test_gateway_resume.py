@@ -211,8 +211,7 @@ def message(num_received: int | None, **changes: Any) -> inference_pb2.GenerateR
     )
     if num_received is not None:
         received = fields.get("received", expected(PROMPT, num_received))
-        asked.received.ids.extend(received)
-        asked.received.SetInParent()
+        asked.received.sequences.add(token_ids=received)
     return asked
 
 

@@ -134,3 +134,23 @@ def hello(gateway: FakeGateway) -> FakeGateway:
         inference.GenerateResponse(request_id="r1", deltas=[last], usage=usage),
     ]
     return gateway
+
+
+@pytest.fixture
+def samples(gateway: FakeGateway) -> FakeGateway:
+    """A gateway that answers two samples side by side; the second ends first."""
+    told: list[tuple[int, str, dict[str, Any]]] = [
+        (0, "one", {}),
+        (1, "eins", {}),
+        (1, " zwei", {"finish_reason": "FINISH_REASON_STOP", "stop_string": "drei"}),
+        (0, " two", {"finish_reason": "FINISH_REASON_LENGTH"}),
+    ]
+    gateway.responses = [
+        inference.GenerateResponse(
+            request_id="r1",
+            deltas=[inference.SequenceDelta(index=index, text=text, token_ids=[7], **end)],
+        )
+        for index, text, end in told
+    ]
+    gateway.responses[-1].usage.num_generated_tokens = 4
+    return gateway

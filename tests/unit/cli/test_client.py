@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 import quire
-from quire import AsyncClient, ChatMessage, Client, Sampling
+from quire import AsyncClient, ChatMessage, Choice, Client, Sampling
 from quire.messages import Request, generate_request
 
 ERRORS = {
@@ -90,3 +90,15 @@ def test_prompts_of_each_kind() -> None:
 
 def test_an_empty_prompt_is_for_the_server_to_refuse() -> None:
     assert generate_request(Request([])).WhichOneof("input") == "token_ids"
+
+
+def test_each_sample_of_a_completion_is_a_choice(samples: Any) -> None:
+    with Client(samples.address) as client:
+        completion = client.complete("Hi", Sampling(n=2))
+    assert samples.requests[0].sampling.n == 2
+    assert completion.choices == (
+        Choice(0, "one two", (7, 7), "length"),
+        Choice(1, "eins zwei", (7, 7), "stop", "drei"),
+    )
+    assert completion.text == "one two"
+    assert completion.usage.num_generated_tokens == 4

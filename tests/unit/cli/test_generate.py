@@ -77,6 +77,14 @@ def test_a_bias_is_a_token_and_a_number(bias: str, capsys: Any) -> None:
     assert f"{bias!r} is not ID=BIAS" in capsys.readouterr().err
 
 
+def test_samples_are_shown_one_after_another(samples: Any, capsys: Any) -> None:
+    """The first as it comes; what came of the second meanwhile, when its turn has come."""
+    assert main(["generate", "Hi", "--n", "2"]) == 0
+    assert samples.requests[0].sampling.n == 2
+    shown = "--- 1 of 2 ---\none two\n--- 2 of 2 ---\neins zwei\n"
+    assert capsys.readouterr().out == shown
+
+
 def test_json_gives_one_delta_a_line(hello: Any, capsys: Any) -> None:
     assert main(["generate", "Hi", "--json"]) == 0
     first, last = (json.loads(line) for line in capsys.readouterr().out.splitlines())

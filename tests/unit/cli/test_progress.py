@@ -8,7 +8,8 @@ from quire.errors import QuireError, translated
 from quire.messages import Request
 from quire.progress import Progress
 from quire.types import Sampling
-from quire.v1.inference_pb2 import GenerateResponse, SequenceDelta
+from quire.v1.inference_pb2 import GenerateResponse, SequenceDelta, Usage
+from quire.v1.sampling_pb2 import FINISH_REASON_LENGTH
 from tests.clock import Clock
 
 GONE = Unreachable("nobody answers", "unreachable")
@@ -35,7 +36,8 @@ def test_every_call_asks_for_the_same_and_says_what_came(clock: Clock) -> None:
     asked.saw(SOME)
     asked.broke(GONE)
     again = asked.message()
-    assert list(again.received.ids) == [7, 8, 7, 8]
+    (received,) = again.received.sequences
+    assert (received.index, list(received.token_ids)) == (0, [7, 8, 7, 8])
     assert (again.request_id, again.sampling.seed) == (name, seed)
 
 
@@ -113,3 +115,21 @@ def test_the_deadline_is_that_of_all_calls_together(clock: Clock) -> None:
     clock.now_s += 3.0
     with pytest.raises(DeadlineExceeded):
         asked.broke(GONE)
+
+
+def test_every_sequence_says_how_far_it_has_come(clock: Clock) -> None:
+    asked = progress(clock)
+    ended = SequenceDelta(index=2, token_ids=[5], finish_reason="FINISH_REASON_LENGTH")
+    asked.saw(GenerateResponse(deltas=[SequenceDelta(index=1, token_ids=[7])]))
+    asked.saw(GenerateResponse(deltas=[ended]))
+    asked.saw(GenerateResponse(deltas=[SequenceDelta(index=1, token_ids=[8])]))
+    asked.broke(GONE)
+    sequences = asked.message().received.sequences
+    received = {s.index: (list(s.token_ids), s.finish_reason) for s in sequences}
+    assert received == {1: ([7, 8], 0), 2: ([5], FINISH_REASON_LENGTH)}
+
+
+def test_a_break_behind_the_end_is_none(clock: Clock) -> None:
+    asked = progress(clock)
+    asked.saw(GenerateResponse(deltas=SOME.deltas, usage=Usage(num_generated_tokens=2)))
+    assert asked.broke(GONE) is None

@@ -4,8 +4,8 @@ import pytest
 
 from services.common.errors import PoisonRequest, Unavailable
 from services.common.ticket import FinishReason
-from services.gateway.journey import Stage
 from services.gateway.messages import Admit
+from services.gateway.stage import Stage
 
 from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected, generated, next_token
 

@@ -70,7 +70,9 @@ async def harbour() -> Harbour:
 
 def member(worker_id: str, role: Role, pool_id: str = "a", model: str = "one") -> Member:
     return Member(
-        worker_id, role, "host:1", "serving", 1, 1, pool_id, model, model, max_model_len=4096
+        *(worker_id, role, "host:1", "serving", 1, 1, pool_id, model, model),
+        max_model_len=4096,
+        max_num_seqs=16,
     )
 
 
@@ -86,6 +88,7 @@ async def test_a_model_is_served_by_pools_with_workers_of_each_kind(harbour: Har
     served = harbour.fleet.served("one")
     assert served is not None
     assert served.max_model_len == 2048
+    assert served.most_slots == 16
     assert harbour.fleet.served("three") is None
 
 

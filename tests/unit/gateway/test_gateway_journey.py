@@ -9,7 +9,6 @@ import pytest
 
 from services.common.errors import DeadlineExceeded, KVCorrupt, PoisonRequest, Unavailable
 from services.common.ticket import FinishReason, successor_of
-from services.gateway.journey import Stage
 from services.gateway.messages import (
     Abort,
     Admit,
@@ -23,6 +22,7 @@ from services.gateway.messages import (
     Reserved,
     Submit,
 )
+from services.gateway.stage import Stage
 from services.gateway.worker import Worker
 
 from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected, generated, next_token
@@ -69,7 +69,7 @@ async def test_a_refusal_leaves_it_where_it_was() -> None:
     walk = Walk()
     assert not await walk.reserve(granted=False)
     assert (walk.journey.stage, walk.journey.attempt) == (Stage.QUEUED, 1)
-    assert walk.decode.full
+    assert walk.decode.refused == 1
     assert not walk.decode.guests
     assert [type(command) for command in walk.decode.sent] == [Reserve]
 

@@ -11,6 +11,7 @@ from services.gateway.line import RISE_EVERY_S, Line, Place, ServiceRate
 @dataclass(frozen=True, eq=False)
 class Somebody:
     place: Place
+    num_sequences: int = 1
 
 
 def somebody(arrival: int, priority: int = 0) -> Somebody:

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from services.common.ticket import FinishReason, Ticket, TicketSequence
-from services.gateway.journey import Stage
 from services.gateway.messages import (
     Abort,
     Admit,
@@ -17,6 +16,7 @@ from services.gateway.messages import (
     Reserved,
     Submit,
 )
+from services.gateway.stage import Stage
 
 from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected, generated
 
@@ -57,7 +57,7 @@ async def test_a_running_request_moves_when_there_is_a_slot_for_it() -> None:
     assert isinstance(admit, Admit)
     assert given.ticket is not None
     assert admit.ticket == replace(given.ticket, attempt=2)
-    assert (walk.decode.guests, other.guests) == (set(), {walk.journey})
+    assert (walk.decode.guests, other.guests) == ({}, {walk.journey: 1})
     assert walk.journey.settled_at is None
     rest = expected(MAX_TOKENS)[4:]
     walk.journey.on_event(other, generated(walk, *rest, finish=FinishReason.LENGTH))
@@ -75,7 +75,7 @@ async def test_without_a_slot_elsewhere_it_stays() -> None:
     walk.journey.on_event(other, Reserved("r1", 2, granted=False))
     assert not await move
     assert walk.journey.settled_at is walk.decode
-    assert other.full
+    assert other.refused == 1
     assert not other.guests
     assert walk.decode.guests
     walk.journey.end()

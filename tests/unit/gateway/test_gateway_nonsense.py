@@ -7,8 +7,8 @@ import pytest
 
 from services.common.errors import DuplicateRequest, InvalidRequest
 from services.common.ticket import FinishReason
-from services.gateway.journey import Stage
 from services.gateway.messages import Abort, Failed, Requeued, RequeueReason
+from services.gateway.stage import Stage
 
 from .walk import MAX_TOKENS, Walk, expected, generated
 
@@ -30,7 +30,7 @@ async def test_tokens_that_cannot_be_are_not_the_clients(
     await walk.until_decoding()
     walk.journey.on_event(walk.decode, generated(walk, *tokens, finish=finish))
     assert walk.journey.stage is Stage.QUEUED
-    assert walk.journey.client.tokens == expected(1)
+    assert walk.output.sequences[0].tokens == expected(1)
 
 
 async def test_a_ticket_that_is_refused_is_computed_again() -> None:

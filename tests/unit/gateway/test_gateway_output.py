@@ -12,8 +12,9 @@ from services.common.text.detokenizer import Detokenizer
 from services.common.text.pieces import Pieces
 from services.common.text.stop_strings import StopMatcher
 from services.common.ticket import FinishReason
-from services.gateway.api import Candidate, Delta
+from services.gateway.api import Candidate, Delta, Received
 from services.gateway.output import MAX_UNREAD_TOKENS, Output, Tally
+from services.gateway.sequence import Sequence
 from services.gateway.spelling import Speller
 from services.gateway.text import Text
 
@@ -24,12 +25,12 @@ END = 0
 class CountingMeter:
     def __init__(self) -> None:
         self.first: list[float] = []
-        self.later: list[tuple[int, float]] = []
+        self.later: list[tuple[int, float | None]] = []
 
     def first_token(self, after_s: float) -> None:
         self.first.append(after_s)
 
-    def tokens(self, num_tokens: int, after_s: float) -> None:
+    def tokens(self, num_tokens: int, after_s: float | None) -> None:
         self.later.append((num_tokens, after_s))
 
 
@@ -38,24 +39,32 @@ def make(
     stop_token_ids: tuple[int, ...] = (),
     meter: CountingMeter | None = None,
     speller: Speller | None = None,
+    num_sequences: int = 1,
     shows_end: bool = False,
     min_tokens: int = 0,
 ) -> Output:
     """Its clock shows 1, 2, 3 ...; the request arrived at 0."""
     ticks = itertools.count(1.0)
+    sequences = [
+        Sequence(
+            index,
+            Text(
+                Detokenizer(Pieces(BYTES, BYTES)),
+                StopMatcher(stops, included=shows_end),
+                min_tokens=min_tokens,
+                shows_end=shows_end,
+            ),
+            frozenset(stop_token_ids),
+            speller,
+        )
+        for index in range(num_sequences)
+    ]
     return Output(
         "r1",
         Tally(num_prompt_tokens=5, arrived_at=0.0),
-        Text(
-            Detokenizer(Pieces(BYTES, BYTES)),
-            StopMatcher(stops, included=shows_end),
-            min_tokens=min_tokens,
-            shows_end=shows_end,
-        ),
-        stop_token_ids,
+        sequences,
         meter or CountingMeter(),
         lambda: next(ticks),
-        speller,
     )
 
 
@@ -71,8 +80,10 @@ def ids(text: str) -> tuple[int, ...]:
 async def test_what_was_not_read_becomes_one_delta() -> None:
     output = make()
     for char in "abc":
-        assert not output.write(ids(char), None)
-    assert output.write(ids("d"), FinishReason.LENGTH)
+        output.write(0, ids(char), None)
+    assert not output.has_ended
+    output.write(0, ids("d"), FinishReason.LENGTH)
+    assert output.has_ended
     output.close(None)
     (delta,) = await read(output)
     assert (delta.text, delta.token_ids) == ("abcd", ids("abcd"))
@@ -84,11 +95,11 @@ async def test_what_was_not_read_becomes_one_delta() -> None:
 
 async def test_what_comes_while_the_reader_has_a_delta_is_the_next_one() -> None:
     output = make()
-    output.write(ids("a"), None)
+    output.write(0, ids("a"), None)
     deltas = output.deltas()
     assert (await anext(deltas)).text == "a"
-    output.write(ids("b"), None)
-    output.write(ids("c"), FinishReason.LENGTH)
+    output.write(0, ids("b"), None)
+    output.write(0, ids("c"), FinishReason.LENGTH)
     output.close(None)
     assert [delta.text async for delta in deltas] == ["bc"]
 
@@ -96,23 +107,25 @@ async def test_what_comes_while_the_reader_has_a_delta_is_the_next_one() -> None
 async def test_a_character_is_never_split() -> None:
     output = make()
     euro = "€".encode()
-    output.write(tuple(euro[:2]), None)
+    output.write(0, tuple(euro[:2]), None)
     deltas = output.deltas()
     first = await anext(deltas)
     assert (first.text, first.token_ids) == ("", tuple(euro[:2]))
-    output.write(tuple(euro[2:]), None)
+    output.write(0, tuple(euro[2:]), None)
     assert (await anext(deltas)).text == "€"
-    output.write(tuple(euro[:1]), FinishReason.LENGTH)
+    output.write(0, tuple(euro[:1]), FinishReason.LENGTH)
     output.close(None)
     assert [delta.text async for delta in deltas] == ["\ufffd"]
 
 
 async def test_a_stop_string_is_never_shown_and_the_rest_is_dropped() -> None:
     output = make("STOP")
-    assert not output.write(ids("go S"), None)
+    output.write(0, ids("go S"), None)
+    assert not output.has_ended
     deltas = output.deltas()
     assert (await anext(deltas)).text == "go "
-    assert output.write(ids("TOP and more"), FinishReason.LENGTH)
+    output.write(0, ids("TOP and more"), FinishReason.LENGTH)
+    assert output.has_ended
     output.close(None)
     (last,) = [delta async for delta in deltas]
     assert (last.text, last.token_ids) == ("", ids("TOP"))
@@ -123,7 +136,7 @@ async def test_a_stop_string_is_never_shown_and_the_rest_is_dropped() -> None:
 
 async def test_what_was_held_back_for_a_stop_string_comes_out_at_the_end() -> None:
     output = make("STOP")
-    output.write(ids("go STO"), FinishReason.LENGTH)
+    output.write(0, ids("go STO"), FinishReason.LENGTH)
     output.close(None)
     (delta,) = await read(output)
     assert (delta.text, delta.finish_reason) == ("go STO", FinishReason.LENGTH)
@@ -135,49 +148,17 @@ async def test_the_token_that_stopped_it_is_no_text(
 ) -> None:
     """An end of sequence stops without anybody having asked for that token."""
     output = make(stop_token_ids=asked)
-    assert output.write((*ids("ab"), END), FinishReason.STOP)
+    output.write(0, (*ids("ab"), END), FinishReason.STOP)
+    assert output.has_ended
     output.close(None)
     (delta,) = await read(output)
     assert (delta.text, delta.token_ids) == ("ab", (*ids("ab"), END))
     assert (delta.finish_reason, delta.stopped_by) == (FinishReason.STOP, stopped_by)
 
 
-async def test_what_ended_it_can_be_shown() -> None:
-    output = make("STOP", shows_end=True)
-    assert output.write(ids("go STOP and more"), None)
-    output.close(None)
-    (delta,) = await read(output)
-    assert (delta.text, delta.token_ids, delta.stopped_by) == ("go STOP", ids("go STOP"), "STOP")
-
-    output = make(stop_token_ids=ids("!"), shows_end=True)
-    assert output.write(ids("ab!"), FinishReason.STOP)
-    output.close(None)
-    (delta,) = await read(output)
-    assert (delta.text, delta.stopped_by) == ("ab!", ids("!")[0])
-
-
-@pytest.mark.parametrize(
-    ("min_tokens", "text"), [(0, "a"), (2, "a"), (3, "ab|a"), (5, "ab|a"), (6, "ab|ab|")]
-)
-async def test_no_stop_string_counts_in_the_first_tokens(min_tokens: int, text: str) -> None:
-    """`b|` is complete with the third and with the sixth token."""
-    output = make("b|", min_tokens=min_tokens)
-    output.write(ids("ab|ab|"), FinishReason.LENGTH)
-    output.close(None)
-    assert "".join(delta.text for delta in await read(output)) == text
-
-
-async def test_received_tokens_count_for_min_tokens() -> None:
-    output = make("|", min_tokens=2)
-    output.replay(ids("a|"))
-    assert output.write(ids("b|"), None)
-    with pytest.raises(InvalidRequest, match="a stop string"):
-        make("|", min_tokens=1).replay(ids("a|"))
-
-
 async def test_an_error_comes_in_place_of_what_was_not_read() -> None:
     output = make()
-    output.write(ids("a"), None)
+    output.write(0, ids("a"), None)
     output.close(Unavailable("gone"))
     with pytest.raises(Unavailable, match="gone"):
         await read(output)
@@ -193,9 +174,9 @@ async def test_a_reader_that_waits_hears_of_the_end() -> None:
 
 async def test_unread_tokens_have_a_limit() -> None:
     output = make()
-    output.write((97,) * MAX_UNREAD_TOKENS, None)
+    output.write(0, (97,) * MAX_UNREAD_TOKENS, None)
     assert not output.overflowing
-    output.write((97,), None)
+    output.write(0, (97,), None)
     assert output.overflowing
 
 
@@ -209,9 +190,9 @@ async def test_only_the_first_prefill_found_what_others_had_cached() -> None:
 async def test_times_are_measured_from_arrival_and_from_token_to_token() -> None:
     meter = CountingMeter()
     output = make(meter=meter)
-    output.write(ids("a"), None)
-    output.write(ids("bc"), None)
-    assert (meter.first, meter.later) == ([1.0], [(2, 1.0)])
+    output.write(0, ids("a"), None)
+    output.write(0, ids("bc"), None)
+    assert (meter.first, meter.later) == ([1.0], [(1, None), (2, 1.0)])
 
 
 class Letters:
@@ -233,8 +214,8 @@ def told(*values: float) -> tuple[Logprobs, ...]:
 
 async def test_tokens_come_with_their_logprobs_spelled_out() -> None:
     output = telling()
-    output.write(ids("a"), None, told(-0.5))
-    output.write((*"€".encode(), END), FinishReason.STOP, told(-1.0, -2.0, -3.0, -4.0))
+    output.write(0, ids("a"), None, told(-0.5))
+    output.write(0, (*"€".encode(), END), FinishReason.STOP, told(-1.0, -2.0, -3.0, -4.0))
     output.close(None)
     (delta,) = await read(output)
     assert [each.chosen.token for each in delta.logprobs] == [
@@ -249,23 +230,23 @@ async def test_tokens_come_with_their_logprobs_spelled_out() -> None:
     # Where each begins: the parts of a character where it does, what is no text at the end.
     assert [each.text_offset for each in delta.logprobs] == [0, 1, 1, 1, 2]
     assert all(each.top == (Candidate(97, 0.0, 1, b"a"),) for each in delta.logprobs)
-    assert output.cumulative_logprob == -10.5
+    assert output.sequences[0].cumulative_logprob == -10.5
 
 
 async def test_behind_a_stop_string_nothing_is_told() -> None:
     output = telling("bc")
-    output.write(ids("abcd"), None, told(-1.0, -2.0, -4.0, -8.0))
+    output.write(0, ids("abcd"), None, told(-1.0, -2.0, -4.0, -8.0))
     output.close(None)
     (delta,) = await read(output)
     assert (delta.text, delta.token_ids) == ("a", ids("abc"))
     assert [each.chosen.token for each in delta.logprobs] == [b"a", b"b", b"c"]
-    assert output.cumulative_logprob == -7.0
+    assert output.sequences[0].cumulative_logprob == -7.0
 
 
 async def test_offsets_go_on_where_a_client_was() -> None:
     output = telling()
-    output.replay(ids("abc"))
-    output.write(ids("d"), FinishReason.LENGTH, told(-1.0))
+    output.replay([Received(0, ids("abc"))])
+    output.write(0, ids("d"), FinishReason.LENGTH, told(-1.0))
     output.close(None)
     (delta,) = await read(output)
     assert [each.text_offset for each in delta.logprobs] == [3]
@@ -276,11 +257,47 @@ async def test_unread_logprobs_count() -> None:
     output = telling()
     top = Logprobs(-1.0, 1, tuple(range(20)), (-2.0,) * 20)
     for _ in range(160):
-        output.write(ids("a"), None, (top,))
+        output.write(0, ids("a"), None, (top,))
         assert not output.congested
     for _ in range(10):
-        output.write(ids("a"), None, (top,))
+        output.write(0, ids("a"), None, (top,))
     assert output.congested
     assert not output.overflowing
     await anext(output.deltas())
     assert not output.congested
+
+
+async def test_what_ended_it_can_be_shown() -> None:
+    output = make("STOP", shows_end=True)
+    output.write(0, ids("go STOP and more"), None)
+    assert output.has_ended
+    output.close(None)
+    (delta,) = await read(output)
+    assert (delta.text, delta.token_ids, delta.stopped_by) == ("go STOP", ids("go STOP"), "STOP")
+
+    output = make(stop_token_ids=ids("!"), shows_end=True)
+    output.write(0, ids("ab!"), FinishReason.STOP)
+    assert output.has_ended
+    output.close(None)
+    (delta,) = await read(output)
+    assert (delta.text, delta.stopped_by) == ("ab!", ids("!")[0])
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "text"), [(0, "a"), (2, "a"), (3, "ab|a"), (5, "ab|a"), (6, "ab|ab|")]
+)
+async def test_no_stop_string_counts_in_the_first_tokens(min_tokens: int, text: str) -> None:
+    """`b|` is complete with the third and with the sixth token."""
+    output = make("b|", min_tokens=min_tokens)
+    output.write(0, ids("ab|ab|"), FinishReason.LENGTH)
+    output.close(None)
+    assert "".join(delta.text for delta in await read(output)) == text
+
+
+async def test_received_tokens_count_for_min_tokens() -> None:
+    output = make("|", min_tokens=2)
+    output.replay([Received(0, ids("a|"))])
+    output.write(0, ids("b|"), None)
+    assert output.has_ended
+    with pytest.raises(InvalidRequest, match="a stop string"):
+        make("|", min_tokens=1).replay([Received(0, ids("a|"))])

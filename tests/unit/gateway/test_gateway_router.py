@@ -20,7 +20,7 @@ def spec(pool_id: str, num_blocks: int = 64) -> PoolSpec:
 
 def worker(worker_id: str, num_free_slots: int = 0, num_pending_tokens: int = 0) -> Worker:
     load = Load(num_free_slots=num_free_slots, num_pending_tokens=num_pending_tokens)
-    member = Member(worker_id, "decode", "host:1", "serving", 1, 1, load=load)
+    member = Member(worker_id, "decode", "host:1", "serving", 1, 1, max_num_seqs=16, load=load)
     known = Worker(member, lambda command: None)
     known.connected = True
     return known
@@ -125,10 +125,12 @@ def test_the_common_prefix_with_what_is_under_way_is_counted_in_blocks(num_commo
 
 def test_free_slots_are_those_reported_less_what_we_took_since() -> None:
     decode = worker("d", num_free_slots=4)
-    decode.join("a")
-    decode.join("b")
-    assert decode.num_free_slots == 2
-    decode.report(Load(num_free_slots=2), draining=False)
+    decode.join("a", 1)
+    decode.join("b", 2)
+    assert decode.num_free_slots == 1
+    decode.report(Load(num_free_slots=1), draining=False)
+    assert decode.num_free_slots == 1
+    decode.join("b", 1)  # one of its sequences has ended
     assert decode.num_free_slots == 2
     decode.leave("a")
     assert decode.num_free_slots == 3
@@ -137,14 +139,28 @@ def test_free_slots_are_those_reported_less_what_we_took_since() -> None:
 def test_decode_workers_are_asked_the_least_loaded_first_and_not_where_they_refused() -> None:
     workers = {name: worker(name, slots) for name, slots in (("d1", 1), ("d2", 5), ("d3", 3))}
     every = Pool(spec("a"), (), tuple(workers.values()))
-    assert [each.id for each in every.open_decode] == ["d2", "d3", "d1"]
-    workers["d2"].full = True
+    assert [each.id for each in every.open_decode()] == ["d2", "d3", "d1"]
+    workers["d2"].refuse(1)
     workers["d3"].unresponsive = True
-    assert [each.id for each in every.open_decode] == ["d1"]
+    assert [each.id for each in every.open_decode()] == ["d1"]
     workers["d2"].report(Load(num_free_slots=1), draining=False)
-    assert [each.id for each in every.open_decode] == ["d1", "d2"]
+    assert [each.id for each in every.open_decode()] == ["d1", "d2"]
     workers["d2"].draining = True
-    assert [each.id for each in every.open_decode] == ["d1"]
+    assert [each.id for each in every.open_decode()] == ["d1"]
+
+
+def test_who_refused_many_is_asked_for_few_and_for_many_once_there_is_room() -> None:
+    decode = worker("d", num_free_slots=4)
+    decode.refuse(8)
+    assert [decode.is_open(number) for number in (1, 7, 8, 9)] == [True, True, False, False]
+    decode.report(Load(num_free_slots=7), draining=False)
+    assert not decode.is_open(8)
+    decode.report(Load(num_free_slots=8), draining=False)
+    assert decode.is_open(8)
+    decode.refuse(8)
+    decode.leave("a guest")
+    assert decode.is_open(8)
+    assert not decode.is_open(17)  # it never runs so many
 
 
 def test_an_abort_names_request_and_attempt() -> None:

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from quire.v1 import inference_pb2, sampling_pb2
+from services.common.ticket import FinishReason
 from services.gateway.api import (
     ChatMessage,
     Delta,
     GenerationRequest,
+    Received,
     RequestedSampling,
     ServedModel,
 )
@@ -61,6 +63,7 @@ async def test_every_field_arrives() -> None:
         min_tokens=2,
         include_stop_str_in_output=True,
         skip_special_tokens=False,
+        n=3,
     )
     message = inference_pb2.GenerateRequest(
         request_id="r",
@@ -70,6 +73,8 @@ async def test_every_field_arrives() -> None:
         priority=-3,
         cache_salt="tenant",
     )
+    message.received.sequences.add(index=2, token_ids=[8, 9])
+    message.received.sequences.add(index=0, finish_reason="FINISH_REASON_LENGTH")
     wanted = RequestedSampling(
         *(0.5, 3, 0.75, 0.25, 2**63, 9, ("a", "b"), (4, 5), True),
         repetition_penalty=1.5,
@@ -81,9 +86,15 @@ async def test_every_field_arrives() -> None:
         min_tokens=2,
         include_stop_str_in_output=True,
         skip_special_tokens=False,
+        n=3,
     )
+    received = Received(2, (8, 9)), Received(0, (), FinishReason.LENGTH)
     assert await asked_for(message, 1.5) == GenerationRequest(
-        (1, 2), "r", "m", wanted, priority=-3, cache_salt="tenant", timeout_s=1.5
+        *((1, 2), "r", "m", wanted),
+        priority=-3,
+        cache_salt="tenant",
+        timeout_s=1.5,
+        received=received,
     )
 
 

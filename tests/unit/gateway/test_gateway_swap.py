@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from services.common.ticket import FinishReason, Swapped, Ticket, TicketSequence
-from services.gateway.journey import Stage
 from services.gateway.messages import Abort, Generated, Requeued, RequeueReason, Submit
+from services.gateway.stage import Stage
 
 from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected
 

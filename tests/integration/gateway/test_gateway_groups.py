@@ -1,0 +1,250 @@
+"""Several sequences for one prompt, over real streams, with workers that compute nothing."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from quire import AsyncClient
+from quire.types import Sampling
+from quire.v1 import decode_pb2, worker_pb2
+from services.common.errors import InvalidRequest, NoWorker, PromptTooLong
+from services.gateway import admission, output
+from services.gateway.api import Delta
+from tests.proxy import Proxy
+
+from .conftest import PROMPT, SPEC, Call, House, asked, until
+from .fakes import FakeDecode, FakePrefill, expected
+
+NUM = 3
+N = {"n": NUM}
+
+
+@pytest.fixture(autouse=True)
+def n_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_N", 64)
+
+
+def tokens_of(deltas: list[Delta]) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {}
+    for delta in deltas:
+        tokens.setdefault(delta.index, []).extend(delta.token_ids)
+    return tokens
+
+
+def all_of(num_tokens: int = 8, num: int = NUM) -> dict[int, list[int]]:
+    return {index: expected(PROMPT, num_tokens, index) for index in range(num)}
+
+
+async def test_each_sequence_comes_with_its_index(make_house: Any) -> None:
+    """One ticket, one prefill, a slot for each."""
+    prefill, decode = FakePrefill(), FakeDecode()
+    house: House = await make_house(prefill, decode)
+    call = Call(house.gateway, asked(sampling=N))
+    last = await call.result()
+    assert tokens_of(call.deltas) == all_of()
+    (ticket,) = prefill.submitted
+    assert [sequence.index for sequence in ticket.sequences] == list(range(NUM))
+    (reserve,) = decode.commands(decode_pb2.Reserve)
+    assert reserve.num_sequences == NUM
+    assert last.usage is not None
+    assert (last.usage.num_prompt_tokens, last.usage.num_generated_tokens) == (len(PROMPT), 24)
+    assert [delta.usage for delta in call.deltas[:-1]] == [None] * (len(call.deltas) - 1)
+    await until(lambda: not decode.slots)
+
+
+@pytest.mark.parametrize("received", [1, 3])
+async def test_a_group_whose_worker_dies_goes_on_elsewhere(make_house: Any, received: int) -> None:
+    prefill = FakePrefill()
+    dies, other = FakeDecode("decode-1", num_slots=64), FakeDecode("decode-2", num_slots=8)
+    house = await make_house(prefill, dies, other)
+    dies.pause_after = received
+    call = Call(house.gateway, asked(sampling=N))
+    await until(lambda: len(call.tokens) == NUM * received and "r1" in dies.running)
+    dies.break_streams()
+    await call.result()
+    assert tokens_of(call.deltas) == all_of()
+    again = prefill.submitted[-1]
+    assert [list(s.token_ids) for s in again.sequences] == list(all_of(received).values())
+
+
+async def test_what_has_ended_is_not_computed_again(make_house: Any) -> None:
+    """One is ended by its stop string, and then the worker dies."""
+    texts = {index: bytes(tokens).decode() for index, tokens in all_of().items()}
+    stop = texts[1][2:5]
+    assert not any(stop in texts[index] for index in (0, 2))
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    decode.pause_after = 6
+    call = Call(house.gateway, asked(sampling={**N, "stop": (stop,)}))
+    await until(lambda: ("r1", 1, 1) in decode.ended_early)
+    await until(lambda: decode.slots == {("r1", 1): 2})
+    decode.break_streams()
+    decode.go_on(pause_after=8)
+    await call.result()
+    assert tokens_of(call.deltas) == {**all_of(), 1: expected(PROMPT, 5, 1)}
+    assert [s.index for s in prefill.submitted[-1].sequences] == [0, 2]
+    (end,) = [delta for delta in call.deltas if delta.index == 1 and delta.finish_reason]
+    assert end.stopped_by == stop
+
+
+async def test_a_group_gets_its_slots_before_those_behind_it(make_house: Any) -> None:
+    """Singles hold all slots. Their places are not given to later singles while the group waits."""
+    prefill, decode = FakePrefill(), FakeDecode(num_slots=4)
+    house = await make_house(prefill, decode)
+    decode.pause_after = 2
+    first = [Call(house.gateway, asked(f"first-{n}", max_tokens=4)) for n in range(4)]
+    await until(lambda: len(decode.running) == 4)
+    group = Call(house.gateway, asked("group", sampling={"n": 4}))
+    await house.num_waiting(1)
+    later = []
+    for number in range(4):
+        later.append(Call(house.gateway, asked(f"later-{number}")))
+        await house.num_waiting(2 + number)
+    for number in range(4):  # one after another gets free
+        running = decode.running[f"first-{number}"]
+        running.tokens[0].extend(expected(PROMPT, 3)[2:])
+        running.session.send(
+            step=decode_pb2.StepOutput(
+                outputs=[
+                    worker_pb2.SequenceOutput(
+                        request_id=f"first-{number}",
+                        attempt=running.ticket.attempt,
+                        position=len(PROMPT) + 2,
+                        token_ids=expected(PROMPT, 3)[2:],
+                    )
+                ]
+            )
+        )
+        await first[number].cancel()
+        await until(lambda number=number: f"first-{number}" not in decode.running)  # type: ignore[misc]
+    decode.go_on(pause_after=8)
+    for call in (group, *later):
+        await call.result()
+    assert tokens_of(group.deltas) == all_of(num=4)
+    order = [ticket.request_id for ticket in prefill.submitted[4:]]
+    assert order == ["group", *(f"later-{number}" for number in range(4))]
+
+
+async def test_a_worker_with_room_for_all_is_chosen(make_house: Any) -> None:
+    small, large = FakeDecode("decode-1", num_slots=2), FakeDecode("decode-2", num_slots=3)
+    house = await make_house(FakePrefill(), small, large)
+    await Call(house.gateway, asked(sampling=N)).result()
+    assert not small.commands(decode_pb2.Reserve)
+
+
+@pytest.mark.parametrize(
+    ("n", "error", "problem"),
+    [
+        (0, InvalidRequest, r"n is 0, not in \[1, 64\]"),
+        (65, InvalidRequest, r"n is 65, not in \[1, 64\]"),
+        (9, InvalidRequest, "n is 9; the decode workers run at most 8 sequences"),
+    ],
+)
+async def test_a_group_that_no_worker_takes_is_refused_with_the_numbers(
+    make_house: Any, n: int, error: type[Exception], problem: str
+) -> None:
+    workers = FakeDecode("decode-1", num_slots=8), FakeDecode("decode-2", num_slots=2)
+    house = await make_house(FakePrefill(), *workers)
+    with pytest.raises(error, match=problem):
+        await Call(house.gateway, asked(sampling={"n": n})).result()
+    assert not any(worker.seen for worker in workers)
+
+
+async def test_a_group_that_never_fits_is_refused_with_the_numbers(make_house: Any) -> None:
+    """The prompt's full blocks are shared, the rest is there for each."""
+    house = await make_house(FakePrefill(), FakeDecode())
+    num_own = SPEC.num_blocks // 8
+    prompt = (1,) * 40
+    num_tokens = (num_own + 2) * 16 - 40
+    wide = asked("r1", num_tokens, prompt=prompt, sampling={"n": 8})
+    with pytest.raises(PromptTooLong, match=rf", 8 times, need {8 * num_own + 2} blocks"):
+        await Call(house.gateway, wide).result()
+
+
+async def test_a_group_whose_worker_has_gone_for_good_is_told_so(make_house: Any) -> None:
+    """Another one is there, which has not so many slots."""
+    large = FakeDecode("decode-1", num_slots=8)
+    house = await make_house(FakePrefill(), large, patience_s=0.2)
+    large.pause_after = 2
+    call = Call(house.gateway, asked(sampling={"n": 8}))
+    await until(lambda: "r1" in large.running)
+    await house.add(FakeDecode("decode-2", num_slots=2))
+    await house.registry.withdraw("decode-1")
+    large.break_streams()
+    with pytest.raises(NoWorker, match="8 sequences at a time"):
+        await call.result()
+
+
+async def test_a_group_moves_from_a_worker_that_leaves(make_house: Any) -> None:
+    leaving, staying = FakeDecode("decode-1", num_slots=64), FakeDecode("decode-2", num_slots=8)
+    prefill = FakePrefill()
+    house = await make_house(prefill, leaving, staying)
+    leaving.pause_after = 3
+    call = Call(house.gateway, asked(sampling=N))
+    await until(lambda: len(call.tokens) == 9 and "r1" in leaving.running)
+    leaving.report(leaving.load, draining=True)
+    await call.result()
+    assert tokens_of(call.deltas) == all_of()
+    assert len(prefill.submitted) == 1
+    (admit,) = staying.commands(decode_pb2.Admit)
+    assert [len(s.token_ids) for s in admit.ticket.sequences] == [3, 3, 3]
+
+
+async def test_who_does_not_read_a_group_pauses_it(
+    make_house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "PAUSE_UNREAD_TOKENS", 20)
+    decode = FakeDecode()
+    decode.pause_after = 40
+    house = await make_house(FakePrefill(), decode)
+    deltas = house.gateway.generate(asked(max_tokens=100, sampling=N))
+    got = [await anext(deltas)]
+    await until(lambda: bool(decode.at_rest))
+    decode.pause_after = None
+    got += [delta async for delta in deltas]
+    assert tokens_of(got) == all_of(100)
+
+
+# ── clients that go on ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+async def proxied(make_house: Any) -> AsyncIterator[tuple[FakePrefill, FakeDecode, list[Proxy]]]:
+    """Two gateways on the same workers, each behind a proxy."""
+    workers = FakePrefill(), FakeDecode()
+    first = await make_house(*workers)
+    second = await first.another()
+    proxies = [Proxy(await house.listen()) for house in (first, second)]
+    for proxy in proxies:
+        await proxy.__aenter__()
+    yield *workers, proxies
+    for proxy in proxies:
+        await proxy.__aexit__(None, None, None)
+
+
+@pytest.mark.parametrize("parks", [False, True])
+async def test_a_client_goes_on_with_a_group_at_another_gateway(proxied: Any, parks: bool) -> None:
+    """One sequence has ended, the others are half-way."""
+    prefill, decode, proxies = proxied
+    decode.parks, decode.pause_after = parks, 5
+    stop = bytes(expected(PROMPT, 8, 2)).decode()[1:4]
+    tokens: dict[int, list[int]] = {index: [] for index in range(NUM)}
+
+    async def read() -> None:
+        sampling = Sampling(temperature=0.0, max_tokens=8, stop=(stop,), n=NUM)
+        async with AsyncClient(",".join(proxy.address for proxy in proxies)) as client:
+            async for delta in client.generate(list(PROMPT), sampling):
+                tokens[delta.index].extend(delta.token_ids)
+
+    reading = asyncio.create_task(read())
+    await until(lambda: [len(each) for each in tokens.values()] == [5, 5, 4] or reading.done())
+    await proxies[0].close()
+    decode.go_on(pause_after=8)
+    async with asyncio.timeout(20):
+        await reading
+    assert tokens == {**all_of(), 2: expected(PROMPT, 4, 2)}
+    last = prefill.submitted[-1]
+    if len(prefill.submitted) > 1:
+        assert [s.index for s in last.sequences] == [0, 1]

@@ -1,0 +1,407 @@
+"""A request of several sequences: one journey, one ticket, an end for each of them."""
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+
+from services.common.errors import DuplicateRequest, PoisonRequest, Unavailable
+from services.common.ticket import FinishReason, Ticket, TicketSequence
+from services.gateway.api import Delta, Received
+from services.gateway.messages import (
+    Abort,
+    Admit,
+    Generated,
+    HandOver,
+    Requeued,
+    RequeueReason,
+    Reserve,
+    Reserved,
+    Submit,
+)
+from services.gateway.stage import Stage
+
+from .walk import (
+    MAX_TOKENS,
+    PROMPT,
+    ScriptedWorker,
+    Walk,
+    expected,
+    generated,
+    next_token,
+    output_of,
+    text_of,
+)
+
+NUM = 3
+
+
+async def deltas_of(walk: Walk) -> dict[int, list[Delta]]:
+    """What the client gets of each sequence, to the end."""
+    deltas: dict[int, list[Delta]] = {}
+    async with asyncio.timeout(5):
+        async for delta in walk.output.deltas():
+            deltas.setdefault(delta.index, []).append(delta)
+    return deltas
+
+
+async def tokens_of(walk: Walk) -> dict[int, list[int]]:
+    deltas = await deltas_of(walk)
+    return {index: [t for d in each for t in d.token_ids] for index, each in deltas.items()}
+
+
+def step(walk: Walk, index: int, num_tokens: int = 1) -> None:
+    """The decode worker says the next tokens of a sequence, and its end if that is there."""
+    so_far = len(walk.output.sequences[index].tokens)
+    tokens = expected(so_far + num_tokens, index)[so_far:]
+    finish = FinishReason.LENGTH if so_far + num_tokens == MAX_TOKENS else None
+    walk.journey.on_event(walk.decode, generated(walk, *tokens, finish=finish, index=index))
+
+
+def at_rest(walk: Walk, *indices: int) -> Ticket:
+    """The decode worker's ticket of these sequences, with what the client has of them."""
+    admits = [command for command in walk.decode.sent if isinstance(command, Admit)]
+    sequences = []
+    for index in indices:
+        tokens = tuple(walk.output.sequences[index].tokens)
+        sequences.append(TicketSequence(index, tokens, (9, 10), len(PROMPT) + len(tokens) - 1))
+    attempt = walk.journey.attempt
+    return replace(admits[-1].ticket, attempt=attempt, holder_epoch=4, sequences=tuple(sequences))
+
+
+def requeued(walk: Walk, ticket: Ticket) -> Requeued:
+    return Requeued("r1", walk.journey.attempt, RequeueReason.HANDED_OVER, ticket)
+
+
+async def test_a_group_walks_as_one_and_ends_with_its_last() -> None:
+    walk = Walk(num_sequences=NUM)
+    ticket = await walk.until_decoding()
+    assert ticket.sequences == tuple(TicketSequence(index) for index in range(NUM))
+    assert walk.decode.sent[0] == Reserve("r1", 1, NUM)
+    assert walk.decode.num_free_slots == 1
+    step(walk, 1, MAX_TOKENS - 1)
+    assert walk.decode.num_free_slots == 2  # its slot is another's
+    step(walk, 0, 2)
+    step(walk, 2, MAX_TOKENS - 1)
+    assert not walk.desk.ended
+    step(walk, 0, 3)
+    assert walk.desk.ended == [None]
+    assert not walk.decode.guests
+    assert [type(command) for command in walk.decode.sent] == [Reserve, Admit]
+    deltas = await deltas_of(walk)
+    for index, each in deltas.items():
+        assert [t for d in each for t in d.token_ids] == expected(MAX_TOKENS, index)
+        assert "".join(d.text for d in each) == text_of(expected(MAX_TOKENS, index))
+        assert [d.finish_reason for d in each][-1] is FinishReason.LENGTH
+    usages = [d.usage for each in deltas.values() for d in each if d.usage]
+    assert [usage.num_generated_tokens for usage in usages] == [NUM * MAX_TOKENS]
+
+
+async def test_who_ends_with_the_first_token_is_not_in_the_ticket() -> None:
+    walk = Walk(num_sequences=NUM)
+    assert await walk.reserve()
+    ticket = walk.start()
+    walk.journey.on_event(walk.prefill, walk.prefilled(ticket, None, FinishReason.STOP))
+    admit = walk.decode.sent[-1]
+    assert isinstance(admit, Admit)
+    assert [sequence.index for sequence in admit.ticket.sequences] == [0, 2]
+    assert walk.decode.guests == {walk.journey: 2}
+
+
+async def test_all_that_end_with_the_first_token_go_nowhere() -> None:
+    walk = Walk(num_sequences=2)
+    assert await walk.reserve()
+    ticket = walk.start()
+    walk.journey.on_event(walk.prefill, walk.prefilled(ticket, *[FinishReason.STOP] * 2))
+    assert walk.journey.stage is Stage.ENDED
+    assert walk.prefill.sent == [walk.prefill.sent[0]]  # it knows
+    assert walk.decode.sent[-1] == Abort("r1", 1)  # a slot
+    assert await tokens_of(walk) == {index: expected(1, index) for index in range(2)}
+
+
+async def test_a_stop_string_ends_its_own_sequence_only() -> None:
+    """The worker is told, and what it generates until it hears of it is dropped."""
+    stopping = expected(3, 1)
+    walk = Walk(num_sequences=NUM, stop=(text_of(stopping[1:]),))
+    await walk.until_decoding()
+    step(walk, 1, 2)
+    assert walk.decode.sent[-1] == Abort("r1", 1, 1)
+    assert walk.decode.guests == {walk.journey: 2}
+    walk.journey.on_event(walk.decode, generated(walk, 200, index=1))
+    walk.journey.on_event(walk.decode, generated(walk, 201, skip=7, index=1))
+    for index in (0, 2):
+        step(walk, index, MAX_TOKENS - 1)
+    assert walk.desk.ended == [None]
+    assert Abort("r1", 1) not in walk.decode.sent
+    deltas = await deltas_of(walk)
+    assert "".join(d.text for d in deltas[1]) == text_of(stopping[:1])
+    assert [t for d in deltas[1] for t in d.token_ids] == stopping
+    assert deltas[1][-1].stopped_by == text_of(stopping[1:])
+    for index in (0, 2):
+        assert [t for d in deltas[index] for t in d.token_ids] == expected(MAX_TOKENS, index)
+
+
+async def test_a_stop_string_at_once_keeps_a_sequence_from_the_decode_worker() -> None:
+    """The prefill worker has put it at rest with the others; nobody is asked to go on with it."""
+    walk = Walk(num_sequences=NUM, stop=(text_of(expected(1, 2)),))
+    await walk.until_decoding()
+    admit = walk.decode.sent[-1]
+    assert isinstance(admit, Admit)
+    assert [sequence.index for sequence in admit.ticket.sequences] == [0, 1]
+
+
+async def test_the_last_that_a_stop_string_ends_is_the_request() -> None:
+    walk = Walk(num_sequences=2, stop=(text_of(expected(2, 0)[1:]),))
+    await walk.until_decoding()
+    step(walk, 1, MAX_TOKENS - 1)
+    step(walk, 0)
+    assert walk.desk.ended == [None]
+    assert walk.decode.sent[-1] == Abort("r1", 1)
+
+
+async def test_after_a_loss_those_that_go_on_are_computed_from_what_each_has() -> None:
+    walk = Walk(num_sequences=NUM)
+    await walk.until_decoding()
+    step(walk, 0, 3)
+    step(walk, 1, MAX_TOKENS - 1)
+    walk.journey.on_lost(walk.decode)
+    assert await walk.reserve()
+    assert walk.decode.sent[-1] == Reserve("r1", 2, 2)
+    ticket = walk.start()
+    assert ticket.sequences == (
+        TicketSequence(0, tuple(expected(4, 0))),
+        TicketSequence(2, tuple(expected(1, 2))),
+    )
+    walk.journey.on_event(walk.prefill, walk.prefilled(ticket))
+    step(walk, 0)
+    step(walk, 2, 4)
+    assert await tokens_of(walk) == {index: expected(MAX_TOKENS, index) for index in range(NUM)}
+
+
+async def test_a_group_lost_between_its_first_tokens_is_whole_again() -> None:
+    """A step was cut off: some have a token more than others."""
+    walk = Walk(num_sequences=2)
+    await walk.until_decoding()
+    step(walk, 0)
+    walk.journey.on_lost(walk.decode)
+    assert await walk.reserve()
+    lengths = [len(sequence.token_ids) for sequence in walk.start().sequences]
+    assert lengths == [2, 1]
+    walk.journey.end()
+
+
+async def test_a_group_moves_without_those_that_have_ended() -> None:
+    """Also one that a stop string ended while the ticket was on its way."""
+    walk = Walk(num_sequences=NUM, stop=(text_of(expected(3, 1)[2:]),))
+    await walk.until_decoding()
+    for index in range(NUM):
+        step(walk, index)
+    other = ScriptedWorker("other")
+    move = asyncio.create_task(walk.journey.move(other, timeout_s=5))
+    await asyncio.sleep(0)
+    assert other.sent == [Reserve("r1", 2, NUM)]
+    walk.journey.on_event(other, Reserved("r1", 2, granted=True))
+    assert await move
+    assert walk.decode.sent[-1] == HandOver("r1", 1)
+    step(walk, 1)
+    assert other.guests == {walk.journey: 2}
+    walk.journey.on_event(walk.decode, requeued(walk, at_rest(walk, 0, 1, 2)))
+    admit = other.sent[-1]
+    assert isinstance(admit, Admit)
+    assert [sequence.index for sequence in admit.ticket.sequences] == [0, 2]
+    walk.decode = other
+    for index in (0, 2):
+        step(walk, index, MAX_TOKENS - 2)
+    assert walk.desk.ended == [None]
+
+
+WRONG = {
+    "none of one": lambda event: replace(event, outputs=event.outputs[:1]),
+    "twice one": lambda event: replace(event, outputs=(event.outputs[0],) * 2),
+    "in another order": lambda event: replace(event, outputs=event.outputs[::-1]),
+    "of another request": lambda event: replace(
+        event, outputs=(event.outputs[0], replace(event.outputs[1], request_id="r2"))
+    ),
+    "two tokens": lambda event: replace(
+        event, outputs=(event.outputs[0], replace(event.outputs[1], token_ids=(1, 2)))
+    ),
+    "one of a sequence of the ticket": lambda event: replace(
+        event, ticket=replace(event.ticket, sequences=event.ticket.sequences[:1])
+    ),
+    "the tokens swapped": lambda event: replace(
+        event,
+        ticket=replace(
+            event.ticket,
+            sequences=tuple(
+                replace(there, token_ids=other.token_ids)
+                for there, other in zip(
+                    event.ticket.sequences, event.ticket.sequences[::-1], strict=True
+                )
+            ),
+        ),
+    ),
+    "no blocks of one": lambda event: replace(
+        event,
+        ticket=replace(
+            event.ticket,
+            sequences=(
+                event.ticket.sequences[0],
+                replace(event.ticket.sequences[1], block_ids=(), num_computed_tokens=0),
+            ),
+        ),
+    ),
+    "one that ends and goes on": lambda event: replace(
+        event,
+        outputs=(replace(event.outputs[0], finish_reason=FinishReason.STOP), event.outputs[1]),
+    ),
+    "one too many": lambda event: replace(
+        event,
+        ticket=replace(
+            event.ticket, sequences=(*event.ticket.sequences, TicketSequence(2, (1,), (9,), 3))
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("spoil", WRONG.values(), ids=WRONG.keys())
+async def test_a_wrong_answer_to_a_group_is_nobodys(spoil: object) -> None:
+    walk = Walk(num_sequences=2)
+    assert await walk.reserve()
+    event = walk.prefilled(walk.start())
+    assert callable(spoil)
+    walk.journey.on_event(walk.prefill, spoil(event))
+    assert walk.journey.stage is Stage.QUEUED
+    assert all(not sequence.tokens for sequence in walk.output.sequences)
+    assert Abort("r1", 1) in walk.prefill.sent
+    walk.journey.end()
+
+
+async def test_a_step_of_a_sequence_that_there_is_not_sets_back() -> None:
+    walk = Walk(num_sequences=2)
+    await walk.until_decoding()
+    walk.journey.on_event(
+        walk.decode, Generated("r1", walk.journey.attempt, 2, len(PROMPT) + 1, (5,), None)
+    )
+    assert walk.journey.stage is Stage.QUEUED
+    walk.journey.end()
+
+
+async def test_a_ticket_at_rest_lacks_none_that_goes_on() -> None:
+    walk = Walk(num_sequences=2)
+    await walk.until_decoding()
+    for index in range(2):
+        step(walk, index)
+    walk.journey.on_event(walk.decode, requeued(walk, at_rest(walk, 1)))
+    assert (walk.journey.stage, walk.journey.at_rest) == (Stage.QUEUED, None)
+    walk.journey.end()
+
+
+async def test_another_call_goes_on_with_a_group() -> None:
+    """It has got the first sequence to its end, half of the second, nothing of the third; the
+    fourth has ended since."""
+    walk = Walk(num_sequences=4)
+    await walk.until_decoding()
+    step(walk, 0, MAX_TOKENS - 1)
+    step(walk, 1, 3)
+    step(walk, 3, MAX_TOKENS - 1)
+    request, before = walk.journey.client.request, walk.output
+    received = (
+        Received(0, tuple(expected(MAX_TOKENS, 0)), FinishReason.LENGTH),
+        Received(1, tuple(expected(2, 1))),
+    )
+    for wrong in (
+        (Received(1, tuple(expected(2, 1)), FinishReason.STOP),),
+        (Received(2, tuple(expected(2, 1))),),
+    ):
+        output = output_of(request)
+        output.replay(wrong)
+        with pytest.raises(DuplicateRequest):
+            walk.journey.resume(replace(request, received=wrong), output)
+    with pytest.raises(DuplicateRequest):
+        walk.journey.resume(replace(request, num_sequences=3), before)
+    walk.output = output_of(request)
+    walk.output.replay(received)
+    walk.journey.resume(replace(request, received=received), walk.output)
+    for index in (1, 2):
+        step(walk, index, MAX_TOKENS - len(walk.output.sequences[index].tokens))
+    deltas = await deltas_of(walk)
+    assert {index: [t for d in each for t in d.token_ids] for index, each in deltas.items()} == {
+        1: expected(MAX_TOKENS, 1)[2:],
+        2: expected(MAX_TOKENS, 2),
+        3: expected(MAX_TOKENS, 3),
+    }
+    assert all(each[-1].finish_reason is FinishReason.LENGTH for each in deltas.values())
+    with pytest.raises(DuplicateRequest):
+        async for _ in before.deltas():
+            pass
+
+
+@pytest.mark.parametrize("seed", range(60))
+async def test_whatever_happens_each_sequence_has_its_own_tokens(seed: int) -> None:
+    """Workers give back, hand over and vanish by chance, sequences end at other times, some by a
+    stop string: each is a beginning of its own tokens, and nothing is left behind."""
+    chance = random.Random(seed)
+    stop = (text_of(expected(4, 2)[3:]),) if chance.random() < 0.5 else ()
+    walk = Walk(num_sequences=NUM, stop=stop)
+    journey = walk.journey
+    told: set[tuple[str, int]] = set()  # (worker, attempt) that ended by the worker's own word
+    for _ in range(80):
+        if journey.stage is Stage.ENDED:
+            break
+        attempt, last = journey.attempt, chance.random()
+        if journey.stage is Stage.QUEUED:
+            if not await walk.reserve(granted=last < 0.8):
+                told.add(("d", attempt))
+            elif journey.can_go_on:
+                journey.go_on()
+        elif journey.stage is Stage.RESERVING:
+            walk.start()
+        elif last < 0.05:
+            sender = walk.prefill if journey.stage is Stage.PREFILLING else walk.decode
+            told.add((sender.id, attempt))
+            journey.on_event(sender, Requeued("r1", attempt, RequeueReason.PREEMPTED))
+        elif last < 0.1:
+            lost = chance.choice([walk.prefill, walk.decode])
+            told |= {(lost.id, number) for number in range(attempt + 1)}
+            journey.on_lost(lost)
+        elif journey.stage is Stage.PREFILLING:
+            submit = next(c for c in reversed(walk.prefill.sent) if isinstance(c, Submit))
+            ended = [
+                FinishReason.LENGTH if len(s.token_ids) + 1 == MAX_TOKENS else None
+                for s in submit.ticket.sequences
+            ]
+            if all(ended):
+                told.add(("p", attempt))
+            journey.on_event(walk.prefill, walk.prefilled(submit.ticket, *ended))
+        elif last < 0.2 and journey.at_rest is None:
+            told.add(("d", attempt))  # of the slot; the ticket is its own to claim again
+            living = [s.index for s in journey.client.living]
+            journey.on_event(walk.decode, requeued(walk, at_rest(walk, *living)))
+        else:
+            sequence = chance.choice(journey.client.living)
+            token = next_token([*PROMPT, *sequence.tokens], sequence.index)
+            is_last = len(sequence.tokens) + 1 == MAX_TOKENS
+            if is_last and len(journey.client.living) == 1:
+                told.add(("d", attempt))
+            finish = FinishReason.LENGTH if is_last else None
+            event = generated(walk, token, finish=finish, index=sequence.index)
+            journey.on_event(walk.decode, event)
+    finished = walk.output.has_ended
+    journey.end()
+    try:
+        tokens = await tokens_of(walk)
+    except (Unavailable, PoisonRequest):  # too many setbacks, or deaths
+        tokens = {}
+    for index, got in tokens.items():
+        most = 4 if stop and index == 2 else MAX_TOKENS
+        assert got == expected(most, index)[: len(got)]
+        assert len(got) == most or not finished
+    for worker in (walk.prefill, walk.decode):
+        begun = {c.attempt for c in worker.sent if isinstance(c, Reserve)}
+        begun |= {c.ticket.attempt for c in worker.sent if isinstance(c, Submit)}
+        over = {c.attempt for c in worker.sent if isinstance(c, Abort) and c.index is None}
+        over |= {attempt for worker_id, attempt in told if worker_id == worker.id}
+        assert begun <= over
+        assert not worker.guests
+        assert not worker.errands
