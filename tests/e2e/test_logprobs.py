@@ -92,6 +92,20 @@ async def test_in_company_they_are_the_same(client: AsyncClient, oracle: Oracle)
     await settled(client)
 
 
+async def test_they_are_of_raw_logits(client: AsyncClient, oracle: Oracle) -> None:
+    """Before everything that changes what is drawn."""
+    tokens = prompt(970, 20)
+    (likeliest,) = (await client.complete(tokens, asking(1))).token_ids
+    sampling = asking(
+        20, repetition_penalty=1.7, frequency_penalty=1.5, logit_bias={likeliest: -100.0}
+    )
+    changed = await client.complete(tokens, sampling)
+    assert changed.token_ids[0] != likeliest
+    assert changed.logprobs[0].top[0].token_id == likeliest
+    assert_right(oracle, tokens, changed)
+    await settled(client)
+
+
 async def test_preempted_requests_lose_none(client: AsyncClient, oracle: Oracle) -> None:
     """40 streams of 32 blocks on 128: computed again and again, and told once."""
     prompts = [prompt(1000 + n, 30 + n) for n in range(40)]
