@@ -26,6 +26,7 @@ from blockstore.errors import (
 )
 from blockstore.store import BlockStore, PoolSpec
 from services.common.errors import StartupError
+from services.common.pool.allotment import WATERMARK
 from services.common.pool.arena import complete_file, make_file, missing_bytes
 from services.common.pool.directory import (
     PoolDirectory,
@@ -42,9 +43,6 @@ from services.common.pool.recovery import PoolRecovery
 from services.common.pool.sizing import MemoryPlan, num_blocks_for
 from services.common.pool.stamps import Stamps, record_bytes
 from services.engine.pool import KVPool
-
-DEFAULT_WATERMARK = 0.01
-"""Share of a pool that must stay free when a request is admitted, as in vLLM."""
 
 _LEAVE_LIMIT_S = 1.0
 """Who waits for the store for longer goes without a word; the block manager does the rest."""
@@ -130,7 +128,7 @@ async def join(
     layout: PoolLayout,
     worker_id: str,
     plan: MemoryPlan,
-    watermark: float = DEFAULT_WATERMARK,
+    watermark: float = WATERMARK,
     colder_of: str | None = None,
 ) -> Membership:
     """Join the live pool of these weights, or make one; `run_id` is the store's, which a live pool

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from blockstore.hashing import next_hash
 from blockstore.store import PrefixHash
+from services.common.pool.allotment import blocks_to_go_on
 from services.common.ticket import FinishReason, Ticket
 from services.engine.batch import Draw, Row, Scoring
 from services.engine.history import History
@@ -152,6 +153,5 @@ class Sequence:
     def wanted_blocks(self, look_ahead: int) -> int:
         """Blocks to have so that `look_ahead` more tokens find their slots (never more than the
         whole sequence needs); 0 when it has them."""
-        length = min(len(self.tokens) + look_ahead, self._max_len)
-        total = -(-length // self._block_size)
+        total = blocks_to_go_on(len(self.tokens), look_ahead, self._max_len, self._block_size)
         return total if total > len(self.block_table) else 0

@@ -7,6 +7,7 @@ from dataclasses import replace
 from blockstore.errors import MustWait, OutOfBlocks, StaleHolder
 from blockstore.store import Allocation, BlockStore
 from services.common.logging import get_logger
+from services.common.pool.allotment import blocks_to_begin
 from services.common.pool.stamps import Stamps
 from services.common.ticket import successor_of
 from services.prefill.job import Job, State
@@ -106,7 +107,7 @@ class Admission:
         return job.follows is not None
 
     async def _allocate(self, job: Job) -> None:
-        num_blocks = len(job.tokens) // self._block_size + 1
+        num_blocks = blocks_to_begin(len(job.tokens), self._block_size)
         while True:
             holder_id = job.ticket.holder_id
             allocation = await self._store.allocate(

@@ -13,6 +13,7 @@ from blockstore.store import BlockStore, Heartbeat, PoolSpec
 from services.common.errors import InvalidRequest
 from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics
+from services.common.pool.allotment import LOOK_AHEAD
 from services.common.ticket import Ticket
 from services.engine.engine import BlockStamps, Engine, ForwardPass
 from services.engine.messages import Broken, StepOutcome
@@ -47,7 +48,7 @@ class Limits:
     max_model_len: int
     vocab_size: int = 1 << 31
     eos_token_ids: frozenset[int] = frozenset()
-    look_ahead: int = 8
+    look_ahead: int = LOOK_AHEAD
     ticket_ttl_s: float = 30.0
     swapped_ttl_s: float = 600.0
     park_window_s: float = 0.0
