@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quire.cli import generate, operations, serve
+from quire.cli import advise, generate, operations, serve
 from quire.errors import QuireError, Unreachable
 from quire.supervisor import ServeError
 
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         "KV cache.",
     )
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (serve, generate, operations):
+    for module in (serve, generate, operations, advise):
         module.add_commands(commands)
     return top
 

@@ -2,11 +2,10 @@
 
 import argparse
 import math
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.cli.terminal import add_command
+from quire.cli.terminal import add_command, memory_size, positive
 from quire.supervisor import RUNS, ServeOptions, serve, stop_run
 from quire.supervisor.model_source import EMBEDDED, find_model
 from quire.supervisor.options import DEFAULT_GRPC_PORT, DEFAULT_HOST, DEFAULT_HTTP_PORT
@@ -36,10 +35,10 @@ def add_commands(commands: "Commands") -> None:
         metavar="NAME",
         help="what clients call it; default: its id, or the directory's name",
     )
-    command.add_argument("--prefill", type=_positive, default=1, metavar="N", help="workers")
-    command.add_argument("--decode", type=_positive, default=1, metavar="N", help="workers")
+    command.add_argument("--prefill", type=positive, default=1, metavar="N", help="workers")
+    command.add_argument("--decode", type=positive, default=1, metavar="N", help="workers")
     command.add_argument(
-        "--gateways", type=_positive, default=1, metavar="N", help="on one port after the other"
+        "--gateways", type=positive, default=1, metavar="N", help="on one port after the other"
     )
     _add_engine(command)
     _add_network(command)
@@ -65,14 +64,14 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("engine")
     group.add_argument(
         "--pool-memory",
-        type=_size,
+        type=memory_size,
         metavar="SIZE",
         help="the pool's KV memory, such as 2GiB; default: half of what is free after the "
         f"weights ({EMBEDDED_POOL_MEMORY} for the embedded model)",
     )
     group.add_argument(
         "--swap-memory",
-        type=_size,
+        type=memory_size,
         metavar="SIZE",
         help="memory beside the pool that requests which give way are copied to; default: none",
     )
@@ -81,7 +80,7 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         choices=("auto", "swap", "recompute"),
         help="how requests give way; default: auto, swap where that costs less",
     )
-    group.add_argument("--block-size", type=_positive, metavar="TOKENS", help="default: 16")
+    group.add_argument("--block-size", type=positive, metavar="TOKENS", help="default: 16")
     group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
     group.add_argument("--backend", choices=("cpu", "reference", "triton", "flash"))
     group.add_argument(
@@ -94,7 +93,7 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         help="CPUs that the workers divide among them, such as 0-3,6; default: auto, all",
     )
     computing.add_argument(
-        "--threads", type=_positive, metavar="N", help="per worker, on any CPU, none divided"
+        "--threads", type=positive, metavar="N", help="per worker, on any CPU, none divided"
     )
     group.add_argument(
         "--max-gap-ms",
@@ -110,18 +109,18 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-model-len",
-        type=_positive,
+        type=positive,
         metavar="TOKENS",
         help="longest prompt + generation; default: the model's context",
     )
-    group.add_argument("--max-num-seqs", type=_positive, metavar="N", help="per decode worker")
+    group.add_argument("--max-num-seqs", type=positive, metavar="N", help="per decode worker")
     group.add_argument(
         "--park-window",
         type=_seconds,
         metavar="SECONDS",
         help="how long decode workers keep sequences whose gateway is gone; default: 10",
     )
-    group.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="per step")
+    group.add_argument("--max-num-batched-tokens", type=positive, metavar="N", help="per step")
 
 
 def _add_network(command: argparse.ArgumentParser) -> None:
@@ -201,12 +200,6 @@ def _milliseconds(text: str) -> float:
     return value
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
-
-
 def _seconds(text: str) -> float:
     try:
         seconds = float(text)
@@ -221,10 +214,3 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port")
     return int(text)
-
-
-def _size(text: str) -> str:
-    """Checked here, for the message; the workers read it."""
-    if not re.fullmatch(r"\d+(\.\d+)?\s*([KMGT]i?B?|B)?", text, re.IGNORECASE):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MiB or 2GiB")
-    return text

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -96,3 +97,16 @@ def size(num_bytes: int) -> str:
 def percent(part: int, whole: int) -> str:
     """Empty where there is no whole."""
     return f"{part / whole:.0%}" if whole else ""
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def memory_size(text: str) -> str:
+    """Checked here, for the message; who gets it reads it."""
+    if not re.fullmatch(r"\d+(\.\d+)?\s*([KMGT]i?B?|B)?", text, re.IGNORECASE):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MiB or 2GiB")
+    return text

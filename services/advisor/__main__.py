@@ -1,0 +1,99 @@
+"""`python -m services.advisor`: what `quire advise` runs, in a process that may import PyTorch.
+
+Prints one JSON object: an answer, or {"error": text} with exit status 1.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from blockstore.errors import BlockStoreError
+from services.advisor.memory import DoesNotFit
+from services.advisor.workload import WorkloadError, read_workload
+from services.common.errors import StartupError
+from services.common.process import set_up_openmp
+
+
+def main() -> None:
+    args = _parser().parse_args()
+    set_up_openmp(args.threads)
+    try:
+        print(json.dumps(_block_size(args)))
+    except _Failed as error:
+        print(json.dumps({"error": str(error)}))
+        sys.exit(1)
+
+
+class _Failed(Exception):
+    """There is no answer; the text says why."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workload", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--pool-memory", default="")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--redis-url")
+    parser.add_argument("--weights-cache", default="~/.cache/quire")
+    return parser
+
+
+def _block_size(args: argparse.Namespace) -> dict[str, Any]:
+    try:
+        workload = read_workload(args.workload)
+        # Imported here: it takes PyTorch, and OpenMP has been set up by now.
+        from services.advisor.block_size import Question, answer
+    except WorkloadError as error:
+        raise _Failed(str(error)) from error
+    except ModuleNotFoundError as error:
+        raise _Failed(f"{error.name} is not installed: pip install 'quire[worker]'") from error
+    cache = None if args.weights_cache == "none" else Path(args.weights_cache).expanduser()
+    question = Question(
+        workload=workload,
+        model=args.model,
+        pool_memory=args.pool_memory,
+        dtype=args.dtype,
+        backend=args.backend,
+        num_threads=args.threads,
+        most_requests=args.requests,
+        redis_url=args.redis_url,
+        weights_cache=cache,
+    )
+    try:
+        found = asyncio.run(answer(question, _say))
+        _say("")
+    except (StartupError, DoesNotFit, BlockStoreError) as error:
+        raise _Failed(str(error)) from error
+    except TimeoutError as error:
+        raise _Failed("the embedded Valkey does not answer") from error
+    sizes = [
+        {**dataclasses.asdict(cost), "left": found.advice.shares[cost.block_size].product}
+        for cost in found.costs
+    ]
+    return {
+        "block_size": found.advice.block_size,
+        "reasons": found.advice.reasons,
+        "num_requests": found.num_requests,
+        "num_slots": found.num_slots,
+        "step": dataclasses.asdict(found.step),
+        "sizes": sizes,
+        "notes": found.notes,
+    }
+
+
+def _say(text: str) -> None:
+    """Progress, for who watches; "": no more."""
+    if sys.stderr.isatty():
+        print(f"\r{text:<78}\r", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

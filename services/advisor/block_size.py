@@ -1,0 +1,157 @@
+"""`quire advise block-size`: from a recorded workload to a recommendation."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from quire.supervisor.errors import NoValkey
+from services.advisor.advice import BLOCK_SIZES, Advice, SizeCosts, StepTime, advise
+from services.advisor.costs import Replay, num_generated, replay, size_costs
+from services.advisor.step import DecodeStep
+from services.advisor.store_cost import counted_us, measured_us, own_server
+from services.advisor.timing import USUAL, Engine, Timed, time_model
+from services.advisor.workload import Asked, Workload
+from services.common.errors import StartupError
+from services.common.pool.layout import ITEM_BYTES, Dtype
+from services.common.pool.sizing import parse_size
+from services.common.text.model_config import ModelConfig
+
+FLASH_PAGE = 256
+"""What flash-attn wants a block size to be a multiple of (`kvops.flash`, which only machines with a
+GPU can import)."""
+
+_REQUESTS_AT_ONCE = 64  # of average length, that the simulated pool holds unless it is told
+_TIMED_REQUESTS = 48  # a server is asked for: seconds, not minutes
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """`pool_memory`: "" for as much as some average requests take. `redis_url`: None for a server
+    of its own. `weights_cache`: as for workers."""
+
+    workload: Workload
+    model: Path
+    pool_memory: str = ""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    backend: str = "cpu"
+    num_threads: int = 1
+    most_requests: int = 2000
+    redis_url: str | None = None
+    weights_cache: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`notes`: what to know of how it was found."""
+
+    advice: Advice
+    costs: tuple[SizeCosts, ...]
+    step: StepTime
+    num_requests: int
+    num_slots: int
+    notes: tuple[str, ...]
+
+
+async def answer(question: Question, say: Callable[[str], None]) -> Answer:
+    """StartupError: no such model, a wrong size, or a backend that is not there. DoesNotFit,
+    BlockStoreError, TimeoutError."""
+    config = ModelConfig.from_directory(question.model)
+    dtype = _dtype(question, config)
+    asked = question.workload.requests[-question.most_requests :]
+    num_slots = _num_slots(question, config, dtype, asked)
+    context = config.max_position_embeddings
+
+    replays = {}
+    for size in BLOCK_SIZES:
+        say(f"simulating {len(asked)} requests in blocks of {size}")
+        replays[size] = await replay(asked, num_slots, size, context)
+    step = _average_step(replays[USUAL])
+    say(f"timing steps of {step.num_rows} rows of {step.context} tokens")
+    threads, cache = question.num_threads, question.weights_cache
+    engine = Engine(question.model, dtype, question.backend, threads, cache)
+    timed = time_model(engine, step, BLOCK_SIZES)
+    say("timing the store")
+    store_us, how = await _store_us(question, asked, num_slots, replays, context)
+
+    costs = tuple(
+        size_costs(asked, size, replays[size], timed.attention_us[size], store_us[size])
+        for size in BLOCK_SIZES
+    )
+    step_time = StepTime(timed.share, timed.step_us / timed.step.num_rows)
+    advice, notes = advise(costs, step_time), _notes(question, asked, timed, how)
+    return Answer(advice, costs, step_time, len(asked), num_slots, notes)
+
+
+def _dtype(question: Question, config: ModelConfig) -> Dtype:
+    """As a worker resolves it."""
+    if question.dtype != "auto":
+        return question.dtype
+    return "float32" if config.dtype == "float32" else "bfloat16"
+
+
+def _num_slots(
+    question: Question, config: ModelConfig, dtype: Dtype, asked: Sequence[Asked]
+) -> int:
+    """Of the pool, a multiple of every block size."""
+    largest = max(BLOCK_SIZES)
+    if question.pool_memory:
+        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        try:
+            num_bytes = parse_size(question.pool_memory)
+        except ValueError as error:
+            raise StartupError(f"pool memory: {error}") from error
+        return num_bytes // (per_token * ITEM_BYTES[dtype]) // largest * largest
+    mean = sum(request.num_tokens for request in asked) / len(asked)
+    longest = max(request.num_tokens for request in asked)
+    # Above the watermark there is room for the longest, whatever else is held.
+    return -(-max(int(_REQUESTS_AT_ONCE * mean), 2 * longest) // largest) * largest
+
+
+def _average_step(found: Replay) -> DecodeStep:
+    outcome = found.outcome
+    return DecodeStep(max(1, round(outcome.mean_running)), max(1, round(outcome.mean_context)))
+
+
+async def _store_us(
+    question: Question,
+    asked: Sequence[Asked],
+    num_slots: int,
+    replays: dict[int, Replay],
+    context: int,
+) -> tuple[dict[int, float], str]:
+    """By block size, for each token generated; and how they were found."""
+    some = asked[:_TIMED_REQUESTS]
+    try:
+        async with AsyncExitStack() as stack:
+            url = question.redis_url
+            if url is None:
+                url = await stack.enter_async_context(own_server())
+            measured = {
+                size: await measured_us(url, some, num_slots, size, context) for size in replays
+            }
+            return measured, f"store: the calls of {len(some)} requests, timed on a server"
+    except NoValkey:
+        counted = {
+            size: counted_us(each.num_calls, each.num_blocks) / num_generated(asked)
+            for size, each in replays.items()
+        }
+        return counted, "store: counted calls and blocks, not timed (there is no Valkey here)"
+
+
+def _notes(question: Question, asked: Sequence[Asked], timed: Timed, store: str) -> tuple[str, ...]:
+    workload, step = question.workload, timed.step
+    notes = [
+        f"{question.backend} kernels: a step of {step.num_rows} rows of {step.context} tokens "
+        f"takes {timed.step_us / 1000:.1f} ms, {timed.share:.0%} of it in attention",
+        store,
+    ]
+    if len(asked) < len(workload.requests):
+        notes.append(f"the last {len(asked)} of {len(workload.requests)} requests")
+    if workload.num_skipped:
+        notes.append(f"{workload.num_skipped} requests of the log got no token and are left out")
+    if workload.is_log and any(request.prefix for request in asked):
+        notes.append("prefixes are those that were found cached then, in blocks of then")
+    notes.append(f"flash-attn, on CUDA, reads blocks of a multiple of {FLASH_PAGE} only")
+    return tuple(notes)

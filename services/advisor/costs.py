@@ -1,0 +1,59 @@
+"""What a workload costs at one block size: what a simulation says, beside what was timed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blockstore.memory_store import MemoryStore
+from services.advisor.advice import SizeCosts, prefix_costs
+from services.advisor.memory import PagedMemory
+from services.advisor.simulation import Outcome, simulate
+from services.advisor.workload import Asked
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """`num_blocks`: of all requests' tables at their ends. `num_calls`: of the block store."""
+
+    outcome: Outcome
+    num_calls: int
+    num_blocks: int
+
+
+async def replay(
+    asked: Sequence[Asked], num_slots: int, block_size: int, max_model_len: int
+) -> Replay:
+    """On a pool of so many slots. DoesNotFit."""
+    store = MemoryStore()
+    memory = await PagedMemory.on(store, "advise", num_slots, block_size, max_model_len)
+    outcome = await simulate(asked, memory)
+    return Replay(outcome, memory.num_calls.total(), memory.num_blocks)
+
+
+def size_costs(
+    asked: Sequence[Asked],
+    block_size: int,
+    found: Replay,
+    attention_us: float,
+    store_us_per_token: float,
+) -> SizeCosts:
+    outcome = found.outcome
+    tail, look_ahead = outcome.wasted
+    lost_tokens, prefix_efficiency = prefix_costs(asked, block_size)
+    return SizeCosts(
+        block_size=block_size,
+        utilization=outcome.utilization,
+        tail=tail,
+        look_ahead=look_ahead,
+        num_at_once=outcome.mean_running,
+        num_preemptions=outcome.num_preemptions,
+        blocks_per_request=found.num_blocks / len(asked),
+        store_calls_per_token=found.num_calls / num_generated(asked),
+        store_us_per_token=store_us_per_token,
+        lost_tokens=lost_tokens,
+        prefix_efficiency=prefix_efficiency,
+        attention_us=attention_us,
+    )
+
+
+def num_generated(asked: Sequence[Asked]) -> int:
+    return sum(request.num_generated_tokens for request in asked)

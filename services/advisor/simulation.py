@@ -1,0 +1,114 @@
+"""Continuous batching, step by step, on a memory of a given size: how much of what is reserved
+holds KV, how many requests run at once, and in how many steps all are done.
+
+A step admits who is next in line while there is room, computes whoever has slots (a prompt in one
+step, then a token a step), and draws a token each. Who must give way for others to grow is computed
+again, when its turn comes. All requests are in line from the start: what is compared is what the
+memory can do, not what was asked of it.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.advisor.memory import DoesNotFit, Memory, Simulated, Usage
+from services.advisor.workload import Asked
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`utilization`: share of the reserved slots that held KV, of all steps together;
+    `utilization_at_peak`: at the step that held most KV; `wasted`: shares of the rest, by the
+    memory's `wastes`."""
+
+    num_requests: int
+    num_steps: int
+    num_preemptions: int
+    utilization: float
+    utilization_at_peak: float
+    wasted: tuple[float, float]
+    mean_running: float
+    most_running: int
+    mean_context: float
+    """Tokens of a running request whose KV is there."""
+
+    @property
+    def requests_per_1000_steps(self) -> float:
+        return 1000 * self.num_requests / self.num_steps
+
+
+async def simulate(
+    asked: Sequence[Asked], memory: Memory, most_at_once: int | None = None
+) -> Outcome:
+    """All requests, in this order. DoesNotFit."""
+    line = [
+        Simulated(number, request, request.num_prompt_tokens)
+        for number, request in enumerate(asked)
+    ]  # a heap, as it is in order
+    running: list[Simulated] = []
+    tally = _Tally()
+    while line or running:
+        await _admit(line, running, memory, most_at_once or len(asked))
+        computing = [request for request in running if memory.has_slots(request)]
+        for request in computing:
+            request.num_computed = request.num_tokens
+            await memory.keep(request)
+        tally.see(running, await memory.usage(running))
+        for request in computing:
+            request.num_tokens += 1
+            if request.is_done:
+                await memory.release(request)
+        running = [request for request in running if not request.is_done]
+        for victim in await memory.grow(running):
+            tally.num_preemptions += 1
+            running.remove(victim)
+            victim.num_computed = 0
+            heapq.heappush(line, victim)
+    return tally.outcome(len(asked))
+
+
+async def _admit(
+    line: list[Simulated], running: list[Simulated], memory: Memory, most: int
+) -> None:
+    """In order, as far as there is room."""
+    while line and len(running) < most and await memory.admit(line[0]):
+        request = heapq.heappop(line)
+        request.num_starts += 1
+        running.append(request)
+    if not running:
+        raise DoesNotFit(f"an empty memory has no room for {line[0].num_tokens} tokens")
+
+
+class _Tally:
+    def __init__(self) -> None:
+        self.num_preemptions = 0
+        self._num_steps = self._num_running = self._most_running = 0
+        self._num_reserved = self._num_kv = self._num_computed = 0
+        self._wasted = [0, 0]
+        self._peak = Usage(0, 0, (0, 0))
+
+    def see(self, running: Sequence[Simulated], usage: Usage) -> None:
+        self._num_steps += 1
+        self._num_running += len(running)
+        self._most_running = max(self._most_running, len(running))
+        self._num_reserved += usage.num_reserved
+        self._num_kv += usage.num_kv
+        self._num_computed += sum(request.num_computed for request in running)
+        for index, num_slots in enumerate(usage.wasted):
+            self._wasted[index] += num_slots
+        if usage.num_kv > self._peak.num_kv:
+            self._peak = usage
+
+    def outcome(self, num_requests: int) -> Outcome:
+        first, second = (num_slots / self._num_reserved for num_slots in self._wasted)
+        return Outcome(
+            num_requests=num_requests,
+            num_steps=self._num_steps,
+            num_preemptions=self.num_preemptions,
+            utilization=self._num_kv / self._num_reserved,
+            utilization_at_peak=self._peak.num_kv / self._peak.num_reserved,
+            wasted=(first, second),
+            mean_running=self._num_running / self._num_steps,
+            most_running=self._most_running,
+            mean_context=self._num_computed / self._num_running,
+        )

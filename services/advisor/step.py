@@ -1,0 +1,49 @@
+"""How long a whole decode step takes: the model's own, on an arena of its own."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from services.common.ticket import SamplingParams
+from services.engine.batch import Draw, Row
+from services.engine.models import Model
+from services.engine.runner import Runner
+
+_GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
+_KV_BYTES = 1 << 30
+_MIN_S = 0.4
+_LEAST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """`num_rows` sequences, each `context` tokens long."""
+
+    num_rows: int
+    context: int
+
+    def fitting(self, bytes_per_token: int) -> "DecodeStep":
+        """As many of its rows as have room in the memory that is timed with; one at least."""
+        room = _KV_BYTES // (self.context * bytes_per_token)
+        return DecodeStep(max(1, min(self.num_rows, room)), self.context)
+
+
+def time_step(model: Model, step: DecodeStep, block_size: int) -> float:
+    """Seconds of the fastest of some. What the arena holds is of no consequence."""
+    config = model.config
+    blocks_a_row = -(-step.context // block_size)
+    block = (config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
+    kv = torch.zeros((step.num_rows * blocks_a_row, *block), dtype=model.dtype)
+    runner = Runner(model, kv, block_size)
+    rows = [
+        Row([0], step.context - 1, range(first, first + blocks_a_row), draw=Draw(_GREEDY, 0))
+        for first in range(0, step.num_rows * blocks_a_row, blocks_a_row)
+    ]
+    best, num_steps, until = float("inf"), 0, time.perf_counter() + _MIN_S
+    while num_steps < _LEAST or time.perf_counter() < until:
+        began = time.perf_counter()
+        runner.run(rows)  # the tokens are here when it returns
+        best = min(best, time.perf_counter() - began)
+        num_steps += 1
+    return best

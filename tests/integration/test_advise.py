@@ -1,0 +1,76 @@
+"""`quire advise block-size` with everything that it asks: processes, kernels, a store."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.advisor.store_cost import measured_us
+from services.advisor.workload import Asked
+from tests.conftest import Valkey
+
+
+def advise(*args: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "quire.cli", "advise", "block-size", *args]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Path:
+    path = tmp_path / "workload.jsonl"
+    line = json.dumps({"num_prompt_tokens": 40, "num_generated_tokens": 12})
+    path.write_text(f"{line}\n" * 30)
+    return path
+
+
+def test_a_workload_gets_an_answer(workload: Path) -> None:
+    done = advise("--workload", str(workload), "--requests", "20", "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert [size["block_size"] for size in found["sizes"]] == [8, 16, 32, 64, 128, 256]
+    assert found["num_requests"] == 20
+    assert "the last 20 of 30 requests" in found["notes"]
+    assert any("timed on a server" in note for note in found["notes"])
+    for size in found["sizes"]:
+        shares = size["utilization"] + size["tail"] + size["look_ahead"]
+        assert shares == pytest.approx(1.0)
+        assert size["attention_us"] > 0
+        assert size["store_us_per_token"] > 0
+        assert 0 < size["left"] < 1
+    left = {size["block_size"]: size["left"] for size in found["sizes"]}
+    assert left[found["block_size"]] >= 0.99 * max(left.values())
+    assert left[256] < left[found["block_size"]]  # 52 tokens in a block of 256
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (["--pool-memory", "64KiB"], "a request of 52 tokens never fits a pool of 0 blocks of 8"),
+        (["--redis-url", "unix:///nowhere.sock"], "nowhere.sock"),
+    ],
+)
+def test_what_cannot_be_is_one_line(workload: Path, args: list[str], problem: str) -> None:
+    done = advise("--workload", str(workload), *args)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("quire: ")
+    assert problem in line
+
+
+def test_a_garbled_workload_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "workload.jsonl"
+    path.write_text('{"num_prompt_tokens": 4, "num_generated_tokens": 1}\n{"num_prompt')
+    done = advise("--workload", str(path))
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"quire: {path}, line 2: not JSON")
+
+
+async def test_timing_a_store_leaves_nothing_in_it(valkey: Valkey) -> None:
+    asked = [Asked(10, 6, 0.0, "a", 8)] * 5
+    assert await measured_us(valkey.url, asked, 256, 8, 64) > 0
+    keys = [key for key in valkey.command("KEYS", "*") if b"advise" in key]
+    assert keys == []
