@@ -1,0 +1,1 @@
+"""How much of reserved KV memory holds KV: `python -m bench.paging`."""

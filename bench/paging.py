@@ -1,0 +1,137 @@
+"""How much of reserved KV memory holds KV, with paging and without, as the PagedAttention paper's
+Figure 2 has it.
+
+    python -m bench.paging [--trace sharegpt alpaca] [--slots 15728] [--svg FILE]
+    python -m bench.paging --live [--requests 200]
+
+Requests like the paper's (`bench/kv/traces.py`) are replayed through continuous batching on a
+memory of `--slots` token slots: 15,728 is what OPT-13B has on an A100 with 40 GB (12 GiB at 800 KiB
+a token; Table 1). All are in line from the start, and let in in order.
+
+paged       blocks that Quire's block store hands out (`MemoryStore`), asked for as its workers ask:
+            ceil((length + 1) / block size) at the admission, then 8 tokens ahead
+contiguous  one piece for each request: of the longest possible request (2048); of its prompt and
+            the power of two above its output; of exactly what it will need, which nobody knows
+
+Prints markdown tables. *KV*: share of the reserved slots that hold KV, of all steps; *at the peak*:
+at the step that held most KV. What is wasted is told apart: with paging *tail*, the rest of blocks
+that hold some KV, and *look-ahead*, blocks that hold none yet; without, slots *for later* tokens,
+and those *never used*. *At once*: requests that run, on average. No figure depends on the machine.
+
+`--live` asks a `quire serve` of its own with the embedded model and a pool of as many slots, all
+requests at once. It samples the pool's holders and held blocks, and what the clients have received,
+and prints that beside the simulation of the same requests.
+"""
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench.kv.chart import Bar, stacked
+from bench.kv.live import COLUMNS, expected_cells, measure
+from bench.kv.traces import CONTEXT, TRACES, Trace
+from bench.serving.report import markdown
+from blockstore.memory_store import MemoryStore
+from services.advisor.advice import BLOCK_SIZES
+from services.advisor.memory import ContiguousMemory, PagedMemory
+from services.advisor.simulation import Outcome, simulate
+from services.advisor.workload import Asked
+
+CONTIGUOUS: dict[str, Callable[[Asked], int]] = {
+    "longest possible": lambda _: CONTEXT,
+    "power of two": lambda asked: min(CONTEXT, asked.num_prompt_tokens + _power_of_two(asked)),
+    "exact": lambda asked: asked.num_tokens,
+}
+
+
+def _power_of_two(asked: Asked) -> int:
+    """At least the output."""
+    return int(1 << (asked.num_generated_tokens - 1).bit_length())
+
+
+async def paged(asked: Sequence[Asked], num_slots: int, block_size: int) -> Outcome:
+    memory = await PagedMemory.on(MemoryStore(), "bench", num_slots, block_size, CONTEXT)
+    return await simulate(asked, memory)
+
+
+def row(name: str, outcome: Outcome) -> list[str]:
+    shares = (outcome.utilization, outcome.utilization_at_peak, *outcome.wasted)
+    return [
+        name,
+        *(f"{100 * share:.1f} %" for share in shares),
+        f"{outcome.mean_running:.1f}",
+        f"{outcome.requests_per_1000_steps:.1f}",
+        f"{outcome.num_preemptions:,}",
+    ]
+
+
+def header(name: str, wastes: tuple[str, str]) -> list[str]:
+    return [name, "KV", "at the peak", *wastes, "at once", "requests / 1,000 steps", "preempted"]
+
+
+def bar(name: str, outcome: Outcome, wastes: tuple[str, str]) -> Bar:
+    shares = zip(("KV", *wastes), (outcome.utilization, *outcome.wasted), strict=True)
+    return Bar(name, dict(shares))
+
+
+async def simulated(trace: Trace, args: argparse.Namespace) -> list[Bar]:
+    """Print the tables of one trace; the bars of its chart."""
+    asked = trace.requests(args.requests, args.seed)
+    rows, bars = [], []
+    for name, reserve in CONTIGUOUS.items():
+        outcome = await simulate(asked, ContiguousMemory(args.slots, reserve))
+        rows.append(row(name, outcome))
+        bars.append(bar(name.replace(" ", "\n", 1), outcome, ContiguousMemory.wastes))
+    print(markdown(header(f"{trace.name}, contiguous", ContiguousMemory.wastes), rows), end="\n\n")
+    rows = []
+    for block_size in args.block_sizes:
+        outcome = await paged(asked, args.slots, block_size)
+        rows.append(row(f"{block_size}", outcome))
+        bars.append(bar(f"blocks\nof {block_size}", outcome, PagedMemory.wastes))
+    print(markdown(header(f"{trace.name}, block size", PagedMemory.wastes), rows), end="\n\n")
+    return bars
+
+
+async def simulate_all(args: argparse.Namespace) -> None:
+    for name in args.trace:
+        bars = await simulated(TRACES[name], args)
+        if args.svg:
+            title = f"Reserved KV memory, {TRACES[name].name} lengths"
+            path = args.svg.with_stem(f"{args.svg.stem}-{name}")
+            path.write_text(stacked(title, bars))
+            print(f"{path}\n")
+
+
+def live(args: argparse.Namespace) -> None:
+    for name in args.trace:
+        asked = TRACES[name].requests(args.requests, args.seed)
+        with tempfile.TemporaryDirectory() as directory:
+            seen, expected = measure(asked, args.slots, args.seed, Path(directory))
+        rows = [["measured", *seen.cells()], ["simulated", *expected_cells(expected)]]
+        print(markdown([f"{TRACES[name].name}, blocks of 16", *COLUMNS], rows), end="\n\n")
+        print(f"{len(asked)} requests in {seen.seconds:.0f} s, {seen.num_samples} samples\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trace", choices=TRACES, nargs="+", default=list(TRACES))
+    parser.add_argument("--requests", type=int, help="default: 2000, live: 200")
+    parser.add_argument("--slots", type=int, default=15_728)
+    parser.add_argument("--block-sizes", type=int, nargs="+", default=BLOCK_SIZES)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="a chart for each trace")
+    parser.add_argument("--live", action="store_true")
+    args = parser.parse_args()
+    args.requests = args.requests or (200 if args.live else 2000)
+    if args.live:
+        live(args)
+    else:
+        asyncio.run(simulate_all(args))
+
+
+if __name__ == "__main__":
+    main()
