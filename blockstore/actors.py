@@ -1,10 +1,11 @@
 """Who acts in the explorer's scenario, and what each of them believes: plain, hashable values."""
 
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from blockstore.ledgers import Answer, Operation, Renaming
-from blockstore.store import Allocation, Extension, Grown, Growth, PrefixHash
+from blockstore.store import Allocation, Claim, Extension, Grown, Growth, PrefixHash
 
 PREFIX: PrefixHash = b"of 16 bytes only"
 NUM_PROMPT_BLOCKS = 2
@@ -178,6 +179,8 @@ def _answer(answer: Answer, renaming: Renaming) -> Answer:
     if isinstance(value, Allocation):
         ids = _ids(value.block_ids, renaming)
         value = Allocation(value.holder_id, value.epoch, ids, value.num_cached_blocks)
+    elif isinstance(value, Claim):
+        value = replace(value, block_ids=_ids(value.block_ids, renaming))
     elif isinstance(value, Extension):
         grown = (Grown(g.holder_id, _ids(g.block_ids, renaming), g.error) for g in value.grown)
         value = Extension(tuple(grown), value.demands)

@@ -33,12 +33,6 @@ class Holder:
         self.acquired.extend(block_ids)
         self.held.update(block_ids)
 
-    def number_of(self, block_id: int) -> int | None:
-        """The block's last acquisition number; None: it is not held now."""
-        if block_id not in self.held:
-            return None
-        return len(self.acquired) - 1 - self.acquired[::-1].index(block_id)
-
     def info(self) -> HolderInfo:
         return HolderInfo(
             self.holder_id, self.epoch, self.worker_id, self.order, num_blocks=len(self.held)

@@ -27,6 +27,7 @@ from blockstore.store import (
     QUARANTINE,
     Allocation,
     Asserted,
+    Claim,
     Content,
     Extension,
     Grown,
@@ -229,7 +230,7 @@ class Ledger:
 
     def claim(
         self, holder_id: str, epoch: int, worker_id: str, block_ids: Sequence[int] = ()
-    ) -> int:
+    ) -> Claim:
         check(holder_id=holder_id, worker_id=worker_id, epoch=epoch, block_ids=block_ids)
         self.rebuilding.require_over()
         self._live(worker_id)
@@ -239,13 +240,13 @@ class Ledger:
             holder.require(epoch)
             if epoch % 2 == 1:
                 raise StaleHolder(f"{holder_id} is running on {holder.worker_id}")
-        for number, block_id in enumerate(block_ids):
-            if holder.number_of(block_id) != number:
-                raise NotHeld(f"block {block_id} is not number {number} of {holder_id}")
+        for block_id in block_ids:
+            if block_id not in holder.held:
+                raise NotHeld(f"block {block_id} is not held by {holder_id}")
         if not won_before:
             holder.epoch += 1
             holder.worker_id = worker_id
-        return holder.epoch
+        return Claim.of(holder.epoch, holder.acquired, holder.held)
 
     def give_back(self, holder_id: str, epoch: int, block_ids: Sequence[int]) -> None:
         check(holder_id=holder_id, epoch=epoch, block_ids=block_ids)

@@ -16,6 +16,7 @@ from blockstore.store import (
     Allocation,
     Asserted,
     AuditReport,
+    Claim,
     Content,
     Extension,
     Growth,
@@ -107,7 +108,7 @@ class MemoryStore:
         epoch: int,
         worker_id: str,
         block_ids: Sequence[int] = (),
-    ) -> int:
+    ) -> Claim:
         return self.ledger(pool_id).claim(holder_id, epoch, worker_id, block_ids)
 
     async def give_back(

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from blockstore.connection import Argument
-from blockstore.store import Asserted, Content, HolderInfo, PoolSpec, Wait
+from blockstore.store import Asserted, Claim, Content, HolderInfo, PoolSpec, Wait
 
 REASSERT_PAGE = 4096
 """Arguments after which a call of `reassert` ends: a few milliseconds."""
@@ -47,6 +47,13 @@ def text_fields(flat: list[bytes]) -> dict[str, str]:
 def holder_info(reply: list[Any]) -> HolderInfo:
     holder_id, epoch, worker_id, order, num_blocks = reply
     return HolderInfo(holder_id.decode(), epoch, worker_id.decode(), order, num_blocks)
+
+
+def claim(reply: list[Any]) -> Claim:
+    """All of its worker's part; see functions/60_holding.lua."""
+    epoch, _, _, num_acquired, *blocks = map(int, reply)
+    acquired, given_back = blocks[:num_acquired], blocks[num_acquired:]
+    return Claim.of(epoch, acquired, set(acquired).difference(given_back))
 
 
 def pool_spec(pool_id: str, fields: dict[str, str]) -> PoolSpec:

@@ -19,6 +19,7 @@ from blockstore.holdings import Holdings
 from blockstore.redis_audit import audit_pool
 from blockstore.redis_calls import MAX_ANSWER_S, RedisCalls
 from blockstore.redis_replies import (
+    claim,
     holder_info,
     ids,
     names,
@@ -31,6 +32,7 @@ from blockstore.store import (
     Allocation,
     Asserted,
     AuditReport,
+    Claim,
     Content,
     Extension,
     Grown,
@@ -185,7 +187,7 @@ class RedisStore(RedisCalls):
         epoch: int,
         worker_id: str,
         block_ids: Sequence[int] = (),
-    ) -> int:
+    ) -> Claim:
         reply = await self._mutate(
             "claim",
             pool_id,
@@ -196,7 +198,7 @@ class RedisStore(RedisCalls):
             about=(holder_id,),
             learn=lambda known, reply: known.claimed(worker_id, holder_id, reply),
         )
-        return int(reply[0])
+        return claim(reply)
 
     async def give_back(
         self, pool_id: str, holder_id: str, epoch: int, block_ids: Sequence[int]

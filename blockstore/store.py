@@ -39,7 +39,7 @@ other mutation of the pool raises Recovering:
      accounted for           held by those who said so, or not yet accounted for
 """
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,7 +53,7 @@ TOMBSTONE_S = 600
 """How long the ids of released holders and of reaped workers are remembered, to refuse what comes
 late."""
 
-FUNCTION_LIBRARY = "quire_v2"
+FUNCTION_LIBRARY = "quire_v3"
 """Name of the functions in the server; it carries their version and is compared when services
 meet."""
 
@@ -114,6 +114,23 @@ class Extension:
 
     grown: tuple[Grown, ...]
     demands: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A holder as whoever takes it over gets it. `num_acquired`: blocks that it ever got;
+    `block_ids`: those of them that it holds, as acquired."""
+
+    epoch: int
+    num_acquired: int
+    block_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, epoch: int, acquired: Sequence[int], held: Set[int]) -> "Claim":
+        """A block that was given back and acquired again counts as acquired last."""
+        latest = dict.fromkeys(reversed(acquired))
+        block_ids = tuple(block_id for block_id in reversed(latest) if block_id in held)
+        return cls(epoch, len(acquired), block_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,10 +345,10 @@ class BlockStore(Protocol):
         epoch: int,
         worker_id: str,
         block_ids: Sequence[int] = (),
-    ) -> int:
+    ) -> Claim:
         """Take over a holder at rest: epoch + 1, now `worker_id`'s. StaleHolder: released, running,
-        or somebody was faster. NotHeld: `block_ids`, what its ticket says to have, are not its
-        first acquisitions, in order and none given back. Again by the winner: the same answer."""
+        or somebody was faster. NotHeld: one of `block_ids`, what its ticket says to have, is not
+        held by it. Again by the winner: the same answer."""
 
     async def give_back(
         self, pool_id: str, holder_id: str, epoch: int, block_ids: Sequence[int]

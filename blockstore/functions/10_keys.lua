@@ -89,7 +89,7 @@ local function require_distinct(values)
   end
 end
 
--- Registers `body(tag, args)` as quire_v2_<name>; a refusal inside becomes its error reply.
+-- Registers `body(tag, args)` as quire_v3_<name>; a refusal inside becomes its error reply.
 local function define(name, flags, signature, body)
   local function call(keys, args)
     if #keys ~= 1 or not string.find(keys[1], '^{[^{}]+}$') then refuse('INVALID', 'keys') end
@@ -97,7 +97,7 @@ local function define(name, flags, signature, body)
     return body(keys[1], args)
   end
   redis.register_function({
-    function_name = 'quire_v2_' .. name,
+    function_name = 'quire_v3_' .. name,
     flags = flags,
     callback = function(keys, args)
       local done, reply = pcall(call, keys, args)

@@ -6,18 +6,25 @@
 -- detach     holder epoch -> epoch + 1. STALE_HOLDER, FENCED
 -- claim      holder epoch worker block ... -> [epoch + 1, order, number of blocks that were cached,
 --            number of acquisitions, block ..., block given back ...]: all that its worker has to
---            know of it. STALE_HOLDER; UNKNOWN_WORKER, FENCED of `worker`. NOT_HELD: the blocks, if
---            any are named, are not the holder's first ones
+--            know of it. STALE_HOLDER; UNKNOWN_WORKER, FENCED of `worker`. NOT_HELD: a block, if any
+--            are named, is not the holder's
 -- give_back  holder epoch block ... -> OK. STALE_HOLDER
 -- release    holder epoch comes_back -> OK. STALE_HOLDER. With 1, of one that gave way, it waits
 --            from now on, so that its request keeps its place in line
 
 -- NOT_HELD
-local function require_committable(pool, id, blocks, hashes)
+local function require_held(pool, id, blocks)
   local numbers = fetch('HMGET', pool.tag .. ':held:' .. id, blocks)
-  local carried = fetch('HMGET', pool.tag .. ':hashes', blocks)
   for i, block in ipairs(blocks) do
     if not numbers[i] then refuse('NOT_HELD', 'block', block, 'is not held by', id) end
+  end
+end
+
+-- NOT_HELD
+local function require_committable(pool, id, blocks, hashes)
+  require_held(pool, id, blocks)
+  local carried = fetch('HMGET', pool.tag .. ':hashes', blocks)
+  for i, block in ipairs(blocks) do
     if carried[i] and carried[i] ~= hashes[i] then
       refuse('NOT_HELD', 'block', block, 'carries another hash')
     end
@@ -86,16 +93,6 @@ define('detach', WRITES, { TEXT, NUMBER }, function(tag, args)
   return epoch + 1
 end)
 
--- NOT_HELD: `blocks` are not the first that the holder acquired, in their order, or it has given
--- one of them back.
-local function require_first_blocks(pool, id, blocks)
-  for i, number in ipairs(fetch('HMGET', pool.tag .. ':held:' .. id, blocks)) do
-    if tonumber(number) ~= i - 1 then
-      refuse('NOT_HELD', 'block', blocks[i], 'is not number', i - 1, 'of', id)
-    end
-  end
-end
-
 local function all_of(pool, holder, epoch)
   local reply = redis.call('LRANGE', pool.tag .. ':acquired:' .. holder.id, 0, -1)
   local numbers, num_acquired = fetch('HMGET', pool.tag .. ':held:' .. holder.id, reply), #reply
@@ -119,7 +116,7 @@ define('claim', WRITES, CLAIM, function(tag, args)
     require_epoch(holder, epoch)
     if epoch % 2 == 1 then refuse('STALE_HOLDER', holder.id, 'is running on', holder.worker) end
   end
-  require_first_blocks(pool, holder.id, blocks)
+  require_held(pool, holder.id, blocks)
   if not has_won then
     redis.call('HSET', tag .. ':holder:' .. holder.id, 'epoch', epoch + 1, 'worker', worker)
     local order = redis.call('ZSCORE', tag .. ':holders:' .. holder.worker, holder.id)

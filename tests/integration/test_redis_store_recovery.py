@@ -141,7 +141,7 @@ async def test_work_goes_on_where_it_was(
         await v.store.detach("pool", "t", 1)
         lose(own_valkey)
 
-        assert await w.store.claim("pool", "t", 2, "w") == 3
+        assert (await w.store.claim("pool", "t", 2, "w")).epoch == 3
         assert not set(await v.grow("a", 1, 3, 4)) & {*blocks, *at_rest}
         assert await w.store.match("pool", [A, B]) == 2
         found = await w.store.allocate("pool", "n", "w", 4, [A, B], 3)
@@ -327,7 +327,7 @@ async def _work(
                 claimed = await store.claim("pool", holder, epoch, worker.name)
                 (info,) = [h for h in await store.holders("pool") if h.holder_id == holder]
                 await store.release("pool", holder, info.epoch)
-                assert info.epoch == claimed
+                assert info.epoch == claimed.epoch
             case "r" if held:
                 holder = rng.choice(list(held))
                 epoch, _ = held.pop(holder)

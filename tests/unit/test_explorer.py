@@ -15,7 +15,7 @@ from blockstore.explorer import (
 from blockstore.ledger import Ledger
 from blockstore.recovery_scenario import MakeRecovering
 from blockstore.scenario import MakeLedger
-from blockstore.store import Allocation, Asserted, Content, PrefixHash, Wait
+from blockstore.store import Allocation, Asserted, Claim, Content, PrefixHash, Wait
 
 NONE = Faults()
 CRASH = Faults(crashes=1)
@@ -57,11 +57,11 @@ class ClaimsFromTheRunning(Ledger):
 
     def claim(
         self, holder_id: str, epoch: int, worker_id: str, block_ids: Sequence[int] = ()
-    ) -> int:
+    ) -> Claim:
         self._live(worker_id)
         holder = self.holders.require(holder_id)
         holder.epoch, holder.worker_id = epoch + 1, worker_id
-        return holder.epoch
+        return Claim.of(holder.epoch, holder.acquired, holder.held)
 
 
 class ReapForgetsOne(Ledger):

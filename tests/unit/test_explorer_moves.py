@@ -10,7 +10,7 @@ from blockstore.errors import OutOfBlocks, StaleHolder
 from blockstore.explorer import EXPLORED_MOVES, explore_moves
 from blockstore.ledger import Ledger
 from blockstore.scenario import MakeLedger
-from blockstore.store import Grown, Growth
+from blockstore.store import Claim, Grown, Growth
 
 MOVE = Faults(moves=1)
 MOVES = Faults(moves=2)
@@ -51,13 +51,13 @@ class ClaimsTwice(Ledger):
 
     def claim(
         self, holder_id: str, epoch: int, worker_id: str, block_ids: Sequence[int] = ()
-    ) -> int:
+    ) -> Claim:
         self._live(worker_id)
         holder = self.holders.require(holder_id)
         if epoch % 2 or holder.epoch not in (epoch, epoch + 1):
             raise StaleHolder(holder_id)
         holder.epoch, holder.worker_id = epoch + 1, worker_id
-        return holder.epoch
+        return Claim.of(holder.epoch, holder.acquired, holder.held)
 
 
 class ClaimKeepsTheOwner(Ledger):
@@ -65,7 +65,7 @@ class ClaimKeepsTheOwner(Ledger):
 
     def claim(
         self, holder_id: str, epoch: int, worker_id: str, block_ids: Sequence[int] = ()
-    ) -> int:
+    ) -> Claim:
         owner = self.holders.require(holder_id).worker_id
         claimed = super().claim(holder_id, epoch, worker_id, block_ids)
         self.holders[holder_id].worker_id = owner

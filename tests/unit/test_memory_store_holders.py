@@ -10,7 +10,15 @@ from blockstore.errors import (
     StaleHolder,
 )
 from blockstore.memory_store import MemoryStore
-from blockstore.store import TOMBSTONE_S, Allocation, BlockStore, Grown, Growth, PoolSpec
+from blockstore.store import (
+    TOMBSTONE_S,
+    Allocation,
+    BlockStore,
+    Claim,
+    Grown,
+    Growth,
+    PoolSpec,
+)
 from tests.clock import Clock
 
 POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, block_bytes=64)
@@ -57,7 +65,7 @@ async def assert_stale(store: BlockStore, epoch: int) -> None:
 async def test_hand_off(store: BlockStore) -> None:
     """p detaches (2), d claims (3): from then on p is stale, and d goes on where p was."""
     assert await store.detach("pool", "a", 1) == 2
-    assert await store.claim("pool", "a", 2, "d") == 3
+    assert (await store.claim("pool", "a", 2, "d")).epoch == 3
 
     await assert_stale(store, 1)
     with pytest.raises(StaleHolder):
@@ -107,7 +115,7 @@ async def test_everything_may_be_sent_again(store: BlockStore) -> None:
     ] * 2
     assert [await store.commit("pool", "b", 1, [(3, A)]) for _ in range(2)] == [(True,)] * 2
     assert [await store.detach("pool", "b", 1) for _ in range(2)] == [2, 2]
-    assert [await store.claim("pool", "b", 2, "d") for _ in range(2)] == [3, 3]
+    assert [(await store.claim("pool", "b", 2, "d")).epoch for _ in range(2)] == [3, 3]
     for _ in range(2):
         await store.give_back("pool", "b", 3, [6])
     for _ in range(2):
@@ -128,7 +136,7 @@ async def test_a_claim_is_answered_again_to_the_winner_only(store: BlockStore) -
 
 async def test_the_issuer_may_take_its_own_ticket_back(store: BlockStore) -> None:
     await store.detach("pool", "a", 1)
-    assert await store.claim("pool", "a", 2, "p") == 3
+    assert (await store.claim("pool", "a", 2, "p")).epoch == 3
 
 
 async def test_growth_answers_acquisitions_that_were_given_back(store: BlockStore) -> None:
@@ -184,18 +192,20 @@ async def test_a_waiter_holds_nothing_to_release(store: BlockStore) -> None:
 
 
 async def test_a_ticket_is_claimed_with_the_blocks_that_its_holder_has(store: BlockStore) -> None:
-    """Or with the first of them: what it acquired last, its ticket may not know of. Other blocks,
-    another order or one that was given back: refused, and nobody has it."""
+    """Or with some of them: what the holder has beside, and how often it acquired one, the answer
+    says. Another's, or one that was given back: refused, and nobody has it."""
     await store.extend("pool", "p", [Growth("a", 1, have=3, total=5)])
-    await store.give_back("pool", "a", 1, [3])
+    await store.give_back("pool", "a", 1, [3, 1])
+    await store.extend("pool", "p", [Growth("a", 1, have=5, total=6)])  # 1 again
     await store.detach("pool", "a", 1)
-    for wrong in ([1], [0, 2], [0, 0], [1, 0], [0, 1, 7], [0, 1, 2, 3]):
+    for wrong in ([3], [7], [0, 1, 2, 3, 4], [0, 7]):
         with pytest.raises(NotHeld):
             await store.claim("pool", "a", 2, "d", wrong)
     assert (await store.holders("pool"))[0].worker_id == "p"
-    assert [await store.claim("pool", "a", 2, "d", [0, 1, 2]) for _ in range(2)] == [3, 3]
+    claims = [await store.claim("pool", "a", 2, "d", [2, 0]) for _ in range(2)]
+    assert claims == [Claim(3, num_acquired=6, block_ids=(0, 2, 4, 1))] * 2
     with pytest.raises(NotHeld):
-        await store.claim("pool", "a", 2, "d", [2, 1, 0])
+        await store.claim("pool", "a", 2, "d", [0, 7])
 
 
 async def test_what_no_argument_can_be_is_refused(store: BlockStore) -> None:

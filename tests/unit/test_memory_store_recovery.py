@@ -75,7 +75,7 @@ async def test_workers_and_stamps_together_make_the_ledger_whole(store: BlockSto
     assert await store.match("pool", [A, B]) == 2
     extension = await store.extend("pool", "v", [Growth("a", 1, 3, 4)])
     assert extension.grown[0].block_ids == (5,)
-    assert await store.claim("pool", "r", 2, "v") == 3
+    assert (await store.claim("pool", "r", 2, "v")).epoch == 3
     allocation = await store.allocate("pool", "n", "w", 9, [A, B], 3)
     assert (allocation.block_ids, allocation.num_cached_blocks) == ((0, 1, 6), 2)
     await store.release("pool", "a", 1)

@@ -102,7 +102,7 @@ async def test_a_fenced_workers_blocks_are_quarantined(store: BlockStore) -> Non
     await store.fence("pool", "v")
     with pytest.raises(StaleHolder):
         await store.claim("pool", "a", 1, "w")
-    assert await store.claim("pool", "r", 2, "w") == 3
+    assert (await store.claim("pool", "r", 2, "w")).epoch == 3
 
     rest = await store.allocate("pool", "c", "w", 4, [], 6)
     assert not {0, 1} & set(rest.block_ids)
