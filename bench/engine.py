@@ -62,7 +62,9 @@ class Bench:
         self.blocks_per_row = -(-context // BLOCK_SIZE)
         num_blocks = num_rows * self.blocks_per_row
         shape = (num_blocks, c.num_layers, 2, BLOCK_SIZE, c.num_kv_heads, c.head_dim)
-        self.runner = Runner(model, torch.zeros(shape, dtype=model.dtype), BLOCK_SIZE)
+        self.runner = Runner(
+            model, torch.zeros(shape, dtype=model.dtype), BLOCK_SIZE, kvops.backend("cpu")
+        )
         self.vocab_size = c.vocab_size
         self.generator = torch.Generator().manual_seed(0)
 
@@ -77,23 +79,24 @@ class Bench:
 
     def prefill(self, prompt: Sequence[int], chunk: int, row: int = 0) -> int:
         """The first token."""
-        token: Drawn = None
+        drawn: Drawn = ()
         for start in range(0, len(prompt), chunk):
             piece = prompt[start : start + chunk]
-            draw = Draw(GREEDY, 0) if start + chunk >= len(prompt) else None
-            (token,) = self.runner.run([Row(piece, start, self.table(row), draw=draw)])
-        assert isinstance(token, int)
-        return token
+            draws = (Draw(GREEDY, 0),) if start + chunk >= len(prompt) else ()
+            (drawn,) = self.runner.run([Row(piece, start, self.table(row), draws=draws)])
+        assert isinstance(drawn, tuple)
+        return drawn[0]
 
     def decode(self, tokens: list[int], start: int, num_steps: int) -> Iterator[float]:
         """Seconds of each step, all rows at the same position."""
         for position in range(start, start + num_steps):
             rows = [
-                Row([token], position, self.table(row), draw=Draw(GREEDY, 0))
+                Row([token], position, self.table(row), draws=(Draw(GREEDY, 0),))
                 for row, token in enumerate(tokens)
             ]
             began = time.perf_counter()
-            tokens = [token for token in self.runner.run(rows) if isinstance(token, int)]
+            drawn = self.runner.run(rows)
+            tokens = [token for one in drawn if isinstance(one, tuple) for token in one]
             yield time.perf_counter() - began
 
 

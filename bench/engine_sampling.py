@@ -68,7 +68,7 @@ class Rows:
                 Draw(params, row, history.adjustment()) for row, history in enumerate(histories)
             ]
             return [
-                Row(tokens[-1:], self.context - 1, self.table(row), draw=draw)
+                Row(tokens[-1:], self.context - 1, self.table(row), draws=(draw,))
                 for row, (tokens, draw) in enumerate(zip(self.tokens, draws, strict=True))
             ]
 
@@ -78,7 +78,7 @@ class Rows:
             if is_plain:
                 self.model.best(hidden)
                 return
-            draws = [row.draw for row in rows() if row.draw is not None]
+            draws = [draw for row in rows() for draw in row.draws]
             self.model.sample(hidden, draws, [self.context] * len(draws))
 
         actions = (

@@ -94,7 +94,7 @@ class Engine:
             block_size=block_size,
         )
         pool = KVPool.private(layout, self._num_blocks * len(load.prompts), device)
-        self._runner = Runner(model, pool.kv, block_size)
+        self._runner = Runner(model, pool.kv, block_size, kvops.backend("reference"))
 
     def tokens(self, chunk: int) -> list[list[int]]:
         """Each prompt computed alone, in chunks, then all decoded together."""
@@ -119,13 +119,13 @@ class Engine:
 
     def _row(self, i: int, token_ids: Sequence[int], start: int) -> Row:
         first = i * self._num_blocks
-        return Row(token_ids, start, range(first, first + self._num_blocks), 0, DRAWS[i % 2])
+        return Row(token_ids, start, range(first, first + self._num_blocks), 0, (DRAWS[i % 2],))
 
 
-def _drawn(token: Drawn) -> int:
-    if not isinstance(token, int):
+def _drawn(drawn: Drawn) -> int:
+    if not isinstance(drawn, tuple):
         raise RuntimeError("a row with a draw drew no token")
-    return token
+    return drawn[0]
 
 
 def on_device(model: Model, backend: Backend, device: str) -> Model:

@@ -45,7 +45,7 @@ class Bench:
     def __init__(self, loaded: LoadedModel, own: Membership, colder: Membership) -> None:
         self._store, self._spec = own.store, own.spec
         self._pool_id, self._worker_id = own.spec.pool_id, own.worker_id
-        self._runner = Runner(loaded.model, own.pool.kv, loaded.layout.block_size)
+        self._runner = Runner(loaded.model, own.pool.kv, loaded.layout.block_size, loaded.ops)
         self._colder = ColderPool(
             own.store,
             own,

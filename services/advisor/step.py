@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+import kvops
 from services.common.ticket import SamplingParams
 from services.engine.batch import Draw, Row
 from services.engine.models import Model
@@ -35,9 +36,9 @@ def time_step(model: Model, step: DecodeStep, block_size: int) -> float:
     blocks_a_row = -(-step.context // block_size)
     block = (config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
     kv = torch.zeros((step.num_rows * blocks_a_row, *block), dtype=model.dtype)
-    runner = Runner(model, kv, block_size)
+    runner = Runner(model, kv, block_size, kvops.backend("reference"))  # copies nothing
     rows = [
-        Row([0], step.context - 1, range(first, first + blocks_a_row), draw=Draw(_GREEDY, 0))
+        Row([0], step.context - 1, range(first, first + blocks_a_row), draws=(Draw(_GREEDY, 0),))
         for first in range(0, step.num_rows * blocks_a_row, blocks_a_row)
     ]
     best, num_steps, until = float("inf"), 0, time.perf_counter() + _MIN_S

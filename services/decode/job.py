@@ -1,6 +1,6 @@
 """One request at a decode worker."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from services.common.ticket import Ticket
@@ -22,8 +22,9 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """`ticket` is there once it is admitted; its epoch is the claim's once it runs. `ending`: set
-    once it is to end early, or to come to rest."""
+    """`num_sequences`: slots that were reserved. `ticket` is there once it is admitted; its epoch
+    is the claim's once it runs. `living`: the indices of its sequences that have not ended.
+    `ending`: set once it is to end early, or to come to rest."""
 
     session: Session
     request_id: str
@@ -31,6 +32,7 @@ class Job:
     num_sequences: int
     state: State = State.RESERVED
     ticket: Ticket | None = None
+    living: set[int] = field(default_factory=set)
     ending: Ending | None = None
 
     @property
@@ -44,7 +46,9 @@ class Job:
     @property
     def num_slots(self) -> int:
         """What it keeps from others."""
-        return 0 if self.state in (State.SWAPPING, State.AT_REST) else self.num_sequences
+        if self.state in (State.SWAPPING, State.AT_REST):
+            return 0
+        return self.num_sequences if self.ticket is None else len(self.living)
 
     @property
     def has_blocks(self) -> bool:
@@ -58,12 +62,16 @@ class Job:
         ticket = self.ticket
         if ticket is None or not self.has_blocks or self.ending not in (None, HANDED_OVER):
             return False
+        ours = {state.index: state.token_ids for state in living_of(self).sequences}
         return (
             ticket.request_id == wanted.request_id
             and ticket.root_hash == wanted.root_hash
             and ticket.prompt_token_ids == wanted.prompt_token_ids
             and ticket.sampling == wanted.sampling
-            and _agree(ticket.sequences[0].token_ids, wanted.sequences[0].token_ids)
+            and all(
+                state.index in ours and _agree(ours[state.index], state.token_ids)
+                for state in wanted.sequences
+            )
         )
 
     @property
@@ -76,6 +84,12 @@ def ticket_of(job: Job) -> Ticket:
     """Of one that is admitted."""
     assert job.ticket is not None
     return job.ticket
+
+
+def living_of(job: Job) -> Ticket:
+    """Its ticket without the sequences that have ended since."""
+    ticket = ticket_of(job)
+    return replace(ticket, sequences=tuple(s for s in ticket.sequences if s.index in job.living))
 
 
 def _agree(these: tuple[int, ...], those: tuple[int, ...]) -> bool:

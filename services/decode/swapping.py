@@ -33,12 +33,12 @@ class Swapping:
     def is_worthwhile(self, ticket: Ticket, others: Iterable[Ticket]) -> bool:
         """Whether to copy what a sequence has, or to let it be computed again. What is lost are the
         blocks that it alone has: others are short of them right now. Those that it shares with
-        somebody who goes on stay where they are."""
+        somebody who goes on stay where they are. Groups are computed again."""
         sequence, size = ticket.sequences[0], self._colder.spec.block_size
-        if not sequence.num_computed_tokens:
+        if len(ticket.sequences) > 1 or not sequence.num_computed_tokens:
             return False
         own = set(sequence.block_ids[: -(-sequence.num_computed_tokens // size)])
         for other in others:
-            own.difference_update(other.sequences[0].block_ids)
+            own.difference_update(*(state.block_ids for state in other.sequences))
         num_tokens = min(len(own) * size, sequence.num_computed_tokens)
         return self._colder.is_worthwhile(len(own), num_tokens, ticket.prefill_ns_per_token)

@@ -3,24 +3,26 @@ rest again, for another one to go on with (`services.decode.resting`)."""
 
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from blockstore.errors import NotHeld, StaleHolder
 from blockstore.registry import Load
-from blockstore.store import BlockStore, PrefixHash
+from blockstore.store import BlockStore, Claim, PrefixHash
 from services.common.errors import DuplicateRequest, InvalidRequest
 from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics
-from services.common.ticket import Swapped, Ticket, TicketSequence
+from services.common.ticket import Swapped, Ticket
 from services.decode.grower import Grower
-from services.decode.job import Job, State, ticket_of
+from services.decode.job import Job, State, living_of, ticket_of
 from services.decode.resting import Resting
 from services.decode.swapping import Swapping
+from services.decode.tables import check_tables
 from services.engine import messages
 from services.engine.engine import ForwardPass
+from services.engine.group import Group
 from services.engine.membership import Membership
 from services.engine.messages import Advance, Broken, Removed, StepOutcome
-from services.engine.sequence import Sequence as EngineSequence
 from services.worker.colder import ColderPool
 from services.worker.events import (
     ABORTED,
@@ -36,6 +38,7 @@ from services.worker.events import (
     Reserved,
     Session,
     Step,
+    output,
     poisoned,
     report,
 )
@@ -90,8 +93,9 @@ class DecodeWorker(PoolWorker):
         job = self._jobs.get(session, *ticket.key)
         if job is None or job.state is not State.RESERVED:
             raise InvalidRequest(f"no slots are reserved for attempt {ticket.attempt}")
-        self._check(ticket)
+        self._check(ticket, job.num_sequences)
         job.ticket = ticket
+        job.living = {sequence.index for sequence in ticket.sequences}
         job.state = State.CLAIMING
         if ticket.timeout_ms:
             self._jobs.end_after(ticket.timeout_ms / 1000, job, EXPIRED)
@@ -102,8 +106,12 @@ class DecodeWorker(PoolWorker):
     ) -> None:
         """End a request, or one of its sequences. One that is not there is no error."""
         job = self._jobs.get(session, request_id, attempt)
-        if job and (index is None or (job.ticket and job.ticket.is_only(index))):
+        if job is None:
+            return
+        if index is None or job.living == {index}:
             self._end(job, ABORTED)
+        elif index in job.living:
+            self._drop(job, index)
 
     def hand_over(self, session: Session, request_id: str, attempt: int) -> None:
         """Put a sequence at rest after the step in flight; answered by a requeue with blocks,
@@ -126,6 +134,8 @@ class DecodeWorker(PoolWorker):
         self._jobs.remove(job)
         job.session, job.attempt = session, wanted.attempt
         job.ticket = replace(ticket_of(job), attempt=wanted.attempt)
+        for index in job.living.difference(state.index for state in wanted.sequences):
+            self._drop(job, index)
         self._jobs.add(job)
         if job.state is State.AT_REST:
             self._resting.offer(job)
@@ -167,10 +177,11 @@ class DecodeWorker(PoolWorker):
     # The walk of a job: RESERVED -> CLAIMING -> RUNNING -> ENDED, or RUNNING -> AT_REST -> ENDED.
 
     async def _claim(self, job: Job, ticket: Ticket) -> None:
+        block_ids = chain.from_iterable(sequence.block_ids for sequence in ticket.sequences)
         try:
-            epoch = await self.store.claim(
+            claim = await self.store.claim(
                 *(self.pool_id, ticket.holder_id, ticket.holder_epoch, self.worker_id),
-                ticket.sequences[0].block_ids,
+                tuple(dict.fromkeys(block_ids)),
             )
         except (StaleHolder, NotHeld) as error:
             self._forget(job)
@@ -178,43 +189,47 @@ class DecodeWorker(PoolWorker):
             refused = STALE if isinstance(error, StaleHolder) else FORGED
             report(job.session, ticket_of(job), ending or refused)
             return
-        job.ticket = replace(ticket_of(job), holder_epoch=epoch)
+        job.ticket = replace(living_of(job), holder_epoch=claim.epoch)
         if ours := self._resting.get(ticket.holder_id):
             self._resting.forget(ours)  # it was claimed, and has come back
         if job.ending:
             self._leave(job, job.ticket, job.ending)
         else:
-            self._run(job, job.ticket)
+            self._run(job, job.ticket, claim)
 
-    def _run(self, job: Job, ticket: Ticket) -> None:
+    def _run(self, job: Job, ticket: Ticket, claim: Claim) -> None:
         """It is ours, and no step touches its blocks yet."""
-        state = ticket.sequences[0]
-        sequence = EngineSequence(
-            ticket,
-            block_ids=state.block_ids,
-            block_size=self.spec.block_size,
-            num_computed=state.num_computed_tokens,
-            num_adopted=0,
-            eos_token_ids=self.limits.eos_token_ids,
-            max_model_len=self.limits.max_model_len,
-        )
-        if not sequence.is_stamped(self.stamps):  # it is computed again
+        key, epoch = ticket.holder_id, ticket.holder_epoch
+        spare, finished = self._in_no_table(ticket, claim)
+        group = Group.to_continue(ticket, self.rules(ticket), spare, claim.num_acquired)
+        if not group.is_stamped(self.stamps):  # it is computed again
             log.error("kv_corrupt", holder_id=ticket.holder_id)
             self.metrics.kv_corrupt.inc()
             self._release(job, ticket, STALE)
             return
         job.state = State.RUNNING
-        self._running[sequence.key] = job
-        self._grower.add(sequence.key, ticket.holder_epoch, len(state.block_ids))
-        self._grower.want(sequence.key, sequence.wanted_blocks(self.limits.look_ahead))
-        self.engine.send(messages.Admit(sequence))
+        self._running[key] = job
+        self._give_back(ticket, finished)
+        self._grower.add(key, epoch, claim.num_acquired)
+        self._grower.want(key, group.total_wanted(self.limits.look_ahead))
+        self.engine.send(messages.Admit(group, spare))
+
+    def _in_no_table(self, ticket: Ticket, claim: Claim) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the holder has beside its ticket: blocks to write into (copies of a tail to come;
+        what was given out when it came to rest), and finished ones, which others may read."""
+        tables = chain.from_iterable(sequence.block_ids for sequence in ticket.sequences)
+        in_tables = set(tables)
+        others = [block_id for block_id in claim.block_ids if block_id not in in_tables]
+        finished = {block_id for block_id in others if self.stamps.is_committed(block_id)}
+        spare = tuple(block_id for block_id in others if block_id not in finished)
+        return spare, tuple(finished)
 
     def _on_outcome(self, outcome: StepOutcome) -> None:
         outputs: dict[Session, list[Output]] = {}
         for advance in outcome.advances:
             job = self._running[advance.key]
-            if output := self._on_advance(job, advance):
-                outputs.setdefault(job.session, []).append(output)
+            if tokens := self._on_advance(job, advance):
+                outputs.setdefault(job.session, []).extend(tokens)
         for session, mine in outputs.items():
             session.send(Step(tuple(mine)))
         for broken in outcome.broken:
@@ -222,28 +237,28 @@ class DecodeWorker(PoolWorker):
         for removed in outcome.removed:
             self._retire(self._running[removed.key], removed)
 
-    def _on_advance(self, job: Job, advance: Advance) -> Output | None:
-        """What the gateway gets of this step: nothing once it has aborted the job."""
+    def _on_advance(self, job: Job, advance: Advance) -> list[Output]:
+        """What the gateway gets of this step: nothing of what it has aborted."""
+        ticket = ticket_of(job)  # of now: the job's epoch is another once it is at rest
         if advance.completed:
-            ticket = ticket_of(job)  # of now: the job's epoch is another once it is at rest
             self.writer.put(lambda: self._commit(ticket, advance.completed))
-        if advance.finish:
-            self._finish(job)
-        else:
+        if advance.left is None:
+            self._give_back(ticket, advance.freed)
             self._grower.want(advance.key, advance.wanted_blocks)
-        if advance.token is None or job.ending == ABORTED:
-            return None
-        self.metrics.generation_tokens.inc()
-        index = ticket_of(job).sequences[0].index
-        return Output(
-            request_id=job.request_id,
-            attempt=job.attempt,
-            index=index,
-            position=advance.num_computed,  # KV ends where the drawn token begins
-            token_id=advance.token,
-            finish=advance.finish,
-            logprobs=advance.logprobs,
-        )
+        else:
+            self._finish(job)
+        if job.ending == ABORTED:
+            return []
+        tokens = [token for token in advance.tokens if token.index in job.living]
+        self.metrics.generation_tokens.inc(len(tokens))
+        job.living.difference_update(token.index for token in tokens if token.finish)
+        return [output(ticket, token) for token in tokens]
+
+    def _give_back(self, ticket: Ticket, block_ids: Sequence[int]) -> None:
+        """What no sequence of a group refers to any more, once its commits are written."""
+        if block_ids:
+            held = self.pool_id, ticket.holder_id, ticket.holder_epoch
+            self.writer.put(lambda: self.store.give_back(*held, block_ids))
 
     async def _commit(self, ticket: Ticket, completed: Sequence[tuple[int, PrefixHash]]) -> None:
         await self.store.commit(self.pool_id, ticket.holder_id, ticket.holder_epoch, completed)
@@ -273,17 +288,21 @@ class DecodeWorker(PoolWorker):
         elif job.state is State.AT_REST:
             self._resting.take_back(job, ending)
 
+    def _drop(self, job: Job, index: int) -> None:
+        """One of several sequences is wanted by nobody any more."""
+        job.living.remove(index)
+        if job.state is State.RUNNING:
+            self.engine.send(messages.End(ticket_of(job).holder_id, index))
+        elif job.state is State.AT_REST:
+            job.ticket = living_of(job)
+
     def _retire(self, job: Job, removed: Removed) -> None:
         """The engine has let go of a job that ends early; its commits are written before this."""
-        ticket, ending = ticket_of(job), job.ending
-        assert ending is not None
-        sequence = TicketSequence(
-            index=ticket.sequences[0].index,
-            token_ids=removed.token_ids[len(ticket.prompt_token_ids) :],
-            block_ids=removed.block_ids,
-            num_computed_tokens=removed.num_computed,
-        )
-        self._leave(job, replace(ticket, sequences=(sequence,)), ending)
+        if not removed.sequences:  # the last one has ended meanwhile
+            self._finish(job)
+            return
+        assert job.ending is not None
+        self._leave(job, replace(ticket_of(job), sequences=removed.sequences), job.ending)
 
     def _leave(self, job: Job, ticket: Ticket, ending: Ending) -> None:
         """No step touches its blocks: they go, or stay for who claims the ticket, or are copied to
@@ -347,25 +366,22 @@ class DecodeWorker(PoolWorker):
         loops: list[Coroutine[Any, Any, None]] = [self._grower.run()]
         return loops if self._swapping is None else [*loops, self._swapping.run()]
 
-    def _check(self, ticket: Ticket) -> None:
+    def _check(self, ticket: Ticket, num_slots: int) -> None:
         if ticket.pool_id != self.pool_id:
             raise InvalidRequest(f"this worker is on pool {self.pool_id}, not {ticket.pool_id}")
-        if len(ticket.sequences) != 1:
-            raise InvalidRequest(f"a ticket has one sequence, not {len(ticket.sequences)}")
-        sequence = ticket.sequences[0]
-        length = self.check_tokens(ticket)
-        if sequence.num_computed_tokens != length - 1:  # others read the blocks before its last
-            raise InvalidRequest(f"{sequence.num_computed_tokens} of {length} tokens are computed")
+        if len(ticket.sequences) > num_slots:
+            raise InvalidRequest(f"{len(ticket.sequences)} sequences for {num_slots} slots")
+        self.check_tokens(ticket)
+        for sequence in ticket.sequences:  # others read the blocks before its last
+            length = len(ticket.prompt_token_ids) + len(sequence.token_ids)
+            if sequence.num_computed_tokens != length - 1:
+                raise InvalidRequest(
+                    f"{sequence.num_computed_tokens} of {length} tokens are computed"
+                )
         claim = ticket.holder_id, ticket.holder_epoch
         if any(job.claim == claim for job in self._jobs):
             raise InvalidRequest("this ticket has been claimed here already")
-        num_slots = len(sequence.block_ids) * self.spec.block_size
-        num_computed = sequence.num_computed_tokens
-        # Who came to rest while it waited for its next block has no slot for its last token yet.
-        if num_slots < max(num_computed, 1) or max(sequence.block_ids) >= self.spec.num_blocks:
-            raise InvalidRequest(
-                f"{num_slots} slots in pool {self.pool_id} for {num_computed} computed tokens"
-            )
+        check_tables(ticket, self.spec)
 
 
 _TAKEN = "another gateway goes on with this request"

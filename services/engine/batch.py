@@ -42,27 +42,28 @@ class Row:
 
     `token_ids` stand at positions start .. start + len(token_ids) - 1; the KV of positions below
     `start` is in the blocks of `block_table` already. KV of positions below `store_from` is not
-    stored (slot -1): they lie in adopted blocks. `draw` is None where the row ends before the
-    sequence does. `scoring` is None where nobody asks for logprobs of the prompt.
+    stored (slot -1): they lie in adopted blocks. `draws`: none where the row ends before the
+    sequence does, several, alike in all but their index, where a group's sequences begin with the
+    same tokens. `scoring` is None where nobody asks for logprobs of the prompt.
     """
 
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
     store_from: int = 0
-    draw: Draw | None = None
+    draws: tuple[Draw, ...] = ()
     scoring: Scoring | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a row comes to that has logprobs to tell: of the token drawn, if it draws and its
-    sampling asks for them, and of those that its `scoring` asks for."""
+    """What a row comes to that has logprobs to tell: of the tokens drawn, if its sampling asks for
+    them, and of those that its `scoring` asks for."""
 
-    token: int | None
-    logprobs: Logprobs | None = None
+    tokens: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()
     prompt: tuple[Logprobs, ...] = ()
 
 
-Drawn = int | Told | Fault | None
-"""What a row comes to: a token, a fault of this row alone, or None where it draws nothing."""
+Drawn = tuple[int, ...] | Told | Fault
+"""What a row comes to: a token for each of its draws, or a fault of this row alone."""

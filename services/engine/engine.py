@@ -1,29 +1,33 @@
-"""The engine: sequences in, tokens and finished blocks out, one forward pass a step."""
+"""The engine: groups of sequences in, tokens and finished blocks out, one forward pass a step."""
 
 import time
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from services.common.ticket import FinishReason
 from services.engine.batch import Drawn, Fault, Row, Told
+from services.engine.group import Group
 from services.engine.messages import (
     Admit,
     Advance,
     Broken,
     Command,
+    End,
     Grow,
     Remove,
     Removed,
     StepOutcome,
 )
 from services.engine.scheduler import Batch, Scheduler
-from services.engine.sequence import Sequence, Stamps
+from services.engine.sequence import Stamps
 
 
 class ForwardPass(Protocol):
+    def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
+        """Copy blocks of the arena, (source, target) each, before the next `run`."""
+
     def run(self, rows: Seq[Row], num_behind: int = 0) -> Seq[Drawn]:
-        """Compute and store the rows' KV; what each row with a draw drew. `num_behind`: sequences
-        that could run too, and wait for another step."""
+        """Compute and store the rows' KV; what each row drew. `num_behind`: sequences that could
+        run too, and wait for another step."""
 
     def give_way(self) -> None:
         """After a step: return when others who compute on this device have had their part."""
@@ -37,14 +41,17 @@ class BlockStamps(Stamps, Protocol):
 
     def own(self, block_ids: Seq[int], owner: str) -> None: ...
 
+    def is_committed(self, block_id: int) -> bool: ...
+
     def complete(
         self, block_id: int, prefix_hash: bytes, parent: bytes, token_ids: Seq[int]
     ) -> None: ...
 
 
 class Engine:
-    """Knows nothing of stores and peers. `one_token`: sequences end with their first drawn token
-    (prefill). `look_ahead`: tokens ahead of a sequence's end for which it asks for slots."""
+    """Knows nothing of stores and peers. `one_token`: sequences rest with their first drawn token,
+    and their group leaves when all of them do (prefill). `look_ahead`: tokens ahead of a sequence's
+    end for which it asks for slots."""
 
     def __init__(
         self,
@@ -59,22 +66,29 @@ class Engine:
         self._scheduler = scheduler
         self._stamps = stamps
         self._one_token = one_token
-        self._look_ahead = look_ahead
+        self._look_ahead = 1 if one_token else look_ahead
+        self._pruned: dict[str, Group] = {}
 
     def step(self, commands: Seq[Command]) -> StepOutcome:
         """Take commands, run one batch, say what came of it."""
         began = time.perf_counter()
         removed = self._apply(commands)
+        self._copy()
         batch = self._scheduler.next_batch()
-        rows = [sequence.row(count) for sequence, count in batch]
+        rows = [run.sequence.row(run.num_tokens) for run in batch]
         drawn = self._compute(rows, self._scheduler.num_runnable - len(rows))
         advances, broken = self._retire(batch, drawn)
-        num_tokens = sum(count for _, count in batch)
+        num_tokens = sum(run.num_tokens for run in batch)
         return StepOutcome(advances, broken, removed, num_tokens, time.perf_counter() - began)
 
     def give_way(self) -> None:
         """Between steps, when what came of one is on its way."""
         self._forward.give_way()
+
+    def _copy(self) -> None:
+        """A block that several refer to is copied before one of them writes (law 4)."""
+        if pairs := self._scheduler.place_spares(self._look_ahead):
+            self._forward.copy_blocks(pairs)
 
     def _compute(self, rows: Seq[Row], num_behind: int) -> Seq[Drawn]:
         if rows:
@@ -86,67 +100,71 @@ class Engine:
         removed = []
         for command in commands:
             match command:
-                case Admit(sequence, new_block_ids):
-                    self._stamps.own(new_block_ids, sequence.key)
-                    self._scheduler.add(sequence)
+                case Admit(group, new_block_ids):
+                    self._stamps.own(new_block_ids, group.key)
+                    self._scheduler.add(group)
                 case Grow(key, block_ids):
                     if found := self._scheduler.get(key):
                         self._stamps.own(block_ids, key)
-                        found.block_table.extend(block_ids)
+                        found.grow(block_ids)
+                case End(key, index):
+                    found = self._scheduler.get(key)
+                    if found and found.prune(index):
+                        self._pruned[key] = found
+                        if not found.sequences and not found.resting:
+                            removed.append(self._remove(found))
                 case Remove(key):
-                    if found := self._scheduler.remove(key):
-                        removed.append(_removed(found))
+                    if found := self._scheduler.get(key):
+                        removed.append(self._remove(found))
         return tuple(removed)
+
+    def _remove(self, group: Group) -> Removed:
+        self._scheduler.remove(group.key)
+        self._pruned.pop(group.key, None)
+        return Removed(group.key, group.at_rest())
 
     def _retire(
         self, batch: Batch, drawn: Seq[Drawn]
     ) -> tuple[tuple[Advance, ...], tuple[Broken, ...]]:
-        advances, broken = [], []
-        for (sequence, count), found in zip(batch, drawn, strict=True):
+        touched, self._pruned = self._pruned, {}
+        faults: dict[str, Fault] = {}
+        for run, found in zip(batch, drawn, strict=True):
+            group = touched[run.group.key] = run.group
             if isinstance(found, Fault):
-                broken.append(self._break(sequence, found))
+                faults[group.key] = found
             else:
                 told = found if isinstance(found, Told) else Told(found)
-                advances.append(self._advance(sequence, count, told))
-        return tuple(advances), tuple(broken)
+                group.advance(run.sequence, run.num_tokens, told, rests=self._one_token)
+        broken = [self._break(touched.pop(key), fault) for key, fault in faults.items()]
+        return tuple(self._advance(group) for group in touched.values()), tuple(broken)
 
-    def _break(self, sequence: Sequence, fault: Fault) -> Broken:
+    def _break(self, group: Group, fault: Fault) -> Broken:
         """Drop it. Its blocks say nothing any more, so that no recovery believes them."""
-        self._scheduler.remove(sequence.key)
-        blocks = sequence.full_blocks
-        self._stamps.own([block_id for block_id, _ in blocks], sequence.key)
-        return Broken(sequence.key, fault, blocks)
+        self._scheduler.remove(group.key)
+        blocks = group.full_blocks
+        self._stamps.own([block_id for block_id, _ in blocks], group.key)
+        return Broken(group.key, fault, blocks)
 
-    def _advance(self, sequence: Sequence, count: int, told: Told) -> Advance:
-        token = told.token
-        finish = sequence.advance(count, token)
-        if finish or (self._one_token and token is not None):
-            self._scheduler.remove(sequence.key)
+    def _advance(self, group: Group) -> Advance:
+        completed = self._stamp(group)
+        left = None
+        if not group.sequences:
+            self._scheduler.remove(group.key)
+            left = group.at_rest()
+        wanted_blocks = group.total_wanted(self._look_ahead)
         return Advance(
-            key=sequence.key,
-            token=token,
-            finish=finish,
-            num_computed=sequence.num_computed,
-            completed=self._stamp(sequence),
-            wanted_blocks=self._wanted_blocks(sequence, finish),
-            logprobs=told.logprobs,
-            prompt_logprobs=told.prompt,
+            key=group.key,
+            tokens=group.take_tokens(),
+            num_uncomputed=group.num_uncomputed,
+            completed=completed,
+            freed=group.take_freed(),
+            wanted_blocks=0 if self._one_token else wanted_blocks,
+            left=left,
+            prompt_logprobs=group.take_prompt_logprobs(),
         )
 
-    def _stamp(self, sequence: Sequence) -> tuple[tuple[int, bytes], ...]:
-        completed = sequence.take_completed()
+    def _stamp(self, group: Group) -> tuple[tuple[int, bytes], ...]:
+        completed = group.take_completed()
         for block_id, prefix_hash, parent, token_ids in completed:
             self._stamps.complete(block_id, prefix_hash, parent, token_ids)
         return tuple((block_id, prefix_hash) for block_id, prefix_hash, _, _ in completed)
-
-    def _wanted_blocks(self, sequence: Sequence, finish: FinishReason | None) -> int:
-        return 0 if finish or self._one_token else sequence.wanted_blocks(self._look_ahead)
-
-
-def _removed(sequence: Sequence) -> Removed:
-    return Removed(
-        key=sequence.key,
-        token_ids=tuple(sequence.tokens),
-        block_ids=tuple(sequence.block_table),
-        num_computed=sequence.num_computed,
-    )

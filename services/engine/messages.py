@@ -4,16 +4,16 @@ from dataclasses import dataclass
 
 from blockstore.store import PrefixHash
 from services.common.logprobs import Logprobs
-from services.common.ticket import FinishReason
+from services.common.ticket import TicketSequence
 from services.engine.batch import Fault
-from services.engine.sequence import Sequence
+from services.engine.group import Group, Token
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Run a sequence. `new_block_ids`: blocks that nobody has written since they were given out."""
+    """Run a group. `new_block_ids`: blocks that nobody has written since they were given out."""
 
-    sequence: Sequence
+    group: Group
     new_block_ids: tuple[int, ...] = ()
 
 
@@ -24,47 +24,55 @@ class Grow:
 
 
 @dataclass(frozen=True, slots=True)
+class End:
+    """Let go of one sequence of a group after the step in flight; with the last one the group is
+    `Removed`. One that is not there is no error."""
+
+    key: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Remove:
-    """Let go of a sequence after the step in flight; answered by `Removed` unless it has
-    ended before."""
+    """Let go of a group after the step in flight; answered by `Removed` unless it has ended
+    before."""
 
     key: str
 
 
-Command = Admit | Grow | Remove
+Command = Admit | Grow | End | Remove
 
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """What one step did for one sequence. `completed`: blocks to commit. `wanted_blocks`: how many
-    it should have in all by now, 0 if it has them. With a `finish` the engine has dropped it.
-    `logprobs`: of the token, `prompt_logprobs`: of the prompt's next ones, where asked for."""
+    """What one step did for one group. `tokens`: drawn, one of a sequence at most. `completed`:
+    blocks to commit; after that, `freed`: blocks to give back. `wanted_blocks`: how many it should
+    have acquired in all by now, 0 if it has them. `left`: the engine has dropped it, and these
+    sequences go on elsewhere; None: it runs on. `prompt_logprobs`: of the prompt's next tokens,
+    where asked for."""
 
     key: str
-    token: int | None
-    finish: FinishReason | None
-    num_computed: int
+    tokens: tuple[Token, ...]
+    num_uncomputed: int
     completed: tuple[tuple[int, PrefixHash], ...]
+    freed: tuple[int, ...]
     wanted_blocks: int
-    logprobs: Logprobs | None = None
+    left: tuple[TicketSequence, ...] | None
     prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """No step touches the sequence's blocks any more. `token_ids`: prompt and generated.
-    `block_ids`: its block table."""
+    """No step touches the group's blocks any more. `sequences`: those that had not ended."""
 
     key: str
-    token_ids: tuple[int, ...]
-    block_ids: tuple[int, ...]
-    num_computed: int
+    sequences: tuple[TicketSequence, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A sequence failed alone, and the engine has dropped it. `blocks`: all its full ones, its
-    own and adopted, whose KV is not to be trusted any more."""
+    """A group failed alone, and the engine has dropped it. `blocks`: all its full ones, its own and
+    adopted, whose KV is not to be trusted any more."""
 
     key: str
     fault: Fault
@@ -80,3 +88,8 @@ class StepOutcome:
     removed: tuple[Removed, ...] = ()
     num_tokens: int = 0
     duration_s: float = 0.0
+
+    @property
+    def is_news(self) -> bool:
+        """Whether anybody has to hear of it."""
+        return bool(self.num_tokens or self.removed or self.advances)

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvops import Backend
 from services.common.logprobs import Logprobs
 from services.common.ticket import SamplingParams
 from services.engine.batch import Draw, Drawn, Fault, Row
@@ -26,7 +27,7 @@ class Runner:
     KV. ValueError: the arena is not the model's.
     """
 
-    def __init__(self, model: Model, kv: Tensor, block_size: int) -> None:
+    def __init__(self, model: Model, kv: Tensor, block_size: int, ops: Backend) -> None:
         config = model.config
         wanted = (config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
         if kv.dim() != 6 or tuple(kv.shape[1:]) != wanted or kv.dtype != model.dtype:
@@ -34,21 +35,26 @@ class Runner:
         self._model = model
         self._kv = kv
         self._block_size = block_size
+        self._ops = ops
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """(source, target) each; all sources are read before any target is written."""
+        self._ops.copy_blocks(self._kv, torch.tensor(pairs, dtype=torch.int64).view(-1, 2))
 
     def run(self, rows: Sequence[Row], num_behind: int = 0) -> list[Drawn]:
-        """Compute all rows in one pass, store their KV, and draw a token for every row with a
-        `draw`; None for the others, and Told where logprobs are asked for. A row whose logits are
-        not finite has a fault instead, and disturbs no other.
+        """Compute all rows in one pass, store their KV, and draw what each row is to draw: Told
+        where logprobs are asked for. A row whose logits are not finite has a fault instead, and
+        disturbs no other.
 
         ValueError, before anything is written: a row without tokens, past the model's context, with
         too short a block table, or with a block or token id that is not there.
         """
         hidden = self.hidden(rows)
-        drawing = [row for row in rows if row.draw is not None]
+        drawing = [row for row in rows if row.draws]
         ends = states_that_draw(rows)
         drawn_from = hidden if len(ends) == len(hidden) else hidden[ends]
         tokens = iter(self._tokens(drawn_from, drawing) if drawing else ())
-        drawn = [None if row.draw is None else next(tokens) for row in rows]
+        drawn = [_drawn(list(islice(tokens, len(row.draws)))) for row in rows]
         return told(rows, drawn, partial(self._score, hidden))
 
     def give_way(self) -> None:
@@ -59,18 +65,18 @@ class Runner:
 
     @torch.inference_mode()
     def hidden(self, rows: Sequence[Row]) -> Tensor:
-        """The pass alone: final states [rows with a draw, hidden_size], after each row's last
+        """The pass alone: final states [rows with draws, hidden_size], after each row's last
         token; of a row with a `scoring`, before that those that it asks about."""
         batch = self._batch(rows)
         ends = np.cumsum([len(row.token_ids) for row in rows])
         if all(row.scoring is None for row in rows):
-            wanted = ends[[row.draw is not None for row in rows]] - 1
+            wanted = ends[[bool(row.draws) for row in rows]] - 1
         else:
             wanted = np.array(wanted_states(rows), dtype=np.int64)
         return self._model.forward(batch, self._kv, self._placed(wanted))
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
-        """fp32 [rows with a draw, vocab_size]."""
+        """fp32 [rows with draws, vocab_size]."""
         return self._model.logits(self.hidden(rows))
 
     def warm_up(self, max_tokens: int) -> None:
@@ -80,7 +86,7 @@ class Runner:
         num_blocks = -(-num_tokens // self._block_size)
         for token_ids in ([0] * num_tokens, [0]):
             start = num_tokens - len(token_ids)
-            nowhere = Row(token_ids, start, [0] * num_blocks, num_tokens, Draw(_GREEDY, 0))
+            nowhere = Row(token_ids, start, [0] * num_blocks, num_tokens, (Draw(_GREEDY, 0),))
             self.logits([nowhere])
 
     @torch.inference_mode()
@@ -91,21 +97,24 @@ class Runner:
 
     @torch.inference_mode()
     def _tokens(self, hidden: Tensor, rows: Sequence[Row]) -> list[int | Fault]:
-        """Greedy rows whose logits stay as they are need the largest one alone."""
-        draws = [row.draw for row in rows if row.draw is not None]
+        """Draw after draw, of one row side by side. Greedy ones whose logits
+        stay as they are need the largest one alone."""
+        draws = [draw for row in rows for draw in row.draws]
+        states = [state for state, row in enumerate(rows) for _ in row.draws]
+        positions = [_end(rows[state]) for state in states]
         is_plain = [d.sampling.temperature == 0 and d.adjustment is None for d in draws]
         likeliest = [i for i, yes in enumerate(is_plain) if yes]
         drawn = [i for i, yes in enumerate(is_plain) if not yes]
         tokens: list[int | Fault] = [0] * len(draws)
         if likeliest:
-            found = self._model.best(hidden if not drawn else hidden[likeliest])
+            found = self._model.best(_at(hidden, [states[i] for i in likeliest]))
             for i, token in zip(likeliest, greedy(*found), strict=True):
                 tokens[i] = token
         if drawn:
             sampled = self._model.sample(
-                hidden if not likeliest else hidden[drawn],
+                _at(hidden, [states[i] for i in drawn]),
                 [draws[i] for i in drawn],
-                [_end(rows[i]) for i in drawn],
+                [positions[i] for i in drawn],
             )
             for i, token in zip(drawn, sampled, strict=True):
                 tokens[i] = token
@@ -164,6 +173,20 @@ class Runner:
                     f"row {i}: {len(row.block_table)} blocks of {self._block_size} do not hold "
                     f"{_end(row)} positions"
                 )
+
+
+def _at(hidden: Tensor, states: Sequence[int]) -> Tensor:
+    """Those of all rows in their order, each once, are there already."""
+    return hidden if len(states) == len(hidden) and _is_rising(states) else hidden[list(states)]
+
+
+def _is_rising(states: Sequence[int]) -> bool:
+    return all(before < after for before, after in pairwise(states))
+
+
+def _drawn(tokens: Sequence[int | Fault]) -> tuple[int, ...] | Fault:
+    faults = [token for token in tokens if isinstance(token, Fault)]
+    return faults[0] if faults else tuple(token for token in tokens if isinstance(token, int))
 
 
 def _end(row: Row) -> int:

@@ -1,11 +1,21 @@
 """Which sequences run in the next step, and how many of their tokens."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
+from services.engine.group import Group
 from services.engine.sequence import Sequence
 
-Batch = list[tuple[Sequence, int]]
-"""(sequence, how many of its uncomputed tokens)."""
+
+class Run(NamedTuple):
+    """`num_tokens`: of its uncomputed ones."""
+
+    group: Group
+    sequence: Sequence
+    num_tokens: int
+
+
+Batch = list[Run]
 
 _SHORTEST_SHARE = 4
 """A quarter of the budget goes to whoever needs least while more wants to run than fits, so that a
@@ -21,42 +31,53 @@ class Scheduler:
     def __init__(self, max_num_batched_tokens: int, max_num_seqs: int) -> None:
         self._budget = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
-        self._sequences: dict[str, Sequence] = {}
+        self._groups: dict[str, Group] = {}
 
-    def add(self, sequence: Sequence) -> None:
-        self._sequences[sequence.key] = sequence
-        self._sequences = dict(sorted(self._sequences.items(), key=lambda item: item[1].order))
+    def add(self, group: Group) -> None:
+        self._groups[group.key] = group
+        self._groups = dict(sorted(self._groups.items(), key=lambda item: item[1].order))
 
-    def remove(self, key: str) -> Sequence | None:
-        return self._sequences.pop(key, None)
+    def remove(self, key: str) -> Group | None:
+        return self._groups.pop(key, None)
 
-    def get(self, key: str) -> Sequence | None:
-        return self._sequences.get(key)
+    def get(self, key: str) -> Group | None:
+        return self._groups.get(key)
+
+    def place_spares(self, look_ahead: int) -> list[tuple[int, int]]:
+        """Blocks to copy before the next step, in all groups."""
+        return [pair for group in self._groups.values() for pair in group.place_spares(look_ahead)]
 
     @property
     def num_runnable(self) -> int:
-        return sum(seq.num_runnable > 0 for seq in self._sequences.values())
+        return len(self._runnable())
 
     def next_batch(self) -> Batch:
-        """First come, first served. Empty when nothing can run."""
-        runnable = [seq for seq in self._sequences.values() if seq.num_runnable > 0]
-        if sum(seq.num_runnable for seq in runnable) <= self._budget:
+        """First come, first served; of one group, by index. Empty when nothing can run."""
+        runnable = self._runnable()
+        if sum(run.num_tokens for run in runnable) <= self._budget:
             return _fill(runnable[: self._max_num_seqs], self._budget)
-        shortest = sorted(runnable[1:], key=lambda seq: seq.num_runnable)
+        shortest = sorted(runnable[1:], key=lambda run: run.num_tokens)
         shortest = shortest[: self._max_num_seqs // _SHORTEST_SHARE]
         early = _fill(shortest, self._budget // _SHORTEST_SHARE)
-        keys = {seq.key for seq, _ in early}
-        left = self._budget - sum(num_tokens for _, num_tokens in early)
-        in_order = [seq for seq in runnable if seq.key not in keys]
+        taken = {run.sequence for run in early}
+        left = self._budget - sum(run.num_tokens for run in early)
+        in_order = [run for run in runnable if run.sequence not in taken]
         return _fill(in_order[: self._max_num_seqs - len(early)], left) + early
 
+    def _runnable(self) -> Batch:
+        return [
+            Run(group, sequence, sequence.num_runnable)
+            for group in self._groups.values()
+            for sequence in group.runnable()
+        ]
 
-def _fill(sequences: Iterable[Sequence], budget: int) -> Batch:
+
+def _fill(runs: Iterable[Run], budget: int) -> Batch:
     batch: Batch = []
-    for sequence in sequences:
+    for run in runs:
         if budget <= 0:
             break
-        num_tokens = min(sequence.num_runnable, budget)
-        batch.append((sequence, num_tokens))
+        num_tokens = min(run.num_tokens, budget)
+        batch.append(run._replace(num_tokens=num_tokens))
         budget -= num_tokens
     return batch

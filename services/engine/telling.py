@@ -2,7 +2,7 @@
 what they say.
 
     row     |--- tokens scored ---|------|-end-|     states wanted: one for each token scored, and
-    states   s s s s s s s s s s s         d         the last one if the row draws
+    states   s s s s s s s s s s s         d         the last one if the row draws, however often
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +13,9 @@ from services.engine.batch import Drawn, Fault, Row, Told
 
 Score = Callable[[Sequence[int], Sequence[int], int], Sequence[Logprobs | Fault]]
 """(states, a token for each, how many of the likeliest beside it)."""
+
+_Tokens = tuple[int, ...] | Fault
+"""What a row drew."""
 
 _Query = tuple[int, int, int]
 """(state, token, how many of the likeliest)."""
@@ -25,7 +28,7 @@ def wanted_states(rows: Sequence[Row]) -> list[int]:
     for row in rows:
         end = begin + len(row.token_ids)
         wanted += range(begin, begin + _num_scored(row))
-        if row.draw is not None:
+        if row.draws:
             wanted.append(end - 1)
         begin = end
     return wanted
@@ -36,13 +39,13 @@ def states_that_draw(rows: Sequence[Row]) -> list[int]:
     places, state = [], 0
     for row in rows:
         state += _num_scored(row)
-        if row.draw is not None:
+        if row.draws:
             places.append(state)
             state += 1
     return places
 
 
-def told(rows: Sequence[Row], drawn: Sequence[int | Fault | None], score: Score) -> list[Drawn]:
+def told(rows: Sequence[Row], drawn: Sequence[_Tokens], score: Score) -> list[Drawn]:
     """With what was asked to be told. Rows that ask for nothing cost nothing."""
     queries = _queries(rows, drawn)
     asked = [query for of_row in queries for query in of_row]
@@ -51,39 +54,38 @@ def told(rows: Sequence[Row], drawn: Sequence[int | Fault | None], score: Score)
     states, token_ids, num_tops = zip(*asked, strict=True)
     found = iter(score(states, token_ids, max(num_tops)))
     return [
-        _told(row, token, [_cut(next(found), num_top) for _, _, num_top in of_row])
-        for row, token, of_row in zip(rows, drawn, queries, strict=True)
+        _told(row, tokens, [_cut(next(found), num_top) for _, _, num_top in of_row])
+        for row, tokens, of_row in zip(rows, drawn, queries, strict=True)
     ]
 
 
-def _queries(rows: Sequence[Row], drawn: Sequence[int | Fault | None]) -> list[list[_Query]]:
-    """Of each row: the tokens of its `scoring`, then the one that it drew."""
+def _queries(rows: Sequence[Row], drawn: Sequence[_Tokens]) -> list[list[_Query]]:
+    """Of each row: the tokens of its `scoring`, then those that it drew."""
     queries, state = [], 0
-    for row, token in zip(rows, drawn, strict=True):
+    for row, tokens in zip(rows, drawn, strict=True):
         of_row: list[_Query] = []
         if row.scoring is not None:
             for token_id in row.scoring.token_ids:
                 of_row.append((state, token_id, row.scoring.num_top))
                 state += 1
-        if row.draw is not None:
-            num_top = row.draw.sampling.logprobs
-            if num_top is not None and isinstance(token, int):
-                of_row.append((state, token, num_top))
+        if row.draws:
+            num_top = row.draws[0].sampling.logprobs
+            if num_top is not None and not isinstance(tokens, Fault):
+                of_row += ((state, token, num_top) for token in tokens)
             state += 1
         queries.append(of_row)
     return queries
 
 
-def _told(row: Row, token: int | Fault | None, found: list[Logprobs | Fault]) -> Drawn:
-    if not found or isinstance(token, Fault):
-        return token
+def _told(row: Row, tokens: _Tokens, found: list[Logprobs | Fault]) -> Drawn:
+    if not found or isinstance(tokens, Fault):
+        return tokens
     for logprobs in found:
         if isinstance(logprobs, Fault):
             return logprobs
     of_tokens = tuple(logprobs for logprobs in found if isinstance(logprobs, Logprobs))
     num_scored = _num_scored(row)
-    of_drawn = of_tokens[num_scored] if len(of_tokens) > num_scored else None
-    return Told(token, of_drawn, of_tokens[:num_scored])
+    return Told(tokens, of_tokens[num_scored:], of_tokens[:num_scored])
 
 
 def _cut(found: Logprobs | Fault, num_top: int) -> Logprobs | Fault:

@@ -57,7 +57,7 @@ class EngineThread:
                 outcome = self._engine.step(commands)
                 self.step_in_flight = None
                 busy = outcome.num_tokens > 0
-                if busy or outcome.removed:
+                if outcome.is_news:
                     self._loop.call_soon_threadsafe(self._on_outcome, outcome)
                 if busy:
                     self._engine.give_way()

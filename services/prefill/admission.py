@@ -7,9 +7,9 @@ from dataclasses import replace
 from blockstore.errors import MustWait, OutOfBlocks, StaleHolder
 from blockstore.store import Allocation, BlockStore
 from services.common.logging import get_logger
-from services.common.pool.allotment import blocks_to_begin
 from services.common.pool.stamps import Stamps
 from services.common.ticket import successor_of
+from services.engine.group import num_blocks_for
 from services.prefill.job import Job, State
 from services.prefill.prefixes import PrefixesUnderWay
 
@@ -107,7 +107,7 @@ class Admission:
         return job.follows is not None
 
     async def _allocate(self, job: Job) -> None:
-        num_blocks = blocks_to_begin(len(job.tokens), self._block_size)
+        num_blocks = num_blocks_for(job.ticket, self._block_size)
         while True:
             holder_id = job.ticket.holder_id
             allocation = await self._store.allocate(

@@ -10,12 +10,12 @@ from blockstore.registry import Load
 from blockstore.store import BlockStore, PrefixHash
 from services.common.errors import InvalidRequest
 from services.common.metrics import WorkerMetrics
-from services.common.ticket import Ticket, first_of
+from services.common.ticket import Ticket, TicketSequence, first_of
 from services.engine import messages
 from services.engine.engine import ForwardPass
+from services.engine.group import Group, num_blocks_for
 from services.engine.membership import Membership
 from services.engine.messages import Advance, Broken, StepOutcome
-from services.engine.sequence import Sequence as EngineSequence
 from services.prefill.admission import Admission
 from services.prefill.job import Job, State
 from services.prefill.prefixes import PrefixesUnderWay
@@ -27,11 +27,11 @@ from services.worker.events import (
     PREEMPTED,
     STALE,
     Ending,
-    Output,
     Prefilled,
     Requeued,
     RequeueReason,
     Session,
+    output,
     poisoned,
     report,
 )
@@ -102,7 +102,8 @@ class PrefillWorker(PoolWorker):
     def abort(
         self, session: Session, request_id: str, attempt: int, index: int | None = None
     ) -> None:
-        """End a request, or one of its sequences. One that is not there is no error."""
+        """End a request. One of several sequences ends where its gateway leaves it out of the
+        ticket that it sends on: each draws one token here, whoever wants it."""
         job = self._jobs.get(session, request_id, attempt)
         if job and (index is None or job.ticket.is_only(index)):
             self._end(job, ABORTED)
@@ -161,7 +162,7 @@ class PrefillWorker(PoolWorker):
             return
         job.state = State.FETCHING
         num_present = max(cached.num_tokens, swapped.num_computed_tokens)
-        job.num_uncomputed = max(1, len(job.tokens) - num_present)
+        job.num_uncomputed = max(1, job.num_tokens - num_present)
         self._fetching.put_nowait(job)
 
     async def _fetch_all(self) -> None:
@@ -182,6 +183,9 @@ class PrefillWorker(PoolWorker):
         blocks   |== adopted ==|== copied ==|------- new -------|
         tokens   |====== computed ======|---- to compute ----|  never empty: the last token draws
 
+        What the sequences of a group begin with is computed once, and what each has behind that
+        after it.
+
         Whose prompt's logprobs are asked for computes all of it, in adopted blocks without storing
         anything there.
         """
@@ -189,26 +193,23 @@ class PrefillWorker(PoolWorker):
         assert allocation is not None
         num_hits, size = allocation.num_cached_blocks, self.spec.block_size
         num_computed = min(fetched.num_tokens, len(job.tokens) - 1)
-        if not job.ticket.sequences[0].token_ids:
+        if not any(sequence.token_ids for sequence in job.ticket.sequences):
             job.ticket = replace(job.ticket, num_cached_tokens=num_computed)
         job.state = State.COMPUTING
-        job.num_uncomputed = len(job.tokens) - num_computed
+        job.num_uncomputed = job.num_tokens - num_computed
         self.metrics.prompt_tokens.inc(job.num_uncomputed)
         self.metrics.prompt_tokens_cached.inc(num_computed)
         if fetched.completed:
             self.writer.put(lambda: self._commit(job, fetched.completed))
-        sequence = EngineSequence(
+        group = Group.to_compute(
             job.ticket,
-            block_ids=allocation.block_ids,
-            block_size=size,
+            self.rules(job.ticket, job.num_prompt_logprobs),
+            allocation.block_ids,
             num_computed=num_computed,
             num_adopted=num_hits * size,
-            eos_token_ids=self.limits.eos_token_ids,
-            max_model_len=self.limits.max_model_len,
-            prompt_logprobs=job.num_prompt_logprobs,
         )
         new = allocation.block_ids[num_hits + fetched.num_blocks :]
-        self.engine.send(messages.Admit(sequence, new))
+        self.engine.send(messages.Admit(group, new))
 
     def _on_outcome(self, outcome: StepOutcome) -> None:
         self._pace.observe(outcome.num_tokens, outcome.duration_s)
@@ -221,35 +222,43 @@ class PrefillWorker(PoolWorker):
         self._admission.wake()
 
     def _on_advance(self, job: Job, advance: Advance) -> None:
-        job.num_uncomputed = len(job.tokens) - advance.num_computed
+        job.num_uncomputed = advance.num_uncomputed
+        job.outputs += (output(job.ticket, token) for token in advance.tokens)
+        job.prompt_logprobs += advance.prompt_logprobs
         if advance.completed:
             self.writer.put(lambda: self._commit(job, advance.completed))
-        job.prompt_logprobs.extend(advance.prompt_logprobs)
-        if advance.token is None:
-            return
-        if job.ending:
+        if advance.left is None:
+            self._give_back(job, advance.freed)
+        elif job.ending:
             self._retire(job)
-            return
-        self.metrics.generation_tokens.inc()
-        output = job.output(advance.token, advance.finish, advance.logprobs)
-        if advance.finish:
-            self._finish(job, output)
         else:
-            self._issue(job, output)
+            self.metrics.generation_tokens.inc(len(job.outputs))
+            if advance.left:
+                self._give_back(job, advance.freed)
+                self._issue(job, advance.left)
+            else:
+                self._finish(job)
+
+    def _give_back(self, job: Job, block_ids: Sequence[int]) -> None:
+        """What those that have ended already leave."""
+        if block_ids:
+            held = self.pool_id, job.ticket.holder_id, _epoch(job)
+            self.writer.put(lambda: self.store.give_back(*held, block_ids))
 
     async def _commit(self, job: Job, completed: Sequence[tuple[int, PrefixHash]]) -> None:
         holder_id, epoch = job.ticket.holder_id, _epoch(job)
         await self.store.commit(self.pool_id, holder_id, epoch, completed)
         self._prefixes.end(holder_id, [prefix_hash for _, prefix_hash in completed])
 
-    def _issue(self, job: Job, output: Output) -> None:
+    def _issue(self, job: Job, left: tuple[TicketSequence, ...]) -> None:
         """At rest: nobody writes its blocks until somebody claims them."""
-        ticket = job.issued(output.token_id, self._pace.ns_per_token)
+        ticket = job.issued(left, self._pace.ns_per_token)
 
         async def detach() -> None:
             await self.store.detach(self.pool_id, ticket.holder_id, ticket.holder_epoch - 1)
             if not job.ending:
-                job.session.send(Prefilled(ticket, (output,), tuple(job.prompt_logprobs)))
+                told = tuple(job.outputs), tuple(job.prompt_logprobs)
+                job.session.send(Prefilled(ticket, *told))
 
         job.state = State.ISSUED
         job.ticket = ticket
@@ -257,13 +266,13 @@ class PrefillWorker(PoolWorker):
         self._jobs.end_after(self.limits.ticket_ttl_s, job, STALE)
         self.writer.put(detach)
 
-    def _finish(self, job: Job, output: Output) -> None:
+    def _finish(self, job: Job) -> None:
         holder_id, epoch = job.ticket.holder_id, _epoch(job)
 
         async def release() -> None:
             await self.store.release(self.pool_id, holder_id, epoch)
-            told = tuple(job.prompt_logprobs)
-            job.session.send(Prefilled(job.finished(), (output,), told))
+            told = tuple(job.outputs), tuple(job.prompt_logprobs)
+            job.session.send(Prefilled(job.finished(), *told))
 
         self._forget(job)
         self.writer.put(release)
@@ -330,14 +339,17 @@ class PrefillWorker(PoolWorker):
     def _check(self, ticket: Ticket) -> None:
         if ticket.pool_id != self.pool_id:
             raise InvalidRequest(f"this worker is on pool {self.pool_id}, not {ticket.pool_id}")
-        if len(ticket.sequences) != 1 or ticket.sequences[0].block_ids:
-            raise InvalidRequest("a ticket for prefill has one sequence and no blocks")
-        length = self.check_tokens(ticket)
+        if any(sequence.block_ids for sequence in ticket.sequences):
+            raise InvalidRequest("a ticket for prefill has no blocks")
+        self.check_tokens(ticket)
         if any(first_of(job.ticket.holder_id) == ticket.holder_id for job in self._jobs):
             raise InvalidRequest("another request here has this holder")
-        num_slots = self.spec.num_blocks * self.spec.block_size
-        if length >= num_slots:
-            raise InvalidRequest(f"{length} tokens and one more for a pool of {num_slots} slots")
+        num_blocks = num_blocks_for(ticket, self.spec.block_size)
+        if num_blocks > self.spec.num_blocks:
+            raise InvalidRequest(
+                f"{len(ticket.sequences)} sequences need {num_blocks} blocks at once,"
+                f" the pool has {self.spec.num_blocks}"
+            )
 
 
 def _epoch(job: Job) -> int:

@@ -129,7 +129,7 @@ class ColderPool:
         first = allocation.num_cached_blocks
         cached = Fetched(first * size)
         try:
-            epoch = await self._store.claim(
+            claim = await self._store.claim(
                 swapped.pool_id,
                 swapped.holder_id,
                 swapped.holder_epoch,
@@ -137,6 +137,9 @@ class ColderPool:
                 swapped.block_ids,
             )
         except (StaleHolder, NotHeld):
+            return cached
+        if claim.block_ids != swapped.block_ids:  # in another order, say
+            await self._store.release(swapped.pool_id, swapped.holder_id, claim.epoch)
             return cached
         tokens = (*ticket.prompt_token_ids, *ticket.sequences[0].token_ids)
         num_tokens = await self._num_sound(swapped, ticket.root_hash, hashes, tokens)
@@ -149,7 +152,7 @@ class ColderPool:
             self._metrics.swapped_in_blocks.inc(len(pairs))
             completed = tuple(zip(allocation.block_ids, full, strict=False))[first:]
             cached = Fetched(num_tokens, len(pairs), completed)
-        await self._store.release(swapped.pool_id, swapped.holder_id, epoch)
+        await self._store.release(swapped.pool_id, swapped.holder_id, claim.epoch)
         return cached
 
     async def release(self, swapped: Swapped) -> None:

@@ -8,6 +8,7 @@ from services.common.errors import DeadlineExceeded, InvalidRequest, PoisonReque
 from services.common.logprobs import Logprobs
 from services.common.ticket import FinishReason, Ticket
 from services.engine.batch import Fault
+from services.engine.group import Token
 
 
 class RequeueReason(Enum):
@@ -103,6 +104,17 @@ class Draining:
 
 
 Event = Prefilled | Requeued | Failed | Reserved | Step | Draining
+
+
+def output(ticket: Ticket, token: Token) -> Output:
+    return Output(
+        *ticket.key,
+        index=token.index,
+        position=token.position,
+        token_id=token.token,
+        finish=token.finish,
+        logprobs=token.logprobs,
+    )
 
 
 class Session(Protocol):

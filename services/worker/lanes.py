@@ -48,6 +48,9 @@ class SharedCpus:
         self._wanted: tuple[Lane, ...] | None = None
         self.refresh()
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._runner.copy_blocks(pairs)
+
     def run(self, rows: Sequence[Row], num_behind: int = 0) -> Sequence[Drawn]:
         wanted, self._wanted = self._wanted, None
         if wanted is not None:

@@ -50,11 +50,17 @@ class Permit:
 
 
 class PermittedForward:
-    """The engine's thread asks twice a step. WorkerFenced: nothing of that step counts."""
+    """The engine's thread asks before it writes and before it answers. WorkerFenced: nothing of
+    that step counts."""
 
     def __init__(self, forward: ForwardPass, permit: Permit) -> None:
         self._forward = forward
         self._permit = permit
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._permit.require()
+        self._forward.copy_blocks(pairs)
+        self._permit.require()
 
     def run(self, rows: Sequence[Row], num_behind: int = 0) -> Sequence[Drawn]:
         self._permit.require()

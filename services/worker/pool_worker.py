@@ -18,6 +18,7 @@ from services.common.ticket import Ticket
 from services.engine.engine import BlockStamps, Engine, ForwardPass
 from services.engine.messages import Broken, StepOutcome
 from services.engine.scheduler import Scheduler
+from services.engine.sequence import Rules
 from services.engine.thread import EngineThread
 from services.worker.colder import ColderPool
 from services.worker.events import PREEMPTED, Ending, Session, report
@@ -158,17 +159,28 @@ class PoolWorker(ABC):
         except Exception as error:  # what the rest of the step did would be lost in silence
             self._fail(error)
 
-    def check_tokens(self, ticket: Ticket) -> int:
-        """How many tokens a ticket has, which all have to fit the model, like those that its
-        sampling names. InvalidRequest."""
-        token_ids = (*ticket.prompt_token_ids, *ticket.sequences[0].token_ids)
+    def rules(self, ticket: Ticket, prompt_logprobs: int | None = None) -> Rules:
+        return Rules.of(
+            ticket,
+            self.spec.block_size,
+            self.limits.eos_token_ids,
+            self.limits.max_model_len,
+            prompt_logprobs,
+        )
+
+    def check_tokens(self, ticket: Ticket) -> None:
+        """That all tokens of a ticket fit the model, like those that its sampling names, and leave
+        one to draw. InvalidRequest."""
+        prompt, generated = ticket.prompt_token_ids, [s.token_ids for s in ticket.sequences]
+        if not generated:
+            raise InvalidRequest("a ticket without sequences")
         named = max(ticket.sampling.named_token_ids(), default=0)
-        if max(*token_ids, named) >= self.limits.vocab_size:
+        if max(named, *map(max, filter(None, (prompt, *generated)))) >= self.limits.vocab_size:
             raise InvalidRequest(f"token ids beyond the vocabulary of {self.limits.vocab_size}")
-        longest = min(len(ticket.prompt_token_ids) + ticket.sampling.max_tokens - 1, self._longest)
-        if len(token_ids) > longest:
-            raise InvalidRequest(f"{len(token_ids)} tokens leave none to draw: at most {longest}")
-        return len(token_ids)
+        longest = min(len(prompt) + ticket.sampling.max_tokens - 1, self._longest)
+        length = len(prompt) + max(map(len, generated))
+        if length > longest:
+            raise InvalidRequest(f"{length} tokens leave none to draw: at most {longest}")
 
     @property
     def _longest(self) -> int:

@@ -176,7 +176,7 @@ def _colder_pool(
 
 async def _warm(loaded: LoadedModel, membership: Membership) -> Runner:
     """Having gone through every weight and every operation once."""
-    runner = Runner(loaded.model, membership.pool.kv, loaded.layout.block_size)
+    runner = Runner(loaded.model, membership.pool.kv, loaded.layout.block_size, loaded.ops)
     await asyncio.to_thread(runner.warm_up, _NUM_WARM_UP_TOKENS)
     return runner
 

@@ -140,7 +140,7 @@ class Trial:
             start=self.num_computed,
             block_table=self.block_table,
             store_from=self.num_cached,
-            draw=GREEDY if end == known else None,
+            draws=(GREEDY,) if end == known else (),
         )
 
 
@@ -168,7 +168,7 @@ class Rig(Runner):
         self.arena = torch.full(shape, float("nan"), dtype=dtype)
         self.block_size = block_size
         self.free = random.Random(num_blocks).sample(range(num_blocks), num_blocks)
-        super().__init__(model, self.arena, block_size)
+        super().__init__(model, self.arena, block_size, self.ops)
 
     def hidden(self, rows: Sequence[Row]) -> Tensor:
         hidden = super().hidden(rows)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvops.native import Lane, NativeCpu
 from services.common.board import SEAT_WORDS, Board, Seat
-from services.engine.batch import Row
+from services.engine.batch import Drawn, Row
 from services.engine.runner import Runner
 from services.worker.lanes import SharedCpus
 
@@ -45,11 +45,11 @@ class Linear:
         self.backlogs: list[int] = []
         self.board: Board | None = None
 
-    def run(self, rows: Sequence[Row]) -> list[int | None]:
+    def run(self, rows: Sequence[Row]) -> list[Drawn]:
         assert self.board is not None
         self.backlogs.append(self.board.backlog(self.board.seats()[0]))
         assert torch.equal(self._product(), self.expected)
-        return [len(rows)]
+        return [(len(rows),)]
 
     def _product(self) -> Tensor:
         out = torch.empty(8, 1024)
@@ -102,7 +102,7 @@ BESIDE_PREFILL = (Lane(0), Lane(1, (SEAT_WORDS,)))  # a prefill worker in seat 1
 
 def test_who_is_alone_has_all_cpus_from_the_first_step_on(worker: Worker) -> None:
     assert worker.native.told == []
-    assert worker.cpus.run(ROWS) == [2]
+    assert worker.cpus.run(ROWS) == [(2,)]
     assert worker.native.told == [ALONE]
     assert worker.native.num_lanes == 2
 

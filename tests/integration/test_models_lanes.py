@@ -35,9 +35,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows() -> list[Row]:
     """Two prompts, and eight rows of one token that see 32 positions of the first one."""
     prompts = [
-        Row(random_prompt(33, seed=i), 0, range(4 * i, 4 * i + 3), draw=GREEDY) for i in range(2)
+        Row(random_prompt(33, seed=i), 0, range(4 * i, 4 * i + 3), draws=(GREEDY,))
+        for i in range(2)
     ]
-    return prompts + [Row([i], 32, range(3), store_from=33, draw=GREEDY) for i in range(8)]
+    return prompts + [Row([i], 32, range(3), store_from=33, draws=(GREEDY,)) for i in range(8)]
 
 
 class Bench:

@@ -65,7 +65,7 @@ def rows_of(
                 start,
                 blocks,
                 num_adopted,
-                Draw(sampling, 0) if end == len(prompt) else None,
+                (Draw(sampling, 0),) if end == len(prompt) else (),
                 Scoring(targets, NUM_TOP) if targets else None,
             )
         )
@@ -114,14 +114,13 @@ def test_they_are_those_of_transformers(checkpoints: Make, name: str, chunk: int
     """Of the whole prompt, and of the token drawn after it."""
     rig = make_rig(checkpoints(name))
     told = run_alone(rig, rows_of(rig, PROMPT, chunk, asked()))
-    assert told.token is not None
-    assert told.logprobs is not None
+    (token,), (of_token,) = told.tokens, told.logprobs
     exact = exact_logprobs(checkpoints(name), PROMPT)
     assert len(told.prompt) == len(PROMPT) - 1
     for position, found in enumerate(told.prompt, 1):
         assert_is(found, exact[position - 1], PROMPT[position])
-    assert_is(told.logprobs, exact[-1], told.token)
-    assert told.logprobs.rank == 1
+    assert_is(of_token, exact[-1], token)
+    assert of_token.rank == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,11 +153,11 @@ def test_whatever_else_is_in_the_batch(checkpoints: Make, kind: str) -> None:
     (own,) = rows_of(rig, PROMPT, 4096, asked(1.0))
     found = rig.run([*others[:2], own, *others[2:]])
     assert found[2] == expected
-    assert isinstance(found[0], int)
+    assert isinstance(found[0], tuple)
     for told, number in zip((found[1], *found[3:]), (0, 20, 3), strict=True):
         assert isinstance(told, Told)
-        assert told.logprobs is not None
-        assert len(told.logprobs.top_token_ids) == number
+        (of_token,) = told.logprobs
+        assert len(of_token.top_token_ids) == number
 
 
 def test_a_prompt_computed_again_in_adopted_blocks(checkpoints: Make) -> None:
@@ -181,7 +180,7 @@ def test_the_composed_model_says_the_same(checkpoints: Make) -> None:
     expected = run_alone(rig, rows_of(rig, PROMPT, 64, asked()))
     composed = Rig(checkpoints("qwen3"), BLOCK_SIZE, 40, "reference")
     found = run_alone(composed, rows_of(composed, PROMPT, 64, asked()))
-    assert found.token == expected.token
+    assert found.tokens == expected.tokens
     for one, other in zip(found.prompt, expected.prompt, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)

@@ -49,7 +49,7 @@ def load(checkpoint: Path, cache: Path | None, quantized: bool = False) -> Fused
 
 def logits(checkpoint: Path, cache: Path | None) -> Tensor:
     rig = Rig(checkpoint, block_size=16, num_blocks=1, cache=cache)
-    return rig.logits([Row([5, 6, 7], 0, [0], 0, GREEDY)])
+    return rig.logits([Row([5, 6, 7], 0, [0], 0, (GREEDY,))])
 
 
 def packed(cache: Path) -> list[Path]:

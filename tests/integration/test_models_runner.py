@@ -26,7 +26,7 @@ def rig(checkpoint: Path) -> Rig:
     return Rig(checkpoint, block_size=4, num_blocks=32)
 
 
-ROW = Row(token_ids=(1, 2, 3), start=2, block_table=(0, 1), store_from=0, draw=GREEDY)
+ROW = Row(token_ids=(1, 2, 3), start=2, block_table=(0, 1), store_from=0, draws=(GREEDY,))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_step_without_rows_is_refused(rig: Rig) -> None:
 )
 def test_an_arena_of_another_model_is_refused(rig: Rig, arena: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="arena torch"):
-        Runner(rig._model, arena, block_size=4)
+        Runner(rig._model, arena, block_size=4, ops=rig.ops)
 
 
 def test_only_the_slots_of_new_positions_are_written(rig: Rig) -> None:
@@ -87,13 +87,39 @@ def test_only_the_slots_of_new_positions_are_written(rig: Rig) -> None:
 
 def test_rows_without_a_draw_have_no_token(rig: Rig) -> None:
     rows = [
-        replace(ROW, start=0, draw=None, block_table=(0,)),
+        replace(ROW, start=0, draws=(), block_table=(0,)),
         replace(ROW, start=0, block_table=(1,)),
     ]
-    nothing, token = rig.run(rows)
-    assert nothing is None
-    assert isinstance(token, int)
-    assert rig.run([replace(ROW, start=0, draw=None, block_table=(0,))]) == [None]
+    nothing, tokens = rig.run(rows)
+    assert nothing == ()
+    assert isinstance(tokens, tuple)
+    assert len(tokens) == 1
+    assert rig.run([replace(ROW, start=0, draws=(), block_table=(0,))]) == [()]
+
+
+def test_several_draws_of_a_row_are_those_of_rows_with_one(rig: Rig) -> None:
+    """64 sequences of one prompt, drawn from its state, among rows that draw once and not at all;
+    greedy ones among them."""
+    prompt = random_prompt(9, seed=0)
+    draws = [Draw(replace(GREEDY.sampling, temperature=i % 4, seed=3), i) for i in range(64)]
+    alone = [rig.run([Row(prompt, 0, (0, 1, 2), draws=(draw,))])[0] for draw in draws]
+    other = Row(random_prompt(5, seed=1), 0, (3, 4), draws=(draws[1],))
+    silent = Row(random_prompt(4, seed=2), 0, (5,))
+    (right,) = rig.run([other])
+    rows = [other, silent, Row(prompt, 0, (0, 1, 2), draws=tuple(draws)), replace(other)]
+    together = rig.run(rows)
+    assert together == [right, (), tuple(token for one in alone for token in one), right]  # type: ignore[union-attr]
+    assert len(set(together[2])) > 20  # type: ignore[arg-type]
+
+
+def test_copied_blocks_go_on_as_what_they_were_copied_from(rig: Rig) -> None:
+    """Half a block and a full one, copied at once; their sources can be written on meanwhile."""
+    prompt = random_prompt(6, seed=0)
+    rig.run([Row(prompt, 0, (0, 1))])
+    rig.copy_blocks([(1, 8), (0, 9)])
+    (right,) = rig.run([Row((7,), 6, (0, 1), draws=(GREEDY,))])
+    assert rig.run([Row((7,), 6, (9, 8), draws=(GREEDY,))]) == [right]
+    assert torch.equal(rig.arena[0], rig.arena[9])
 
 
 def test_warm_up_stores_nothing_and_is_cut_at_the_context(rig: Rig) -> None:
@@ -108,13 +134,11 @@ def test_broken_kv_is_a_fault_of_its_row_and_not_a_token(rig: Rig, temperature: 
     greedy and one drawn, get the tokens that they get without it."""
     prompt = random_prompt(4, seed=1)
     whole = [
-        Row(prompt, start=0, block_table=(6,), draw=GREEDY),
-        Row(
-            prompt, start=0, block_table=(7,), draw=Draw(replace(GREEDY.sampling, temperature=1), 0)
-        ),
+        Row(prompt, start=0, block_table=(6,), draws=(GREEDY,)),
+        Row(prompt, 0, (7,), draws=(Draw(replace(GREEDY.sampling, temperature=1), 0),)),
     ]
     right = rig.run(whole)
-    broken = replace(ROW, draw=Draw(replace(GREEDY.sampling, temperature=temperature), 0))
+    broken = replace(ROW, draws=(Draw(replace(GREEDY.sampling, temperature=temperature), 0),))
     assert rig.run([whole[0], broken, whole[1]]) == [right[0], Fault.NOT_FINITE, right[1]]
 
 
@@ -127,7 +151,7 @@ def test_sampled_tokens_are_the_same_alone_and_in_a_batch_of_64(rig: Rig) -> Non
         for i in range(64)
     ]
     rows = [
-        Row(prompt[11:], 11, (0, 1, 2), store_from=12 if i else 0, draw=Draw(p, i % 4))
+        Row(prompt[11:], 11, (0, 1, 2), store_from=12 if i else 0, draws=(Draw(p, i % 4),))
         for i, p in enumerate(params)
     ]
     together = rig.run(rows)
@@ -142,14 +166,15 @@ def test_a_token_drawn_again_after_a_recompute_is_the_same(rig: Rig) -> None:
     prompt = random_prompt(12, seed=0)
     tokens, start = list(prompt), 0
     for _ in range(8):
-        (token,) = rig.run([Row(tokens[start:], start, range(5), draw=draw)])
+        (drawn,) = rig.run([Row(tokens[start:], start, range(5), draws=(draw,))])
         start = len(tokens)
-        assert isinstance(token, int)
-        tokens.append(token)
+        assert isinstance(drawn, tuple)
+        tokens += drawn
     again = [
-        rig.run([Row(tokens[:length], 0, range(8, 13), draw=draw)])[0] for length in range(12, 20)
+        rig.run([Row(tokens[:length], 0, range(8, 13), draws=(draw,))])[0]
+        for length in range(12, 20)
     ]
-    assert again == tokens[12:]
+    assert again == [(token,) for token in tokens[12:]]
     assert len(set(again)) > 5
 
 
@@ -166,6 +191,6 @@ def test_bf16_logits_are_near_those_in_fp32(tmp_path: Path, name: str, backend: 
             exact = oracle(torch.tensor([prompt]), logits_to_keep=1).logits[0, -1]
         num_blocks = -(-length // 16)
         rig = Rig(directory, 16, num_blocks, backend, torch.bfloat16)
-        error = rig.logits([Row(prompt, 0, range(num_blocks), 0, GREEDY)])[0] - exact
+        error = rig.logits([Row(prompt, 0, range(num_blocks), 0, (GREEDY,))])[0] - exact
         assert error.square().mean().sqrt() < 0.03 * exact.std()
         assert error.abs().max() < 0.1 * exact.std()

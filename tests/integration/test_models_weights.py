@@ -33,7 +33,7 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> Model:
 
 def logits(directory: Path, dtype: torch.dtype = torch.float32, backend: str = "cpu") -> Tensor:
     rig = Rig(directory, block_size=16, num_blocks=1, backend=backend, dtype=dtype)
-    return rig.logits([Row([5, 6, 7], 0, [0], 0, GREEDY)])
+    return rig.logits([Row([5, 6, 7], 0, [0], 0, (GREEDY,))])
 
 
 @pytest.fixture

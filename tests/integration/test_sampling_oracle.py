@@ -94,16 +94,16 @@ def decoded(
                 mine[start:],
                 start,
                 range(10 * i, 10 * i + 10),
-                draw=Draw(p, i % 3, history.adjustment()),
+                draws=(Draw(p, i % 3, history.adjustment()),),
             )
             for i, (mine, start, p, history) in enumerate(
                 zip(tokens, starts, params, histories, strict=True)
             )
         ]
         starts = [len(mine) for mine in tokens]
-        for mine, token in zip(tokens, rig.run(rows), strict=True):
-            assert isinstance(token, int)
-            mine.append(token)
+        for mine, drawn in zip(tokens, rig.run(rows), strict=True):
+            assert isinstance(drawn, tuple)
+            mine += drawn
     return [mine[len(prompt) :] for mine, prompt in zip(tokens, prompts, strict=True)]
 
 
@@ -149,5 +149,6 @@ def test_tokens_are_the_same_alone_in_a_batch_and_after_a_recompute(rig: Rig) ->
         for length in (0, 5, 11):
             so_far = [*prompt, *tokens[:length]]
             draw = Draw(p, i % 3, History(p, so_far, len(prompt), []).adjustment())
-            assert rig.run([Row(so_far, 0, range(200, 210), draw=draw)]) == [tokens[length]]
+            again = rig.run([Row(so_far, 0, range(200, 210), draws=(draw,))])
+            assert again == [(tokens[length],)]
     assert len({tuple(tokens) for tokens in together}) == len(together)

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 from services.common.errors import InvalidRequest
 from services.common.ticket import Ticket, TicketSequence
 from services.decode.worker import DecodeWorker
-from services.worker.events import Event, Failed, Prefilled, Requeued, RequeueReason, Reserved, Step
+from services.worker.events import (
+    Event,
+    Failed,
+    Output,
+    Prefilled,
+    Requeued,
+    RequeueReason,
+    Reserved,
+    Step,
+)
 from tests.property.late import Pipe
 
 if TYPE_CHECKING:
@@ -19,15 +28,28 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Request:
-    """`asked`: its ticket, as it was first. `at_rest`: one that a decode worker handed over, or
-    swapped out.
-    `over`: its finish reason, an error, or "aborted"."""
+    """`asked`: its ticket, as it was first. `tokens`: of each sequence, by index; `ended`: how
+    those that have ended did. `at_rest`: one that a decode worker handed over, or swapped out.
+    `over`: "done", an error, or "aborted"."""
 
     asked: Ticket
     attempt: int = 0
-    tokens: list[int] = field(default_factory=list)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    ended: dict[int, str] = field(default_factory=dict)
     at_rest: Ticket | None = None
     over: str = ""
+
+    def __post_init__(self) -> None:
+        self.tokens = {state.index: [] for state in self.asked.sequences}
+
+    @property
+    def living(self) -> list[int]:
+        return [index for index in self.tokens if index not in self.ended]
+
+    def of_living(self, ticket: Ticket) -> Ticket:
+        """Without those that have ended since."""
+        states = (state for state in ticket.sequences if state.index not in self.ended)
+        return replace(ticket, sequences=tuple(states))
 
 
 class Stream:
@@ -37,13 +59,18 @@ class Stream:
         self.there, self._back = Pipe(chance), Pipe(chance)
         self.broken = False
         self._hear = hear
-        self._ended: set[tuple[str, int]] = set()
+        self._ended: set[tuple[str, int] | tuple[str, int, int]] = set()
 
     def send(self, event: Event) -> None:
         for key in _keys(event):
             assert key not in self._ended, f"{event} after the end"
-            if _is_last(event, key):
+            if _is_last(event):
                 self._ended.add(key)
+        for output in event.outputs if isinstance(event, Step) else ():
+            of_one = output.request_id, output.attempt, output.index
+            assert of_one not in self._ended, f"{output} after its end"
+            if output.finish:
+                self._ended.add(of_one)
         self._back.put(lambda: self.broken or self._hear(self, event))
 
 
@@ -57,10 +84,10 @@ def _keys(event: Event) -> Iterator[tuple[str, int]]:
             yield event.request_id, event.attempt
 
 
-def _is_last(event: Event, key: tuple[str, int]) -> bool:
+def _is_last(event: Event) -> bool:
     match event:
-        case Step(outputs):
-            return any(o.finish for o in outputs if (o.request_id, o.attempt) == key)
+        case Step():
+            return False
         case Prefilled(of):
             return not of.sequences
         case Requeued(of):
@@ -94,6 +121,19 @@ class Gateway:
         if request and not request.over:
             request.over = "aborted"
             self._let_go(request)
+
+    def abort_one(self, request_id: str, number: int) -> None:
+        """A stop string ends one sequence."""
+        request = self.requests.get(request_id)
+        if request is None or request.over:
+            return
+        index = request.living[number % len(request.living)]
+        request.ended[index] = "aborted"
+        if not request.living:
+            self._done(request)
+        key = request_id, request.attempt, index
+        for worker, stream in self._ways():
+            stream.there.put(lambda w=worker, s=stream: w.abort(s, *key))  # type: ignore[misc]
 
     def hand_over(self, number: int) -> None:
         """Whoever runs one of the requests puts it at rest; it goes on wherever its next attempt
@@ -134,7 +174,8 @@ class Gateway:
         if (request.attempt, request.over) == (attempt, ""):
             request_id = request.asked.request_id
             worker, stream = self._runs(attempt)
-            stream.there.put(lambda: worker.reserve(stream, request_id, attempt, 1))
+            num_sequences = len(request.living)
+            stream.there.put(lambda: worker.reserve(stream, request_id, attempt, num_sequences))
 
     def _let_go(self, request: Request) -> None:
         self._abort(request, request.attempt)
@@ -163,7 +204,8 @@ class Gateway:
         match event:
             case Reserved(granted=True) if request.at_rest and not request.at_rest.swapped:
                 worker, way = self._runs(request.attempt)
-                self._tell(worker.admit, way, replace(request.at_rest, attempt=request.attempt))
+                at_rest = request.of_living(request.at_rest)
+                self._tell(worker.admit, way, replace(at_rest, attempt=request.attempt))
             case Reserved(granted=True):
                 self._submit(request)
             case Reserved() | Requeued() if self._pair.draining:
@@ -172,16 +214,18 @@ class Gateway:
             case Reserved():
                 loop = asyncio.get_running_loop()
                 loop.call_later(0.05, self._reserve, request, request.attempt)
-            case Prefilled(issued, (output,)):
+            case Prefilled(issued, outputs):
                 self._give_up_ticket(request)  # what was swapped out has come back
-                self._deliver(request, output.token_id, output.finish)
-                if issued.sequences:
+                for output in outputs:
+                    self._deliver(request, output)
+                if not request.over:
                     worker, way = self._runs(request.attempt)
-                    self._tell(worker.admit, way, issued)
+                    self._tell(worker.admit, way, request.of_living(issued))
             case Requeued(at_rest, reason) if reason is RequeueReason.HANDED_OVER or (
                 at_rest.swapped is not None
             ):
-                assert at_rest.sequences[0].token_ids == tuple(request.tokens)
+                there = {s.index: list(s.token_ids) for s in request.of_living(at_rest).sequences}
+                assert there == {index: request.tokens[index] for index in request.living}
                 request.at_rest = at_rest
                 self._try_again(request)
             case Requeued():
@@ -191,9 +235,7 @@ class Gateway:
                 self._let_go(request)
             case _:
                 request.at_rest = None  # it was claimed
-                position = len(request.asked.prompt_token_ids) + len(request.tokens)
-                assert event.position == position
-                self._deliver(request, event.token_id, event.finish)
+                self._deliver(request, event)
 
     def _submit(self, request: Request) -> None:
         holder_id = f"h{self._pair.next_holder()}"
@@ -201,7 +243,7 @@ class Gateway:
             request.asked,
             attempt=request.attempt,
             holder_id=holder_id,
-            sequences=(TicketSequence(0, tuple(request.tokens)),),
+            sequences=tuple(TicketSequence(i, tuple(request.tokens[i])) for i in request.living),
             swapped=request.at_rest.swapped if request.at_rest else None,
         )
         self._tell(self._pair.prefill.submit, self._prefill, resumed)
@@ -215,8 +257,17 @@ class Gateway:
 
         stream.there.put(arrive)
 
-    def _deliver(self, request: Request, token: int, finish: Any) -> None:
-        request.tokens.append(token)
-        if finish:
-            request.over = finish.value
-            self._let_go(request)
+    def _deliver(self, request: Request, output: Output) -> None:
+        if output.index in request.ended:
+            return
+        tokens = request.tokens[output.index]
+        assert output.position == len(request.asked.prompt_token_ids) + len(tokens)
+        tokens.append(output.token_id)
+        if output.finish:
+            request.ended[output.index] = output.finish.value
+        if not request.living:
+            self._done(request)
+
+    def _done(self, request: Request) -> None:
+        request.over = "done"
+        self._let_go(request)

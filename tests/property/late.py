@@ -146,7 +146,7 @@ class LateEngine:
         except BaseException as error:
             self._on_failure(error)
             return
-        if outcome.num_tokens or outcome.removed:
+        if outcome.is_news:
             self._outcomes.put(lambda: self._on_outcome(outcome))
         if outcome.num_tokens:
             self._go_on()

@@ -4,18 +4,20 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from services.common.ticket import TicketSequence
+from services.engine.batch import Draw
 from services.worker.pool_worker import Limits
 from tests.property.gateway import Request
 from tests.property.late import LateEngine, VirtualLoop
 from tests.property.pair import Pair
-from tests.unit.workers.fakes import expected, ticket
+from tests.unit.workers.fakes import SAMPLED, expected, ticket
 
 MAX_MODEL_LEN = 24
 TICKET_TTL_S = 0.5
@@ -49,9 +51,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Ask:
-    """`num_shared` tokens begin many prompts, `num_own` are this one's."""
+    """`num_shared` tokens begin many prompts, `num_own` are this one's. `num_sequences`, or as many
+    as there are slots and blocks for."""
 
     gateway: int
+    num_sequences: int
     num_shared: int
     num_own: int
     max_tokens: int
@@ -62,14 +66,26 @@ class Ask:
         own = range(1000 * order, 1000 * order + self.num_own)
         prompt = (*range(self.num_shared), *own) or (0,)
         gateway = pair.gateways[self.gateway]
+        max_tokens = min(self.max_tokens, MAX_MODEL_LEN - len(prompt))
+        num_sequences = min(self.num_sequences, _most_sequences(pair, len(prompt), max_tokens))
         asked = ticket(
             f"r{len(gateway.requests)}",  # the other gateway has one of the same id
             prompt,
-            min(self.max_tokens, MAX_MODEL_LEN - len(prompt)),
             order=order,
+            sampling=replace(SAMPLED, max_tokens=max_tokens),
+            sequences=tuple(TicketSequence(index) for index in range(num_sequences)),
             timeout_ms=self.timeout_ms,
         )
         gateway.begin(asked)
+
+
+def _most_sequences(pair: Pair, num_prompt: int, max_tokens: int) -> int:
+    """They share the full blocks of their prompt."""
+    spec, size = pair.prefill.spec, pair.prefill.spec.block_size
+    num_shared = num_prompt // size
+    num_own = -(-(num_prompt + max_tokens) // size) - num_shared
+    num_blocks = spec.num_blocks - num_shared
+    return min(pair.prefill.limits.max_num_seqs, num_blocks // num_own if num_own else 64)
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,16 @@ class Abort:
 
     def do(self, pair: Pair) -> None:
         pair.gateways[self.gateway].abort(f"r{self.number}")
+
+
+@dataclass(frozen=True)
+class AbortOne:
+    gateway: int
+    number: int
+    index: int
+
+    def do(self, pair: Pair) -> None:
+        pair.gateways[self.gateway].abort_one(f"r{self.number}", self.index)
 
 
 @dataclass(frozen=True)
@@ -139,12 +165,14 @@ SHAPES = st.builds(
 ASKS = st.builds(
     Ask,
     gateway=GATEWAYS,
+    num_sequences=st.sampled_from([1, 1, 2, 4]),
     num_shared=st.sampled_from([0, 4, 8, 12]),
     num_own=st.integers(0, 11),
     max_tokens=st.sampled_from([1, 2, 6, 12, 24]),
     timeout_ms=st.sampled_from([0, 0, 0, 0, 30, 60, 90, 120, 300]),
 )
-ABORTS = st.builds(Abort, GATEWAYS, st.integers(0, 7))
+NUMBERS = st.integers(0, 7)
+ABORTS = st.builds(Abort, GATEWAYS, NUMBERS) | st.builds(AbortOne, GATEWAYS, NUMBERS, NUMBERS)
 HAND_OVERS = st.builds(HandOver, GATEWAYS, st.integers(0, 7))
 DEMANDS = st.builds(Demand)
 OTHERS = st.one_of(st.builds(Reconnect, GATEWAYS), st.builds(Corrupt, st.booleans()))
@@ -212,14 +240,18 @@ async def live(
 
 def check(request: Request, drained_amid: bool) -> None:
     asked = request.asked
-    right = expected(asked.prompt_token_ids, asked.sampling.max_tokens)
+    for index, tokens in request.tokens.items():
+        right = expected(
+            asked.prompt_token_ids, asked.sampling.max_tokens, Draw(asked.sampling, index)
+        )
+        assert tokens == right[: len(tokens)]
+        assert len(tokens) == len(right) or request.ended.get(index) != "length"
     match request.over:
-        case "length":
-            assert request.tokens == right
+        case "done":
+            assert not request.living
         case "deadline_exceeded":
             assert asked.timeout_ms
         case "drained":
             assert drained_amid
         case over:
             assert over == "aborted"
-    assert request.tokens == right[: len(request.tokens)]

@@ -1,6 +1,7 @@
 """Which states a step is asked about, and who gets what they say."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ def draw(logprobs: int | None = None) -> Draw:
 
 
 def row(num_tokens: int, draw: Draw | None = None, scoring: Scoring | None = None) -> Row:
-    return Row([1] * num_tokens, 0, [0], 0, draw, scoring)
+    return Row([1] * num_tokens, 0, [0], 0, () if draw is None else (draw,), scoring)
 
 
 class Scores:
@@ -45,7 +46,7 @@ def scores() -> Scores:
 
 def test_rows_that_ask_nothing_cost_nothing(scores: Scores) -> None:
     rows = [row(3), row(1, draw()), row(2, draw())]
-    assert told(rows, [None, 7, Fault.NOT_FINITE], scores) == [None, 7, Fault.NOT_FINITE]
+    assert told(rows, [(), (7,), Fault.NOT_FINITE], scores) == [(), (7,), Fault.NOT_FINITE]
     assert scores.calls == []
     assert wanted_states(rows) == [3, 5]
     assert states_that_draw(rows) == [0, 1]
@@ -54,10 +55,10 @@ def test_rows_that_ask_nothing_cost_nothing(scores: Scores) -> None:
 def test_who_asks_is_told(scores: Scores) -> None:
     """Each as many of the likeliest as it asks for, all in one call."""
     rows = [row(1, draw(0)), row(1, draw()), row(1, draw(2))]
-    assert told(rows, [4, 5, 6], scores) == [
-        Told(4, Logprobs(-4.0, 0)),
-        5,
-        Told(6, Logprobs(-6.0, 2, (0, 1), (0.0, -1.0))),
+    assert told(rows, [(4,), (5,), (6,)], scores) == [
+        Told((4,), (Logprobs(-4.0, 0),)),
+        (5,),
+        Told((6,), (Logprobs(-6.0, 2, (0, 1), (0.0, -1.0)),)),
     ]
     assert scores.calls == [([0, 2], [4, 6], 2)]
 
@@ -68,10 +69,10 @@ def test_a_prompt_is_told_chunk_by_chunk(scores: Scores) -> None:
     rows = [row(2, None, Scoring([8, 9], 1)), row(3, draw(0), Scoring([5, 6], 0)), row(1, draw())]
     assert wanted_states(rows) == [0, 1, 2, 3, 4, 5]
     assert states_that_draw(rows) == [4, 5]
-    assert told(rows, [None, 7, 3], scores) == [
-        Told(None, None, (Logprobs(-8.0, 0, (0,), (0.0,)), Logprobs(-9.0, 1, (0,), (0.0,)))),
-        Told(7, Logprobs(-7.0, 4), (Logprobs(-5.0, 2), Logprobs(-6.0, 3))),
-        3,
+    assert told(rows, [(), (7,), (3,)], scores) == [
+        Told((), (), (Logprobs(-8.0, 0, (0,), (0.0,)), Logprobs(-9.0, 1, (0,), (0.0,)))),
+        Told((7,), (Logprobs(-7.0, 4),), (Logprobs(-5.0, 2), Logprobs(-6.0, 3))),
+        (3,),
     ]
 
 
@@ -85,9 +86,18 @@ def test_states_behind_the_prompt_are_not_asked_about(scores: Scores) -> None:
 def test_a_prompt_that_cannot_be_scored_breaks_its_row_alone(scores: Scores) -> None:
     scores.broken = 1
     rows = [row(2, None, Scoring([8, 9], 0)), row(1, draw(0))]
-    assert told(rows, [None, 7], scores) == [Fault.NOT_FINITE, Told(7, Logprobs(-7.0, 2))]
+    assert told(rows, [(), (7,)], scores) == [Fault.NOT_FINITE, Told((7,), (Logprobs(-7.0, 2),))]
 
 
 def test_a_fault_of_the_draw_stays_one(scores: Scores) -> None:
     rows = [row(2, draw(3), Scoring([8], 0))]
     assert told(rows, [Fault.NOT_FINITE], scores) == [Fault.NOT_FINITE]
+
+
+def test_tokens_of_one_state_are_each_told(scores: Scores) -> None:
+    """Those of a group's sequences, of which two have drawn the same."""
+    rows = [replace(row(2), draws=(draw(0), draw(0), draw(0))), row(1, draw(0))]
+    assert (wanted_states(rows), states_that_draw(rows)) == ([1, 2], [0, 1])
+    several, one = told(rows, [(4, 9, 4), (5,)], scores)
+    assert several == Told((4, 9, 4), tuple(Logprobs(-float(token), 0) for token in (4, 9, 4)))
+    assert one == Told((5,), (Logprobs(-5.0, 1),))

@@ -148,6 +148,10 @@ class Stamps:
             for at in starts
         )
 
+    def is_committed(self, block_id: int) -> bool:
+        """Whether it says what it holds, to whoever may find it."""
+        return bool(self._bytes[self._at(block_id)] == StampState.COMMITTED)
+
     def complete_blocks(self, owners: Iterable[str]) -> dict[str, list[int]]:
         """The COMMITTED blocks of each owner that has some; reads all stamps, for the reaper of a
         dead worker."""

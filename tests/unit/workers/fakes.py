@@ -2,8 +2,9 @@
 table, a lost or overwritten block, or a missing slot changes or breaks what it says."""
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,21 +15,29 @@ from blockstore.store import PoolSpec
 from services.common.logprobs import Logprobs
 from services.common.pool.stamps import Stamps, StampState, record_bytes
 from services.common.ticket import SamplingParams, Ticket, TicketSequence
-from services.engine.batch import Drawn, Fault, Row, Told
+from services.engine.batch import Draw, Drawn, Fault, Row, Told
 from services.worker.events import Event
 
 VOCAB = 50_000
 PROMPT = tuple(range(100, 110))
 
 
-def next_token(tokens: Sequence[int]) -> int:
-    return xxhash.xxh32_intdigest(repr(list(tokens)).encode()) % VOCAB
+GREEDY = SamplingParams(0.0, 0, 1.0, 0.0, seed=1, max_tokens=8)
+SAMPLED = replace(GREEDY, temperature=1.0)
+ALONE = Draw(GREEDY, 0)
 
 
-def expected(prompt: Sequence[int], num_tokens: int) -> list[int]:
+def next_token(tokens: Sequence[int], draw: Draw = ALONE) -> int:
+    """Greedily the same for all sequences of a group, otherwise another for each."""
+    sampled = draw.sampling.temperature > 0
+    key = (draw.sampling.seed, draw.sequence_index) if sampled else ()
+    return xxhash.xxh32_intdigest(repr((*key, list(tokens))).encode()) % VOCAB
+
+
+def expected(prompt: Sequence[int], num_tokens: int, draw: Draw = ALONE) -> list[int]:
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, draw))
     return tokens[len(prompt) :]
 
 
@@ -47,6 +56,18 @@ class Arena:
 
     def __post_init__(self) -> None:
         self.copying.set()
+
+    def copy_within(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """All sources are read first; targets are owned, like whatever is written."""
+        size, found = self.block_size, dict(self.slots)
+        assert len({target for _, target in pairs}) == len(pairs)
+        for source, target in pairs:
+            assert self.stamps.read(target).state is StampState.PRIVATE
+            self.wipe(target)
+            for offset in range(size):
+                if (slot := source * size + offset) in found:
+                    self.slots[target * size + offset] = found[slot]
+        self.num_copied += len(pairs)
 
     def copy_from(self, source: "Arena", pairs: Sequence[tuple[int, int]]) -> None:
         """Whole blocks, (source, target) each; only who owns the target by its stamp may. Waits for
@@ -76,6 +97,7 @@ class FakeForward:
         self.gate.set()
         self.num_begun = 0
         self.num_steps = 0
+        self.num_copies = 0
         self.poison: int | None = None
         self.pause_after = 0
 
@@ -85,6 +107,12 @@ class FakeForward:
     def rest(self) -> None:
         pass
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        assert pairs
+        self.num_copies += 1
+        with self.arena.lock:
+            self.arena.copy_within(pairs)
+
     def run(self, rows: Sequence[Row], num_behind: int = 0) -> list[Drawn]:
         self.num_begun += bool(rows)
         assert self.gate.wait(30)
@@ -92,7 +120,18 @@ class FakeForward:
         if self.num_steps == self.pause_after:
             self.gate.clear()
         with self.arena.lock:
+            self._check_writes(rows)
             return [self._row(row) for row in rows]
+
+    def _check_writes(self, rows: Sequence[Row]) -> None:
+        """Nobody writes what somebody else reads or writes."""
+        size = self.arena.block_size
+        readers = Counter(block_id for row in rows for block_id in row.block_table)
+        for row in rows:
+            end = row.start + len(row.token_ids)
+            first = max(row.start, row.store_from) // size
+            for block_id in row.block_table[first : -(-end // size)]:
+                assert readers[block_id] == 1, "a shared block is never written"
 
     def _row(self, row: Row) -> Drawn:
         end = row.start + len(row.token_ids)
@@ -108,7 +147,7 @@ class FakeForward:
             stored_position, token = self.arena.slots[self._slot(row, position)]
             assert stored_position == position
             context.append(token)
-        if row.draw and self.poison in context:
+        if row.draws and self.poison in context:
             return Fault.NOT_FINITE
         return _told(row, context)
 
@@ -125,10 +164,10 @@ def logprobs_of(tokens: Sequence[int], num_top: int) -> Logprobs:
 
 def _told(row: Row, context: list[int]) -> Drawn:
     """`context`: all tokens up to the row's end."""
-    token = next_token(context) if row.draw else None
-    num_top = row.draw.sampling.logprobs if row.draw else None
+    tokens = tuple(next_token(context, draw) for draw in row.draws)
+    num_top = row.draws[0].sampling.logprobs if row.draws else None
     if row.scoring is None and num_top is None:
-        return token
+        return tokens
     prompt = []
     if row.scoring is not None:
         known = [*context, *row.scoring.token_ids[-1:]]
@@ -136,8 +175,9 @@ def _told(row: Row, context: list[int]) -> Drawn:
             position = row.start + offset + 1
             assert known[position] == token_id
             prompt.append(logprobs_of(known[: position + 1], row.scoring.num_top))
-    drawn = None if num_top is None or token is None else logprobs_of([*context, token], num_top)
-    return Told(token, drawn, tuple(prompt))
+    asked = () if num_top is None else tokens
+    drawn = tuple(logprobs_of([*context, token], num_top or 0) for token in asked)
+    return Told(tokens, drawn, tuple(prompt))
 
 
 class FakeSession:
@@ -179,7 +219,7 @@ def ticket(request_id: str, prompt: Sequence[int], max_tokens: int = 8, **change
         "holder_epoch": 0,
         "root_hash": bytes(16),
         "prompt_token_ids": tuple(prompt),
-        "sampling": SamplingParams(0.0, 0, 1.0, 0.0, seed=1, max_tokens=max_tokens),
+        "sampling": replace(GREEDY, max_tokens=max_tokens),
         "sequences": (TicketSequence(0),),
     }
     return Ticket(**{**fields, **changes})

@@ -21,6 +21,10 @@ class Forward:
         self._meanwhile()
         return ()
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.num_runs += 1
+        self._meanwhile()
+
     def give_way(self) -> None:
         pass
 
@@ -40,6 +44,8 @@ def test_nothing_is_written_once_it_was_given_up(lock: WorkerLock) -> None:
     give_up(lock.path)
     with pytest.raises(WorkerFenced):
         permitted.run(())
+    with pytest.raises(WorkerFenced):
+        permitted.copy_blocks([(1, 2)])
     assert forward.num_runs == 1
 
 

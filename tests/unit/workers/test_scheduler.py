@@ -1,63 +1,65 @@
+from services.engine.group import Group
 from services.engine.scheduler import Batch, Scheduler
-from services.engine.sequence import Sequence
+from services.engine.sequence import Branch, Rules, Sequence
 
 from .fakes import ticket
 
 
-def sequence(number: int, length: int, *, num_computed: int = 0, num_blocks: int = 100) -> Sequence:
-    return Sequence(
-        ticket(f"r{number}", range(length)),
+def group(number: int, length: int, *, num_computed: int = 0, num_blocks: int = 100) -> Group:
+    asked = ticket(f"r{number}", range(length))
+    rules = Rules.of(asked, 4, frozenset(), 1000)
+    one = Sequence(
+        rules,
+        [Branch(0)],
+        range(length),
         block_ids=range(num_blocks),
-        block_size=4,
         num_computed=num_computed,
-        num_adopted=0,
-        eos_token_ids=frozenset(),
-        max_model_len=1000,
     )
+    return Group(asked, [one], spare=(), num_acquired=num_blocks)
 
 
-def scheduler(*sequences: Sequence, max_num_seqs: int = 8) -> Scheduler:
+def scheduler(*groups: Group, max_num_seqs: int = 8) -> Scheduler:
     made = Scheduler(max_num_batched_tokens=16, max_num_seqs=max_num_seqs)
-    for one in sequences:
+    for one in groups:
         made.add(one)
     return made
 
 
 def shares(batch: Batch) -> list[tuple[str, int]]:
-    return [(one.key.removeprefix("h-"), num_tokens) for one, num_tokens in batch]
+    return [(run.group.key.removeprefix("h-"), run.num_tokens) for run in batch]
 
 
 def test_what_fits_runs_whole() -> None:
-    made = scheduler(sequence(1, 10), sequence(2, 6))
+    made = scheduler(group(1, 10), group(2, 6))
     assert shares(made.next_batch()) == [("r1", 10), ("r2", 6)]
 
 
 def test_order_decides_not_the_time_of_joining() -> None:
-    made = scheduler(sequence(3, 2), sequence(1, 2), sequence(2, 2))
+    made = scheduler(group(3, 2), group(1, 2), group(2, 2))
     assert [key for key, _ in shares(made.next_batch())] == ["r1", "r2", "r3"]
 
 
 def test_a_long_prompt_alone_takes_its_chunk() -> None:
     """Without others nothing is held back."""
-    made = scheduler(sequence(1, 100))
-    assert sum(num_tokens for _, num_tokens in made.next_batch()) == 16
+    made = scheduler(group(1, 100))
+    assert sum(run.num_tokens for run in made.next_batch()) == 16
 
 
 def test_a_quarter_of_the_step_is_for_who_needs_least() -> None:
-    made = scheduler(sequence(1, 100), sequence(2, 50), sequence(3, 3))
+    made = scheduler(group(1, 100), group(2, 50), group(3, 3))
     assert shares(made.next_batch()) == [("r1", 12), ("r3", 3), ("r2", 1)]
 
 
 def test_rows_are_limited() -> None:
-    made = scheduler(*(sequence(number, 1) for number in range(1, 6)), max_num_seqs=3)
+    made = scheduler(*(group(number, 1) for number in range(1, 6)), max_num_seqs=3)
     assert [key for key, _ in shares(made.next_batch())] == ["r1", "r2", "r3"]
 
 
 def test_a_row_without_a_slot_sits_out() -> None:
-    made = scheduler(sequence(1, 9, num_computed=8, num_blocks=2), sequence(2, 3))
+    made = scheduler(group(1, 9, num_computed=8, num_blocks=2), group(2, 3))
     assert shares(made.next_batch()) == [("r2", 3)]
 
 
 def test_tokens_without_slots_wait() -> None:
-    made = scheduler(sequence(1, 10, num_blocks=2))
+    made = scheduler(group(1, 10, num_blocks=2))
     assert shares(made.next_batch()) == [("r1", 8)]

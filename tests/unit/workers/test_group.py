@@ -1,0 +1,276 @@
+"""Groups in an engine: which blocks are shared, copied, written and given up. Blocks of 4."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from blockstore.store import PoolSpec
+from services.common.ticket import FinishReason, Ticket, TicketSequence
+from services.engine.batch import Draw, Fault
+from services.engine.engine import Engine
+from services.engine.group import Group, num_blocks_for, num_tokens_of, shared_tokens
+from services.engine.messages import Admit, Advance, Command, End, Grow, Remove, StepOutcome
+from services.engine.scheduler import Scheduler
+from services.engine.sequence import Rules
+
+from .fakes import PROMPT, SAMPLED, Arena, FakeForward, expected, make_stamps, ticket
+
+SIZE = 4
+KEY = "h-r1"
+
+
+class Host:
+    """Two engines on one arena: `prefill` and `decode`, whose sequences look 2 tokens ahead."""
+
+    def __init__(self, directory: Path, budget: int = 64) -> None:
+        spec = PoolSpec("pool", "model", "fingerprint", 64, SIZE, block_bytes=1)
+        self.stamps = make_stamps(directory / "stamps", spec)
+        self.arena = Arena(SIZE, self.stamps)
+        self.model = FakeForward(self.arena)
+        self.prefill = self._engine(budget, one_token=True)
+        self.decode = self._engine(budget, one_token=False)
+
+    def _engine(self, budget: int, *, one_token: bool) -> Engine:
+        scheduler = Scheduler(budget, max_num_seqs=64)
+        return Engine(self.model, scheduler, self.stamps, one_token=one_token, look_ahead=2)
+
+    def prefilled(self, asked: Ticket, block_ids: Sequence[int]) -> tuple[Ticket, list[Advance]]:
+        """The ticket at rest, and all that happened."""
+        group = Group.to_compute(asked, rules(asked), block_ids)
+        commands: list[Command] = [Admit(group, tuple(block_ids))]
+        advances: list[Advance] = []
+        for _ in range(100):
+            advances += self.prefill.step(commands).advances
+            commands = []
+            if advances[-1].left is not None:
+                return replace(asked, sequences=advances[-1].left), advances
+        raise AssertionError("it does not end")
+
+    def admit(self, at_rest: Ticket, spare: Sequence[int], num_acquired: int) -> StepOutcome:
+        group = Group.to_continue(at_rest, rules(at_rest), spare, num_acquired)
+        assert group.is_stamped(self.stamps)
+        return self.decode.step([Admit(group, tuple(spare))])
+
+    def removed(self) -> tuple[TicketSequence, ...]:
+        (removed,) = self.decode.step([Remove(KEY)]).removed
+        return removed.sequences
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path)
+
+
+def rules(asked: Ticket) -> Rules:
+    return Rules.of(asked, SIZE, frozenset(), max_model_len=1000)
+
+
+def asked(num_sequences: int, prompt: Sequence[int] = PROMPT, max_tokens: int = 30) -> Ticket:
+    return ticket(
+        "r1",
+        prompt,
+        sampling=replace(SAMPLED, max_tokens=max_tokens),
+        sequences=tuple(TicketSequence(index) for index in range(num_sequences)),
+    )
+
+
+def right(index: int, num_tokens: int, prompt: Sequence[int] = PROMPT) -> tuple[int, ...]:
+    return tuple(expected(prompt, num_tokens, Draw(SAMPLED, index)))
+
+
+def tables(sequences: Sequence[TicketSequence]) -> dict[int, tuple[int, ...]]:
+    return {state.index: state.block_ids for state in sequences}
+
+
+def test_one_prompt_is_computed_once_for_all(host: Host) -> None:
+    """10 tokens: three sequences share its 2 full blocks and its tail; 2 blocks are for copies."""
+    wanted = asked(3)
+    assert num_blocks_for(wanted, SIZE) == 5
+    at_rest, advances = host.prefilled(wanted, range(5))
+    assert tables(at_rest.sequences) == dict.fromkeys(range(3), (0, 1, 2))
+    assert [state.token_ids for state in at_rest.sequences] == [right(i, 1) for i in range(3)]
+    assert {state.num_computed_tokens for state in at_rest.sequences} == {10}
+    assert [(token.index, token.position) for token in advances[-1].tokens] == [
+        (0, 10),
+        (1, 10),
+        (2, 10),
+    ]
+    assert [block_id for block_id, _ in advances[-1].completed] == [0, 1]
+    assert host.arena.num_computed == 10
+    assert not any(advance.freed for advance in advances)
+
+
+def test_a_prompt_of_full_blocks_has_no_tail_to_copy(host: Host) -> None:
+    """The block after it is the first one's; the others get theirs where they go on."""
+    at_rest, _ = host.prefilled(asked(3, PROMPT[:8]), range(5))
+    assert tables(at_rest.sequences) == {0: (0, 1, 2), 1: (0, 1), 2: (0, 1)}
+    outcome = host.admit(at_rest, spare=(3, 4), num_acquired=5)
+    assert outcome.num_tokens == 3
+    assert tables(host.removed()) == {0: (0, 1, 2), 1: (0, 1, 3), 2: (0, 1, 4)}
+    assert host.model.num_copies == 0
+
+
+@pytest.mark.parametrize("budget", [1, 3, 7, 64])
+def test_however_the_prompt_is_cut(tmp_path: Path, budget: int) -> None:
+    at_rest, _ = Host(tmp_path, budget).prefilled(asked(3), range(5))
+    assert [state.token_ids for state in at_rest.sequences] == [right(i, 1) for i in range(3)]
+
+
+def test_a_shared_tail_is_copied_before_it_is_written(host: Host) -> None:
+    """All but the last that refers to it, by index, in one call; then each goes its own way."""
+    at_rest, _ = host.prefilled(asked(3), range(5))
+    outcome = host.admit(at_rest, spare=(3, 4), num_acquired=5)
+    assert (host.model.num_copies, host.arena.num_copied) == (1, 2)
+    assert [token.token for token in outcome.advances[0].tokens] == [
+        right(i, 2)[1] for i in range(3)
+    ]
+    # 12 tokens and 2 ahead: one more block for each
+    assert outcome.advances[0].wanted_blocks == 5 + 3
+    assert tables(host.removed()) == {0: (0, 1, 3), 1: (0, 1, 4), 2: (0, 1, 2)}
+
+
+def test_a_row_whose_copy_has_no_block_sits_out(host: Host) -> None:
+    """Blocks go to who needs them first, by index; the last needs none."""
+    at_rest, _ = host.prefilled(asked(3), range(5))
+    assert host.admit(at_rest, spare=(), num_acquired=3).num_tokens == 0
+    ran = []
+    for block_id in (7, 8):
+        (advance,) = host.decode.step([Grow(KEY, (block_id,))]).advances
+        ran.append([token.index for token in advance.tokens])
+    assert ran == [[0], [0, 1, 2]]
+    assert host.arena.num_copied == 2
+
+
+def test_what_is_wanted_is_told_before_anybody_can_run(host: Host) -> None:
+    """2 copies; 11 tokens and 2 ahead need a fourth block each."""
+    at_rest, _ = host.prefilled(asked(3), range(5))
+    group = Group.to_continue(at_rest, rules(at_rest), (), num_acquired=3)
+    assert group.total_wanted(look_ahead=2) == 3 + 2 + 3
+    assert group.total_wanted(look_ahead=1) == 3 + 2
+
+
+def test_whoever_ends_leaves_what_nobody_else_has(host: Host) -> None:
+    """Finished blocks go back, a tail goes to a sibling that wants one."""
+    at_rest, _ = host.prefilled(asked(2), range(4))
+    host.admit(at_rest, spare=(3,), num_acquired=4)  # 0 writes block 3, 1 writes block 2
+    host.decode.step([Grow(KEY, (5, 6))])  # 12 tokens: 5 is 0's, 6 is 1's
+    host.decode.step([])  # block 3 and 2 are full, 5 and 6 have a token
+    (advance,) = host.decode.step([End(KEY, 0)]).advances
+    assert [token.index for token in advance.tokens] == [1]
+    assert advance.freed == (3,)
+    assert advance.wanted_blocks == 0  # 15 tokens and 2 ahead: it will have 5
+    host.decode.step([])
+    assert tables(host.removed()) == {1: (0, 1, 2, 6, 5)}
+
+
+def test_a_tail_that_somebody_leaves_is_written_in_place(host: Host) -> None:
+    """No block has come for a copy, and none is needed any more."""
+    at_rest, _ = host.prefilled(asked(2), range(4))
+    host.admit(at_rest, spare=(), num_acquired=3)
+    (advance,) = host.decode.step([End(KEY, 0)]).advances
+    assert [token.index for token in advance.tokens] == [1]
+    assert host.arena.num_copied == 0
+    assert tables(host.removed()) == {1: (0, 1, 2)}
+
+
+def test_the_last_to_end_takes_the_group_along(host: Host) -> None:
+    at_rest, _ = host.prefilled(asked(2), range(4))
+    host.admit(at_rest, spare=(3,), num_acquired=4)
+    (removed,) = host.decode.step([End(KEY, 0), End(KEY, 1)]).removed
+    assert removed.sequences == ()
+    assert host.decode.step([Remove(KEY)]).removed == ()
+
+
+def test_sequences_end_by_themselves(host: Host) -> None:
+    at_rest, _ = host.prefilled(asked(2, max_tokens=3), range(4))
+    (first,) = host.admit(at_rest, spare=(3,), num_acquired=4).advances
+    assert first.left is None
+    (second,) = host.decode.step([]).advances
+    assert [token.finish for token in second.tokens] == [FinishReason.LENGTH] * 2
+    assert second.left == ()
+
+
+def test_who_ends_with_its_first_token_leaves_the_others_their_blocks(host: Host) -> None:
+    """Its copy of the tail is needed by nobody."""
+    wanted = asked(3)
+    first = right(1, 1)[0]
+    sampling = replace(wanted.sampling, stop_token_ids=(first,))
+    at_rest, advances = host.prefilled(replace(wanted, sampling=sampling), range(5))
+    assert tables(at_rest.sequences) == {0: (0, 1, 2), 2: (0, 1, 2)}
+    assert advances[-1].freed == (4,)
+
+
+def test_a_row_that_is_not_finite_ends_its_group_alone(host: Host) -> None:
+    at_rest, _ = host.prefilled(asked(2), range(4))
+    other = ticket("r2", (7, 8, 9))
+    (of_other,) = host.prefilled(other, (8,))[0].sequences
+    host.model.poison = PROMPT[0]
+    group = Group.to_continue(replace(other, sequences=(of_other,)), rules(other), (9,), 2)
+    host.decode.step([Admit(group, (9,))])
+    outcome = host.admit(at_rest, spare=(3,), num_acquired=4)
+    (broken,) = outcome.broken
+    assert (broken.key, broken.fault) == (KEY, Fault.NOT_FINITE)
+    assert [block_id for block_id, _ in broken.blocks] == [0, 1]
+    assert [advance.key for advance in outcome.advances] == ["h-r2"]
+
+
+# Computed again: sequences with tokens of their own behind the prompt.
+
+AGAIN = {0: 3, 1: 0, 3: 9}
+"""How many tokens each has got: 2 has ended."""
+
+
+def again(prompt: Sequence[int] = PROMPT) -> Ticket:
+    states = tuple(TicketSequence(i, right(i, num, prompt)) for i, num in AGAIN.items())
+    return replace(asked(1, prompt), sequences=states)
+
+
+@pytest.mark.parametrize("length", [1, 4, 8, 10])
+@pytest.mark.parametrize("budget", [1, 5, 64])
+def test_a_group_is_computed_again_with_what_each_has(
+    tmp_path: Path, length: int, budget: int
+) -> None:
+    """The prompt once, then each one's own; all have one token more, whatever they had."""
+    host, wanted = Host(tmp_path, budget), again(PROMPT[:length])
+    num_blocks = num_blocks_for(wanted, SIZE)
+    at_rest, advances = host.prefilled(wanted, range(num_blocks))
+    states = {state.index: state for state in at_rest.sequences}
+    for index, num_tokens in AGAIN.items():
+        assert states[index].token_ids == right(index, num_tokens + 1, PROMPT[:length])
+        assert states[index].num_computed_tokens == length + num_tokens
+    assert host.arena.num_computed == num_tokens_of(wanted) == length + 3 + 9
+    drawn = sorted(token.index for advance in advances for token in advance.tokens)
+    assert drawn == [0, 1, 3]
+    completed = [block for advance in advances for block, _ in advance.completed]
+    assert len(completed) == len(set(completed)), "a block is finished once"
+    given_up = [block for advance in advances for block in advance.freed]
+    in_tables = {block for state in at_rest.sequences for block in state.block_ids}
+    assert not given_up
+    assert in_tables <= set(range(num_blocks))
+    # and on it goes
+    spare = [block for block in range(num_blocks) if block not in in_tables]
+    outcome = host.admit(at_rest, spare, num_blocks)
+    for token in outcome.advances[0].tokens:
+        assert token.token == right(token.index, AGAIN[token.index] + 2, PROMPT[:length])[-1]
+
+
+def test_what_all_have_got_alike_is_computed_once() -> None:
+    """Greedy ones, or a token that everybody drew."""
+    states = [(5, 6, 7), (5, 6), (5, 6, 8, 9)]
+    group = replace(
+        asked(1), sequences=tuple(TicketSequence(i, own) for i, own in enumerate(states))
+    )
+    assert shared_tokens(group) == (*PROMPT, 5, 6)
+    assert num_tokens_of(group) == 12 + 1 + 0 + 2
+    assert num_blocks_for(group, SIZE) == 3 + 3 * 1  # 12 full; then 13, 12 and 14 and one more
+
+
+def test_one_alone_is_computed_like_any_prompt(host: Host) -> None:
+    """No branch, no copy, no spare block."""
+    wanted = replace(asked(1), sequences=(TicketSequence(0, right(0, 5)),))
+    at_rest, advances = host.prefilled(wanted, range(4))
+    assert len(advances) == 1
+    assert tables(at_rest.sequences) == {0: (0, 1, 2, 3)}
+    assert at_rest.sequences[0].token_ids == right(0, 6)

@@ -1,0 +1,434 @@
+"""Requests of several sequences at the workers: one prompt, one ticket, one holder."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from blockstore.hashing import prefix_hashes
+from services.common.errors import InvalidRequest
+from services.common.ticket import FinishReason, Ticket, TicketSequence
+from services.engine.batch import Draw
+from services.worker.events import Failed, Output, Prefilled, Requeued, RequeueReason
+
+from .conftest import Bench, MakeBench
+from .fakes import PROMPT, SAMPLED, FakeSession, expected, ticket
+from .runs import outputs, prefill
+
+
+def asked(n: int, max_tokens: int = 12, prompt: Sequence[int] = PROMPT, number: int = 1) -> Ticket:
+    return ticket(
+        f"r{number}",
+        prompt,
+        sampling=replace(SAMPLED, max_tokens=max_tokens),
+        sequences=tuple(TicketSequence(index) for index in range(n)),
+    )
+
+
+def right(index: int, num_tokens: int, prompt: Sequence[int] = PROMPT) -> list[int]:
+    return expected(prompt, num_tokens, Draw(SAMPLED, index))
+
+
+def admit(bench: Bench, issued: Ticket) -> None:
+    bench.decode.reserve(bench.session, *issued.key, len(issued.sequences))
+    bench.decode.admit(bench.session, issued)
+
+
+async def start(bench: Bench, wanted: Ticket) -> Ticket:
+    issued = await prefill(bench, wanted)
+    admit(bench, issued)
+    return issued
+
+
+def of_each(session: FakeSession, request_id: str = "r1") -> dict[int, list[Output]]:
+    found: dict[int, list[Output]] = {}
+    for output in outputs(session, request_id):
+        found.setdefault(output.index, []).append(output)
+    return found
+
+
+def tokens(session: FakeSession, issued: Ticket) -> dict[int, list[int]]:
+    """What a client has of each sequence that was issued."""
+    drawn = of_each(session, issued.request_id)
+    return {
+        state.index: [*state.token_ids, *(output.token_id for output in drawn.get(state.index, ()))]
+        for state in issued.sequences
+    }
+
+
+def ended(session: FakeSession, request_id: str = "r1") -> set[int]:
+    return {output.index for output in outputs(session, request_id) if output.finish}
+
+
+async def answer(bench: Bench, wanted: Ticket) -> Prefilled:
+    session = FakeSession()
+    bench.prefill.submit(session, wanted)
+    await bench.until(lambda: bool(session.of(Prefilled)))
+    (event,) = session.of(Prefilled)
+    assert isinstance(event, Prefilled)
+    return event
+
+
+async def num_held(bench: Bench) -> int:
+    await bench.decode.writer.flush()
+    (holder,) = await bench.store.holders("pool")
+    return holder.num_blocks
+
+
+# Prefill
+
+
+async def test_a_group_is_issued_with_a_token_for_each(bench: Bench) -> None:
+    """One pass over the prompt; 2 blocks shared for good, a tail shared until it is written, and a
+    block for each copy."""
+    event = await answer(bench, asked(4))
+    assert event.outputs == tuple(Output("r1", 1, i, 10, right(i, 1)[0], None) for i in range(4))
+    assert [state.block_ids for state in event.ticket.sequences] == [(0, 1, 2)] * 4
+    assert bench.arena.num_computed == 10
+    assert await num_held(bench) == 2 + 4
+
+
+async def test_sequences_that_end_with_their_first_token_are_left_out(bench: Bench) -> None:
+    wanted = asked(3)
+    sampling = replace(wanted.sampling, stop_token_ids=(right(1, 1)[0],))
+    event = await answer(bench, replace(wanted, sampling=sampling))
+    assert [output.finish for output in event.outputs] == [None, FinishReason.STOP, None]
+    assert [state.index for state in event.ticket.sequences] == [0, 2]
+    assert await num_held(bench) == 2 + 2
+
+
+async def test_a_group_that_ends_with_its_first_tokens_holds_nothing(bench: Bench) -> None:
+    event = await answer(bench, asked(3, max_tokens=1))
+    assert {output.finish for output in event.outputs} == {FinishReason.LENGTH}
+    assert event.ticket.sequences == ()
+    await bench.until_empty()
+
+
+async def test_a_group_that_cannot_have_its_blocks_at_once_is_refused(
+    make_bench: MakeBench,
+) -> None:
+    """2 + 6 x 1 of 7."""
+    bench = await make_bench(num_blocks=7)
+    with pytest.raises(InvalidRequest, match="6 sequences need 8 blocks"):
+        bench.prefill.submit(bench.session, asked(6))
+    await prefill(bench, asked(5))
+
+
+async def test_a_group_finds_its_prompt_in_the_cache(bench: Bench) -> None:
+    await prefill(bench, asked(1, number=2))
+    issued = await prefill(bench, asked(4))
+    assert issued.num_cached_tokens == 8
+    assert [state.token_ids for state in issued.sequences] == [(right(i, 1)[0],) for i in range(4)]
+    assert bench.arena.num_computed == 10 + 2
+
+
+# Decode
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("length", [3, 4, 10])
+async def test_each_sequence_goes_to_its_end(make_bench: MakeBench, n: int, length: int) -> None:
+    """With the tokens that it has alone; the tail of the prompt is copied for all but one."""
+    bench = await make_bench(num_blocks=64)
+    issued = await start(bench, asked(n, 15, PROMPT[:length]))
+    await bench.until(lambda: ended(bench.session) == set(range(n)))
+    assert tokens(bench.session, issued) == {i: right(i, 15, PROMPT[:length]) for i in range(n)}
+    for drawn in of_each(bench.session).values():
+        assert [output.position for output in drawn] == list(range(length + 1, length + 15))
+    assert bench.arena.num_copied == (n - 1 if length % 4 else 0)
+    assert bench.arena.num_computed == length + n * 14
+    await bench.until_empty()
+
+
+async def test_a_sequence_that_ends_gives_its_blocks_back_at_once(bench: Bench) -> None:
+    """0 ends at position 20, when 3 blocks of its own are full: they are cached, and nobody's.
+    Its last one is for the others."""
+    wanted = asked(3, 100)
+    sampling = replace(wanted.sampling, stop_token_ids=(right(0, 11)[-1],))
+    bench.decode_model.pause_after = 10
+    await start(bench, replace(wanted, sampling=sampling))
+    await bench.until(lambda: ended(bench.session) == {0})
+    await bench.decode.writer.flush()
+    assert (await bench.store.stats("pool")).num_cached == 3
+    assert bench.decode.load().num_free_slots == 16 - 2
+    hashes = prefix_hashes(bytes(16), (*PROMPT, *right(0, 10)), 4)
+    assert await bench.store.match("pool", hashes) == 5  # it stays in the cache
+    bench.decode.abort(bench.session, "r1", 1)
+    bench.decode_model.gate.set()
+    await bench.until_empty()
+
+
+async def test_an_abort_of_one_lets_the_others_go_on(bench: Bench) -> None:
+    bench.decode_model.gate.clear()
+    issued = await start(bench, asked(3, 12))
+    await bench.until(lambda: bench.decode_model.num_begun == 1)
+    bench.decode.abort(bench.session, "r1", 1, 1)
+    assert bench.decode.load().num_free_slots == 16 - 2
+    bench.decode.abort(bench.session, "r1", 1, 1)  # again, or of nobody: no error
+    bench.decode.abort(bench.session, "r1", 1, 7)
+    bench.decode_model.gate.set()
+    await bench.until(lambda: ended(bench.session) == {0, 2})
+    got = tokens(bench.session, issued)
+    assert (got[0], got[2]) == (right(0, 12), right(2, 12))
+    assert len(got[1]) == 1  # nothing of the step in flight either
+    await bench.until_empty()
+
+
+async def test_an_abort_of_one_that_is_being_claimed(bench: Bench) -> None:
+    """Its part of the blocks is not the others'."""
+    issued = await prefill(bench, asked(3, 12))
+    admit(bench, issued)
+    bench.decode.abort(bench.session, "r1", 1, 1)
+    await bench.until(lambda: ended(bench.session) == {0, 2})
+    assert 1 not in of_each(bench.session)
+    await bench.until_empty()
+
+
+async def test_the_abort_of_the_last_one_is_that_of_the_request(bench: Bench) -> None:
+    bench.decode_model.gate.clear()
+    await start(bench, asked(2, 500))
+    await bench.until(lambda: bench.decode_model.num_begun == 1)
+    for index in (1, 0):
+        bench.decode.abort(bench.session, "r1", 1, index)
+    bench.decode_model.gate.set()
+    await bench.until_empty()
+    assert bench.decode.load().num_free_slots == 16
+    assert not bench.session.of(Failed)
+
+
+async def test_an_abort_that_crosses_the_end_of_the_others(bench: Bench) -> None:
+    """1 ends in the step in flight, 0 is aborted: nobody is left, and the gateway knows why."""
+    wanted = asked(2, 500)
+    sampling = replace(wanted.sampling, stop_token_ids=(right(1, 2)[-1],))
+    bench.decode_model.gate.clear()
+    await start(bench, replace(wanted, sampling=sampling))
+    await bench.until(lambda: bench.decode_model.num_begun == 1)
+    bench.decode.abort(bench.session, "r1", 1, 0)
+    bench.decode_model.gate.set()
+    await bench.until_empty()
+    assert ended(bench.session) == {1}
+    assert bench.decode.load().num_free_slots == 16
+
+
+async def test_slots_are_kept_for_each_sequence(bench: Bench) -> None:
+    issued = await prefill(bench, asked(3))
+    bench.decode.reserve(bench.session, "r1", 1, 2)
+    with pytest.raises(InvalidRequest, match="3 sequences for 2 slots"):
+        bench.decode.admit(bench.session, issued)
+
+
+async def test_one_that_is_not_finite_ends_its_request(bench: Bench) -> None:
+    bench.decode_model.poison = right(1, 1)[0]
+    await start(bench, asked(3))
+    await bench.until(lambda: bool(bench.session.of(Failed)))
+    assert bench.session.of(Failed)[0].code == "poison_request"
+    await bench.until_empty()
+
+
+# Moves
+
+
+async def test_a_group_moves_with_its_tables(bench: Bench) -> None:
+    """Blocks that were shared still are, and no position is computed again."""
+    bench.decode_model.pause_after = 3
+    issued = await start(bench, asked(3, 20))
+    await bench.until(lambda: bench.decode_model.num_begun == 4)
+    bench.decode.hand_over(bench.session, "r1", 1)
+    bench.decode_model.gate.set()
+    await bench.until(lambda: bool(bench.session.of(Requeued)))
+    (requeued,) = bench.session.of(Requeued)
+    assert requeued.reason is RequeueReason.HANDED_OVER
+    states = requeued.ticket.sequences
+    assert [list(state.token_ids) for state in states] == [right(i, 5) for i in range(3)]
+    assert len({state.block_ids[:2] for state in states}) == 1
+    assert len({block for state in states for block in state.block_ids[2:]}) == 3 * 2
+    admit(bench, replace(requeued.ticket, attempt=2))
+    await bench.until(lambda: ended(bench.session) == {0, 1, 2})
+    assert tokens(bench.session, issued) == {i: right(i, 20) for i in range(3)}
+    assert bench.arena.num_computed == 10 + 3 * 19
+    await bench.until_empty()
+
+
+async def test_what_a_ticket_leaves_out_is_given_back(bench: Bench) -> None:
+    """A stop string ended one while the ticket was under way."""
+    bench.decode_model.pause_after = 8
+    await start(bench, asked(3, 20))
+    await bench.until(lambda: bench.decode_model.num_begun == 9)
+    bench.decode.hand_over(bench.session, "r1", 1)
+    bench.decode_model.gate.set()
+    await bench.until(lambda: bool(bench.session.of(Requeued)))
+    at_rest = bench.session.of(Requeued)[0].ticket
+    before = await num_held(bench)
+    left = (at_rest.sequences[0], at_rest.sequences[2])
+    bench.decode_model.gate.clear()
+    admit(bench, replace(at_rest, attempt=2, sequences=left))
+    await bench.until(lambda: bench.decode_model.num_begun == 10)
+    assert await num_held(bench) == before - 2  # 2 full ones; its tail will be somebody's next
+    bench.decode_model.gate.set()
+    await bench.until(lambda: ended(bench.session) == {0, 2})
+    await bench.until_empty()
+
+
+async def test_a_group_gives_way_as_one_and_is_computed_again(bench: Bench) -> None:
+    """Each with its own tokens behind the prompt, which is in the cache."""
+    bench.decode_model.pause_after = 5
+    issued = await start(bench, asked(3, 20))
+    await bench.until(lambda: bench.decode_model.num_begun == 6)
+    bench.decode._on_demands(["h-r1"])
+    bench.decode_model.gate.set()
+    await bench.until(lambda: bool(bench.session.of(Requeued)))
+    (requeued,) = bench.session.of(Requeued)
+    assert requeued.reason is RequeueReason.PREEMPTED
+    got = tokens(bench.session, issued)
+    assert got == {i: right(i, 7) for i in range(3)}
+    await bench.until_empty()
+    assert [list(state.token_ids) for state in requeued.ticket.sequences] == list(got.values())
+    again = replace(requeued.ticket, attempt=2, holder_id="h-r1-2")
+    resumed = await start(bench, again)
+    await bench.until(lambda: ended(bench.session) == {0, 1, 2})
+    for index, drawn in of_each(bench.session).items():
+        prefilled_again = resumed.sequences[index].token_ids[-1]
+        whole = [output.token_id for output in drawn]
+        assert [right(index, 1)[0], *whole[:6], prefilled_again, *whole[6:]] == right(index, 20)
+    await bench.until_empty()
+
+
+async def test_groups_of_different_lengths_are_computed_again(bench: Bench) -> None:
+    """A gateway has of each what it received, of some nothing."""
+    states = tuple(TicketSequence(i, tuple(right(i, num))) for i, num in {0: 2, 1: 0, 4: 7}.items())
+    event = await answer(bench, replace(asked(1, 12), sequences=states))
+    issued, drawn = event.ticket, event.outputs
+    assert {(output.index, output.position) for output in drawn} == {(0, 12), (1, 10), (4, 17)}
+    assert [list(state.token_ids) for state in issued.sequences] == [
+        right(0, 3),
+        right(1, 1),
+        right(4, 8),
+    ]
+    admit(bench, issued)
+    await bench.until(lambda: ended(bench.session) == {0, 1, 4})
+    assert tokens(bench.session, issued) == {i: right(i, 12) for i in (0, 1, 4)}
+    await bench.until_empty()
+
+
+async def test_when_blocks_run_out_the_last_group_gives_way(make_bench: MakeBench) -> None:
+    """Each group of 3 needs 2 + 3 x 6 blocks in the end, of 30."""
+    bench = await make_bench(num_blocks=30)
+    bench.decode_model.gate.clear()
+    first = await start(bench, asked(3, 20))
+    await start(bench, asked(3, 20, range(50, 60), number=2))
+    bench.decode_model.gate.set()
+    await bench.until(lambda: ended(bench.session) == {0, 1, 2})
+    assert tokens(bench.session, first) == {i: right(i, 20) for i in range(3)}
+    (requeued,) = bench.session.of(Requeued)
+    assert requeued.reason is RequeueReason.PREEMPTED
+    assert requeued.ticket.request_id == "r2"
+    for state in requeued.ticket.sequences:
+        assert (
+            list(state.token_ids) == right(state.index, 20, range(50, 60))[: len(state.token_ids)]
+        )
+    await bench.until_empty()
+
+
+async def test_a_group_is_not_swapped_out(make_bench: MakeBench) -> None:
+    bench = await make_bench(num_swap_blocks=32)
+    bench.decode_model.pause_after = 3
+    await start(bench, asked(2, 30))
+    await bench.until(lambda: bench.decode_model.num_begun == 4)
+    bench.decode._on_demands(["h-r1"])
+    bench.decode_model.gate.set()
+    await bench.until(lambda: bool(bench.session.of(Requeued)))
+    assert bench.session.of(Requeued)[0].ticket.swapped is None
+    await bench.until_empty()
+
+
+async def test_a_parked_group_goes_on_where_its_client_wants_it(make_bench: MakeBench) -> None:
+    """With all that have not ended; with fewer than its client wants it is computed again."""
+    bench = await make_bench(park_window_s=30.0)
+    bench.decode_model.pause_after = 3
+    wanted = asked(3, 20)
+    sampling = replace(wanted.sampling, stop_token_ids=(right(1, 3)[-1],))
+    issued = await start(bench, replace(wanted, sampling=sampling))
+    await bench.until(lambda: bench.decode_model.num_begun == 4)
+    bench.decode.close(bench.session)
+    bench.decode_model.gate.set()
+    other = FakeSession()
+    await bench.until(lambda: all(job.num_slots == 0 for job in bench.decode._jobs))
+    bench.decode.resume(other, replace(issued, attempt=5))
+    assert other.of(Requeued)[0].reason is RequeueReason.STALE_TICKET
+    two = tuple(state for state in issued.sequences if state.index != 1)
+    bench.decode.resume(other, replace(issued, attempt=6, sequences=two))
+    await bench.until(lambda: len(other.of(Requeued)) == 2)
+    at_rest = other.of(Requeued)[1].ticket
+    assert [list(state.token_ids) for state in at_rest.sequences] == [right(0, 5), right(2, 5)]
+    bench.decode.abort(other, "r1", 6)
+    await bench.until_empty()
+
+
+# Tickets that make no sense
+
+
+SOUND = (
+    TicketSequence(0, (5, 6), (0, 1, 2, 3), 11),
+    TicketSequence(1, (7,), (0, 1, 4), 10),
+    TicketSequence(3, (8,), (0, 1, 4), 10),
+)
+
+
+@pytest.mark.parametrize(
+    ("which", "changes", "problem"),
+    [
+        (0, {"block_ids": (0, 1, 2, 1)}, "a block in two places"),
+        (1, {"block_ids": (0, 1, 99)}, "slots in pool"),
+        (1, {"block_ids": (0, 4, 1)}, "do not agree|elsewhere"),
+        (1, {"block_ids": (5, 1, 6)}, "elsewhere"),
+        (1, {"block_ids": (0, 1, 2)}, "do not agree on block 2"),
+        (2, {"token_ids": (8, 9), "num_computed_tokens": 11}, "do not agree on block 4"),
+        (1, {"block_ids": (0, 1, 4, 3)}, "do not agree on block 3"),
+        (2, {"num_computed_tokens": 9}, "9 of 11 tokens"),
+    ],
+    ids=str,
+)
+async def test_tables_that_do_not_go_together_are_refused(
+    bench: Bench, which: int, changes: dict[str, object], problem: str
+) -> None:
+    """Before anybody is asked for the blocks."""
+    states = list(SOUND)
+    states[which] = replace(states[which], **changes)  # type: ignore[arg-type]
+    at_rest = replace(asked(1), holder_epoch=2)
+    bench.decode.reserve(bench.session, "r1", 1, 3)
+    with pytest.raises(InvalidRequest, match=problem):
+        bench.decode.admit(bench.session, replace(at_rest, sequences=tuple(states)))
+    bench.decode.admit(bench.session, replace(at_rest, sequences=SOUND))  # it is only not there
+    await bench.until(lambda: bool(bench.session.of(Requeued)))
+
+
+async def test_blocks_that_the_holder_does_not_hold_are_refused(bench: Bench) -> None:
+    other = await prefill(bench, asked(1, prompt=range(50, 60), number=2))
+    issued = await prefill(bench, asked(2))
+    (state, second) = issued.sequences
+    stolen = (*second.block_ids[:2], other.sequences[0].block_ids[2])
+    admit(bench, replace(issued, sequences=(state, replace(second, block_ids=stolen))))
+    await bench.until(lambda: bool(bench.session.of(Failed)))
+    assert bench.session.of(Failed)[0].code == "invalid_request"
+    admit(bench, issued)  # it can still be claimed rightly
+    await bench.until(lambda: ended(bench.session) == {0, 1})
+
+
+async def test_tables_of_siblings_that_are_exchanged_are_not_believed(bench: Bench) -> None:
+    """The finished blocks of each are compared with its tokens."""
+    bench.decode_model.pause_after = 8
+    await start(bench, asked(2, 20))
+    await bench.until(lambda: bench.decode_model.num_begun == 9)
+    bench.decode.hand_over(bench.session, "r1", 1)
+    bench.decode_model.gate.set()
+    await bench.until(lambda: bool(bench.session.of(Requeued)))
+    at_rest = bench.session.of(Requeued)[0].ticket
+    first, second = at_rest.sequences
+    swapped = (
+        replace(first, block_ids=second.block_ids),
+        replace(second, block_ids=first.block_ids),
+    )
+    admit(bench, replace(at_rest, attempt=2, sequences=swapped))
+    await bench.until(lambda: len(bench.session.of(Requeued)) == 2)
+    assert bench.session.of(Requeued)[1].reason is RequeueReason.STALE_TICKET
+    await bench.until_empty()
