@@ -6,8 +6,8 @@
 -- detach     holder epoch -> epoch + 1. STALE_HOLDER, FENCED
 -- claim      holder epoch worker block ... -> [epoch + 1, order, number of blocks that were cached,
 --            number of acquisitions, block ..., block given back ...]: all that its worker has to
---            know of it. STALE_HOLDER; UNKNOWN_WORKER, FENCED of `worker`. NOT_HELD: a block, if any
---            are named, is not the holder's
+--            know of it. STALE_HOLDER; UNKNOWN_WORKER, FENCED of `worker`. NOT_HELD: a block that
+--            is named is not the holder's
 -- give_back  holder epoch block ... -> OK. STALE_HOLDER
 -- release    holder epoch comes_back -> OK. STALE_HOLDER. With 1, of one that gave way, it waits
 --            from now on, so that its request keeps its place in line
