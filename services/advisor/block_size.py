@@ -150,7 +150,10 @@ def _notes(question: Question, asked: Sequence[Asked], timed: Timed, store: str)
     if len(asked) < len(workload.requests):
         notes.append(f"the last {len(asked)} of {len(workload.requests)} requests")
     if workload.num_skipped:
-        notes.append(f"{workload.num_skipped} requests of the log got no token and are left out")
+        notes.append(
+            f"{workload.num_skipped} requests of the log are left out: they got no token, or had "
+            "several sequences"
+        )
     if workload.is_log and any(request.prefix for request in asked):
         notes.append("prefixes are those that were found cached then, in blocks of then")
     notes.append(f"flash-attn, on CUDA, reads blocks of a multiple of {FLASH_PAGE} only")

@@ -48,7 +48,7 @@ class Asked:
 @dataclass(frozen=True, slots=True)
 class Workload:
     """In order of arrival. `is_log`: it was read from a gateway's log. `num_skipped`: requests of
-    that log that got no token."""
+    that log that got no token, or had several sequences."""
 
     requests: tuple[Asked, ...]
     is_log: bool = False
@@ -111,7 +111,7 @@ class _Found:
         requests = self.logged if self.is_log else self.plain
         if not requests and self.is_log:
             none = f"none of its {self.num_skipped} requests" if self.num_skipped else "no request"
-            raise WorkloadError(f"{path}: a log in which {none} got a token")
+            raise WorkloadError(f"{path}: a log in which {none} counts")
         if not requests:
             raise WorkloadError(f"{path}: empty")
         in_order = sorted(requests, key=lambda asked: asked.arrival_s)
@@ -158,12 +158,13 @@ def _asked(fields: Mapping[str, Any]) -> Asked:
 
 
 def _ended(fields: Mapping[str, Any]) -> Asked | None:
-    """A line of a gateway's log; None: the request was refused, or ended without a token.
-    ValueError."""
+    """A line of a gateway's log; None: the request was refused, ended without a token, or
+    had several sequences, whose lengths are not told. ValueError."""
     num_prompt = _count(fields, "num_prompt_tokens", least=0)
     num_generated = _count(fields, "num_generated_tokens", least=0)
     num_cached = _count(fields, "num_cached_tokens", least=0)
-    if not num_prompt or not num_generated:
+    num_sequences = _count(fields, "num_sequences") if "num_sequences" in fields else 1
+    if not num_prompt or not num_generated or num_sequences > 1:
         return None
     try:
         ended_s = datetime.fromisoformat(fields["timestamp"]).timestamp()

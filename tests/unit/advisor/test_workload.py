@@ -58,14 +58,16 @@ def test_a_gateways_log_is_a_workload(tmp_path: Path) -> None:
             "Traceback (most recent call last):",
             ended(num_prompt_tokens=8, duration_ms=9000.0, num_cached_tokens=6),
             ended(num_prompt_tokens=0, num_generated_tokens=0),
+            ended(num_sequences=4),
+            ended(num_sequences=1, num_prompt_tokens=6, duration_ms=1.0),
             "gateway-1  | " + json.dumps(ended(num_prompt_tokens=9, duration_ms=500.0)),
         )
     )
-    assert [asked.num_prompt_tokens for asked in found.requests] == [8, 7, 9]
+    assert [asked.num_prompt_tokens for asked in found.requests] == [8, 7, 9, 6]
     assert found.requests[1].arrival_s - found.requests[0].arrival_s == 8.0
     assert (found.requests[0].prefix, found.requests[0].num_shared_tokens) == ("6 tokens", 6)
     assert found.is_log
-    assert found.num_skipped == 1
+    assert found.num_skipped == 2
 
 
 @pytest.mark.parametrize(
@@ -122,10 +124,10 @@ def test_a_garbled_line_is_named_with_what_is_wrong(
         (b"", "empty"),
         (b"\n \n", "empty"),
         (b"\xff\xfe\x00", "not text"),
-        (b'{"event": "service_starting"}\n', "a log in which no request got a token"),
+        (b'{"event": "service_starting"}\n', "a log in which no request counts"),
         (
             json.dumps(ended(num_generated_tokens=0)).encode(),
-            "a log in which none of its 1 requests got a token",
+            "a log in which none of its 1 requests counts",
         ),
     ],
 )

@@ -1,0 +1,38 @@
+"""What a run logs of its requests is a workload that `quire advise` understands."""
+
+import asyncio
+import random
+
+from quire.client import AsyncClient
+from quire.types import Sampling
+from services.advisor.workload import Asked, WorkloadError, read_workload
+
+from .deployment import Deployment
+
+NUM_PROMPT, NUM_GENERATED = 43, 13  # of no other test
+
+
+async def test_the_log_of_a_run_is_a_workload(client: AsyncClient, deployment: Deployment) -> None:
+    """Numbers of tokens, in order of arrival; the second prompt found two blocks of the first."""
+    draw = random.Random(43)
+    tokens = [draw.randrange(259, 384) for _ in range(NUM_PROMPT)]
+    sampling = Sampling(temperature=0.0, max_tokens=NUM_GENERATED, ignore_eos=True)
+    for _ in range(2):
+        await client.complete(tokens, sampling)
+    async with asyncio.timeout(5):
+        while len(found := logged(deployment)) < 2:  # lines come through the supervisor
+            await asyncio.sleep(0.01)
+    first, second = found
+    assert (first.prefix, second.prefix) == ("", "32 tokens")
+    assert second.num_shared_tokens == 32
+    assert first.arrival_s < second.arrival_s
+
+
+def logged(deployment: Deployment) -> list[Asked]:
+    """This test's own; none while there is no whole line."""
+    try:
+        workload = read_workload(deployment.log)
+    except WorkloadError:
+        return []
+    asked = (NUM_PROMPT, NUM_GENERATED)
+    return [r for r in workload.requests if (r.num_prompt_tokens, r.num_generated_tokens) == asked]
