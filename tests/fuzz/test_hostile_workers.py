@@ -65,7 +65,7 @@ LOGPROB = st.sampled_from([0.0, -1.5, -1e30, 0.5, float("nan"), float("inf"), fl
 LOGPROBS: dict[str, st.SearchStrategy[Any]] = {
     "logprob": LOGPROB,
     "rank": NUMBERS,
-    "top_token_ids": TOKENS,
+    "top_token_ids": TOKENS | st.sampled_from([[97, 300], [97, 97], [97]]),
     "top_logprobs": st.lists(LOGPROB, max_size=4),
 }
 OUTPUT: dict[str, st.SearchStrategy[Any]] = {
@@ -76,6 +76,12 @@ OUTPUT: dict[str, st.SearchStrategy[Any]] = {
     "token_ids": TOKENS,
     "finish_reason": st.sampled_from([0, 1, 2, 3, 99]),
     **{f"logprobs.{name}": values for name, values in LOGPROBS.items()},
+}
+LOGPROBS_ASKED: dict[str, dict[str, int]] = {
+    "r0": {"logprobs": 2, "prompt_logprobs": 1},
+    "r1": {"logprobs": 0},
+    "r2": {},
+    "r3": {"prompt_logprobs": 0},
 }
 CODES = ["invalid_request", "kv_corrupt", "queue_full", "nobody's", "", "x" * 5000]
 FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
@@ -286,6 +292,27 @@ class Client(Call):
             assert sorted(ends) == list(range(self.request.sampling.n))
         else:
             assert isinstance(error, QuireError), repr(error)
+        self.check_logprobs()
+
+    def check_logprobs(self) -> None:
+        """As many as were asked for, of the tokens that are there; of the prompt once."""
+        asked, vocabulary = self.request.sampling, range(VOCAB)
+        told = [each for delta in self.deltas for each in delta.logprobs]
+        if asked.logprobs is None:
+            assert told == []
+        else:
+            assert [each.chosen.token_id for each in told] == self.tokens
+            assert all(len(each.top) == asked.logprobs for each in told)
+        prompts = [delta.prompt for delta in self.deltas if delta.prompt is not None]
+        assert len(prompts) == (asked.prompt_logprobs is not None and bool(self.tokens))
+        for prompt in prompts:
+            assert len(prompt.logprobs) == len(prompt.token_ids) - 1
+            told += prompt.logprobs
+        for each in told:
+            for candidate in (each.chosen, *each.top):
+                assert candidate.logprob <= 0  # and a number
+                assert candidate.token_id in vocabulary
+                assert 0 < candidate.rank <= VOCAB
 
     def by_index(self) -> dict[int, list[int]]:
         tokens: dict[int, list[int]] = {}
@@ -325,7 +352,7 @@ async def live(directory: Path, mischiefs: Sequence[Mischief], at_once: bool) ->
     clients = []
     for request_id in IDS:
         prompt = (*PROMPT, *request_id.encode())
-        sampling = {"n": NUM_SEQUENCES[request_id]}
+        sampling = {"n": NUM_SEQUENCES[request_id], **LOGPROBS_ASKED[request_id]}
         request = asked(request_id, MAX_TOKENS, prompt=prompt, sampling=sampling)
         clients.append(Client(house.gateway, request))
         if not at_once:

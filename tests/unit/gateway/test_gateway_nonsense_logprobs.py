@@ -1,0 +1,28 @@
+"""Logprobs that no model can have told, of tokens that were asked about."""
+
+import pytest
+
+from services.common.logprobs import Logprobs
+from services.gateway.tickets import problem_of
+
+VOCAB = 300
+
+
+@pytest.mark.parametrize(
+    ("told", "problem"),
+    [
+        (Logprobs(-1.0, 300, (5, 299), (-0.5, -1.0)), ""),
+        (Logprobs(-1.0, 301, (5, 6), (-0.5, -1.0)), "not all are in the vocabulary of 300"),
+        (Logprobs(-1.0, 1, (5, 300), (-0.5, -1.0)), "not all are in the vocabulary of 300"),
+        (Logprobs(-1.0, 1, (5, 5), (-0.5, -1.0)), "a token twice"),
+        (Logprobs(-1.0, 1, (5,), (-0.5,)), "1 of the 2 likeliest tokens"),
+        (Logprobs(-1.0, 1, (5, 6, 7), (-0.5,) * 3), "3 of the 2 likeliest tokens"),
+        (Logprobs(-1.0, 1), "0 of the 2 likeliest tokens"),
+    ],
+)
+def test_nonsense_is_told_by_what_is_wrong(told: Logprobs, problem: str) -> None:
+    assert problem_of(told, 2, VOCAB) == problem
+
+
+def test_a_vocabulary_smaller_than_what_is_asked_for_is_told_whole() -> None:
+    assert problem_of(Logprobs(-1.0, 3, (2, 0, 1), (-0.5, -1.0, -1.0)), 20, 3) == ""
