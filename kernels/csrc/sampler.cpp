@@ -10,17 +10,14 @@ namespace {
 
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
-// Where a nucleus ends is looked for among the tokens that are at most e^8 times less likely than
-// the likeliest, and among all only when it does not end there: first by weight (tokens that are
-// about as likely), then token by token within one.
-constexpr float kNucleus = -8.0f;
 constexpr int kWeights = 1024;
 constexpr float kWeightsPerUnit = 32.0f;
 constexpr int64_t kFew = 32;
 
 int weight_of(float scaled) {
   const float index = scaled * -kWeightsPerUnit;
-  return index < kWeights - 1 ? static_cast<int>(index) : kWeights - 1;
+  constexpr float kLast = kWeights - 1;
+  return static_cast<int>(index < kLast ? index : kLast);
 }
 
 }  // namespace
@@ -126,39 +123,36 @@ void Sampler::keep_likeliest(float bound) {
 }
 
 // The smallest scaled logit of the likeliest tokens not below `bound` that have top_p of their
-// powers.
+// powers: first by weight (tokens that are about as likely), then token by token within one.
 float Sampler::nucleus(float bound) {
-  for (const float reach : {kNucleus, kNone}) {
-    const double wanted = draw_.top_p * weigh(bound, reach);
-    double before = 0;
-    for (int weight = 0; weight < kWeights; ++weight) {
-      if (before + weights_[weight] >= wanted) {
-        keep_weight(bound, weight);
-        return nucleus_threshold(wanted - before);
-      }
-      before += weights_[weight];
+  const double wanted = draw_.top_p * weigh(bound);
+  double before = 0;
+  for (int weight = 0; weight < kWeights; ++weight) {
+    if (before + weights_[weight] >= wanted) {
+      keep_weight(bound, weight);
+      return nucleus_threshold(wanted - before);
     }
+    before += weights_[weight];
   }
-  return bound;  // all of them, as far as rounding can tell
+  return bound;
 }
 
-// The sum of the powers of what is not below `bound`; of chunks that get as far as `reach`, by
-// weight too.
-double Sampler::weigh(float bound, float reach) {
+// The powers of what is not below `bound`, summed up by weight, and all of them.
+double Sampler::weigh(float bound) {
   weights_.assign(kWeights, 0);
-  double sums[4] = {};  // independent chains of additions
   Chunk chunk;
+  int weights[kLogitChunk];
   for (int64_t i = 0; i < num_chunks(); ++i) {
     if (chunks_[i] < bound) continue;
     expand(i, chunk);
+    for (int j = 0; j < kLogitChunk; ++j) weights[j] = weight_of(chunk.scaled[j]);
     for (int j = 0; j < kLogitChunk; ++j)
-      if (chunk.scaled[j] < bound) chunk.powers[j] = 0;
-    for (int j = 0; j < kLogitChunk; ++j) sums[j % 4] += chunk.powers[j];
-    if (chunks_[i] < reach) continue;
-    for (int j = 0; j < kLogitChunk; ++j)
-      if (chunk.scaled[j] >= reach) weights_[weight_of(chunk.scaled[j])] += chunk.powers[j];
+      chunk.powers[j] = chunk.scaled[j] >= bound ? chunk.powers[j] : 0.0f;
+    for (int j = 0; j < kLogitChunk; ++j) weights_[weights[j]] += chunk.powers[j];
   }
-  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  double whole = 0;
+  for (double weight : weights_) whole += weight;
+  return whole;
 }
 
 void Sampler::keep_weight(float bound, int weight) {
@@ -167,6 +161,9 @@ void Sampler::keep_weight(float bound, int weight) {
   for (int64_t i = 0; i < num_chunks(); ++i) {
     if (chunks_[i] < bound || weight_of(chunks_[i]) > weight) continue;
     expand(i, chunk);
+    int is_there = 0;
+    for (int j = 0; j < kLogitChunk; ++j) is_there |= weight_of(chunk.scaled[j]) == weight;
+    if (!is_there) continue;
     for (int j = 0; j < kLogitChunk; ++j)
       if (chunk.powers[j] > 0 && chunk.scaled[j] >= bound && weight_of(chunk.scaled[j]) == weight)
         kept_.push_back({chunk.scaled[j], chunk.powers[j]});

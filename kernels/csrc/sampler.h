@@ -54,7 +54,7 @@ class Sampler {
   float threshold();
   void keep_likeliest(float bound);
   float nucleus(float bound);
-  double weigh(float bound, float reach);
+  double weigh(float bound);
   void keep_weight(float bound, int weight);
   float nucleus_threshold(double wanted);
   int64_t race(float threshold) const;
