@@ -18,6 +18,7 @@ from quire.types import Sampling
 
 from .conftest import Oracle
 from .deployment import Deployment, remove, serving, start
+from .quiet import quiet
 
 RECOVERY_LIMIT_S = 10.0
 """What is promised; docs/benchmarks.md says what it takes on a quiet machine."""
@@ -79,9 +80,7 @@ async def test_a_killed_process_comes_back(
         for tokens in await asyncio.gather(*streams):
             assert tokens == expected[: len(tokens)]
     await recovered(client, expected)
-    async with asyncio.timeout(TICKET_LIMIT_S if victim == "valkey" else RECOVERY_LIMIT_S):
-        while not await _clean(client):
-            await asyncio.sleep(0.05)
+    await quiet(client, TICKET_LIMIT_S if victim == "valkey" else RECOVERY_LIMIT_S)
 
 
 async def test_a_decode_worker_that_joins_takes_load(
@@ -118,16 +117,6 @@ async def _load(client: AsyncClient) -> None:
     short = replace(GREEDY, max_tokens=30)
     while True:
         await client.complete(PROMPT, short)
-
-
-async def _clean(client: AsyncClient) -> bool:
-    """Nothing is held and no law broken; False too while the block manager is not back."""
-    try:
-        pools, audits = await client.pools(), await client.audit()
-    except QuireError:
-        return False
-    assert all(not audit.violations for audit in audits)
-    return bool(pools) and not any(pool.num_held for pool in pools)
 
 
 async def _both_run(client: AsyncClient) -> bool:

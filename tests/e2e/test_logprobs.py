@@ -15,7 +15,8 @@ from quire.types import Candidate, Completion, Sampling, TokenLogprobs
 
 from .conftest import Oracle
 from .deployment import Deployment
-from .test_serving import prompt, settled
+from .quiet import quiet
+from .test_serving import prompt
 
 NUM_TOP = 5
 
@@ -71,7 +72,7 @@ async def test_they_are_those_of_transformers(
     again = await client.complete(tokens, asking(12))
     assert again.usage.num_cached_tokens == 0  # adopted, but computed
     assert (again.prompt_logprobs, again.logprobs) == (first.prompt_logprobs, first.logprobs)
-    await settled(client)
+    await quiet(client)
 
 
 async def test_in_company_they_are_the_same(client: AsyncClient, oracle: Oracle) -> None:
@@ -89,7 +90,7 @@ async def test_in_company_they_are_the_same(client: AsyncClient, oracle: Oracle)
     ]
     beside, *_ = await asyncio.gather(client.complete(tokens, sampling), *others)
     assert (beside.prompt_logprobs, beside.logprobs) == (alone.prompt_logprobs, alone.logprobs)
-    await settled(client)
+    await quiet(client)
 
 
 async def test_they_are_of_raw_logits(client: AsyncClient, oracle: Oracle) -> None:
@@ -103,7 +104,7 @@ async def test_they_are_of_raw_logits(client: AsyncClient, oracle: Oracle) -> No
     assert changed.token_ids[0] != likeliest
     assert changed.logprobs[0].top[0].token_id == likeliest
     assert_right(oracle, tokens, changed)
-    await settled(client)
+    await quiet(client)
 
 
 async def test_preempted_requests_lose_none(client: AsyncClient, oracle: Oracle) -> None:
@@ -116,7 +117,7 @@ async def test_preempted_requests_lose_none(client: AsyncClient, oracle: Oracle)
         assert_right(oracle, tokens, completion)
     for completion in completions:
         assert len(completion.logprobs) == len(completion.token_ids)
-    await settled(client)
+    await quiet(client)
 
 
 @pytest.fixture

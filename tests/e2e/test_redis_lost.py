@@ -18,6 +18,7 @@ from quire.types import Pool, Sampling
 
 from .conftest import Oracle
 from .deployment import Deployment, serving
+from .quiet import quiet
 
 LIMIT_S = 60.0
 NUM_STREAMS = 8
@@ -84,21 +85,6 @@ async def streaming(
         yield tokens
         await asyncio.gather(*streams)
         assert tokens == expected
-
-
-async def quiet(client: AsyncClient) -> None:
-    """Nothing is held any more, and every law holds."""
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            try:
-                pools, audits = await client.pools(), await client.audit()
-            except QuireError:
-                pools, audits = (), ()
-            assert all(not audit.violations for audit in audits)
-            whole = pools and all(audit.ledger_checked for audit in audits)
-            if whole and not any(pool.num_held for pool in pools):
-                return
-            await asyncio.sleep(0.05)
 
 
 def pids(deployment: Deployment) -> dict[str, list[int]]:

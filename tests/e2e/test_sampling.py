@@ -15,7 +15,8 @@ from quire.types import Sampling
 
 from .conftest import Oracle
 from .deployment import Deployment
-from .test_serving import prompt, settled
+from .quiet import quiet
+from .test_serving import prompt
 
 EOS = (258, 256)
 ASKED: dict[str, dict[str, Any]] = {
@@ -138,7 +139,7 @@ async def test_penalties_outlive_preemptions(client: AsyncClient, oracle: Oracle
         tokens, generated = prompts[n], completions[n].token_ids
         logits = oracle.logits(tokens, generated)
         assert list(generated) == chosen(logits, asked, [*tokens, *generated], len(tokens))
-    await settled(client)
+    await quiet(client)
 
 
 def _ids(letters: str) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from quire.client import AsyncClient
 from quire.types import Completion, Sampling
 
 from .conftest import POOL_BLOCKS, Oracle
+from .quiet import quiet
 
 
 def greedy(num_tokens: int) -> Sampling:
@@ -19,14 +20,6 @@ def greedy(num_tokens: int) -> Sampling:
 
 def prompt(seed: int, length: int) -> list[int]:
     return [random.Random(seed * 1000 + n).randrange(259, 384) for n in range(length)]
-
-
-async def settled(client: AsyncClient, limit_s: float = 5.0) -> None:
-    """Nothing is held any more, and every law of the ledger holds."""
-    async with asyncio.timeout(limit_s):
-        while any(pool.num_held for pool in await client.pools()):
-            await asyncio.sleep(0.01)
-    assert_clean(await client.audit())
 
 
 def assert_clean(audits: Sequence[object]) -> None:
@@ -53,14 +46,14 @@ async def test_greedy_tokens_are_those_of_transformers(
         assert completion.usage.num_prompt_tokens == length
         assert completion.usage.num_generated_tokens == 24
         assert (completion.usage.num_cached_tokens > 0) == (cached and length >= 16)
-    await settled(client)
+    await quiet(client)
 
 
 async def test_one_token_ends_with_its_prefill(client: AsyncClient, oracle: Oracle) -> None:
     completion = await client.complete(prompt(9, 20), greedy(1))
     assert list(completion.token_ids) == oracle.greedy(prompt(9, 20), 1)
     assert completion.finish_reason == "length"
-    await settled(client)
+    await quiet(client)
 
 
 async def test_a_second_turn_finds_the_first_in_the_cache(
@@ -91,7 +84,7 @@ async def test_64_streams_on_a_sixteenth_of_their_memory(
     for p, completion in zip(prompts, completions, strict=True):
         assert len(completion.token_ids) == 512 - len(p)
         assert_greedy(oracle, p, completion)
-    await settled(client)
+    await quiet(client)
 
 
 async def test_a_shared_cold_prefix_is_computed_once(client: AsyncClient, oracle: Oracle) -> None:
@@ -103,7 +96,7 @@ async def test_a_shared_cold_prefix_is_computed_once(client: AsyncClient, oracle
     assert cached == [0] + [1024] * 15
     for p, completion in zip(prompts, completions, strict=True):
         assert_greedy(oracle, p, completion)
-    await settled(client)
+    await quiet(client)
 
 
 async def test_cancelled_streams_give_their_blocks_back(client: AsyncClient) -> None:
@@ -122,7 +115,7 @@ async def test_cancelled_streams_give_their_blocks_back(client: AsyncClient) -> 
 
     got = await asyncio.gather(*(run(n) for n in range(32)))
     assert all(count == 36 for n, count in enumerate(got) if n % 2 == 0)
-    await settled(client)
+    await quiet(client)
 
 
 async def test_a_seed_gives_the_same_tokens_alone_and_in_company(client: AsyncClient) -> None:

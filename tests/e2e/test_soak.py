@@ -15,6 +15,7 @@ from quire.types import Sampling
 
 from .conftest import Oracle
 from .deployment import Deployment, serving
+from .quiet import quiet
 
 SOAK_S = 60.0
 QUIET_S = 15.0
@@ -101,16 +102,5 @@ async def test_no_wrong_token_and_nothing_lost(
                 tasks.create_task(users.one(number, end))
         assert users.num_finished > 100
         assert victims is EVERYTHING or not users.errors
-        async with asyncio.timeout(30):
-            while not await _settled(client):
-                await asyncio.sleep(0.1)
+        await quiet(client, 30.0)
         await client.close()
-
-
-async def _settled(client: AsyncClient) -> bool:
-    try:
-        pools, audits = await client.pools(), await client.audit()
-    except QuireError:
-        return False
-    assert all(not audit.violations for audit in audits)
-    return bool(pools) and not any(pool.num_held for pool in pools)

@@ -14,7 +14,8 @@ from quire.errors import Unavailable
 
 from .conftest import BLOCK_BYTES, STAMP_BYTES, Oracle
 from .deployment import serving
-from .test_serving import assert_clean, assert_greedy, greedy, prompt, settled
+from .quiet import quiet
+from .test_serving import assert_clean, assert_greedy, greedy, prompt
 
 NUM_BLOCKS = 64
 
@@ -54,7 +55,7 @@ async def test_what_gives_way_is_swapped_out_and_goes_on(
         for p, completion in zip(prompts, completions, strict=True):
             assert len(completion.token_ids) == 256 - len(p)
             assert_greedy(oracle, p, completion)
-        await settled(client)
+        await quiet(client)
         (colder,) = [p for p in await client.pools() if p.model == beside]
         assert colder.num_prefix_queries > 0
         await client.close()

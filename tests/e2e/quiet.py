@@ -1,0 +1,26 @@
+"""What a deployment has left of its requests when nobody asks for anything: nothing."""
+
+import asyncio
+
+from quire.client import AsyncClient
+from quire.errors import QuireError
+
+
+async def is_quiet(client: AsyncClient) -> bool:
+    """Whether nothing is held; False too while nobody can say. AssertionError: a law is broken."""
+    try:
+        pools, audits = await client.pools(), await client.audit()
+    except QuireError:
+        return False
+    for audit in audits:
+        assert not audit.violations, audit
+        assert audit.num_free + audit.num_cached + audit.num_held == audit.num_blocks, audit
+    is_counted = bool(audits) and all(audit.ledger_checked for audit in audits)
+    return is_counted and not any(pool.num_held for pool in pools)
+
+
+async def quiet(client: AsyncClient, limit_s: float = 60.0) -> None:
+    """Wait for it."""
+    async with asyncio.timeout(limit_s):
+        while not await is_quiet(client):
+            await asyncio.sleep(0.02)
