@@ -68,6 +68,11 @@ class Entry:
         return self._member.role
 
     @property
+    def serving(self) -> bool:
+        """Whether gateways may have something at it."""
+        return self._worker is not None
+
+    @property
     def leaving(self) -> bool:
         """Whether it was asked to leave."""
         return self._worker is not None and self._worker.draining

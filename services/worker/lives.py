@@ -11,11 +11,12 @@ import math
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from blockstore.ending import end
 from blockstore.errors import UnknownWorker, WorkerFenced
 from blockstore.registry import Role
 from services.common.logging import get_logger
 from services.worker.config import WorkerSettings
-from services.worker.entry import announced
+from services.worker.entry import Entry, announced
 
 if TYPE_CHECKING:  # It imports torch.
     from services.worker.process import WorkerProcess
@@ -25,20 +26,58 @@ log = get_logger(__name__)
 
 async def serve_worker(role: Role, settings: WorkerSettings, stop: asyncio.Event) -> None:
     """Until `stop`, or until it is drained. Raises when engine, pool or store are lost."""
-    process: WorkerProcess | None = None
-    patience_s = settings.redis_patience_s
-    while not stop.is_set():
-        try:
-            async with announced(role, settings, patience_s) as entry:
-                process = process or await _process(role, settings, stop)
-                await process.live(entry)
+    await _Lives(role, settings, stop).run()
+
+
+class _Lives:
+    """Of one process, one after the other."""
+
+    def __init__(self, role: Role, settings: WorkerSettings, stop: asyncio.Event) -> None:
+        self._role = role
+        self._settings = settings
+        self._stop = stop
+        self._process: WorkerProcess | None = None
+        self._entry: Entry | None = None
+
+    async def run(self) -> None:
+        patience_s = self._settings.redis_patience_s
+        while not self._stop.is_set():
+            self._entry = None
+            try:
+                await self._live_until_stopped(patience_s)
                 return
-        except* (WorkerFenced, UnknownWorker) as given_up:
-            (reason, *_) = _leaves(given_up)
-            log.error("worker_given_up", worker_id=entry.worker_id, reason=str(reason))
-        if entry.leaving:
-            return
-        patience_s = math.inf  # it has served: whatever it cannot reach now will be back
+            except* (WorkerFenced, UnknownWorker) as given_up:
+                (reason, *_) = _leaves(given_up)
+                log.error("worker_given_up", worker_id=self._worker_id, reason=str(reason))
+            if self._entry is None or self._entry.leaving:
+                return
+            patience_s = math.inf  # it has served: whatever it cannot reach now will be back
+
+    async def _live(self, patience_s: float) -> None:
+        async with announced(self._role, self._settings, patience_s) as self._entry:
+            if self._process is None:
+                self._process = await _process(self._role, self._settings, self._stop)
+            await self._process.live(self._entry)
+
+    async def _live_until_stopped(self, patience_s: float) -> None:
+        """Who is told to stop before it serves ends there, whatever it waits for: nobody has
+        anything at it yet."""
+        living = asyncio.create_task(self._live(patience_s))
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait([living, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if living.done() or (self._entry and self._entry.serving):
+                await living
+            else:
+                await end(living)
+        finally:
+            stopping.cancel()
+            living.cancel()
+            await asyncio.wait([living])
+
+    @property
+    def _worker_id(self) -> str:
+        return "" if self._entry is None else self._entry.worker_id
 
 
 async def _process(role: Role, settings: WorkerSettings, stop: asyncio.Event) -> "WorkerProcess":

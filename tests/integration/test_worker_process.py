@@ -21,6 +21,7 @@ import kvops
 from bench.make_checkpoint import make_checkpoint
 from quire.supervisor.supervisor import GRACE_S
 from services.common.pool.directory import pool_directories
+from services.common.pool.locks import give_up
 from services.engine.models import load_model
 
 LIMIT_S = 60.0
@@ -30,6 +31,7 @@ class Valkey(Protocol):
     url: str
 
     def stop(self) -> None: ...
+    def kill(self) -> None: ...
 
 
 @dataclass
@@ -135,3 +137,20 @@ def test_one_whose_server_is_silent_ends_in_the_time_that_it_was_given(
     began = time.monotonic()
     assert worker.stop() == 1
     assert time.monotonic() - began < 6 + 1
+
+
+@pytest.mark.parametrize("server", ["dead", "silent"])
+def test_one_that_waits_to_join_again_leaves_at_once(
+    start: Callable[..., Worker], own_valkey: Valkey, server: str
+) -> None:
+    """Nobody has anything at it, and what it waits for may never come."""
+    worker = start(REDIS_URL=own_valkey.url)
+    worker.wait_for("worker_ready")
+    (directory,) = pool_directories(worker.root / "pools")
+    (name,) = directory.worker_ids()
+    own_valkey.kill() if server == "dead" else own_valkey.stop()
+    give_up(directory.lock_path(name))
+    worker.wait_for("worker_given_up")
+    began = time.monotonic()
+    assert worker.stop() == 0
+    assert time.monotonic() - began < 5
