@@ -4,7 +4,7 @@ These are the domain's types; `services.common.wire` turns them into protobuf an
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
 
@@ -82,6 +82,11 @@ class SamplingParams:
         """All that are named anywhere."""
         biased = (token_id for token_id, _ in self.logit_bias)
         return chain(self.stop_token_ids, biased, self.allowed_token_ids, *self.bad_words)
+
+    def draws_like(self, other: "SamplingParams") -> bool:
+        """Whether both choose the same tokens: greedy ones have no use for their seed."""
+        seed = self.seed if self.temperature else other.seed
+        return replace(self, seed=seed) == other
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ class State(Enum):
 class Job:
     """`num_sequences`: slots that were reserved. `ticket` is there once it is admitted; its epoch
     is the claim's once it runs. `living`: the indices of its sequences that have not ended.
-    `ending`: set once it is to end early, or to come to rest."""
+    `suspect`: a worker has died over it. `ending`: set once it is to end early, or to come to
+    rest."""
 
     session: Session
     request_id: str
@@ -33,6 +34,7 @@ class Job:
     state: State = State.RESERVED
     ticket: Ticket | None = None
     living: set[int] = field(default_factory=set)
+    suspect: bool = False
     ending: Ending | None = None
 
     @property
@@ -67,7 +69,7 @@ class Job:
             ticket.request_id == wanted.request_id
             and ticket.root_hash == wanted.root_hash
             and ticket.prompt_token_ids == wanted.prompt_token_ids
-            and ticket.sampling == wanted.sampling
+            and ticket.sampling.draws_like(wanted.sampling)
             and all(
                 state.index in ours and _agree(ours[state.index], state.token_ids)
                 for state in wanted.sequences

@@ -53,11 +53,10 @@ class Admitted:
         return tuple(TicketSequence(t.index, t.token_ids) for t in told if not t.finish_reason)
 
     def continues(self, other: "Admitted") -> bool:
-        """Whether this is the same request as another one. A greedy one has no use for its seed."""
-        seed = self.sampling.seed if self.sampling.temperature else other.sampling.seed
+        """Whether this is the same request as another one."""
         return (
             (self.model, self.prompt_token_ids) == (other.model, other.prompt_token_ids)
-            and replace(self.sampling, seed=seed) == other.sampling
+            and self.sampling.draws_like(other.sampling)
             and (self.stop, self.cache_salt) == (other.stop, other.cache_salt)
             and self.prompt_logprobs == other.prompt_logprobs
             and self.include_stop_str == other.include_stop_str

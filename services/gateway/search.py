@@ -16,7 +16,7 @@ from services.gateway.messages import (
 )
 from services.gateway.possessions import Entrusted
 from services.gateway.router import Router
-from services.gateway.tickets import new_ticket, other_field
+from services.gateway.tickets import is_what_was_wanted, new_ticket
 from services.gateway.worker import Worker
 
 
@@ -54,7 +54,7 @@ class Search:
             return
         wanted = self._asked[sender]
         match event:
-            case Requeued(ticket=Ticket() as ticket) if not other_field(ticket, wanted):
+            case Requeued(ticket=Ticket() as ticket) if is_what_was_wanted(ticket, wanted):
                 self._has_answered(sender, Entrusted(ticket, sender))
             case Requeued(ticket=None) | Failed() | Generated(finish_reason=FinishReason()):
                 self._has_answered(sender, None)

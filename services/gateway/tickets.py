@@ -59,6 +59,14 @@ def problem_of(logprobs: Logprobs, num_top: int, vocab_size: int) -> str:
     return "" if len(set(token_ids)) == len(token_ids) else "a token twice"
 
 
+def is_what_was_wanted(ticket: Ticket, wanted: Ticket) -> bool:
+    """Whether a ticket that was found is the one that was looked for. A greedy one may have another
+    seed: the gateway that it comes from drew it."""
+    if not ticket.sampling.draws_like(wanted.sampling):
+        return False
+    return not other_field(replace(ticket, sampling=wanted.sampling), wanted)
+
+
 class Tickets:
     """Of one request, over all its attempts. Problems are sentences, "" where there is none."""
 

@@ -239,6 +239,22 @@ async def test_a_call_goes_on_with_what_another_one_runs(make_house: Any, worker
     assert len(prefill.submitted) == 1
 
 
+async def test_a_greedy_request_is_found_without_its_seed(two: Two, workers: Any) -> None:
+    """Each gateway draws one of its own for it, and no token depends on it."""
+    prefill, decode = workers
+    decode.parks, decode.pause_after = True, 3
+    stub = await two.first.serve()
+    lost = asyncio.create_task(tokens_of(stub.Generate(message(None))))
+    await until(lambda: bool(decode.running) and decode.running["r1"].num_generated == 3)
+    await two.first.lose_sight()
+    await until(lambda: bool(decode.parked))
+    decode.go_on(pause_after=8)
+    stub = await two.second.serve()
+    assert await tokens_of(stub.Generate(message(2))) == expected(PROMPT, 8)[2:]
+    assert len(prefill.submitted) == 1
+    lost.cancel()
+
+
 @pytest.mark.parametrize(
     ("num_received", "changes"),
     [(None, {}), (2, {"prompt": b"another"}), (2, {"received": [97, 97]}), (6, {})],

@@ -159,3 +159,25 @@ async def test_a_demand_ends_a_parked_sequence(bench: Bench) -> None:
     await parked(bench)
     bench.decode._on_demands([ASKED.holder_id])
     await bench.until_empty()
+
+
+@pytest.mark.parametrize(("temperature", "is_found"), [(0.0, True), (1.0, False)])
+async def test_only_who_draws_has_to_know_the_seed(
+    bench: Bench, temperature: float, is_found: bool
+) -> None:
+    """A gateway draws one where the client gave none; of a greedy request no other can know it."""
+    sampling = SamplingParams(temperature, 0, 1.0, 0.0, seed=5, max_tokens=NUM_TOKENS)
+    drawn = replace(ASKED, sampling=sampling)
+    bench.decode.abort(bench.session, "r1", 1)
+    await bench.until_empty()
+    session = FakeSession()
+    bench.prefill.submit(session, replace(drawn, holder_id="h-again"))
+    await bench.until(lambda: bool(session.of(Prefilled)))
+    bench.decode.reserve(session, "r1", 1, 1)
+    bench.decode.admit(session, session.of(Prefilled)[0].ticket)
+    bench.decode.close(session)
+    await bench.until(lambda: bool(bench.decode._resting._on_pool))
+    given = await answer(
+        bench, FakeSession(), wanted(1, sampling=replace(sampling, seed=6), holder_id="h-x")
+    )
+    assert bool(given.sequences[0].block_ids) == is_found
