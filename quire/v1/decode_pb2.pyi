@@ -27,7 +27,7 @@ class DecodeConnectRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., abort: _Optional[_Union[_worker_pb2.Abort, _Mapping]] = ..., drain: _Optional[_Union[_worker_pb2.Drain, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
 
 class DecodeConnectResponse(_message.Message):
-    __slots__ = ("welcome", "reserved", "step", "failed", "requeue", "draining", "load")
+    __slots__ = ("welcome", "reserved", "step", "failed", "requeue", "draining", "load", "began")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class DecodeConnectResponse(_message.Message):
     REQUEUE_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_FIELD_NUMBER: _ClassVar[int]
     welcome: _worker_pb2.Welcome
     reserved: Reserved
     step: StepOutput
@@ -42,7 +43,8 @@ class DecodeConnectResponse(_message.Message):
     requeue: _worker_pb2.Requeue
     draining: _worker_pb2.Draining
     load: _worker_pb2.WorkerLoad
-    def __init__(self, welcome: _Optional[_Union[_worker_pb2.Welcome, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., failed: _Optional[_Union[_worker_pb2.RequestFailed, _Mapping]] = ..., requeue: _Optional[_Union[_worker_pb2.Requeue, _Mapping]] = ..., draining: _Optional[_Union[_worker_pb2.Draining, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+    began: _worker_pb2.Began
+    def __init__(self, welcome: _Optional[_Union[_worker_pb2.Welcome, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., failed: _Optional[_Union[_worker_pb2.RequestFailed, _Mapping]] = ..., requeue: _Optional[_Union[_worker_pb2.Requeue, _Mapping]] = ..., draining: _Optional[_Union[_worker_pb2.Draining, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., began: _Optional[_Union[_worker_pb2.Began, _Mapping]] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("request_id", "attempt", "num_sequences")
@@ -65,10 +67,12 @@ class Reserved(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., granted: _Optional[bool] = ...) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("ticket",)
+    __slots__ = ("ticket", "suspect")
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    SUSPECT_FIELD_NUMBER: _ClassVar[int]
     ticket: _ticket_pb2.Ticket
-    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ...) -> None: ...
+    suspect: bool
+    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., suspect: _Optional[bool] = ...) -> None: ...
 
 class HandOver(_message.Message):
     __slots__ = ("request_id", "attempt")

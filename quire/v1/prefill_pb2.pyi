@@ -22,28 +22,32 @@ class PrefillConnectRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., submit: _Optional[_Union[PrefillSubmit, _Mapping]] = ..., abort: _Optional[_Union[_worker_pb2.Abort, _Mapping]] = ..., drain: _Optional[_Union[_worker_pb2.Drain, _Mapping]] = ...) -> None: ...
 
 class PrefillConnectResponse(_message.Message):
-    __slots__ = ("welcome", "prefilled", "failed", "requeue", "draining", "load")
+    __slots__ = ("welcome", "prefilled", "failed", "requeue", "draining", "load", "began")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     REQUEUE_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_FIELD_NUMBER: _ClassVar[int]
     welcome: _worker_pb2.Welcome
     prefilled: Prefilled
     failed: _worker_pb2.RequestFailed
     requeue: _worker_pb2.Requeue
     draining: _worker_pb2.Draining
     load: _worker_pb2.WorkerLoad
-    def __init__(self, welcome: _Optional[_Union[_worker_pb2.Welcome, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., failed: _Optional[_Union[_worker_pb2.RequestFailed, _Mapping]] = ..., requeue: _Optional[_Union[_worker_pb2.Requeue, _Mapping]] = ..., draining: _Optional[_Union[_worker_pb2.Draining, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+    began: _worker_pb2.Began
+    def __init__(self, welcome: _Optional[_Union[_worker_pb2.Welcome, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., failed: _Optional[_Union[_worker_pb2.RequestFailed, _Mapping]] = ..., requeue: _Optional[_Union[_worker_pb2.Requeue, _Mapping]] = ..., draining: _Optional[_Union[_worker_pb2.Draining, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., began: _Optional[_Union[_worker_pb2.Began, _Mapping]] = ...) -> None: ...
 
 class PrefillSubmit(_message.Message):
-    __slots__ = ("ticket", "prompt_logprobs")
+    __slots__ = ("ticket", "prompt_logprobs", "suspect")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SUSPECT_FIELD_NUMBER: _ClassVar[int]
     ticket: _ticket_pb2.Ticket
     prompt_logprobs: int
-    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    suspect: bool
+    def __init__(self, ticket: _Optional[_Union[_ticket_pb2.Ticket, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ..., suspect: _Optional[bool] = ...) -> None: ...
 
 class Prefilled(_message.Message):
     __slots__ = ("ticket", "outputs", "prompt_logprobs")

@@ -35,18 +35,20 @@ class Welcome(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., function_library: _Optional[str] = ..., pool_id: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_free_slots", "num_pending_tokens", "draining")
+    __slots__ = ("num_running", "num_waiting", "num_free_slots", "num_pending_tokens", "draining", "stalled")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     NUM_PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    STALLED_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_free_slots: int
     num_pending_tokens: int
     draining: bool
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_slots: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+    stalled: bool
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_slots: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., stalled: _Optional[bool] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("request_id", "attempt", "index")
@@ -97,6 +99,14 @@ class RequestFailed(_message.Message):
     code: str
     message: str
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Began(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Requeue(_message.Message):
     __slots__ = ("ticket", "reason")

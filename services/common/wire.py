@@ -134,25 +134,26 @@ def logprobs_from_wire(message: logprobs_pb2.Logprobs) -> Logprobs:
     return Logprobs(message.logprob, message.rank, tuple(message.top_token_ids), tuple(top))
 
 
-def load_to_wire(load: Load, draining: bool) -> worker_pb2.WorkerLoad:
+def load_to_wire(load: Load, draining: bool, stalled: bool = False) -> worker_pb2.WorkerLoad:
     return worker_pb2.WorkerLoad(
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         num_free_slots=load.num_free_slots,
         num_pending_tokens=load.num_pending_tokens,
         draining=draining,
+        stalled=stalled,
     )
 
 
-def load_from_wire(message: worker_pb2.WorkerLoad) -> tuple[Load, bool]:
-    """The load, and whether the worker drains."""
+def load_from_wire(message: worker_pb2.WorkerLoad) -> tuple[Load, bool, bool]:
+    """The load, whether the worker drains, and whether it waits for its store."""
     load = Load(
         message.num_running,
         message.num_waiting,
         message.num_free_slots,
         message.num_pending_tokens,
     )
-    return load, message.draining
+    return load, message.draining, message.stalled
 
 
 def _sampling_to_wire(sampling: SamplingParams) -> ticket_pb2.TicketSampling:

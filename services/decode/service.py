@@ -36,8 +36,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 self._worker.hand_over(session, request_id, attempt)
             case decode_pb2.Resume(ticket=ticket):
                 self._worker.resume(session, ticket_from_wire(ticket))
-            case decode_pb2.Admit(ticket=ticket):
-                self._worker.admit(session, ticket_from_wire(ticket))
+            case decode_pb2.Admit(ticket=ticket, suspect=suspect):
+                self._worker.admit(session, ticket_from_wire(ticket), suspect=suspect)
 
 
 def _encode(event: Event) -> Fields:

@@ -88,13 +88,13 @@ class DecodeWorker(PoolWorker):
             self._jobs.add(job)
         session.send(Reserved(request_id, attempt, granted))
 
-    def admit(self, session: Session, ticket: Ticket) -> None:
+    def admit(self, session: Session, ticket: Ticket, *, suspect: bool = False) -> None:
         """Go on with a ticket at rest for which slots are reserved. Raises InvalidRequest."""
         job = self._jobs.get(session, *ticket.key)
         if job is None or job.state is not State.RESERVED:
             raise InvalidRequest(f"no slots are reserved for attempt {ticket.attempt}")
         self._check(ticket, job.num_sequences)
-        job.ticket = ticket
+        job.ticket, job.suspect = ticket, suspect
         job.living = {sequence.index for sequence in ticket.sequences}
         job.state = State.CLAIMING
         if ticket.timeout_ms:
@@ -212,7 +212,8 @@ class DecodeWorker(PoolWorker):
         self._give_back(ticket, finished)
         self._grower.add(key, epoch, claim.num_acquired)
         self._grower.want(key, group.total_wanted(self.limits.look_ahead))
-        self.engine.send(messages.Admit(group, spare))
+        self.engine.send(messages.Admit(group, spare, is_started=False))
+        self.begin(key, job.session, (job.request_id, job.attempt), suspect=job.suspect)
 
     def _in_no_table(self, ticket: Ticket, claim: Claim) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the holder has beside its ticket: blocks to write into (copies of a tail to come;
@@ -240,6 +241,7 @@ class DecodeWorker(PoolWorker):
     def _on_advance(self, job: Job, advance: Advance) -> list[Output]:
         """What the gateway gets of this step: nothing of what it has aborted."""
         ticket = ticket_of(job)  # of now: the job's epoch is another once it is at rest
+        self.trials.leave(advance.key)
         if advance.completed:
             self.writer.put(lambda: self._commit(ticket, advance.completed))
         if advance.left is None:
@@ -284,6 +286,7 @@ class DecodeWorker(PoolWorker):
         elif job.state is State.RESERVED:
             self._forget(job)
         elif job.state is State.RUNNING:
+            self.trials.withdraw(ticket_of(job).holder_id)
             self.engine.send(messages.Remove(ticket_of(job).holder_id))
         elif job.state is State.AT_REST:
             self._resting.take_back(job, ending)
@@ -352,6 +355,7 @@ class DecodeWorker(PoolWorker):
 
     def _stop_running(self, job: Job) -> None:
         if job.state is State.RUNNING:
+            self.trials.leave(ticket_of(job).holder_id)
             del self._running[ticket_of(job).holder_id]
             self._grower.remove(ticket_of(job).holder_id)
 

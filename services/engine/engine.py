@@ -15,6 +15,7 @@ from services.engine.messages import (
     Grow,
     Remove,
     Removed,
+    Start,
     StepOutcome,
 )
 from services.engine.scheduler import Batch, Scheduler
@@ -100,9 +101,13 @@ class Engine:
         removed = []
         for command in commands:
             match command:
-                case Admit(group, new_block_ids):
+                case Admit(group, new_block_ids, is_started):
                     self._stamps.own(new_block_ids, group.key)
+                    group.is_started = is_started
                     self._scheduler.add(group)
+                case Start(key):
+                    if found := self._scheduler.get(key):
+                        found.is_started = True
                 case Grow(key, block_ids):
                     if found := self._scheduler.get(key):
                         self._stamps.own(block_ids, key)

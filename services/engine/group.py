@@ -52,6 +52,7 @@ class Group:
         self.sequences = list(sequences)
         self.resting: list[Sequence] = []
         self.num_acquired = num_acquired
+        self.is_started = True
         self._spare = deque(spare)
         self._refs = Counter(block for one in sequences for block in one.block_table)
         self._tokens: list[Token] = []
@@ -168,7 +169,9 @@ class Group:
     # Steps
 
     def runnable(self) -> list[Sequence]:
-        """Those that have a slot that is theirs alone to write."""
+        """Those that have a slot that is theirs alone to write; none while the group waits."""
+        if not self.is_started:
+            return []
         able = [one for one in self.sequences if one.num_runnable > 0]
         if len(self.sequences) + len(self.resting) == 1:
             return able

@@ -11,10 +11,19 @@ from services.engine.group import Group, Token
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Run a group. `new_block_ids`: blocks that nobody has written since they were given out."""
+    """Run a group, unless `is_started` from its `Start` on. `new_block_ids`: blocks that nobody has
+    written since they were given out."""
 
     group: Group
     new_block_ids: tuple[int, ...] = ()
+    is_started: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Run it; one that was removed before is no error."""
+
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +49,7 @@ class Remove:
     key: str
 
 
-Command = Admit | Grow | End | Remove
+Command = Admit | Start | Grow | End | Remove
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,14 +230,29 @@ class Dispatcher:
         ) as error:  # a fault of ours in one request must not end the worker's stream
             journey.end(error)
 
-    def on_lost(self, worker: Worker) -> None:
+    def on_lost(self, worker: Worker, *, died: bool) -> None:
         for search in self._searches.values():
             search.on_lost(worker)
         for journey in tuple(self._journeys.values()):
-            journey.on_lost(worker)
+            journey.on_lost(worker, died=died)
+
+    def on_report(self, worker: Worker) -> None:
+        if worker.stalled:
+            self._relieve(worker)
+        self._bell.ring()
 
     def on_change(self) -> None:
         self._bell.ring()
+
+    def _relieve(self, stalled: Worker) -> None:
+        """What a prefill worker has not begun goes to another one of its pool, if any of them is
+        not kept waiting by its store."""
+        for request_id in tuple(stalled.errands):
+            if (journey := self._journeys.get(request_id)) is None:
+                continue
+            pools = self._workers.complete_pools(journey.client.request.model)
+            if any(not worker.stalled for worker in _prefill_of(stalled.member.pool_id, pools)):
+                journey.go_elsewhere()
 
     # ── placing ──────────────────────────────────────────────────────────────────────────────────
 
@@ -334,6 +349,10 @@ class Dispatcher:
         at_once = f", {journey.num_sequences} sequences at a time" * (journey.num_sequences > 1)
         journey.end(NoWorker(f"no prefill and decode worker serve {lane.model!r} now{at_once}"))
         return AT_ONCE
+
+
+def _prefill_of(pool_id: str, pools: tuple[Pool, ...]) -> tuple[Worker, ...]:
+    return tuple(w for pool in pools if pool.spec.pool_id == pool_id for w in pool.prefill)
 
 
 def _where_its_blocks_are(journey: Journey, pools: list[Pool]) -> list[Pool]:

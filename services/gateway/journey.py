@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from blockstore.store import PrefixHash
-from services.common.errors import InvalidRequest, PoisonRequest, Unavailable
+from services.common.errors import InvalidRequest, Unavailable
 from services.common.logging import get_logger
 from services.common.ticket import Swapped, Ticket
 from services.gateway.admission import Admitted
@@ -24,6 +24,7 @@ from services.gateway.client import Client
 from services.gateway.line import Place
 from services.gateway.messages import (
     Admit,
+    Began,
     Failed,
     Generated,
     Malformed,
@@ -194,8 +195,8 @@ class Journey:
         ticket = self._tickets.submit(self.attempt, *where, self._has.swapped)
         self._has.computing = Entrusted(ticket, prefill)
         prefill.errands[self.id] = start.errand
-        submit = Submit(ticket, self.client.due_prompt_logprobs)
-        self._has.custody.hand_to(prefill, lambda: prefill.send(submit))
+        suspect = self._has.custody.hand_to(prefill)
+        prefill.send(Submit(ticket, self.client.due_prompt_logprobs, suspect))
 
     def go_on(self) -> None:
         """Send the ticket at rest to the decode worker whose slot was granted."""
@@ -214,6 +215,11 @@ class Journey:
         if self.stage is Stage.DECODING:
             self._has.let_go_of_ticket(told)
         self._wait_again(told)
+
+    def go_elsewhere(self) -> None:
+        """From a prefill worker that waits itself. Once it has begun, it stays."""
+        if self.stage is Stage.PREFILLING and not self._has.custody.has_begun:
+            self.begin_again()
 
     # ── from one decode worker to another ────────────────────────────────────────────────────────
 
@@ -250,6 +256,8 @@ class Journey:
                 self._on_prefilled(sender, event)
             case Reserved() if has.slot and sender is has.slot.worker:
                 has.slot.answer(event.granted)
+            case Began():
+                has.custody.begun_by(sender)
             case Requeued(ticket=Ticket(swapped=Swapped()) as ticket) if sender is has.decode:
                 self._on_swapped_out(sender, ticket)
             case Requeued(ticket=Ticket() as ticket) if sender is has.decode:
@@ -284,15 +292,13 @@ class Journey:
             case _:
                 log.debug("event_dropped", request_id=self.id, kind=type(event).__name__)
 
-    def on_lost(self, worker: Worker) -> None:
-        """A worker's stream broke: by contract it lets go of all that came over it."""
+    def on_lost(self, worker: Worker, *, died: bool) -> None:
+        """A worker's stream ended: by contract it lets go of all that came over it."""
         was_there = self._has.lose(worker)
-        role = worker.member.role
-        if self._has.custody.convicted_by(worker):
-            why = f"this request cannot be computed: its {role} worker died twice"
-            self.end(PoisonRequest(why))
+        if error := self._has.custody.lost_with(worker, died=died):
+            self.end(error)
         elif was_there:
-            self._set_back(f"{role} worker {worker.id} was lost")
+            self._set_back(f"{worker.member.role} worker {worker.id} was lost")
 
     def end(self, error: Exception | None = None, told: Told | None = None) -> None:
         """The end, for whatever reason. Again: no error."""
@@ -355,13 +361,9 @@ class Journey:
 
     def _admit(self, decode: Worker) -> None:
         """The ticket at rest goes to the worker where we have a slot."""
-        self._has.custody.hand_to(decode, lambda: self._send_ticket(decode))
-
-    def _send_ticket(self, decode: Worker) -> None:
-        if self.at_rest is None:  # its issuer was lost before its turn came
-            self._set_back("its ticket was lost before it was claimed")
-            return
-        decode.send(Admit(self._tickets.admit(self.at_rest.ticket, self.attempt)))
+        assert self.at_rest is not None
+        ticket = self._tickets.admit(self.at_rest.ticket, self.attempt)
+        decode.send(Admit(ticket, suspect=self._has.custody.hand_to(decode)))
 
     def _on_generated(self, sender: Worker, event: Generated) -> None:
         """What follows the stop string of a sequence is dropped: the worker will hear of it."""

@@ -24,17 +24,20 @@ class Reserve:
 @dataclass(frozen=True, slots=True)
 class Submit:
     """To a prefill worker: compute a ticket that has no blocks. `prompt_logprobs`: and tell those
-    of its prompt, each with so many of the likeliest tokens."""
+    of its prompt, each with so many of the likeliest tokens. `suspect`: begin it while no other
+    suspect is being computed there."""
 
     ticket: Ticket
     prompt_logprobs: int | None = None
+    suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """To a decode worker: claim this ticket and go on with it."""
+    """To a decode worker: claim this ticket and go on with it; `suspect` as above."""
 
     ticket: Ticket
+    suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,14 @@ class Reserved:
     request_id: str
     attempt: int
     granted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """From here on the worker computes it; it said so before."""
+
+    request_id: str
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +159,16 @@ class Malformed:
     problem: str
 
 
-RequestEvent = Malformed | Reserved | Prefilled | Generated | Failed | Requeued
+RequestEvent = Malformed | Reserved | Began | Prefilled | Generated | Failed | Requeued
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
+    """`stalled`: the worker waits for its block store."""
+
     load: Load
     draining: bool = False
+    stalled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

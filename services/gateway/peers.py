@@ -43,11 +43,15 @@ class PeerSink(Protocol):
 
     def on_event(self, sender: Worker, event: RequestEvent) -> None: ...
 
-    def on_lost(self, worker: Worker) -> None:
-        """The stream broke; by contract the worker has let go of all that came over it."""
+    def on_lost(self, worker: Worker, *, died: bool) -> None:
+        """The stream ended; by contract the worker has let go of all that came over it. `died`: it
+        broke, and nobody expected that."""
+
+    def on_report(self, worker: Worker) -> None:
+        """Its load may be another, or what keeps it."""
 
     def on_change(self) -> None:
-        """A worker came or went, or its load is another."""
+        """A worker came or went, or takes nothing new any more."""
 
 
 class Silent(Exception):
@@ -119,16 +123,20 @@ class Peer:
         self._outgoing = outgoing = asyncio.Queue[Any]()
         async with open_channel(self.worker.member.address) as channel:
             stream = self._dialect.connect(channel, self._requests(outgoing))
+            broke = False
             try:
                 await self._shake_hands(stream)
                 await self._listen_while_it_speaks(stream)
+            except aio.AioRpcError:
+                broke = True
+                raise
             finally:
                 self._outgoing = None
                 outgoing.put_nowait(None)  # who still waits for commands waits for ever
                 stream.cancel()
                 if self.worker.connected:
                     self.worker.connected = False
-                    self._sink.on_lost(self.worker)
+                    self._sink.on_lost(self.worker, died=broke and not self.worker.draining)
                     self._sink.on_change()
 
     async def _requests(self, outgoing: asyncio.Queue[Any]) -> AsyncIterator[Any]:
@@ -151,10 +159,10 @@ class Peer:
                 raise VersionMismatch(error.details() or "the worker refused us") from error
             raise
         self._check(message.welcome)
-        load, draining = load_from_wire(message.welcome.load)
+        report = LoadReport(*load_from_wire(message.welcome.load))
         self._backoff_s = _FIRST_BACKOFF_S
         self.worker.connected = True
-        self.worker.report(load, draining)
+        self.worker.report(report)
         log.info("worker_connected", worker_id=self.worker.id, pool_id=message.welcome.pool_id)
         self._sink.on_change()
 
@@ -203,9 +211,9 @@ class Peer:
 
     def _hear(self, event: Event) -> None:
         match event:
-            case LoadReport(load, draining):
-                self.worker.report(load, draining)
-                self._sink.on_change()
+            case LoadReport():
+                self.worker.report(event)
+                self._sink.on_report(self.worker)
             case Reserved():
                 self.worker.unresponsive = False
                 self._sink.on_event(self.worker, event)

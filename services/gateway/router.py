@@ -95,7 +95,8 @@ class Router:
 
 def choose_prefill(route: Route, num_tokens: int) -> tuple[Worker, Errand] | None:
     """The prefill worker where `num_tokens` are done soonest with the least work: one that computes
-    the same prefix for somebody else now is spared that part. None: they have all left."""
+    the same prefix for somebody else now is spared that part; one that waits for its store only
+    where they all do. None: they have all left."""
     workers = [worker for worker in route.pool.prefill if worker.usable]
     if not workers:
         return None
@@ -104,8 +105,9 @@ def choose_prefill(route: Route, num_tokens: int) -> tuple[Worker, Errand] | Non
         num_blocks = max(route.num_cached_blocks, worker.num_blocks_under_way(route.hashes))
         return max(1, num_tokens - num_blocks * route.pool.spec.block_size)
 
-    def cost(worker: Worker) -> tuple[int, str]:
-        return worker.num_pending_tokens + _WASTE * to_compute(worker), worker.id
+    def cost(worker: Worker) -> tuple[bool, int, str]:
+        num_tokens = worker.num_pending_tokens + _WASTE * to_compute(worker)
+        return worker.stalled, num_tokens, worker.id
 
     chosen = min(workers, key=cost)
     return chosen, Errand(to_compute(chosen), route.hashes)

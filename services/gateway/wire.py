@@ -22,6 +22,7 @@ from services.common.wire import (
 from services.gateway.messages import (
     Abort,
     Admit,
+    Began,
     Command,
     DrainNotice,
     Event,
@@ -85,11 +86,12 @@ class Dialect:
                     request_id=request_id, attempt=attempt, num_sequences=num_sequences
                 )
                 return self.request(reserve=reserve)
-            case Admit(ticket):
-                return self.request(admit=decode_pb2.Admit(ticket=ticket_to_wire(ticket)))
-            case Submit(ticket, prompt_logprobs):
+            case Admit(ticket, suspect):
+                admit = decode_pb2.Admit(ticket=ticket_to_wire(ticket), suspect=suspect)
+                return self.request(admit=admit)
+            case Submit(ticket, prompt_logprobs, suspect):
                 submit = prefill_pb2.PrefillSubmit(
-                    ticket=ticket_to_wire(ticket), prompt_logprobs=prompt_logprobs
+                    ticket=ticket_to_wire(ticket), prompt_logprobs=prompt_logprobs, suspect=suspect
                 )
                 return self.request(submit=submit)
             case Abort(request_id, attempt, index):
@@ -160,7 +162,9 @@ def _output(output: worker_pb2.SequenceOutput) -> Generated:
 
 
 def _common_events(kind: str | None, message: Any) -> Iterator[Event]:
-    if kind == "failed":
+    if kind == "began":
+        yield Began(message.began.request_id, message.began.attempt)
+    elif kind == "failed":
         failed = message.failed
         yield Failed(failed.request_id, failed.attempt, failed.code, failed.message)
     elif kind == "requeue":

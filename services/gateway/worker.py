@@ -3,10 +3,9 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from blockstore.registry import Load, Member
+from blockstore.registry import Member
 from blockstore.store import PrefixHash
-from services.gateway.messages import Abort, Command
-from services.gateway.trials import Trials
+from services.gateway.messages import Abort, Command, LoadReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +30,12 @@ class Worker:
         """So many slots were refused to somebody, and nothing has got free since; 0: none were."""
         self.unresponsive = False
         """It did not answer a reservation in time, and has not since: it answers in order."""
+        self.stalled = False
+        """It waits for its block store, and begins nothing until that answers."""
         self.guests: dict[Hashable, int] = {}
         """Journeys that have (or ask for) slots of this decode worker, and how many."""
         self.errands: dict[str, Errand] = {}
         """By request: what this prefill worker has still to compute for us."""
-        self.trials = Trials()
         self._load = member.load
         self._taken_at_report = 0
 
@@ -88,11 +88,12 @@ class Worker:
         can = self.usable and not self.unresponsive and num_sequences <= self.num_slots
         return can and not refused
 
-    def report(self, load: Load, draining: bool) -> None:
-        self._load = load
+    def report(self, report: LoadReport) -> None:
+        self._load = report.load
+        self.stalled = report.stalled
         self._taken_at_report = self.num_taken
-        self.draining = self.draining or draining
-        if load.num_free_slots >= self.refused:
+        self.draining = self.draining or report.draining
+        if report.load.num_free_slots >= self.refused:
             self.forget_refusals()
 
     def join(self, guest: Hashable, num_sequences: int) -> None:

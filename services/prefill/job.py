@@ -26,12 +26,14 @@ class State(Enum):
 class Job:
     """`tokens`: with which all its sequences begin, `hashes` of their full blocks. `follows`: a
     prefix that somebody else here is computing. `outputs`: drawn so far. `ending`: set once it is
-    to end early. `num_prompt_logprobs`: tell those of the prompt, with so many of the likeliest
-    tokens; None: do not. They come chunk by chunk, into `prompt_logprobs`."""
+    to end early. `suspect`: a worker has died over it. `num_prompt_logprobs`: tell those of the
+    prompt, with so many of the likeliest tokens; None: do not. They come chunk by chunk, into
+    `prompt_logprobs`."""
 
     session: Session
     ticket: Ticket
     hashes: Sequence[PrefixHash]
+    suspect: bool = False
     state: State = State.WAITING
     follows: PrefixHash | None = None
     allocation: Allocation | None = None

@@ -31,7 +31,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     def _obey(self, session: StreamSession, submit: prefill_pb2.PrefillSubmit) -> None:
         asks = submit.HasField("prompt_logprobs")
         num_top = num_top_from_wire(submit.prompt_logprobs) if asks else None
-        self._worker.submit(session, ticket_from_wire(submit.ticket), num_top)
+        ticket = ticket_from_wire(submit.ticket)
+        self._worker.submit(session, ticket, num_top, suspect=submit.suspect)
 
 
 def _encode(event: Event) -> Fields:

@@ -81,7 +81,12 @@ class PrefillWorker(PoolWorker):
     # What gateways ask.
 
     def submit(
-        self, session: Session, ticket: Ticket, num_prompt_logprobs: int | None = None
+        self,
+        session: Session,
+        ticket: Ticket,
+        num_prompt_logprobs: int | None = None,
+        *,
+        suspect: bool = False,
     ) -> None:
         """Take a ticket without blocks; tell the logprobs of its prompt, unless None. Raises
         InvalidRequest."""
@@ -90,7 +95,7 @@ class PrefillWorker(PoolWorker):
             return
         self._check(ticket)
         size = self.spec.block_size
-        job = Job(session, ticket, (), num_prompt_logprobs=num_prompt_logprobs)
+        job = Job(session, ticket, (), suspect, num_prompt_logprobs=num_prompt_logprobs)
         if job in self._jobs:
             raise InvalidRequest(f"attempt {ticket.attempt} of this request is here already")
         job.hashes = prefix_hashes(ticket.root_hash, job.tokens, size)
@@ -209,7 +214,8 @@ class PrefillWorker(PoolWorker):
             num_adopted=num_hits * size,
         )
         new = allocation.block_ids[num_hits + fetched.num_blocks :]
-        self.engine.send(messages.Admit(group, new))
+        self.engine.send(messages.Admit(group, new, is_started=False))
+        self.begin(group.key, job.session, job.ticket.key, suspect=job.suspect)
 
     def _on_outcome(self, outcome: StepOutcome) -> None:
         self._pace.observe(outcome.num_tokens, outcome.duration_s)
@@ -227,6 +233,8 @@ class PrefillWorker(PoolWorker):
         job.prompt_logprobs += advance.prompt_logprobs
         if advance.completed:
             self.writer.put(lambda: self._commit(job, advance.completed))
+        if advance.left is not None:
+            self.trials.leave(advance.key)
         if advance.left is None:
             self._give_back(job, advance.freed)
         elif job.ending:
@@ -296,6 +304,7 @@ class PrefillWorker(PoolWorker):
             self._forget(job)
             report(job.session, job.ticket, ending)
         elif job.state is State.COMPUTING:
+            self.trials.withdraw(job.ticket.holder_id)
             self.engine.send(messages.Remove(job.ticket.holder_id))
         elif job.state is State.ISSUED:
             self.writer.put(lambda: self._take_back(job, ending))
@@ -317,6 +326,7 @@ class PrefillWorker(PoolWorker):
         self._forget(job)
 
     def _forget(self, job: Job) -> None:
+        self.trials.leave(job.ticket.holder_id)
         job.state = State.ENDED
         self._jobs.remove(job)
         self._computing.pop(job.ticket.holder_id, None)

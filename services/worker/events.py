@@ -1,5 +1,6 @@
 """What a worker tells a gateway; `service.py` of each worker turns it into protobuf."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
@@ -39,6 +40,14 @@ HANDED_OVER = Ending(requeue=RequeueReason.HANDED_OVER)
 
 def poisoned(fault: Fault) -> Ending:
     return Ending(error=(PoisonRequest.code, f"this request cannot be computed: {fault.value}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """The engine gets it next."""
+
+    request_id: str
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +112,7 @@ class Draining:
     num_running: int
 
 
-Event = Prefilled | Requeued | Failed | Reserved | Step | Draining
+Event = Began | Prefilled | Requeued | Failed | Reserved | Step | Draining
 
 
 def output(ticket: Ticket, token: Token) -> Output:
@@ -120,8 +129,13 @@ def output(ticket: Ticket, token: Token) -> Output:
 class Session(Protocol):
     """One gateway's stream, as the worker's logic sees it."""
 
-    def send(self, event: Event) -> None:
-        """Never blocks; a session whose peer does not read is closed."""
+    def send(self, event: Event, then: Callable[[], None] | None = None) -> None:
+        """Never blocks; a session whose peer does not read is closed. `then` is called once the
+        event is out, so that it arrives even if this process dies; not at all if the session ends
+        before."""
+
+    def finish(self) -> None:
+        """What was sent goes out, and then the session ends."""
 
 
 def report(session: Session, ticket: Ticket, ending: Ending) -> None:

@@ -16,18 +16,22 @@ from services.common.metrics import WorkerMetrics
 from services.common.pool.allotment import LOOK_AHEAD
 from services.common.ticket import Ticket
 from services.engine.engine import BlockStamps, Engine, ForwardPass
-from services.engine.messages import Broken, StepOutcome
+from services.engine.messages import Broken, Start, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import Rules
 from services.engine.thread import EngineThread
 from services.worker.colder import ColderPool
-from services.worker.events import PREEMPTED, Ending, Session, report
+from services.worker.events import PREEMPTED, Began, Ending, Session, report
 from services.worker.store_writer import StoreWriter
+from services.worker.trials import Trials
 from services.worker.wakefulness import Wakefulness
 
 _PULSE_S = 0.1
 _ASK_LIMIT_S = 1.0
 _DRAIN_INTERVAL_S = 0.05
+
+_STALLED_S = 1.0
+"""Far longer than an answer takes from a store that is there."""
 
 _COMES_BACK_S = 1.0
 """How long the place in line of a request that gave way is kept: some messages later it is back, or
@@ -90,10 +94,14 @@ class PoolWorker(ABC):
         self.stamps = membership.stamps
         self.draining = False
         self.drain_asked = asyncio.Event()
+        self.sessions: set[Session] = set()
+        """Of the gateways that are connected."""
+        self.trials = Trials()
         loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
         self.writer = StoreWriter(self._fail)
         self._num_places = 0
+        self._answered_at = loop.time()
         engine = Engine(
             forward,
             Scheduler(limits.max_num_batched_tokens, limits.max_num_seqs),
@@ -134,8 +142,15 @@ class PoolWorker(ABC):
         """Hear what the pool wants from this worker, and show how loaded it is."""
         while True:
             self.metrics.observe_load(self.load())
-            self._on_demands((await self._heartbeat()).demands)
+            heartbeat = await self._heartbeat()
+            self._answered_at = asyncio.get_running_loop().time()
+            self._on_demands(heartbeat.demands)
             await asyncio.sleep(_PULSE_S)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether it begins nothing, since the store does not answer."""
+        return asyncio.get_running_loop().time() - self._answered_at > _STALLED_S
 
     async def _heartbeat(self) -> Heartbeat:
         """WorkerFenced, and errors of the store."""
@@ -158,6 +173,23 @@ class PoolWorker(ABC):
             self._on_outcome(outcome)
         except Exception as error:  # what the rest of the step did would be lost in silence
             self._fail(error)
+
+    def begin(self, key: str, session: Session, whose: tuple[str, int], *, suspect: bool) -> None:
+        """Let the engine run what it has: once the gateway has been told, so that it knows over
+        whom this worker dies; suspects one at a time."""
+
+        def begin() -> None:
+            session.send(Began(*whose), then=lambda: self.engine.send(Start(key)))
+
+        if suspect:
+            self.trials.enter(key, begin)
+        else:
+            begin()
+
+    def take_leave(self) -> None:
+        """End all streams in peace: what is still here goes on elsewhere, and is not suspected."""
+        for session in self.sessions:
+            session.finish()
 
     def rules(self, ticket: Ticket, prompt_logprobs: int | None = None) -> Rules:
         return Rules.of(

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import Any, NoReturn
 
 from prometheus_client import CollectorRegistry
 
+from blockstore.errors import UnknownWorker, WorkerFenced
 from blockstore.registry import Role
 from blockstore.store import BlockStore
 from services.common.board import Board
@@ -210,7 +212,7 @@ async def _listen(
     server = RpcServer(role.service_name)
     role.serve(worker, server)
     address = settings.address(await server.start(settings.host, settings.port))
-    stack.push_async_callback(server.stop)
+    stack.push_async_exit(partial(_end_streams, worker, server))
     await server.set_serving(True)
     log.info(
         "worker_ready",
@@ -234,9 +236,25 @@ async def _finish(
     await asyncio.wait([drained], timeout=grace_s)
     worker.give_back()
     await asyncio.wait([drained], timeout=_GIVE_BACK_LIMIT_S)
+    worker.take_leave()
     await server.stop(_FAREWELL_S)
     with suppress(TimeoutError):
         await asyncio.wait_for(drained, _ABORT_LIMIT_S)
+
+
+async def _end_streams(
+    worker: PoolWorker,
+    server: RpcServer,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+) -> None:
+    """Who was given up ends its streams in peace; of another end its requests may be the cause."""
+    given_up = (WorkerFenced, UnknownWorker)
+    if isinstance(error, BaseExceptionGroup) and error.split(given_up)[1] is None:
+        worker.take_leave()
+        await server.stop(_FAREWELL_S)
+    await server.stop()
 
 
 async def _either(*events: asyncio.Event) -> None:

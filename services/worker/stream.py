@@ -19,7 +19,16 @@ from services.common.wire import (
     logprobs_to_wire,
     ticket_to_wire,
 )
-from services.worker.events import Draining, Event, Failed, Output, Requeued, RequeueReason
+from services.worker.events import (
+    Began,
+    Draining,
+    Event,
+    Failed,
+    Output,
+    Requeued,
+    RequeueReason,
+    Session,
+)
 
 _LOAD_INTERVAL_S = 0.25
 """A gateway that hears nothing for some times this long takes the worker for stuck."""
@@ -37,6 +46,8 @@ log = get_logger(__name__)
 
 Fields = dict[str, Message]
 """One field of a stream's response, by its name."""
+
+Then = Callable[[], None] | None
 
 
 def output_to_wire(output: Output) -> worker_pb2.SequenceOutput:
@@ -57,17 +68,17 @@ class StreamSession:
     def __init__(self, peer_id: str, encode: Callable[[Event], Fields]) -> None:
         self.peer_id = peer_id
         self._encode = encode
-        self._unread: asyncio.Queue[Fields | None] = asyncio.Queue()
+        self._unread: asyncio.Queue[tuple[Fields, Then] | None] = asyncio.Queue()
         self._ended = False
 
-    def send(self, event: Event) -> None:
-        self.put(self._encode(event))
+    def send(self, event: Event, then: Then = None) -> None:
+        self.put(self._encode(event), then)
 
-    def put(self, fields: Fields) -> None:
+    def put(self, fields: Fields, then: Then = None) -> None:
         """Never blocks. A peer that does not read loses its stream, and so its requests."""
         if self._ended:
             return
-        self._unread.put_nowait(fields)
+        self._unread.put_nowait((fields, then))
         if self._unread.qsize() > _MAX_UNREAD:
             log.warning("stream_not_read", peer_id=self.peer_id, num_unread=_MAX_UNREAD)
             self.end()
@@ -79,10 +90,19 @@ class StreamSession:
             self._unread.get_nowait()
         self._unread.put_nowait(None)
 
+    def finish(self) -> None:
+        """What was put is written, and then the stream ends."""
+        if not self._ended:
+            self._ended = True
+            self._unread.put_nowait(None)
+
     async def messages(self) -> AsyncIterator[Fields]:
-        """What was put, until the end."""
-        while (fields := await self._unread.get()) is not None:
+        """What was put, until the end. Who asks for the next one has written the last."""
+        while (unread := await self._unread.get()) is not None:
+            fields, then = unread
             yield fields
+            if then is not None:
+                then()
 
 
 class StreamWorker(Protocol):
@@ -92,6 +112,10 @@ class StreamWorker(Protocol):
     pool_id: str
     draining: bool
     drain_asked: asyncio.Event
+    sessions: set[Session]
+
+    @property
+    def stalled(self) -> bool: ...
 
     def load(self) -> Load: ...
     def abort(
@@ -124,6 +148,7 @@ class WorkerStream:
     async def serve(self, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
         """One stream, from hello to its end; then everything that came over it is aborted."""
         session = StreamSession(await self._greet(requests), self._encode)
+        self._worker.sessions.add(session)
         session.put({"welcome": self._welcome()})
         log.info("peer_connected", peer_id=session.peer_id)
         reading = asyncio.create_task(self._read(session, requests))
@@ -136,6 +161,7 @@ class WorkerStream:
         finally:
             reading.cancel()
             reporting.cancel()
+            self._worker.sessions.discard(session)
             self._worker.close(session)
             log.info("peer_disconnected", peer_id=session.peer_id)
 
@@ -160,7 +186,8 @@ class WorkerStream:
         )
 
     def _load(self) -> worker_pb2.WorkerLoad:
-        return load_to_wire(self._worker.load(), self._worker.draining)
+        worker = self._worker
+        return load_to_wire(worker.load(), worker.draining, worker.stalled)
 
     async def _report_load(self, session: StreamSession) -> None:
         while True:
@@ -211,6 +238,8 @@ class WorkerStream:
 
     def _encode(self, event: Event) -> Fields:
         match event:
+            case Began(request_id, attempt):
+                return {"began": worker_pb2.Began(request_id=request_id, attempt=attempt)}
             case Failed(request_id, attempt, code, message):
                 failed = worker_pb2.RequestFailed(
                     request_id=request_id, attempt=attempt, code=code, message=message

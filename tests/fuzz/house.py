@@ -72,7 +72,7 @@ class Line:
         self.fake.sessions.remove(self.session)
         self.fake.on_closed(self.session)
         self.worker.connected = False
-        self.sink.on_lost(self.worker)
+        self.sink.on_lost(self.worker, died=False)
         self.sink.on_change()
 
     def _send(self, command: Command) -> None:
@@ -94,8 +94,9 @@ class Line:
         try:
             for event in self._dialect.events(message):
                 match event:
-                    case LoadReport(load, draining):
-                        self.worker.report(load, draining)
+                    case LoadReport():
+                        self.worker.report(event)
+                        self.sink.on_report(self.worker)
                     case DrainNotice():
                         self.worker.draining = True
                     case _:

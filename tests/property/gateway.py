@@ -11,6 +11,7 @@ from services.common.errors import InvalidRequest
 from services.common.ticket import Ticket, TicketSequence
 from services.decode.worker import DecodeWorker
 from services.worker.events import (
+    Began,
     Event,
     Failed,
     Output,
@@ -56,12 +57,12 @@ class Stream:
     """A session and the way back to its gateway."""
 
     def __init__(self, chance: random.Random, hear: Callable[["Stream", Event], None]) -> None:
-        self.there, self._back = Pipe(chance), Pipe(chance)
+        self.there, self._back, self._out = Pipe(chance), Pipe(chance), Pipe(chance)
         self.broken = False
         self._hear = hear
         self._ended: set[tuple[str, int] | tuple[str, int, int]] = set()
 
-    def send(self, event: Event) -> None:
+    def send(self, event: Event, then: Callable[[], None] | None = None) -> None:
         for key in _keys(event):
             assert key not in self._ended, f"{event} after the end"
             if _is_last(event):
@@ -71,7 +72,11 @@ class Stream:
             assert of_one not in self._ended, f"{output} after its end"
             if output.finish:
                 self._ended.add(of_one)
+        if then is not None:
+            self._out.put(then)
         self._back.put(lambda: self.broken or self._hear(self, event))
+
+    def finish(self) -> None: ...
 
 
 def _keys(event: Event) -> Iterator[tuple[str, int]]:
@@ -80,7 +85,7 @@ def _keys(event: Event) -> Iterator[tuple[str, int]]:
             yield from ((output.request_id, output.attempt) for output in outputs)
         case Prefilled(of) | Requeued(of):
             yield of.key
-        case Reserved() | Failed():
+        case Reserved() | Failed() | Began():
             yield event.request_id, event.attempt
 
 
@@ -93,7 +98,7 @@ def _is_last(event: Event) -> bool:
         case Requeued(of):
             # at rest, it may still be taken back
             return not of.sequences[0].block_ids and of.swapped is None
-        case Reserved():
+        case Reserved() | Began():
             return False
     return True
 
@@ -202,6 +207,8 @@ class Gateway:
 
     def _on(self, request: Request, event: Any) -> None:
         match event:
+            case Began():
+                pass
             case Reserved(granted=True) if request.at_rest and not request.at_rest.swapped:
                 worker, way = self._runs(request.attempt)
                 at_rest = request.of_living(request.at_rest)
@@ -251,7 +258,7 @@ class Gateway:
     def _tell(self, take: Any, stream: Stream, sent: Ticket) -> None:
         def arrive() -> None:
             try:
-                take(stream, sent)
+                take(stream, sent, suspect=self._pair.chance.random() < 0.3)
             except InvalidRequest as error:
                 stream.send(Failed(*sent.key, error.code, str(error)))
 

@@ -21,9 +21,11 @@ from quire.v1 import (
     ticket_pb2,
     worker_pb2,
 )
+from services.common.errors import Unavailable
 from services.common.rpc import RpcServer
 from services.common.version import PROTOCOL_VERSION
 from services.common.wire import ticket_from_wire
+from services.worker.trials import Trials
 
 FIRST_TOKEN, NUM_TOKENS = 97, 26
 """Tokens are the letters a to z of a byte-level vocabulary."""
@@ -70,15 +72,22 @@ class Session:
     def end(self) -> None:
         self._outgoing.put_nowait(None)
 
+    def die(self) -> None:
+        """After what was sent."""
+        self._outgoing.put_nowait(Unavailable("the worker has died"))
+
     async def responses(self) -> AsyncIterator[Any]:
         while (response := await self._outgoing.get()) is not None:
+            if isinstance(response, Unavailable):
+                raise response
             yield response
 
 
 @dataclass(eq=False)
 class FakeWorker:
     """`seen`: every command, in order. `aborted`: by (request, attempt). `stuck`: its streams are
-    whole, and nothing comes over them. `dies_of`: the request that breaks all its streams."""
+    whole, and nothing comes over them. `begins`: what it gets; otherwise that is `waiting`.
+    `dies_of`: the request that it dies of, `takes_s` after it has begun it."""
 
     role: ClassVar[Role]
     service: ClassVar[str]
@@ -95,7 +104,12 @@ class FakeWorker:
     num_reports: int = 0
     num_deaths: int = 0
     dies_of: str = ""
+    takes_s: float = 0.0
     stuck: bool = False
+    begins: bool = True
+    stalled: bool = False
+    waiting: list[tuple[Session, Any]] = field(default_factory=list)
+    trials: Trials = field(default_factory=Trials)
 
     async def serve(self, stream: AsyncIterator[Any], response: Callable[..., Any]) -> Any:
         hello = (await anext(stream)).hello
@@ -127,10 +141,7 @@ class FakeWorker:
             self.seen.append(command)
             if kind == "abort" and not command.HasField("index"):
                 self.aborted.append((command.request_id, command.attempt))
-            if kind in ("submit", "admit") and command.ticket.request_id == self.dies_of:
-                self.num_deaths += 1
-                self.break_streams()
-                return
+                self.trials.leave(command.request_id)
             getattr(self, f"on_{kind}")(session, command)
 
     async def _keep_reporting(self, session: Session) -> None:
@@ -140,6 +151,37 @@ class FakeWorker:
                 self.num_reports += 1
             await asyncio.sleep(0.02)
 
+    def begin(self, session: Session, command: Any, compute: Callable[[], None]) -> None:
+        """What real workers do, too: suspects one at a time."""
+        ticket = command.ticket
+
+        def go_on() -> None:
+            if session not in self.sessions:
+                return
+            if ticket.request_id == self.dies_of:
+                self.num_deaths += 1
+                self.die()
+            else:
+                compute()
+
+        def begin() -> None:
+            self.say_begun(session, command)
+            if self.takes_s:
+                asyncio.get_running_loop().call_later(self.takes_s, go_on)
+            else:
+                go_on()
+
+        if not self.begins:
+            self.waiting.append((session, command))
+        elif command.suspect:
+            self.trials.enter(ticket.request_id, begin)
+        else:
+            begin()
+
+    def say_begun(self, session: Session, command: Any) -> None:
+        key = command.ticket.request_id, command.ticket.attempt
+        session.send(began=worker_pb2.Began(request_id=key[0], attempt=key[1]))
+
     def commands(self, kind: type) -> list[Any]:
         return [command for command in self.seen if isinstance(command, kind)]
 
@@ -147,9 +189,15 @@ class FakeWorker:
 
     def on_abort(self, session: Session, abort: worker_pb2.Abort) -> None: ...
 
-    def break_streams(self) -> None:
+    def close_streams(self) -> None:
         for session in self.sessions:
             session.end()
+
+    def die(self) -> None:
+        """As its gateways see it: all streams break. It is another one after that."""
+        self.trials = Trials()
+        for session in self.sessions:
+            session.die()
 
     def report(self, load: Load, draining: bool = False) -> None:
         self.load = load
@@ -162,6 +210,7 @@ class FakeWorker:
             num_free_slots=self.load.num_free_slots,
             num_pending_tokens=self.load.num_pending_tokens,
             draining=draining,
+            stalled=self.stalled,
         )
 
     def _welcome(self) -> worker_pb2.Welcome:
@@ -204,10 +253,13 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         self.prompt_logprobs.pop(submit.ticket.request_id, None)
         if submit.HasField("prompt_logprobs"):
             self.prompt_logprobs[submit.ticket.request_id] = submit.prompt_logprobs
+        self.begin(session, submit, lambda: self._compute(session, submit.ticket))
+
+    def _compute(self, session: Session, ticket: ticket_pb2.Ticket) -> None:
         if self.holds:
-            self.held.append((session, submit.ticket))
+            self.held.append((session, ticket))
         else:
-            self.answer(session, submit.ticket)
+            self.answer(session, ticket)
 
     def let_go(self) -> None:
         self.holds = False
@@ -229,6 +281,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             of_prompt = [logprobs_of(prompt[:n], num_top) for n in range(2, len(prompt) + 1)]
         prefilled = prefill_pb2.Prefilled(ticket=ticket, outputs=outputs, prompt_logprobs=of_prompt)
         session.send(prefilled=prefilled)
+        self.trials.leave(ticket.request_id)
 
     def _first_token(
         self, ticket: ticket_pb2.Ticket, submitted: ticket_pb2.TicketSequence
@@ -344,6 +397,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         key = ticket.request_id, ticket.attempt
         assert len(ticket.sequences) <= self.slots[key]
         self.slots[key] = len(ticket.sequences)
+        self.begin(session, admit, lambda: self._run(session, ticket))
+
+    def _run(self, session: Session, ticket: ticket_pb2.Ticket) -> None:
         self.running[ticket.request_id] = Running.of(session, ticket)
         self.go_on()
 
@@ -435,6 +491,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                     yield running, index
 
     def _step(self, running: Running, index: int) -> worker_pb2.SequenceOutput:
+        self.trials.leave(running.ticket.request_id)
         ticket, tokens = running.ticket, running.tokens[index]
         so_far = [*ticket.prompt_token_ids, *tokens]
         tokens.append(next_token(so_far, index))

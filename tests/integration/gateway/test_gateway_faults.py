@@ -25,7 +25,7 @@ async def test_a_broken_decode_stream_is_only_a_delay(make_house: Any, received:
     call = Call(house.gateway, asked())
     await until(lambda: len(call.tokens) == received and "r1" in decode.running)
     decode.pause_after = None
-    decode.break_streams()
+    decode.die()
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
 
@@ -37,7 +37,7 @@ async def test_a_broken_prefill_stream_is_only_a_delay(make_house: Any) -> None:
     call = Call(house.gateway, asked())
     await until(lambda: bool(prefill.held))
     prefill.holds = False
-    prefill.break_streams()
+    prefill.die()
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
     assert ("r1", 1) in decode.aborted
@@ -49,7 +49,7 @@ async def test_a_prefill_worker_may_leave_once_its_ticket_is_claimed(make_house:
     decode.pause_after = 4
     call = Call(house.gateway, asked())
     await until(lambda: len(call.tokens) == 4)
-    prefill.break_streams()
+    prefill.die()
     decode.go_on(pause_after=8)
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
@@ -64,7 +64,7 @@ async def test_a_request_gives_up_after_its_second_worker(make_house: Any) -> No
     for _ in range(2):
         await until(lambda: bool(prefill.held))
         prefill.held.clear()
-        prefill.break_streams()
+        prefill.die()
     with pytest.raises(PoisonRequest, match="its prefill worker died twice"):
         await call.result()
 

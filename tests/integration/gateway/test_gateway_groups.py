@@ -62,7 +62,7 @@ async def test_a_group_whose_worker_dies_goes_on_elsewhere(make_house: Any, rece
     dies.pause_after = received
     call = Call(house.gateway, asked(sampling=N))
     await until(lambda: len(call.tokens) == NUM * received and "r1" in dies.running)
-    dies.break_streams()
+    dies.die()
     await call.result()
     assert tokens_of(call.deltas) == all_of()
     again = prefill.submitted[-1]
@@ -80,7 +80,7 @@ async def test_what_has_ended_is_not_computed_again(make_house: Any) -> None:
     call = Call(house.gateway, asked(sampling={**N, "stop": (stop,)}))
     await until(lambda: ("r1", 1, 1) in decode.ended_early)
     await until(lambda: decode.slots == {("r1", 1): 2})
-    decode.break_streams()
+    decode.die()
     decode.go_on(pause_after=8)
     await call.result()
     assert tokens_of(call.deltas) == {**all_of(), 1: expected(PROMPT, 5, 1)}
@@ -172,7 +172,7 @@ async def test_a_group_whose_worker_has_gone_for_good_is_told_so(make_house: Any
     await until(lambda: "r1" in large.running)
     await house.add(FakeDecode("decode-2", num_slots=2))
     await house.registry.withdraw("decode-1")
-    large.break_streams()
+    large.die()
     with pytest.raises(NoWorker, match="8 sequences at a time"):
         await call.result()
 

@@ -35,13 +35,13 @@ async def test_a_fault_of_ours_does_not_lose_the_worker(
 ) -> None:
     workers = FakePrefill(), FakeDecode()
     house = await make_house(*workers)
-    on_change = house.assembly.dispatcher.on_change
+    on_report = house.assembly.dispatcher.on_report
 
-    def fail_once() -> None:
-        monkeypatch.setattr(house.assembly.dispatcher, "on_change", on_change)
+    def fail_once(worker: Any) -> None:
+        monkeypatch.setattr(house.assembly.dispatcher, "on_report", on_report)
         raise RuntimeError("not thought of")
 
-    monkeypatch.setattr(house.assembly.dispatcher, "on_change", fail_once)
+    monkeypatch.setattr(house.assembly.dispatcher, "on_report", fail_once)
     await until(lambda: sum(worker.num_hellos for worker in workers) == 3)
     call = Call(house.gateway, asked())
     await call.result()

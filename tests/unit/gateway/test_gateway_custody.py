@@ -4,10 +4,28 @@ import pytest
 
 from services.common.errors import PoisonRequest, Unavailable
 from services.common.ticket import FinishReason
-from services.gateway.messages import Admit
+from services.gateway.messages import Admit, Began, Submit
 from services.gateway.stage import Stage
 
 from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected, generated, next_token
+
+
+def begin(walk: Walk, worker: ScriptedWorker) -> None:
+    """The worker says that it computes the request now."""
+    walk.journey.on_event(worker, Began("r1", walk.journey.attempt))
+
+
+async def until_computing(walk: Walk) -> None:
+    """A prefill worker has begun it."""
+    assert await walk.reserve()
+    walk.start()
+    begin(walk, walk.prefill)
+
+
+async def until_running(walk: Walk) -> None:
+    """A decode worker has begun it."""
+    await walk.until_decoding()
+    begin(walk, walk.decode)
 
 
 async def test_setbacks_without_a_token_have_a_limit() -> None:
@@ -15,7 +33,7 @@ async def test_setbacks_without_a_token_have_a_limit() -> None:
     for _ in range(4):
         assert await walk.reserve()
         walk.start()
-        walk.journey.on_lost(walk.decode)  # it had a slot there, and nothing more
+        walk.journey.on_lost(walk.decode, died=True)  # it had a slot there, and nothing more
     with pytest.raises(Unavailable, match="decode worker d was lost"):
         await walk.tokens()
 
@@ -23,10 +41,76 @@ async def test_setbacks_without_a_token_have_a_limit() -> None:
 async def test_a_request_over_which_two_workers_die_is_given_up() -> None:
     walk = Walk()
     for _ in range(2):
+        await until_computing(walk)
+        walk.journey.on_lost(walk.prefill, died=True)
+    with pytest.raises(PoisonRequest, match="its prefill worker died twice"):
+        await walk.tokens()
+
+
+async def test_who_only_waited_when_two_workers_died_goes_on() -> None:
+    """Chaos, seed 5: the store stood still, so that neither of them had begun it."""
+    walk = Walk()
+    for _ in range(2):
         assert await walk.reserve()
         walk.start()
-        walk.journey.on_lost(walk.prefill)
-    with pytest.raises(PoisonRequest, match="its prefill worker died twice"):
+        walk.journey.on_lost(walk.prefill, died=True)
+        assert walk.journey.stage is Stage.QUEUED
+    await walk.until_decoding()
+    rest = expected(MAX_TOKENS)[1:]
+    walk.journey.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
+    assert await walk.tokens() == expected(MAX_TOKENS)
+
+
+@pytest.mark.parametrize("num_waits", [1, 2])
+async def test_waiting_elsewhere_clears_nobody(num_waits: int) -> None:
+    """It is a suspect until it has got a token."""
+    walk = Walk()
+    await until_computing(walk)
+    walk.journey.on_lost(walk.prefill, died=True)
+    for _ in range(num_waits):
+        assert await walk.reserve()
+        walk.start()
+        walk.journey.on_lost(walk.prefill, died=True)
+    await until_computing(walk)
+    walk.journey.on_lost(walk.prefill, died=True)
+    with pytest.raises(PoisonRequest):
+        await walk.tokens()
+
+
+async def test_what_one_worker_began_is_not_begun_at_the_next() -> None:
+    walk = Walk()
+    await until_computing(walk)
+    walk.journey.on_event(walk.decode, Began("r1", walk.journey.attempt))  # nobody asked it
+    walk.journey.on_lost(walk.prefill, died=True)
+    late = Began("r1", walk.journey.attempt - 1)
+    assert await walk.reserve()
+    walk.start()
+    walk.journey.on_event(walk.prefill, late)
+    walk.journey.on_lost(walk.prefill, died=True)
+    assert walk.journey.stage is Stage.QUEUED
+
+
+async def test_a_worker_that_is_lost_alive_makes_no_suspects() -> None:
+    """It says nothing, or has closed its stream: it has not died of anything."""
+    walk = Walk()
+    for _ in range(2):
+        await until_computing(walk)
+        walk.journey.on_lost(walk.prefill, died=False)
+    assert walk.journey.stage is Stage.QUEUED
+    await until_computing(walk)
+    assert not walk.prefill.sent[-1].suspect  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["begun", "waiting"])
+async def test_workers_that_are_lost_with_a_request_have_a_limit(begun: bool) -> None:
+    """Also when each time a prefill worker gave it a token: of a decode worker it never got one.
+    So ends what hangs its workers, or kills them before they can say that they begin."""
+    walk = Walk()
+    for _ in range(4):
+        assert walk.journey.stage is not Stage.ENDED
+        await (until_running(walk) if begun else walk.until_decoding())
+        walk.journey.on_lost(walk.decode, died=not begun)
+    with pytest.raises(Unavailable, match="given up after 4 decode workers were lost"):
         await walk.tokens()
 
 
@@ -34,15 +118,15 @@ async def test_a_request_that_makes_progress_is_never_given_up() -> None:
     """However often workers die: between two deaths it got a token from one of the same role."""
     walk = Walk()
     for _ in range(MAX_TOKENS // 2 - 1):
-        await walk.until_decoding()
+        await until_running(walk)
         walk.journey.on_event(
             walk.decode,
             generated(
                 walk, next_token([*PROMPT, *expected(walk.journey.client.num_tokens - len(PROMPT))])
             ),
         )
-        walk.journey.on_lost(walk.decode)
-    await walk.until_decoding()
+        walk.journey.on_lost(walk.decode, died=True)
+    await until_running(walk)
     rest = expected(MAX_TOKENS)[walk.journey.client.num_tokens - len(PROMPT) :]
     walk.journey.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
     assert await walk.tokens() == expected(MAX_TOKENS)
@@ -52,47 +136,38 @@ async def test_a_token_of_the_other_role_clears_nobody() -> None:
     """Else a request that kills decode workers would go on until its last token: every attempt gets
     one from its prefill worker."""
     walk = Walk()
-    await walk.until_decoding()
-    walk.journey.on_lost(walk.decode)
-    await walk.until_decoding()
-    walk.journey.on_lost(walk.decode)
+    await until_running(walk)
+    walk.journey.on_lost(walk.decode, died=True)
+    await until_running(walk)
+    walk.journey.on_lost(walk.decode, died=True)
     with pytest.raises(PoisonRequest, match="its decode worker died twice"):
         await walk.tokens()
 
 
-async def suspects(number: int) -> tuple[list[Walk], ScriptedWorker]:
-    """Each of them has lost a decode worker, and all go to another one."""
-    walks, decode = [Walk() for _ in range(number)], ScriptedWorker("d2")
-    for walk in walks:
-        await walk.until_decoding()
-        walk.journey.on_lost(walk.decode)
-        walk.decode = decode
-        await walk.until_decoding()
-    return walks, decode
+async def test_what_had_tokens_from_a_worker_is_under_suspicion_too() -> None:
+    """It may kill in mid-stream."""
+    walk = Walk()
+    await until_running(walk)
+    walk.journey.on_event(walk.decode, generated(walk, expected(2)[1]))
+    walk.journey.on_lost(walk.decode, died=True)
+    await until_running(walk)
+    admit = walk.decode.sent[-1]
+    assert isinstance(admit, Admit)
+    assert admit.suspect
+    walk.journey.on_lost(walk.decode, died=True)
+    with pytest.raises(PoisonRequest):
+        await walk.tokens()
 
 
-async def test_suspects_are_sent_to_a_worker_one_at_a_time() -> None:
-    """The second goes when the first has a token, the third when the second is cancelled."""
-    walks, decode = await suspects(3)
-
-    def num_sent() -> int:
-        return sum(isinstance(command, Admit) for command in decode.sent)
-
-    first, second, _third = walks
-    assert num_sent() == 1
-    token = next_token([*PROMPT, *expected(2)])
-    first.journey.on_event(decode, generated(first, token))
-    assert num_sent() == 2
-    second.journey.end()
-    assert num_sent() == 3
-
-
-async def test_who_stood_in_line_when_the_worker_died_is_no_more_suspect_than_before() -> None:
-    walks, decode = await suspects(2)
-    decode.connected = False
-    for walk in walks:
-        walk.journey.on_lost(decode)
-    there, in_line = walks
-    assert isinstance(there.desk.ended[0], PoisonRequest)
-    assert in_line.journey.stage is Stage.QUEUED
-    assert not in_line.desk.ended
+async def test_a_suspect_is_sent_as_one_until_it_has_a_token() -> None:
+    """To workers of the role that died."""
+    walk = Walk()
+    await until_running(walk)
+    walk.journey.on_lost(walk.decode, died=True)
+    await until_running(walk)
+    assert [c.suspect for c in walk.prefill.sent if isinstance(c, Submit)] == [False, False]
+    assert [c.suspect for c in walk.decode.sent if isinstance(c, Admit)] == [False, True]
+    walk.journey.on_event(walk.decode, generated(walk, expected(3)[2]))
+    walk.journey.on_lost(walk.decode, died=False)
+    await until_running(walk)
+    assert [c.suspect for c in walk.decode.sent if isinstance(c, Admit)] == [False, True, False]

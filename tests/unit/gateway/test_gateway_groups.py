@@ -165,7 +165,7 @@ async def test_after_a_loss_those_that_go_on_are_computed_from_what_each_has() -
     await walk.until_decoding()
     step(walk, 0, 3)
     step(walk, 1, MAX_TOKENS - 1)
-    walk.journey.on_lost(walk.decode)
+    walk.journey.on_lost(walk.decode, died=True)
     assert await walk.reserve()
     assert walk.decode.sent[-1] == Reserve("r1", 2, 2)
     ticket = walk.start()
@@ -184,7 +184,7 @@ async def test_a_group_lost_between_its_first_tokens_is_whole_again() -> None:
     walk = Walk(num_sequences=2)
     await walk.until_decoding()
     step(walk, 0)
-    walk.journey.on_lost(walk.decode)
+    walk.journey.on_lost(walk.decode, died=True)
     assert await walk.reserve()
     lengths = [len(sequence.token_ids) for sequence in walk.start().sequences]
     assert lengths == [2, 1]
@@ -364,7 +364,7 @@ async def test_whatever_happens_each_sequence_has_its_own_tokens(seed: int) -> N
         elif last < 0.1:
             lost = chance.choice([walk.prefill, walk.decode])
             told |= {(lost.id, number) for number in range(attempt + 1)}
-            journey.on_lost(lost)
+            journey.on_lost(lost, died=True)
         elif journey.stage is Stage.PREFILLING:
             submit = next(c for c in reversed(walk.prefill.sent) if isinstance(c, Submit))
             ended = [

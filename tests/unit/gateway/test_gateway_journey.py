@@ -109,7 +109,7 @@ async def test_a_worker_that_is_lost_while_it_is_asked_has_not_granted() -> None
     asking = asyncio.create_task(walk.journey.reserve(walk.decode, timeout_s=5))
     await asyncio.sleep(0)
     walk.journey.on_event(walk.decode, Reserved("r1", 1, granted=True))
-    walk.journey.on_lost(walk.decode)
+    walk.journey.on_lost(walk.decode, died=True)
     assert not await asking
     assert (walk.journey.stage, walk.journey.attempt) == (Stage.QUEUED, 2)
     assert not walk.decode.guests
@@ -252,7 +252,7 @@ async def test_whatever_happens_tokens_are_final_and_nothing_is_left_behind(seed
         elif last < 0.15:
             lost = chance.choice([walk.prefill, walk.decode])
             told.add((lost.id, attempt))
-            journey.on_lost(lost)
+            journey.on_lost(lost, died=True)
         elif journey.stage is Stage.PREFILLING:
             submit = next(c for c in reversed(walk.prefill.sent) if isinstance(c, Submit))
             final = len(submit.ticket.sequences[0].token_ids) + 1 == MAX_TOKENS

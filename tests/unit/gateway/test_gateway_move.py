@@ -96,7 +96,7 @@ async def test_what_ends_while_it_moves_gives_the_slot_back(end: str) -> None:
         case "cancelled":
             walk.journey.end()
         case "lost":
-            walk.journey.on_lost(walk.decode)
+            walk.journey.on_lost(walk.decode, died=True)
     assert Abort("r1", 2) in other.sent
     assert not other.guests
     walk.journey.end()
@@ -108,7 +108,7 @@ async def at_rest(walk: Walk) -> ScriptedWorker:
     ticket, other, move = await moving(walk)
     walk.journey.on_event(other, Reserved("r1", 2, granted=True))
     assert await move
-    walk.journey.on_lost(other)
+    walk.journey.on_lost(other, died=True)
     walk.journey.on_event(walk.decode, handed_over(walk, ticket))
     assert walk.journey.stage is Stage.QUEUED
     assert walk.journey.at_rest is not None
@@ -144,7 +144,7 @@ async def test_a_ticket_at_rest_that_is_gone_leaves_the_tokens(how: str) -> None
         case "taken back":
             walk.journey.on_event(issuer, Requeued("r1", 1, RequeueReason.STALE_TICKET))
         case "issuer lost":
-            walk.journey.on_lost(issuer)
+            walk.journey.on_lost(issuer, died=True)
         case "given up":
             walk.journey.give_up_ticket()
         case "cancelled":

@@ -6,7 +6,7 @@ from blockstore.hashing import prefix_hashes, root_hash
 from blockstore.memory_store import MemoryStore
 from blockstore.registry import Load, Member
 from blockstore.store import PoolSpec
-from services.gateway.messages import Abort, Command
+from services.gateway.messages import Abort, Command, LoadReport
 from services.gateway.router import Pool, Route, Router, choose_prefill
 from services.gateway.worker import Errand, Worker
 
@@ -115,6 +115,18 @@ def test_without_usable_prefill_workers_there_is_no_choice() -> None:
     assert choose_prefill(route(leaving), 64) is None
 
 
+def test_who_waits_for_its_store_is_the_last_choice() -> None:
+    stalled, busy = worker("p1"), worker("p2", num_pending_tokens=1000)
+    stalled.report(LoadReport(Load(), stalled=True))
+    chosen = choose_prefill(route(stalled, busy), 64)
+    assert chosen is not None
+    assert chosen[0] is busy
+    busy.report(LoadReport(Load(num_pending_tokens=1000), stalled=True))
+    chosen = choose_prefill(route(stalled, busy), 64)
+    assert chosen is not None
+    assert chosen[0] is stalled
+
+
 @pytest.mark.parametrize("num_common", range(5))
 def test_the_common_prefix_with_what_is_under_way_is_counted_in_blocks(num_common: int) -> None:
     theirs = prefix_hashes(b"r" * 16, (*PROMPT[: 16 * num_common], *[7] * 48), 16)
@@ -128,7 +140,7 @@ def test_free_slots_are_those_reported_less_what_we_took_since() -> None:
     decode.join("a", 1)
     decode.join("b", 2)
     assert decode.num_free_slots == 1
-    decode.report(Load(num_free_slots=1), draining=False)
+    decode.report(LoadReport(Load(num_free_slots=1)))
     assert decode.num_free_slots == 1
     decode.join("b", 1)  # one of its sequences has ended
     assert decode.num_free_slots == 2
@@ -143,7 +155,7 @@ def test_decode_workers_are_asked_the_least_loaded_first_and_not_where_they_refu
     workers["d2"].refuse(1)
     workers["d3"].unresponsive = True
     assert [each.id for each in every.open_decode()] == ["d1"]
-    workers["d2"].report(Load(num_free_slots=1), draining=False)
+    workers["d2"].report(LoadReport(Load(num_free_slots=1)))
     assert [each.id for each in every.open_decode()] == ["d1", "d2"]
     workers["d2"].draining = True
     assert [each.id for each in every.open_decode()] == ["d1"]
@@ -153,9 +165,9 @@ def test_who_refused_many_is_asked_for_few_and_for_many_once_there_is_room() -> 
     decode = worker("d", num_free_slots=4)
     decode.refuse(8)
     assert [decode.is_open(number) for number in (1, 7, 8, 9)] == [True, True, False, False]
-    decode.report(Load(num_free_slots=7), draining=False)
+    decode.report(LoadReport(Load(num_free_slots=7)))
     assert not decode.is_open(8)
-    decode.report(Load(num_free_slots=8), draining=False)
+    decode.report(LoadReport(Load(num_free_slots=8)))
     assert decode.is_open(8)
     decode.refuse(8)
     decode.leave("a guest")

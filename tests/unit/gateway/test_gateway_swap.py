@@ -78,7 +78,7 @@ async def test_one_that_is_gone_is_computed_again(how: str) -> None:
         case "taken back":
             walk.journey.on_event(issuer, Requeued("r1", 1, RequeueReason.STALE_TICKET))
         case "issuer lost":
-            walk.journey.on_lost(issuer)
+            walk.journey.on_lost(issuer, died=True)
         case "given up":  # there is no slot on its pool
             walk.journey.give_up_ticket()
     assert await walk.reserve()

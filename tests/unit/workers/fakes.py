@@ -3,7 +3,7 @@ table, a lost or overwritten block, or a missing slot changes or breaks what it 
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from services.common.logprobs import Logprobs
 from services.common.pool.stamps import Stamps, StampState, record_bytes
 from services.common.ticket import SamplingParams, Ticket, TicketSequence
 from services.engine.batch import Draw, Drawn, Fault, Row, Told
-from services.worker.events import Event
+from services.worker.events import Began, Event
 
 VOCAB = 50_000
 PROMPT = tuple(range(100, 110))
@@ -181,11 +181,29 @@ def _told(row: Row, context: list[int]) -> Drawn:
 
 
 class FakeSession:
+    """`began`: which requests it was told of. While it `reads` nothing, nothing of that is out."""
+
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.began: list[str] = []
+        self.reads = True
+        self._unread: list[Callable[[], None]] = []
 
-    def send(self, event: Event) -> None:
-        self.events.append(event)
+    def send(self, event: Event, then: Callable[[], None] | None = None) -> None:
+        if isinstance(event, Began):
+            self.began.append(event.request_id)
+        else:
+            self.events.append(event)
+        if then is not None:
+            self._unread.append(then)
+        if self.reads:
+            self.read()
+
+    def read(self) -> None:
+        while self._unread:
+            self._unread.pop(0)()
+
+    def finish(self) -> None: ...
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]

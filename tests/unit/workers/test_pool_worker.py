@@ -1,6 +1,7 @@
 """A worker that can not go on ends, so that nobody waits for it."""
 
 import asyncio
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,19 +10,23 @@ from prometheus_client import CollectorRegistry
 
 from blockstore.hashing import prefix_hashes
 from blockstore.memory_store import MemoryStore
+from blockstore.store import Heartbeat
 from services.common.metrics import WorkerMetrics
 from services.common.ticket import TicketSequence
 from services.decode.worker import DecodeWorker
+from services.worker import pool_worker
 from services.worker.events import Event, Step
 from services.worker.pool_worker import Limits
 
+from .conftest import Bench
 from .fakes import Arena, FakeForward, FakeSession, join, make_pool, make_stamps, ticket
 
 
 class DeafSession(FakeSession):
-    def send(self, event: Event) -> None:
+    def send(self, event: Event, then: Callable[[], None] | None = None) -> None:
         if isinstance(event, Step):
             raise ValueError("cannot be sent")
+        super().send(event, then)
 
 
 async def test_what_goes_wrong_after_a_step_ends_the_worker(tmp_path: Path) -> None:
@@ -47,3 +52,16 @@ async def test_what_goes_wrong_after_a_step_ends_the_worker(tmp_path: Path) -> N
     worker.admit(session, ticket("r1", range(10), holder_epoch=2, sequences=(at_rest,)))
     with pytest.raises(ValueError, match="cannot be sent"):
         await asyncio.wait_for(working, 10)
+
+
+async def test_a_worker_whose_store_does_not_answer_says_so(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_worker, "_STALLED_S", 0.3)
+    await bench.until(lambda: not bench.decode.stalled)
+    silence: asyncio.Future[Heartbeat] = asyncio.get_running_loop().create_future()
+    with monkeypatch.context() as cut:
+        cut.setattr(bench.decode.store, "heartbeat", lambda *_: silence)
+        await bench.until(lambda: bench.decode.stalled)
+    silence.set_result(Heartbeat(fenced=False, demands=()))
+    await bench.until(lambda: not bench.decode.stalled)

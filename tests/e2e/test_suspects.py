@@ -1,0 +1,113 @@
+"""Requests at workers that die: who kills them is given up, who only waited there is not."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from quire.client import AsyncClient
+from quire.errors import ServerError
+from quire.types import Sampling
+
+from .conftest import POOL_MEMORY, Oracle
+from .deployment import Deployment, serving
+from .quiet import quiet
+
+LIMIT_S = 60.0
+PROMPTS = [list(range(260 + number, 300 + number)) for number in range(8)]
+NUM_TOKENS = 120
+GREEDY = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+DIES = '''
+"""The next step of a worker of a role that has the token in its rows is its last: it is killed
+before it has computed anything."""
+import os, signal, sys, threading, time
+
+def patch():
+    while not hasattr(module := sys.modules.get("services.engine.runner"), "Runner"):
+        time.sleep(0.01)
+    run = module.Runner.run
+
+    def run_or_die(self, rows, *args):
+        if any(int(os.environ["DEADLY_TOKEN"]) in row.token_ids for row in rows):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run(self, rows, *args)
+
+    module.Runner.run = run_or_die
+
+if "services.prefill" in sys.orig_argv:
+    threading.Thread(target=patch, daemon=True).start()
+'''
+DEADLY = 383
+
+
+async def test_a_prompt_that_kills_at_once_is_found_among_others(
+    checkpoint: Path, oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers die of it, although it leaves them no time to say anything; everybody else gets
+    every token."""
+    (tmp_path / "sitecustomize.py").write_text(DIES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("DEADLY_TOKEN", str(DEADLY))
+    options = ("--prefill", "3", "--decode", "1", "--pool-memory", str(2 * POOL_MEMORY))
+    with serving(checkpoint, tmp_path, *options) as running:
+        client = AsyncClient(running.address)
+        good = [
+            asyncio.create_task(client.complete(prompt, GREEDY, timeout_s=LIMIT_S))
+            for prompt in PROMPTS
+        ]
+        with pytest.raises(ServerError, match="its prefill worker died twice"):
+            await client.complete([*PROMPTS[0][:20], DEADLY], GREEDY, timeout_s=LIMIT_S)
+        for prompt, task in zip(PROMPTS, good, strict=True):
+            assert list((await task).token_ids) == oracle.greedy(prompt, NUM_TOKENS)
+        log = running.log.read_text()
+        assert log.count("worker_died") <= 2
+        await quiet(client)
+        await client.close()
+
+
+async def until_logged(running: Deployment, text: str, number: int) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while running.log.read_text().count(text) < number:
+            await asyncio.sleep(0.02)
+
+
+async def test_who_waits_for_redis_at_workers_that_die_goes_on(
+    checkpoint: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    """Redis stands still, and a decode worker is killed: its streams wait at the prefill workers
+    for blocks. Two of those are killed, one after the other. Nobody had begun anything."""
+    options = ("--prefill", "3", "--decode", "2", "--pool-memory", str(2 * POOL_MEMORY))
+    with serving(checkpoint, tmp_path, *options) as running:
+        client = AsyncClient(running.address)
+        while len([w for w in await client.workers() if w.state == "serving"]) < 5:
+            await asyncio.sleep(0.05)
+        tokens: list[list[int]] = [[] for _ in PROMPTS]
+
+        async def stream(number: int) -> None:
+            async for delta in client.generate(PROMPTS[number], GREEDY, timeout_s=LIMIT_S):
+                tokens[number] += delta.token_ids
+
+        streams = [asyncio.create_task(stream(number)) for number in range(len(PROMPTS))]
+        async with asyncio.timeout(LIMIT_S):
+            while not all(tokens):
+                await asyncio.sleep(0.002)
+        (redis,) = running.running("valkey")
+        os.kill(redis, signal.SIGSTOP)
+        try:
+            os.kill(running.running("services.decode")[0], signal.SIGKILL)
+            await until_logged(running, "worker_disconnected", 1)
+            for number, pid in enumerate(running.running("services.prefill")[:2], 2):
+                os.kill(pid, signal.SIGKILL)
+                await until_logged(running, "worker_disconnected", number)
+        finally:
+            os.kill(redis, signal.SIGCONT)
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.gather(*streams)
+        for prompt, mine in zip(PROMPTS, tokens, strict=True):
+            assert mine == oracle.greedy(prompt, NUM_TOKENS)
+        assert "request_set_back" in running.log.read_text()
+        await quiet(client)
+        await client.close()

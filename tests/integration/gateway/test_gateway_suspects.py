@@ -1,0 +1,155 @@
+"""Workers are lost, and it is known over whom: over real streams, of one gateway and of two."""
+
+from typing import Any
+
+import pytest
+
+from quire.v1 import decode_pb2, prefill_pb2
+from services.common.errors import PoisonRequest
+
+from .conftest import PROMPT, Call, asked, until
+from .fakes import FakeDecode, FakePrefill, expected
+
+
+async def test_who_only_waited_at_workers_that_died_goes_on(make_house: Any) -> None:
+    """Two prefill workers, one after the other, died before they had begun it: while the block
+    store stands still nobody begins anything."""
+    prefill = FakePrefill()
+    house = await make_house(prefill, FakeDecode())
+    prefill.begins = False
+    call = Call(house.gateway, asked())
+    for number in (1, 2):
+        await until(lambda number=number: len(prefill.submitted) == number)  # type: ignore[misc]
+        prefill.die()
+    await until(lambda: len(prefill.submitted) == 3)
+    prefill.begins = True
+    prefill.die()
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    assert not any(submit.suspect for submit in prefill.commands(prefill_pb2.PrefillSubmit))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_who_was_computed_by_workers_that_left_goes_on(make_house: Any, role: str) -> None:
+    """A worker that closes its stream has not died of anything."""
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    prefill.holds = role == "prefill"
+    decode.pause_after = 1
+    call = Call(house.gateway, asked())
+    worker = prefill if role == "prefill" else decode
+    for _ in range(2):
+        await until(lambda: bool(prefill.held or decode.running))
+        prefill.held.clear()
+        worker.close_streams()
+        await until(lambda: not worker.sessions and not decode.running)
+    await until(lambda: bool(prefill.held or decode.running))
+    prefill.let_go()
+    decode.go_on(pause_after=8)
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    sent = prefill.commands(prefill_pb2.PrefillSubmit) + decode.commands(decode_pb2.Admit)
+    assert not any(command.suspect for command in sent)
+
+
+async def test_who_was_computed_by_workers_that_fell_silent_goes_on(make_house: Any) -> None:
+    """They were stopped, or starved: a process that says nothing has not died."""
+    prefill = FakePrefill()
+    house = await make_house(prefill, FakeDecode(), silence_s=0.4)
+    prefill.holds = True
+    call = Call(house.gateway, asked())
+    for number in (1, 2):
+        await until(lambda number=number: len(prefill.held) == number)  # type: ignore[misc]
+        prefill.stuck = True
+        await until(lambda: "prefill-1" not in house.connected())
+        prefill.stuck = False
+    await until(lambda: len(prefill.held) == 3)
+    del prefill.held[:2]
+    prefill.let_go()
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+
+
+async def test_a_worker_that_is_leaving_is_expected_to_end(make_house: Any) -> None:
+    """However its stream ends."""
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    prefill.holds = True
+    call = Call(house.gateway, asked())
+    await until(lambda: bool(prefill.held))
+    prefill.report(prefill.load, draining=True)
+    await until(lambda: "prefill-1" not in house.connected())
+    other = FakePrefill("prefill-2")
+    await house.add(other)
+    prefill.die()
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    assert [submit.suspect for submit in other.commands(prefill_pb2.PrefillSubmit)] == [False]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_the_suspects_of_two_gateways_are_tried_one_at_a_time(
+    make_house: Any, role: str
+) -> None:
+    """Each of them sends one to the same worker; when it dies too, only the one that it had begun
+    is given up."""
+    prefill, decode = FakePrefill(), FakeDecode()
+    house = await make_house(prefill, decode)
+    others = await house.another()
+    worker = prefill if role == "prefill" else decode
+    worker.begins = False
+    good = [Call(house.gateway, asked(f"r{n}")) for n in (1, 2)]
+    good += [Call(others.gateway, asked(f"r{n}")) for n in (3, 4)]
+    bad = Call(others.gateway, asked("r5"))
+    kind = prefill_pb2.PrefillSubmit if role == "prefill" else decode_pb2.Admit
+    await until(lambda: len(worker.commands(kind)) == 5)
+    for session, command in worker.waiting:
+        worker.say_begun(session, command)
+    worker.begins, worker.dies_of, worker.takes_s = True, "r5", 0.05
+    worker.die()
+    with pytest.raises(PoisonRequest, match=f"its {role} worker died twice"):
+        await bad.result()
+    assert worker.num_deaths == 1
+    for call in good:
+        await call.result()
+        assert call.tokens == expected(PROMPT, 8)
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["waiting", "begun"])
+async def test_what_waits_at_a_worker_without_its_store_goes_elsewhere(
+    make_house: Any, begun: bool
+) -> None:
+    """Where another prefill worker's store answers. What it has begun, it can end."""
+    stalled, other = FakePrefill("prefill-1"), FakePrefill("prefill-2")
+    house = await make_house(stalled, FakeDecode())
+    stalled.holds = stalled.begins = begun
+    call = Call(house.gateway, asked())
+    await until(lambda: len(stalled.submitted) == 1)
+    stalled.stalled = True
+    num_reports = stalled.num_reports
+    await until(lambda: stalled.num_reports > num_reports + 5)
+    assert not stalled.aborted  # nobody else is there
+    await house.add(other)
+    if begun:
+        num_reports = stalled.num_reports
+        await until(lambda: stalled.num_reports > num_reports + 5)
+        stalled.let_go()
+    await call.result()
+    assert call.tokens == expected(PROMPT, 8)
+    assert len(other.submitted) == (not begun)
+    again = Call(house.gateway, asked("r2"))
+    await again.result()
+    assert len(other.submitted) == 1 + (not begun)
+
+
+async def test_where_no_store_answers_everybody_stays(make_house: Any) -> None:
+    workers = FakePrefill("prefill-1"), FakePrefill("prefill-2")
+    house = await make_house(*workers, FakeDecode())
+    for worker in workers:
+        worker.stalled, worker.begins = True, False
+    await until(lambda: all(worker.num_reports > 3 for worker in workers))
+    num_reports = sum(worker.num_reports for worker in workers)
+    call = Call(house.gateway, asked())
+    await until(lambda: sum(worker.num_reports for worker in workers) > num_reports + 10)
+    assert sum(len(worker.submitted) for worker in workers) == 1
+    await call.cancel()

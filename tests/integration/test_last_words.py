@@ -1,0 +1,100 @@
+"""What a worker says last is heard, however soon after it its process dies."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from grpc import aio
+
+from blockstore.registry import Load
+from blockstore.store import FUNCTION_LIBRARY
+from quire.v1 import prefill_pb2, prefill_pb2_grpc, ticket_pb2, worker_pb2
+from services.common.rpc import RpcServer, open_channel
+from services.common.version import PROTOCOL_VERSION
+from services.worker.events import Began, Session
+from services.worker.stream import StreamSession, WorkerStream
+
+LIMIT_S = 30.0
+
+
+class Mortal:
+    """A worker that is killed as soon as it would begin to compute."""
+
+    worker_id, pool_id = "worker", "pool"
+    draining = stalled = False
+
+    def __init__(self) -> None:
+        self.drain_asked = asyncio.Event()
+        self.sessions: set[Session] = set()
+
+    def load(self) -> Load:
+        return Load()
+
+    def submit(self, session: StreamSession, submit: prefill_pb2.PrefillSubmit) -> None:
+        began = Began(submit.ticket.request_id, submit.ticket.attempt)
+        session.send(began, then=lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    def close(self, session: StreamSession) -> None: ...
+
+
+class Service(prefill_pb2_grpc.PrefillServicer):
+    def __init__(self, worker: Any) -> None:
+        response = prefill_pb2.PrefillConnectResponse
+        self._stream = WorkerStream(worker, response, lambda event: {}, worker.submit)
+
+    async def Connect(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        async for response in self._stream.serve(request_iterator):
+            yield response
+
+
+async def serve() -> None:
+    server = RpcServer("quire.v1.Prefill")
+    prefill_pb2_grpc.add_PrefillServicer_to_server(Service(Mortal()), server.aio)
+    print(await server.start("127.0.0.1", 0), flush=True)
+    await asyncio.Event().wait()
+
+
+async def requests() -> AsyncIterator[prefill_pb2.PrefillConnectRequest]:
+    yield prefill_pb2.PrefillConnectRequest(
+        hello=worker_pb2.Hello(
+            peer_id="gateway",
+            protocol_version=PROTOCOL_VERSION,
+            function_library=FUNCTION_LIBRARY,
+        )
+    )
+    ticket = ticket_pb2.Ticket(request_id="r1", attempt=3)
+    yield prefill_pb2.PrefillConnectRequest(submit=prefill_pb2.PrefillSubmit(ticket=ticket))
+    await asyncio.Event().wait()
+
+
+async def until_it_breaks(stream: Any, heard: list[Any]) -> None:
+    with contextlib.suppress(aio.AioRpcError):
+        async for message in stream:
+            heard.append(message)
+
+
+@pytest.mark.parametrize("time", range(4))
+async def test_a_worker_has_said_what_it_began_when_it_dies_of_it(time: int) -> None:
+    """It is killed by the very call that would let its engine run."""
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, __file__, stdout=asyncio.subprocess.PIPE
+    )
+    assert child.stdout is not None
+    heard: list[prefill_pb2.PrefillConnectResponse] = []
+    async with asyncio.timeout(LIMIT_S):
+        port = int(await child.stdout.readline())
+        async with open_channel(f"127.0.0.1:{port}") as channel:
+            stream = prefill_pb2_grpc.PrefillStub(channel).Connect(requests())
+            await until_it_breaks(stream, heard)
+        assert await child.wait() == -signal.SIGKILL
+    began = [one.began for one in heard if one.WhichOneof("event") == "began"]
+    assert [(one.request_id, one.attempt) for one in began] == [("r1", 3)]
+
+
+if __name__ == "__main__":
+    asyncio.run(serve())
