@@ -130,6 +130,18 @@ HTTP_BAD: dict[str, tuple[str, Any, int, str]] = {
         400,
         "temperature",
     ),
+    "presence_penalty": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "presence_penalty": 3},
+        400,
+        "presence_penalty is 3, not in [-2, 2]",
+    ),
+    "logit_bias": (
+        "/v1/completions",
+        {"prompt": "a", "logit_bias": {"384": 1}},
+        400,
+        "logit_bias: 384 is not in the vocabulary of 384",
+    ),
 }
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from services.common.ticket import SamplingParams
 from services.engine.batch import Draw, Fault
+from services.engine.history import History
 from services.engine.philox import uniforms
 from services.engine.sampler import filtered_probs, sample
 
@@ -32,6 +33,7 @@ def kept(logits: Sequence[float], **changes: Any) -> list[int]:
     return probs[0].nonzero().squeeze(1).tolist()
 
 
+E = math.e
 LN = [math.log(p) for p in (0.1, 0.4, 0.05, 0.3, 0.15)]
 
 
@@ -146,6 +148,34 @@ def test_draws_follow_the_filtered_distribution(changes: dict[str, Any]) -> None
     assert counts[~possible].sum() == 0
     expected = probs[possible] / probs.sum() * num_draws
     assert chi_square(counts[possible], expected) < 23.5
+
+
+ADJUSTED: list[tuple[dict[str, Any], list[float]]] = [
+    # Token 1 is twice in the output, token 3 once there and in the prompt, token 4 in the prompt.
+    ({"frequency_penalty": 0.5}, [0.1, 0.4 * E**-1, 0.05, 0.3 * E**-0.5, 0.15]),
+    ({"presence_penalty": -0.7}, [0.1, 0.4 * E**0.7, 0.05, 0.3 * E**0.7, 0.15]),
+    ({"repetition_penalty": 2.0}, [0.1, 0.4**2, 0.05, 0.3**2, 0.15**2]),
+    ({"logit_bias": ((0, 1.5), (3, -100.0))}, [0.1 * E**1.5, 0.4, 0.05, 0.0, 0.15]),
+    ({"allowed_token_ids": (0, 4), "temperature": 0.5}, [0.1**2, 0.0, 0.0, 0.0, 0.15**2]),
+    ({"bad_words": ((3, 1), (2,)), "min_tokens": 9}, [0.1, 0.4, 0.0, 0.3, 0.0]),
+    ({"bad_words": ((1, 1),), "top_k": 2}, [0.0, 0.0, 0.0, 0.3, 0.15]),
+]
+
+
+@pytest.mark.parametrize(("changes", "shares"), ADJUSTED, ids=str)
+def test_draws_follow_what_the_parameters_make_of_the_logits(
+    changes: dict[str, Any], shares: list[float]
+) -> None:
+    """20,000 draws; token 4 ends a sequence. The limit is that of the test before."""
+    num_draws = 20_000
+    p = params(**changes)
+    adjustment = History(p, [3, 4, 3, 1, 1], 2, [4]).adjustment()
+    logits = torch.tensor([LN]).repeat(num_draws, 1)
+    tokens = sample(logits, [Draw(p, 0, adjustment)] * num_draws, range(num_draws))
+    counts, expected = counts_of(tokens), np.array(shares) / sum(shares) * num_draws
+    possible = expected > 1e-3
+    assert counts[~possible].sum() == 0
+    assert chi_square(counts[possible], expected[possible]) < 23.5
 
 
 def test_seeds_and_sequences_draw_independently() -> None:
