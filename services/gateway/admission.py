@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from blockstore.store import PoolSpec
 from services.common.errors import InvalidRequest, PromptTooLong
 from services.common.logprobs import MAX_LOGPROBS
-from services.common.ticket import PRIORITY_CLASSES, SamplingParams, TicketSequence
+from services.common.ticket import MAX_SEQUENCES, PRIORITY_CLASSES, SamplingParams, TicketSequence
 from services.gateway.api import GenerationRequest, Received
 from services.gateway.checks import check_text, require
 from services.gateway.fleet import Served
@@ -19,9 +19,6 @@ MAX_ID_CHARS = 256
 MAX_SALT_CHARS = 1024
 MAX_PROMPT_LOGPROBS = 1 << 18
 """They come all at once: some 7 MB of a message, which may have 16 MiB."""
-
-MAX_N = 1
-"""Workers run one sequence a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +166,7 @@ def check_received(
 
 def check_num_sequences(n: int, most_slots: int | None) -> None:
     """`most_slots`: of any decode worker; None: there is none now."""
-    require(1 <= n <= MAX_N, f"n is {n}, not in [1, {MAX_N}]")
+    require(1 <= n <= MAX_SEQUENCES, f"n is {n}, not in [1, {MAX_SEQUENCES}]")
     require(
         most_slots is None or n <= most_slots,
         f"n is {n}; the decode workers run at most {most_slots} sequences at a time",

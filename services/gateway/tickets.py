@@ -121,7 +121,7 @@ class Tickets:
     def problem_of_prefilled(self, event: Prefilled) -> str:
         """What is wrong with the answer of a prefill worker."""
         living = [sequence.index for sequence in self._client.living]
-        if [output.index for output in event.outputs] != living:
+        if sorted(output.index for output in event.outputs) != living:
             return "sent outputs of other sequences"
         for output in event.outputs:
             if len(output.token_ids) != 1 or output.key != event.ticket.key:

@@ -8,14 +8,13 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from quire.client import AsyncClient
-from quire.types import Sampling, Worker
+from quire.types import Sampling
 
 from .conftest import Oracle
+from .decoders import busiest, decoders, figures, pid_of
 from .deployment import Deployment, serving
 
 NUM_STREAMS, NUM_TOKENS = 6, 2000
@@ -91,39 +90,3 @@ async def test_workers_come_and_go_under_load(
     assert num_moves >= 1
     assert num_preemptions == 0
     assert not any(audit.violations for audit in await client.audit())
-
-
-async def busiest(client: AsyncClient) -> Worker:
-    while True:
-        worker = max(await decoders(client), key=lambda worker: worker.num_running)
-        if worker.num_running > 0:
-            return worker
-        await asyncio.sleep(0.01)
-
-
-async def decoders(client: AsyncClient) -> list[Worker]:
-    return [worker for worker in await client.workers() if worker.role == "decode"]
-
-
-def pid_of(deployment: Deployment, worker: Worker) -> int:
-    """By the port that it listens on."""
-    port = int(worker.address.rpartition(":")[2])
-    for pid in deployment.running("services.decode"):
-        if port in listening_ports(pid):
-            return pid
-    raise AssertionError(f"nobody listens on {worker.address}")
-
-
-def listening_ports(pid: int) -> set[int]:
-    """Of one process: its sockets, found in the kernel's list."""
-    sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
-    tables = [Path(f"/proc/{pid}/net/{table}").read_text() for table in ("tcp", "tcp6")]
-    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
-    return {int(row[1].rpartition(":")[2], 16) for row in rows if f"socket:[{row[9]}]" in sockets}
-
-
-async def figures(deployment: Deployment, *names: str) -> list[float]:
-    async with httpx.AsyncClient() as http:
-        text = (await http.get(f"{deployment.http}/metrics")).text
-    found = {f.name: f.samples for f in text_string_to_metric_families(text)}
-    return [sum(s.value for s in found[f"quire:{n}"] if s.name.endswith("_total")) for n in names]

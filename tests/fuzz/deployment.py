@@ -5,7 +5,7 @@ and a ledger that can be audited."""
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from services.common.text.tokenizer import Tokenizer
 from services.common.version import PROTOCOL_VERSION
 from services.decode.service import DecodeService
 from services.decode.worker import DecodeWorker
-from services.engine.batch import Drawn, Row
+from services.engine.batch import Drawn, Row, Told
 from services.gateway.assembly import Assembly, assembled
 from services.gateway.dispatcher import Limits as GatewayLimits
 from services.gateway.figures import Figures
@@ -69,9 +69,17 @@ def _letter(token: int) -> int:
 
 
 class Letters(FakeForward):
+    """Every draw is greedy."""
+
     def _row(self, row: Row) -> Drawn:
-        drawn = super()._row(row)
-        return _letter(drawn) if isinstance(drawn, int) else drawn
+        draws = [replace(d, sampling=replace(d.sampling, temperature=0.0)) for d in row.draws]
+        match super()._row(replace(row, draws=tuple(draws))):
+            case Told(tokens) as told:
+                return replace(told, tokens=tuple(map(_letter, tokens)))
+            case tuple() as tokens:
+                return tuple(map(_letter, tokens))
+            case fault:
+                return fault
 
 
 @dataclass

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2
 from services.common.errors import QuireError
-from services.gateway import admission
 from services.gateway.api import Delta
 from tests.fuzz.house import VOCAB, House, Wire
 from tests.integration.gateway.conftest import PROMPT, Call, asked, write_model
@@ -382,13 +381,6 @@ def check_nothing_left(house: House, honest: tuple[FakePrefill, FakeDecode]) -> 
     assert not prefill.held
     assert not decode.running
     assert not decode.slots
-
-
-@pytest.fixture(scope="module", autouse=True)
-def n_is_let_in() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(admission, "MAX_N", 64)
-        yield
 
 
 @pytest.fixture(scope="module")

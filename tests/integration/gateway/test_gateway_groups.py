@@ -10,7 +10,7 @@ from quire import AsyncClient
 from quire.types import Sampling
 from quire.v1 import decode_pb2, worker_pb2
 from services.common.errors import InvalidRequest, NoWorker, PromptTooLong
-from services.gateway import admission, output
+from services.gateway import output
 from services.gateway.api import Delta
 from tests.proxy import Proxy
 
@@ -19,11 +19,6 @@ from .fakes import FakeDecode, FakePrefill, expected
 
 NUM = 3
 N = {"n": NUM}
-
-
-@pytest.fixture(autouse=True)
-def n_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "MAX_N", 64)
 
 
 def tokens_of(deltas: list[Delta]) -> dict[int, list[int]]:

@@ -1,0 +1,49 @@
+"""The decode workers of a deployment, and what its gateway counts."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.client import AsyncClient
+from quire.types import Worker
+
+from .deployment import Deployment
+
+
+async def busiest(client: AsyncClient) -> Worker:
+    while True:
+        worker = max(await decoders(client), key=lambda worker: worker.num_running)
+        if worker.num_running > 0:
+            return worker
+        await asyncio.sleep(0.01)
+
+
+async def decoders(client: AsyncClient) -> list[Worker]:
+    return [worker for worker in await client.workers() if worker.role == "decode"]
+
+
+def pid_of(deployment: Deployment, worker: Worker) -> int:
+    """By the port that it listens on."""
+    port = int(worker.address.rpartition(":")[2])
+    for pid in deployment.running("services.decode"):
+        if port in listening_ports(pid):
+            return pid
+    raise AssertionError(f"nobody listens on {worker.address}")
+
+
+def listening_ports(pid: int) -> set[int]:
+    """Of one process: its sockets, found in the kernel's list."""
+    sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    tables = [Path(f"/proc/{pid}/net/{table}").read_text() for table in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if f"socket:[{row[9]}]" in sockets}
+
+
+async def figures(deployment: Deployment, *names: str) -> list[float]:
+    async with httpx.AsyncClient() as http:
+        text = (await http.get(f"{deployment.http}/metrics")).text
+    found = {f.name: f.samples for f in text_string_to_metric_families(text)}
+    return [sum(s.value for s in found[f"quire:{n}"] if s.name.endswith("_total")) for n in names]

@@ -1,0 +1,190 @@
+"""Several samples of one prompt, through real processes: drawn as they are alone, and the same
+whatever happens to the workers."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.client import AsyncClient
+from quire.types import Sampling
+
+from .conftest import Oracle
+from .decoders import decoders, figures
+from .deployment import Deployment, serving
+
+LIMIT_S = 90.0
+NUM = 8
+NUM_TOKENS = 2000
+
+
+@pytest.fixture(scope="module")
+def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("run")
+    options = ("--decode", "2", "--pool-memory", "64MiB")
+    with serving(checkpoint, folder, *options) as running:
+        yield running
+
+
+def prompt(number: int) -> list[int]:
+    chance = random.Random(number)
+    return [chance.randrange(259, 384) for _ in range(45)]
+
+
+def drawn(n: int, num_tokens: int = NUM_TOKENS, **changes: Any) -> Sampling:
+    fields: dict[str, Any] = {"temperature": 1.0, "seed": 5, "ignore_eos": True, **changes}
+    return Sampling(max_tokens=num_tokens, n=n, **fields)
+
+
+async def samples(client: AsyncClient, number: int, sampling: Sampling) -> list[list[int]]:
+    completion = await client.complete(prompt(number), sampling, timeout_s=LIMIT_S)
+    assert [choice.index for choice in completion.choices] == list(range(sampling.n))
+    return [list(choice.token_ids) for choice in completion.choices]
+
+
+class Group:
+    """`NUM` samples that are streamed."""
+
+    def __init__(self, client: AsyncClient, number: int) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(NUM)]
+        self.reading = asyncio.create_task(self._read(client, number))
+
+    async def _read(self, client: AsyncClient, number: int) -> None:
+        async for delta in client.generate(prompt(number), drawn(NUM), timeout_s=LIMIT_S):
+            self.tokens[delta.index] += delta.token_ids
+
+    async def is_on_its_way(self) -> None:
+        while min(map(len, self.tokens)) < 50:
+            assert not self.reading.done()
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def two_decoders(client: AsyncClient) -> AsyncIterator[None]:
+    """Before, whatever became of them; and with nothing held and nothing wrong after."""
+    async with asyncio.timeout(LIMIT_S):
+        while [worker.state for worker in await decoders(client)] != ["serving"] * 2:
+            await client.scale(num_decode=2)
+            await asyncio.sleep(0.05)
+    yield
+    async with asyncio.timeout(LIMIT_S):
+        while any(pool.num_held for pool in await client.pools()):
+            await asyncio.sleep(0.05)
+    assert not any(audit.violations for audit in await client.audit())
+
+
+async def test_a_sample_depends_on_seed_and_index_alone(
+    client: AsyncClient, two_decoders: None
+) -> None:
+    """Sample 0 is what one sample is; how many others there are changes nothing."""
+    eight = await samples(client, 1, drawn(8, 60))
+    assert await samples(client, 1, drawn(3, 60)) == eight[:3]
+    assert await samples(client, 1, drawn(1, 60)) == eight[:1]
+    assert len(set(map(tuple, eight))) == 8
+    assert all(len(tokens) == 60 for tokens in eight)
+
+
+async def test_greedy_samples_are_the_oracles(
+    client: AsyncClient, oracle: Oracle, two_decoders: None
+) -> None:
+    """Each reads its own blocks: the prompt's, which all share, and those that were copied."""
+    same = await samples(client, 2, drawn(4, 40, temperature=0.0))
+    assert same == [same[0]] * 4
+    assert oracle.choices(prompt(2), same[0]) == same[0]
+
+
+async def two_groups(client: AsyncClient, first: int) -> tuple[list[Group], list[Any]]:
+    """On their way, each at a decode worker of its own; and what they are undisturbed."""
+    numbers = (first, first + 1)
+    undisturbed = [await samples(client, number, drawn(NUM)) for number in numbers]
+    groups = [Group(client, number) for number in numbers]
+    for group in groups:
+        await group.is_on_its_way()
+    return groups, undisturbed
+
+
+async def test_a_killed_decode_worker_is_a_pause_for_a_group(
+    deployment: Deployment, client: AsyncClient, two_decoders: None
+) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        groups, undisturbed = await two_groups(client, 10)
+        os.kill(deployment.running("services.decode")[0], signal.SIGKILL)
+        await asyncio.gather(*(group.reading for group in groups))
+    assert [group.tokens for group in groups] == undisturbed
+
+
+async def test_a_group_moves_from_a_worker_that_is_drained(
+    deployment: Deployment, client: AsyncClient, two_decoders: None
+) -> None:
+    """Nothing of it is computed again."""
+    async with asyncio.timeout(LIMIT_S):
+        num_moves, num_preemptions = await figures(deployment, "num_moves", "num_preemptions")
+        groups, undisturbed = await two_groups(client, 20)
+        await client.drain((await decoders(client))[0].worker_id)
+        await asyncio.gather(*(group.reading for group in groups))
+    assert [group.tokens for group in groups] == undisturbed
+    counted = await figures(deployment, "num_moves", "num_preemptions")
+    assert counted == [num_moves + 1, num_preemptions]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_samples_over_http(
+    deployment: Deployment, client: AsyncClient, two_decoders: None, stream: bool
+) -> None:
+    """Two prompts of three samples are six choices, prompt by prompt."""
+    expected = [
+        tokens for number in (5, 6) for tokens in await samples(client, number, drawn(3, 50))
+    ]
+    body = {
+        "prompt": [prompt(5), prompt(6)],
+        "n": 3,
+        "seed": 5,
+        "temperature": 1.0,
+        "max_tokens": 50,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": stream,
+    }
+    got: dict[int, list[int]] = {index: [] for index in range(6)}
+    async with httpx.AsyncClient(timeout=LIMIT_S, trust_env=False) as http:
+        if stream:
+            async with http.stream(
+                "POST", f"{deployment.http}/v1/completions", json=body
+            ) as answer:
+                async for part in _events(answer):
+                    for choice in part["choices"]:
+                        got[choice["index"]] += choice["token_ids"]
+        else:
+            answer = await http.post(f"{deployment.http}/v1/completions", json=body)
+            for choice in answer.json()["choices"]:
+                got[choice["index"]] += choice["token_ids"]
+            assert answer.json()["usage"]["completion_tokens"] == 6 * 50
+    assert list(got.values()) == expected
+
+
+def test_the_command_shows_samples_apart(deployment: Deployment) -> None:
+    flags = "--raw --n 3 --max-tokens 20 --seed 1 --temperature 1 --ignore-eos"
+    command = [sys.executable, "-m", "quire.cli", "generate", "Once upon", *flags.split()]
+    shown = subprocess.run(
+        [*command, "--address", deployment.address],
+        capture_output=True,
+        check=True,
+        timeout=LIMIT_S,
+    ).stdout.decode(errors="replace")
+    headings = [line for line in shown.splitlines() if line.startswith("--- ")]
+    assert headings == [f"--- {number} of 3 ---" for number in (1, 2, 3)]
+
+
+async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in answer.aiter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
