@@ -107,6 +107,28 @@ async def test_they_are_of_raw_logits(client: AsyncClient, oracle: Oracle) -> No
     await quiet(client)
 
 
+async def test_of_several_sequences(client: AsyncClient, oracle: Oracle) -> None:
+    """Each has its own, the first token's of the same logits; those of the prompt come once."""
+    tokens = prompt(975, 37)
+    sampling = asking(20, temperature=1.5, seed=3, n=4)
+    first = await client.complete(tokens, sampling)
+    assert len({choice.token_ids for choice in first.choices}) == 4
+    of_prompt = exact(oracle, tokens)
+    for position, found in enumerate(first.prompt_logprobs, 1):
+        assert_is(found, of_prompt[position - 1], tokens[position])
+    assert len(first.prompt_logprobs) == len(tokens) - 1
+    for choice in first.choices:
+        everything = [*tokens, *choice.token_ids]
+        logprobs = exact(oracle, everything)
+        assert len(choice.logprobs) == len(choice.token_ids)
+        for position, found in enumerate(choice.logprobs, len(tokens)):
+            assert_is(found, logprobs[position - 1], everything[position])
+    again = await client.complete(tokens, sampling)
+    assert again.prompt_logprobs == first.prompt_logprobs
+    assert again.choices == first.choices
+    await quiet(client)
+
+
 async def test_preempted_requests_lose_none(client: AsyncClient, oracle: Oracle) -> None:
     """40 streams of 32 blocks on 128: computed again and again, and told once."""
     prompts = [prompt(1000 + n, 30 + n) for n in range(40)]
