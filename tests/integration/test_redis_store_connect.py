@@ -8,8 +8,7 @@ import pytest
 import redis
 from redis.asyncio.connection import AbstractConnection
 
-from blockstore import library
-from blockstore.connection import require_suitable, translate
+from blockstore.connection import ask, require_suitable, translate
 from blockstore.errors import BlockStoreError, StoreUnavailable, StoreUnsuitable
 from blockstore.library import library_text
 from blockstore.redis_registry import RedisRegistry
@@ -52,7 +51,7 @@ async def test_functions_that_go_as_soon_as_they_are_loaded_are_loaded_again(
     own_valkey: Valkey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A FUNCTION FLUSH between two commands is no other version."""
-    ask, num_loads = library.ask, 0
+    num_loads = 0
 
     async def flushed_once(connection: AbstractConnection, *command: str) -> Any:
         nonlocal num_loads
@@ -63,7 +62,7 @@ async def test_functions_that_go_as_soon_as_they_are_loaded_are_loaded_again(
                 own_valkey.command("FUNCTION", "FLUSH")
         return reply
 
-    monkeypatch.setattr(library, "ask", flushed_once)
+    monkeypatch.setattr("blockstore.library.ask", flushed_once)
     store = await RedisStore.connect(own_valkey.url)
     await store.close()
     assert num_loads == 2
