@@ -33,10 +33,16 @@ class StoreWriter:
             while not self._writes.empty():
                 writes.append(self._writes.get_nowait())
             try:
-                await asyncio.gather(*(write() for write in writes))
+                await asyncio.gather(*(_begin(write) for write in writes))
             except BlockStoreError as error:
                 self._on_failure(error)
                 return
             finally:
                 for _ in writes:
                     self._writes.task_done()
+
+
+async def _begin(write: Write) -> None:
+    """Called when its turn comes: one that calls the store at once would overtake coroutines, which
+    begin later."""
+    await write()
