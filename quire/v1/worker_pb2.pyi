@@ -61,7 +61,7 @@ class Abort(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
-    __slots__ = ("request_id", "attempt", "index", "token_ids", "finish_reason", "position", "logprobs")
+    __slots__ = ("request_id", "attempt", "index", "token_ids", "finish_reason", "position", "logprobs", "score")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class SequenceOutput(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     index: int
@@ -76,7 +77,8 @@ class SequenceOutput(_message.Message):
     finish_reason: _sampling_pb2.FinishReason
     position: int
     logprobs: _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.Logprobs]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_logprobs_pb2.Logprobs, _Mapping]]] = ...) -> None: ...
+    score: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_logprobs_pb2.Logprobs, _Mapping]]] = ..., score: _Optional[float] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ()

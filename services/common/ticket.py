@@ -51,6 +51,48 @@ class FinishReason(Enum):
     LENGTH = "length"
 
 
+MAX_BEAM_WIDTH = 16
+MAX_LENGTH_PENALTY = 4.0
+"""Either way; the power of no context's length overflows an fp32."""
+
+
+class EarlyStopping(Enum):
+    """When a beam search that has `width` hypotheses ends; values are transformers'."""
+
+    WHEN_FULL = "true"
+    WHEN_UNLIKELY = "false"  # the best beam, ended here, would not be among them
+    WHEN_IMPOSSIBLE = "never"  # the best beam, ended at the best of lengths, would not be
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """Beam search: `width` beams, of whose hypotheses the `num_returned` best are the answer. A
+    hypothesis' score is its log-probability by its length to the power of `length_penalty`."""
+
+    width: int
+    num_returned: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.WHEN_UNLIKELY
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """What a beam search has finished: the tokens, the one that ended it too, and its score."""
+
+    token_ids: tuple[int, ...]
+    score: float
+    finish: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class BeamState:
+    """Where a beam search stands: `scores` of its living beams, sums of logprobs, best first; they
+    are sequences 0, 1, ... of its ticket. `finished`: best first, as many as are kept."""
+
+    scores: tuple[float, ...]
+    finished: tuple[Hypothesis, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen, every default resolved. `temperature` 0 is greedy, `top_k` 0 keeps
@@ -58,7 +100,7 @@ class SamplingParams:
 
     `logit_bias`: (token id, what is added), by rising id. `allowed_token_ids`: empty means all.
     `bad_words`: token sequences that never come. `min_tokens`: so many come before any that ends
-    the sequence. The order of it all stands in services/engine/sampler.py.
+    the sequence. The order of it all stands in services/engine/sampler.py. `beam`: search instead.
     """
 
     temperature: float
@@ -69,6 +111,7 @@ class SamplingParams:
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    beam: BeamParams | None = None
     logprobs: int | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -118,6 +161,7 @@ class Ticket:
     before its allocation. `root_hash`: 16 bytes, root of the chained prefix hashes. `timeout_ms`:
     what is left of the deadline, 0 for none. `swapped`: where a prefill worker gets KV from instead
     of computing it. `prefill_ns_per_token`: what that would cost, 0 while nobody has measured it.
+    `beams`: of a beam search under way.
     """
 
     request_id: str
@@ -134,6 +178,7 @@ class Ticket:
     timeout_ms: int = 0
     swapped: Swapped | None = None
     prefill_ns_per_token: int = 0
+    beams: BeamState | None = None
 
     @property
     def key(self) -> tuple[str, int]:

@@ -12,9 +12,15 @@ from quire.v1 import logprobs_pb2, sampling_pb2, ticket_pb2, worker_pb2
 from services.common.errors import InvalidRequest
 from services.common.logprobs import MAX_LOGPROBS, Logprobs
 from services.common.ticket import (
+    MAX_BEAM_WIDTH,
+    MAX_LENGTH_PENALTY,
     MOST_BIAS,
     MOST_PENALTY,
+    BeamParams,
+    BeamState,
+    EarlyStopping,
     FinishReason,
+    Hypothesis,
     SamplingParams,
     Swapped,
     Ticket,
@@ -32,6 +38,14 @@ _FINISH_REASONS = {
     FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
 }
 _FROM_WIRE = {number: reason for reason, number in _FINISH_REASONS.items()}
+_EARLY_STOPPING = {
+    EarlyStopping.WHEN_UNLIKELY: sampling_pb2.EARLY_STOPPING_FALSE,
+    EarlyStopping.WHEN_FULL: sampling_pb2.EARLY_STOPPING_TRUE,
+    EarlyStopping.WHEN_IMPOSSIBLE: sampling_pb2.EARLY_STOPPING_NEVER,
+}
+_EARLY_STOPPING_FROM_WIRE = {number: when for when, number in _EARLY_STOPPING.items()} | {
+    sampling_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.WHEN_UNLIKELY
+}
 
 
 def ticket_to_wire(ticket: Ticket) -> ticket_pb2.Ticket:
@@ -50,6 +64,7 @@ def ticket_to_wire(ticket: Ticket) -> ticket_pb2.Ticket:
         timeout_ms=ticket.timeout_ms,
         swapped=None if ticket.swapped is None else _swapped_to_wire(ticket.swapped),
         prefill_ns_per_token=ticket.prefill_ns_per_token,
+        beams=None if ticket.beams is None else _beams_to_wire(ticket.beams),
     )
 
 
@@ -82,6 +97,7 @@ def ticket_from_wire(message: ticket_pb2.Ticket, *, may_have_ended: bool = False
         timeout_ms=message.timeout_ms,
         swapped=_swapped_from_wire(message) if message.HasField("swapped") else None,
         prefill_ns_per_token=message.prefill_ns_per_token,
+        beams=_beams_from_wire(message),
     )
 
 
@@ -174,6 +190,7 @@ def _sampling_to_wire(sampling: SamplingParams) -> ticket_pb2.TicketSampling:
         allowed_token_ids=sampling.allowed_token_ids,
         bad_words=[ticket_pb2.BadWord(token_ids=word) for word in sampling.bad_words],
         min_tokens=sampling.min_tokens,
+        beam=None if sampling.beam is None else _beam_to_wire(sampling.beam),
     )
 
 
@@ -203,6 +220,7 @@ def _sampling_from_wire(message: ticket_pb2.TicketSampling) -> SamplingParams:
         allowed_token_ids=tuple(message.allowed_token_ids),
         bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
         min_tokens=message.min_tokens,
+        beam=_beam_from_wire(message.beam) if message.HasField("beam") else None,
     )
 
 
@@ -220,6 +238,71 @@ def _check_adjustments(message: ticket_pb2.TicketSampling) -> None:
         message.min_tokens <= message.max_tokens,
         f"min_tokens is {message.min_tokens}, max_tokens {message.max_tokens}",
     )
+
+
+def early_stopping_from_wire(number: sampling_pb2.EarlyStopping) -> EarlyStopping:
+    """InvalidRequest: one that this version does not know."""
+    _require(number in _EARLY_STOPPING_FROM_WIRE, f"early_stopping {number} is unknown")
+    return _EARLY_STOPPING_FROM_WIRE[number]
+
+
+def _beam_to_wire(beam: BeamParams) -> ticket_pb2.BeamParams:
+    return ticket_pb2.BeamParams(
+        width=beam.width,
+        num_returned=beam.num_returned,
+        length_penalty=beam.length_penalty,
+        early_stopping=_EARLY_STOPPING[beam.early_stopping],
+    )
+
+
+def _beam_from_wire(message: ticket_pb2.BeamParams) -> BeamParams:
+    width, num_returned = message.width, message.num_returned
+    _require(0 < num_returned <= width <= MAX_BEAM_WIDTH, f"{num_returned} of {width} beams")
+    penalty = message.length_penalty
+    _require(abs(penalty) <= MAX_LENGTH_PENALTY, f"length_penalty is {penalty}")
+    early_stopping = early_stopping_from_wire(message.early_stopping)
+    return BeamParams(width, num_returned, penalty, early_stopping)
+
+
+def _beams_to_wire(beams: BeamState) -> ticket_pb2.BeamState:
+    finished = [
+        ticket_pb2.Hypothesis(
+            token_ids=one.token_ids,
+            score=one.score,
+            finish_reason=finish_reason_to_wire(one.finish),
+        )
+        for one in beams.finished
+    ]
+    return ticket_pb2.BeamState(scores=beams.scores, finished=finished)
+
+
+def _beams_from_wire(message: ticket_pb2.Ticket) -> BeamState | None:
+    """The ticket's sequences have to be its living beams."""
+    if not message.HasField("beams"):
+        begun = len(message.sequences) > 1 or any(one.token_ids for one in message.sequences)
+        is_search = message.sampling.HasField("beam")
+        _require(not (is_search and begun), "a search has begun, and beams is missing")
+        return None
+    beams, width = message.beams, message.sampling.beam.width
+    scores = tuple(beams.scores)
+    _require(len(beams.finished) <= width, f"{len(beams.finished)} finished of {width} beams")
+    _require(0 < len(scores) <= width, f"{len(scores)} scores of {width} beams")
+    _require(all(map(math.isfinite, scores)), "a score is not finite")
+    _require(all(a >= b for a, b in pairwise(scores)), "scores do not fall")
+    indices = [sequence.index for sequence in message.sequences]
+    _require(indices == list(range(len(scores))), "sequences are not the beams")
+    lengths = {len(sequence.token_ids) for sequence in message.sequences}
+    _require(len(lengths) == 1, "beams of different lengths")
+    return BeamState(scores, tuple(map(_hypothesis_from_wire, beams.finished)))
+
+
+def _hypothesis_from_wire(message: ticket_pb2.Hypothesis) -> Hypothesis:
+    finish = finish_reason_from_wire(message.finish_reason)
+    _require(finish is not None, "a hypothesis that has not ended")
+    _require(bool(message.token_ids), "a hypothesis without tokens")
+    _require(not math.isnan(message.score), "a score is no number")
+    assert finish is not None
+    return Hypothesis(tuple(message.token_ids), message.score, finish)
 
 
 def _sequence_to_wire(sequence: TicketSequence) -> ticket_pb2.TicketSequence:

@@ -19,8 +19,8 @@ from services.decode.resting import Resting
 from services.decode.swapping import Swapping
 from services.decode.tables import check_tables
 from services.engine import messages
+from services.engine.beam_group import kind_of_group
 from services.engine.engine import ForwardPass
-from services.engine.group import Group
 from services.engine.membership import Membership
 from services.engine.messages import Advance, Broken, Removed, StepOutcome
 from services.worker.colder import ColderPool
@@ -34,10 +34,12 @@ from services.worker.events import (
     STALE,
     Ending,
     Failed,
+    Found,
     Output,
     Reserved,
     Session,
     Step,
+    found,
     output,
     poisoned,
     report,
@@ -134,8 +136,9 @@ class DecodeWorker(PoolWorker):
         self._jobs.remove(job)
         job.session, job.attempt = session, wanted.attempt
         job.ticket = replace(ticket_of(job), attempt=wanted.attempt)
-        for index in job.living.difference(state.index for state in wanted.sequences):
-            self._drop(job, index)
+        if wanted.sampling.beam is None:
+            for index in job.living.difference(state.index for state in wanted.sequences):
+                self._drop(job, index)
         self._jobs.add(job)
         if job.state is State.AT_REST:
             self._resting.offer(job)
@@ -201,7 +204,9 @@ class DecodeWorker(PoolWorker):
         """It is ours, and no step touches its blocks yet."""
         key, epoch = ticket.holder_id, ticket.holder_epoch
         spare, finished = self._in_no_table(ticket, claim)
-        group = Group.to_continue(ticket, self.rules(ticket), spare, claim.num_acquired)
+        group = kind_of_group(ticket).to_continue(
+            ticket, self.rules(ticket), spare, claim.num_acquired
+        )
         if not group.is_stamped(self.stamps):  # it is computed again
             log.error("kv_corrupt", holder_id=ticket.holder_id)
             self.metrics.kv_corrupt.inc()
@@ -226,7 +231,7 @@ class DecodeWorker(PoolWorker):
         return spare, tuple(finished)
 
     def _on_outcome(self, outcome: StepOutcome) -> None:
-        outputs: dict[Session, list[Output]] = {}
+        outputs: dict[Session, list[Output | Found]] = {}
         for advance in outcome.advances:
             job = self._running[advance.key]
             if tokens := self._on_advance(job, advance):
@@ -238,7 +243,7 @@ class DecodeWorker(PoolWorker):
         for removed in outcome.removed:
             self._retire(self._running[removed.key], removed)
 
-    def _on_advance(self, job: Job, advance: Advance) -> list[Output]:
+    def _on_advance(self, job: Job, advance: Advance) -> Sequence[Output | Found]:
         """What the gateway gets of this step: nothing of what it has aborted."""
         ticket = ticket_of(job)  # of now: the job's epoch is another once it is at rest
         self.trials.leave(advance.key)
@@ -251,6 +256,11 @@ class DecodeWorker(PoolWorker):
             self._finish(job)
         if job.ending == ABORTED:
             return []
+        if advance.beams is not None:
+            self.metrics.generation_tokens.inc(sum(len(one.token_ids) for one in advance.found))
+            return found(ticket, advance.found) or [
+                Found(*ticket.key, 0, len(ticket.prompt_token_ids))
+            ]
         tokens = [token for token in advance.tokens if token.index in job.living]
         self.metrics.generation_tokens.inc(len(tokens))
         job.living.difference_update(token.index for token in tokens if token.finish)
@@ -305,7 +315,8 @@ class DecodeWorker(PoolWorker):
             self._finish(job)
             return
         assert job.ending is not None
-        self._leave(job, replace(ticket_of(job), sequences=removed.sequences), job.ending)
+        ticket = replace(ticket_of(job), sequences=removed.sequences, beams=removed.beams)
+        self._leave(job, ticket, job.ending)
 
     def _leave(self, job: Job, ticket: Ticket, ending: Ending) -> None:
         """No step touches its blocks: they go, or stay for who claims the ticket, or are copied to

@@ -126,7 +126,7 @@ class Engine:
     def _remove(self, group: Group) -> Removed:
         self._scheduler.remove(group.key)
         self._pruned.pop(group.key, None)
-        return Removed(group.key, group.at_rest())
+        return Removed(group.key, group.at_rest(), group.beams)
 
     def _retire(
         self, batch: Batch, drawn: Seq[Drawn]
@@ -166,6 +166,8 @@ class Engine:
             wanted_blocks=0 if self._one_token else wanted_blocks,
             left=left,
             prompt_logprobs=group.take_prompt_logprobs(),
+            beams=group.beams,
+            found=group.take_found(),
         )
 
     def _stamp(self, group: Group) -> tuple[tuple[int, bytes], ...]:

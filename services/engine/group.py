@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from blockstore.hashing import prefix_hashes
 from services.common.logprobs import Logprobs
 from services.common.pool.allotment import blocks_to_begin
-from services.common.ticket import FinishReason, Ticket, TicketSequence
+from services.common.ticket import BeamState, FinishReason, Hypothesis, Ticket, TicketSequence
 from services.engine.batch import Told
 from services.engine.sequence import Branch, CompletedBlock, Rules, Sequence, Stamps
 
@@ -196,10 +196,16 @@ class Group:
         tokens, logprobs = iter(told.tokens), iter(told.logprobs)
         for heir in heirs:
             if not heir.num_uncomputed:
-                self.append(heir, next(tokens), next(logprobs, None))
-                if rests and heir in self.sequences:
-                    self.sequences.remove(heir)
-                    self.resting.append(heir)
+                self._take(heir, next(tokens), next(logprobs, None), rests=rests)
+
+    def _take(
+        self, sequence: Sequence, token: int, logprobs: Logprobs | None, *, rests: bool
+    ) -> None:
+        """What it drew."""
+        self.append(sequence, token, logprobs)
+        if rests and sequence in self.sequences:
+            self.sequences.remove(sequence)
+            self.resting.append(sequence)
 
     def append(self, sequence: Sequence, token: int, logprobs: Logprobs | None = None) -> None:
         """It goes on with this token, or ends with it."""
@@ -249,6 +255,15 @@ class Group:
     def take_prompt_logprobs(self) -> tuple[Logprobs, ...]:
         told, self._prompt_logprobs = tuple(self._prompt_logprobs), []
         return told
+
+    @property
+    def beams(self) -> BeamState | None:
+        """Where its search stands, if it is one."""
+        return None
+
+    def take_found(self) -> tuple[Hypothesis, ...]:
+        """What its search found, once that is over."""
+        return ()
 
     def take_completed(self) -> list[CompletedBlock]:
         """Each block once, whoever of its sequences refers to it."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from blockstore.store import PrefixHash
 from services.common.logprobs import Logprobs
-from services.common.ticket import TicketSequence
+from services.common.ticket import BeamState, Hypothesis, TicketSequence
 from services.engine.batch import Fault
 from services.engine.group import Group, Token
 
@@ -58,7 +58,8 @@ class Advance:
     blocks to commit; after that, `freed`: blocks to give back. `wanted_blocks`: how many it should
     have acquired in all by now, 0 if it has them. `left`: the engine has dropped it, and these
     sequences go on elsewhere; None: it runs on. `prompt_logprobs`: of the prompt's next tokens,
-    where asked for."""
+    where asked for. `beams`: where its search stands, if it is one, and at its end what it
+    `found`."""
 
     key: str
     tokens: tuple[Token, ...]
@@ -68,6 +69,8 @@ class Advance:
     wanted_blocks: int
     left: tuple[TicketSequence, ...] | None
     prompt_logprobs: tuple[Logprobs, ...] = ()
+    beams: BeamState | None = None
+    found: tuple[Hypothesis, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Removed:
 
     key: str
     sequences: tuple[TicketSequence, ...]
+    beams: BeamState | None = None
 
 
 @dataclass(frozen=True, slots=True)

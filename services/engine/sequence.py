@@ -9,6 +9,7 @@ from blockstore.store import PrefixHash
 from services.common.pool.allotment import blocks_to_go_on
 from services.common.ticket import FinishReason, SamplingParams, Ticket, TicketSequence
 from services.engine.batch import Draw, Row, Scoring
+from services.engine.beam import num_deciding
 from services.engine.history import History
 
 
@@ -55,9 +56,13 @@ class Rules:
         sampling, num_prompt_tokens = ticket.sampling, len(ticket.prompt_token_ids)
         stop_ids = frozenset(sampling.stop_token_ids)
         end_ids = stop_ids | eos_token_ids
+        stop_ids = stop_ids if sampling.ignore_eos else end_ids
+        if sampling.beam is not None:
+            num_candidates = num_deciding(sampling.beam, stop_ids)
+            sampling = replace(sampling, logprobs=num_candidates)
         return cls(
             sampling=sampling,
-            stop_ids=stop_ids if sampling.ignore_eos else end_ids,
+            stop_ids=stop_ids,
             end_ids=end_ids,
             num_prompt_tokens=num_prompt_tokens,
             max_len=min(num_prompt_tokens + sampling.max_tokens, max_model_len),
@@ -119,6 +124,10 @@ class Sequence:
         num_full = max(num_computed, num_adopted) // rules.block_size
         self.hashes = list(hashes[:num_full])
         self._hash_until(num_full * rules.block_size)
+
+    @property
+    def rules(self) -> Rules:
+        return self._rules
 
     @property
     def index(self) -> int:
@@ -211,6 +220,12 @@ class Sequence:
         self.branches = tuple(branch for branch in self.branches if branch.index != index)
         self._draws = _draws(self._rules, self.branches)
         return bool(self.branches)
+
+    def become(self, index: int, token: int) -> None:
+        """Beam `index` of its group, which goes on with this token."""
+        self.branches = (Branch(index),)
+        self._draws = _draws(self._rules, self.branches)
+        self.tokens.append(token)
 
     def append(self, token: int) -> FinishReason | None:
         """A token was drawn after the last one; why the sequence ends."""

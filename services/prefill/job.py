@@ -6,9 +6,9 @@ from enum import Enum, auto
 
 from blockstore.store import Allocation, PrefixHash
 from services.common.logprobs import Logprobs
-from services.common.ticket import Ticket, TicketSequence
+from services.common.ticket import BeamState, Ticket, TicketSequence
 from services.engine.group import num_tokens_of, shared_tokens
-from services.worker.events import Ending, Output, Session
+from services.worker.events import Ending, Found, Output, Session
 
 
 class State(Enum):
@@ -40,7 +40,7 @@ class Job:
     ending: Ending | None = None
     num_prompt_logprobs: int | None = None
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
-    outputs: list[Output] = field(default_factory=list)
+    outputs: list[Output | Found] = field(default_factory=list)
     tokens: tuple[int, ...] = field(init=False)
     num_tokens: int = field(init=False)
     num_uncomputed: int = field(init=False)
@@ -54,7 +54,12 @@ class Job:
         """(gateway, request, attempt)."""
         return id(self.session), *self.ticket.key
 
-    def issued(self, left: tuple[TicketSequence, ...], prefill_ns_per_token: int) -> Ticket:
+    def issued(
+        self,
+        left: tuple[TicketSequence, ...],
+        beams: BeamState | None,
+        prefill_ns_per_token: int,
+    ) -> Ticket:
         """The ticket of those that go on, with blocks and the tokens just drawn, at rest (epoch
         2)."""
         assert self.allocation is not None
@@ -63,9 +68,10 @@ class Job:
             holder_epoch=self.allocation.epoch + 1,
             sequences=left,
             swapped=None,
+            beams=beams,
             prefill_ns_per_token=prefill_ns_per_token,
         )
 
     def finished(self) -> Ticket:
         """The ticket of a request whose sequences have all ended."""
-        return replace(self.ticket, holder_epoch=0, sequences=(), swapped=None)
+        return replace(self.ticket, holder_epoch=0, sequences=(), swapped=None, beams=None)

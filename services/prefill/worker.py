@@ -10,10 +10,11 @@ from blockstore.registry import Load
 from blockstore.store import BlockStore, PrefixHash
 from services.common.errors import InvalidRequest
 from services.common.metrics import WorkerMetrics
-from services.common.ticket import Ticket, TicketSequence, first_of
+from services.common.ticket import BeamState, Ticket, TicketSequence, first_of
 from services.engine import messages
+from services.engine.beam_group import kind_of_group
 from services.engine.engine import ForwardPass
-from services.engine.group import Group, num_blocks_for
+from services.engine.group import num_blocks_for
 from services.engine.membership import Membership
 from services.engine.messages import Advance, Broken, StepOutcome
 from services.prefill.admission import Admission
@@ -31,6 +32,7 @@ from services.worker.events import (
     Requeued,
     RequeueReason,
     Session,
+    found,
     output,
     poisoned,
     report,
@@ -206,7 +208,7 @@ class PrefillWorker(PoolWorker):
         self.metrics.prompt_tokens_cached.inc(num_computed)
         if fetched.completed:
             self.writer.put(lambda: self._commit(job, fetched.completed))
-        group = Group.to_compute(
+        group = kind_of_group(job.ticket).to_compute(
             job.ticket,
             self.rules(job.ticket, job.num_prompt_logprobs),
             allocation.block_ids,
@@ -231,6 +233,7 @@ class PrefillWorker(PoolWorker):
         job.num_uncomputed = advance.num_uncomputed
         job.outputs += (output(job.ticket, token) for token in advance.tokens)
         job.prompt_logprobs += advance.prompt_logprobs
+        job.outputs += found(job.ticket, advance.found)
         if advance.completed:
             self.writer.put(lambda: self._commit(job, advance.completed))
         if advance.left is not None:
@@ -243,7 +246,7 @@ class PrefillWorker(PoolWorker):
             self.metrics.generation_tokens.inc(len(job.outputs))
             if advance.left:
                 self._give_back(job, advance.freed)
-                self._issue(job, advance.left)
+                self._issue(job, advance.left, advance.beams)
             else:
                 self._finish(job)
 
@@ -258,9 +261,9 @@ class PrefillWorker(PoolWorker):
         await self.store.commit(self.pool_id, holder_id, epoch, completed)
         self._prefixes.end(holder_id, [prefix_hash for _, prefix_hash in completed])
 
-    def _issue(self, job: Job, left: tuple[TicketSequence, ...]) -> None:
+    def _issue(self, job: Job, left: tuple[TicketSequence, ...], beams: BeamState | None) -> None:
         """At rest: nobody writes its blocks until somebody claims them."""
-        ticket = job.issued(left, self._pace.ns_per_token)
+        ticket = job.issued(left, beams, self._pace.ns_per_token)
 
         async def detach() -> None:
             await self.store.detach(self.pool_id, ticket.holder_id, ticket.holder_epoch - 1)

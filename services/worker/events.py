@@ -1,13 +1,13 @@
 """What a worker tells a gateway; `service.py` of each worker turns it into protobuf."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
 from services.common.errors import DeadlineExceeded, InvalidRequest, PoisonRequest
 from services.common.logprobs import Logprobs
-from services.common.ticket import FinishReason, Ticket
+from services.common.ticket import FinishReason, Hypothesis, Ticket
 from services.engine.batch import Fault
 from services.engine.group import Token
 
@@ -90,13 +90,27 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """One of the sequences that a beam search found, whole; or, without tokens, the word that the
+    search goes on."""
+
+    request_id: str
+    attempt: int
+    index: int
+    position: int
+    token_ids: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+    score: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Prefilled:
     """`outputs`: a token of every sequence of the ticket that came. `ticket`: at rest, with the
     sequences that go on, and their blocks; where none does, all blocks are released.
     `prompt_logprobs`: of each token of the prompt but the first, where asked for."""
 
     ticket: Ticket
-    outputs: tuple[Output, ...]
+    outputs: tuple[Output | Found, ...]
     prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
@@ -104,7 +118,7 @@ class Prefilled:
 class Step:
     """All outputs of one step that belong to one gateway."""
 
-    outputs: tuple[Output, ...]
+    outputs: tuple[Output | Found, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +138,15 @@ def output(ticket: Ticket, token: Token) -> Output:
         finish=token.finish,
         logprobs=token.logprobs,
     )
+
+
+def found(ticket: Ticket, hypotheses: Sequence[Hypothesis]) -> list[Found]:
+    """Best first."""
+    position = len(ticket.prompt_token_ids)
+    return [
+        Found(*ticket.key, index, position, one.token_ids, one.finish, one.score)
+        for index, one in enumerate(hypotheses)
+    ]
 
 
 class Session(Protocol):

@@ -24,6 +24,7 @@ from services.worker.events import (
     Draining,
     Event,
     Failed,
+    Found,
     Output,
     Requeued,
     RequeueReason,
@@ -50,7 +51,9 @@ Fields = dict[str, Message]
 Then = Callable[[], None] | None
 
 
-def output_to_wire(output: Output) -> worker_pb2.SequenceOutput:
+def output_to_wire(output: Output | Found) -> worker_pb2.SequenceOutput:
+    if isinstance(output, Found):
+        return _found_to_wire(output)
     return worker_pb2.SequenceOutput(
         request_id=output.request_id,
         attempt=output.attempt,
@@ -59,6 +62,18 @@ def output_to_wire(output: Output) -> worker_pb2.SequenceOutput:
         token_ids=(output.token_id,),
         finish_reason=finish_reason_to_wire(output.finish),
         logprobs=() if output.logprobs is None else (logprobs_to_wire(output.logprobs),),
+    )
+
+
+def _found_to_wire(found: Found) -> worker_pb2.SequenceOutput:
+    return worker_pb2.SequenceOutput(
+        request_id=found.request_id,
+        attempt=found.attempt,
+        index=found.index,
+        position=found.position,
+        token_ids=found.token_ids,
+        finish_reason=finish_reason_to_wire(found.finish),
+        score=found.score,
     )
 
 

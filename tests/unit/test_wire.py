@@ -14,7 +14,19 @@ from quire.v1.ticket_pb2 import Ticket as Message
 from quire.v1.worker_pb2 import WorkerLoad
 from services.common.errors import InvalidRequest
 from services.common.logprobs import Logprobs
-from services.common.ticket import FinishReason, SamplingParams, Swapped, Ticket, TicketSequence
+from services.common.ticket import (
+    MAX_BEAM_WIDTH,
+    MAX_LENGTH_PENALTY,
+    BeamParams,
+    BeamState,
+    EarlyStopping,
+    FinishReason,
+    Hypothesis,
+    SamplingParams,
+    Swapped,
+    Ticket,
+    TicketSequence,
+)
 from services.common.wire import (
     finish_reason_from_wire,
     finish_reason_to_wire,
@@ -103,6 +115,30 @@ def swapped_tickets(draw: st.DrawFn) -> Ticket:
     return replace(ticket, swapped=swapped)
 
 
+@st.composite
+def searching_tickets(draw: st.DrawFn) -> Ticket:
+    ticket = draw(tickets())
+    width = draw(st.integers(1, MAX_BEAM_WIDTH))
+    beam = BeamParams(
+        width,
+        draw(st.integers(1, width)),
+        draw(st.floats(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)),
+        draw(st.sampled_from(EarlyStopping)),
+    )
+    ticket = replace(ticket, sampling=replace(ticket.sampling, beam=beam))
+    if draw(st.booleans()):  # it has not begun
+        return replace(ticket, sequences=(TicketSequence(0),))
+    num_tokens = draw(st.integers(1, 3))
+    scores = sorted(draw(st.lists(real(-1e6, 0), min_size=1, max_size=width)), reverse=True)
+    tokens = st.lists(u32, min_size=num_tokens, max_size=num_tokens).map(tuple)
+    finished = st.builds(Hypothesis, some_token_ids, real(-1e6, 0), st.sampled_from(FinishReason))
+    return replace(
+        ticket,
+        sequences=tuple(TicketSequence(index, draw(tokens)) for index in range(len(scores))),
+        beams=BeamState(tuple(scores), tuple(draw(st.lists(finished, max_size=width)))),
+    )
+
+
 TICKET = Ticket(
     request_id="r-1",
     attempt=1,
@@ -118,7 +154,7 @@ TICKET = Ticket(
 
 
 @unhurried
-@given(tickets() | swapped_tickets())
+@given(tickets() | swapped_tickets() | searching_tickets())
 def test_a_ticket_comes_back_as_it_went(ticket: Ticket) -> None:
     """Through the bytes, not only through the message."""
     assert (
@@ -205,6 +241,43 @@ def test_a_swapped_ticket_that_makes_no_sense_is_refused(
     change: Callable[[Message], object], problem: str
 ) -> None:
     message = ticket_to_wire(SWAPPED)
+    change(message)
+    with pytest.raises(InvalidRequest, match=problem):
+        ticket_from_wire(message)
+
+
+SEARCHING = replace(
+    TICKET,
+    sampling=replace(TICKET.sampling, beam=BeamParams(width=2, num_returned=1)),
+    sequences=(TicketSequence(0, (8,), (3,), 3), TicketSequence(1, (7,), (3,), 3)),
+    beams=BeamState((-1.0, -2.5), (Hypothesis((9, 2), -0.5, FinishReason.STOP),)),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda m: setattr(m.sampling.beam, "width", 17), "1 of 17 beams"),
+        (lambda m: setattr(m.sampling.beam, "num_returned", 0), "0 of 2 beams"),
+        (lambda m: setattr(m.sampling.beam, "num_returned", 3), "3 of 2 beams"),
+        (lambda m: setattr(m.sampling.beam, "length_penalty", float("nan")), "length_penalty"),
+        (lambda m: setattr(m.sampling.beam, "early_stopping", 9), "early_stopping 9"),
+        (lambda m: m.sampling.ClearField("beam"), "1 finished of 0 beams"),
+        (lambda m: m.ClearField("beams"), "beams is missing"),
+        (lambda m: m.beams.scores.pop(), "sequences are not the beams"),
+        (lambda m: m.beams.scores.reverse(), "scores do not fall"),
+        (lambda m: m.beams.scores.__setitem__(1, float("-inf")), "not finite"),
+        (lambda m: m.sequences[1].token_ids.append(1), "different lengths"),
+        (lambda m: m.beams.finished.extend(m.beams.finished[:1] * 2), "3 finished of 2 beams"),
+        (lambda m: m.beams.finished[0].ClearField("finish_reason"), "has not ended"),
+        (lambda m: m.beams.finished[0].ClearField("token_ids"), "without tokens"),
+        (lambda m: setattr(m.beams.finished[0], "score", float("nan")), "no number"),
+    ],
+)
+def test_a_search_that_makes_no_sense_is_refused(
+    change: Callable[[Message], object], problem: str
+) -> None:
+    message = ticket_to_wire(SEARCHING)
     change(message)
     with pytest.raises(InvalidRequest, match=problem):
         ticket_from_wire(message)

@@ -1,6 +1,7 @@
 """A model whose next token depends on every token before it, read through the block table: a wrong
 table, a lost or overwritten block, or a missing slot changes or breaks what it says."""
 
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from blockstore.memory_store import MemoryStore
@@ -19,6 +21,7 @@ from services.engine.batch import Draw, Drawn, Fault, Row, Told
 from services.worker.events import Began, Event
 
 VOCAB = 50_000
+NUM_LIKELY = 60
 PROMPT = tuple(range(100, 110))
 
 
@@ -32,6 +35,14 @@ def next_token(tokens: Sequence[int], draw: Draw = ALONE) -> int:
     sampled = draw.sampling.temperature > 0
     key = (draw.sampling.seed, draw.sequence_index) if sampled else ()
     return xxhash.xxh32_intdigest(repr((*key, list(tokens))).encode()) % VOCAB
+
+
+def likeliest_tokens(tokens: Sequence[int], number: int) -> Logprobs:
+    """After these: of the first NUM_LIKELY token ids; all others are out of the question."""
+    chance = random.Random(repr(list(tokens)))
+    logprobs = [float(np.float32(-chance.expovariate(0.5))) for _ in range(NUM_LIKELY)]
+    ids = sorted(range(NUM_LIKELY), key=lambda token_id: -logprobs[token_id])[:number]
+    return Logprobs(0.0, 1, tuple(ids), tuple(logprobs[token_id] for token_id in ids))
 
 
 def expected(prompt: Sequence[int], num_tokens: int, draw: Draw = ALONE) -> list[int]:
@@ -159,7 +170,7 @@ class FakeForward:
 def logprobs_of(tokens: Sequence[int], num_top: int) -> Logprobs:
     """Of the last one, as all of them decide."""
     digest = xxhash.xxh32_intdigest(repr(list(tokens)).encode())
-    return Logprobs(-float(digest % 100), 1, tuple(range(num_top)), (0.0,) * num_top)
+    return replace(likeliest_tokens(tokens[:-1], num_top), logprob=-float(digest % 100))
 
 
 def _told(row: Row, context: list[int]) -> Drawn:

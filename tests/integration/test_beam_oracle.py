@@ -1,0 +1,218 @@
+"""Beam search finds what transformers' finds: over random models whose logits are the same numbers
+for both, and over a checkpoint, with a Runner on paged KV."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutput
+
+from bench.make_checkpoint import make_checkpoint
+from services.common.logprobs import Logprobs
+from services.common.ticket import (
+    BeamParams,
+    EarlyStopping,
+    FinishReason,
+    Hypothesis,
+    SamplingParams,
+)
+from services.engine.batch import Draw, Row, Told
+from services.engine.beam import FIRST, Beam, BeamSearch, num_deciding
+
+from .models_oracle import SPECS, Rig, random_prompt
+
+EARLY_STOPPING: dict[EarlyStopping, bool | str] = {
+    EarlyStopping.WHEN_FULL: True,
+    EarlyStopping.WHEN_UNLIKELY: False,
+    EarlyStopping.WHEN_IMPOSSIBLE: "never",
+}
+Advance = Callable[[Sequence[Beam], Sequence[int]], list[Logprobs]]
+"""(living beams, the parent of each): their likeliest next tokens."""
+
+
+def run(search: BeamSearch, advance: Advance) -> tuple[Hypothesis, ...]:
+    beams, parents, finished = [FIRST], [0], tuple[Hypothesis, ...]()
+    while beams:
+        step = search.step(beams, finished, advance(beams, parents))
+        finished = step.finished
+        parents = [branch.parent for branch in step.living]
+        beams = [
+            Beam((*beams[branch.parent].token_ids, branch.token_id), branch.score)
+            for branch in step.living
+        ]
+    return finished
+
+
+def by_transformers(
+    model: Any, prompt: Sequence[int], params: BeamParams, stop_ids: Sequence[int], max_tokens: int
+) -> list[tuple[float, tuple[int, ...]]]:
+    """(score, tokens), best first."""
+    found = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        num_beams=params.width,
+        num_return_sequences=params.num_returned,
+        length_penalty=params.length_penalty,
+        early_stopping=EARLY_STOPPING[params.early_stopping],
+        max_new_tokens=max_tokens,
+        eos_token_id=list(stop_ids) or None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    lengths = (found.beam_indices >= 0).sum(dim=1).tolist()
+    rows = zip(found.sequences_scores.tolist(), found.sequences.tolist(), lengths, strict=True)
+    return [(score, tuple(row[len(prompt) :][:length])) for score, row, length in rows]
+
+
+def check(
+    found: Sequence[Hypothesis],
+    expected: Sequence[tuple[float, tuple[int, ...]]],
+    stop_ids: Sequence[int],
+    tolerance: float,
+) -> None:
+    assert [one.token_ids for one in found] == [tokens for _, tokens in expected]
+    for one, (score, tokens) in zip(found, expected, strict=True):
+        assert one.score == pytest.approx(score, abs=tolerance)
+        assert one.finish is (FinishReason.STOP if tokens[-1] in stop_ids else FinishReason.LENGTH)
+
+
+class Table(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
+    """Logits by the last token and the length, the same numbers for whoever asks."""
+
+    config_class = PreTrainedConfig
+    VOCAB = 40
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(
+            PreTrainedConfig.from_dict({"vocab_size": self.VOCAB, "num_hidden_layers": 1})
+        )
+        generator = torch.Generator().manual_seed(seed)
+        self.table = torch.randn(16, self.VOCAB, self.VOCAB, generator=generator) * 2
+        self.anchor = torch.nn.Parameter(torch.zeros(1))
+        self.generation_config.use_cache = False
+
+    def logits(self, length: int, last: Tensor) -> Tensor:
+        return self.table[length % 16, last]
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
+    ) -> CausalLMOutput:
+        logits = self.logits(input_ids.shape[1], input_ids[:, -1])
+        return CausalLMOutput(logits=logits[:, None, :])
+
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self, input_ids: Tensor, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        return {"input_ids": input_ids}
+
+
+def of_table(model: Table, prompt: Sequence[int], num_candidates: int) -> Advance:
+    def advance(beams: Sequence[Beam], _: Sequence[int]) -> list[Logprobs]:
+        length = len(prompt) + len(beams[0].token_ids)
+        last = torch.tensor([(*prompt, *beam.token_ids)[-1] for beam in beams])
+        logprobs = model.logits(length, last).log_softmax(dim=-1)
+        values, ids = logprobs.topk(min(num_candidates, Table.VOCAB))
+        return [
+            Logprobs(0.0, 1, tuple(of_row), tuple(likeliest))
+            for of_row, likeliest in zip(ids.tolist(), values.tolist(), strict=True)
+        ]
+
+    return advance
+
+
+@pytest.mark.parametrize("early_stopping", EarlyStopping)
+@pytest.mark.parametrize("length_penalty", [-0.5, 0.0, 0.7, 1.0, 2.5])
+@pytest.mark.parametrize("width", [2, 3, 8])
+def test_it_finds_what_transformers_finds(
+    width: int, length_penalty: float, early_stopping: EarlyStopping
+) -> None:
+    for seed in range(8):
+        chance = random.Random(f"{seed} {width} {length_penalty} {early_stopping}")
+        model = Table(seed)
+        prompt = chance.choices(range(Table.VOCAB), k=3)
+        stop_ids = chance.sample(range(Table.VOCAB), k=seed % 4)
+        max_tokens = chance.choice([1, 2, 7, 24])
+        params = BeamParams(width, chance.randint(1, width), length_penalty, early_stopping)
+        search = BeamSearch(params, frozenset(stop_ids), max_tokens)
+        found = run(search, of_table(model, prompt, num_deciding(params, frozenset(stop_ids))))
+        expected = by_transformers(model, prompt, params, stop_ids, max_tokens)
+        check(found[: params.num_returned], expected, stop_ids, tolerance=1e-5)
+
+
+class OnPages:
+    """Beams as rows of a Runner. A branch has a block table of its own, with copies of all of its
+    parent's blocks."""
+
+    def __init__(
+        self, rig: Rig, prompt: Sequence[int], num_candidates: int, max_tokens: int
+    ) -> None:
+        self._rig = rig
+        self._prompt = tuple(prompt)
+        sampling = SamplingParams(0.0, 0, 1.0, 0.0, 0, max_tokens, logprobs=num_candidates)
+        self._draw = Draw(sampling, 0)
+        self._num_blocks = -(-(len(prompt) + max_tokens) // rig.block_size)
+        self._tables = [self._new_table()]
+
+    def advance(self, beams: Sequence[Beam], parents: Sequence[int]) -> list[Logprobs]:
+        old = self._tables
+        self._tables = [self._copy(old[parent]) for parent in parents]
+        for table in old:
+            self._rig.free.extend(table)
+        rows = []
+        for beam, table in zip(beams, self._tables, strict=True):
+            tokens = (*self._prompt, *beam.token_ids)
+            start = len(tokens) - 1 if beam.token_ids else 0
+            rows.append(Row(tokens[start:], start, table, draws=(self._draw,)))
+        drawn = self._rig.run(rows)
+        return [one for told in drawn if isinstance(told, Told) for one in told.logprobs]
+
+    def _new_table(self) -> list[int]:
+        return [self._rig.free.pop() for _ in range(self._num_blocks)]
+
+    def _copy(self, table: Sequence[int]) -> list[int]:
+        copy = self._new_table()
+        self._rig.arena[copy] = self._rig.arena[table]
+        return copy
+
+
+@pytest.fixture(scope="module", params=["qwen3-gqa-tied", "llama-gqa", "mistral-window"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), SPECS[request.param])
+
+
+def test_on_pages_it_finds_what_transformers_finds(checkpoint: Path) -> None:
+    """Tokens that end a sequence are ones that beams do draw, so that some end early."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    rig = Rig(checkpoint, block_size=4, num_blocks=600)
+    num_stopped = 0
+    for seed, (width, max_tokens, early_stopping) in enumerate(
+        [
+            (2, 12, EarlyStopping.WHEN_UNLIKELY),
+            (4, 20, EarlyStopping.WHEN_FULL),
+            (4, 16, EarlyStopping.WHEN_IMPOSSIBLE),
+            (16, 10, EarlyStopping.WHEN_UNLIKELY),
+        ]
+    ):
+        prompt = random_prompt(9 + seed, seed)
+        free = BeamParams(width, width, 1.0, early_stopping)
+        drawn = by_transformers(model, prompt, free, (), max_tokens)
+        stop_ids = sorted({tokens[3 + seed] for _, tokens in drawn})[:3]
+        params = BeamParams(width, max(1, width - 1), 0.5 * seed, early_stopping)
+        search = BeamSearch(params, frozenset(stop_ids), max_tokens)
+        pages = OnPages(rig, prompt, num_deciding(params, frozenset(stop_ids)), max_tokens)
+        found = run(search, pages.advance)[: params.num_returned]
+        check(found, by_transformers(model, prompt, params, stop_ids, max_tokens), stop_ids, 1e-4)
+        num_stopped += sum(one.finish is FinishReason.STOP for one in found)
+    assert num_stopped > 4
