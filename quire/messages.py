@@ -6,6 +6,7 @@ from typing import Literal, cast
 
 from quire.errors import InvalidRequest, ServerError
 from quire.types import (
+    Beam,
     Candidate,
     ChatMessage,
     Choice,
@@ -34,6 +35,11 @@ from quire.v1 import (
 _FINISH_REASONS: dict[int, FinishReason] = {
     sampling_pb2.FINISH_REASON_STOP: "stop",
     sampling_pb2.FINISH_REASON_LENGTH: "length",
+}
+_EARLY_STOPPING: dict[bool | str, sampling_pb2.EarlyStopping] = {
+    False: sampling_pb2.EARLY_STOPPING_FALSE,
+    True: sampling_pb2.EARLY_STOPPING_TRUE,
+    "never": sampling_pb2.EARLY_STOPPING_NEVER,
 }
 _WORKER_STATES: dict[int, WorkerState] = {
     block_manager_pb2.WORKER_STATE_STARTING: "starting",
@@ -98,6 +104,17 @@ def _sampling(sampling: Sampling) -> sampling_pb2.SamplingParams:
         include_stop_str_in_output=sampling.include_stop_str_in_output,
         skip_special_tokens=sampling.skip_special_tokens,
         n=sampling.n,
+        beam=None if sampling.beam is None else _beam(sampling.beam),
+    )
+
+
+def _beam(beam: Beam) -> sampling_pb2.BeamSearch:
+    if beam.early_stopping not in _EARLY_STOPPING:
+        raise ValueError(f"early_stopping is {beam.early_stopping!r}, not True, False or 'never'")
+    return sampling_pb2.BeamSearch(
+        width=beam.width,
+        length_penalty=beam.length_penalty,
+        early_stopping=_EARLY_STOPPING[beam.early_stopping],
     )
 
 
@@ -131,6 +148,7 @@ def deltas(response: inference_pb2.GenerateResponse) -> Iterator[Delta]:
             usage=usage if number == len(response.deltas) else None,
             logprobs=tuple(map(_token_logprobs, delta.logprobs)),
             prompt_logprobs=tuple(map(_token_logprobs, of_prompt)),
+            score=delta.score if delta.HasField("score") else None,
         )
 
 

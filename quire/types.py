@@ -21,6 +21,16 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 
 @dataclass(frozen=True, slots=True)
+class Beam:
+    """Search with so many beams, 1 to 16: `num_beams`, `length_penalty` (None: 1) and
+    `early_stopping` of transformers' `generate`, whose results it has."""
+
+    width: int
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] = False
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are chosen. None takes the model's generation_config, then the server's default.
 
@@ -30,6 +40,7 @@ class Sampling:
     tell none. `prompt_logprobs`: the same of the prompt's tokens but the first.
     `logit_bias`: token id to what is added to its logit. `allowed_token_ids`: None allows all.
     `bad_words` never come; `min_tokens` come before anything that ends the generation.
+    `beam`: search instead; the answer comes whole, at the end, best sequence first.
     """
 
     temperature: float | None = None
@@ -53,6 +64,7 @@ class Sampling:
     min_tokens: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    beam: Beam | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +101,9 @@ class Delta:
 
     `finish_reason` is set in its last delta, with the stop string or token that ended it, if one
     did; `usage` is set in the last delta of the request. `logprobs`: of each token, where asked
-    for; `prompt_logprobs`: of each token of the prompt but the first, in the first delta.
+    for; `prompt_logprobs`: of each token of the prompt but the first, in the first delta. `score`:
+    of a sequence that a beam search found, its log-probability by its length to the power of
+    `length_penalty`.
     """
 
     request_id: str
@@ -101,6 +115,7 @@ class Delta:
     usage: Usage | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,23 @@
 import argparse
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from quire.cli.logprobs import line
 from quire.cli.terminal import add_client_command, connect, print_json
 from quire.errors import InvalidRequest, ServerError
 from quire.messages import Request
-from quire.types import ChatMessage, Delta, Prompt, Sampling, Usage
+from quire.types import Beam, ChatMessage, Delta, Prompt, Sampling, Usage
 
 if TYPE_CHECKING:
     from quire.cli.terminal import Commands
+
+
+_EARLY_STOPPING: dict[str, bool | Literal["never"]] = {
+    "false": False,
+    "true": True,
+    "never": "never",
+}
 
 
 def add_commands(commands: "Commands") -> None:
@@ -74,6 +81,21 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--prompt-logprobs", type=int, metavar="K", help="the same of the prompt's tokens"
+    )
+    _add_beams(command)
+
+
+def _add_beams(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("beam search")
+    group.add_argument("--beam-width", type=int, metavar="N", help="search with so many beams")
+    group.add_argument(
+        "--length-penalty", type=float, metavar="P", help="above 0 favours long answers; 1"
+    )
+    group.add_argument(
+        "--early-stopping",
+        choices=("false", "true", "never"),
+        help="when to end with as many answers as beams: when the best beam, ended now, would not "
+        "be among them (the default), at once, or when no beam can come to be",
     )
 
 
@@ -200,12 +222,23 @@ def _request(args: argparse.Namespace) -> Request:
             min_tokens=args.min_tokens,
             include_stop_str_in_output=args.include_stop,
             skip_special_tokens=not args.show_special_tokens,
+            beam=_beam(args),
         ),
         model=args.model,
         request_id=args.request_id,
         priority=args.priority,
         cache_salt=args.cache_salt,
     )
+
+
+def _beam(args: argparse.Namespace) -> Beam | None:
+    if args.beam_width is None:
+        if args.length_penalty is not None or args.early_stopping is not None:
+            text = "--length-penalty and --early-stopping are for a search: --beam-width"
+            raise InvalidRequest(text, "usage")
+        return None
+    early_stopping = _EARLY_STOPPING[args.early_stopping or "false"]
+    return Beam(args.beam_width, args.length_penalty, early_stopping)
 
 
 def _prompt(args: argparse.Namespace) -> Prompt:

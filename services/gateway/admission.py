@@ -61,10 +61,15 @@ class Admitted:
             and self.num_sequences == other.num_sequences
         )
 
+    @property
+    def width(self) -> int:
+        """How many sequences run for it at a time: those that it asks for, or its beams."""
+        return self.num_sequences if self.sampling.beam is None else self.sampling.beam.width
+
     def misfit(self, spec: PoolSpec) -> str:
         """Why it can never fit a pool; "" when it can."""
         num_prompt, max_tokens = len(self.prompt_token_ids), self.sampling.max_tokens
-        return misfit(num_prompt, max_tokens, spec, self.num_sequences)
+        return misfit(num_prompt, max_tokens, spec, self.width)
 
 
 async def admit(
@@ -79,15 +84,17 @@ async def admit(
     check_names(request_id, request.cache_salt, request.priority)
     check_logprobs("logprobs", request.sampling.logprobs)
     check_logprobs("prompt_logprobs", request.sampling.prompt_logprobs)
-    check_num_sequences(request.sampling.n, served.most_slots)
+    check_num_sequences(request.sampling.n)
     sampling = await resolve_sampling(request.sampling, served.model)
+    width = sampling.beam.width if sampling.beam else request.sampling.n
+    check_slots(width, served.most_slots)
     prompt = await token_ids_of(request.prompt, served.model, served.max_model_len)
     max_tokens = resolve_max_tokens(
         len(prompt),
         request.sampling.max_tokens,
         served.max_model_len,
         served.specs,
-        request.sampling.n,
+        width,
     )
     check_prompt_logprobs(len(prompt), request.sampling.prompt_logprobs)
     require(
@@ -164,12 +171,15 @@ def check_received(
         check_token_ids("received", told.token_ids, vocab_size)
 
 
-def check_num_sequences(n: int, most_slots: int | None) -> None:
-    """`most_slots`: of any decode worker; None: there is none now."""
+def check_num_sequences(n: int) -> None:
     require(1 <= n <= MAX_SEQUENCES, f"n is {n}, not in [1, {MAX_SEQUENCES}]")
+
+
+def check_slots(width: int, most_slots: int | None) -> None:
+    """`most_slots`: of any decode worker; None: there is none now."""
     require(
-        most_slots is None or n <= most_slots,
-        f"n is {n}; the decode workers run at most {most_slots} sequences at a time",
+        most_slots is None or width <= most_slots,
+        f"{width} sequences; the decode workers run at most {most_slots} at a time",
     )
 
 

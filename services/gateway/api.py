@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.common.ticket import FinishReason
+from services.common.ticket import EarlyStopping, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,15 @@ class ChatMessage:
 
 Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 """Text, token ids, or a conversation for the model's chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedBeams:
+    """Beam search, as the client wrote it; `length_penalty` None is 1."""
+
+    width: int
+    length_penalty: float | None = None
+    early_stopping: EarlyStopping = EarlyStopping.WHEN_UNLIKELY
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,7 @@ class RequestedSampling:
     min_tokens: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    beam: RequestedBeams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +132,8 @@ class Delta:
     """What a sequence gained. `text` has whole characters only and nothing of a stop string. The
     last delta of a sequence has its `finish_reason` and, where a stop ended it, `stopped_by`; the
     last of the request has `usage`. `logprobs`: of each token, where asked for.
-    `prompt`: in the request's first delta, where asked for."""
+    `prompt`: in the request's first delta, where asked for. `score`: of a sequence that a beam
+    search found."""
 
     request_id: str
     index: int
@@ -133,6 +144,7 @@ class Delta:
     usage: Usage | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt: PromptReport | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,9 +66,10 @@ class Client:
         token_ids: tuple[int, ...],
         finish: FinishReason | None,
         logprobs: tuple[Logprobs, ...] = (),
+        score: float | None = None,
     ) -> None:
         """Of a sequence that has not ended. Who is too far behind pauses, or is given up."""
-        self.output.write(index, token_ids, finish, logprobs)
+        self.output.write(index, token_ids, finish, logprobs, score)
         if self.output.overflowing:
             self._not_read()
         elif self.output.congested:

@@ -20,6 +20,7 @@ from services.common.errors import InvalidRequest, Unavailable
 from services.common.logging import get_logger
 from services.common.ticket import Swapped, Ticket
 from services.gateway.admission import Admitted
+from services.gateway.beam_tickets import BeamTickets
 from services.gateway.client import Client
 from services.gateway.line import Place
 from services.gateway.messages import (
@@ -90,7 +91,8 @@ class Journey:
         self.started_at: float | None = None
         self.moved_at = -math.inf
         self.client = Client(request, output, read_window_s, self._on_read, self.end)
-        self._tickets = Tickets(self.client, place)
+        kind_of_tickets = BeamTickets if request.sampling.beam else Tickets
+        self._tickets = kind_of_tickets(self.client, place)
         self._has = Possessions()
         self._desk = desk
         self._attempts = attempts
@@ -103,8 +105,9 @@ class Journey:
 
     @property
     def num_sequences(self) -> int:
-        """That go on: it takes a slot for each."""
-        return len(self.client.living)
+        """That go on: it takes a slot for each. A search goes on with all its beams to its end."""
+        num_living, request = len(self.client.living), self.client.request
+        return request.width if num_living and request.sampling.beam else num_living
 
     @property
     def num_uncomputed(self) -> int:
@@ -326,6 +329,7 @@ class Journey:
         self.client.output.tally.saw_prefill(event.ticket.num_cached_tokens)
         if event.prompt_logprobs:
             self.client.output.write_prompt(event.prompt_logprobs)
+        self._tickets.note(event.ticket)
         if event.ticket.sequences:
             self._has.issue(event.ticket)
             self._deliver(event.outputs)
@@ -341,6 +345,7 @@ class Journey:
             why = problem or "it was not at work"
             self._set_back(f"decode worker {sender.id} handed over a wrong ticket: {why}")
             return
+        self._tickets.note(ticket)
         slot = self._has.hand_over(ticket)
         if slot is None:
             self._wait_again()
@@ -378,6 +383,8 @@ class Journey:
 
     def _on_requeued(self, sender: Worker, event: Requeued) -> None:
         told = sender, event.attempt
+        if event.search is not None:
+            self._tickets.note(event.search)
         if event.reason is RequeueReason.STALE_TICKET:
             self._set_back("its ticket was not there any more when it was claimed", told)
             return
@@ -393,7 +400,9 @@ class Journey:
         self._num_setbacks = 0
         num_before = self.num_sequences
         for output in outputs:
-            rest = output.finish_reason, output.logprobs
+            if self.client.is_over(output.index):
+                continue
+            rest = output.finish_reason, output.logprobs, output.score
             self.client.write(output.index, output.token_ids, *rest)
             self._end_early(output)
         if not self.num_sequences:

@@ -87,7 +87,8 @@ class Began:
 @dataclass(frozen=True, slots=True)
 class Generated:
     """What a prefill or one decode step gave one sequence. `position`: of its first token, counted
-    from the start of the prompt. `logprobs`: of each token, or none."""
+    from the start of the prompt. `logprobs`: of each token, or none. `score`: of a sequence that a
+    beam search found; while it searches, there are no tokens."""
 
     request_id: str
     attempt: int
@@ -96,6 +97,7 @@ class Generated:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     logprobs: tuple[Logprobs, ...] = ()
+    score: float | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -142,12 +144,13 @@ class RequeueReason(Enum):
 class Requeued:
     """A worker gives a request back. `ticket`: at rest, with blocks (in its pool, or swapped out)
     that the worker keeps until somebody claims them; None: the gateway builds it anew from what the
-    client has."""
+    client has, and from where its beam `search` stands, if it is one."""
 
     request_id: str
     attempt: int
     reason: RequeueReason
     ticket: Ticket | None = None
+    search: Ticket | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,9 +139,11 @@ class Output:
         token_ids: tuple[int, ...],
         finish: FinishReason | None,
         logprobs: tuple[Logprobs, ...] = (),
+        score: float | None = None,
     ) -> None:
         """Take the next tokens of a sequence that has not ended; `finish` comes with its last."""
         sequence = self.sequences[index]
+        sequence.score = score
         num_taken = sequence.write(token_ids, finish, logprobs)
         self._num_unread += num_taken
         self._count(sequence, num_taken)

@@ -8,6 +8,7 @@ from services.common.ticket import MOST_BIAS, MOST_PENALTY, SamplingParams
 from services.gateway.api import RequestedSampling
 from services.gateway.bad_words import MAX_CHARS as MAX_BAD_WORD_CHARS
 from services.gateway.bad_words import token_sequences
+from services.gateway.beams import neutral, resolve_beam
 from services.gateway.catalog import Model
 from services.gateway.checks import check_text, float32, require
 from services.gateway.prompts import check_token_ids
@@ -32,6 +33,9 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
     _check_allowed(asked, model.config.vocab_size)
     _check_bad_words(asked.bad_words)
     _check_counts(asked)
+    beam = resolve_beam(asked)
+    if beam is not None:
+        asked = neutral(asked)
     defaults = model.config.generation
     sampling = SamplingParams(
         temperature=_temperature(asked.temperature, defaults.temperature),
@@ -49,6 +53,7 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
         allowed_token_ids=asked.allowed_token_ids or (),
         bad_words=await token_sequences(asked.bad_words, model),
         min_tokens=asked.min_tokens or 0,
+        beam=beam,
     )
     _check_something_is_left(sampling, model.config.eos_token_ids)
     return sampling

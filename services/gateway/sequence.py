@@ -32,6 +32,8 @@ class Sequence:
         self.last_token_at: float | None = None
         self.cumulative_logprob = 0.0
         """Of all tokens that the client gets, as far as their logprobs came with them."""
+        self.score: float | None = None
+        """Of one that a beam search found."""
         self._text = text
         self._stop_token_ids = stop_token_ids
         self._speller = speller
@@ -116,6 +118,7 @@ class Sequence:
             usage=usage,
             logprobs=self._spelled(),
             prompt=prompt,
+            score=self.score,
         )
         self._unread_ids.clear()
         self._unread_text.clear()

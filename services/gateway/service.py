@@ -8,7 +8,11 @@ from grpc import aio
 
 from quire.v1 import inference_pb2, inference_pb2_grpc, logprobs_pb2, sampling_pb2
 from services.common.errors import InvalidRequest
-from services.common.wire import finish_reason_from_wire, finish_reason_to_wire
+from services.common.wire import (
+    early_stopping_from_wire,
+    finish_reason_from_wire,
+    finish_reason_to_wire,
+)
 from services.gateway.api import (
     Candidate,
     ChatMessage,
@@ -17,6 +21,7 @@ from services.gateway.api import (
     Generator,
     Prompt,
     Received,
+    RequestedBeams,
     RequestedSampling,
     TokenLogprobs,
     Usage,
@@ -105,6 +110,15 @@ def _sampling(message: sampling_pb2.SamplingParams) -> RequestedSampling:
         allowed_token_ids=tuple(message.allowed_token_ids) or None,
         bad_words=tuple(message.bad_words),
         include_stop_str_in_output=message.include_stop_str_in_output,
+        beam=_beams(message.beam) if message.HasField("beam") else None,
+    )
+
+
+def _beams(message: sampling_pb2.BeamSearch) -> RequestedBeams:
+    return RequestedBeams(
+        width=message.width,
+        length_penalty=message.length_penalty if message.HasField("length_penalty") else None,
+        early_stopping=early_stopping_from_wire(message.early_stopping),
     )
 
 
@@ -115,6 +129,7 @@ def _response(delta: Delta) -> inference_pb2.GenerateResponse:
         text=delta.text,
         finish_reason=finish_reason_to_wire(delta.finish_reason),
         logprobs=map(_token_logprobs, delta.logprobs),
+        score=delta.score,
     )
     if isinstance(delta.stopped_by, str):
         sequence.stop_string = delta.stopped_by

@@ -159,13 +159,8 @@ class Tickets:
     ) -> str:
         """What is wrong with one that comes back with what the client has and `gained`, and with
         `blocks`. Sequences that the client has seen the end of may still be in it."""
-        submitted = self._submitted
-        if submitted is None:
-            return "nobody was sent one"
-        if name := other_field(ticket, submitted):
-            return f"another {name}"
-        if first_of(ticket.holder_id) != submitted.holder_id:
-            return "another holder"
+        if problem := self._problem_of_identity(ticket):
+            return problem
         if problem := next(filter(None, map(self.problem_of_step, gained)), ""):
             return problem
         new = {output.index: output for output in gained}
@@ -182,6 +177,17 @@ class Tickets:
             if blocks and not at_rest.block_ids:
                 return "no blocks"
         return "" if all(index < self._num_sequences for index in there) else "other sequences"
+
+    def note(self, ticket: Ticket) -> None:
+        """One came back: what the client has tells all there is to know of it."""
+
+    def _problem_of_identity(self, ticket: Ticket) -> str:
+        submitted = self._submitted
+        if submitted is None:
+            return "nobody was sent one"
+        if name := other_field(ticket, submitted):
+            return f"another {name}"
+        return "" if first_of(ticket.holder_id) == submitted.holder_id else "another holder"
 
     def _problem_of_prompt(self, logprobs: Sequence[Logprobs]) -> str:
         num_prompt = len(self._client.request.prompt_token_ids)

@@ -158,6 +158,7 @@ def _output(output: worker_pb2.SequenceOutput) -> Generated:
         tuple(output.token_ids),
         finish_reason_from_wire(output.finish_reason),
         tuple(map(logprobs_from_wire, output.logprobs)),
+        output.score if output.HasField("score") else None,
     )
 
 
@@ -182,7 +183,9 @@ def _requeued(message: worker_pb2.Requeue) -> Requeued | Malformed:
     try:
         has_blocks = any(sequence.block_ids for sequence in ticket.sequences)
         at_rest = ticket_from_wire(ticket) if has_blocks or ticket.HasField("swapped") else None
-        return Requeued(ticket.request_id, ticket.attempt, reason, at_rest)
+        searches = at_rest is None and ticket.HasField("beams")
+        search = ticket_from_wire(ticket) if searches else None
+        return Requeued(ticket.request_id, ticket.attempt, reason, at_rest, search)
     except InvalidRequest as error:
         return Malformed(ticket.request_id, ticket.attempt, str(error))
 

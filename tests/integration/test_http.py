@@ -294,7 +294,7 @@ async def test_an_error_after_the_first_token_ends_the_stream(
     [
         (b"{", "the body is not valid JSON"),
         (b'{"prompt": "Hi", "temperature": NaN}', "the body is not valid JSON"),
-        (b'{"prompt": "Hi", "best_of": 3}', "best_of is not supported"),
+        (b'{"prompt": "Hi", "suffix": "x"}', "suffix is not supported"),
         (b'{"prompt": "Hi", "n": "many"}', "n: Input should be"),
         (b'{"prompt": "Hi", "max_tokens": "many"}', "max_tokens: Input should be"),
     ],
@@ -309,8 +309,8 @@ async def test_bad_bodies_are_refused(
 
 
 async def test_the_wrong_field_is_the_param(http: httpx.AsyncClient) -> None:
-    answer = await http.post("/v1/completions", json={"prompt": "Hi", "best_of": 3})
-    assert answer.json()["error"]["param"] == "best_of"
+    answer = await http.post("/v1/completions", json={"prompt": "Hi", "suffix": "x"})
+    assert answer.json()["error"]["param"] == "suffix"
 
 
 async def test_a_body_of_20_mb_is_too_large(http: httpx.AsyncClient) -> None:

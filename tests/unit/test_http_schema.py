@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from services.common.errors import InvalidRequest
-from services.gateway.api import ChatMessage, GenerationRequest, RequestedSampling
+from services.common.ticket import EarlyStopping
+from services.gateway.api import ChatMessage, GenerationRequest, RequestedBeams, RequestedSampling
 from services.gateway.http.body import read_body
 from services.gateway.http.merge import merged
 from services.gateway.http.schema import ChatBody, CompletionBody
@@ -164,7 +165,7 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"best_of": 2}, "best_of is not supported"),
+        ({"suffix": "x"}, "suffix is not supported"),
         ({"n": True}, "n: Input should be"),
         ({"top_logprobs": 2}, "logprobs=true"),
         ({"tools": [{"type": "function"}]}, "tools is not supported"),
@@ -219,11 +220,11 @@ async def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> N
 
 
 async def test_every_wrong_field_is_named() -> None:
-    text = await problem(CompletionBody, b'{"prompt": 1, "seed": "x", "best_of": 2}')
+    text = await problem(CompletionBody, b'{"prompt": 1, "seed": "x", "suffix": "y"}')
     assert [part.split(":")[0].split(" ")[0] for part in text.split("; ")] == [
         "seed",
         "prompt",
-        "best_of",
+        "suffix",
     ]
 
 
@@ -292,3 +293,45 @@ async def test_an_error_of_one_stream_ends_all() -> None:
         async for _ in merged(streams):
             pass
     assert counting.num_open == 0
+
+
+def beams(**fields: Any) -> RequestedBeams | None:
+    body = CompletionBody.model_validate({"prompt": "Hi", **fields})
+    return body.requests("r")[0].sampling.beam
+
+
+def test_a_beam_search_is_as_wide_as_it_says_or_else_as_n() -> None:
+    """vLLM's `n` is its width; `best_of` was that in its earlier versions."""
+    assert beams(n=4) is None
+    assert beams(use_beam_search=True, n=4) == RequestedBeams(4)
+    assert beams(use_beam_search=True, n=2, best_of=5) == RequestedBeams(5)
+    assert beams(use_beam_search=True, n=2, beam_width=6, best_of=6) == RequestedBeams(6)
+    assert beams(
+        use_beam_search=True, n=2, length_penalty=0.5, early_stopping="never"
+    ) == RequestedBeams(2, 0.5, EarlyStopping.WHEN_IMPOSSIBLE)
+    assert beams(use_beam_search=True, n=2, early_stopping=True) == RequestedBeams(
+        2, None, EarlyStopping.WHEN_FULL
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"best_of": 4}, "best_of is for requests with use_beam_search=true"),
+        ({"beam_width": 4}, "beam_width is for"),
+        ({"length_penalty": 0.5}, "length_penalty is for"),
+        ({"early_stopping": True}, "early_stopping is for"),
+        ({"early_stopping": "soon", "use_beam_search": True}, "early_stopping"),
+        ({"beam_width": 4, "best_of": 3, "use_beam_search": True}, "differ"),
+    ],
+)
+def test_what_is_wrong_with_a_beam_search_is_said(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        CompletionBody.model_validate({"prompt": "Hi", **fields})
+
+
+@pytest.mark.parametrize(
+    "fields", [{"best_of": 1}, {"length_penalty": 1}, {"use_beam_search": False}]
+)
+def test_what_asks_for_no_search_may_be_said(fields: dict[str, Any]) -> None:
+    assert beams(**fields) is None

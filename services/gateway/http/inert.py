@@ -15,7 +15,6 @@ INERT: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
     "annotations": _EMPTY,
     "audio": (),
-    "best_of": (1,),
     "chat_template_kwargs": _EMPTY,
     "continue_final_message": _OFF,
     "continuous_usage_stats": _OFF,
@@ -25,7 +24,6 @@ INERT: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": _EMPTY,
     "include_obfuscation": _OFF,
-    "length_penalty": (1,),
     "metadata": _EMPTY,
     "modalities": (["text"],),
     "name": (),
@@ -44,7 +42,6 @@ INERT: dict[str, tuple[Any, ...]] = {
     "tools": _EMPTY,
     "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
-    "use_beam_search": _OFF,
     "verbosity": (),
 }
 """Field -> values that ask for nothing; null always does."""

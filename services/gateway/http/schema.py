@@ -4,7 +4,7 @@ Only types are checked here; which values are allowed is for the gateway's admis
 gRPC and HTTP alike.
 """
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -15,8 +15,29 @@ from pydantic import (
     model_validator,
 )
 
-from services.gateway.api import ChatMessage, GenerationRequest, Prompt, RequestedSampling
+from services.common.ticket import EarlyStopping
+from services.gateway.api import (
+    ChatMessage,
+    GenerationRequest,
+    Prompt,
+    RequestedBeams,
+    RequestedSampling,
+)
 from services.gateway.http.inert import without_inert
+
+_BEAM_FIELDS: dict[str, object] = {
+    "beam_width": 1,
+    "best_of": 1,
+    "early_stopping": False,
+    "length_penalty": 1,
+}
+"""What is said of a beam search, and what of it asks for none."""
+
+_EARLY_STOPPING = {
+    False: EarlyStopping.WHEN_UNLIKELY,
+    True: EarlyStopping.WHEN_FULL,
+    "never": EarlyStopping.WHEN_IMPOSSIBLE,
+}
 
 MAX_PROMPTS = 128
 """Prompts of one body; each is a request of its own."""
@@ -83,9 +104,13 @@ class GenerationBody(_Body):
 
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    beam_width: int | None = None
+    best_of: int | None = None
     cache_salt: str | None = None
+    early_stopping: bool | Literal["never"] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    length_penalty: float | None = None
     min_p: float | None = None
     min_tokens: int | None = None
     priority: int | None = None
@@ -96,6 +121,18 @@ class GenerationBody(_Body):
     skip_special_tokens: bool | None = None
     stop_token_ids: list[int] | None = None
     top_k: int | None = None
+    use_beam_search: bool | None = None
+
+    @model_validator(mode="after")
+    def _beams_need_a_search(self) -> Self:
+        """`best_of`, like `beam_width`, is how many beams there are."""
+        if None not in (both := (self.beam_width, self.best_of)) and both[0] != both[1]:
+            raise ValueError("beam_width and best_of differ; give one of them")
+        for name, neutral in _BEAM_FIELDS.items():
+            value = getattr(self, name)
+            if not self.use_beam_search and value is not None and value != neutral:
+                raise ValueError(f"{name} is for requests with use_beam_search=true")
+        return self
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
@@ -170,11 +207,19 @@ class GenerationBody(_Body):
                 min_tokens=self.min_tokens,
                 include_stop_str_in_output=bool(self.include_stop_str_in_output),
                 skip_special_tokens=self.skip_special_tokens is not False,
+                beam=self._beams(),
             ),
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
             echo=self.echoes,
         )
+
+    def _beams(self) -> RequestedBeams | None:
+        if not self.use_beam_search:
+            return None
+        widths = (width for width in (self.beam_width, self.best_of, self.n) if width is not None)
+        early_stopping = _EARLY_STOPPING[self.early_stopping or False]
+        return RequestedBeams(next(widths, 1), self.length_penalty, early_stopping)
 
 
 def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:

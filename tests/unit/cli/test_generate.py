@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from quire.cli import main
+from quire.v1 import sampling_pb2
 from quire.v1.logprobs_pb2 import Candidate
 
 
@@ -198,3 +199,18 @@ def test_a_reader_that_goes_away_ends_it_quietly(hello: Any) -> None:
     done = subprocess.run(command, stdout=writing_end, stderr=subprocess.PIPE, timeout=20)
     os.close(writing_end)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_the_flags_of_a_beam_search_arrive(hello: Any) -> None:
+    flags = "--beam-width 4 --length-penalty 0.5 --early-stopping never --n 2"
+    assert main(["generate", "Hi", *flags.split()]) == 0
+    beam = hello.requests[0].sampling.beam
+    assert (beam.width, beam.length_penalty) == (4, 0.5)
+    assert beam.early_stopping == sampling_pb2.EARLY_STOPPING_NEVER
+
+
+def test_without_a_width_there_is_no_beam_search(hello: Any, capsys: Any) -> None:
+    assert main(["generate", "Hi", "--length-penalty", "2"]) == 1
+    assert "--beam-width" in capsys.readouterr().err
+    assert main(["generate", "Hi"]) == 0
+    assert not hello.requests[0].sampling.HasField("beam")

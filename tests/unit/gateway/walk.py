@@ -10,7 +10,7 @@ from blockstore.registry import Load, Member, Role
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.pieces import Pieces
 from services.common.text.stop_strings import StopMatcher
-from services.common.ticket import FinishReason, SamplingParams, Ticket, TicketSequence
+from services.common.ticket import BeamParams, FinishReason, SamplingParams, Ticket, TicketSequence
 from services.gateway.admission import Admitted
 from services.gateway.journey import Journey, Start
 from services.gateway.line import Place
@@ -90,11 +90,15 @@ class Walk:
     """A journey with one worker of each kind."""
 
     def __init__(
-        self, deadline: float | None = None, num_sequences: int = 1, stop: tuple[str, ...] = ()
+        self,
+        deadline: float | None = None,
+        num_sequences: int = 1,
+        stop: tuple[str, ...] = (),
+        beam: BeamParams | None = None,
     ) -> None:
         self.prefill, self.decode = ScriptedWorker("p", "prefill"), ScriptedWorker("d")
         self.desk = ScriptedDesk()
-        sampling = SamplingParams(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS)
+        sampling = SamplingParams(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS, beam=beam)
         request = Admitted(
             *("r1", "toy", PROMPT, sampling, stop, 0, "", 0.0, deadline, 256, num_sequences)
         )

@@ -1,0 +1,90 @@
+"""The tickets of a beam search. Its client gets nothing before the end, so there is nothing to hold
+them to but the shape of a search; and where it stands is known from them alone."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from blockstore.store import PrefixHash
+from services.common.ticket import BeamState, Swapped, Ticket, TicketSequence, first_of
+from services.gateway.client import Client
+from services.gateway.line import Place
+from services.gateway.messages import Generated, Prefilled
+from services.gateway.tickets import Tickets
+
+
+class BeamTickets(Tickets):
+    """What the last ticket said of the search goes into the next one. Lost with its worker is what
+    no ticket has said: that is searched again, with the same result."""
+
+    def __init__(self, client: Client, place: Place) -> None:
+        super().__init__(client, place)
+        self._beams: BeamState | None = None
+        self._sequences: tuple[TicketSequence, ...] = (TicketSequence(0),)
+
+    def submit(
+        self, attempt: int, pool_id: str, root_hash: PrefixHash, swapped: Swapped | None
+    ) -> Ticket:
+        ticket = super().submit(attempt, pool_id, root_hash, swapped)
+        self._submitted = replace(ticket, sequences=self._sequences, beams=self._beams)
+        return self._submitted
+
+    def admit(self, at_rest: Ticket, attempt: int) -> Ticket:
+        order, timeout_ms = self.place.order, self._client.timeout_ms()
+        return replace(at_rest, attempt=attempt, order=order, timeout_ms=timeout_ms)
+
+    def adopt(self, ticket: Ticket) -> tuple[Generated, ...]:
+        self._submitted = replace(ticket, holder_id=first_of(ticket.holder_id))
+        self.place = Place.of(ticket.order)
+        return ()
+
+    def note(self, ticket: Ticket) -> None:
+        """Remember where the search stands, if this says it."""
+        if ticket.beams is None or self._problem_of_beams(ticket):
+            return
+        self._beams = ticket.beams
+        self._sequences = tuple(
+            TicketSequence(sequence.index, sequence.token_ids) for sequence in ticket.sequences
+        )
+
+    def problem_of_prefilled(self, event: Prefilled) -> str:
+        """It has begun, or found all that there is."""
+        new = [output for output in event.outputs if not self._client.is_over(output.index)]
+        if problem := self.problem(event.ticket, new):
+            return f"answered with a wrong ticket: {problem}"
+        expected = [] if event.ticket.sequences else list(range(self._num_sequences))
+        if [output.index for output in event.outputs] != expected:
+            return f"found {len(event.outputs)} sequences instead of {len(expected)}"
+        return ""
+
+    def problem_of_step(self, event: Generated) -> str:
+        """A whole sequence, or the word that the search goes on."""
+        if not event.token_ids and event.finish_reason is None:
+            return ""
+        if event.finish_reason is None:
+            return "sent a sequence that has not ended"
+        return super().problem_of_step(event)
+
+    def problem(
+        self, ticket: Ticket, gained: Sequence[Generated] = (), *, blocks: bool = True
+    ) -> str:
+        if problem := self._problem_of_identity(ticket):
+            return problem
+        if problem := next(filter(None, map(self.problem_of_step, gained)), ""):
+            return problem
+        if blocks and not all(sequence.block_ids for sequence in ticket.sequences):
+            return "no blocks"
+        return self._problem_of_beams(ticket) if ticket.sequences else ""
+
+    def _problem_of_beams(self, ticket: Ticket) -> str:
+        """(That sequences and scores belong together is known where it comes in.)"""
+        request = self._client.request
+        if ticket.beams is None:
+            return "no word of its beams"
+        num_tokens, most = len(ticket.sequences[0].token_ids), request.sampling.max_tokens
+        if not 0 < num_tokens < most:
+            return f"beams of {num_tokens} tokens of {most}"
+        tokens = {token for sequence in ticket.sequences for token in sequence.token_ids}
+        tokens |= {token for one in ticket.beams.finished for token in one.token_ids}
+        if max(tokens) >= request.vocab_size:
+            return f"not all tokens are in the vocabulary of {request.vocab_size}"
+        return ""

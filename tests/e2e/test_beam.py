@@ -1,0 +1,178 @@
+"""Beam search through every layer: what transformers finds, also when its worker is killed, leaves,
+or gives way."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quire.client import AsyncClient
+from quire.errors import InvalidRequest
+from quire.types import Beam, Delta, Sampling
+
+from .deployment import Deployment, serving
+from .test_moves import busiest, decoders, pid_of
+
+WIDTH = 8
+LIMIT_S = 90.0
+POOL_MEMORY = "16MiB"
+
+
+@pytest.fixture(scope="module")
+def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """Two decode workers."""
+    folder = tmp_path_factory.mktemp("run")
+    with serving(checkpoint, folder, "--decode", "2", "--pool-memory", POOL_MEMORY) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Any:
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+
+def prompt_of(seed: int, length: int = 40) -> list[int]:
+    return [random.Random(seed).randrange(259, 384) for _ in range(length)]
+
+
+Found = list[tuple[list[int], float | None]]
+
+
+def by_transformers(
+    model: Any, prompt: Sequence[int], sampling: Sampling, num_returned: int
+) -> Found:
+    """(tokens, score), best first."""
+    beam = sampling.beam
+    assert beam is not None
+    with torch.inference_mode():
+        found = model.generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            num_beams=beam.width,
+            num_return_sequences=num_returned,
+            length_penalty=1.0 if beam.length_penalty is None else beam.length_penalty,
+            early_stopping=beam.early_stopping,
+            max_new_tokens=sampling.max_tokens,
+            eos_token_id=list(sampling.stop_token_ids) or None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+    lengths = (found.beam_indices >= 0).sum(dim=1).tolist()
+    rows = zip(found.sequences.tolist(), lengths, found.sequences_scores.tolist(), strict=True)
+    return [(row[len(prompt) :][:length], score) for row, length, score in rows]
+
+
+async def search(client: AsyncClient, prompt: Sequence[int], sampling: Sampling) -> Found:
+    deltas = [delta async for delta in client.generate(prompt, sampling, timeout_s=LIMIT_S)]
+    return found_in(deltas)
+
+
+def found_in(deltas: Sequence[Delta]) -> Found:
+    found: dict[int, tuple[list[int], float | None]] = {}
+    for delta in deltas:
+        tokens, _ = found.setdefault(delta.index, ([], None))
+        found[delta.index] = (tokens + list(delta.token_ids), delta.score)
+    return [found[index] for index in sorted(found)]
+
+
+def check(found: Found, expected: Found) -> None:
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    assert [score for _, score in found] == pytest.approx([s for _, s in expected], rel=1e-5)
+
+
+async def all_let_go(client: AsyncClient) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while any(pool.num_held for pool in await client.pools()):
+            await asyncio.sleep(0.05)
+    assert not any(audit.violations for audit in await client.audit())
+
+
+@pytest.mark.parametrize(
+    ("width", "n", "penalty", "early_stopping"),
+    [(4, 4, None, False), (2, 1, 0.0, True), (16, 5, 2.0, "never"), (3, 3, -1.0, False)],
+)
+async def test_it_finds_what_transformers_finds(
+    client: AsyncClient,
+    model: Any,
+    width: int,
+    n: int,
+    penalty: float | None,
+    early_stopping: Any,
+) -> None:
+    """First without a token that ends a sequence, then with some that beams draw."""
+    prompt, beam = prompt_of(width), Beam(width, penalty, early_stopping)
+    free = Sampling(beam=beam, n=n, max_tokens=24, ignore_eos=True)
+    expected = by_transformers(model, prompt, free, n)
+    check(await search(client, prompt, free), expected)
+    stops = tuple({tokens[9] for tokens, _ in expected})[:2]
+    ending = Sampling(beam=beam, n=n, max_tokens=24, ignore_eos=True, stop_token_ids=stops)
+    expected = by_transformers(model, prompt, ending, n)
+    check(await search(client, prompt, ending), expected)
+    await all_let_go(client)
+
+
+@pytest.mark.parametrize("way", ["killed", "drained"])
+async def test_its_worker_goes(checkpoint: Path, tmp_path: Path, model: Any, way: str) -> None:
+    prompt = prompt_of(5)
+    sampling = Sampling(beam=Beam(WIDTH), n=3, max_tokens=400, ignore_eos=True)
+    with serving(checkpoint, tmp_path, "--decode", "2", "--pool-memory", "32MiB") as deployment:
+        client = AsyncClient(deployment.address)
+        async with asyncio.timeout(LIMIT_S):
+            while [worker.state for worker in await decoders(client)] != ["serving"] * 2:
+                await asyncio.sleep(0.05)
+            searching = asyncio.create_task(search(client, prompt, sampling))
+            leaving = await busiest(client)
+            if way == "killed":
+                os.kill(pid_of(deployment, leaving), signal.SIGKILL)
+            else:
+                await client.drain(leaving.worker_id)
+            found = await searching
+        check(found, by_transformers(model, prompt, sampling, 3))
+        await all_let_go(client)
+        await client.close()
+
+
+async def test_over_http(deployment: Deployment, model: Any) -> None:
+    prompt = prompt_of(7)
+    body = {
+        "prompt": prompt,
+        "use_beam_search": True,
+        "best_of": 4,
+        "n": 2,
+        "length_penalty": 0.5,
+        "early_stopping": True,
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    async with httpx.AsyncClient(timeout=LIMIT_S) as http:
+        answer = (await http.post(f"{deployment.http}/v1/completions", json=body)).json()
+    sampling = Sampling(beam=Beam(4, 0.5, True), max_tokens=12)
+    expected = by_transformers(model, prompt, sampling, 2)
+    assert [choice["token_ids"] for choice in answer["choices"]] == [t for t, _ in expected]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+
+
+async def test_what_makes_no_sense_is_refused(client: AsyncClient) -> None:
+    refused: list[tuple[Beam, dict[str, Any], str]] = [
+        (Beam(17), {}, "width"),
+        (Beam(2), {"n": 3}, "n is 3"),
+        (Beam(2), {"temperature": 0.7}, "temperature"),
+        (Beam(2), {"stop": ("a",)}, "stop"),
+        (Beam(2, 9.0), {}, "length_penalty"),
+    ]
+    for beam, others, said in refused:
+        with pytest.raises(InvalidRequest, match=said):
+            await client.complete(prompt_of(1), Sampling(beam=beam, max_tokens=4, **others))

@@ -1,0 +1,229 @@
+"""A beam search's walk through the gateway, with workers that a test plays by hand; and what may be
+asked for."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.common.errors import InvalidRequest
+from services.common.ticket import (
+    BeamParams,
+    BeamState,
+    EarlyStopping,
+    FinishReason,
+    Hypothesis,
+    Ticket,
+    TicketSequence,
+)
+from services.gateway.api import Delta, RequestedBeams, RequestedSampling
+from services.gateway.beams import neutral, resolve_beam
+from services.gateway.messages import (
+    Admit,
+    Generated,
+    Prefilled,
+    Requeued,
+    RequeueReason,
+    Reserve,
+    Submit,
+)
+from services.gateway.stage import Stage
+
+from .walk import MAX_TOKENS, PROMPT, Walk
+
+BEAM = BeamParams(width=3, num_returned=2)
+FOUND = ((5, 6, 7, 8, 9, 10), (5, 6, 2))
+
+
+def searching() -> Walk:
+    return Walk(num_sequences=2, beam=BEAM)
+
+
+def begun(ticket: Ticket, num_tokens: int = 1, **changes: Any) -> Ticket:
+    """Three living beams, and one that is finished."""
+    sequences = tuple(
+        TicketSequence(index, (5 + index,) * num_tokens, (9,), len(PROMPT) + num_tokens - 1)
+        for index in range(3)
+    )
+    state = BeamState((-1.0, -1.5, -2.0), (Hypothesis((2,), -3.0, FinishReason.STOP),))
+    fields = {"holder_epoch": 2, "sequences": sequences, "beams": state}
+    return replace(ticket, **{**fields, **changes})
+
+
+def goes_on(walk: Walk) -> Generated:
+    return Generated("r1", walk.journey.attempt, 0, len(PROMPT), (), None)
+
+
+def found(walk: Walk, *indices: int) -> list[Generated]:
+    finish = (FinishReason.LENGTH, FinishReason.STOP)
+    position, attempt = len(PROMPT), walk.journey.attempt
+    return [
+        Generated("r1", attempt, index, position, FOUND[index], finish[index], score=-0.5 - index)
+        for index in indices
+    ]
+
+
+async def until_searching(walk: Walk) -> Ticket:
+    assert await walk.reserve()
+    ticket = walk.start()
+    walk.journey.on_event(walk.prefill, Prefilled(begun(ticket), ()))
+    assert walk.journey.stage is Stage.DECODING
+    return ticket
+
+
+async def deltas(walk: Walk) -> list[Delta]:
+    return [delta async for delta in walk.output.deltas()]
+
+
+async def test_what_is_found_comes_at_the_end_with_its_score() -> None:
+    walk = searching()
+    ticket = await until_searching(walk)
+    assert ticket.sequences == (TicketSequence(0),)
+    assert walk.decode.sent[0] == Reserve("r1", 1, num_sequences=3)
+    admit = walk.decode.sent[-1]
+    assert isinstance(admit, Admit)
+    assert admit.ticket.sequences == begun(ticket).sequences
+    for event in [goes_on(walk), *found(walk, 0, 1)]:
+        walk.journey.on_event(walk.decode, event)
+    first, second = await deltas(walk)
+    assert (first.token_ids, first.score, first.finish_reason) == (
+        *(FOUND[0], -0.5),
+        FinishReason.LENGTH,
+    )
+    assert (second.token_ids, second.score, second.finish_reason) == (
+        *(FOUND[1], -1.5),
+        FinishReason.STOP,
+    )
+    assert second.usage is not None
+    assert walk.desk.ended == [None]
+    assert not walk.decode.guests
+
+
+async def test_a_search_that_ends_with_its_first_tokens() -> None:
+    walk = searching()
+    assert await walk.reserve()
+    over = replace(walk.start(), sequences=())
+    walk.journey.on_event(walk.prefill, Prefilled(over, tuple(found(walk, 0, 1))))
+    assert [delta.token_ids for delta in await deltas(walk)] == list(FOUND)
+
+
+async def test_it_is_settled_once_its_worker_says_that_it_goes_on() -> None:
+    walk = searching()
+    await until_searching(walk)
+    assert walk.journey.settled_at is None
+    walk.journey.on_event(walk.decode, goes_on(walk))
+    assert walk.journey.settled_at is walk.decode
+    assert walk.journey.num_sequences == 3
+
+
+@pytest.mark.parametrize("reason", [RequeueReason.PREEMPTED, RequeueReason.DRAINING])
+async def test_what_was_given_back_goes_on_from_its_beams(reason: RequeueReason) -> None:
+    walk = searching()
+    ticket = await until_searching(walk)
+    left = begun(ticket, 4, holder_epoch=0)
+    left = replace(left, sequences=tuple(replace(s, block_ids=()) for s in left.sequences))
+    walk.journey.on_event(walk.decode, Requeued("r1", 1, reason, None, left))
+    assert walk.journey.stage is Stage.QUEUED
+    assert await walk.reserve()
+    again = walk.start()
+    assert [one.token_ids for one in again.sequences] == [(5,) * 4, (6,) * 4, (7,) * 4]
+    assert again.beams == left.beams
+    assert not any(one.block_ids for one in again.sequences)
+
+
+async def test_what_its_worker_took_along_begins_where_the_last_ticket_stood() -> None:
+    walk = searching()
+    await until_searching(walk)
+    walk.journey.on_lost(walk.decode)
+    assert await walk.reserve()
+    again = walk.start()
+    assert [one.token_ids for one in again.sequences] == [(5,), (6,), (7,)]
+    submit = walk.prefill.sent[-1]
+    assert isinstance(submit, Submit)
+    assert submit.ticket.beams is not None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda ticket: begun(ticket, beams=None),
+        lambda ticket: begun(ticket, num_tokens=MAX_TOKENS),
+        lambda ticket: begun(ticket, num_tokens=0),
+        lambda ticket: begun(ticket, holder_id="another"),
+        lambda ticket: begun(ticket, sampling=replace(ticket.sampling, beam=None)),
+        lambda ticket: begun(ticket, sequences=(TicketSequence(0, (999,), (9,), 3),)),
+        lambda ticket: begun(ticket, sequences=(TicketSequence(0, (5,)),)),
+    ],
+)
+async def test_a_ticket_that_is_no_search_is_refused(wrong: Callable[[Ticket], Ticket]) -> None:
+    walk = searching()
+    assert await walk.reserve()
+    walk.journey.on_event(walk.prefill, Prefilled(wrong(walk.start()), ()))
+    assert walk.journey.stage is Stage.QUEUED
+    assert await walk.reserve()
+    assert walk.start().beams is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"token_ids": (5, 6)},
+        {"token_ids": (5, 999), "finish_reason": FinishReason.STOP},
+        {"token_ids": (5,) * (MAX_TOKENS + 1), "finish_reason": FinishReason.LENGTH},
+        {"token_ids": (5,), "finish_reason": FinishReason.STOP, "position": 9},
+        {"token_ids": (5,), "finish_reason": FinishReason.STOP, "index": 2},
+    ],
+)
+async def test_what_is_no_whole_sequence_is_refused(wrong: dict[str, Any]) -> None:
+    walk = searching()
+    await until_searching(walk)
+    walk.journey.on_event(walk.decode, replace(goes_on(walk), **wrong))
+    assert walk.journey.stage is Stage.QUEUED
+    assert not any(sequence.tokens for sequence in walk.output.sequences)
+
+
+async def test_half_an_answer_is_no_answer_of_a_prefill_worker() -> None:
+    walk = searching()
+    assert await walk.reserve()
+    over = replace(walk.start(), sequences=())
+    walk.journey.on_event(walk.prefill, Prefilled(over, tuple(found(walk, 0))))
+    assert walk.journey.stage is Stage.QUEUED
+
+
+def test_absent_fields_take_transformers_defaults() -> None:
+    asked = RequestedSampling(beam=RequestedBeams(4), n=2)
+    assert resolve_beam(asked) == BeamParams(4, 2, 1.0, EarlyStopping.WHEN_UNLIKELY)
+    assert resolve_beam(RequestedSampling()) is None
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [{"temperature": 0.0}, {"temperature": 1.0}, {"top_k": -1}, {"top_p": 1.0}, {"min_p": 0.0}],
+)
+def test_what_changes_nothing_may_be_said(harmless: dict[str, Any]) -> None:
+    asked = RequestedSampling(beam=RequestedBeams(4), **harmless)
+    assert resolve_beam(asked) is not None
+    assert neutral(asked).temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("beam", "others", "problem"),
+    [
+        (RequestedBeams(0), {}, "width of 0, not in"),
+        (RequestedBeams(17), {}, "width of 17, not in"),
+        (RequestedBeams(2), {"n": 3}, "n is 3, the beam width only 2"),
+        (RequestedBeams(2, 4.5), {}, "length_penalty is 4.5"),
+        (RequestedBeams(2, float("nan")), {}, "length_penalty is nan"),
+        (RequestedBeams(2), {"temperature": 0.7}, "temperature is 0.7: a beam search"),
+        (RequestedBeams(2), {"top_k": 5}, "top_k is 5"),
+        (RequestedBeams(2), {"top_p": 0.9}, "top_p is 0.9"),
+        (RequestedBeams(2), {"min_p": 0.1}, "min_p is 0.1"),
+        (RequestedBeams(2), {"stop": ("a",)}, "stop is"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    beam: RequestedBeams, others: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        resolve_beam(RequestedSampling(beam=beam, **others))
