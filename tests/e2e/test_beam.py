@@ -18,8 +18,8 @@ from quire.client import AsyncClient
 from quire.errors import InvalidRequest
 from quire.types import Beam, Delta, Sampling
 
+from .decoders import busiest, decoders, pid_of
 from .deployment import Deployment, serving
-from .test_moves import busiest, decoders, pid_of
 
 WIDTH = 8
 LIMIT_S = 90.0

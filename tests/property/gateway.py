@@ -224,6 +224,7 @@ class Gateway:
             case Prefilled(issued, outputs):
                 self._give_up_ticket(request)  # what was swapped out has come back
                 for output in outputs:
+                    assert isinstance(output, Output)
                     self._deliver(request, output)
                 if not request.over:
                     worker, way = self._runs(request.attempt)

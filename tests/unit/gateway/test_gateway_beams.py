@@ -135,7 +135,7 @@ async def test_what_was_given_back_goes_on_from_its_beams(reason: RequeueReason)
 async def test_what_its_worker_took_along_begins_where_the_last_ticket_stood() -> None:
     walk = searching()
     await until_searching(walk)
-    walk.journey.on_lost(walk.decode)
+    walk.journey.on_lost(walk.decode, died=True)
     assert await walk.reserve()
     again = walk.start()
     assert [one.token_ids for one in again.sequences] == [(5,), (6,), (7,)]

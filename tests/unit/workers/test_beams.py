@@ -1,6 +1,6 @@
 """Beam searches at the workers: what is found, what moves, and that nothing is left."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -94,10 +94,12 @@ async def more_heard(bench: Bench, number: int) -> None:
     await bench.until(lambda: len(heard(bench.session, "r1")) >= wanted)
 
 
-async def more_requeued(
-    bench: Bench, num_seen: int, or_else: Callable[[], bool] = lambda: False
-) -> None:
-    await bench.until(lambda: or_else() or len(bench.session.of(Requeued)) > num_seen)
+async def more_requeued(bench: Bench, num_seen: int) -> None:
+    await bench.until(lambda: len(bench.session.of(Requeued)) > num_seen)
+
+
+async def more_events(bench: Bench, num_seen: int) -> None:
+    await bench.until(lambda: len(bench.session.events) > num_seen)
 
 
 @pytest.mark.parametrize("early_stopping", EarlyStopping)
@@ -180,22 +182,28 @@ async def test_what_was_given_back_goes_on_from_its_beams(bench: Bench) -> None:
 async def test_searches_that_want_more_than_there_is_give_way_and_find_the_same(
     make_bench: MakeBench,
 ) -> None:
+    """Also at the prefill worker, and more than once."""
     bench = await make_bench(num_blocks=40)
     tickets = {f"r{number}": asked(number, max_tokens=24) for number in (1, 2, 3)}
     for wanted in tickets.values():
-        await start(bench, wanted)
-    num_seen, attempt = 0, 1
+        bench.prefill.submit(bench.session, wanted)
+    num_seen, num_requeued, attempt = 0, 0, 1
 
     def all_found() -> bool:
         return all(hypotheses(heard(bench.session, one)) for one in tickets)
 
     while not all_found():
-        await more_requeued(bench, num_seen, or_else=all_found)
-        for requeued in bench.session.of(Requeued)[num_seen:]:
-            num_seen, attempt = num_seen + 1, attempt + 1
-            again = replace(requeued.ticket, attempt=attempt, holder_id=f"h-{attempt}")
-            await start(bench, again)
-    assert num_seen > 0
+        await more_events(bench, num_seen)
+        for event in bench.session.events[num_seen:]:
+            num_seen += 1
+            match event:
+                case Prefilled(ticket):
+                    admit(bench, ticket)
+                case Requeued(ticket):
+                    num_requeued, attempt = num_requeued + 1, attempt + 1
+                    again = replace(ticket, attempt=attempt, holder_id=f"h-{attempt}")
+                    bench.prefill.submit(bench.session, again)
+    assert num_requeued > 0
     for request_id, wanted in tickets.items():
         assert hypotheses(heard(bench.session, request_id)) == right(wanted)
     await bench.until_empty()

@@ -5,7 +5,7 @@ from typing import Any
 
 from services.common.logprobs import Logprobs
 from services.common.ticket import SamplingParams
-from services.worker.events import Prefilled, Requeued, RequeueReason, Step
+from services.worker.events import Output, Prefilled, Requeued, RequeueReason, Step
 
 from .conftest import Bench, MakeBench
 from .fakes import PROMPT, expected, logprobs_of, ticket
@@ -40,7 +40,9 @@ async def test_of_every_token_from_prompt_to_end(bench: Bench) -> None:
     assert event.prompt_logprobs == of_prompt(PROMPT, 3)
     tokens = expected(PROMPT, 4)
     wanted = [logprobs_of([*PROMPT, *tokens[:end]], 2) for end in range(1, 5)]
-    assert [output.logprobs for output in event.outputs] == wanted[:1]
+    (first,) = event.outputs
+    assert isinstance(first, Output)
+    assert first.logprobs == wanted[0]
     bench.decode.reserve(bench.session, "r1", 1, 1)
     bench.decode.admit(bench.session, event.ticket)
     outputs = []
@@ -63,6 +65,7 @@ async def test_a_prompt_in_chunks_beside_others(make_bench: MakeBench) -> None:
     assert (await prefilled(bench, "r1")).prompt_logprobs == of_prompt(LONG, 1)
     assert (await prefilled(bench, "r2")).prompt_logprobs == ()
     (output,) = (await prefilled(bench, "r3")).outputs
+    assert isinstance(output, Output)
     assert output.logprobs == logprobs_of([*PROMPT[:3], output.token_id], 2)
 
 
