@@ -208,10 +208,10 @@ class Rig(Runner):
 
     def _step(self, trials: list[Trial], chunk: int) -> None:
         rows = [trial.next_row(chunk) for trial in trials]
-        tokens = self.run(rows)
+        drawn = self.run(rows)
         logits = iter(self.last_logits)
-        for trial, row, token in zip(trials, rows, tokens, strict=True):
+        for trial, row, tokens in zip(trials, rows, drawn, strict=True):
             trial.num_computed += len(row.token_ids)
-            if isinstance(token, int):
-                trial.new_tokens.append(token)
+            if isinstance(tokens, tuple) and tokens:
+                trial.new_tokens += tokens
                 trial.logits.append(next(logits))

@@ -134,7 +134,7 @@ async def test_a_worker_with_room_for_all_is_chosen(make_house: Any) -> None:
     [
         (0, InvalidRequest, r"n is 0, not in \[1, 64\]"),
         (65, InvalidRequest, r"n is 65, not in \[1, 64\]"),
-        (9, InvalidRequest, "n is 9; the decode workers run at most 8 sequences"),
+        (9, InvalidRequest, "9 sequences; the decode workers run at most 8 at a time"),
     ],
 )
 async def test_a_group_that_no_worker_takes_is_refused_with_the_numbers(
