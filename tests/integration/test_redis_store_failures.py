@@ -15,7 +15,7 @@ from blockstore.errors import (
     StoreUnavailable,
 )
 from blockstore.redis_store import RedisStore
-from blockstore.store import Allocation, Extension, Grown, Growth, PoolSpec
+from blockstore.store import Allocation, Claim, Extension, Grown, Growth, PoolSpec
 from tests.conftest import Valkey
 
 POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, block_bytes=64)
@@ -162,7 +162,8 @@ async def check_walk(store: RedisStore) -> None:
     assert b == Allocation("b", 1, (0, 3), 1)
     assert extension == Extension((Grown("b", (4, 5)),), ())
     assert isinstance(short, OutOfBlocks)
-    assert (detached, claimed) == (2, 3)
+    assert isinstance(claimed, Claim)
+    assert (detached, claimed.epoch) == (2, 3)
     assert d == Allocation("d", 1, (1, 2, 4), 0)
     report = await store.audit("pool")
     assert report.violations == ()
