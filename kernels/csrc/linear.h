@@ -31,6 +31,10 @@ inline constexpr int64_t kCacheLine = 64;
 // Memory's latency at its bandwidth is about 4 KB; more, since the stream is not perfectly even.
 inline constexpr int64_t kAheadBytes = 12 * 1024;
 
+// Up to here a linear waits for memory: what is fetched ahead goes into L2, which may have more
+// lines on their way than L1. Behind it, arithmetic is what is scarce, and reads from L1 cost less.
+inline constexpr int64_t kMemoryBoundRows = 18;
+
 struct Tile {
   const char* x;     // its first row
   int64_t x_stride;  // bytes
@@ -38,7 +42,15 @@ struct Tile {
   int64_t num_steps;
   const char* fetched;  // what will be needed next, `fetched_step` bytes of it each step
   int64_t fetched_step;
+  bool is_far;  // into L2, not L1
 };
+
+inline void fetch(const char* line, bool is_far) {
+  if (is_far)
+    __builtin_prefetch(line, 0, 2);
+  else
+    __builtin_prefetch(line);
+}
 
 // sums[row] += the products of all K with the columns of a panel.
 template <WeightKind kind, int rows>
@@ -46,8 +58,8 @@ inline void accumulate(const Tile& tile, typename Dot<kind>::Sum (&sums)[rows][k
   const char* weights = tile.panel;
   const char* fetched = tile.fetched;
   for (int64_t step = 0; step < tile.num_steps; ++step) {
-    __builtin_prefetch(fetched);
-    if (tile.fetched_step > kCacheLine) __builtin_prefetch(fetched + kCacheLine);
+    fetch(fetched, tile.is_far);
+    if (tile.fetched_step > kCacheLine) fetch(fetched + kCacheLine, tile.is_far);
     vu32 w[kVectors];
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; ++i) w[i] = load<vu32>(weights + i * sizeof(vu32));
@@ -103,7 +115,8 @@ inline void compute_panel(const LinearCall& call, int64_t panel, bool is_first, 
                  weights,
                  num_steps,
                  weights,
-                 0};
+                 0,
+                 num_rows <= kMemoryBoundRows};
     if (i < num_streaming) {
       tile.fetched = weights + kAheadBytes;
       tile.fetched_step = kStepBytes;
