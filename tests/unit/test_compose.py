@@ -7,7 +7,9 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -31,17 +33,18 @@ CLASSES: dict[str, type[ServiceSettings]] = {
 }
 POOL_USERS = ("block-manager", "prefill", "decode")
 OURS = tuple(CLASSES)
+EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
-def interpolated(node: Any) -> Any:
-    """As `docker compose` does it where .env is empty: every variable has its default."""
+def interpolated(node: Any, env: Mapping[str, str] = EMPTY) -> Any:
+    """As `docker compose` does it: a variable that .env does not set has its default."""
     if isinstance(node, dict):
-        return {key: interpolated(value) for key, value in node.items()}
+        return {key: interpolated(value, env) for key, value in node.items()}
     if isinstance(node, list):
-        return [interpolated(item) for item in node]
+        return [interpolated(item, env) for item in node]
     if not isinstance(node, str):
         return node
-    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", node)
+    text = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: env.get(found[1], found[2]), node)
     assert "$" not in text, f"a variable without a default: {node}"
     return text
 
@@ -145,6 +148,18 @@ def test_workers_can_be_scaled(compose: Any) -> None:
         assert "container_name" not in service
         assert ("ports" in service) == (name == "gateway")
     assert compose["services"]["gateway"]["ports"] == ["50051:50051", "8000:8000"]
+
+
+def test_several_gateways_have_a_port_each_as_the_documentation_scales_them() -> None:
+    """A range on the host for one port of the containers, as long as there are gateways."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    (command,) = re.findall(r"^(QUIRE_.*) docker compose up --scale gateway=2$", text, re.MULTILINE)
+    env = dict(setting.split("=") for setting in command.split())
+    file = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    ports = interpolated(file, env)["services"]["gateway"]["ports"]
+    found = [re.fullmatch(r"(\d+)-(\d+):(\d+)", port) for port in ports]
+    ranges = [tuple(map(int, port.groups())) for port in found if port]
+    assert ranges == [(50051, 50052, 50051), (8000, 8001, 8000)]
 
 
 def test_only_workers_carry_torch(compose: Any) -> None:
