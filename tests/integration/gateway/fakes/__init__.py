@@ -1,0 +1,17 @@
+"""Workers that speak the real messages over real gRPC, and compute nothing."""
+
+from .decode import FakeDecode
+from .model import expected, logprobs_of
+from .prefill import FakePrefill
+from .worker import FakeWorker, Session, member, start
+
+__all__ = [
+    "FakeDecode",
+    "FakePrefill",
+    "FakeWorker",
+    "Session",
+    "expected",
+    "logprobs_of",
+    "member",
+    "start",
+]

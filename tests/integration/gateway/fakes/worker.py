@@ -1,0 +1,209 @@
+"""What all fake workers do: their streams, what they begin, and how they are announced."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from grpc import aio
+
+from blockstore.registry import Load, Member, Role
+from blockstore.store import FUNCTION_LIBRARY
+from quire.v1 import worker_pb2
+from services.common.errors import Unavailable
+from services.common.rpc import RpcServer
+from services.common.version import PROTOCOL_VERSION
+from services.worker.trials import Trials
+
+
+class Session:
+    """One gateway's stream."""
+
+    def __init__(self, response: Callable[..., Any]) -> None:
+        self._response = response
+        self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
+
+    def send(self, **event: Any) -> None:
+        self._outgoing.put_nowait(self._response(**event))
+
+    def end(self) -> None:
+        self._outgoing.put_nowait(None)
+
+    def die(self) -> None:
+        """After what was sent."""
+        self._outgoing.put_nowait(Unavailable("the worker has died"))
+
+    async def responses(self) -> AsyncIterator[Any]:
+        while (response := await self._outgoing.get()) is not None:
+            if isinstance(response, Unavailable):
+                raise response
+            yield response
+
+
+@dataclass(eq=False)
+class FakeWorker:
+    """`seen`: every command, in order. `aborted`: by (request, attempt). `stuck`: its streams are
+    whole, and nothing comes over them. `begins`: what it gets; otherwise that is `waiting`.
+    `dies_of`: the request that it dies of, `takes_s` after it has begun it."""
+
+    role: ClassVar[Role]
+    service: ClassVar[str]
+
+    worker_id: str
+    pool_id: str = "pool"
+    protocol_version: int = PROTOCOL_VERSION
+    max_model_len: int = 4096
+    load: Load = field(default_factory=Load)
+    seen: list[Any] = field(default_factory=list)
+    aborted: list[tuple[str, int]] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)
+    num_hellos: int = 0
+    num_reports: int = 0
+    num_deaths: int = 0
+    dies_of: str = ""
+    takes_s: float = 0.0
+    stuck: bool = False
+    begins: bool = True
+    stalled: bool = False
+    waiting: list[tuple[Session, Any]] = field(default_factory=list)
+    trials: Trials = field(default_factory=Trials)
+
+    async def serve(self, stream: AsyncIterator[Any], response: Callable[..., Any]) -> Any:
+        hello = (await anext(stream)).hello
+        assert (hello.protocol_version, hello.function_library) == (
+            PROTOCOL_VERSION,
+            FUNCTION_LIBRARY,
+        )
+        while self.stuck:
+            await asyncio.sleep(0.01)
+        self.num_hellos += 1
+        session = Session(response)
+        self.sessions.append(session)
+        session.send(welcome=self._welcome())
+        reading = asyncio.create_task(self._read(stream, session))
+        reporting = asyncio.create_task(self._keep_reporting(session))
+        try:
+            async for message in session.responses():
+                yield message
+        finally:
+            reading.cancel()
+            reporting.cancel()
+            self.sessions.remove(session)
+            self.on_closed(session)
+
+    async def _read(self, stream: AsyncIterator[Any], session: Session) -> None:
+        async for request in stream:
+            kind = request.WhichOneof("command")
+            command = getattr(request, kind)
+            self.seen.append(command)
+            if kind == "abort" and not command.HasField("index"):
+                self.aborted.append((command.request_id, command.attempt))
+                self.trials.leave(command.request_id)
+            getattr(self, f"on_{kind}")(session, command)
+
+    async def _keep_reporting(self, session: Session) -> None:
+        while True:
+            if not self.stuck:
+                session.send(load=self._load())
+                self.num_reports += 1
+            await asyncio.sleep(0.02)
+
+    def begin(self, session: Session, command: Any, compute: Callable[[], None]) -> None:
+        """What real workers do, too: suspects one at a time."""
+        ticket = command.ticket
+
+        def go_on() -> None:
+            if session not in self.sessions:
+                return
+            if ticket.request_id == self.dies_of:
+                self.num_deaths += 1
+                self.die()
+            else:
+                compute()
+
+        def begin() -> None:
+            self.say_begun(session, command)
+            if self.takes_s:
+                asyncio.get_running_loop().call_later(self.takes_s, go_on)
+            else:
+                go_on()
+
+        if not self.begins:
+            self.waiting.append((session, command))
+        elif command.suspect:
+            self.trials.enter(ticket.request_id, begin)
+        else:
+            begin()
+
+    def say_begun(self, session: Session, command: Any) -> None:
+        key = command.ticket.request_id, command.ticket.attempt
+        session.send(began=worker_pb2.Began(request_id=key[0], attempt=key[1]))
+
+    def commands(self, kind: type) -> list[Any]:
+        return [command for command in self.seen if isinstance(command, kind)]
+
+    def register(self, server: aio.Server) -> None:
+        raise NotImplementedError
+
+    def on_closed(self, session: Session) -> None: ...
+
+    def on_abort(self, session: Session, abort: worker_pb2.Abort) -> None: ...
+
+    def close_streams(self) -> None:
+        for session in self.sessions:
+            session.end()
+
+    def die(self) -> None:
+        """As its gateways see it: all streams break. It is another one after that."""
+        self.trials = Trials()
+        for session in self.sessions:
+            session.die()
+
+    def report(self, load: Load, draining: bool = False) -> None:
+        self.load = load
+        for session in self.sessions:
+            session.send(load=self._load(draining))
+
+    def _load(self, draining: bool = False) -> worker_pb2.WorkerLoad:
+        return worker_pb2.WorkerLoad(
+            num_running=self.load.num_running,
+            num_free_slots=self.load.num_free_slots,
+            num_pending_tokens=self.load.num_pending_tokens,
+            draining=draining,
+            stalled=self.stalled,
+        )
+
+    def _welcome(self) -> worker_pb2.Welcome:
+        return worker_pb2.Welcome(
+            worker_id=self.worker_id,
+            protocol_version=self.protocol_version,
+            function_library=FUNCTION_LIBRARY,
+            pool_id=self.pool_id,
+            load=self._load(),
+        )
+
+
+async def start(worker: FakeWorker) -> tuple[RpcServer, str]:
+    """The worker's server and its address."""
+    server = RpcServer(worker.service)
+    worker.register(server.aio)
+    port = await server.start("127.0.0.1", 0)
+    return server, f"127.0.0.1:{port}"
+
+
+def member(worker: FakeWorker, address: str, model_dir: str) -> Member:
+    return Member(
+        member_id=worker.worker_id,
+        role=worker.role,
+        address=address,
+        state="serving",
+        started_unix_ms=1,
+        protocol_version=PROTOCOL_VERSION,
+        pool_id=worker.pool_id,
+        model="toy",
+        model_dir=model_dir,
+        max_model_len=worker.max_model_len,
+        max_num_seqs=getattr(worker, "num_slots", 64),
+        load=worker.load,
+        engine={"dtype": "float32"},
+    )
