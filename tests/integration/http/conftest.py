@@ -1,0 +1,99 @@
+"""The HTTP front door on a real socket, before a generator that says always the same."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import openai
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from services.common.ticket import FinishReason
+from services.gateway.api import Delta, GenerationRequest, ServedModel, Usage
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
+
+LIMIT_S = 10
+TEXTS = ["The", " block", " tables"]
+HI = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+class FakeGenerator:
+    """Says `TEXTS`, a token each, unless told otherwise. `pause_at`: the delta before which it
+    waits until it is closed."""
+
+    def __init__(self) -> None:
+        self.requests: list[GenerationRequest] = []
+        self.error: Exception | None = None
+        self.error_at = 0
+        self.pause_at: int | None = None
+        self.paused = asyncio.Event()
+        self.closed = asyncio.Event()
+        self.is_ready = True
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        self.requests.append(request)
+        try:
+            for position, text in enumerate(TEXTS):
+                if self.error is not None and position == self.error_at:
+                    raise self.error
+                if position == self.pause_at:
+                    self.paused.set()
+                    await asyncio.Event().wait()
+                for index in range(request.sampling.n):
+                    yield self._delta(request, position, text, index)
+        finally:
+            self.closed.set()
+
+    def _delta(self, request: GenerationRequest, position: int, text: str, index: int) -> Delta:
+        n, last = request.sampling.n, position == len(TEXTS) - 1
+        return Delta(
+            request.request_id,
+            index,
+            (100 + position,),
+            text,
+            FinishReason.STOP if last else None,
+            "END" if last else None,
+            Usage(7, 4, n * len(TEXTS), 1.5, 0) if last and index == n - 1 else None,
+        )
+
+    def models(self) -> tuple[ServedModel, ...]:
+        return (ServedModel("org/tiny", 512, 16, "float32"),)
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+
+@pytest.fixture
+def generator() -> FakeGenerator:
+    return FakeGenerator()
+
+
+@pytest.fixture
+async def url(generator: FakeGenerator) -> AsyncIterator[str]:
+    metrics = CollectorRegistry()
+    Counter("quire:prompt_tokens", "of all", registry=metrics).inc(7)
+    async with http_server(create_app(generator, metrics), "127.0.0.1", 0, grace_s=1) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+async def http(url: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    transport = openai.DefaultAsyncHttpxClient(timeout=LIMIT_S, trust_env=False)
+    async with openai.AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=transport
+    ) as client:
+        yield client
+
+
+@asynccontextmanager
+async def soon() -> AsyncIterator[None]:
+    async with asyncio.timeout(LIMIT_S):
+        yield

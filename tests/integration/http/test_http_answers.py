@@ -1,0 +1,138 @@
+"""What is answered over HTTP, as OpenAI's own client and httpx see it."""
+
+import json
+
+import httpx
+import openai
+import pytest
+
+from services.gateway.api import ChatMessage
+
+from .conftest import TEXTS, FakeGenerator
+
+
+async def test_a_chat_completion(client: openai.AsyncOpenAI, generator: FakeGenerator) -> None:
+    answer = await client.chat.completions.create(
+        model="org/tiny", messages=[{"role": "user", "content": "Hi"}], max_completion_tokens=9
+    )
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "The block tables")
+    assert (choice.finish_reason, choice.index) == ("stop", 0)
+    assert choice.model_extra == {"stop_reason": "END"}
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (7, 3)
+    assert answer.usage.total_tokens == 10
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 4
+    (request,) = generator.requests
+    assert request.prompt == (ChatMessage("user", "Hi"),)
+    assert (request.model, request.sampling.max_tokens) == ("org/tiny", 9)
+    assert answer.id == f"chatcmpl-{request.request_id}"
+
+
+async def test_a_streamed_chat_completion(client: openai.AsyncOpenAI) -> None:
+    """Role first, then text as it comes, the reason with the last of it, then the usage."""
+    stream = await client.chat.completions.create(
+        model="org/tiny",
+        messages=[{"role": "user", "content": "Hi"}],
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *parts, last = [part async for part in stream]
+    assert [part.choices[0].delta.content for part in parts] == ["", *TEXTS]
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert [part.choices[0].finish_reason for part in parts] == [None, None, None, "stop"]
+    assert [part.usage for part in parts] == [None] * 4
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.total_tokens == 10
+
+
+async def test_a_completion_of_token_ids(
+    client: openai.AsyncOpenAI, generator: FakeGenerator
+) -> None:
+    """With vLLM's extras, in and out."""
+    answer = await client.completions.create(
+        model="org/tiny",
+        prompt=[5, 6],
+        seed=3,
+        extra_body={"return_token_ids": True, "ignore_eos": True, "request_id": "mine"},
+    )
+    (choice,) = answer.choices
+    assert choice.text == "The block tables"
+    assert choice.model_extra == {"stop_reason": "END", "token_ids": [100, 101, 102]}
+    (request,) = generator.requests
+    assert (request.prompt, request.sampling.seed) == ((5, 6), 3)
+    assert request.sampling.ignore_eos
+    assert (request.request_id, answer.id) == ("mine", "cmpl-mine")
+
+
+async def test_a_streamed_completion(http: httpx.AsyncClient) -> None:
+    """Byte for byte: events, their end, no usage that nobody asked for."""
+    body = {"prompt": "Hi", "stream": True, "return_token_ids": True}
+    answer = await http.post("/v1/completions", json=body)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *events, done, end = answer.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    parts = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert [part["choices"][0]["text"] for part in parts] == TEXTS
+    assert [part["choices"][0]["token_ids"] for part in parts] == [[100], [101], [102]]
+    assert parts[-1]["choices"][0]["stop_reason"] == "END"
+    assert {part["model"] for part in parts} == {"org/tiny"}
+    assert not any("usage" in part for part in parts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_prompts_are_choices(client: openai.AsyncOpenAI, stream: bool) -> None:
+    """One of each prompt, by index; usage is of all."""
+    if stream:
+        texts = ["", ""]
+        async for part in await client.completions.create(
+            model="org/tiny", prompt=["a", "b"], stream=True
+        ):
+            texts[part.choices[0].index] += part.choices[0].text
+    else:
+        answer = await client.completions.create(model="org/tiny", prompt=["a", "b"])
+        texts = [choice.text for choice in sorted(answer.choices, key=lambda c: c.index)]
+        assert answer.usage is not None
+        assert answer.usage.total_tokens == 20
+    assert texts == ["The block tables"] * 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_samples_of_several_prompts_are_numbered_prompt_by_prompt(
+    client: openai.AsyncOpenAI, generator: FakeGenerator, stream: bool
+) -> None:
+    texts: dict[int, str] = {}
+    reasons: dict[int, str | None] = {}
+    if stream:
+        async for part in await client.completions.create(
+            model="org/tiny", prompt=["a", "b"], n=3, stream=True
+        ):
+            (one,) = part.choices
+            texts[one.index] = texts.get(one.index, "") + one.text
+            reasons[one.index] = one.finish_reason
+    else:
+        answer = await client.completions.create(model="org/tiny", prompt=["a", "b"], n=3)
+        assert [choice.index for choice in answer.choices] == list(range(6))
+        texts = {choice.index: choice.text for choice in answer.choices}
+        reasons = {choice.index: choice.finish_reason for choice in answer.choices}
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 18
+    assert texts == dict.fromkeys(range(6), "The block tables")
+    assert reasons == dict.fromkeys(range(6), "stop")
+    assert [request.sampling.n for request in generator.requests] == [3, 3]
+
+
+async def test_each_sample_of_a_streamed_chat_has_its_own_opening(
+    client: openai.AsyncOpenAI,
+) -> None:
+    stream = await client.chat.completions.create(
+        model="org/tiny", messages=[{"role": "user", "content": "Hi"}], n=2, stream=True
+    )
+    parts = [part.choices[0] async for part in stream]
+    for index in range(2):
+        mine = [part for part in parts if part.index == index]
+        assert [part.delta.content for part in mine] == ["", *TEXTS]
+        assert mine[0].delta.role == "assistant"
+        assert mine[-1].finish_reason == "stop"

@@ -1,0 +1,114 @@
+"""What is refused over HTTP, and how: errors have OpenAI's shape."""
+
+import httpx
+import openai
+import pytest
+
+from services.common import errors
+
+from .conftest import HI, TEXTS, FakeGenerator
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (errors.PromptTooLong("9 > 8"), 400, "invalid_request_error", "prompt_too_long"),
+        (errors.UnknownModel("no model m"), 404, "invalid_request_error", "unknown_model"),
+        (errors.DuplicateRequest("runs"), 409, "invalid_request_error", "duplicate_request"),
+        (errors.QueueFull("full", 1.2), 429, "rate_limit_error", "queue_full"),
+        (errors.NoWorker("none"), 503, "server_error", "no_worker"),
+        (errors.DeadlineExceeded("late"), 504, "server_error", "deadline_exceeded"),
+        (RuntimeError("the secret"), 500, "server_error", "internal"),
+    ],
+)
+async def test_errors_have_openais_shape(
+    http: httpx.AsyncClient,
+    generator: FakeGenerator,
+    error: Exception,
+    status: int,
+    kind: str,
+    code: str,
+    stream: bool,
+) -> None:
+    """Also when a stream was asked for: before the first token there is still a status."""
+    generator.error = error
+    answer = await http.post("/v1/chat/completions", json={**HI, "stream": stream})
+    assert answer.status_code == status
+    body = answer.json()["error"]
+    assert (body["type"], body["code"], body["param"]) == (kind, code, None)
+    assert "secret" not in answer.text
+    assert answer.headers.get("retry-after") == ("2" if code == "queue_full" else None)
+
+
+async def test_the_openai_client_raises_its_own_errors(
+    client: openai.AsyncOpenAI, generator: FakeGenerator
+) -> None:
+    generator.error = errors.QueueFull("the queue is full", 1.2)
+    with pytest.raises(openai.RateLimitError, match="the queue is full") as caught:
+        await client.completions.create(model="org/tiny", prompt="Hi")
+    assert caught.value.code == "queue_full"
+
+
+async def test_an_error_after_the_first_token_ends_the_stream(
+    client: openai.AsyncOpenAI, generator: FakeGenerator
+) -> None:
+    """The text so far stays, then the client's own exception: no end that looks like a good one."""
+    generator.error, generator.error_at = errors.Unavailable("the worker was lost"), 2
+    stream = await client.completions.create(model="org/tiny", prompt="Hi", stream=True)
+    texts = []
+    with pytest.raises(openai.APIError, match="the worker was lost"):  # noqa: PT012
+        async for part in stream:
+            texts.append(part.choices[0].text)
+    assert texts == TEXTS[:2]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "the body is not valid JSON"),
+        (b'{"prompt": "Hi", "temperature": NaN}', "the body is not valid JSON"),
+        (b'{"prompt": "Hi", "suffix": "x"}', "suffix is not supported"),
+        (b'{"prompt": "Hi", "n": "many"}', "n: Input should be"),
+        (b'{"prompt": "Hi", "max_tokens": "many"}', "max_tokens: Input should be"),
+    ],
+)
+async def test_bad_bodies_are_refused(
+    http: httpx.AsyncClient, generator: FakeGenerator, content: bytes, message: str
+) -> None:
+    answer = await http.post("/v1/completions", content=content)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+    assert generator.requests == []
+
+
+async def test_the_wrong_field_is_the_param(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/completions", json={"prompt": "Hi", "suffix": "x"})
+    assert answer.json()["error"]["param"] == "suffix"
+
+
+async def test_a_body_of_20_mb_is_too_large(http: httpx.AsyncClient) -> None:
+    """The client gets to read why; the service goes on."""
+    answer = await http.post("/v1/completions", json={"prompt": "x" * 20_000_000})
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+    assert (await http.get("/health")).status_code == 200
+
+
+async def test_a_prompt_of_10_mb_arrives(http: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    """What is too long is for the gateway to say."""
+    answer = await http.post("/v1/completions", json={"prompt": "x" * 10_000_000})
+    assert answer.status_code == 200
+    assert generator.requests[0].prompt == "x" * 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("GET", "/v1/models/no", 404)],
+)
+async def test_unknown_paths_have_the_same_shape(
+    http: httpx.AsyncClient, method: str, path: str, status: int
+) -> None:
+    answer = await http.request(method, path)
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == "invalid_request_error"

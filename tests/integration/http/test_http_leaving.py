@@ -1,0 +1,74 @@
+"""HTTP clients that go away, and a front door that does: nothing is computed for nobody."""
+
+import asyncio
+import json
+import socket
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
+
+from .conftest import HI, FakeGenerator, soon
+
+
+@pytest.mark.parametrize("pause_at", [0, 2])
+async def test_leaving_a_stream_closes_the_generator(
+    http: httpx.AsyncClient, generator: FakeGenerator, pause_at: int
+) -> None:
+    """At once, while it waits for a token, the first one or a later one."""
+    generator.pause_at = pause_at
+    task = asyncio.create_task(http.post("/v1/completions", json={"prompt": "Hi", "stream": True}))
+    async with soon():
+        await generator.paused.wait()
+        assert not generator.closed.is_set()
+        task.cancel()
+        await generator.closed.wait()
+
+
+async def test_leaving_an_answer_closes_the_generator(
+    http: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    generator.pause_at = 1
+    task = asyncio.create_task(http.post("/v1/chat/completions", json=HI))
+    async with soon():
+        await generator.paused.wait()
+        task.cancel()
+        await generator.closed.wait()
+
+
+async def test_a_reset_connection_closes_the_generator(url: str, generator: FakeGenerator) -> None:
+    """A client that was killed: no goodbye, just a reset."""
+    generator.pause_at = 1
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps({"prompt": "Hi", "stream": True}).encode()
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(body), body)
+    )
+    async with soon():
+        await reader.readuntil(b"data: ")
+        await generator.paused.wait()
+        raw = writer.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        writer.transport.abort()
+        await generator.closed.wait()
+
+
+async def test_stopping_ends_requests_after_the_grace(generator: FakeGenerator) -> None:
+    """A request that does not end by itself is cancelled, and its generator closed."""
+    generator.pause_at = 1
+    app = create_app(generator, CollectorRegistry())
+    async with soon():
+        async with http_server(app, "127.0.0.1", 0, grace_s=0) as port:
+            client = httpx.AsyncClient(trust_env=False)
+            url = f"http://127.0.0.1:{port}/v1/chat/completions"
+            task = asyncio.create_task(client.post(url, json=HI))
+            await generator.paused.wait()
+        assert generator.closed.is_set()
+        await asyncio.wait([task])
+        assert task.exception() is not None or task.result().status_code >= 500
+        await client.aclose()

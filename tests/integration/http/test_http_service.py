@@ -1,0 +1,53 @@
+"""What else is to be had over HTTP: models, health, metrics, and ids of requests."""
+
+import httpx
+import openai
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.common import errors
+from services.gateway.http.app import create_app
+from services.gateway.http.server import http_server
+
+from .conftest import HI, FakeGenerator
+
+
+async def test_models_are_listed(client: openai.AsyncOpenAI) -> None:
+    (model,) = [model async for model in await client.models.list()]
+    assert (model.id, model.object, model.owned_by) == ("org/tiny", "model", "quire")
+    assert model.model_extra == {"max_model_len": 512, "block_size": 16, "dtype": "float32"}
+    assert await client.models.retrieve("org/tiny") == model
+
+
+async def test_health_follows_the_generator(
+    http: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    assert (await http.get("/health")).status_code == 200
+    generator.is_ready = False
+    assert (await http.get("/health")).status_code == 503
+
+
+async def test_metrics_are_prometheus_text(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert "quire:prompt_tokens_total 7.0" in answer.text
+
+
+async def test_the_request_id_comes_back(http: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    """The client's own, or one of ours; the generator gets a new one whoever tries again."""
+    headers = {"X-Request-Id": "trace-1"}
+    for _ in range(2):
+        answer = await http.post("/v1/chat/completions", json=HI, headers=headers)
+        assert answer.headers["x-request-id"] == "trace-1"
+    first, second = (request.request_id for request in generator.requests)
+    assert first != second
+    assert first.startswith("trace-1-")
+    drawn = await http.get("/health", headers={"X-Request-Id": "not usable"})
+    assert len(drawn.headers["x-request-id"]) == 24
+
+
+async def test_a_port_in_use_is_a_startup_error(url: str, generator: FakeGenerator) -> None:
+    app, port = create_app(generator, CollectorRegistry()), int(url.rpartition(":")[2])
+    with pytest.raises(errors.StartupError, match=f"HTTP: cannot listen on 127.0.0.1:{port}"):
+        async with http_server(app, "127.0.0.1", port):
+            pass
