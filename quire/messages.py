@@ -104,6 +104,7 @@ def _sampling(sampling: Sampling) -> sampling_pb2.SamplingParams:
         include_stop_str_in_output=sampling.include_stop_str_in_output,
         skip_special_tokens=sampling.skip_special_tokens,
         n=sampling.n,
+        best_of=sampling.best_of,
         beam=None if sampling.beam is None else _beam(sampling.beam),
     )
 
@@ -197,6 +198,7 @@ def _choice(deltas: Sequence[Delta]) -> Choice:
         finish_reason=last.finish_reason,
         stopped_by=last.stopped_by,
         logprobs=tuple(logprobs for delta in deltas for logprobs in delta.logprobs),
+        score=last.score,
     )
 
 

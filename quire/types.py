@@ -35,7 +35,8 @@ class Sampling:
     """How tokens are chosen. None takes the model's generation_config, then the server's default.
 
     `temperature` 0 is greedy; `top_k` 0 keeps all; `max_tokens` None goes up to the context.
-    `n` sequences are drawn for the prompt, by one seed: all from one computation of it.
+    `n` sequences are drawn for the prompt, by one seed: all from one computation of it. `best_of`:
+    so many are drawn, and the `n` likeliest of them come, best first, whole and at the end.
     `logprobs`: tell each token's logprob, and those of so many of the likeliest beside it; None:
     tell none. `prompt_logprobs`: the same of the prompt's tokens but the first.
     `logit_bias`: token id to what is added to its logit. `allowed_token_ids`: None allows all.
@@ -53,6 +54,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
+    best_of: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     repetition_penalty: float | None = None
@@ -102,8 +104,8 @@ class Delta:
     `finish_reason` is set in its last delta, with the stop string or token that ended it, if one
     did; `usage` is set in the last delta of the request. `logprobs`: of each token, where asked
     for; `prompt_logprobs`: of each token of the prompt but the first, in the first delta. `score`:
-    of a sequence that a beam search found, its log-probability by its length to the power of
-    `length_penalty`.
+    of a sequence that was chosen (`best_of`), the mean of its logprobs; of one that a beam search
+    found, its log-probability by its length to the power of `length_penalty`.
     """
 
     request_id: str
@@ -120,7 +122,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sequence of an answer. `stopped_by`: the stop string or token that ended it, if any."""
+    """One sequence of an answer. `stopped_by`: the stop string or token that ended it, if any.
+    `score`: as a delta's."""
 
     index: int
     text: str
@@ -128,6 +131,7 @@ class Choice:
     finish_reason: FinishReason
     stopped_by: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,12 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     _add_repeated(group, "--stop", "S", "ends the answer")
     _add_repeated(group, "--stop-token-id", "ID", "ends the answer", type=int)
     group.add_argument("--n", type=int, default=1, metavar="N", help="samples of the answer")
+    group.add_argument(
+        "--best-of",
+        type=int,
+        metavar="N",
+        help="draw so many, and show the --n likeliest of them, best first, at the end",
+    )
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end")
     group.add_argument(
         "--include-stop", action="store_true", help="what ended the answer is part of it"
@@ -211,6 +217,7 @@ def _request(args: argparse.Namespace) -> Request:
             stop_token_ids=tuple(args.stop_token_id),
             ignore_eos=args.ignore_eos,
             n=args.n,
+            best_of=args.best_of,
             logprobs=args.logprobs,
             prompt_logprobs=args.prompt_logprobs,
             repetition_penalty=args.repetition_penalty,

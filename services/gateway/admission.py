@@ -17,14 +17,15 @@ from services.gateway.sampling import resolve_sampling
 
 MAX_ID_CHARS = 256
 MAX_SALT_CHARS = 1024
-MAX_PROMPT_LOGPROBS = 1 << 18
-"""They come all at once: some 7 MB of a message, which may have 16 MiB."""
+MAX_LOGPROBS_AT_ONCE = 1 << 18
+"""Of a prompt, or of a sequence that comes whole: some 7 MB of a message, which may have 16 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
     """A request that may wait. `arrived_at` and `deadline` are times of the event loop's clock;
-    `received`: what its client has of a call that broke; None: a new request."""
+    `received`: what its client has of a call that broke; None: a new request. `num_best`: it is
+    told of so many of its sequences, the best; None: of all."""
 
     request_id: str
     model: str
@@ -37,6 +38,7 @@ class Admitted:
     deadline: float | None
     vocab_size: int
     num_sequences: int = 1
+    num_best: int | None = None
     received: tuple[Received, ...] | None = None
     prompt_logprobs: int | None = None
     include_stop_str: bool = False
@@ -44,8 +46,10 @@ class Admitted:
 
     @property
     def to_go_on(self) -> tuple[TicketSequence, ...]:
-        """The sequences that have not ended, with the tokens that the client has of them."""
-        received = {told.index: told for told in self.received or ()}
+        """The sequences that have not ended, with the tokens that the client has of them. Where
+        the best are chosen it has none: nobody knows yet which those are that it has."""
+        known = self.received if self.num_best is None else None
+        received = {told.index: told for told in known or ()}
         told = (received.get(index, Received(index)) for index in range(self.num_sequences))
         return tuple(TicketSequence(t.index, t.token_ids) for t in told if not t.finish_reason)
 
@@ -59,6 +63,7 @@ class Admitted:
             and self.include_stop_str == other.include_stop_str
             and self.skip_special_tokens == other.skip_special_tokens
             and self.num_sequences == other.num_sequences
+            and self.num_best == other.num_best
         )
 
     @property
@@ -81,22 +86,20 @@ async def admit(
     deadline: float | None,
 ) -> Admitted:
     """InvalidRequest, PromptTooLong."""
+    asked = request.sampling
     check_names(request_id, request.cache_salt, request.priority)
-    check_logprobs("logprobs", request.sampling.logprobs)
-    check_logprobs("prompt_logprobs", request.sampling.prompt_logprobs)
-    check_num_sequences(request.sampling.n)
-    sampling = await resolve_sampling(request.sampling, served.model)
-    width = sampling.beam.width if sampling.beam else request.sampling.n
-    check_slots(width, served.most_slots)
+    check_logprobs("logprobs", asked.logprobs)
+    check_logprobs("prompt_logprobs", asked.prompt_logprobs)
+    check_num_sequences(asked.n, asked.best_of)
+    sampling = await resolve_sampling(asked, served.model)
+    check_slots(asked.width, served.most_slots)
     prompt = await token_ids_of(request.prompt, served.model, served.max_model_len)
     max_tokens = resolve_max_tokens(
-        len(prompt),
-        request.sampling.max_tokens,
-        served.max_model_len,
-        served.specs,
-        width,
+        len(prompt), asked.max_tokens, served.max_model_len, served.specs, asked.width
     )
-    check_prompt_logprobs(len(prompt), request.sampling.prompt_logprobs)
+    check_logprobs_at_once("prompt_logprobs", len(prompt), asked.prompt_logprobs)
+    if asked.chooses:
+        check_logprobs_at_once("logprobs", max_tokens, asked.logprobs)
     require(
         sampling.min_tokens <= max_tokens,
         f"min_tokens is {sampling.min_tokens}, max_tokens only {max_tokens}",
@@ -106,18 +109,19 @@ async def admit(
         request_id=request_id,
         model=name,
         prompt_token_ids=prompt,
-        sampling=replace(sampling, max_tokens=max_tokens, logprobs=request.sampling.logprobs),
-        stop=request.sampling.stop,
-        include_stop_str=request.sampling.include_stop_str_in_output,
-        skip_special_tokens=request.sampling.skip_special_tokens,
+        sampling=replace(sampling, max_tokens=max_tokens),
+        stop=asked.stop,
+        include_stop_str=asked.include_stop_str_in_output,
+        skip_special_tokens=asked.skip_special_tokens,
         priority=request.priority,
         cache_salt=request.cache_salt,
         arrived_at=arrived_at,
         deadline=deadline,
         vocab_size=served.model.config.vocab_size,
-        num_sequences=request.sampling.n,
+        num_sequences=asked.n if asked.best_of is None else asked.best_of,
+        num_best=asked.n if asked.chooses else None,
         received=request.received,
-        prompt_logprobs=request.sampling.prompt_logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
     )
 
 
@@ -135,12 +139,12 @@ def check_logprobs(name: str, num_top: int | None) -> None:
     )
 
 
-def check_prompt_logprobs(num_prompt: int, num_top: int | None) -> None:
-    num_logprobs = 0 if num_top is None else num_prompt * (1 + num_top)
+def check_logprobs_at_once(name: str, num_tokens: int, num_top: int | None) -> None:
+    num_logprobs = 0 if num_top is None else num_tokens * (1 + num_top)
     require(
-        num_logprobs <= MAX_PROMPT_LOGPROBS,
-        f"prompt_logprobs {num_top} of {num_prompt} tokens are {num_logprobs} logprobs, at most "
-        f"{MAX_PROMPT_LOGPROBS}",
+        num_logprobs <= MAX_LOGPROBS_AT_ONCE,
+        f"{name} {num_top} of {num_tokens} tokens are {num_logprobs} logprobs, at most "
+        f"{MAX_LOGPROBS_AT_ONCE} at once",
     )
 
 
@@ -169,10 +173,18 @@ def check_received(
             f"{num_received} tokens received, max_tokens is {max_tokens}",
         )
         check_token_ids("received", told.token_ids, vocab_size)
+        require(
+            told.finish_reason is not None or not told.token_ids or not request.sampling.chooses,
+            f"part of sequence {told.index} received; with best_of each comes whole",
+        )
 
 
-def check_num_sequences(n: int) -> None:
+def check_num_sequences(n: int, best_of: int | None) -> None:
     require(1 <= n <= MAX_SEQUENCES, f"n is {n}, not in [1, {MAX_SEQUENCES}]")
+    require(
+        best_of is None or n <= best_of <= MAX_SEQUENCES,
+        f"best_of is {best_of}, not in [{n}, {MAX_SEQUENCES}]; n is {n}",
+    )
 
 
 def check_slots(width: int, most_slots: int | None) -> None:

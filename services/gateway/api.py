@@ -32,7 +32,8 @@ class RequestedSampling:
     """As the client wrote it: None takes the model's generation_config, then the field's default
     (temperature 1, top_k 0 = all, top_p 1, min_p 0, repetition_penalty 1, a seed drawn at
     admission, max_tokens up to the context and the pool, min_tokens 0).
-    `n`: how many sequences are drawn for the prompt, by one seed."""
+    `n`: how many sequences are drawn for the prompt, by one seed; `best_of`: so many are, and the
+    `n` best of them are the answer; None: all are."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -44,6 +45,7 @@ class RequestedSampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
+    best_of: int | None = None
     logprobs: int | None = None
     """Tell each token's logprob, and of so many of the likeliest; None: tell none."""
     prompt_logprobs: int | None = None
@@ -58,6 +60,18 @@ class RequestedSampling:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     beam: RequestedBeams | None = None
+
+    @property
+    def width(self) -> int:
+        """How many sequences run for it at a time."""
+        if self.beam is not None:
+            return self.beam.width
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def chooses(self) -> bool:
+        """Whether fewer are told than are drawn."""
+        return self.best_of is not None and self.best_of > self.n
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +146,8 @@ class Delta:
     """What a sequence gained. `text` has whole characters only and nothing of a stop string. The
     last delta of a sequence has its `finish_reason` and, where a stop ended it, `stopped_by`; the
     last of the request has `usage`. `logprobs`: of each token, where asked for.
-    `prompt`: in the request's first delta, where asked for. `score`: of a sequence that a beam
-    search found."""
+    `prompt`: in the request's first delta, where asked for. `score`: of a sequence that was chosen,
+    the mean of its logprobs; of one that a beam search found, that search's."""
 
     request_id: str
     index: int

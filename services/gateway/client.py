@@ -46,17 +46,13 @@ class Client:
         and its deadline holds. True: nobody keeps logprobs, and where they are asked for the rest
         is forgotten, to be computed again. DuplicateRequest: that is another request."""
         before = self.output
-        if not request.continues(self.request) or not all(
-            new.goes_on_as(old) for new, old in zip(output.sequences, before.sequences, strict=True)
-        ):
+        if not request.continues(self.request) or output.is_ahead_of(before):
             raise DuplicateRequest(f"another request with id {request.request_id!r} is running")
         before.close(DuplicateRequest("another call goes on with this request"))
         self._attend(request, output)
         forgets = self.wants_logprobs and before.is_ahead_of(output)
-        for sequence in () if forgets else output.living:
-            old = before.sequences[sequence.index]
-            rest = tuple(old.tokens[len(sequence.tokens) :])
-            output.write(sequence.index, rest, old.worker_finish)
+        if not forgets:
+            output.catch_up(before)
         self._has_read()
         return forgets
 
@@ -83,7 +79,7 @@ class Client:
 
     @property
     def wants_logprobs(self) -> bool:
-        """Of what it has not received yet."""
+        """Of what it has not received yet: to be told them, or to have the best chosen by them."""
         request = self.request
         has_prompt = any(told.token_ids for told in request.received or ())
         of_prompt = request.prompt_logprobs is not None and not has_prompt

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 
 from services.common.errors import DeadlineExceeded, InvalidRequest, NoWorker, UnknownModel
 from services.common.logging import bind_request_id
@@ -11,6 +12,7 @@ from services.common.text.stop_strings import StopMatcher
 from services.gateway.admission import Admitted, admit
 from services.gateway.api import Delta, GenerationRequest, ServedModel
 from services.gateway.bell import Bell
+from services.gateway.best_of import BestOf
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.fleet import Fleet, Served
 from services.gateway.output import Meter, Output, Tally
@@ -109,14 +111,18 @@ class Gateway:
                     shows_end=request.include_stop_str,
                 ),
                 frozenset(sampling.stop_token_ids),
-                None if sampling.logprobs is None else Speller(tokenizer),
+                None if asked.sampling.logprobs is None else Speller(tokenizer),
             )
             for index in range(request.num_sequences)
         )
         has_prompt = any(told.token_ids for told in request.received or ())
         tells_prompt = (asked.echo or request.prompt_logprobs is not None) and not has_prompt
         teller = PromptTeller(asked.prompt, request.prompt_token_ids, tokenizer)
-        output = Output(
+        num_best = request.num_best
+        kind: Callable[..., Output] = (
+            Output if num_best is None else partial(BestOf, num_best=num_best)
+        )
+        output = kind(
             request.request_id,
             Tally(len(request.prompt_token_ids), request.arrived_at),
             sequences,

@@ -87,6 +87,7 @@ class Output:
         """Of the sequence that ended last, once all have."""
         self._request_id = request_id
         self._turns = deque(sequences)
+        """Those that its client is told of, in turn."""
         self._num_unread = 0
         self._untold_prompt = prompt
         self._prompt_logprobs: tuple[Logprobs, ...] = ()
@@ -104,11 +105,16 @@ class Output:
 
     @property
     def congested(self) -> bool:
-        return any(s.backlog > PAUSE_UNREAD_TOKENS for s in self.living)
+        return self._backlog > PAUSE_UNREAD_TOKENS
 
     @property
     def overflowing(self) -> bool:
-        return any(s.backlog > MAX_UNREAD_TOKENS for s in self.living)
+        return self._backlog > MAX_UNREAD_TOKENS
+
+    @property
+    def _backlog(self) -> int:
+        """Of the sequence of which its client leaves most unread."""
+        return max((sequence.backlog for sequence in self.living), default=0)
 
     @property
     def has_begun(self) -> bool:
@@ -132,6 +138,13 @@ class Output:
         """Whether it has anything, a token or an end, that the other has not."""
         pairs = zip(self.sequences, other.sequences, strict=True)
         return not all(mine.goes_on_as(theirs) for mine, theirs in pairs)
+
+    def catch_up(self, other: "Output") -> None:
+        """Take what came for another call of the same request, from where this one is on."""
+        for sequence in self.living:
+            old = other.sequences[sequence.index]
+            rest = tuple(old.tokens[len(sequence.tokens) :])
+            self.write(sequence.index, rest, old.worker_finish)
 
     def write(
         self,
@@ -191,7 +204,7 @@ class Output:
     def _take(self, sequence: Sequence) -> Delta:
         self._num_unread -= sequence.num_unread
         is_last = not self.living and not any(
-            other.has_news for other in self.sequences if other is not sequence
+            other.has_news for other in self._turns if other is not sequence
         )
         usage = self.tally.usage() if is_last else None
         delta = sequence.take(self._request_id, usage, self._told_prompt())

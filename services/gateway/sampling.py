@@ -25,6 +25,7 @@ _UINT64 = 1 << 64
 async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingParams:
     """Asked for, else the model's own, else neutral; `max_tokens` depends on the prompt and comes
     later. Floats are rounded to the 32 bits that travel: what is checked is what is sampled with.
+    Logprobs are told where the best are chosen by them, too.
 
     InvalidRequest.
     """
@@ -53,6 +54,7 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
         allowed_token_ids=asked.allowed_token_ids or (),
         bad_words=await token_sequences(asked.bad_words, model),
         min_tokens=asked.min_tokens or 0,
+        logprobs=0 if asked.chooses and asked.logprobs is None else asked.logprobs,
         beam=beam,
     )
     _check_something_is_left(sampling, model.config.eos_token_ids)

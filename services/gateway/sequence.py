@@ -32,6 +32,7 @@ class Sequence:
         self.last_token_at: float | None = None
         self.cumulative_logprob = 0.0
         """Of all tokens that the client gets, as far as their logprobs came with them."""
+        self._num_logprobs = 0
         self.score: float | None = None
         """Of one that a beam search found."""
         self._text = text
@@ -46,6 +47,11 @@ class Sequence:
     @property
     def has_ended(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of those; the token that ended it is one of them."""
+        return self.cumulative_logprob / max(self._num_logprobs, 1)
 
     @property
     def num_unread(self) -> int:
@@ -128,7 +134,9 @@ class Sequence:
 
     def _keep(self, logprobs: tuple[Logprobs, ...], offsets: list[int]) -> None:
         """Until they are read; they are spelled out only then."""
-        self.cumulative_logprob += sum(each.logprob for each in logprobs)
+        self._num_logprobs += len(logprobs)
+        for each in logprobs:  # one by one: the sum is the same however they came
+            self.cumulative_logprob += each.logprob
         if self._speller is not None:
             self._unread_logprobs.extend(zip(logprobs, offsets, strict=False))
 

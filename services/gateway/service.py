@@ -32,7 +32,7 @@ SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_
 _OPTIONAL_SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "skip_special_tokens"),
-    *("n", "logprobs", "prompt_logprobs"),
+    *("n", "best_of", "logprobs", "prompt_logprobs"),
 )
 
 

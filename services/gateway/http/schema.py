@@ -27,7 +27,6 @@ from services.gateway.http.inert import without_inert
 
 _BEAM_FIELDS: dict[str, object] = {
     "beam_width": 1,
-    "best_of": 1,
     "early_stopping": False,
     "length_penalty": 1,
 }
@@ -125,8 +124,9 @@ class GenerationBody(_Body):
 
     @model_validator(mode="after")
     def _beams_need_a_search(self) -> Self:
-        """`best_of`, like `beam_width`, is how many beams there are."""
-        if None not in (both := (self.beam_width, self.best_of)) and both[0] != both[1]:
+        """Of a search `best_of`, like `beam_width`, is how many beams there are."""
+        both = self.beam_width, self.best_of
+        if self.use_beam_search and None not in both and both[0] != both[1]:
             raise ValueError("beam_width and best_of differ; give one of them")
         for name, neutral in _BEAM_FIELDS.items():
             value = getattr(self, name)
@@ -159,6 +159,12 @@ class GenerationBody(_Body):
     def num_choices(self) -> int:
         """Of each prompt."""
         return 1 if self.n is None else self.n
+
+    @property
+    def chooses(self) -> bool:
+        """Whether fewer choices are told than are sampled."""
+        is_search = bool(self.use_beam_search)
+        return not is_search and self.best_of is not None and self.best_of > self.num_choices
 
     @property
     def num_logprobs(self) -> int | None:
@@ -196,6 +202,7 @@ class GenerationBody(_Body):
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 ignore_eos=bool(self.ignore_eos),
                 n=self.num_choices,
+                best_of=None if self.use_beam_search else self.best_of,
                 logprobs=self.num_logprobs,
                 prompt_logprobs=self.asked_prompt_logprobs,
                 repetition_penalty=self.repetition_penalty,
@@ -250,6 +257,12 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(_prompts)]
     logprobs: Annotated[int | None, BeforeValidator(_unless_false)] = None
     echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _the_best_come_at_the_end(self) -> Self:
+        if self.chooses and self.stream:
+            raise ValueError("best_of above n is not available with stream=true")
+        return self
 
     @property
     def num_logprobs(self) -> int | None:
@@ -314,6 +327,13 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+    @model_validator(mode="after")
+    def _chats_are_not_chosen_from(self) -> Self:
+        if self.chooses:
+            text = "best_of above n is for /v1/completions, or for use_beam_search=true"
+            raise ValueError(text)
+        return self
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> Self:
