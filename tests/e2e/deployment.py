@@ -57,6 +57,13 @@ class Deployment:
             raise AssertionError("\n".join([f"no {module}:", *seen, listing.stdout]))
         return pids
 
+    def gateway(self, address: str) -> int:
+        """Pid of the one that listens there."""
+        entry = f"QUIRE_GATEWAY_PORT={address.rpartition(':')[2]}".encode()
+        pids = self.running("services.gateway")
+        (pid,) = (p for p in pids if entry in Path(f"/proc/{p}/environ").read_bytes().split(b"\0"))
+        return pid
+
     def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
         deadline = time.monotonic() + limit_s
         for address in self.address.split(","):

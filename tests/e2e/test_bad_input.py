@@ -113,9 +113,9 @@ HTTP_BAD: dict[str, tuple[str, Any, int, str]] = {
     "unknown model": ("/v1/completions", {"model": "nobody", "prompt": "a"}, 404, "nobody"),
     "unsupported field": (
         "/v1/completions",
-        {"model": "tiny", "prompt": "a", "best_of": 4},
+        {"model": "tiny", "prompt": "a", "suffix": "b"},
         400,
-        "best_of",
+        "suffix",
     ),
     "unknown role type": (
         "/v1/chat/completions",
@@ -129,6 +129,24 @@ HTTP_BAD: dict[str, tuple[str, Any, int, str]] = {
         {"model": "tiny", "prompt": "a", "temperature": -2},
         400,
         "temperature",
+    ),
+    "best_of in a stream": (
+        "/v1/completions",
+        {"prompt": "a", "n": 2, "best_of": 3, "stream": True},
+        400,
+        "best_of above n is not available with stream=true",
+    ),
+    "best_of below n": (
+        "/v1/completions",
+        {"prompt": "a", "n": 3, "best_of": 2},
+        400,
+        "best_of is 2, not in [3, 64]; n is 3",
+    ),
+    "best_of in a chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "best_of": 2},
+        400,
+        "best_of above n is for /v1/completions",
     ),
     "presence_penalty": (
         "/v1/chat/completions",

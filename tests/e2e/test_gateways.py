@@ -49,19 +49,8 @@ async def test_streams_outlive_their_gateway(deployment: Deployment, oracle: Ora
         ]
         for _ in streams:
             await started.acquire()
-        (pid,) = (
-            pid
-            for pid in deployment.running("services.gateway")
-            if _port(pid) == client.address.split(":")[1]
-        )
-        os.kill(pid, signal.SIGKILL)
+        os.kill(deployment.gateway(client.address), signal.SIGKILL)
         results = await asyncio.gather(*streams)
         assert results[:8] == [oracle.greedy(PROMPT, NUM_TOKENS)] * 8
         assert results[8:] == [undisturbed] * 8
         await quiet(client, 8.0)  # sooner than the window closes: nothing stayed parked
-
-
-def _port(pid: int) -> str:
-    environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    (entry,) = (e for e in environ if e.startswith(b"QUIRE_GATEWAY_PORT="))
-    return entry.split(b"=")[1].decode()

@@ -116,6 +116,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "sampling.include_stop_str_in_output": st.booleans(),
     "sampling.skip_special_tokens": st.booleans(),
     "sampling.n": st.sampled_from([0, 1, 2, 3, 8, 9, 64, 65, 2**32 - 1]),
+    "sampling.best_of": st.sampled_from([0, 1, 2, 3, 8, 9, 64, 65, 2**32 - 1]),
     "received": RECEIVED,
 }
 CHATS = st.lists(st.tuples(TEXTS, TEXTS), max_size=3)
@@ -313,7 +314,16 @@ HTTP_FIELDS = st.sampled_from(
         *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature"),
         *("top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "stream", "stream_options"),
         *("cache_salt", "priority", "request_id", "return_token_ids", "ignore_eos", "user"),
-        *("n", "logprobs", "logit_bias", "tools", "response_format", "nobody", "\\ud800"),
+        *(
+            "n",
+            "best_of",
+            "logprobs",
+            "logit_bias",
+            "tools",
+            "response_format",
+            "nobody",
+            "\\ud800",
+        ),
     ]
 )
 PATHS = st.sampled_from(["/v1/completions", "/v1/chat/completions"])

@@ -153,7 +153,7 @@ def test_the_limit_has_two_names(limits: dict[str, int], max_tokens: int | None)
     [
         {"n": 1},
         {"logprobs": False, "top_logprobs": None},
-        {"best_of": 1, "echo": False, "spaces_between_special_tokens": True},
+        {"echo": False, "spaces_between_special_tokens": True},
         {"logit_bias": {}, "tools": [], "tool_choice": "none", "parallel_tool_calls": True},
         {"response_format": {"type": "text"}, "metadata": None, "store": False},
     ],
@@ -317,7 +317,6 @@ def test_a_beam_search_is_as_wide_as_it_says_or_else_as_n() -> None:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"best_of": 4}, "best_of is for requests with use_beam_search=true"),
         ({"beam_width": 4}, "beam_width is for"),
         ({"length_penalty": 0.5}, "length_penalty is for"),
         ({"early_stopping": True}, "early_stopping is for"),
@@ -335,3 +334,56 @@ def test_what_is_wrong_with_a_beam_search_is_said(fields: dict[str, Any], proble
 )
 def test_what_asks_for_no_search_may_be_said(fields: dict[str, Any]) -> None:
     assert beams(**fields) is None
+
+
+def sampled(body: type[CompletionBody] | type[ChatBody], **fields: Any) -> RequestedSampling:
+    given = {"prompt": "Hi"} if body is CompletionBody else {"messages": USER}
+    return body.model_validate({**given, **fields}).requests("r")[0].sampling
+
+
+def test_the_best_of_several_samples() -> None:
+    sampling = sampled(CompletionBody, n=2, best_of=5)
+    assert (sampling.n, sampling.best_of, sampling.beam) == (2, 5, None)
+    assert sampling.chooses
+    assert sampling.width == 5
+
+
+@pytest.mark.parametrize("body", [CompletionBody, ChatBody])
+@pytest.mark.parametrize("fields", [{"best_of": 1}, {"n": 3, "best_of": 3, "stream": True}])
+def test_a_best_of_that_chooses_nothing_may_be_said(
+    body: type[CompletionBody] | type[ChatBody], fields: dict[str, Any]
+) -> None:
+    assert not sampled(body, **fields).chooses
+
+
+@pytest.mark.parametrize("body", [CompletionBody, ChatBody])
+def test_a_best_of_below_n_is_for_the_gateway_to_refuse(
+    body: type[CompletionBody] | type[ChatBody],
+) -> None:
+    assert sampled(body, n=3, best_of=2).best_of == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "fields", "problem"),
+    [
+        (CompletionBody, {"n": 2, "best_of": 3, "stream": True}, "not available with stream=true"),
+        (CompletionBody, {"best_of": 2.5}, "best_of"),
+        (CompletionBody, {"best_of": "2"}, "best_of"),
+        (CompletionBody, {"best_of": True}, "best_of"),
+        (ChatBody, {"best_of": 2}, "best_of above n is for /v1/completions"),
+    ],
+)
+def test_a_best_of_that_nobody_can_answer_is_refused(
+    body: type[CompletionBody] | type[ChatBody], fields: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        sampled(body, **fields)
+
+
+@pytest.mark.parametrize("body", [CompletionBody, ChatBody])
+def test_of_a_beam_search_best_of_is_its_width(
+    body: type[CompletionBody] | type[ChatBody],
+) -> None:
+    """Which may be streamed, and comes at once then."""
+    sampling = sampled(body, n=2, best_of=5, use_beam_search=True, stream=True)
+    assert (sampling.beam, sampling.best_of) == (RequestedBeams(5), None)

@@ -58,8 +58,10 @@ async def test_a_group_whose_worker_dies_goes_on_elsewhere(make_house: Any, rece
     call = Call(house.gateway, asked(sampling=N))
     await until(lambda: len(call.tokens) == NUM * received and "r1" in dies.running)
     dies.die()
-    await call.result()
+    last = await call.result()
     assert tokens_of(call.deltas) == all_of()
+    assert last.usage is not None
+    assert last.usage.num_generated_tokens == NUM * 8
     again = prefill.submitted[-1]
     assert [list(s.token_ids) for s in again.sequences] == list(all_of(received).values())
 
@@ -226,12 +228,14 @@ async def test_a_client_goes_on_with_a_group_at_another_gateway(proxied: Any, pa
     decode.parks, decode.pause_after = parks, 5
     stop = bytes(expected(PROMPT, 8, 2)).decode()[1:4]
     tokens: dict[int, list[int]] = {index: [] for index in range(NUM)}
+    usages = []
 
     async def read() -> None:
         sampling = Sampling(temperature=0.0, max_tokens=8, stop=(stop,), n=NUM)
         async with AsyncClient(",".join(proxy.address for proxy in proxies)) as client:
             async for delta in client.generate(list(PROMPT), sampling):
                 tokens[delta.index].extend(delta.token_ids)
+                usages.append(delta.usage)
 
     reading = asyncio.create_task(read())
     await until(lambda: [len(each) for each in tokens.values()] == [5, 5, 4] or reading.done())
@@ -240,6 +244,7 @@ async def test_a_client_goes_on_with_a_group_at_another_gateway(proxied: Any, pa
     async with asyncio.timeout(20):
         await reading
     assert tokens == {**all_of(), 2: expected(PROMPT, 4, 2)}
+    assert [usage.num_generated_tokens for usage in usages if usage] == [8 + 8 + 4]
     last = prefill.submitted[-1]
     if len(prefill.submitted) > 1:
         assert [s.index for s in last.sequences] == [0, 1]

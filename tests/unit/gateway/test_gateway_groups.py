@@ -1,77 +1,32 @@
 """A request of several sequences: one journey, one ticket, an end for each of them."""
 
 import asyncio
-import random
 from dataclasses import replace
 
 import pytest
 
-from services.common.errors import DuplicateRequest, PoisonRequest, Unavailable
-from services.common.ticket import FinishReason, Ticket, TicketSequence
-from services.gateway.api import Delta, Received
-from services.gateway.messages import (
-    Abort,
-    Admit,
-    Generated,
-    HandOver,
-    Requeued,
-    RequeueReason,
-    Reserve,
-    Reserved,
-    Submit,
-)
+from services.common.errors import DuplicateRequest
+from services.common.ticket import FinishReason, TicketSequence
+from services.gateway.api import Received
+from services.gateway.messages import Abort, Admit, HandOver, Reserve, Reserved
 from services.gateway.stage import Stage
 
 from .walk import (
     MAX_TOKENS,
-    PROMPT,
     ScriptedWorker,
     Walk,
+    at_rest,
+    deltas_of,
     expected,
     generated,
-    next_token,
     output_of,
+    requeued,
+    step,
     text_of,
+    tokens_of,
 )
 
 NUM = 3
-
-
-async def deltas_of(walk: Walk) -> dict[int, list[Delta]]:
-    """What the client gets of each sequence, to the end."""
-    deltas: dict[int, list[Delta]] = {}
-    async with asyncio.timeout(5):
-        async for delta in walk.output.deltas():
-            deltas.setdefault(delta.index, []).append(delta)
-    return deltas
-
-
-async def tokens_of(walk: Walk) -> dict[int, list[int]]:
-    deltas = await deltas_of(walk)
-    return {index: [t for d in each for t in d.token_ids] for index, each in deltas.items()}
-
-
-def step(walk: Walk, index: int, num_tokens: int = 1) -> None:
-    """The decode worker says the next tokens of a sequence, and its end if that is there."""
-    so_far = len(walk.output.sequences[index].tokens)
-    tokens = expected(so_far + num_tokens, index)[so_far:]
-    finish = FinishReason.LENGTH if so_far + num_tokens == MAX_TOKENS else None
-    walk.journey.on_event(walk.decode, generated(walk, *tokens, finish=finish, index=index))
-
-
-def at_rest(walk: Walk, *indices: int) -> Ticket:
-    """The decode worker's ticket of these sequences, with what the client has of them."""
-    admits = [command for command in walk.decode.sent if isinstance(command, Admit)]
-    sequences = []
-    for index in indices:
-        tokens = tuple(walk.output.sequences[index].tokens)
-        sequences.append(TicketSequence(index, tokens, (9, 10), len(PROMPT) + len(tokens) - 1))
-    attempt = walk.journey.attempt
-    return replace(admits[-1].ticket, attempt=attempt, holder_epoch=4, sequences=tuple(sequences))
-
-
-def requeued(walk: Walk, ticket: Ticket) -> Requeued:
-    return Requeued("r1", walk.journey.attempt, RequeueReason.HANDED_OVER, ticket)
 
 
 async def test_a_group_walks_as_one_and_ends_with_its_last() -> None:
@@ -176,6 +131,7 @@ async def test_after_a_loss_those_that_go_on_are_computed_from_what_each_has() -
     walk.journey.on_event(walk.prefill, walk.prefilled(ticket))
     step(walk, 0)
     step(walk, 2, 4)
+    assert walk.output.tally.usage().num_generated_tokens == NUM * MAX_TOKENS
     assert await tokens_of(walk) == {index: expected(MAX_TOKENS, index) for index in range(NUM)}
 
 
@@ -216,86 +172,6 @@ async def test_a_group_moves_without_those_that_have_ended() -> None:
     assert walk.desk.ended == [None]
 
 
-WRONG = {
-    "none of one": lambda event: replace(event, outputs=event.outputs[:1]),
-    "twice one": lambda event: replace(event, outputs=(event.outputs[0],) * 2),
-    "of another request": lambda event: replace(
-        event, outputs=(event.outputs[0], replace(event.outputs[1], request_id="r2"))
-    ),
-    "two tokens": lambda event: replace(
-        event, outputs=(event.outputs[0], replace(event.outputs[1], token_ids=(1, 2)))
-    ),
-    "one of a sequence of the ticket": lambda event: replace(
-        event, ticket=replace(event.ticket, sequences=event.ticket.sequences[:1])
-    ),
-    "the tokens swapped": lambda event: replace(
-        event,
-        ticket=replace(
-            event.ticket,
-            sequences=tuple(
-                replace(there, token_ids=other.token_ids)
-                for there, other in zip(
-                    event.ticket.sequences, event.ticket.sequences[::-1], strict=True
-                )
-            ),
-        ),
-    ),
-    "no blocks of one": lambda event: replace(
-        event,
-        ticket=replace(
-            event.ticket,
-            sequences=(
-                event.ticket.sequences[0],
-                replace(event.ticket.sequences[1], block_ids=(), num_computed_tokens=0),
-            ),
-        ),
-    ),
-    "one that ends and goes on": lambda event: replace(
-        event,
-        outputs=(replace(event.outputs[0], finish_reason=FinishReason.STOP), event.outputs[1]),
-    ),
-    "one too many": lambda event: replace(
-        event,
-        ticket=replace(
-            event.ticket, sequences=(*event.ticket.sequences, TicketSequence(2, (1,), (9,), 3))
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("spoil", WRONG.values(), ids=WRONG.keys())
-async def test_a_wrong_answer_to_a_group_is_nobodys(spoil: object) -> None:
-    walk = Walk(num_sequences=2)
-    assert await walk.reserve()
-    event = walk.prefilled(walk.start())
-    assert callable(spoil)
-    walk.journey.on_event(walk.prefill, spoil(event))
-    assert walk.journey.stage is Stage.QUEUED
-    assert all(not sequence.tokens for sequence in walk.output.sequences)
-    assert Abort("r1", 1) in walk.prefill.sent
-    walk.journey.end()
-
-
-async def test_a_step_of_a_sequence_that_there_is_not_sets_back() -> None:
-    walk = Walk(num_sequences=2)
-    await walk.until_decoding()
-    walk.journey.on_event(
-        walk.decode, Generated("r1", walk.journey.attempt, 2, len(PROMPT) + 1, (5,), None)
-    )
-    assert walk.journey.stage is Stage.QUEUED
-    walk.journey.end()
-
-
-async def test_a_ticket_at_rest_lacks_none_that_goes_on() -> None:
-    walk = Walk(num_sequences=2)
-    await walk.until_decoding()
-    for index in range(2):
-        step(walk, index)
-    walk.journey.on_event(walk.decode, requeued(walk, at_rest(walk, 1)))
-    assert (walk.journey.stage, walk.journey.at_rest) == (Stage.QUEUED, None)
-    walk.journey.end()
-
-
 async def test_another_call_goes_on_with_a_group() -> None:
     """It has got the first sequence to its end, half of the second, nothing of the third; the
     fourth has ended since."""
@@ -334,73 +210,3 @@ async def test_another_call_goes_on_with_a_group() -> None:
     with pytest.raises(DuplicateRequest):
         async for _ in before.deltas():
             pass
-
-
-@pytest.mark.parametrize("seed", range(60))
-async def test_whatever_happens_each_sequence_has_its_own_tokens(seed: int) -> None:
-    """Workers give back, hand over and vanish by chance, sequences end at other times, some by a
-    stop string: each is a beginning of its own tokens, and nothing is left behind."""
-    chance = random.Random(seed)
-    stop = (text_of(expected(4, 2)[3:]),) if chance.random() < 0.5 else ()
-    walk = Walk(num_sequences=NUM, stop=stop)
-    journey = walk.journey
-    told: set[tuple[str, int]] = set()  # (worker, attempt) that ended by the worker's own word
-    for _ in range(80):
-        if journey.stage is Stage.ENDED:
-            break
-        attempt, last = journey.attempt, chance.random()
-        if journey.stage is Stage.QUEUED:
-            if not await walk.reserve(granted=last < 0.8):
-                told.add(("d", attempt))
-            elif journey.can_go_on:
-                journey.go_on()
-        elif journey.stage is Stage.RESERVING:
-            walk.start()
-        elif last < 0.05:
-            sender = walk.prefill if journey.stage is Stage.PREFILLING else walk.decode
-            told.add((sender.id, attempt))
-            journey.on_event(sender, Requeued("r1", attempt, RequeueReason.PREEMPTED))
-        elif last < 0.1:
-            lost = chance.choice([walk.prefill, walk.decode])
-            told |= {(lost.id, number) for number in range(attempt + 1)}
-            journey.on_lost(lost, died=True)
-        elif journey.stage is Stage.PREFILLING:
-            submit = next(c for c in reversed(walk.prefill.sent) if isinstance(c, Submit))
-            ended = [
-                FinishReason.LENGTH if len(s.token_ids) + 1 == MAX_TOKENS else None
-                for s in submit.ticket.sequences
-            ]
-            if all(ended):
-                told.add(("p", attempt))
-            journey.on_event(walk.prefill, walk.prefilled(submit.ticket, *ended))
-        elif last < 0.2 and journey.at_rest is None:
-            told.add(("d", attempt))  # of the slot; the ticket is its own to claim again
-            living = [s.index for s in journey.client.living]
-            journey.on_event(walk.decode, requeued(walk, at_rest(walk, *living)))
-        else:
-            sequence = chance.choice(journey.client.living)
-            token = next_token([*PROMPT, *sequence.tokens], sequence.index)
-            is_last = len(sequence.tokens) + 1 == MAX_TOKENS
-            if is_last and len(journey.client.living) == 1:
-                told.add(("d", attempt))
-            finish = FinishReason.LENGTH if is_last else None
-            event = generated(walk, token, finish=finish, index=sequence.index)
-            journey.on_event(walk.decode, event)
-    finished = walk.output.has_ended
-    journey.end()
-    try:
-        tokens = await tokens_of(walk)
-    except (Unavailable, PoisonRequest):  # too many setbacks, or deaths
-        tokens = {}
-    for index, got in tokens.items():
-        most = 4 if stop and index == 2 else MAX_TOKENS
-        assert got == expected(most, index)[: len(got)]
-        assert len(got) == most or not finished
-    for worker in (walk.prefill, walk.decode):
-        begun = {c.attempt for c in worker.sent if isinstance(c, Reserve)}
-        begun |= {c.ticket.attempt for c in worker.sent if isinstance(c, Submit)}
-        over = {c.attempt for c in worker.sent if isinstance(c, Abort) and c.index is None}
-        over |= {attempt for worker_id, attempt in told if worker_id == worker.id}
-        assert begun <= over
-        assert not worker.guests
-        assert not worker.errands

@@ -3,18 +3,32 @@
 import asyncio
 import itertools
 import zlib
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 
 from blockstore.registry import Load, Member, Role
+from services.common.logprobs import Logprobs
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.pieces import Pieces
 from services.common.text.stop_strings import StopMatcher
 from services.common.ticket import BeamParams, FinishReason, SamplingParams, Ticket, TicketSequence
 from services.gateway.admission import Admitted
+from services.gateway.api import Delta
+from services.gateway.best_of import BestOf
 from services.gateway.journey import Journey, Start
 from services.gateway.line import Place
-from services.gateway.messages import Command, Generated, Prefilled, Reserved, Submit
+from services.gateway.messages import (
+    Admit,
+    Command,
+    Generated,
+    Prefilled,
+    Requeued,
+    RequeueReason,
+    Reserved,
+    Submit,
+)
 from services.gateway.output import Output, Tally
 from services.gateway.sequence import Sequence
 from services.gateway.text import Text
@@ -68,6 +82,32 @@ def expected(num_tokens: int, index: int = 0) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
+def logprob_of(tokens: Seq[int]) -> float:
+    """Of the last of these tokens: a number that all of them decide."""
+    return -(zlib.crc32(repr(list(tokens)).encode()) % 1024) / 128
+
+
+def mean_logprob(tokens: Seq[int]) -> float:
+    """Of a sequence that has these."""
+    of_each = [logprob_of([*PROMPT, *tokens[:end]]) for end in range(1, len(tokens) + 1)]
+    return sum(of_each) / len(of_each)
+
+
+def best_of(sequences: Seq[list[int]], num_best: int) -> list[list[int]]:
+    """The likeliest of them, best first."""
+    return sorted(sequences, key=mean_logprob, reverse=True)[:num_best]
+
+
+def logprobs_of(
+    sampling: SamplingParams, before: Seq[int], gained: Seq[int]
+) -> tuple[Logprobs, ...]:
+    """Of the tokens `gained`, where they are asked for."""
+    if sampling.logprobs is None:
+        return ()
+    ways = ([*before, *gained[:end]] for end in range(1, len(gained) + 1))
+    return tuple(Logprobs(logprob_of(tokens), rank=1) for tokens in ways)
+
+
 def text_of(token_ids: Seq[int]) -> str:
     return "".join(f"{token_id}," for token_id in token_ids)
 
@@ -83,7 +123,9 @@ def output_of(request: Admitted) -> Output:
         for index in range(request.num_sequences)
     ]
     tally, clock = Tally(len(PROMPT), 0.0), asyncio.get_running_loop().time
-    return Output(request.request_id, tally, sequences, NoMeter(), clock)
+    num_best = request.num_best
+    kind: Callable[..., Output] = Output if num_best is None else partial(BestOf, num_best=num_best)
+    return kind(request.request_id, tally, sequences, NoMeter(), clock)
 
 
 class Walk:
@@ -95,12 +137,15 @@ class Walk:
         num_sequences: int = 1,
         stop: tuple[str, ...] = (),
         beam: BeamParams | None = None,
+        num_best: int | None = None,
     ) -> None:
         self.prefill, self.decode = ScriptedWorker("p", "prefill"), ScriptedWorker("d")
         self.desk = ScriptedDesk()
-        sampling = SamplingParams(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS, beam=beam)
+        logprobs = None if num_best is None else 0
+        sampling = SamplingParams(*(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS), beam=beam, logprobs=logprobs)
         request = Admitted(
-            *("r1", "toy", PROMPT, sampling, stop, 0, "", 0.0, deadline, 256, num_sequences)
+            *("r1", "toy", PROMPT, sampling, stop, 0, "", 0.0, deadline, 256),
+            *(num_sequences, num_best),
         )
         self.output = output_of(request)
         self.journey = Journey(request, Place(0, 1), self.output, self.desk, itertools.count(1))
@@ -123,7 +168,8 @@ class Walk:
         for sequence, finish in itertools.zip_longest(ticket.sequences, ended):
             tokens = (*ticket.prompt_token_ids, *sequence.token_ids)
             token, index = next_token(tokens, sequence.index), sequence.index
-            outputs.append(Generated(*ticket.key, index, len(tokens), (token,), finish))
+            logprobs = logprobs_of(ticket.sampling, tokens, (token,))
+            outputs.append(Generated(*ticket.key, index, len(tokens), (token,), finish, logprobs))
             if finish is None:
                 so_far = (*sequence.token_ids, token)
                 sequences.append(TicketSequence(index, so_far, (9,), len(tokens)))
@@ -151,5 +197,44 @@ def generated(
 ) -> Generated:
     """What the decode worker says of the attempt and position of the moment, `skip` tokens on."""
     journey = walk.journey
-    position = len(PROMPT) + len(journey.client.output.sequences[index].tokens) + skip
-    return Generated("r1", journey.attempt, index, position, tokens, finish)
+    before = [*PROMPT, *journey.client.output.sequences[index].tokens]
+    logprobs = logprobs_of(journey.client.request.sampling, before, tokens)
+    position = len(before) + skip
+    return Generated("r1", journey.attempt, index, position, tokens, finish, logprobs)
+
+
+def step(walk: Walk, index: int, num_tokens: int = 1) -> None:
+    """The decode worker says the next tokens of a sequence, and its end if that is there."""
+    so_far = len(walk.output.sequences[index].tokens)
+    tokens = expected(so_far + num_tokens, index)[so_far:]
+    finish = FinishReason.LENGTH if so_far + num_tokens == MAX_TOKENS else None
+    walk.journey.on_event(walk.decode, generated(walk, *tokens, finish=finish, index=index))
+
+
+def at_rest(walk: Walk, *indices: int) -> Ticket:
+    """The decode worker's ticket of these sequences, with what the client has of them."""
+    admits = [command for command in walk.decode.sent if isinstance(command, Admit)]
+    sequences = []
+    for index in indices:
+        tokens = tuple(walk.output.sequences[index].tokens)
+        sequences.append(TicketSequence(index, tokens, (9, 10), len(PROMPT) + len(tokens) - 1))
+    attempt = walk.journey.attempt
+    return replace(admits[-1].ticket, attempt=attempt, holder_epoch=4, sequences=tuple(sequences))
+
+
+def requeued(walk: Walk, ticket: Ticket) -> Requeued:
+    return Requeued("r1", walk.journey.attempt, RequeueReason.HANDED_OVER, ticket)
+
+
+async def deltas_of(walk: Walk) -> dict[int, list[Delta]]:
+    """What the client gets of each sequence, to the end."""
+    deltas: dict[int, list[Delta]] = {}
+    async with asyncio.timeout(5):
+        async for delta in walk.output.deltas():
+            deltas.setdefault(delta.index, []).append(delta)
+    return deltas
+
+
+async def tokens_of(walk: Walk) -> dict[int, list[int]]:
+    deltas = await deltas_of(walk)
+    return {index: [t for d in each for t in d.token_ids] for index, each in deltas.items()}

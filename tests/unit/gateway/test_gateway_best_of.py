@@ -1,0 +1,198 @@
+"""A request for the best of several sequences: what its client gets, and when."""
+
+from dataclasses import replace
+
+import pytest
+
+from services.common.errors import DuplicateRequest
+from services.common.logprobs import Logprobs
+from services.common.ticket import FinishReason
+from services.gateway.api import Received
+from services.gateway.messages import Abort
+from services.gateway.output import MAX_UNREAD_TOKENS
+from services.gateway.stage import Stage
+
+from .walk import (
+    MAX_TOKENS,
+    Walk,
+    at_rest,
+    best_of,
+    deltas_of,
+    expected,
+    mean_logprob,
+    output_of,
+    requeued,
+    step,
+    text_of,
+)
+
+NUM = 4
+ALL = [expected(MAX_TOKENS, index) for index in range(NUM)]
+BEST = best_of(ALL, 2)
+
+
+def choosing(stop: tuple[str, ...] = ()) -> Walk:
+    return Walk(num_sequences=NUM, num_best=2, stop=stop)
+
+
+def finish(walk: Walk, *indices: int) -> None:
+    for index in indices:
+        step(walk, index, MAX_TOKENS - len(walk.output.sequences[index].tokens))
+
+
+async def best_told(walk: Walk) -> dict[int, list[int]]:
+    return {index: list(delta.token_ids) for index, (delta,) in (await deltas_of(walk)).items()}
+
+
+def test_the_best_are_not_the_first() -> None:
+    """Else these tests would see nothing."""
+    assert BEST not in (ALL[:2], ALL[1::-1])
+
+
+async def test_the_best_come_whole_and_best_first_when_all_have_ended() -> None:
+    walk = choosing()
+    await walk.until_decoding()
+    finish(walk, 2, 0, 3)
+    assert not any(sequence.has_news for sequence in walk.output._turns)
+    finish(walk, 1)
+    assert walk.journey.stage is Stage.ENDED
+    deltas = await deltas_of(walk)
+    assert list(deltas) == [0, 1]
+    for (delta,), tokens in zip(deltas.values(), BEST, strict=True):
+        assert (list(delta.token_ids), delta.text) == (tokens, text_of(tokens))
+        assert delta.finish_reason is FinishReason.LENGTH
+        assert delta.score == pytest.approx(mean_logprob(tokens))
+        assert delta.logprobs == ()  # it has not asked for them
+    ((first,), (last,)) = deltas.values()
+    assert (first.usage, last.usage and last.usage.num_generated_tokens) == (None, NUM * MAX_TOKENS)
+
+
+async def test_a_sequence_is_as_likely_as_its_tokens_are_on_average() -> None:
+    """Of those that its client gets: none that follow a stop string, and no length counts."""
+    stopped = expected(3, 1)
+    walk = choosing(stop=(text_of(stopped[2:]),))
+    await walk.until_decoding()
+    step(walk, 1, 4)
+    assert walk.decode.sent[-1] == Abort("r1", 1, 1)
+    finish(walk, 0, 2, 3)
+    best = best_of([ALL[0], stopped, ALL[2], ALL[3]], 2)
+    assert await best_told(walk) == dict(enumerate(best))
+
+
+async def test_of_equals_the_first_one_is_the_best() -> None:
+    output = choosing().output
+    for index in (3, 2, 1, 0):
+        output.write(index, (60 + index,), FinishReason.STOP, (Logprobs(-1.5, 1),))
+    output.close(None)
+    assert [delta.token_ids async for delta in output.deltas()] == [(60,), (61,)]
+
+
+async def test_how_a_sum_came_together_does_not_matter() -> None:
+    """Tokens come one by one, or some at once after a pause."""
+    values = [-(10.0**-power) for power in range(17)]
+    logprobs = tuple(Logprobs(value, 1) for value in values)
+    tokens = tuple(range(60, 77))
+    one_by_one, at_once = choosing().output.sequences[:2]
+    at_once.write(tokens, FinishReason.STOP, logprobs)
+    for number, (token, each) in enumerate(zip(tokens, logprobs, strict=True), 1):
+        one_by_one.write((token,), FinishReason.STOP if number == 17 else None, (each,))
+    assert one_by_one.mean_logprob == at_once.mean_logprob
+
+
+async def test_who_has_nothing_to_read_is_not_too_slow() -> None:
+    walk = choosing()
+    await walk.until_decoding()
+    num_tokens = MAX_UNREAD_TOKENS + 1
+    tokens, logprobs = (60,) * num_tokens, (Logprobs(-1.0, 1),) * num_tokens
+    walk.journey.client.write(0, tokens, None, logprobs)
+    assert not walk.journey.client.pauses
+    assert walk.journey.stage is Stage.DECODING
+    walk.journey.end()
+
+
+async def test_after_a_loss_nothing_is_counted_or_scored_twice() -> None:
+    walk = choosing()
+    await walk.until_decoding()
+    finish(walk, 1)
+    step(walk, 0, 2)
+    walk.journey.on_lost(walk.decode, died=True)
+    again = await walk.until_decoding()
+    assert [sequence.index for sequence in again.sequences] == [0, 2, 3]
+    finish(walk, 0, 2, 3)
+    usage = walk.output.tally.usage()
+    assert usage.num_generated_tokens == NUM * MAX_TOKENS
+    assert await best_told(walk) == dict(enumerate(BEST))
+
+
+async def test_what_was_at_rest_keeps_its_scores() -> None:
+    walk = choosing()
+    await walk.until_decoding()
+    finish(walk, 2)
+    for index in (0, 1, 3):
+        step(walk, index, 2)
+    walk.journey.on_event(walk.decode, requeued(walk, at_rest(walk, 0, 1, 3)))
+    assert await walk.reserve()
+    walk.journey.go_on()
+    finish(walk, 0, 1, 3)
+    assert len(walk.prefill.sent) == 2  # a submit, and the word that its ticket was claimed
+    assert await best_told(walk) == dict(enumerate(BEST))
+
+
+async def test_another_call_goes_on_with_all_that_there_is() -> None:
+    """Nobody has read any of it: nothing is forgotten, and nothing computed again."""
+    walk = choosing()
+    await walk.until_decoding()
+    finish(walk, 1)
+    step(walk, 0, 3)
+    request, before = walk.journey.client.request, walk.output
+    commands = [*walk.prefill.sent, *walk.decode.sent]
+    walk.output = output_of(request)
+    walk.journey.resume(replace(request, received=()), walk.output)
+    assert [*walk.prefill.sent, *walk.decode.sent] == commands
+    assert walk.journey.stage is Stage.DECODING
+    finish(walk, 0, 2, 3)
+    deltas = await deltas_of(walk)
+    assert [list(delta.token_ids) for (delta,) in deltas.values()] == BEST
+    (last,) = deltas[1]
+    assert last.usage is not None
+    assert last.usage.num_generated_tokens == NUM * MAX_TOKENS
+    with pytest.raises(DuplicateRequest):
+        async for _ in before.deltas():
+            pass
+
+
+async def test_nobody_has_one_of_the_best_of_what_still_runs() -> None:
+    walk = choosing()
+    await walk.until_decoding()
+    request = walk.journey.client.request
+    received = (Received(0, tuple(BEST[0]), FinishReason.LENGTH),)
+    output = output_of(request)
+    output.replay(received)
+    with pytest.raises(DuplicateRequest):
+        walk.journey.resume(replace(request, received=received), output)
+    with pytest.raises(DuplicateRequest):
+        walk.journey.resume(replace(request, num_best=3), output_of(request))
+    walk.journey.end()
+
+
+@pytest.mark.parametrize("place", [0, 1])
+async def test_who_has_one_of_the_best_gets_the_other(place: int) -> None:
+    """All are computed again, since nobody knows which one it was."""
+    walk = choosing()
+    walk.output.replay((Received(place, tuple(BEST[place]), FinishReason.LENGTH),))
+    ticket = await walk.until_decoding()
+    assert [sequence.token_ids for sequence in ticket.sequences] == [()] * NUM
+    finish(walk, *range(NUM))
+    other = 1 - place
+    (told,) = (await deltas_of(walk))[other]
+    assert list(told.token_ids) == BEST[other]
+    assert told.usage is not None
+    assert told.usage.num_generated_tokens == NUM * MAX_TOKENS
+
+
+async def test_what_goes_on_elsewhere_is_all_of_them() -> None:
+    """Whoever looks for it looks for what was drawn, not for what is told."""
+    request = choosing().journey.client.request
+    received = (Received(0, tuple(BEST[0]), FinishReason.LENGTH),)
+    wanted = replace(request, received=received).to_go_on
+    assert [(each.index, each.token_ids) for each in wanted] == [(i, ()) for i in range(NUM)]

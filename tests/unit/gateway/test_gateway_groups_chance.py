@@ -1,0 +1,128 @@
+"""Requests of several sequences to which anything may happen."""
+
+import random
+
+import pytest
+
+from services.common.errors import PoisonRequest, Unavailable
+from services.common.ticket import FinishReason
+from services.gateway.messages import Abort, Requeued, RequeueReason, Reserve, Submit
+from services.gateway.stage import Stage
+
+from .walk import (
+    MAX_TOKENS,
+    PROMPT,
+    Walk,
+    at_rest,
+    best_of,
+    deltas_of,
+    expected,
+    generated,
+    next_token,
+    requeued,
+    text_of,
+    tokens_of,
+)
+
+NUM = 3
+
+
+async def disturb(walk: Walk, chance: random.Random) -> bool:
+    """Workers give back, hand over and vanish by chance, sequences end at other times; nothing is
+    left behind. Whether all sequences came to their ends."""
+    journey = walk.journey
+    told: set[tuple[str, int]] = set()  # (worker, attempt) that ended by the worker's own word
+    for _ in range(80):
+        if journey.stage is Stage.ENDED:
+            break
+        attempt, last = journey.attempt, chance.random()
+        if journey.stage is Stage.QUEUED:
+            if not await walk.reserve(granted=last < 0.8):
+                told.add(("d", attempt))
+            elif journey.can_go_on:
+                journey.go_on()
+        elif journey.stage is Stage.RESERVING:
+            walk.start()
+        elif last < 0.05:
+            sender = walk.prefill if journey.stage is Stage.PREFILLING else walk.decode
+            told.add((sender.id, attempt))
+            journey.on_event(sender, Requeued("r1", attempt, RequeueReason.PREEMPTED))
+        elif last < 0.1:
+            lost = chance.choice([walk.prefill, walk.decode])
+            told |= {(lost.id, number) for number in range(attempt + 1)}
+            journey.on_lost(lost, died=True)
+        elif journey.stage is Stage.PREFILLING:
+            submit = next(c for c in reversed(walk.prefill.sent) if isinstance(c, Submit))
+            ended = [
+                FinishReason.LENGTH if len(s.token_ids) + 1 == MAX_TOKENS else None
+                for s in submit.ticket.sequences
+            ]
+            if all(ended):
+                told.add(("p", attempt))
+            journey.on_event(walk.prefill, walk.prefilled(submit.ticket, *ended))
+        elif last < 0.2 and journey.at_rest is None:
+            told.add(("d", attempt))  # of the slot; the ticket is its own to claim again
+            living = [s.index for s in journey.client.living]
+            journey.on_event(walk.decode, requeued(walk, at_rest(walk, *living)))
+        else:
+            sequence = chance.choice(journey.client.living)
+            token = next_token([*PROMPT, *sequence.tokens], sequence.index)
+            is_last = len(sequence.tokens) + 1 == MAX_TOKENS
+            if is_last and len(journey.client.living) == 1:
+                told.add(("d", attempt))
+            finish = FinishReason.LENGTH if is_last else None
+            event = generated(walk, token, finish=finish, index=sequence.index)
+            journey.on_event(walk.decode, event)
+    finished = walk.output.has_ended
+    journey.end()
+    for worker in (walk.prefill, walk.decode):
+        begun = {c.attempt for c in worker.sent if isinstance(c, Reserve)}
+        begun |= {c.ticket.attempt for c in worker.sent if isinstance(c, Submit)}
+        over = {c.attempt for c in worker.sent if isinstance(c, Abort) and c.index is None}
+        over |= {attempt for worker_id, attempt in told if worker_id == worker.id}
+        assert begun <= over
+        assert not worker.guests
+        assert not worker.errands
+    return finished
+
+
+def likely_stop(chance: random.Random) -> tuple[str, ...]:
+    """In half of the cases what ends sequence 2 with its fourth token."""
+    return (text_of(expected(4, 2)[3:]),) if chance.random() < 0.5 else ()
+
+
+@pytest.mark.parametrize("seed", range(60))
+async def test_whatever_happens_each_sequence_has_its_own_tokens(seed: int) -> None:
+    """Each is a beginning of its own."""
+    chance = random.Random(seed)
+    stop = likely_stop(chance)
+    walk = Walk(num_sequences=NUM, stop=stop)
+    finished = await disturb(walk, chance)
+    try:
+        tokens = await tokens_of(walk)
+    except (Unavailable, PoisonRequest):  # too many setbacks, or deaths
+        tokens = {}
+    for index, got in tokens.items():
+        most = 4 if stop and index == 2 else MAX_TOKENS
+        assert got == expected(most, index)[: len(got)]
+        assert len(got) == most or not finished
+
+
+@pytest.mark.parametrize("seed", range(60))
+async def test_whatever_happens_the_best_are_those_of_an_undisturbed_walk(seed: int) -> None:
+    """And all that was computed for them is counted once."""
+    chance = random.Random(seed)
+    stop = likely_stop(chance)
+    walk = Walk(num_sequences=NUM, stop=stop, num_best=2)
+    finished = await disturb(walk, chance)
+    try:
+        deltas = await deltas_of(walk)
+    except (Unavailable, PoisonRequest):
+        assert not finished
+        return
+    lengths = [MAX_TOKENS, MAX_TOKENS, 4 if stop else MAX_TOKENS]
+    best = best_of([expected(length, index) for index, length in enumerate(lengths)], 2)
+    got = {index: list(delta.token_ids) for index, (delta,) in deltas.items()}
+    assert got == (dict(enumerate(best)) if finished else {})
+    usages = [delta.usage.num_generated_tokens for (delta,) in deltas.values() if delta.usage]
+    assert usages == ([sum(lengths)] if finished else [])

@@ -1,0 +1,90 @@
+"""What workers cannot have meant of a request of several sequences."""
+
+from dataclasses import replace
+
+import pytest
+
+from services.common.ticket import FinishReason, TicketSequence
+from services.gateway.messages import Abort, Generated
+from services.gateway.stage import Stage
+
+from .walk import PROMPT, Walk, at_rest, requeued, step
+
+WRONG = {
+    "none of one": lambda event: replace(event, outputs=event.outputs[:1]),
+    "twice one": lambda event: replace(event, outputs=(event.outputs[0],) * 2),
+    "of another request": lambda event: replace(
+        event, outputs=(event.outputs[0], replace(event.outputs[1], request_id="r2"))
+    ),
+    "two tokens": lambda event: replace(
+        event, outputs=(event.outputs[0], replace(event.outputs[1], token_ids=(1, 2)))
+    ),
+    "one of a sequence of the ticket": lambda event: replace(
+        event, ticket=replace(event.ticket, sequences=event.ticket.sequences[:1])
+    ),
+    "the tokens swapped": lambda event: replace(
+        event,
+        ticket=replace(
+            event.ticket,
+            sequences=tuple(
+                replace(there, token_ids=other.token_ids)
+                for there, other in zip(
+                    event.ticket.sequences, event.ticket.sequences[::-1], strict=True
+                )
+            ),
+        ),
+    ),
+    "no blocks of one": lambda event: replace(
+        event,
+        ticket=replace(
+            event.ticket,
+            sequences=(
+                event.ticket.sequences[0],
+                replace(event.ticket.sequences[1], block_ids=(), num_computed_tokens=0),
+            ),
+        ),
+    ),
+    "one that ends and goes on": lambda event: replace(
+        event,
+        outputs=(replace(event.outputs[0], finish_reason=FinishReason.STOP), event.outputs[1]),
+    ),
+    "one too many": lambda event: replace(
+        event,
+        ticket=replace(
+            event.ticket, sequences=(*event.ticket.sequences, TicketSequence(2, (1,), (9,), 3))
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("spoil", WRONG.values(), ids=WRONG.keys())
+async def test_a_wrong_answer_to_a_group_is_nobodys(spoil: object) -> None:
+    walk = Walk(num_sequences=2)
+    assert await walk.reserve()
+    event = walk.prefilled(walk.start())
+    assert callable(spoil)
+    walk.journey.on_event(walk.prefill, spoil(event))
+    assert walk.journey.stage is Stage.QUEUED
+    assert all(not sequence.tokens for sequence in walk.output.sequences)
+    assert Abort("r1", 1) in walk.prefill.sent
+    walk.journey.end()
+
+
+async def test_a_step_of_a_sequence_that_there_is_not_sets_back() -> None:
+    walk = Walk(num_sequences=2)
+    await walk.until_decoding()
+    walk.journey.on_event(
+        walk.decode, Generated("r1", walk.journey.attempt, 2, len(PROMPT) + 1, (5,), None)
+    )
+    assert walk.journey.stage is Stage.QUEUED
+    walk.journey.end()
+
+
+async def test_a_ticket_at_rest_lacks_none_that_goes_on() -> None:
+    walk = Walk(num_sequences=2)
+    await walk.until_decoding()
+    for index in range(2):
+        step(walk, index)
+    walk.journey.on_event(walk.decode, requeued(walk, at_rest(walk, 1)))
+    assert (walk.journey.stage, walk.journey.at_rest) == (Stage.QUEUED, None)
+    walk.journey.end()
