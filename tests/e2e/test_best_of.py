@@ -1,0 +1,155 @@
+"""The best of several samples, through real processes: those that are likeliest of what `n` alone
+draws, whatever happens to workers and gateways."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.client import AsyncClient, Client
+from quire.types import Choice, Completion, Sampling
+
+from .decoders import busiest, decoders, pid_of
+from .deployment import Deployment, serving
+from .quiet import quiet
+
+LIMIT_S = 90.0
+NUM, NUM_BEST = 8, 3
+NUM_TOKENS = 1500
+
+
+@pytest.fixture(scope="module")
+def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("run")
+    options = ("--decode", "2", "--pool-memory", "64MiB")
+    with serving(checkpoint, folder, *options, num_gateways=2) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(deployment: Deployment) -> AsyncIterator[AsyncClient]:
+    """With two decode workers before, and nothing held and nothing wrong after."""
+    async with AsyncClient(deployment.address) as client, asyncio.timeout(2 * LIMIT_S):
+        while [worker.state for worker in await decoders(client)] != ["serving"] * 2:
+            await client.scale(num_decode=2)
+            await asyncio.sleep(0.05)
+        yield client
+        await quiet(client, LIMIT_S)
+        assert not any(audit.violations for audit in await client.audit())
+
+
+def prompt(number: int) -> list[int]:
+    chance = random.Random(number)
+    return [chance.randrange(259, 384) for _ in range(45)]
+
+
+def drawn(num_tokens: int = NUM_TOKENS, **changes: Any) -> Sampling:
+    fields: dict[str, Any] = {"temperature": 1.0, "seed": 5, "ignore_eos": True, **changes}
+    return Sampling(max_tokens=num_tokens, **fields)
+
+
+def mean_logprob(choice: Choice) -> float:
+    of_each = [each.chosen.logprob for each in choice.logprobs]
+    return sum(of_each) / len(of_each)
+
+
+async def undisturbed(client: AsyncClient, number: int, num_tokens: int) -> list[Choice]:
+    """All that are drawn, likeliest first."""
+    every = drawn(num_tokens, n=NUM, logprobs=0)
+    completion = await client.complete(prompt(number), every, timeout_s=LIMIT_S)
+    return sorted(completion.choices, key=mean_logprob, reverse=True)
+
+
+def choosing(client: AsyncClient, number: int, num_tokens: int) -> asyncio.Task[Completion]:
+    sampling = drawn(num_tokens, n=NUM_BEST, best_of=NUM)
+    call = client.complete(prompt(number), sampling, timeout_s=LIMIT_S)
+    return asyncio.create_task(call)
+
+
+def check(completion: Completion, ranked: list[Choice]) -> None:
+    best = ranked[:NUM_BEST]
+    assert [choice.index for choice in completion.choices] == list(range(NUM_BEST))
+    assert [choice.token_ids for choice in completion.choices] == [each.token_ids for each in best]
+    scores = [choice.score for choice in completion.choices]
+    assert scores == pytest.approx([mean_logprob(each) for each in best])
+    assert not any(choice.logprobs for choice in completion.choices)
+    num_drawn = sum(len(each.token_ids) for each in ranked)
+    assert completion.usage.num_generated_tokens == num_drawn
+
+
+async def test_the_best_are_the_likeliest_of_all_that_are_drawn(client: AsyncClient) -> None:
+    ranked = await undisturbed(client, 1, 60)
+    assert [each.index for each in ranked[:NUM_BEST]] != list(range(NUM_BEST))
+    check(await choosing(client, 1, 60), ranked)
+
+
+@pytest.mark.parametrize("way", ["killed", "drained"])
+async def test_a_decode_worker_that_goes_changes_nothing(
+    deployment: Deployment, client: AsyncClient, way: str
+) -> None:
+    ranked = await undisturbed(client, 2, NUM_TOKENS)
+    completing = choosing(client, 2, NUM_TOKENS)
+    leaving = await busiest(client)
+    if way == "killed":
+        os.kill(pid_of(deployment, leaving), signal.SIGKILL)
+    else:
+        await client.drain(leaving.worker_id)
+    assert not completing.done()
+    check(await completing, ranked)
+
+
+async def test_a_gateway_that_is_killed_changes_nothing(
+    deployment: Deployment, client: AsyncClient
+) -> None:
+    """The client has got nothing; at the other gateway all of it is drawn again."""
+    ranked = await undisturbed(client, 3, NUM_TOKENS)
+    completing = choosing(client, 3, NUM_TOKENS)
+    await busiest(client)
+    os.kill(deployment.gateway(client.address), signal.SIGKILL)
+    assert not completing.done()
+    check(await completing, ranked)
+    deployment.wait_until_ready()
+
+
+async def test_over_http(deployment: Deployment, client: AsyncClient) -> None:
+    ranked = await undisturbed(client, 4, 40)
+    body = {
+        "prompt": prompt(4),
+        "n": NUM_BEST,
+        "best_of": NUM,
+        "seed": 5,
+        "temperature": 1.0,
+        "max_tokens": 40,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    async with httpx.AsyncClient(timeout=LIMIT_S, trust_env=False) as http:
+        answer = (await http.post(f"{deployment.http}/v1/completions", json=body)).json()
+    assert [choice["index"] for choice in answer["choices"]] == list(range(NUM_BEST))
+    best = [list(each.token_ids) for each in ranked[:NUM_BEST]]
+    assert [choice["token_ids"] for choice in answer["choices"]] == best
+    assert answer["usage"]["completion_tokens"] == NUM * 40
+
+
+def test_the_command_shows_the_best(deployment: Deployment) -> None:
+    flags = "--raw --n 2 --best-of 4 --max-tokens 20 --seed 1 --temperature 1 --ignore-eos"
+    command = [sys.executable, "-m", "quire.cli", "generate", "Once upon", *flags.split()]
+    shown = subprocess.run(
+        [*command, "--address", deployment.address],
+        capture_output=True,
+        check=True,
+        timeout=LIMIT_S,
+    ).stdout.decode(errors="replace")
+    sampling = drawn(20, n=2, best_of=4, seed=1)
+    with Client(deployment.address) as client:
+        completion = client.complete("Once upon", sampling, timeout_s=LIMIT_S)
+    texts = [choice.text for choice in completion.choices]
+    assert shown == f"--- 1 of 2 ---\n{texts[0]}\n--- 2 of 2 ---\n{texts[1]}\n"
