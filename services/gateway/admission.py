@@ -161,7 +161,7 @@ def check_received(
     )
     num_sequences, indices = request.sampling.n, [told.index for told in request.received]
     require(
-        len(set(indices)) == len(indices) and all(index < num_sequences for index in indices),
+        len(set(indices)) == len(indices) and all(0 <= index < num_sequences for index in indices),
         f"received is of sequences {indices}; n is {num_sequences}",
     )
     num_ended = sum(told.finish_reason is not None for told in request.received)

@@ -1,11 +1,16 @@
 """A deployment with two gateways: one may be killed, and no stream notices."""
 
 import asyncio
+import json
 import os
 import signal
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from quire.client import AsyncClient
@@ -17,6 +22,7 @@ from .quiet import quiet
 
 PROMPT = list(range(260, 300))
 NUM_TOKENS = 200
+LONG = 1000
 GREEDY = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SAMPLED = Sampling(temperature=1.0, max_tokens=NUM_TOKENS, ignore_eos=True, seed=7)
 
@@ -54,3 +60,74 @@ async def test_streams_outlive_their_gateway(deployment: Deployment, oracle: Ora
         assert results[:8] == [oracle.greedy(PROMPT, NUM_TOKENS)] * 8
         assert results[8:] == [undisturbed] * 8
         await quiet(client, 8.0)  # sooner than the window closes: nothing stayed parked
+
+
+class Reader:
+    """A client of the HTTP API that keeps what it got, choice by choice."""
+
+    def __init__(self, http: httpx.AsyncClient, **body: Any) -> None:
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.texts: dict[int, str] = defaultdict(str)
+        self.num_openings = 0
+        self._http = http
+        self._ends: dict[int, str] = {}
+        self._body = {**body, "stream": True, "return_token_ids": True, "ignore_eos": True}
+
+    def go_on(self) -> None:
+        """Ask for the rest from now on."""
+        self._body["received"] = [
+            {"index": index, "token_ids": token_ids, "finish_reason": self._ends.get(index)}
+            for index, token_ids in self.tokens.items()
+        ]
+
+    async def read(self, url: str) -> AsyncIterator[None]:
+        """Until the end; httpx.TransportError: it broke."""
+        async with self._http.stream("POST", url, json=self._body) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                        self._take(choice)
+                    yield
+
+    async def read_all(self, url: str) -> None:
+        async for _ in self.read(url):
+            pass
+
+    def _take(self, choice: dict[str, Any]) -> None:
+        self.num_openings += "role" in choice.get("delta", {})
+        said = choice["delta"]["content"] if "delta" in choice else choice["text"]
+        self.texts[choice["index"]] += said
+        self.tokens[choice["index"]] += choice["token_ids"]
+        if choice["finish_reason"]:
+            self._ends[choice["index"]] = choice["finish_reason"]
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": PROMPT},
+    "chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_an_http_stream_goes_on_at_another_gateway(deployment: Deployment, path: str) -> None:
+    """Two samples, each token and each character as if nothing had happened, and none twice."""
+    deployment.wait_until_ready()
+    asked = {**BODIES[path], "n": 2, "seed": 7, "temperature": 1, "max_tokens": LONG}
+    first = deployment.address.split(",")[0]
+    port = int(urlsplit(deployment.http).port or 0)
+    urls = [f"http://127.0.0.1:{port + index}/v1/{path}" for index in range(2)]
+    async with httpx.AsyncClient(timeout=60.0, trust_env=False) as http, asyncio.timeout(90):
+        undisturbed = Reader(http, **asked)
+        await undisturbed.read_all(urls[1])
+        reader, is_killed = Reader(http, request_id=f"resumed {path}", **asked), False
+        with pytest.raises(httpx.TransportError):  # noqa: PT012
+            async for _ in reader.read(urls[0]):
+                if not is_killed and all(reader.tokens[index] for index in range(2)):
+                    os.kill(deployment.gateway(first), signal.SIGKILL)
+                    is_killed = True
+        assert 0 < sum(map(len, reader.tokens.values())) < 2 * LONG
+        reader.go_on()
+        await reader.read_all(urls[1])
+    assert (reader.tokens, reader.texts) == (undisturbed.tokens, undisturbed.texts)
+    assert reader.num_openings == undisturbed.num_openings

@@ -11,8 +11,14 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from services.common.errors import InvalidRequest
-from services.common.ticket import EarlyStopping
-from services.gateway.api import ChatMessage, GenerationRequest, RequestedBeams, RequestedSampling
+from services.common.ticket import EarlyStopping, FinishReason
+from services.gateway.api import (
+    ChatMessage,
+    GenerationRequest,
+    Received,
+    RequestedBeams,
+    RequestedSampling,
+)
 from services.gateway.http.body import read_body
 from services.gateway.http.merge import merged
 from services.gateway.http.schema import ChatBody, CompletionBody
@@ -154,6 +160,7 @@ def test_the_limit_has_two_names(limits: dict[str, int], max_tokens: int | None)
         {"n": 1},
         {"logprobs": False, "top_logprobs": None},
         {"echo": False, "spaces_between_special_tokens": True},
+        {"spaces_between_special_tokens": False},
         {"logit_bias": {}, "tools": [], "tool_choice": "none", "parallel_tool_calls": True},
         {"response_format": {"type": "text"}, "metadata": None, "store": False},
     ],
@@ -169,7 +176,7 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
         ({"n": True}, "n: Input should be"),
         ({"top_logprobs": 2}, "logprobs=true"),
         ({"tools": [{"type": "function"}]}, "tools is not supported"),
-        ({"spaces_between_special_tokens": False}, "special_tokens is not supported"),
+        ({"spaces_between_special_tokens": 0}, "special_tokens is not supported"),
         ({"presence_penalty": "x"}, "presence_penalty: Input should be a valid number"),
         ({"logit_bias": [1]}, "logit_bias: must be an object of token ids and numbers"),
         ({"logit_bias": {"1": True}}, "logit_bias: must be an object of token ids and numbers"),
@@ -217,6 +224,41 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
 async def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> None:
     body = json.dumps({"messages": USER, **fields}).encode()
     assert message in await problem(ChatBody, body)
+
+
+GOING_ON = {"stream": True, "request_id": "mine", "received": []}
+
+
+def test_what_was_received_of_a_broken_stream_arrives() -> None:
+    assert chat(stream=True, request_id="mine").received is None
+    assert chat(**GOING_ON).received == ()
+    told = [{"index": 1, "token_ids": [7, 8]}, {"index": 0, "token_ids": [], "finish_reason": None}]
+    ended = {"index": 2, "token_ids": [9], "finish_reason": "length"}
+    assert chat(**{**GOING_ON, "received": [*told, ended]}).received == (
+        Received(1, (7, 8)),
+        Received(0),
+        Received(2, (9,), FinishReason.LENGTH),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stream": False}, "received is for requests with stream=true and a request_id"),
+        ({"request_id": None}, "received is for requests with stream=true and a request_id"),
+        ({"prompt": ["a", "b"]}, "received is for requests with one prompt"),
+        ({"echo": True}, "what was echoed is not sent again"),
+        ({"received": 5}, "received: Input should be a valid list"),
+        ({"received": [{"index": 0}]}, "received[0].token_ids: Field required"),
+        (
+            {"received": [{"index": 0, "token_ids": [], "finish_reason": "abort"}]},
+            "received[0].finish_reason: Input should be 'stop' or 'length'",
+        ),
+    ],
+)
+async def test_what_cannot_go_on_is_refused(fields: dict[str, Any], message: str) -> None:
+    body = json.dumps({"prompt": "Hi", **GOING_ON, **fields}).encode()
+    assert message in await problem(CompletionBody, body)
 
 
 async def test_every_wrong_field_is_named() -> None:

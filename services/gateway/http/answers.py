@@ -1,7 +1,7 @@
 """What the generator's deltas become: one answer, or a stream of its parts."""
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -35,6 +35,8 @@ class Asked:
     """The text begins with the prompt's."""
     only_prompt: bool = False
     """Nothing that was generated is told."""
+    begun: Collection[int] = ()
+    """Choices of which the client has something, of a stream that broke."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +100,10 @@ class Answer:
     def _openings(self) -> Iterator[JSON]:
         """What a stream begins with, once there is a first delta."""
         opening = self.dialect.opening()
-        if opening is not None:
-            for index in range(self.num_prompts * self.choices_per_prompt):
+        if opening is None:
+            return
+        for index in range(self.num_prompts * self.choices_per_prompt):
+            if index not in self.asked.begun:
                 yield self._part([choice(index, opening, None, self._ids([]), None)])
 
     def _choice(

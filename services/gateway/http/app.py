@@ -70,6 +70,7 @@ class _Endpoints:
                 usage_in_stream=body.include_usage,
                 echo=body.echoes,
                 only_prompt=body.only_prompt,
+                begun={told.index for told in body.received or ()},
             ),
         )
         deltas = merged([self._generator.generate(each) for each in requests])

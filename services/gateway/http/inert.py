@@ -34,7 +34,8 @@ INERT: dict[str, tuple[Any, ...]] = {
     "refusal": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
-    "spaces_between_special_tokens": (True,),
+    # Neither puts any there: no decoder of a supported family does.
+    "spaces_between_special_tokens": (True, False),
     "store": _OFF,
     "suffix": ("",),
     "tool_calls": _EMPTY,

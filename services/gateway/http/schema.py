@@ -15,11 +15,12 @@ from pydantic import (
     model_validator,
 )
 
-from services.common.ticket import EarlyStopping
+from services.common.ticket import EarlyStopping, FinishReason
 from services.gateway.api import (
     ChatMessage,
     GenerationRequest,
     Prompt,
+    Received,
     RequestedBeams,
     RequestedSampling,
 )
@@ -53,6 +54,18 @@ class _Body(BaseModel):
 
 class StreamOptions(_Body):
     include_usage: bool | None = None
+
+
+class ReceivedBody(_Body):
+    """What the client has got of one choice, with the end if it has that."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length"] | None = None
+
+    def told(self) -> Received:
+        finish = None if self.finish_reason is None else FinishReason(self.finish_reason)
+        return Received(self.index, tuple(self.token_ids), finish)
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -114,6 +127,7 @@ class GenerationBody(_Body):
     min_tokens: int | None = None
     priority: int | None = None
     prompt_logprobs: int | None = None
+    received: list[ReceivedBody] | None = None
     repetition_penalty: float | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
@@ -144,6 +158,16 @@ class GenerationBody(_Body):
     def _prompt_logprobs_come_at_once(self) -> Self:
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs are not available with stream=true")
+        return self
+
+    @model_validator(mode="after")
+    def _received_is_of_a_stream_with_a_name(self) -> Self:
+        if self.received is None:
+            return self
+        if not self.stream or not self.request_id:
+            raise ValueError("received is for requests with stream=true and a request_id")
+        if self.echoes:
+            raise ValueError("what was echoed is not sent again: no echo with received")
         return self
 
     @property
@@ -218,6 +242,7 @@ class GenerationBody(_Body):
             ),
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
+            received=None if self.received is None else tuple(r.told() for r in self.received),
             echo=self.echoes,
         )
 
@@ -262,6 +287,12 @@ class CompletionBody(GenerationBody):
     def _the_best_come_at_the_end(self) -> Self:
         if self.chooses and self.stream:
             raise ValueError("best_of above n is not available with stream=true")
+        return self
+
+    @model_validator(mode="after")
+    def _received_is_of_one_prompt(self) -> Self:
+        if self.received is not None and len(self.prompt) > 1:
+            raise ValueError("received is for requests with one prompt")
         return self
 
     @property

@@ -6,9 +6,9 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.api import ChatMessage
+from services.gateway.api import ChatMessage, Received
 
-from .conftest import TEXTS, FakeGenerator
+from .conftest import HI, TEXTS, FakeGenerator
 
 
 async def test_a_chat_completion(client: openai.AsyncOpenAI, generator: FakeGenerator) -> None:
@@ -136,3 +136,17 @@ async def test_each_sample_of_a_streamed_chat_has_its_own_opening(
         assert [part.delta.content for part in mine] == ["", *TEXTS]
         assert mine[0].delta.role == "assistant"
         assert mine[-1].finish_reason == "stop"
+
+
+async def test_who_goes_on_has_the_opening_already(
+    http: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    """Of choices of which it has anything."""
+    received = [{"index": 1, "token_ids": [100]}]
+    body = {**HI, "n": 2, "stream": True, "request_id": "mine", "received": received}
+    answer = await http.post("/v1/chat/completions", json=body)
+    parts = [json.loads(line[6:]) for line in answer.text.split("\n\n") if "choices" in line]
+    openings = [part["choices"][0] for part in parts if "role" in part["choices"][0]["delta"]]
+    assert [opening["index"] for opening in openings] == [0]
+    (request,) = generator.requests
+    assert (request.request_id, request.received) == ("mine", (Received(1, (100,)),))
