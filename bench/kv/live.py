@@ -1,85 +1,116 @@
-"""The same figures of a running deployment: what its pool has handed out, beside what its clients
-have received."""
+"""The same figures of a running deployment, by what its blocks say of themselves.
+
+A pool's ledger says who holds which blocks, the blocks' stamps which of them are full of KV,
+whoever of the workers has the request, or nobody just now. Only how far a sequence's unfinished
+block is filled is nobody's to read; the tokens that its client has say it, up to a few that are on
+their way.
+"""
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import redis.asyncio
+
 from bench.serve import EMBEDDED
 from bench.serving.prompts import Prompts
 from bench.serving.target import GatewayTarget, Prompt, Target
+from blockstore.keys import ARRIVALS, pool_tag
 from blockstore.memory_store import MemoryStore
 from blockstore.redis_store import RedisStore
-from blockstore.store import HolderInfo
 from services.advisor.memory import PagedMemory
 from services.advisor.simulation import Outcome, simulate
 from services.advisor.workload import Asked
+from services.common.pool.directory import PoolDirectory
 from services.common.pool.layout import PoolLayout
-from services.common.pool.stamps import record_bytes
+from services.common.pool.stamps import Stamp, Stamps, StampState, record_bytes
 from services.common.text.model_config import ModelConfig
 from services.common.ticket import parts_of_order
 from tests.e2e.deployment import Deployment, serving
 
 BLOCK_SIZE = 16
-_INTERVAL_S = 0.02
+_INTERVAL_S = 0.05
 _MOST_AT_ONCE = 64
-_MOST_ODD = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one request holds: `num_full` of its `num_blocks`, the first ones, are full of KV.
+    `num_received`: tokens that its client has."""
+
+    asked: Asked
+    num_received: int
+    num_blocks: int
+    num_full: int
 
 
 @dataclass(slots=True)
 class Seen:
-    """Sums over all samples, in slots. `in_prefill`: of requests that have blocks, and whose client
-    has no token yet: how far their prompt is computed nobody tells. `num_odd`: holders with fewer
-    blocks than their stream's KV takes, which there are if a stream was taken for another's."""
+    """Sums over all samples, in slots:
+
+    one that is computed, for   |=======|=======|.......|.......|
+    the first time or again       full    full    uncomputed
+    one that decodes, or rests, |=======|=======|====...|.......|
+    and whose client has tokens   full    full    tail    ahead
+    one that has ended          |.......|.......|.......|.......|
+                                  over, until its release is written
+    """
 
     num_samples: int = 0
     num_running: int = 0
-    num_odd: int = 0
     reserved: int = 0
     kv: int = 0
     tail: int = 0
     ahead: int = 0
-    in_prefill: int = 0
+    uncomputed: int = 0
+    over: int = 0
     seconds: float = 0.0
     peak: tuple[int, int] = field(default=(0, 0))
     """(KV, reserved)"""
 
-    def add(self, size: int, holders: Sequence[HolderInfo], contexts: Mapping[int, int]) -> None:
-        """`contexts`: tokens of each running stream whose KV is there, by its arrival."""
+    def add(self, size: int, holdings: Sequence[Holding]) -> None:
         kv_before, reserved_before = self.kv, self.reserved
-        for holder in holders:
-            _, arrival = parts_of_order(holder.order)
-            context, num_slots = contexts.get(arrival, 0), holder.num_blocks * size
-            self.reserved += num_slots
-            if not context:
-                self.in_prefill += num_slots
-                continue
-            tail = -context % size
-            self.kv += context
-            self.tail += tail
-            self.ahead += num_slots - context - tail
-            self.num_odd += num_slots < context
+        for holding in holdings:
+            self._add(size, holding)
         self.num_samples += 1
-        self.num_running += len(holders)
+        self.num_running += len(holdings)
         self.peak = max(self.peak, (self.kv - kv_before, self.reserved - reserved_before))
 
+    def _add(self, size: int, holding: Holding) -> None:
+        asked, num_full = holding.asked, holding.num_full
+        self.reserved += holding.num_blocks * size
+        if holding.num_received >= asked.num_generated_tokens:
+            self.over += holding.num_blocks * size
+            return
+        self.kv += num_full * size
+        num_left = holding.num_blocks - num_full
+        num_computed = asked.num_prompt_tokens + holding.num_received - 1
+        if not holding.num_received or num_full < num_computed // size:
+            self.uncomputed += num_left * size
+            return
+        num_in_tail = num_computed % size if num_left else 0
+        tail = -num_in_tail % size
+        self.kv += num_in_tail
+        self.tail += tail
+        self.ahead += num_left * size - num_in_tail - tail
+
     def cells(self) -> list[str]:
-        shares = (self.kv, self.tail, self.ahead, self.in_prefill)
+        shares = (self.kv, self.tail, self.ahead, self.uncomputed, self.over)
         kv, *wasted = (f"{100 * share / self.reserved:.1f} %" for share in shares)
         at_peak = f"{100 * self.peak[0] / self.peak[1]:.1f} %"
         return [kv, at_peak, *wasted, f"{self.num_running / self.num_samples:.1f}"]
 
 
 def expected_cells(outcome: Outcome) -> list[str]:
-    """As `Seen.cells`; a simulated prompt takes one step."""
+    """As `Seen.cells`; a simulated prompt takes one step, and a release no time."""
     shares = (outcome.utilization, outcome.utilization_at_peak, *outcome.wasted)
-    return [*(f"{100 * share:.1f} %" for share in shares), "-", f"{outcome.mean_running:.1f}"]
+    return [*(f"{100 * share:.1f} %" for share in shares), "-", "-", f"{outcome.mean_running:.1f}"]
 
 
-COLUMNS = ("KV", "at the peak", *PagedMemory.wastes, "in prefill", "at once")
+COLUMNS = ("KV", "at the peak", *PagedMemory.wastes, "in prefill", "over", "at once")
 
 
 def measure(
@@ -103,62 +134,115 @@ async def _expected(asked: Sequence[Asked], num_slots: int) -> Outcome:
 async def _load(deployment: Deployment, asked: Sequence[Asked], seed: int) -> Seen:
     """All requests at once; sampled until the last one has ended."""
     prompts, target = Prompts.of(EMBEDDED, seed), GatewayTarget(deployment.address)
-    await _receive(target, prompts.one(32), 8, [0], 0)  # everything is warm from here on
-    received = [0] * len(asked)
-    (socket,) = deployment.run_root.rglob("redis.sock")
-    store = await RedisStore.connect(f"unix://{socket}")
-    began, seen = time.perf_counter(), Seen()
-    sampler = asyncio.create_task(_sample(store, asked, received, seen))
-    await asyncio.gather(
-        *(
-            _receive(
-                *(target, prompts.one(each.num_prompt_tokens), each.num_generated_tokens),
-                *(received, number),
-            )
-            for number, each in enumerate(asked)
-        )
-    )
+    warm_up, seen = _Stream(Asked(32, 8), prompts.one(32)), Seen()
+    await warm_up.receive(target)  # everything is warm from here on
+    streams = [_Stream(each, prompts.one(each.num_prompt_tokens)) for each in asked]
+    pool = await _Pool.of(deployment)
+    await pool.emptied()
+    sampler = asyncio.create_task(_sample(pool, streams, seen, await pool.next_arrival()))
+    began = time.perf_counter()
+    await asyncio.gather(*(stream.receive(target) for stream in streams))
     seen.seconds = time.perf_counter() - began
     sampler.cancel()
     with suppress(asyncio.CancelledError):
         await sampler
-    await store.close()
+    await pool.close()
     await target.close()
-    if seen.num_odd > seen.num_running * _MOST_ODD:
-        raise RuntimeError(f"{seen.num_odd} of {seen.num_running} holders have too few blocks")
     return seen
 
 
-async def _receive(
-    target: Target, prompt: Prompt, num_tokens: int, received: list[int], number: int
-) -> None:
-    """Count what has come. RequestFailed."""
-    async for count in target.stream(prompt, num_tokens):
-        received[number] += count
+@dataclass(slots=True)
+class _Stream:
+    asked: Asked
+    prompt: Prompt
+    num_received: int = 0
+
+    async def receive(self, target: Target) -> None:
+        """Count what has come. RequestFailed."""
+        async for count in target.stream(self.prompt, self.asked.num_generated_tokens):
+            self.num_received += count
 
 
 async def _sample(
-    store: RedisStore, asked: Sequence[Asked], received: Sequence[int], seen: Seen
+    pool: "_Pool", streams: Sequence[_Stream], seen: Seen, first_arrival: int
 ) -> None:
-    """Requests arrive in the order in which they were sent, and the first in line runs first."""
-    (pool_id,) = await store.pool_ids()
-    first: int | None = None
+    """Requests arrive in the order in which they were sent, but for some that overtake others; who
+    has a full block, is known by what is in it."""
+    by_begin = {tuple(stream.prompt[:BLOCK_SIZE]): stream for stream in streams}
     while True:
-        counts = list(received)  # before the holders: KV that is there needs blocks that are
-        holders = await store.holders(pool_id)
-        if holders:
-            arrivals = [parts_of_order(holder.order)[1] for holder in holders]
-            first = min(arrivals) if first is None else first
-            seen.add(
-                BLOCK_SIZE,
-                holders,
-                {
-                    first + number: each.num_prompt_tokens + count - 1
-                    for number, (each, count) in enumerate(zip(asked, counts, strict=True))
-                    if 0 < count < each.num_generated_tokens
-                },
-            )
+        if held := await pool.held():
+            holdings = []
+            for arrival, block_ids in held.items():
+                full = pool.full(block_ids)
+                stream = streams[arrival - first_arrival]
+                if full:
+                    begins = (full[0].token_ids[:length] for length in range(BLOCK_SIZE, 0, -1))
+                    stream = next(by_begin[begin] for begin in begins if begin in by_begin)
+                holdings.append(
+                    Holding(stream.asked, stream.num_received, len(block_ids), len(full))
+                )
+            seen.add(BLOCK_SIZE, holdings)
         await asyncio.sleep(_INTERVAL_S)
+
+
+class _Pool:
+    """The only pool of a deployment: its ledger, and its stamps."""
+
+    def __init__(self, store: RedisStore, server: redis.asyncio.Redis, pool: PoolDirectory) -> None:
+        header = pool.read_header()
+        self._store = store
+        self._server = server
+        self._pool_id = pool.pool_id
+        self._stamps = Stamps(pool.stamps, header.num_blocks, header.layout.block_size)
+        self._root = self._stamps.read(0).parent
+
+    @classmethod
+    async def of(cls, deployment: Deployment) -> "_Pool":
+        """On which one prompt has been computed: in the first blocks."""
+        (socket,) = deployment.run_root.rglob("redis.sock")
+        (stamps,) = deployment.run_root.rglob("stamps")
+        store = await RedisStore.connect(f"unix://{socket}")
+        server = redis.asyncio.Redis.from_url(f"unix://{socket}")
+        return cls(store, server, PoolDirectory(stamps.parent))
+
+    async def next_arrival(self) -> int:
+        return int(await self._server.zscore(ARRIVALS, "arrivals") or 0) + 1
+
+    async def held(self) -> dict[int, list[int]]:
+        """Blocks by the arrival of who holds them, in the order of the tokens in them."""
+        holders = await self._store.holders(self._pool_id)
+        async with self._server.pipeline(transaction=True) as reads:
+            for holder in holders:
+                reads.lrange(f"{pool_tag(self._pool_id)}:acquired:{holder.holder_id}", 0, -1)
+            tables = await reads.execute()
+        return {
+            parts_of_order(holder.order)[1]: [int(block_id) for block_id in table]
+            for holder, table in zip(holders, tables, strict=True)
+            if table  # it was not released in between
+        }
+
+    async def emptied(self) -> None:
+        while True:
+            if not await self.held():
+                return
+            await asyncio.sleep(_INTERVAL_S)
+
+    def full(self, block_ids: Sequence[int]) -> list[Stamp]:
+        """What those say that are full, one behind the other: who has just got a block may not have
+        said yet that it no longer holds what it held."""
+        parent, full = self._root, list[Stamp]()
+        for block_id in block_ids:
+            stamp = self._stamps.read(block_id)
+            if stamp.state is not StampState.COMMITTED or stamp.parent != parent:
+                break
+            parent = stamp.prefix_hash
+            full.append(stamp)
+        return full
+
+    async def close(self) -> None:
+        self._stamps.close()
+        await self._server.aclose()
+        await self._store.close()
 
 
 def _bytes_per_block() -> int:

@@ -10,8 +10,12 @@ other spreads are ours: the paper shows them as histograms only, with long tails
 Alpaca's vary less.
 
 Lengths are cut, as the paper's models are, to 2048 tokens in all, at most half of them the prompt.
+
+    python -m bench.kv.traces sharegpt > FILE      2,000 of them, for `quire advise --workload FILE`
 """
 
+import argparse
+import json
 import math
 import random
 from dataclasses import dataclass
@@ -53,3 +57,19 @@ TRACES = {
     "sharegpt": Trace("ShareGPT", Spread(161.31, 1.0), Spread(337.99, 0.755)),
     "alpaca": Trace("Alpaca", Spread(19.31, 0.6), Spread(58.45, 0.9)),
 }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A workload of requests with a trace's lengths.")
+    parser.add_argument("trace", choices=TRACES)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    for each in TRACES[args.trace].requests(args.requests, args.seed):
+        counts = (each.num_prompt_tokens, each.num_generated_tokens)
+        names = ("num_prompt_tokens", "num_generated_tokens")
+        print(json.dumps(dict(zip(names, counts, strict=True))))
+
+
+if __name__ == "__main__":
+    main()

@@ -124,7 +124,7 @@ def test_what_timings_cannot_tell_apart_goes_to_the_smaller() -> None:
 
 
 def test_what_is_clearly_ahead_is_taken() -> None:
-    found = [costs(16, attention_us=103.0), costs(32, attention_us=100.0)]
+    found = [costs(16, attention_us=106.0), costs(32, attention_us=100.0)]
     assert advise(found, StepTime(attention_share=1.0, token_us=1.0)).block_size == 32
 
 

@@ -6,14 +6,12 @@ from xml.etree import ElementTree
 import pytest
 
 from bench.kv.chart import Bar, stacked
-from bench.kv.live import Seen
+from bench.kv.live import Holding, Seen
 from bench.kv.traces import CONTEXT, TRACES
 from bench.paging import CONTIGUOUS, paged
-from blockstore.store import HolderInfo
 from services.advisor.memory import ContiguousMemory
 from services.advisor.simulation import simulate
 from services.advisor.workload import Asked
-from services.common.ticket import place_in_line
 
 
 @pytest.mark.parametrize(
@@ -76,17 +74,29 @@ def test_a_chart_has_a_rectangle_for_each_share() -> None:
 
 
 def test_a_sample_of_a_live_pool_by_hand() -> None:
-    """Blocks of 16: two streams of 20 and 32 tokens with 3 blocks each, and a holder of 2 blocks
-    without a token yet."""
-    orders = {"late": (7, 2), "a": (5, 3), "b": (6, 3)}
-    holders = [
-        HolderInfo(name, 1, "w", place_in_line(0, arrival), num_blocks)
-        for name, (arrival, num_blocks) in orders.items()
-    ]
+    """Blocks of 16: two streams of 20 and 32 tokens with 3 blocks each; a prompt of 40 of which a
+    chunk of 16 is computed; one that is computed again; and one that has all its tokens."""
     seen = Seen()
-    seen.add(16, holders, {5: 20, 6: 32, 8: 100})
-    assert (seen.reserved, seen.kv, seen.tail, seen.in_prefill, seen.ahead) == (128, 52, 12, 32, 32)
-    assert seen.cells() == ["40.6 %", "40.6 %", "9.4 %", "25.0 %", "25.0 %", "3.0"]
-    assert seen.num_odd == 0
-    seen.add(16, holders, {5: 50, 6: 32})
-    assert seen.num_odd == 1
+    seen.add(
+        16,
+        [
+            Holding(Asked(10, 99), num_received=11, num_blocks=3, num_full=1),
+            Holding(Asked(30, 99), num_received=3, num_blocks=3, num_full=2),
+            Holding(Asked(40, 99), num_received=0, num_blocks=3, num_full=1),
+            Holding(Asked(17, 99), num_received=20, num_blocks=3, num_full=1),
+            Holding(Asked(10, 20), num_received=20, num_blocks=2, num_full=1),
+        ],
+    )
+    kv = (16 + 4) + 32 + 16 + 16
+    assert (seen.kv, seen.tail, seen.ahead) == (kv, 12 + 0, 16 + 16)
+    assert (seen.uncomputed, seen.over) == (32 + 32, 32)
+    assert seen.reserved == 14 * 16 == kv + 12 + 32 + 64 + 32
+    assert seen.peak == (kv, 14 * 16)
+    assert seen.cells() == ["37.5 %", "37.5 %", "5.4 %", "14.3 %", "28.6 %", "14.3 %", "5.0"]
+
+
+def test_a_client_that_is_behind_moves_no_full_block() -> None:
+    """Two blocks are full, and it has the tokens of less than one."""
+    seen = Seen()
+    seen.add(16, [Holding(Asked(8, 99), num_received=7, num_blocks=3, num_full=2)])
+    assert (seen.kv, seen.tail, seen.ahead) == (32 + 14, 2, 0)
