@@ -1,12 +1,28 @@
-"""The block tables of a ticket, before anybody believes them (law 4)."""
+"""The block tables of a ticket, before anybody believes them (law 4), and what is in none."""
 
-from blockstore.store import PoolSpec
+from itertools import chain
+
+from blockstore.store import Claim, PoolSpec
 from services.common.errors import InvalidRequest
 from services.common.ticket import Ticket, TicketSequence
+from services.engine.engine import BlockStamps
 
 _Place = tuple[int, int | None, tuple[int, ...]]
 """Of a block: its number in a table, the block before it, and the tokens in it that are
 computed."""
+
+
+def check_at_rest(ticket: Ticket, spec: PoolSpec, num_slots: int) -> None:
+    """That a worker on this pool, with so many slots for it, can go on with it. InvalidRequest."""
+    if ticket.pool_id != spec.pool_id:
+        raise InvalidRequest(f"this worker is on pool {spec.pool_id}, not {ticket.pool_id}")
+    if len(ticket.sequences) > num_slots:
+        raise InvalidRequest(f"{len(ticket.sequences)} sequences for {num_slots} slots")
+    for sequence in ticket.sequences:  # others read the blocks before its last
+        length = len(ticket.prompt_token_ids) + len(sequence.token_ids)
+        if sequence.num_computed_tokens != length - 1:
+            raise InvalidRequest(f"{sequence.num_computed_tokens} of {length} tokens are computed")
+    check_tables(ticket, spec)
 
 
 def check_tables(ticket: Ticket, spec: PoolSpec) -> None:
@@ -57,3 +73,15 @@ def _places(
         (block_id, (n, before[n], tokens[n * size : (n + 1) * size] or nobody_elses))
         for n, block_id in enumerate(sequence.block_ids[begin:], begin)
     ]
+
+
+def in_no_table(
+    ticket: Ticket, claim: Claim, stamps: BlockStamps
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the holder has beside its ticket: blocks to write into (copies of a tail to come; what
+    was given out when it came to rest), and finished ones, which others may read."""
+    in_tables = set(chain.from_iterable(sequence.block_ids for sequence in ticket.sequences))
+    others = [block_id for block_id in claim.block_ids if block_id not in in_tables]
+    finished = {block_id for block_id in others if stamps.is_committed(block_id)}
+    spare = tuple(block_id for block_id in others if block_id not in finished)
+    return spare, tuple(finished)

@@ -17,7 +17,7 @@ from services.decode.grower import Grower
 from services.decode.job import Job, State, living_of, ticket_of
 from services.decode.resting import Resting
 from services.decode.swapping import Swapping
-from services.decode.tables import check_tables
+from services.decode.tables import check_at_rest, in_no_table
 from services.engine import messages
 from services.engine.beam_group import kind_of_group
 from services.engine.engine import ForwardPass
@@ -203,7 +203,7 @@ class DecodeWorker(PoolWorker):
     def _run(self, job: Job, ticket: Ticket, claim: Claim) -> None:
         """It is ours, and no step touches its blocks yet."""
         key, epoch = ticket.holder_id, ticket.holder_epoch
-        spare, finished = self._in_no_table(ticket, claim)
+        spare, finished = in_no_table(ticket, claim, self.stamps)
         group = kind_of_group(ticket).to_continue(
             ticket, self.rules(ticket), spare, claim.num_acquired
         )
@@ -219,16 +219,6 @@ class DecodeWorker(PoolWorker):
         self._grower.want(key, group.total_wanted(self.limits.look_ahead))
         self.engine.send(messages.Admit(group, spare, is_started=False))
         self.begin(key, job.session, (job.request_id, job.attempt), suspect=job.suspect)
-
-    def _in_no_table(self, ticket: Ticket, claim: Claim) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What the holder has beside its ticket: blocks to write into (copies of a tail to come;
-        what was given out when it came to rest), and finished ones, which others may read."""
-        tables = chain.from_iterable(sequence.block_ids for sequence in ticket.sequences)
-        in_tables = set(tables)
-        others = [block_id for block_id in claim.block_ids if block_id not in in_tables]
-        finished = {block_id for block_id in others if self.stamps.is_committed(block_id)}
-        spare = tuple(block_id for block_id in others if block_id not in finished)
-        return spare, tuple(finished)
 
     def _on_outcome(self, outcome: StepOutcome) -> None:
         outputs: dict[Session, list[Output | Found]] = {}
@@ -382,21 +372,11 @@ class DecodeWorker(PoolWorker):
         return loops if self._swapping is None else [*loops, self._swapping.run()]
 
     def _check(self, ticket: Ticket, num_slots: int) -> None:
-        if ticket.pool_id != self.pool_id:
-            raise InvalidRequest(f"this worker is on pool {self.pool_id}, not {ticket.pool_id}")
-        if len(ticket.sequences) > num_slots:
-            raise InvalidRequest(f"{len(ticket.sequences)} sequences for {num_slots} slots")
         self.check_tokens(ticket)
-        for sequence in ticket.sequences:  # others read the blocks before its last
-            length = len(ticket.prompt_token_ids) + len(sequence.token_ids)
-            if sequence.num_computed_tokens != length - 1:
-                raise InvalidRequest(
-                    f"{sequence.num_computed_tokens} of {length} tokens are computed"
-                )
+        check_at_rest(ticket, self.spec, num_slots)
         claim = ticket.holder_id, ticket.holder_epoch
         if any(job.claim == claim for job in self._jobs):
             raise InvalidRequest("this ticket has been claimed here already")
-        check_tables(ticket, self.spec)
 
 
 _TAKEN = "another gateway goes on with this request"

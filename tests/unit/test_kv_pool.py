@@ -1,5 +1,5 @@
 """An arena that is one process's own; the shared one is tested where workers share it
-(tests/integration/test_pool_membership.py)."""
+(tests/integration/pool/test_pool_memory.py)."""
 
 from dataclasses import replace
 

@@ -1,0 +1,63 @@
+"""Workers that join a small pool, in a directory of the test's own."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from blockstore.memory_store import MemoryStore
+from services.common.pool.layout import PoolLayout
+from services.common.pool.sizing import MemoryPlan
+from services.common.pool.stamps import record_bytes
+from services.engine.membership import Membership, join
+
+LAYOUT = PoolLayout(
+    model="tiny",
+    fingerprint="f00d",
+    num_layers=2,
+    num_kv_heads=3,
+    head_dim=5,
+    dtype="float32",
+    block_size=4,
+)
+NUM_BLOCKS = 11
+PLAN = MemoryPlan(pool_bytes=NUM_BLOCKS * (LAYOUT.block_bytes + record_bytes(4)))
+RUN_ID = "run-1"
+
+Join = Callable[..., Awaitable[Membership]]
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+async def joined(store: MemoryStore, tmp_path: Path) -> AsyncIterator[Join]:
+    """Joins as a worker; keyword arguments change the usual ones. Locks end with the test."""
+    members: list[Membership] = []
+
+    async def joined(
+        worker_id: str,
+        layout: PoolLayout = LAYOUT,
+        run_id: str = RUN_ID,
+        plan: MemoryPlan = PLAN,
+        store: MemoryStore = store,
+    ) -> Membership:
+        members.append(await join(store, run_id, tmp_path, layout, worker_id, plan, watermark=0.2))
+        return members[-1]
+
+    yield joined
+    for member in members:
+        member.pool.close()
+        member.stamps.close()
+        member.lock.close()
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def die(member: Membership) -> None:
+    """What the kernel does for a killed process."""
+    member.lock.close()

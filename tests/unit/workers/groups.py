@@ -1,0 +1,71 @@
+"""Requests of several sequences on their way through the workers of a `Bench`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from services.common.ticket import Ticket, TicketSequence
+from services.engine.batch import Draw
+from services.worker.events import Output, Prefilled
+
+from .conftest import Bench
+from .fakes import PROMPT, SAMPLED, FakeSession, expected, ticket
+from .runs import outputs, prefill
+
+
+def asked(n: int, max_tokens: int = 12, prompt: Sequence[int] = PROMPT, number: int = 1) -> Ticket:
+    return ticket(
+        f"r{number}",
+        prompt,
+        sampling=replace(SAMPLED, max_tokens=max_tokens),
+        sequences=tuple(TicketSequence(index) for index in range(n)),
+    )
+
+
+def right(index: int, num_tokens: int, prompt: Sequence[int] = PROMPT) -> list[int]:
+    return expected(prompt, num_tokens, Draw(SAMPLED, index))
+
+
+def admit(bench: Bench, issued: Ticket) -> None:
+    bench.decode.reserve(bench.session, *issued.key, len(issued.sequences))
+    bench.decode.admit(bench.session, issued)
+
+
+async def start(bench: Bench, wanted: Ticket) -> Ticket:
+    issued = await prefill(bench, wanted)
+    admit(bench, issued)
+    return issued
+
+
+def of_each(session: FakeSession, request_id: str = "r1") -> dict[int, list[Output]]:
+    found: dict[int, list[Output]] = {}
+    for output in outputs(session, request_id):
+        found.setdefault(output.index, []).append(output)
+    return found
+
+
+def tokens(session: FakeSession, issued: Ticket) -> dict[int, list[int]]:
+    """What a client has of each sequence that was issued."""
+    drawn = of_each(session, issued.request_id)
+    return {
+        state.index: [*state.token_ids, *(output.token_id for output in drawn.get(state.index, ()))]
+        for state in issued.sequences
+    }
+
+
+def ended(session: FakeSession, request_id: str = "r1") -> set[int]:
+    return {output.index for output in outputs(session, request_id) if output.finish}
+
+
+async def answer(bench: Bench, wanted: Ticket) -> Prefilled:
+    session = FakeSession()
+    bench.prefill.submit(session, wanted)
+    await bench.until(lambda: bool(session.of(Prefilled)))
+    (event,) = session.of(Prefilled)
+    assert isinstance(event, Prefilled)
+    return event
+
+
+async def num_held(bench: Bench) -> int:
+    await bench.decode.writer.flush()
+    (holder,) = await bench.store.holders("pool")
+    return holder.num_blocks
