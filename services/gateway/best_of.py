@@ -12,6 +12,7 @@ from services.gateway.api import Delta, Received
 from services.gateway.output import Meter, Output, Tally
 from services.gateway.sequence import Sequence
 from services.gateway.spelling import PromptTeller
+from services.gateway.turnstile import Turnstile
 
 
 class BestOf(Output):
@@ -27,10 +28,11 @@ class BestOf(Output):
         meter: Meter,
         clock: Callable[[], float],
         prompt: PromptTeller | None = None,
+        turnstile: Turnstile | None = None,
         *,
         num_best: int,
     ) -> None:
-        super().__init__(request_id, tally, sequences, meter, clock, prompt)
+        super().__init__(request_id, tally, sequences, meter, clock, prompt, turnstile)
         self._turns = deque()
         self._num_best = num_best
         self._places: dict[Sequence, int] = {}

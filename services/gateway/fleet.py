@@ -1,6 +1,7 @@
 """The workers that there are: found in the registry, connected, and grouped by pool and model."""
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -220,6 +221,8 @@ class Fleet:
     async def _read_model(self, directory: str) -> None:
         if directory not in self._models:
             self._models[directory] = await asyncio.to_thread(self._load, directory)
+            gc.collect()
+            gc.freeze()  # or each full collection walks through all of it: 0.1 s of a standstill
 
     async def _learn(self, member: Member) -> bool:
         """Know the worker's pool and model before it gets work. False: not yet, or not possible."""

@@ -19,6 +19,7 @@ from services.gateway.output import Meter, Output, Tally
 from services.gateway.sequence import Sequence
 from services.gateway.spelling import PromptTeller, Speller
 from services.gateway.text import Text
+from services.gateway.turnstile import Turnstile
 
 
 class Gateway:
@@ -37,6 +38,7 @@ class Gateway:
         self._changes = changes
         self._meter = meter
         self._patience_s = patience_s
+        self._turnstile = Turnstile()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """See `Generator.generate`. Also raises Unavailable when workers were lost too often,
@@ -129,6 +131,7 @@ class Gateway:
             self._meter(request.model),
             asyncio.get_running_loop().time,
             teller if tells_prompt else None,
+            self._turnstile,
         )
         output.replay(request.received or ())
         return output

@@ -16,6 +16,7 @@ from services.common.ticket import FinishReason
 from services.gateway.api import Delta, PromptReport, Received, Usage
 from services.gateway.sequence import Sequence
 from services.gateway.spelling import PromptTeller
+from services.gateway.turnstile import Turnstile
 
 PAUSE_UNREAD_TOKENS = 1024
 """A client that leaves more than this of a sequence unread does not keep up: its request pauses."""
@@ -68,7 +69,8 @@ class Tally:
 
 
 class Output:
-    """One request's; `sequences` by index. `prompt`: where its client is told of its prompt."""
+    """One request's; `sequences` by index. `prompt`: where its client is told of its prompt.
+    `turnstile`: where its reader waits for its turn among those of others."""
 
     def __init__(
         self,
@@ -78,6 +80,7 @@ class Output:
         meter: Meter,
         clock: Callable[[], float],
         prompt: PromptTeller | None = None,
+        turnstile: Turnstile | None = None,
     ) -> None:
         self.tally = tally
         self.sequences = tuple(sequences)
@@ -91,6 +94,7 @@ class Output:
         self._num_unread = 0
         self._untold_prompt = prompt
         self._prompt_logprobs: tuple[Logprobs, ...] = ()
+        self._turnstile = turnstile
         self._meter = meter
         self._clock = clock
         self._closed = False
@@ -189,6 +193,8 @@ class Output:
             else:
                 self._readable.clear()
                 await self._readable.wait()
+                if self._turnstile is not None:
+                    await self._turnstile.wait()
 
     def _part_with_the_ended(self) -> None:
         self.living = tuple(sequence for sequence in self.living if not sequence.has_ended)

@@ -1,0 +1,99 @@
+"""Streams that have something at the same time are written out a few in each turn of the loop."""
+
+import asyncio
+
+from services.common.ticket import FinishReason
+from services.gateway.output import Output
+from services.gateway.turnstile import Turnstile
+
+from .walk import Walk
+
+
+class Turns:
+    """Counts those of the event loop."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._next()
+
+    def _next(self) -> None:
+        self.number += 1
+        asyncio.get_running_loop().call_soon(self._next)
+
+
+async def passes(turnstile: Turnstile, count: int) -> list[int]:
+    """The turns in which those who wait go on, all from the same one on, the first being 0."""
+    turns, passed = Turns(), []
+
+    async def one() -> None:
+        await turnstile.wait()
+        passed.append(turns.number)
+
+    await asyncio.gather(*(one() for _ in range(count)))
+    return [turn - passed[0] for turn in passed]
+
+
+async def test_a_few_go_on_in_each_turn() -> None:
+    """Who waits is woken in the next turn, and goes on in the one after that."""
+    assert await passes(Turnstile(at_once=2), 7) == [0, 0, 2, 2, 3, 3, 4]
+
+
+async def test_who_comes_alone_does_not_wait() -> None:
+    turnstile = Turnstile(at_once=1)
+    for _ in range(3):
+        assert await passes(turnstile, 1) == [0]
+        await asyncio.sleep(0)
+
+
+async def test_they_go_on_in_the_order_in_which_they_came() -> None:
+    turnstile, order = Turnstile(at_once=1), list[int]()
+
+    async def one(number: int) -> None:
+        await turnstile.wait()
+        order.append(number)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(4):
+            tasks.create_task(one(number))
+        await asyncio.sleep(0)
+        tasks.create_task(one(4))
+    assert order == [0, 1, 2, 3, 4]
+
+
+async def test_who_is_cancelled_while_it_waits_holds_nobody_up() -> None:
+    turnstile = Turnstile(at_once=1)
+    waiting = [asyncio.create_task(turnstile.wait()) for _ in range(4)]
+    await asyncio.sleep(0)
+    for task in waiting[1:3]:
+        task.cancel()
+    async with asyncio.timeout(10):
+        await waiting[3]
+
+
+async def test_what_comes_while_a_reader_waits_for_its_turn_is_read_together() -> None:
+    """Whoever goes first: the one that waits for a turn costs nothing per token."""
+    turnstile = Turnstile(at_once=1)
+    outputs = [_watched(Walk().output, turnstile) for _ in range(2)]
+    read = [asyncio.create_task(_deltas(output)) for output in outputs]
+    await asyncio.sleep(0)
+    for output in outputs:
+        output.write(0, (1,), None)
+    await asyncio.sleep(0)
+    for output in outputs:
+        output.write(0, (2,), FinishReason.LENGTH)
+    async with asyncio.timeout(10):
+        assert [await each for each in read] == [[(1,), (2,)], [(1, 2)]]
+
+
+def _watched(output: Output, turnstile: Turnstile) -> Output:
+    output._turnstile = turnstile
+    return output
+
+
+async def _deltas(output: Output) -> list[tuple[int, ...]]:
+    found = []
+    async for delta in output.deltas():
+        found.append(delta.token_ids)
+        if delta.usage is not None:
+            break
+    return found
