@@ -185,6 +185,12 @@ class Ticket:
         """(request, attempt): what every message about this ticket carries."""
         return self.request_id, self.attempt
 
+    @property
+    def width(self) -> int:
+        """How many sequences run at a time: a search comes to all its beams."""
+        beam = self.sampling.beam
+        return len(self.sequences) if beam is None else beam.width
+
     def is_only(self, index: int) -> bool:
         """Whether this is its one sequence."""
         return [sequence.index for sequence in self.sequences] == [index]

@@ -14,6 +14,7 @@ from services.common.logprobs import MAX_LOGPROBS, Logprobs
 from services.common.ticket import (
     MAX_BEAM_WIDTH,
     MAX_LENGTH_PENALTY,
+    MAX_SEQUENCES,
     MOST_BIAS,
     MOST_PENALTY,
     BeamParams,
@@ -82,6 +83,7 @@ def ticket_from_wire(message: ticket_pb2.Ticket, *, may_have_ended: bool = False
     _require(message.num_cached_tokens <= num_prompt_tokens, "num_cached_tokens > prompt")
     indices = [sequence.index for sequence in message.sequences]
     _require(indices == sorted(set(indices)), "sequence indices are not ascending")
+    _require(max(indices, default=0) < MAX_SEQUENCES, f"no sequence has index {indices[-1:]}")
     return Ticket(
         request_id=message.request_id,
         attempt=message.attempt,
@@ -293,14 +295,18 @@ def _beams_from_wire(message: ticket_pb2.Ticket) -> BeamState | None:
     _require(indices == list(range(len(scores))), "sequences are not the beams")
     lengths = {len(sequence.token_ids) for sequence in message.sequences}
     _require(len(lengths) == 1, "beams of different lengths")
-    return BeamState(scores, tuple(map(_hypothesis_from_wire, beams.finished)))
+    finished = tuple(map(_hypothesis_from_wire, beams.finished))
+    longest = max((len(one.token_ids) for one in finished), default=0)
+    most = message.sampling.max_tokens
+    _require(longest <= most, f"a hypothesis of {longest} tokens, of {most} at most")
+    return BeamState(scores, finished)
 
 
 def _hypothesis_from_wire(message: ticket_pb2.Hypothesis) -> Hypothesis:
     finish = finish_reason_from_wire(message.finish_reason)
     _require(finish is not None, "a hypothesis that has not ended")
     _require(bool(message.token_ids), "a hypothesis without tokens")
-    _require(not math.isnan(message.score), "a score is no number")
+    _require(math.isfinite(message.score), "a score is not finite")
     assert finish is not None
     return Hypothesis(tuple(message.token_ids), message.score, finish)
 

@@ -50,7 +50,13 @@ class Job:
         """What it keeps from others."""
         if self.state in (State.SWAPPING, State.AT_REST):
             return 0
-        return self.num_sequences if self.ticket is None else len(self.living)
+        if self.ticket is None:
+            return self.num_sequences
+        return self.ticket.width if self.searches else len(self.living)
+
+    @property
+    def searches(self) -> bool:
+        return self.ticket is not None and self.ticket.sampling.beam is not None
 
     @property
     def has_blocks(self) -> bool:

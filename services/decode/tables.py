@@ -16,8 +16,8 @@ def check_at_rest(ticket: Ticket, spec: PoolSpec, num_slots: int) -> None:
     """That a worker on this pool, with so many slots for it, can go on with it. InvalidRequest."""
     if ticket.pool_id != spec.pool_id:
         raise InvalidRequest(f"this worker is on pool {spec.pool_id}, not {ticket.pool_id}")
-    if len(ticket.sequences) > num_slots:
-        raise InvalidRequest(f"{len(ticket.sequences)} sequences for {num_slots} slots")
+    if ticket.width > num_slots:
+        raise InvalidRequest(f"{ticket.width} sequences for {num_slots} slots")
     for sequence in ticket.sequences:  # others read the blocks before its last
         length = len(ticket.prompt_token_ids) + len(sequence.token_ids)
         if sequence.num_computed_tokens != length - 1:

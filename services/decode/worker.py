@@ -106,9 +106,10 @@ class DecodeWorker(PoolWorker):
     def abort(
         self, session: Session, request_id: str, attempt: int, index: int | None = None
     ) -> None:
-        """End a request, or one of its sequences. One that is not there is no error."""
+        """End a request, or one of its sequences. One that is not there is no error; beams are
+        nobody's to end."""
         job = self._jobs.get(session, request_id, attempt)
-        if job is None:
+        if job is None or (index is not None and job.searches):
             return
         if index is None or job.living == {index}:
             self._end(job, ABORTED)

@@ -169,6 +169,10 @@ def check_received(
     for told in request.received:
         num_received = len(told.token_ids)
         require(
+            request.sampling.beam is None or told.finish_reason is not None,
+            "a beam search tells whole sequences; what was received of one has not ended",
+        )
+        require(
             num_received < max_tokens + (told.finish_reason is not None),
             f"{num_received} tokens received, max_tokens is {max_tokens}",
         )

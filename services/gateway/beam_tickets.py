@@ -1,6 +1,7 @@
 """The tickets of a beam search. Its client gets nothing before the end, so there is nothing to hold
 them to but the shape of a search; and where it stands is known from them alone."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,6 +21,8 @@ class BeamTickets(Tickets):
         super().__init__(client, place)
         self._beams: BeamState | None = None
         self._sequences: tuple[TicketSequence, ...] = (TicketSequence(0),)
+        self._length = 0  # of its beams, by the last ticket and the steps that were heard of since
+        self._longest = 0  # that they ever were
 
     def submit(
         self, attempt: int, pool_id: str, root_hash: PrefixHash, swapped: Swapped | None
@@ -29,6 +32,7 @@ class BeamTickets(Tickets):
         return self._submitted
 
     def admit(self, at_rest: Ticket, attempt: int) -> Ticket:
+        self._length = _length_of(at_rest)
         order, timeout_ms = self.place.order, self._client.timeout_ms()
         return replace(at_rest, attempt=attempt, order=order, timeout_ms=timeout_ms)
 
@@ -39,12 +43,25 @@ class BeamTickets(Tickets):
 
     def note(self, ticket: Ticket) -> None:
         """Remember where the search stands, if this says it."""
-        if ticket.beams is None or self._problem_of_beams(ticket):
+        if ticket.beams is None or self.problem(ticket, blocks=False):
             return
-        self._beams = ticket.beams
+        self._beams, self._length = ticket.beams, _length_of(ticket)
         self._sequences = tuple(
             TicketSequence(sequence.index, sequence.token_ids) for sequence in ticket.sequences
         )
+
+    def is_progress(self, outputs: Sequence[Generated]) -> bool:
+        """What only a worker has is lost with it: steps that are done again are no progress."""
+        if any(output.token_ids for output in outputs):
+            return True
+        self._length += len(outputs)
+        was_there = self._length <= self._longest
+        self._longest = max(self._longest, self._length)
+        return not was_there
+
+    @property
+    def is_behind(self) -> bool:
+        return self._length < self._longest
 
     def problem_of_prefilled(self, event: Prefilled) -> str:
         """It has begun, or found all that there is."""
@@ -59,10 +76,19 @@ class BeamTickets(Tickets):
     def problem_of_step(self, event: Generated) -> str:
         """A whole sequence, or the word that the search goes on."""
         if not event.token_ids and event.finish_reason is None:
-            return ""
+            return self._problem_of_going_on(event)
         if event.finish_reason is None:
             return "sent a sequence that has not ended"
+        if event.score is not None and not math.isfinite(event.score):
+            return f"sent a score of {event.score}"
         return super().problem_of_step(event)
+
+    def _problem_of_going_on(self, event: Generated) -> str:
+        most = self._client.request.sampling.max_tokens
+        if self._length + 1 >= most:
+            return f"goes on after {self._length} steps of {most}"
+        is_there = self._client.living_sequence(event.index) is not None
+        return "" if is_there else "goes on with what was not asked for"
 
     def problem(
         self, ticket: Ticket, gained: Sequence[Generated] = (), *, blocks: bool = True
@@ -80,7 +106,7 @@ class BeamTickets(Tickets):
         request = self._client.request
         if ticket.beams is None:
             return "no word of its beams"
-        num_tokens, most = len(ticket.sequences[0].token_ids), request.sampling.max_tokens
+        num_tokens, most = _length_of(ticket), request.sampling.max_tokens
         if not 0 < num_tokens < most:
             return f"beams of {num_tokens} tokens of {most}"
         tokens = {token for sequence in ticket.sequences for token in sequence.token_ids}
@@ -88,3 +114,8 @@ class BeamTickets(Tickets):
         if max(tokens) >= request.vocab_size:
             return f"not all tokens are in the vocabulary of {request.vocab_size}"
         return ""
+
+
+def _length_of(ticket: Ticket) -> int:
+    """Beams are of one."""
+    return len(ticket.sequences[0].token_ids)

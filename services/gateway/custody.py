@@ -11,8 +11,10 @@ up, however often workers die.
       └────────────────── a token ─────────────────┘
 
 A worker that is lost alive is no death: it closed its stream, says nothing, or leaves anyway. Nor
-is it one over a request that it had not begun. As often as that may be, a request that never gets a
-token from workers of a role is given up after some of them, poison or not.
+is it one over a request that it had not begun, or over a search that only did again what another
+worker had done and outlived: it begins again from its last ticket. As often as that may be, a
+request that never gets a token from workers of a role is given up after some of them, poison or
+not.
 """
 
 from collections import Counter

@@ -298,6 +298,8 @@ class Journey:
     def on_lost(self, worker: Worker, *, died: bool) -> None:
         """A worker's stream ended: by contract it lets go of all that came over it."""
         was_there = self._has.lose(worker)
+        if self.stage is Stage.DECODING and self._tickets.is_behind:
+            died = False  # others have computed this much, and lived
         if error := self._has.custody.lost_with(worker, died=died):
             self.end(error)
         elif was_there:
@@ -330,6 +332,8 @@ class Journey:
         if event.prompt_logprobs:
             self.client.output.write_prompt(event.prompt_logprobs)
         self._tickets.note(event.ticket)
+        if self._tickets.is_progress(event.outputs):
+            self._num_setbacks = 0
         if event.ticket.sequences:
             self._has.issue(event.ticket)
             self._deliver(event.outputs)
@@ -360,6 +364,7 @@ class Journey:
         if problem := self._tickets.problem(ticket, blocks=False):
             self._set_back(f"decode worker {sender.id} swapped out a wrong ticket: {problem}")
             return
+        self._tickets.note(ticket)
         self.client.output.tally.num_preemptions += 1
         self._has.at_rest = Entrusted(ticket, sender)
         self._wait_again(told=self._has.at_rest.key)
@@ -377,7 +382,9 @@ class Journey:
         if problem := self._tickets.problem_of_step(event):
             self._set_back(f"decode worker {sender.id} {problem}")
             return
-        self._has.custody.got_token(sender)
+        if self._tickets.is_progress([event]):
+            self._has.custody.got_token(sender)
+            self._num_setbacks = 0
         self._has.ticket_claimed_by(sender)
         self._deliver([event], (sender, event.attempt) if event.finish_reason else None)
 
@@ -397,7 +404,6 @@ class Journey:
     def _deliver(self, outputs: Iterable[Generated], told: Told | None = None) -> None:
         """`told`: who knows by itself that the request ends with these, if it does. A client that
         does not keep up makes it come to rest, as for a move."""
-        self._num_setbacks = 0
         num_before = self.num_sequences
         for output in outputs:
             if self.client.is_over(output.index):

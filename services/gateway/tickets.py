@@ -148,6 +148,8 @@ class Tickets:
         most, goes_on = request.sampling.max_tokens, event.finish_reason is None
         if any(token_id >= request.vocab_size for token_id in event.token_ids):
             return f"sent wrong tokens: not all are in the vocabulary of {request.vocab_size}"
+        if (event.score is not None) != (request.sampling.beam is not None):
+            return f"sent a score of {event.score}"
         if num_tokens > most or (num_tokens == most and goes_on):
             return f"sent wrong tokens: {num_tokens} of {most}" + (", and no end" * goes_on)
         num_top = request.sampling.logprobs
@@ -180,6 +182,16 @@ class Tickets:
 
     def note(self, ticket: Ticket) -> None:
         """One came back: what the client has tells all there is to know of it."""
+
+    def is_progress(self, outputs: Sequence[Generated]) -> bool:
+        """Whether these take the request further than it ever was: tokens do, since they are
+        kept."""
+        return bool(outputs)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it is not yet again where it was."""
+        return False
 
     def _problem_of_identity(self, ticket: Ticket) -> str:
         submitted = self._submitted

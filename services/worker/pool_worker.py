@@ -204,10 +204,12 @@ class PoolWorker(ABC):
         """That all tokens of a ticket fit the model, like those that its sampling names, and leave
         one to draw. InvalidRequest."""
         prompt, generated = ticket.prompt_token_ids, [s.token_ids for s in ticket.sequences]
+        finished = () if ticket.beams is None else (one.token_ids for one in ticket.beams.finished)
         if not generated:
             raise InvalidRequest("a ticket without sequences")
         named = max(ticket.sampling.named_token_ids(), default=0)
-        if max(named, *map(max, filter(None, (prompt, *generated)))) >= self.limits.vocab_size:
+        tokens = filter(None, (prompt, *generated, *finished))
+        if max(named, *map(max, tokens)) >= self.limits.vocab_size:
             raise InvalidRequest(f"token ids beyond the vocabulary of {self.limits.vocab_size}")
         longest = min(len(prompt) + ticket.sampling.max_tokens - 1, self._longest)
         length = len(prompt) + max(map(len, generated))

@@ -125,7 +125,8 @@ def searching_tickets(draw: st.DrawFn) -> Ticket:
         draw(st.floats(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)),
         draw(st.sampled_from(EarlyStopping)),
     )
-    ticket = replace(ticket, sampling=replace(ticket.sampling, beam=beam))
+    most = max(ticket.sampling.max_tokens, 6)
+    ticket = replace(ticket, sampling=replace(ticket.sampling, max_tokens=most, beam=beam))
     if draw(st.booleans()):  # it has not begun
         return replace(ticket, sequences=(TicketSequence(0),))
     num_tokens = draw(st.integers(1, 3))
@@ -187,6 +188,7 @@ def spoil(change: Callable[[Message], object]) -> Message:
         (lambda m: m.ClearField("sampling"), "sampling is missing"),
         (lambda m: m.ClearField("sequences"), "sequences is empty"),
         (lambda m: m.sequences.append(m.sequences[0]), "indices are not ascending"),
+        (lambda m: setattr(m.sequences[0], "index", 64), r"no sequence has index \[64\]"),
         (lambda m: setattr(m, "num_cached_tokens", 4), "num_cached_tokens"),
         (lambda m: setattr(m.sequences[0], "num_computed_tokens", 5), "is 5 of 4 tokens"),
         (lambda m: m.sequences[0].ClearField("block_ids"), "no blocks"),
@@ -271,7 +273,9 @@ SEARCHING = replace(
         (lambda m: m.beams.finished.extend(m.beams.finished[:1] * 2), "3 finished of 2 beams"),
         (lambda m: m.beams.finished[0].ClearField("finish_reason"), "has not ended"),
         (lambda m: m.beams.finished[0].ClearField("token_ids"), "without tokens"),
-        (lambda m: setattr(m.beams.finished[0], "score", float("nan")), "no number"),
+        (lambda m: setattr(m.beams.finished[0], "score", float("nan")), "not finite"),
+        (lambda m: setattr(m.beams.finished[0], "score", float("inf")), "not finite"),
+        (lambda m: m.beams.finished[0].token_ids.extend([9] * 7), "a hypothesis of 9 tokens"),
     ],
 )
 def test_a_search_that_makes_no_sense_is_refused(

@@ -14,10 +14,18 @@ from services.common.ticket import (
     EarlyStopping,
     FinishReason,
     Hypothesis,
+    Swapped,
     Ticket,
     TicketSequence,
 )
-from services.gateway.api import Delta, RequestedBeams, RequestedSampling
+from services.gateway.admission import check_received
+from services.gateway.api import (
+    Delta,
+    GenerationRequest,
+    Received,
+    RequestedBeams,
+    RequestedSampling,
+)
 from services.gateway.beams import neutral, resolve_beam
 from services.gateway.messages import (
     Admit,
@@ -30,7 +38,7 @@ from services.gateway.messages import (
 )
 from services.gateway.stage import Stage
 
-from .walk import MAX_TOKENS, PROMPT, Walk
+from .walk import MAX_TOKENS, PROMPT, Walk, expected, generated
 
 BEAM = BeamParams(width=3, num_returned=2)
 FOUND = ((5, 6, 7, 8, 9, 10), (5, 6, 2))
@@ -132,6 +140,35 @@ async def test_what_was_given_back_goes_on_from_its_beams(reason: RequeueReason)
     assert not any(one.block_ids for one in again.sequences)
 
 
+async def test_what_was_given_back_of_another_search_is_not_gone_on_from() -> None:
+    """A wider one, that no worker would take as this one."""
+    walk = searching()
+    ticket = await until_searching(walk)
+    wider = replace(ticket.sampling, beam=BeamParams(width=9, num_returned=2))
+    left = begun(ticket, 4, holder_epoch=0, sampling=wider)
+    walk.journey.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED, None, left))
+    assert await walk.reserve()
+    assert [len(one.token_ids) for one in walk.start().sequences] == [1, 1, 1]
+
+
+async def test_what_was_swapped_out_is_fetched_with_the_tokens_that_it_had() -> None:
+    walk = Walk(beam=BeamParams(width=1, num_returned=1))
+    assert await walk.reserve()
+    ticket = walk.start()
+    one = replace(begun(ticket), sequences=begun(ticket).sequences[:1], beams=BeamState((-1.0,)))
+    walk.journey.on_event(walk.prefill, Prefilled(one, ()))
+    left = replace(
+        one,
+        sequences=(TicketSequence(0, (5,) * 4),),
+        swapped=Swapped("colder", "h", 1, (7,), len(PROMPT) + 3),
+    )
+    walk.journey.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED, left))
+    assert await walk.reserve()
+    again = walk.start()
+    assert again.sequences == left.sequences
+    assert again.swapped == left.swapped
+
+
 async def test_what_its_worker_took_along_begins_where_the_last_ticket_stood() -> None:
     walk = searching()
     await until_searching(walk)
@@ -173,6 +210,11 @@ async def test_a_ticket_that_is_no_search_is_refused(wrong: Callable[[Ticket], T
         {"token_ids": (5,) * (MAX_TOKENS + 1), "finish_reason": FinishReason.LENGTH},
         {"token_ids": (5,), "finish_reason": FinishReason.STOP, "position": 9},
         {"token_ids": (5,), "finish_reason": FinishReason.STOP, "index": 2},
+        {"token_ids": (5,), "finish_reason": FinishReason.STOP},
+        {"token_ids": (5,), "finish_reason": FinishReason.STOP, "score": float("nan")},
+        {"token_ids": (5,), "finish_reason": FinishReason.STOP, "score": float("-inf")},
+        {"index": 2},
+        {"index": 1 << 31},
     ],
 )
 async def test_what_is_no_whole_sequence_is_refused(wrong: dict[str, Any]) -> None:
@@ -181,6 +223,34 @@ async def test_what_is_no_whole_sequence_is_refused(wrong: dict[str, Any]) -> No
     walk.journey.on_event(walk.decode, replace(goes_on(walk), **wrong))
     assert walk.journey.stage is Stage.QUEUED
     assert not any(sequence.tokens for sequence in walk.output.sequences)
+
+
+async def test_it_cannot_go_on_for_ever() -> None:
+    walk = searching()
+    await until_searching(walk)
+    for _ in range(MAX_TOKENS - 2):
+        walk.journey.on_event(walk.decode, goes_on(walk))
+        assert walk.journey.stage is Stage.DECODING
+    walk.journey.on_event(walk.decode, goes_on(walk))
+    assert walk.journey.stage is Stage.QUEUED
+
+
+async def test_only_a_search_has_scores() -> None:
+    walk = Walk()
+    await walk.until_decoding()
+    walk.journey.on_event(walk.decode, replace(generated(walk, expected(2)[1]), score=-1.0))
+    assert walk.journey.stage is Stage.QUEUED
+    assert walk.output.sequences[0].tokens == expected(1)
+
+
+def test_what_was_received_of_a_search_is_whole() -> None:
+    """Nothing could follow the tokens of half a sequence."""
+    sampling = RequestedSampling(n=2, beam=RequestedBeams(2))
+    half, whole = Received(0, (5,)), Received(0, (5,), FinishReason.STOP)
+    request = GenerationRequest(PROMPT, "r1", sampling=sampling, received=(whole,))
+    check_received(request, MAX_TOKENS, 0.0, 256)
+    with pytest.raises(InvalidRequest, match="tells whole sequences"):
+        check_received(replace(request, received=(half,)), MAX_TOKENS, 0.0, 256)
 
 
 async def test_half_an_answer_is_no_answer_of_a_prefill_worker() -> None:

@@ -1,10 +1,12 @@
 """Requests over which workers die, and how often they are begun again."""
 
+from dataclasses import replace
+
 import pytest
 
 from services.common.errors import PoisonRequest, Unavailable
-from services.common.ticket import FinishReason
-from services.gateway.messages import Admit, Began, Submit
+from services.common.ticket import BeamParams, BeamState, FinishReason, TicketSequence
+from services.gateway.messages import Admit, Began, Generated, Prefilled, Submit
 from services.gateway.stage import Stage
 
 from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected, generated, next_token
@@ -171,3 +173,40 @@ async def test_a_suspect_is_sent_as_one_until_it_has_a_token() -> None:
     walk.journey.on_lost(walk.decode, died=False)
     await until_running(walk)
     assert [c.suspect for c in walk.decode.sent if isinstance(c, Admit)] == [False, True, False]
+
+
+async def until_searching(walk: Walk, num_steps: int) -> None:
+    """A decode worker has begun it, and done so many steps behind the first ticket."""
+    assert await walk.reserve()
+    ticket = walk.start()
+    state = TicketSequence(0, (5,), (9,), len(PROMPT))
+    issued = replace(ticket, holder_epoch=2, sequences=(state,), beams=BeamState((-1.0,)))
+    walk.journey.on_event(walk.prefill, Prefilled(issued, ()))
+    begin(walk, walk.decode)
+    for _ in range(num_steps):
+        goes_on = Generated("r1", walk.journey.attempt, 0, len(PROMPT), (), None)
+        walk.journey.on_event(walk.decode, goes_on)
+
+
+async def test_a_search_that_kills_its_workers_at_a_step_is_given_up() -> None:
+    """The steps before it are done again each time, and are no progress."""
+    walk = Walk(beam=BeamParams(1, 1))
+    for _ in range(2):
+        await until_searching(walk, num_steps=3)
+        walk.journey.on_lost(walk.decode, died=True)
+    with pytest.raises(PoisonRequest, match="its decode worker died twice"):
+        await walk.tokens()
+
+
+async def test_a_search_is_not_blamed_for_what_others_have_done_before() -> None:
+    """Nor for one death after another, as long as it gets further; but there is a limit."""
+    walk = Walk(beam=BeamParams(1, 1))
+    for num_steps in (2, 1, 0, 3):
+        await until_searching(walk, num_steps)
+        walk.journey.on_lost(walk.decode, died=True)
+        assert walk.journey.stage is Stage.QUEUED
+    for _ in range(3):
+        await until_searching(walk, num_steps=1)
+        walk.journey.on_lost(walk.decode, died=True)
+    with pytest.raises(Unavailable, match="given up after 4 decode workers were lost"):
+        await walk.tokens()

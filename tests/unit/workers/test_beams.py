@@ -6,51 +6,19 @@ from typing import Any
 
 import pytest
 
+from services.common.errors import InvalidRequest
 from services.common.ticket import (
-    BeamParams,
     EarlyStopping,
     FinishReason,
     Hypothesis,
     Ticket,
     TicketSequence,
 )
-from services.engine.beam import FIRST, Beam, BeamSearch, num_deciding
 from services.worker.events import Found, Prefilled, Requeued, RequeueReason, Step
 
 from .conftest import Bench, MakeBench
-from .fakes import GREEDY, PROMPT, FakeSession, likeliest_tokens, ticket
-
-MAX_TOKENS = 30
-
-
-def asked(
-    number: int = 1,
-    width: int = 4,
-    num_returned: int = 3,
-    max_tokens: int = MAX_TOKENS,
-    stop_ids: Iterable[int] = (),
-    **params: Any,
-) -> Ticket:
-    beam = BeamParams(width, num_returned, **params)
-    sampling = replace(GREEDY, max_tokens=max_tokens, stop_token_ids=tuple(stop_ids), beam=beam)
-    return ticket(f"r{number}", (*PROMPT, number), sampling=sampling)
-
-
-def right(ticket: Ticket) -> tuple[Hypothesis, ...]:
-    """By looking at each beam's whole context at each step."""
-    params, stop_ids = ticket.sampling.beam, frozenset(ticket.sampling.stop_token_ids)
-    assert params is not None
-    search = BeamSearch(params, stop_ids, ticket.sampling.max_tokens)
-    beams, finished = [FIRST], tuple[Hypothesis, ...]()
-    while beams:
-        contexts = [(*ticket.prompt_token_ids, *beam.token_ids) for beam in beams]
-        number = num_deciding(params, stop_ids)
-        step = search.step(beams, finished, [likeliest_tokens(one, number) for one in contexts])
-        finished = step.finished
-        beams = [
-            Beam((*beams[one.parent].token_ids, one.token_id), one.score) for one in step.living
-        ]
-    return finished[: params.num_returned]
+from .fakes import PROMPT, FakeSession
+from .searches import MAX_TOKENS, asked, right
 
 
 async def prefill(bench: Bench, wanted: Ticket) -> Prefilled:
@@ -62,7 +30,7 @@ async def prefill(bench: Bench, wanted: Ticket) -> Prefilled:
 
 
 def admit(bench: Bench, issued: Ticket) -> None:
-    bench.decode.reserve(bench.session, *issued.key, len(issued.sequences))
+    bench.decode.reserve(bench.session, *issued.key, issued.width)
     bench.decode.admit(bench.session, issued)
 
 
@@ -227,4 +195,34 @@ async def test_a_step_waits_for_all_beams(make_bench: MakeBench) -> None:
     assert all(one.finish is FinishReason.LENGTH for one in right(wanted))
     bench.prefill.abort(FakeSession(), "r1", 1)
     bench.prefill.give_back()
+    await bench.until_empty()
+
+
+async def test_a_search_needs_a_slot_for_each_beam_that_it_may_have(bench: Bench) -> None:
+    issued = (await prefill(bench, asked())).ticket
+    assert issued.beams is not None
+    one = replace(
+        issued,
+        sequences=issued.sequences[:1],
+        beams=replace(issued.beams, scores=issued.beams.scores[:1]),
+    )
+    bench.decode.reserve(bench.session, *issued.key, 3)
+    with pytest.raises(InvalidRequest, match="4 sequences for 3 slots"):
+        bench.decode.admit(bench.session, one)
+    num_free = bench.decode.load().num_free_slots
+    bench.decode.abort(bench.session, *issued.key)
+    bench.decode.reserve(bench.session, *issued.key, 5)
+    bench.decode.admit(bench.session, one)
+    assert bench.decode.load().num_free_slots == num_free + 3 - 4
+    bench.decode.abort(bench.session, *issued.key)
+    await bench.until_empty()
+
+
+async def test_nobody_ends_a_beam(bench: Bench) -> None:
+    """However early it is told to: the search could not go on with fewer."""
+    wanted = asked()
+    issued = await start(bench, wanted)
+    for index in range(4):
+        bench.decode.abort(bench.session, *issued.key, index)
+    assert await result(bench) == right(wanted)
     await bench.until_empty()

@@ -1,0 +1,61 @@
+"""Beam searches of the fake model: what is asked for, and what must be found."""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from services.common.ticket import BeamParams, Hypothesis, SamplingParams, Ticket
+from services.engine.beam import FIRST, Beam, BeamSearch, num_deciding
+
+from .fakes import GREEDY, PROMPT, likeliest_tokens, ticket
+
+MAX_TOKENS = 30
+
+
+def asked(
+    number: int = 1,
+    width: int = 4,
+    num_returned: int = 3,
+    max_tokens: int = MAX_TOKENS,
+    stop_ids: Iterable[int] = (),
+    **params: Any,
+) -> Ticket:
+    beam = BeamParams(width, num_returned, **params)
+    sampling = replace(GREEDY, max_tokens=max_tokens, stop_token_ids=tuple(stop_ids), beam=beam)
+    return ticket(f"r{number}", (*PROMPT, number), sampling=sampling)
+
+
+def right(ticket: Ticket) -> tuple[Hypothesis, ...]:
+    """By looking at each beam's whole context at each step."""
+    params = ticket.sampling.beam
+    assert params is not None
+    _, finished = steps_of(ticket)[-1]
+    return finished[: params.num_returned]
+
+
+def steps_of(ticket: Ticket) -> Seq[tuple[list[Beam], tuple[Hypothesis, ...]]]:
+    """The living beams and what is finished, after each step of a search from its prompt."""
+    return _steps(ticket.prompt_token_ids, ticket.sampling)
+
+
+@lru_cache(maxsize=1000)
+def _steps(
+    prompt: tuple[int, ...], sampling: SamplingParams
+) -> Seq[tuple[list[Beam], tuple[Hypothesis, ...]]]:
+    params, stop_ids = sampling.beam, frozenset(sampling.stop_token_ids)
+    assert params is not None
+    search = BeamSearch(params, stop_ids, sampling.max_tokens)
+    beams, finished = [FIRST], tuple[Hypothesis, ...]()
+    steps = []
+    while beams:
+        contexts = [(*prompt, *beam.token_ids) for beam in beams]
+        number = num_deciding(params, stop_ids)
+        step = search.step(beams, finished, [likeliest_tokens(one, number) for one in contexts])
+        finished = step.finished
+        beams = [
+            Beam((*beams[one.parent].token_ids, one.token_id), one.score) for one in step.living
+        ]
+        steps.append((beams, finished))
+    return steps
