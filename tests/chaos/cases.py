@@ -2,63 +2,127 @@
 
 import random
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from quire.client import AsyncClient
-from quire.types import Prompt, Sampling, TokenLogprobs
-
-LIMIT_S = 60.0
+from quire.messages import Request
+from quire.types import Beam, Delta, FinishReason, Prompt, Sampling, TokenLogprobs
+from tests.chaos.limits import ALONE_S
 
 _SHARED = "The following is a long story about a small town by the sea. " * 6
 _TOPICS = ("the harbour", "a storm", "two sisters", "the lighthouse", "an old dog", "the winter")
+_NUM_OF_A_KIND = 2
 _LONG = 3000
 """Tokens: more than lie unread between a worker and a client that does not read."""
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A request, and all that it says undisturbed."""
+class Said:
+    """All that one sequence of an answer is."""
 
-    name: str
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None
+    stopped_by: str | int | None
+    logprobs: tuple[TokenLogprobs, ...]
+    score: float | None
+
+    @classmethod
+    def of(cls, deltas: Sequence[Delta]) -> "Said":
+        last = deltas[-1]
+        return cls(
+            tuple(token for delta in deltas for token in delta.token_ids),
+            "".join(delta.text for delta in deltas),
+            last.finish_reason,
+            last.stopped_by,
+            tuple(logprobs for delta in deltas for logprobs in delta.logprobs),
+            last.score,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A request, and all that it says undisturbed: `said`, by index."""
+
+    kind: str
     prompt: Prompt
     sampling: Sampling
-    tokens: tuple[int, ...] = ()
-    text: str = ""
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    said: tuple[Said, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def is_long(self) -> bool:
         return self.sampling.max_tokens == _LONG
 
+    @property
+    def is_told_at_the_end(self) -> bool:
+        """All of it at once, and nothing before."""
+        return self.sampling.beam is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all its sequences."""
+        return sum(len(one.tokens) for one in self.said)
+
 
 def cases(seed: int) -> list[Case]:
+    """Some of every kind, with and without a prompt that others begin with."""
     chance = random.Random(seed)
     made = []
-    for number, topic in enumerate(_TOPICS * 3):
-        greedy = Sampling(temperature=0.0, max_tokens=chance.randrange(20, 160), ignore_eos=True)
-        sampled = replace(greedy, temperature=0.9, top_p=0.95, seed=chance.getrandbits(64))
-        alone = f"{topic}, number {chance.randrange(1000)}: " * chance.randrange(1, 8)
-        kinds = {
-            "greedy": (alone, greedy),
-            "sampled": (alone, sampled),
-            "shared": (_SHARED + topic, greedy),
-            "stop": (alone, replace(sampled, stop=("e" + chance.choice("drn"), "zz"))),
-            "logprobs": (_SHARED + alone, replace(sampled, logprobs=3, prompt_logprobs=2)),
-        }
-        name = list(kinds)[number % len(kinds)]
-        made.append(Case(name, *kinds[name]))
-        if number < 2:
-            long = replace((greedy, sampled)[number], max_tokens=_LONG)
-            made.append(Case(f"long {name}", alone, long))
+    for number in range(_NUM_OF_A_KIND):
+        for kind, sampling in _samplings(chance).items():
+            topic = f"{chance.choice(_TOPICS)}, number {chance.randrange(1000)}: "
+            alone = topic * chance.randrange(1, 8)
+            made.append(Case(kind, alone if number else _SHARED + topic, sampling))
+    for kind, sampling in list(_samplings(chance).items())[:2]:
+        made.append(Case(f"long {kind}", alone, replace(sampling, max_tokens=_LONG)))
     return made
+
+
+def _samplings(chance: random.Random) -> dict[str, Sampling]:
+    """By kind; greedy and sampled come first."""
+    greedy = Sampling(temperature=0.0, max_tokens=chance.randrange(20, 160), ignore_eos=True)
+    sampled = replace(greedy, temperature=0.9, top_p=0.95, seed=chance.getrandbits(64))
+    penalised = replace(
+        sampled,
+        repetition_penalty=1.1,
+        presence_penalty=0.5,
+        frequency_penalty=0.4,
+        logit_bias={chance.randrange(1000): 2.0, chance.randrange(1000): -100.0},
+        bad_words=("sea", "the"),
+        min_tokens=10,
+        logprobs=2,
+    )
+    # Each of them meets its stop string somewhere else, if at all: it ends, the others go on.
+    stop = ("e" + chance.choice("drn"), "zz")
+    search = Sampling(max_tokens=chance.randrange(20, 100), n=2, beam=Beam(4))
+    early = Beam(3, length_penalty=chance.choice((0.0, 0.6, 2.0)), early_stopping="never")
+    return {
+        "greedy": greedy,
+        "sampled": sampled,
+        "stop": replace(sampled, stop=stop),
+        "logprobs": replace(sampled, logprobs=3, prompt_logprobs=2),
+        "penalties": penalised,
+        "samples": replace(sampled, n=chance.randrange(3, 7)),
+        "samples that stop": replace(sampled, n=4, stop=stop),
+        "samples with penalties": replace(penalised, n=3, prompt_logprobs=1),
+        "search": search,
+        "search of one beam": replace(search, n=1, ignore_eos=True, beam=Beam(1)),
+        "search to the end": replace(search, n=3, ignore_eos=True, beam=early),
+    }
 
 
 async def undisturbed(client: AsyncClient, asked: Sequence[Case]) -> list[Case]:
     """Each computed alone, before anything happens."""
-    known = []
-    for case in asked:
-        answer = await client.complete(case.prompt, case.sampling, timeout_s=LIMIT_S)
-        told = replace(case, tokens=answer.token_ids, text=answer.text, logprobs=answer.logprobs)
-        known.append(replace(told, prompt_logprobs=answer.prompt_logprobs))
-    return known
+    return [await _alone(client, case) for case in asked]
+
+
+async def _alone(client: AsyncClient, case: Case) -> Case:
+    stream = client.send(Request(case.prompt, case.sampling), ALONE_S)
+    async with aclosing(stream):
+        deltas = [delta async for delta in stream]
+    indices = range(1 + max(delta.index for delta in deltas))
+    said = tuple(Said.of([d for d in deltas if d.index == index]) for index in indices)
+    assert all(one.finish_reason for one in said), f"{case.kind} did not end: {said}"
+    return replace(case, said=said, prompt_logprobs=deltas[0].prompt_logprobs)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from quire.client import AsyncClient
 from tests.chaos.cases import cases, undisturbed
+from tests.chaos.limits import END_S
 from tests.chaos.load import User
 from tests.chaos.operator import Operator
 from tests.chaos.processes import Processes
@@ -22,17 +23,15 @@ from tests.chaos.schedule import KINDS, Event, schedule
 from tests.e2e.deployment import serving
 
 NUM_USERS, NUM_SLOW_USERS = 8, 2
-NUM_GATEWAYS, NUM_PREFILL, NUM_DECODE = 2, 3, 4
+NUM_GATEWAYS, NUM_PREFILL, NUM_DECODE = 2, 4, 5
 MEMORY = ("--pool-memory", "16MiB", "--swap-memory", "8MiB")
 """About 330 blocks. What the users want at once is more than that: some give way."""
 
-CALM_EVERY = 30
+CALM_EVERY = 40
 """Events between two pauses of the load."""
 
 MAX_UNPROVEN = 4
 """Events that may have happened since the last one that an audit has proven harmless."""
-
-QUIET_LIMIT_S = 120.0
 
 
 class System:
@@ -97,22 +96,26 @@ class Chaos:
         loop, report = asyncio.get_running_loop(), self._report
         began = loop.time()
         for event in events:
-            await asyncio.sleep(event.pause_s)
+            with report.spending("pauses"):
+                await asyncio.sleep(event.pause_s)
             if report.tally.faults:
                 return
             if loop.time() - began > duration_s:
                 break
-            whom = await self._system.suffer(event)
+            with report.spending(f"waiting to hit {event.role}"):
+                whom = await self._system.suffer(event)
             report.happened(event, whom, loop.time() - began)
-            await self._operator.happened()
-            await self._operator.all_proven_but(MAX_UNPROVEN)
+            with report.spending("audits"):
+                await self._operator.happened()
+                await self._operator.all_proven_but(MAX_UNPROVEN)
             if report.kinds.total() % CALM_EVERY == 0:
-                self._calm.set()
-                await self._system.settle()
-                self._calm.clear()
+                with report.spending("calm"):
+                    self._calm.set()
+                    await self._system.settle()
+                    self._calm.clear()
         self._over.set()
         self._calm.set()
-        async with asyncio.timeout(QUIET_LIMIT_S):
+        async with asyncio.timeout(END_S):
             await asyncio.gather(*asking)
         await self._system.settle()
         report.lasted_s = loop.time() - began

@@ -4,7 +4,6 @@ every one must say."""
 import asyncio
 import random
 import secrets
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -14,10 +13,9 @@ from quire.errors import DeadlineExceeded, Overloaded, QuireError
 from quire.messages import Request
 from quire.types import Delta
 from tests.chaos.cases import Case
+from tests.chaos.heard import Fault, Heard
+from tests.chaos.limits import SILENCE_S
 from tests.chaos.report import Tally
-
-HANG_S = 60.0
-"""A request that says nothing for so long hangs."""
 
 _LATE = (DeadlineExceeded, Overloaded)
 """What a request may end with that has a deadline."""
@@ -37,12 +35,14 @@ class Manner:
     salted: bool = False
 
     @classmethod
-    def drawn(cls, chance: random.Random, num_tokens: int, slow: bool) -> "Manner":
-        fate, part, seconds = chance.random(), chance.randrange(num_tokens), chance.random()
+    def drawn(cls, chance: random.Random, case: Case, slow: bool) -> "Manner":
+        fate, part, seconds = chance.random(), chance.randrange(case.num_tokens), chance.random()
         salted = chance.random() < 0.2
         if slow:
             leaves_after = part if fate < 0.3 else None
             return cls(stalls_at=part // 4, stall_s=2 + 7 * seconds, leaves_after=leaves_after)
+        if fate < 0.15 and case.is_told_at_the_end:
+            return cls(leaves_at_s=2 * seconds, salted=salted)
         if fate < 0.15:
             return cls(leaves_after=part, salted=salted)
         if fate < 0.22:
@@ -52,10 +52,6 @@ class Manner:
         if fate < 0.40:
             return cls(deadline_s=0.1 + 4 * seconds, salted=salted)
         return cls(salted=salted)
-
-
-class Fault(Exception):
-    """What no user may ever see."""
 
 
 class User:
@@ -78,15 +74,15 @@ class User:
                 await asyncio.sleep(0.05)
                 continue
             case = self._chance.choice(self._known)
-            manner = Manner.drawn(self._chance, len(case.tokens), self._slow)
+            manner = Manner.drawn(self._chance, case, self._slow)
             try:
-                tally.ended[await self._send(case, manner, tally)] += 1
+                tally.ended[case.kind, await self._send(case, manner, tally)] += 1
             except (Fault, QuireError) as fault:
                 if manner.deadline_s is not None and isinstance(fault, _LATE):
-                    tally.ended["late"] += 1
+                    tally.ended[case.kind, "late"] += 1
                 else:
                     what = f"{type(fault).__name__}: {fault}"
-                    tally.faults.append(f"{case.name}, {manner}: {what}")
+                    tally.faults.append(f"{case.kind}, {manner}: {what}")
 
     async def _send(self, case: Case, manner: Manner, tally: Tally) -> str:
         """What became of it."""
@@ -99,13 +95,13 @@ class User:
         except TimeoutError:
             if leaving.expired():
                 return "cancelled"
-            raise Fault(f"{heard}, and nothing more for {HANG_S:g} s") from None
+            raise Fault(f"{heard}, and nothing more for {SILENCE_S:g} s") from None
 
     async def _read(
-        self, stream: AsyncIterator[Delta], manner: Manner, heard: "Heard", tally: Tally
+        self, stream: AsyncIterator[Delta], manner: Manner, heard: Heard, tally: Tally
     ) -> str:
         stalled = False
-        while delta := await asyncio.wait_for(anext(stream, None), HANG_S):
+        while delta := await asyncio.wait_for(anext(stream, None), SILENCE_S):
             heard.take(delta)
             if manner.leaves_after is not None and heard.num_tokens > manner.leaves_after:
                 return "cancelled"
@@ -115,47 +111,12 @@ class User:
         heard.check_end()
         tally.num_tokens += heard.num_tokens
         if stalled:
-            return "finished after a stall"
-        tally.pauses_s.append(heard.longest_s)
+            return "stalled"
+        if heard.num_messages > 1:
+            tally.pauses_s.append(heard.longest_s)
         return "finished"
 
     async def _stall(self, length_s: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(length_s):
                 await self._calm.wait()
-
-
-class Heard:
-    """Of a stream, so far, beside what it has to be."""
-
-    def __init__(self, case: Case) -> None:
-        self._case = case
-        self._text = ""
-        self._at: float | None = None
-        self.num_tokens = 0
-        self.longest_s = 0.0
-
-    def take(self, delta: Delta) -> None:
-        """Fault: it is not what comes next."""
-        now = time.monotonic()
-        self.longest_s = max(self.longest_s, now - (self._at or now))
-        self._at = now
-        due = self._case.tokens[self.num_tokens : self.num_tokens + len(delta.token_ids)]
-        if delta.token_ids != due:
-            raise Fault(f"{self}, then {delta.token_ids} and not {due}")
-        if delta.logprobs != self._case.logprobs[self.num_tokens :][: len(due)]:
-            raise Fault(f"{self}, then other logprobs")
-        if delta.prompt_logprobs != (() if self.num_tokens else self._case.prompt_logprobs):
-            raise Fault(f"{self}, with {len(delta.prompt_logprobs)} logprobs of the prompt")
-        self.num_tokens += len(delta.token_ids)
-        self._text += delta.text
-        if not self._case.text.startswith(self._text):
-            raise Fault(f"{self}, the last of them as {delta.text!r}")
-
-    def check_end(self) -> None:
-        """Fault: there is more to come."""
-        if self.num_tokens != len(self._case.tokens) or self._text != self._case.text:
-            raise Fault(f"{self}, and then the end")
-
-    def __str__(self) -> str:
-        return f"{self.num_tokens} of {len(self._case.tokens)} tokens"

@@ -8,12 +8,10 @@ from typing import TypeVar
 
 from quire.client import AsyncClient
 from quire.errors import QuireError
+from tests.chaos.limits import AUDIT_S, EMPTY_S
 
 ANSWER_LIMIT_S = 3.0
 """After it the next gateway is asked: one may stand still."""
-
-LIMIT_S = 60.0
-"""How long a law may take to be checked, or blocks to be let go of."""
 
 T = TypeVar("T")
 
@@ -69,7 +67,7 @@ class Operator:
         """While a pool recovers from a lost Redis its blocks have no places yet, and no audit
         counts."""
         try:
-            async with asyncio.timeout(LIMIT_S):
+            async with asyncio.timeout(AUDIT_S):
                 while not await self._is_clean():
                     await asyncio.sleep(0.1)
         except TimeoutError as error:
@@ -85,7 +83,7 @@ class Operator:
         """Nothing is held any more. TimeoutError, with the pools as they were."""
         pools = None
         try:
-            async with asyncio.timeout(LIMIT_S):
+            async with asyncio.timeout(EMPTY_S):
                 while True:
                     pools = await self.ask(AsyncClient.pools)
                     if pools and not any(pool.num_held for pool in pools):

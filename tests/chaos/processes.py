@@ -10,15 +10,13 @@ from pathlib import Path
 
 from quire.client import AsyncClient
 from quire.errors import QuireError
+from tests.chaos.limits import BACK_S
 from tests.chaos.operator import Operator
 from tests.chaos.schedule import PROCESSES, WORKERS, Event
 from tests.e2e.deployment import Deployment
 
-LIMIT_S = 60.0
-"""How long one may take to come back."""
-
-FEWEST, MOST = {"prefill": 2, "decode": 3}, {"prefill": 3, "decode": 5}
-"""Workers that a run is scaled to. With two, one may be hit."""
+FEWEST, MOST = {"prefill": 3, "decode": 4}, {"prefill": 4, "decode": 6}
+"""Workers that a run is scaled to. With two that are well, one may be hit."""
 
 
 class Processes:
@@ -37,7 +35,7 @@ class Processes:
         """Let it happen as soon as the others of its kind are well; to whom. TimeoutError: they are
         not in time."""
         try:
-            async with asyncio.timeout(LIMIT_S):
+            async with asyncio.timeout(BACK_S):
                 if event.verb == "scale":
                     return await self._scale(event)
                 pid = await self._victim(event)
@@ -50,7 +48,7 @@ class Processes:
         """All are there and serve, and nobody stands still. TimeoutError, with the numbers."""
         number = {"gateway": self._num_gateways, "block_manager": 1, **self._wanted}
         try:
-            async with asyncio.timeout(LIMIT_S):
+            async with asyncio.timeout(BACK_S):
                 for role in PROCESSES:
                     while self._stopped or len(await self._well(role)) != number[role]:
                         await asyncio.sleep(0.1)

@@ -2,38 +2,70 @@
 
 import json
 import statistics
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.chaos import limits
 from tests.chaos.schedule import Event
+
+ENDS = ("finished", "stalled", "cancelled", "late")
+"""What may become of a request: it was read to its end; that, with a stall of its client before;
+its client left; its deadline passed. What came of it is right in any case, as far as it came."""
+
+_COMPARED = ENDS[:2]
 
 
 @dataclass
 class Tally:
-    """What users saw. `ended`: requests by what became of them; `num_tokens` and `pauses_s`, the
-    longest from one token to the next, of streams that were read to their end without a stall;
-    `faults` is what must not be."""
+    """What users saw. `ended`: requests by kind and what became of them; `num_tokens`, of streams
+    that were read to their end; `pauses_s`, the longest from one token to the next of those without
+    a stall that did not come whole; `faults` is what must not be."""
 
-    ended: Counter[str] = field(default_factory=Counter)
+    ended: Counter[tuple[str, str]] = field(default_factory=Counter)
     num_tokens: int = 0
     pauses_s: list[float] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+
+    @property
+    def num_finished(self) -> int:
+        """Streams that were compared to their end."""
+        return sum(self.ended[kind, end] for kind, end in self.ended if end in _COMPARED)
+
+    def table(self) -> Iterator[str]:
+        """A line for each kind of request, and one for all."""
+        every = {kind: Counter[str]() for kind, _ in sorted(self.ended)} | {"all": Counter[str]()}
+        for (kind, end), number in self.ended.items():
+            every[kind][end] += number
+            every["all"][end] += number
+        yield f"{'requests':24}" + "".join(f"{end:>12}" for end in ENDS)
+        for kind, ended in every.items():
+            yield f"{kind:24}" + "".join(f"{ended[end]:12}" for end in ENDS)
 
 
 @dataclass
 class Report:
     """`events` is what happened, in words; `inside` what the services did about it, by their
-    logs."""
+    logs; `spent_s`: seconds, on what."""
 
     seed: int
     tally: Tally = field(default_factory=Tally)
     events: list[str] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
     inside: Counter[str] = field(default_factory=Counter)
+    spent_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     lasted_s: float = 0.0
+
+    @contextmanager
+    def spending(self, on: str) -> Iterator[None]:
+        """What keeps events from each other."""
+        began = time.monotonic()
+        yield
+        self.spent_s[on] += time.monotonic() - began
 
     def happened(self, event: Event, whom: str, at_s: float) -> None:
         self.events.append(f"{at_s:7.1f} s  {event} hit {whom}")
@@ -51,17 +83,24 @@ class Report:
             elif level in ("warning", "error", "critical"):
                 self.inside[f"{level} {event.splitlines()[0]}"] += 1
 
+    @property
+    def events_a_minute(self) -> float:
+        return 60 * self.kinds.total() / max(self.lasted_s, 1.0)
+
     def __str__(self) -> str:
         tally = self.tally
         pauses = sorted(tally.pauses_s) or [0.0]
         p99 = pauses[min(len(pauses) - 1, int(0.99 * len(pauses)))]
         lines = [
-            f"seed {self.seed}, {self.lasted_s:.0f} s: {self.kinds.total()} events "
-            f"({_listed(self.kinds)})",
-            f"requests: {_listed(tally.ended)}; {tally.num_tokens} tokens",
+            f"seed {self.seed}, {self.lasted_s:.0f} s: {self.kinds.total()} events, "
+            f"{self.events_a_minute:.1f} a minute ({_listed(self.kinds)})",
+            "spent on " + ", ".join(f"{what} {s:.0f} s" for what, s in self.spent_s.items()),
+            *tally.table(),
+            f"compared: {tally.num_finished} whole streams, {tally.num_tokens} tokens",
             f"longest pause of a stream: p50 {1000 * statistics.median(pauses):.0f} ms, "
             f"p99 {1000 * p99:.0f} ms, max {1000 * pauses[-1]:.0f} ms",
             f"inside: {_listed(self.inside)}",
+            f"limits: {limits.TOLD}",
             f"faults: {len(tally.faults)}",
             *tally.faults[:20],
         ]

@@ -22,8 +22,8 @@ KINDS = tuple(f"{verb} {role}" for verb, roles in _ROLES.items() for role in rol
 old copy of its data (age); it loses its data, or its functions too (wipe); all its connections
 break (cut)."""
 
-MEAN_PAUSE_S = 0.5
-LENGTHS_S = (0.3, 1.0, 3.0, 10.0)
+MEAN_PAUSE_S = 0.2
+LENGTHS_S = (0.3, 0.3, 1.0, 1.0, 3.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
