@@ -1,0 +1,109 @@
+"""The model of a deployment in one process, and what it computes of the request that is
+compared."""
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvops
+from kvops.native import Lane
+from services.engine.batch import Drawn, Row
+from services.engine.models import Model, load_model
+from services.engine.runner import Runner
+from services.engine.telling import states_that_draw
+from services.gateway import catalog
+from tests.exactness import SEED
+
+LIMIT_S = 30.0
+
+Logits = dict[tuple[int, int], set[bytes]]
+"""By (sequence, position): all that a token was ever drawn from, to the bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A row of what is compared: in a step of `num_rows`, with so many of its own tokens, of which
+    `num_adopted` are in blocks that others had computed."""
+
+    num_rows: int
+    num_tokens: int
+    num_adopted: int
+    num_blocks: int
+
+
+class Models:
+    """One for each worker, with native threads of its own, loaded once."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.directory = checkpoint
+        self.text = catalog.load_model(str(checkpoint))
+        self.of = cache(self._load)
+
+    def _load(self, worker: str, num_threads: int) -> tuple[Model, kvops.Backend]:
+        ops = kvops.backend("cpu")
+        assert ops.native is not None
+        ops.native.assign([Lane()] * num_threads)
+        return load_model(self.directory, torch.bfloat16, ops), ops
+
+
+class Watched(Runner):
+    """Knows rows of what is compared by their seed, or by the prompt. `pause_every`: after so many
+    steps with one of them it stands still, until it is to `go_on`; 0: never."""
+
+    def __init__(self, model: Model, arena: torch.Tensor, block_size: int, ops: Any) -> None:
+        super().__init__(model, arena, block_size, ops)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.prompt: tuple[int, ...] = ()
+        self.pause_every = 0
+        self.is_paused = False
+        self.seen: list[Seen] = []
+        self.logits_of: Logits = defaultdict(set)
+        self._num_steps = 0
+
+    def go_on(self) -> None:
+        self.is_paused = False
+        self.gate.set()
+
+    @property
+    def num_lanes(self) -> int:
+        assert self._ops.native is not None
+        return self._ops.native.num_lanes
+
+    def run(self, rows: Sequence[Row], num_behind: int = 0) -> list[Drawn]:
+        if not self.gate.is_set():
+            self.is_paused = True
+            assert self.gate.wait(LIMIT_S)
+        drawn = super().run(rows, num_behind)
+        ours = [row for row in rows if self._is_ours(row)]
+        self.seen += [
+            Seen(len(rows), len(row.token_ids), row.store_from, len(row.block_table))
+            for row in ours
+        ]
+        self._num_steps += bool(ours)
+        if ours and self.pause_every and self._num_steps % self.pause_every == 0:
+            self.gate.clear()
+        return drawn
+
+    def hidden(self, rows: Sequence[Row]) -> torch.Tensor:
+        hidden = super().hidden(rows)
+        drawing = [row for row in rows if row.draws]
+        if any(self._is_ours(row) for row in drawing):
+            logits = self._model.logits(hidden)[states_that_draw(rows)]
+            for row, of_row in zip(drawing, logits, strict=True):
+                for draw in row.draws if self._is_ours(row) else ():
+                    position = row.start + len(row.token_ids)
+                    self.logits_of[draw.sequence_index, position].add(of_row.numpy().tobytes())
+        return hidden
+
+    def _is_ours(self, row: Row) -> bool:
+        if row.draws:
+            return row.draws[0].sampling.seed == SEED
+        of_prompt = self.prompt[row.start :][: len(row.token_ids)]
+        return bool(of_prompt) and tuple(row.token_ids)[: len(of_prompt)] == of_prompt

@@ -1,0 +1,342 @@
+"""Laws 7 and 10, every way of choosing tokens under every condition: what a client is told, and all
+logits that tokens were drawn from, are to the bit those of the request alone. Each condition shows
+that it came about."""
+
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from bench.make_checkpoint import make_checkpoint
+from quire.messages import Request
+from quire.types import Beam, Sampling
+from tests.exactness import SEED, Answer, is_streamed, strategies, width
+
+from .exactness_house import House, Resident, Setting
+from .exactness_model import Logits, Models
+from .models_oracle import random_prompt
+
+NUM_TOKENS = 24
+STRATEGIES = strategies(NUM_TOKENS)
+STRATEGIES["4 beams that end"] = replace(  # one after 2 tokens, which is the best for good
+    STRATEGIES["4 beams"], beam=Beam(4, early_stopping="never"), stop_token_ids=(61, 201)
+)
+PROMPT = random_prompt(37, seed=1)
+PAUSE_EVERY = 4
+NUM_SWAP_BLOCKS = 400
+BATCH = 64
+
+Open = Callable[[Setting], AbstractAsyncContextManager[House]]
+Happening = Callable[[House, Resident], Awaitable[None]]
+
+
+# ── what happens to a request ────────────────────────────────────────────────────────────────────
+
+
+async def nothing(house: House, request: Request) -> Answer:
+    return await house.ask(request)
+
+
+async def company(house: House, request: Request) -> Answer:
+    """Prompts and answers of all kinds, each at its own place, that outlast it."""
+    (prefill,), (decode,) = house.prefills, house.decoders
+    prefill.forward.gate.clear()
+    decode.forward.gate.clear()
+    others = companions(BATCH - 1)
+    for other in others[::2]:
+        house.call(other)
+    call = house.call(request)
+    for other in others[1::2]:
+        house.call(other)
+    num_calls = len(others) + 1
+    await house.until(lambda: house.dispatcher.num_running == num_calls)
+    prefill.forward.go_on()
+    await house.until(lambda: house.line(decode).num_begun == num_calls)
+    decode.forward.go_on()
+    answer = await call.answer()
+    assert min(row.num_rows for row in decode.forward.seen) >= BATCH
+    assert prefill.forward.seen[0].num_rows > 1
+    await house.hang_up()
+    return answer
+
+
+def companions(num_sequences: int) -> list[Request]:
+    requests: list[Request] = []
+    for seed in count(SEED + 1):
+        for sampling in strategies(3 * NUM_TOKENS, seed).values():
+            prompt = random_prompt(1 + len(requests) * 7 % 50, seed=seed + len(requests))
+            requests.append(Request(prompt, sampling))
+            num_sequences -= width(sampling)
+            if num_sequences <= 0:
+                return requests
+    raise AssertionError
+
+
+async def disturbed(house: House, request: Request, *happenings: Happening) -> Answer:
+    """Every few tokens, of an answer that has begun and not ended."""
+    house.pause(house.decoders, PAUSE_EVERY)
+    call = house.call(request)
+    for happening in happenings:
+        there = await house.until_paused(house.decoders)
+        await house.until(lambda: bool(call.deltas) == is_streamed(request.sampling))
+        assert not call.reading.done()
+        if happening is happenings[-1]:
+            house.pause(house.decoders, every=0)
+        await happening(house, there)
+    return await call.answer()
+
+
+async def preemption(house: House, request: Request) -> Answer:
+    """What it had computed is found in the cache."""
+    answer = await disturbed(house, request, House.give_way)
+    assert answer.usage.num_preemptions == 1
+    assert len(PROMPT) < house.prefills[0].num_seen < 2 * len(PROMPT)
+    return answer
+
+
+async def preemption_and_oblivion(house: House, request: Request) -> Answer:
+    house.store.forgets = True
+    answer = await disturbed(house, request, House.give_way)
+    assert answer.usage.num_preemptions == 1
+    assert house.prefills[0].num_seen > 2 * len(PROMPT)
+    return answer
+
+
+async def swapping(house: House, request: Request) -> Answer:
+    """Every block is copied there and back: one token of each sequence is computed."""
+    house.store.forgets = True
+    answer = await disturbed(house, request, House.give_way)
+    assert answer.usage.num_preemptions == 1
+    num_out = sum(decode.figure("swapped_out_blocks") for decode in house.decoders)
+    assert house.prefills[0].figure("swapped_in_blocks") == num_out > 4
+    assert house.prefills[0].num_seen == len(PROMPT) + width(request.sampling)
+    return answer
+
+
+async def drain(house: House, request: Request) -> Answer:
+    """Nothing is computed again."""
+    answer = await disturbed(house, request, House.drain)
+    assert house.num_moves == 1
+    assert all(decode.forward.seen for decode in house.decoders)
+    assert house.prefills[0].num_seen == len(PROMPT)
+    return answer
+
+
+async def crash(house: House, request: Request) -> Answer:
+    """What the dead worker had finished is found in the cache."""
+    answer = await disturbed(house, request, House.kill)
+    assert [decode.running.done() for decode in house.decoders].count(True) == 1
+    assert all(decode.forward.seen for decode in house.decoders)
+    assert len(PROMPT) < house.prefills[0].num_seen < 2 * len(PROMPT)
+    return answer
+
+
+async def crash_and_oblivion(house: House, request: Request) -> Answer:
+    house.store.forgets = True
+    answer = await disturbed(house, request, House.kill)
+    assert all(decode.forward.seen for decode in house.decoders)
+    assert house.prefills[0].num_seen >= 2 * len(PROMPT)
+    return answer
+
+
+async def crash_in_its_prompt(house: House, request: Request) -> Answer:
+    house.pause(house.prefills, every=3)
+    call = house.call(request)
+    there = await house.until_paused(house.prefills)
+    house.pause(house.prefills, every=0)
+    await house.kill(there)
+    answer = await call.answer()
+    assert 0 < there.num_seen < len(PROMPT)
+    assert all(prefill.forward.seen for prefill in house.prefills)
+    return answer
+
+
+async def all_of_it(house: House, request: Request) -> Answer:
+    answer = await disturbed(house, request, House.give_way, House.drain, House.kill)
+    assert (answer.usage.num_preemptions, house.num_moves) == (1, 1)
+    assert all(decode.forward.seen for decode in house.decoders)
+    return answer
+
+
+async def prefix_of_another(house: House, request: Request) -> Answer:
+    """Two blocks, and half of the third one are the same."""
+    sampling = Sampling(seed=SEED + 1, max_tokens=20, ignore_eos=True)
+    await house.ask(Request((*PROMPT[:20], *random_prompt(9, seed=4)), sampling))
+    answer = await house.ask(request)
+    assert {row.num_adopted for row in house.prefills[0].forward.seen} == {16}
+    return answer
+
+
+async def prefix_of_its_own(house: House, request: Request) -> Answer:
+    cold, answer = await house.ask(request), await house.ask(request)
+    assert cold == answer
+    assert {row.num_adopted for row in house.prefills[0].forward.seen} == {0, 32}
+    return answer
+
+
+async def chunks(house: House, request: Request) -> Answer:
+    answer = await house.ask(request)
+    num_chunks = math.ceil(len(PROMPT) / house.setting.chunk)
+    assert len(house.prefills[0].forward.seen) == num_chunks > 1
+    return answer
+
+
+async def threads(house: House, request: Request) -> Answer:
+    answer = await house.ask(request)
+    lanes = {resident.forward.num_lanes for resident in (*house.prefills, *house.decoders)}
+    assert lanes == {house.setting.num_threads}
+    return answer
+
+
+async def blocks(house: House, request: Request) -> Answer:
+    answer = await house.ask(request)
+    num_blocks = math.ceil((len(PROMPT) + 1) / house.setting.block_size)
+    assert {row.num_blocks for row in house.prefills[0].forward.seen} == {num_blocks}
+    return answer
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """`of_one`: groups and searches are not swapped out."""
+
+    happens: Callable[[House, Request], Awaitable[Answer]]
+    setting: Setting = field(default=Setting())
+    of_one: bool = False
+
+
+CONDITIONS = {
+    "alone": Condition(nothing),
+    "batch of 64": Condition(company, Setting(num_decoders=1)),
+    "preempted": Condition(preemption),
+    "preempted, nothing cached": Condition(preemption_and_oblivion),
+    "swapped": Condition(swapping, Setting(num_swap_blocks=NUM_SWAP_BLOCKS), of_one=True),
+    "drained": Condition(drain),
+    "decode worker dies": Condition(crash),
+    "decode worker dies, nothing cached": Condition(crash_and_oblivion),
+    "prefill worker dies": Condition(crash_in_its_prompt, Setting(chunk=5, num_prefills=2)),
+    "all of it": Condition(
+        all_of_it,
+        Setting(
+            block_size=5,
+            num_swap_blocks=NUM_SWAP_BLOCKS,
+            chunk=7,
+            num_threads=2,
+            num_decoders=3,
+        ),
+    ),
+    "prefix of another": Condition(prefix_of_another),
+    "prefix of its own": Condition(prefix_of_its_own),
+    "chunks of 1": Condition(chunks, Setting(chunk=1)),
+    "chunks of 5": Condition(chunks, Setting(chunk=5)),
+    "chunks of 16": Condition(chunks, Setting(chunk=16)),
+    "2 threads": Condition(threads, Setting(num_threads=2)),
+    "blocks of 1": Condition(blocks, Setting(block_size=1)),
+    "blocks of 5": Condition(blocks, Setting(block_size=5)),
+    "blocks of 64": Condition(blocks, Setting(block_size=64)),
+}
+CELLS = [
+    (strategy, condition)
+    for condition in CONDITIONS
+    for strategy, sampling in STRATEGIES.items()
+    if not (CONDITIONS[condition].of_one and width(sampling) > 1)
+]
+
+
+# ── the matrix ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """No size is a multiple of a panel, of a tile or of another one's."""
+    return Models(
+        make_checkpoint(
+            tmp_path_factory.mktemp("tiny"),
+            hidden_size=148,
+            intermediate_size=212,
+            vocab_size=601,
+            num_heads=6,
+            num_kv_heads=2,
+            head_dim=20,
+        )
+    )
+
+
+@pytest.fixture
+def opened(models: Models, tmp_path: Path) -> Open:
+    numbers = count()
+
+    @asynccontextmanager
+    async def opened(setting: Setting) -> AsyncIterator[House]:
+        directory = tmp_path / str(next(numbers))
+        directory.mkdir()
+        house = House(directory, models, setting, PROMPT)
+        await house.open()
+        try:
+            yield house
+            await house.until_empty()
+        finally:
+            await house.close()
+
+    return opened
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    answer: Answer
+    logits: Logits
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Found]:
+    """What was found of each strategy by itself."""
+    return {}
+
+
+async def found(opened: Open, condition: Condition, sampling: Sampling) -> Found:
+    async with opened(condition.setting) as house:
+        answer = await condition.happens(house, Request(PROMPT, sampling))
+        return Found(answer, house.logits())
+
+
+@pytest.mark.parametrize(("strategy", "condition"), CELLS)
+async def test_the_same_to_the_bit(
+    opened: Open, alone: dict[str, Found], strategy: str, condition: str
+) -> None:
+    sampling = STRATEGIES[strategy]
+    if strategy not in alone:
+        alone[strategy] = await found(opened, CONDITIONS["alone"], sampling)
+    here, expected = await found(opened, CONDITIONS[condition], sampling), alone[strategy]
+    assert here.answer == expected.answer
+    assert here.logits.keys() == expected.logits.keys()
+    assert [key for key, rows in here.logits.items() if rows != expected.logits[key]] == []
+
+
+async def test_every_strategy_says_something_else(opened: Open, alone: dict[str, Found]) -> None:
+    for strategy in STRATEGIES.keys() - alone.keys():
+        alone[strategy] = await found(opened, CONDITIONS["alone"], STRATEGIES[strategy])
+    said = {
+        strategy: tuple(choice.token_ids for choice in alone[strategy].answer.choices)
+        for strategy in STRATEGIES
+        if "logprobs" not in strategy  # which draw as they would without
+    }
+    assert len(set(said.values())) == len(said)
+    assert said["temperature"] == said["4 samples"][:1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
+        *("bad_words", "min_tokens", "stop_token_ids", "allowed_token_ids"),
+    ],
+)
+async def test_every_adjustment_says_something(opened: Open, name: str) -> None:
+    """Or nobody could see whether it is forgotten."""
+    asked = STRATEGIES["adjusted"]
+    without = replace(asked, **{name: getattr(Sampling(), name)})
+    answers = [await found(opened, CONDITIONS["alone"], each) for each in (asked, without)]
+    assert answers[0].answer.choices[0].token_ids != answers[1].answer.choices[0].token_ids
