@@ -225,7 +225,7 @@ async def test_when_their_worker_is_killed(
 
 
 async def test_when_they_are_swapped_out(checkpoint: Path, tmp_path: Path, alone: Answers) -> None:
-    """Requests that come before them leave them room, and then grow until they have it all. (Groups
+    """Requests that go before them grow beside them, until they need every block themselves. (Groups
     and searches are computed again.)"""
     memory = ("--pool-memory", pool_of(512), "--swap-memory", pool_of(1024))
     options = ("--decode", "2", "--preemption", "swap")
@@ -233,11 +233,8 @@ async def test_when_they_are_swapped_out(checkpoint: Path, tmp_path: Path, alone
         client = AsyncClient(running.address)
         async with asyncio.timeout(LIMIT_S):
             await two_decoders(client)
-            async with filled(client, [filler(400)] * 24) as fillers:
-                for one in fillers:
-                    await one.has(260)
-                run = Run(client, "swapped", priority=1)
-                answers = await run.check(alone)
+            async with filled(client, [filler(240)] * 40):
+                answers = await Run(client, "swapped", priority=1).check(alone)
             assert [n for n, answer in answers.items() if not answer.usage.num_preemptions] == []
             pools = await client.pools()
             (colder,) = [pool for pool in pools if pool.model.endswith("-swap")]
