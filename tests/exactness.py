@@ -29,6 +29,7 @@ def strategies(num_tokens: int, seed: int = SEED) -> dict[str, Sampling]:
         "logprobs of the prompt": replace(drawn, logprobs=0, prompt_logprobs=3),
         "4 samples": replace(drawn, n=4),
         "4 samples, adjusted": replace(adjusted, n=4, logprobs=2),
+        "2 best of 4": replace(drawn, n=2, best_of=4),
         "4 beams": replace(drawn, temperature=0.0, n=4, beam=Beam(4)),
     }
 
@@ -56,12 +57,12 @@ def letters(text: str) -> tuple[int, ...]:
 
 def width(sampling: Sampling) -> int:
     """How many sequences run for it."""
-    return sampling.beam.width if sampling.beam else sampling.n
+    return sampling.beam.width if sampling.beam else sampling.best_of or sampling.n
 
 
 def is_streamed(sampling: Sampling) -> bool:
     """Whether there is anything to tell before the end."""
-    return sampling.beam is None
+    return sampling.beam is None and (sampling.best_of or sampling.n) == sampling.n
 
 
 @dataclass(frozen=True, slots=True)

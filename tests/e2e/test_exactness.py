@@ -1,6 +1,6 @@
 """Law 7, every way of choosing tokens, between real processes: in a full batch, with a cached
-prompt, drained, killed and swapped out in the middle, a client is told to the bit what it is told
-alone. All strategies at once; of each request the gateway says what became of it."""
+prompt, drained and killed in the middle, a client is told to the bit what it is told alone. All
+strategies at once; of each request the gateway says what became of it."""
 
 import asyncio
 import json
@@ -61,14 +61,13 @@ def alone(deployment: Deployment) -> Answers:
         }
 
 
-def asked(run: str, name: str, salt: str = "", priority: int = 0) -> Request:
+def asked(run: str, name: str, salt: str = "") -> Request:
     """Prompts of a run are cached under its own salt."""
     return Request(
         prompt(list(STRATEGIES).index(name)),
         STRATEGIES[name],
         request_id=f"{run}: {name}",
         cache_salt=salt or f"{run}: {name}",
-        priority=priority,
     )
 
 
@@ -96,10 +95,10 @@ class Call:
 class Run:
     """All strategies at once, the widest first: it needs its slots at one worker."""
 
-    def __init__(self, client: AsyncClient, name: str, **options: Any) -> None:
+    def __init__(self, client: AsyncClient, name: str, salt: str = "") -> None:
         widest_first = sorted(STRATEGIES, key=lambda each: -width(STRATEGIES[each]))
         self.name = name
-        self.calls = {each: Call(client, asked(name, each, **options)) for each in widest_first}
+        self.calls = {each: Call(client, asked(name, each, salt)) for each in widest_first}
 
     async def has_begun(self) -> None:
         """All that are streamed have tokens, and none has ended."""
@@ -222,22 +221,3 @@ async def test_when_their_worker_is_killed(
             assert (end["num_attempts"], end["num_moves"], end["num_preemptions"]) == (2, 0, 0), (
                 name
             )
-
-
-async def test_when_they_are_swapped_out(checkpoint: Path, tmp_path: Path, alone: Answers) -> None:
-    """Requests that go before them grow beside them, until they need every block themselves. (Groups
-    and searches are computed again.)"""
-    memory = ("--pool-memory", pool_of(512), "--swap-memory", pool_of(1024))
-    options = ("--decode", "2", "--preemption", "swap")
-    with serving(checkpoint, tmp_path, *memory, *options) as running:
-        client = AsyncClient(running.address)
-        async with asyncio.timeout(LIMIT_S):
-            await two_decoders(client)
-            async with filled(client, [filler(240)] * 40):
-                answers = await Run(client, "swapped", priority=1).check(alone)
-            assert [n for n, answer in answers.items() if not answer.usage.num_preemptions] == []
-            pools = await client.pools()
-            (colder,) = [pool for pool in pools if pool.model.endswith("-swap")]
-            assert colder.num_prefix_queries >= len(STRATEGIES)
-            await quiet(client)
-        await client.close()
