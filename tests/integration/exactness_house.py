@@ -387,10 +387,11 @@ class House:
         self.go_on()
 
     async def kill(self, there: Resident) -> None:
-        """Nothing that it says or writes to the store from now on is heard."""
+        """After the step in flight; nothing of that is heard, nor written to the store."""
         self.line(there).cut()
         await self.registry.withdraw(there.worker.worker_id)
         there.running.cancel()
+        there.worker.engine.send(None)  # no other step begins
         there.forward.go_on()
         await asyncio.wait([there.running])
         for pool_id in self._pools:
