@@ -6,13 +6,16 @@ from dataclasses import replace
 import pytest
 
 from services.common.errors import DuplicateRequest
-from services.common.ticket import FinishReason, TicketSequence
+from services.common.ticket import FinishReason, Ticket, TicketSequence
 from services.gateway.api import Received
 from services.gateway.messages import Abort, Admit, HandOver, Reserve, Reserved
+from services.gateway.possessions import Entrusted
 from services.gateway.stage import Stage
 
 from .walk import (
     MAX_TOKENS,
+    PROMPT,
+    ROOT,
     ScriptedWorker,
     Walk,
     at_rest,
@@ -170,6 +173,50 @@ async def test_a_group_moves_without_those_that_have_ended() -> None:
     for index in (0, 2):
         step(walk, index, MAX_TOKENS - 2)
     assert walk.desk.ended == [None]
+
+
+async def test_whoever_has_it_is_asked_for_those_that_go_on_with_what_the_client_has() -> None:
+    request = replace(
+        Walk(num_sequences=4).journey.client.request,
+        received=(Received(3, (5, 6)), Received(0, (7,), FinishReason.STOP), Received(1, (8,))),
+    )
+    assert request.to_go_on == (
+        TicketSequence(1, (8,)),
+        TicketSequence(2),
+        TicketSequence(3, (5, 6)),
+    )
+
+
+async def test_what_another_gateway_left_goes_on_from_what_each_has() -> None:
+    """The second has ended; the others are ahead of what the client has, each by its own."""
+    walk = Walk(num_sequences=NUM)
+    received = (
+        Received(2, tuple(expected(1, 2))),
+        Received(0, tuple(expected(2, 0))),
+        Received(1, tuple(expected(MAX_TOKENS, 1)), FinishReason.LENGTH),
+    )
+    walk.output.replay(received)
+    there = {0: tuple(expected(3, 0)), 2: tuple(expected(4, 2))}
+    sequences = tuple(
+        TicketSequence(index, tokens, (9, 10), len(PROMPT) + len(tokens) - 1)
+        for index, tokens in there.items()
+    )
+    sampling, issuer = walk.journey.client.request.sampling, ScriptedWorker("issuer")
+    ticket = Ticket("r1", 7, 5, "pool", "h", 4, ROOT, PROMPT, sampling, sequences)
+    walk.journey.adopt(Entrusted(ticket, issuer))
+    assert walk.journey.can_go_on
+    assert await walk.reserve()
+    walk.journey.go_on()
+    admit = walk.decode.sent[-1]
+    assert isinstance(admit, Admit)
+    assert {s.index: s.token_ids for s in admit.ticket.sequences} == there
+    for index in (0, 2):
+        step(walk, index, MAX_TOKENS - len(there[index]))
+    assert walk.output.tally.usage().num_generated_tokens == NUM * MAX_TOKENS
+    assert await tokens_of(walk) == {
+        0: expected(MAX_TOKENS, 0)[2:],
+        2: expected(MAX_TOKENS, 2)[1:],
+    }
 
 
 async def test_another_call_goes_on_with_a_group() -> None:
