@@ -1,4 +1,5 @@
-"""What the matrix of exactness asks for, each way of choosing tokens once, and what it compares."""
+"""What the matrices of exactness ask for, each way of choosing tokens once, and what they compare:
+`tests/integration/test_exactness.py` in one process, `tests/e2e/test_exactness.py` between many."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

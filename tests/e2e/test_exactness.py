@@ -1,0 +1,222 @@
+"""Law 7, every way of choosing tokens, between real processes: with a cached prompt, and with a
+decode worker drained or killed in the middle, a client is told to the bit what it is told alone.
+All strategies at once; of each request the gateway says what became of it."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.client import AsyncClient, Client
+from quire.messages import Request
+from quire.types import Delta, Sampling, Worker
+from tests.exactness import SEED, Answer, is_streamed, strategies, width
+
+from .conftest import BLOCK_BYTES, STAMP_BYTES
+from .decoders import decoders, pid_of
+from .deployment import Deployment, serving
+from .quiet import quiet
+
+NUM_TOKENS = 400
+STRATEGIES = strategies(NUM_TOKENS)
+LIMIT_S = 90.0
+
+Answers = dict[str, Answer]
+
+
+def pool_of(num_blocks: int) -> str:
+    return str(num_blocks * (BLOCK_BYTES + STAMP_BYTES))
+
+
+def prompt(number: int, length: int = 40) -> list[int]:
+    chance = random.Random(number)
+    return [chance.randrange(259, 384) for _ in range(length)]
+
+
+@pytest.fixture(scope="module")
+def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """It moves nobody by itself, and has room for all."""
+    folder = tmp_path_factory.mktemp("run")
+    options = ("--decode", "2", "--pool-memory", pool_of(8192))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("QUIRE_GATEWAY_REBALANCE_S", "0")
+        with serving(checkpoint, folder, *options) as running:
+            yield running
+
+
+@pytest.fixture(scope="module")
+def alone(deployment: Deployment) -> Answers:
+    """One after the other, each with nothing cached."""
+    with Client(deployment.address) as client:
+        return {
+            name: Answer.of(list(client.send(asked("alone", name), LIMIT_S))) for name in STRATEGIES
+        }
+
+
+def asked(run: str, name: str, salt: str = "") -> Request:
+    """Prompts of a run are cached under its own salt."""
+    return Request(
+        prompt(list(STRATEGIES).index(name)),
+        STRATEGIES[name],
+        request_id=f"{run}: {name}",
+        cache_salt=salt or f"{run}: {name}",
+    )
+
+
+class Call:
+    """`deltas`: what its client has by now."""
+
+    def __init__(self, client: AsyncClient, request: Request) -> None:
+        self.deltas: list[Delta] = []
+        self.reading = asyncio.create_task(self._read(client, request))
+
+    async def _read(self, client: AsyncClient, request: Request) -> None:
+        async for delta in client.send(request, LIMIT_S):
+            self.deltas.append(delta)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(delta.token_ids) for delta in self.deltas)
+
+    async def has(self, num_tokens: int) -> None:
+        while self.num_tokens < num_tokens and not self.reading.done():
+            await asyncio.sleep(0.005)
+
+
+class Run:
+    """Several strategies at once."""
+
+    def __init__(
+        self, client: AsyncClient, name: str, salt: str = "", strategies: Iterable[str] = STRATEGIES
+    ) -> None:
+        self.name = name
+        self.calls = {each: Call(client, asked(name, each, salt)) for each in strategies}
+
+    async def has_begun(self) -> None:
+        """All that are streamed have tokens."""
+        for name, call in self.calls.items():
+            if is_streamed(STRATEGIES[name]):
+                await call.has(2 * width(STRATEGIES[name]))
+
+    async def check(self, alone: Answers) -> Answers:
+        await asyncio.gather(*(call.reading for call in self.calls.values()))
+        answers = {name: Answer.of(call.deltas) for name, call in self.calls.items()}
+        assert [name for name in answers if answers[name] != alone[name]] == []
+        return answers
+
+    async def ends(self, deployment: Deployment) -> dict[str, dict[str, Any]]:
+        """What the gateway writes of each request when it ends."""
+        ids = {f"{self.name}: {name}": name for name in self.calls}
+        while True:
+            lines = deployment.log.read_text().splitlines()
+            events = [json.loads(line) for line in lines if '"request_ended"' in line]
+            ends = {ids[e["request_id"]]: e for e in events if e["request_id"] in ids}
+            if len(ends) == len(ids):
+                return ends
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def filled(client: AsyncClient, sampling: Sampling) -> AsyncIterator[None]:
+    """With another request, until the block is left."""
+    call = Call(client, Request(prompt(100, 16), sampling))
+    try:
+        yield
+    finally:
+        call.reading.cancel()
+        await asyncio.wait([call.reading])
+
+
+def filler(num_tokens: int, n: int = 1) -> Sampling:
+    return Sampling(n=n, seed=SEED + 1, max_tokens=num_tokens, ignore_eos=True)
+
+
+async def test_with_cached_prompts(client: AsyncClient, alone: Answers) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        await Run(client, "cold", salt="cached").check(alone)
+        before = await prefix_hits(client)
+        answers = await Run(client, "cached", salt="cached").check(alone)
+        num_blocks = len(prompt(0)) // 16 * len(STRATEGIES)
+        assert await prefix_hits(client) - before == num_blocks
+        for name, answer in answers.items():
+            tells_prompt = STRATEGIES[name].prompt_logprobs is not None  # which it has to compute
+            assert (answer.usage.num_cached_tokens > 0) != tells_prompt
+        await quiet(client)
+
+
+async def prefix_hits(client: AsyncClient) -> int:
+    (pool,) = await client.pools()
+    return pool.num_prefix_hits
+
+
+async def two_decoders(client: AsyncClient) -> None:
+    while [worker.state for worker in await decoders(client)] != ["serving"] * 2:
+        await client.scale(num_decode=2)
+        await asyncio.sleep(0.05)
+    await quiet(client)
+
+
+async def until_all(
+    deployment: Deployment,
+    client: AsyncClient,
+    alone: Answers,
+    name: str,
+    happens: Callable[[Worker], Awaitable[object]],
+    came_about: Callable[[Any], bool],
+) -> None:
+    """Run them, and let it happen to the decode worker that has most room, where they all go, until
+    it came about for each in the middle: some are through before it does."""
+    left, numbers = set(STRATEGIES), count()
+    async with asyncio.timeout(LIMIT_S):
+        while left:
+            await two_decoders(client)
+            async with filled(client, filler(3000, n=24)):
+                other = await idle_one(client)
+                run = Run(client, f"{name} {next(numbers)}", strategies=left)
+                await run.has_begun()
+                await happens(other)
+                await run.check(alone)
+            ends = await run.ends(deployment)
+            left -= {each for each, end in ends.items() if came_about(end)}
+        await quiet(client)
+
+
+async def idle_one(client: AsyncClient) -> Worker:
+    """Once the other one is known to be busy."""
+    while True:
+        idle = [worker for worker in await decoders(client) if not worker.num_running]
+        if len(idle) == 1:
+            return idle[0]
+        await asyncio.sleep(0.02)
+
+
+async def test_when_their_worker_is_drained(
+    deployment: Deployment, client: AsyncClient, alone: Answers
+) -> None:
+    async def happens(leaving: Worker) -> None:
+        await client.drain(leaving.worker_id)
+
+    def came_about(end: Any) -> bool:
+        return (end["num_moves"], end["num_preemptions"]) == (1, 0)
+
+    await until_all(deployment, client, alone, "drained", happens, came_about)
+
+
+async def test_when_their_worker_is_killed(
+    deployment: Deployment, client: AsyncClient, alone: Answers
+) -> None:
+    async def happens(dying: Worker) -> None:
+        os.kill(pid_of(deployment, dying), signal.SIGKILL)
+
+    def came_about(end: Any) -> bool:
+        return end["num_attempts"] == 2 and not end["num_moves"] and not end["num_preemptions"]
+
+    await until_all(deployment, client, alone, "killed", happens, came_about)
