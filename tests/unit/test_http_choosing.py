@@ -1,0 +1,106 @@
+"""What bodies may say of several answers: the best of some samples, and beam searches."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from services.common.ticket import EarlyStopping
+from services.gateway.api import RequestedBeams, RequestedSampling
+from services.gateway.http.schema import ChatBody, CompletionBody
+
+USER = [{"role": "user", "content": "Hi"}]
+
+
+def beams(**fields: Any) -> RequestedBeams | None:
+    body = CompletionBody.model_validate({"prompt": "Hi", **fields})
+    return body.requests("r")[0].sampling.beam
+
+
+def test_a_beam_search_is_as_wide_as_it_says_or_else_as_n() -> None:
+    """vLLM's `n` is its width; `best_of` was that in its earlier versions."""
+    assert beams(n=4) is None
+    assert beams(use_beam_search=True, n=4) == RequestedBeams(4)
+    assert beams(use_beam_search=True, n=2, best_of=5) == RequestedBeams(5)
+    assert beams(use_beam_search=True, n=2, beam_width=6, best_of=6) == RequestedBeams(6)
+    assert beams(
+        use_beam_search=True, n=2, length_penalty=0.5, early_stopping="never"
+    ) == RequestedBeams(2, 0.5, EarlyStopping.WHEN_IMPOSSIBLE)
+    assert beams(use_beam_search=True, n=2, early_stopping=True) == RequestedBeams(
+        2, None, EarlyStopping.WHEN_FULL
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"beam_width": 4}, "beam_width is for"),
+        ({"length_penalty": 0.5}, "length_penalty is for"),
+        ({"early_stopping": True}, "early_stopping is for"),
+        ({"early_stopping": "soon", "use_beam_search": True}, "early_stopping"),
+        ({"beam_width": 4, "best_of": 3, "use_beam_search": True}, "differ"),
+    ],
+)
+def test_what_is_wrong_with_a_beam_search_is_said(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        CompletionBody.model_validate({"prompt": "Hi", **fields})
+
+
+@pytest.mark.parametrize(
+    "fields", [{"best_of": 1}, {"length_penalty": 1}, {"use_beam_search": False}]
+)
+def test_what_asks_for_no_search_may_be_said(fields: dict[str, Any]) -> None:
+    assert beams(**fields) is None
+
+
+def sampled(body: type[CompletionBody] | type[ChatBody], **fields: Any) -> RequestedSampling:
+    given = {"prompt": "Hi"} if body is CompletionBody else {"messages": USER}
+    return body.model_validate({**given, **fields}).requests("r")[0].sampling
+
+
+def test_the_best_of_several_samples() -> None:
+    sampling = sampled(CompletionBody, n=2, best_of=5)
+    assert (sampling.n, sampling.best_of, sampling.beam) == (2, 5, None)
+    assert sampling.chooses
+    assert sampling.width == 5
+
+
+@pytest.mark.parametrize("body", [CompletionBody, ChatBody])
+@pytest.mark.parametrize("fields", [{"best_of": 1}, {"n": 3, "best_of": 3, "stream": True}])
+def test_a_best_of_that_chooses_nothing_may_be_said(
+    body: type[CompletionBody] | type[ChatBody], fields: dict[str, Any]
+) -> None:
+    assert not sampled(body, **fields).chooses
+
+
+@pytest.mark.parametrize("body", [CompletionBody, ChatBody])
+def test_a_best_of_below_n_is_for_the_gateway_to_refuse(
+    body: type[CompletionBody] | type[ChatBody],
+) -> None:
+    assert sampled(body, n=3, best_of=2).best_of == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "fields", "problem"),
+    [
+        (CompletionBody, {"n": 2, "best_of": 3, "stream": True}, "not available with stream=true"),
+        (CompletionBody, {"best_of": 2.5}, "best_of"),
+        (CompletionBody, {"best_of": "2"}, "best_of"),
+        (CompletionBody, {"best_of": True}, "best_of"),
+        (ChatBody, {"best_of": 2}, "best_of above n is for /v1/completions"),
+    ],
+)
+def test_a_best_of_that_nobody_can_answer_is_refused(
+    body: type[CompletionBody] | type[ChatBody], fields: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        sampled(body, **fields)
+
+
+@pytest.mark.parametrize("body", [CompletionBody, ChatBody])
+def test_of_a_beam_search_best_of_is_its_width(
+    body: type[CompletionBody] | type[ChatBody],
+) -> None:
+    """Which may be streamed, and comes at once then."""
+    sampling = sampled(body, n=2, best_of=5, use_beam_search=True, stream=True)
+    assert (sampling.beam, sampling.best_of) == (RequestedBeams(5), None)
