@@ -178,7 +178,7 @@ def _answer(answer: Answer, renaming: Renaming) -> Answer:
     value = answer.value
     if isinstance(value, Allocation):
         ids = _ids(value.block_ids, renaming)
-        value = Allocation(value.holder_id, value.epoch, ids, value.num_cached_blocks)
+        value = replace(value, block_ids=ids)
     elif isinstance(value, Claim):
         value = replace(value, block_ids=_ids(value.block_ids, renaming))
     elif isinstance(value, Extension):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from blockstore.errors import FingerprintMismatch, GeometryMismatch, InvalidArgument
-from blockstore.store import Growth, PoolSpec, PrefixHash
+from blockstore.store import MAX_BRANCHES, Growth, PoolSpec, PrefixHash
 
 MAX_TEXT_BYTES = 1024
 MAX_NUMBER = 2**53 - 1
@@ -30,12 +30,18 @@ def check_pool_id(pool_id: str) -> None:
         raise InvalidArgument(f"pool_id {pool_id!r} has braces")
 
 
-def check_prefix(hashes: Sequence[PrefixHash], num_blocks: int) -> None:
-    """The leading of so many blocks have these hashes."""
-    check(hashes=hashes)
+def check_prefix(
+    hashes: Sequence[PrefixHash], branches: Sequence[Sequence[PrefixHash]], num_blocks: int
+) -> None:
+    """Some of so many blocks have these hashes."""
+    for each in (hashes, *branches):
+        check(hashes=each)
     _check_distinct(hashes)
-    if len(hashes) > num_blocks:
-        raise InvalidArgument(f"{len(hashes)} hashes for {num_blocks} blocks")
+    if len(branches) > MAX_BRANCHES:
+        raise InvalidArgument(f"{len(branches)} branches, more than {MAX_BRANCHES}")
+    num_hashes = len(set(hashes).union(*branches))
+    if num_hashes > num_blocks:
+        raise InvalidArgument(f"{num_hashes} hashes for {num_blocks} blocks")
 
 
 def check_same_pool(ours: PoolSpec, theirs: PoolSpec, worker_id: str) -> None:

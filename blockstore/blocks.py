@@ -5,6 +5,7 @@ Knows nothing of holders but their number per block; `blockstore.ledger` knows w
 
 import copy
 from collections.abc import Hashable, Sequence
+from itertools import chain
 from typing import Self
 
 from blockstore.store import Content, PrefixHash
@@ -50,6 +51,16 @@ class Blocks:
                 break
             hits.append(self.index[prefix_hash])
         return hits
+
+    def hits_of_tree(
+        self, hashes: Sequence[PrefixHash], branches: Sequence[Sequence[PrefixHash]]
+    ) -> tuple[list[int], tuple[int, ...]]:
+        """The same, and behind all of `hashes` those of each branch; every block once. How many
+        each branch has."""
+        hits = self.hits(hashes)
+        is_whole = len(hits) == len(hashes)
+        runs = [self.hits(branch) if is_whole else [] for branch in branches]
+        return list(dict.fromkeys(chain(hits, *runs))), tuple(map(len, runs))
 
     def share(self, block_ids: Sequence[int]) -> None:
         """One more holder for each; those that were cached can no longer be evicted."""

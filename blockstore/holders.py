@@ -10,7 +10,8 @@ from blockstore.store import TOMBSTONE_S, HolderInfo
 
 @dataclass(slots=True)
 class Holder:
-    """`acquired`: every block it ever got, in order; `held`: those that it has not given back."""
+    """`acquired`: every block it ever got, in order; `held`: those that it has not given back.
+    `runs`: how many hashes of each branch were found at its allocation."""
 
     holder_id: str
     worker_id: str
@@ -19,6 +20,7 @@ class Holder:
     acquired: list[int] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
     epoch: int = 1
+    runs: tuple[int, ...] = ()
 
     @property
     def place(self) -> tuple[int, str]:
@@ -41,12 +43,12 @@ class Holder:
     def snapshot(self) -> Hashable:
         return (
             *(self.holder_id, self.worker_id, self.order, self.epoch, self.num_cached_blocks),
-            *(tuple(self.acquired), frozenset(self.held)),
+            *(tuple(self.acquired), frozenset(self.held), self.runs),
         )
 
     def copy(self) -> "Holder":
         own = (self.holder_id, self.worker_id, self.order, self.num_cached_blocks)
-        return Holder(*own, self.acquired.copy(), self.held.copy(), self.epoch)
+        return Holder(*own, self.acquired.copy(), self.held.copy(), self.epoch, self.runs)
 
 
 class Holders(dict[str, Holder]):

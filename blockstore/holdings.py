@@ -56,7 +56,8 @@ class Holdings:
             self._waits[holder_id] = Wait(holder_id, order)
         elif not isinstance(reply, Exception):
             self._waits.pop(holder_id, None)
-            epoch, num_cached, *blocks = map(int, reply)
+            epoch, num_cached, _runs, *blocks = reply
+            blocks = list(map(int, blocks))
             self._holders.setdefault(holder_id, _Holder(epoch, order, num_cached, blocks))
 
     def withdrew(self, holder_id: str, reply: Any) -> None:

@@ -161,9 +161,10 @@ class Ledger:
         order: int,
         hashes: Sequence[PrefixHash],
         num_blocks: int,
+        branches: Sequence[Sequence[PrefixHash]] = (),
     ) -> Allocation:
         check(holder_id=holder_id, worker_id=worker_id, order=order, num_blocks=num_blocks)
-        check_prefix(hashes, num_blocks)
+        check_prefix(hashes, branches, num_blocks)
         self.rebuilding.require_over()
         self._live(worker_id)
         if self.released.epoch(holder_id) is not None:
@@ -171,12 +172,17 @@ class Ledger:
         holder = self.holders.get(holder_id)
         if holder is None:
             self.waiters.has_come_back(order, self.released)
-            self._wait_or_go(holder_id, Waiter(order, worker_id), hashes, num_blocks)
-            holder = self._admit(holder_id, worker_id, order, hashes, num_blocks)
+            hits, runs = self.blocks.hits_of_tree(hashes, branches)
+            self._wait_or_go(holder_id, Waiter(order, worker_id), hits, num_blocks)
+            holder = Holder(holder_id, worker_id, order, len(hits), runs=runs)
+            self._admit(holder, hits, num_blocks)
+            self.num_prefix_queries += len(set(hashes).union(*branches))
+            self.num_prefix_hits += len(hits)
         elif (holder.epoch, holder.worker_id) != (1, worker_id):
             raise StaleHolder(f"{holder_id} is {holder.worker_id}'s at epoch {holder.epoch}")
         block_ids = tuple(holder.acquired[:num_blocks])
-        return Allocation(holder_id, holder.epoch, block_ids, holder.num_cached_blocks)
+        found = holder.num_cached_blocks, holder.runs
+        return Allocation(holder_id, holder.epoch, block_ids, *found)
 
     def withdraw(self, holder_id: str) -> None:
         check(holder_id=holder_id)
@@ -354,12 +360,11 @@ class Ledger:
     # Admission and growth
 
     def _wait_or_go(
-        self, holder_id: str, waiter: Waiter, hashes: Sequence[PrefixHash], num_blocks: int
+        self, holder_id: str, waiter: Waiter, hits: Sequence[int], num_blocks: int
     ) -> None:
         self.waiters[holder_id] = waiter
         if not self.waiters.is_first(waiter):
             raise MustWait(f"an earlier request than {waiter.order} waits")
-        hits = self.blocks.hits(hashes)
         num_pinned = sum(block_id in self.blocks.cached for block_id in hits)
         watermark = self.spec.watermark_blocks if self.blocks.refs else 0
         needed = num_blocks - len(hits)
@@ -368,23 +373,11 @@ class Ledger:
             raise OutOfBlocks(needed, available)
         del self.waiters[holder_id]
 
-    def _admit(
-        self,
-        holder_id: str,
-        worker_id: str,
-        order: int,
-        hashes: Sequence[PrefixHash],
-        num_blocks: int,
-    ) -> Holder:
-        hits = self.blocks.hits(hashes)
+    def _admit(self, holder: Holder, hits: Sequence[int], num_blocks: int) -> None:
         self.blocks.share(hits)  # first, so that the new ones do not evict them
-        holder = Holder(holder_id, worker_id, order, len(hits))
         holder.acquire(hits)
         holder.acquire(self.blocks.take(num_blocks - len(hits)))
-        self.holders[holder_id] = holder
-        self.num_prefix_queries += len(hashes)
-        self.num_prefix_hits += len(hits)
-        return holder
+        self.holders[holder.holder_id] = holder
 
     def _grow(self, worker_id: str, growth: Growth) -> Grown:
         holder = self.holders.get(growth.holder_id)

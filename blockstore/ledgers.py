@@ -73,7 +73,7 @@ class Ledgers:
                     tombstones.forget(name)
             for holder in ledger.holders.values():
                 if holder.holder_id not in again:
-                    holder.num_cached_blocks = 0
+                    holder.num_cached_blocks, holder.runs = 0, ()
             self._settled[key] = (self._number(ledger), renaming)
         return self._settled[key]
 

@@ -79,9 +79,10 @@ class MemoryStore:
         order: int,
         hashes: Sequence[PrefixHash],
         num_blocks: int,
+        branches: Sequence[Sequence[PrefixHash]] = (),
     ) -> Allocation:
         ledger = self.ledger(pool_id)
-        return ledger.allocate(holder_id, worker_id, order, hashes, num_blocks)
+        return ledger.allocate(holder_id, worker_id, order, hashes, num_blocks, branches)
 
     async def withdraw(self, pool_id: str, holder_id: str) -> None:
         self.ledger(pool_id).withdraw(holder_id)

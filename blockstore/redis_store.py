@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from blockstore import keys
@@ -123,8 +124,11 @@ class RedisStore(RedisCalls):
         order: int,
         hashes: Sequence[PrefixHash],
         num_blocks: int,
+        branches: Sequence[Sequence[PrefixHash]] = (),
     ) -> Allocation:
-        args: list[Argument] = [holder_id, worker_id, order, num_blocks, *hashes]
+        chains = (hashes, *branches)
+        args: list[Argument] = [holder_id, worker_id, order, num_blocks]
+        args += (" ".join(str(len(each)) for each in chains), *chain.from_iterable(chains))
         reply = await self._mutate(
             "allocate",
             pool_id,
@@ -132,8 +136,8 @@ class RedisStore(RedisCalls):
             about=(holder_id,),
             learn=lambda known, reply: known.allocated(worker_id, holder_id, order, reply),
         )
-        epoch, num_cached, *blocks = reply
-        return Allocation(holder_id, epoch, ids(blocks), num_cached)
+        epoch, num_cached, runs, *blocks = reply
+        return Allocation(holder_id, epoch, ids(blocks), num_cached, ids(runs.split()))
 
     async def withdraw(self, pool_id: str, holder_id: str) -> None:
         await self._mutate(

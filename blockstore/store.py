@@ -41,6 +41,7 @@ other mutation of the pool raises Recovering:
 
 from collections.abc import Awaitable, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 PrefixHash = bytes
@@ -49,11 +50,14 @@ PrefixHash = bytes
 QUARANTINE = "quarantine:"
 """Before a worker's id: the holder of what a worker that was given up may still write."""
 
+MAX_BRANCHES = 100
+"""Of one allocation."""
+
 TOMBSTONE_S = 600
 """How long the ids of released holders and of reaped workers are remembered, to refuse what comes
 late."""
 
-FUNCTION_LIBRARY = "quire_v3"
+FUNCTION_LIBRARY = "quire_v4"
 """Name of the functions in the server; it carries their version and is compared when services
 meet."""
 
@@ -78,12 +82,21 @@ class PoolSpec:
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """`block_ids[:num_cached_blocks]` were found in the prefix index and are shared, the rest are
-    new."""
+    new. `runs`: how many hashes of each branch were found."""
 
     holder_id: str
     epoch: int
     block_ids: tuple[int, ...]
     num_cached_blocks: int
+    runs: tuple[int, ...] = ()
+
+    def cached(
+        self, hashes: Sequence[PrefixHash], branches: Sequence[Sequence[PrefixHash]] = ()
+    ) -> dict[PrefixHash, int]:
+        """What was found of what was asked for: a block for each hash."""
+        runs = (branch[:run] for branch, run in zip(branches, self.runs, strict=False))
+        found = dict.fromkeys(chain(hashes[: self.num_cached_blocks], *runs))
+        return dict(zip(found, self.block_ids, strict=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,11 +299,15 @@ class BlockStore(Protocol):
         order: int,
         hashes: Sequence[PrefixHash],
         num_blocks: int,
+        branches: Sequence[Sequence[PrefixHash]] = (),
     ) -> Allocation:
         """Share the longest run of `hashes` that is cached, add new blocks up to `num_blocks` in
         all: all or nothing.
 
-        `hashes` are those of the prompt's full blocks, distinct, at most num_blocks. Shared blocks
+        `hashes` are those of the prompt's full blocks, distinct. `branches`: what each of several
+        sequences goes on with where they end, at most `MAX_BRANCHES`; if all of `hashes` is cached,
+        the longest run of each is shared too. What several have in common is one block: they name
+        at most num_blocks in all. Shared blocks
         that nobody held leave the cache; new ones may evict. Available = free + cached - (cached
         hits about to be pinned), less `watermark_blocks` unless nothing is held on the pool, at
         least 0; that is also what OutOfBlocks reports, `needed` being num_blocks - hits.

@@ -24,7 +24,8 @@
 --   T:missing              SET   workers that have not said yet, in a recovery, what they hold
 --   T:holders:<worker>     ZSET  holder -> order
 --   T:waits:<worker>       SET   holders for which this worker waits
---   T:holder:<holder>      HASH  worker, epoch, order, cached (blocks found at its allocation)
+--   T:holder:<holder>      HASH  worker, epoch, order; of its allocation: cached (blocks found),
+--                              runs (of each branch)
 --   T:acquired:<holder>    LIST  every block it ever got; an index is an acquisition number
 --   T:held:<holder>        HASH  block -> its last acquisition number; only what it holds now
 --   T:waiters              ZSET  holder -> order
@@ -49,6 +50,7 @@
 --               STALE_HOLDER     released, never allocated, or at another epoch
 --               INVALID          arguments that are not what the function's signature says
 
+local MAX_BRANCHES = 100 -- of one allocation
 local CHUNK = 1000 -- arguments of a variadic call: even, and well below the limit of unpack
 local TOMBSTONE_MS = 600 * 1000
 
@@ -89,7 +91,7 @@ local function require_distinct(values)
   end
 end
 
--- Registers `body(tag, args)` as quire_v3_<name>; a refusal inside becomes its error reply.
+-- Registers `body(tag, args)` as quire_v4_<name>; a refusal inside becomes its error reply.
 local function define(name, flags, signature, body)
   local function call(keys, args)
     if #keys ~= 1 or not string.find(keys[1], '^{[^{}]+}$') then refuse('INVALID', 'keys') end
@@ -97,7 +99,7 @@ local function define(name, flags, signature, body)
     return body(keys[1], args)
   end
   redis.register_function({
-    function_name = 'quire_v3_' .. name,
+    function_name = 'quire_v4_' .. name,
     flags = flags,
     callback = function(keys, args)
       local done, reply = pcall(call, keys, args)

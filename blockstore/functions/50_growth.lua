@@ -1,7 +1,9 @@
 -- Getting blocks. Keys and common codes stand in 10_keys.lua.
 --
--- allocate  holder worker order num_blocks hash ...
---           -> [epoch, number of blocks that were cached, block ...]
+-- allocate  holder worker order num_blocks "length ..." hash ...
+--           -> [epoch, number of blocks that were cached, "run ...", block ...]
+--           The lengths are those of what all sequences begin with and of each one's branch behind
+--           it, the runs how much of each branch was cached.
 --           UNKNOWN_WORKER, FENCED. STALE_HOLDER: released, or at another epoch or worker.
 --           WAIT: a waiter with a lower order is there. OUT_OF_BLOCKS needed available. After
 --           either of the last two the holder waits
@@ -23,6 +25,44 @@ local function cached_prefix(pool, hashes)
     end
   end
   return blocks
+end
+
+-- The hashes cut into what is common and the branches. INVALID
+local function chains_of(lengths, hashes)
+  local chains, first = {}, 1
+  for length in string.gmatch(lengths, '%S+') do
+    if not NUMBER(length) then refuse('INVALID', 'a chain of length', length) end
+    local chain, last = {}, first + tonumber(length) - 1
+    for i = first, math.min(last, #hashes) do chain[#chain + 1] = hashes[i] end
+    chains[#chains + 1], first = chain, last + 1
+  end
+  if first ~= #hashes + 1 or #chains < 1 or #chains > MAX_BRANCHES + 1 then
+    refuse('INVALID', #hashes, 'hashes in chains of', lengths)
+  end
+  return chains
+end
+
+-- How many different hashes there are.
+local function num_different(hashes)
+  local seen, count = {}, 0
+  for _, hash in ipairs(hashes) do
+    if not seen[hash] then seen[hash], count = true, count + 1 end
+  end
+  return count
+end
+
+-- The cached blocks of the first chain, and behind all of that those of each other one, every block
+-- once; and how many each other one has.
+local function cached_tree(pool, chains)
+  local hits, seen, runs, is_whole = {}, {}, {}, true
+  for i, chain in ipairs(chains) do
+    local run = is_whole and cached_prefix(pool, chain) or {}
+    for _, block in ipairs(run) do
+      if not seen[block] then seen[block], hits[#hits + 1] = true, block end
+    end
+    if i == 1 then is_whole = #run == #chain else runs[i - 1] = #run end
+  end
+  return hits, table.concat(runs, ' ')
 end
 
 -- Whether somebody else waits with a lower order; a wait of this holder itself does not count.
@@ -66,20 +106,22 @@ local function wait_or_go(pool, want, hits)
   refuse(code, numbers)
 end
 
-local function admit(pool, want, hits)
+local function admit(pool, want, hits, runs)
   share(pool, hits) -- first, so that the new ones do not evict them
   local new = take(pool, want.num_blocks - #hits)
   enter(pool, want.id, hits, 0)
   enter(pool, want.id, new, #hits)
-  local fields = { 'worker', want.worker, 'epoch', 1, 'order', want.order, 'cached', #hits }
+  local fields = {
+    'worker', want.worker, 'epoch', 1, 'order', want.order, 'cached', #hits, 'runs', runs,
+  }
   redis.call('HSET', pool.tag .. ':holder:' .. want.id, unpack(fields))
   redis.call('ZADD', pool.tag .. ':holders:' .. want.worker, want.order, want.id)
-  pool.queries, pool.hits = pool.queries + #want.hashes, pool.hits + #hits
+  pool.queries, pool.hits = pool.queries + want.num_hashes, pool.hits + #hits
   end_wait(pool, want.id)
   save(pool)
 end
 
-local ALLOCATE = { TEXT, TEXT, NUMBER, NUMBER, rest = { HASH } }
+local ALLOCATE = { TEXT, TEXT, NUMBER, NUMBER, TEXT, rest = { HASH } }
 
 define('allocate', WRITES, ALLOCATE, function(tag, args)
   local pool = open(tag)
@@ -88,25 +130,29 @@ define('allocate', WRITES, ALLOCATE, function(tag, args)
     worker = args[2],
     order = tonumber(args[3]),
     num_blocks = tonumber(args[4]),
-    hashes = slice(args, 5),
   }
-  require_distinct(want.hashes)
-  if #want.hashes > want.num_blocks then
-    refuse('INVALID', #want.hashes, 'hashes for', want.num_blocks, 'blocks')
+  local hashes = slice(args, 6)
+  local chains = chains_of(args[5], hashes)
+  require_distinct(chains[1])
+  want.num_hashes = num_different(hashes)
+  if want.num_hashes > want.num_blocks then
+    refuse('INVALID', want.num_hashes, 'hashes for', want.num_blocks, 'blocks')
   end
   require_live(pool, want.worker)
   if buried(pool, 'h:' .. want.id) then refuse('STALE_HOLDER', want.id, 'was released') end
   local holder = find_holder(pool, want.id)
   if not holder then
-    local hits = cached_prefix(pool, want.hashes)
+    local hits, runs = cached_tree(pool, chains)
     take_place(pool, want.order)
     wait_or_go(pool, want, hits)
-    admit(pool, want, hits)
+    admit(pool, want, hits, runs)
     holder = { epoch = 1, num_cached = #hits }
   elseif holder.epoch ~= 1 or holder.worker ~= want.worker then
     refuse('STALE_HOLDER', want.id, 'is at epoch', holder.epoch, 'of worker', holder.worker)
   end
+  local runs = redis.call('HGET', tag .. ':holder:' .. want.id, 'runs') or ''
   local reply = acquired(pool, want.id, 0, want.num_blocks - 1)
+  table.insert(reply, 1, runs)
   table.insert(reply, 1, holder.num_cached)
   table.insert(reply, 1, holder.epoch)
   return reply

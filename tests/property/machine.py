@@ -34,6 +34,8 @@ from blockstore.store import (
 HASHES = tuple(bytes([number]) * 16 for number in range(8))
 PROMPTS = ((0, 1, 2, 3), (0, 1, 4, 5), (6, 7))
 """Hashes of three prompts; the first two have two blocks in common."""
+BRANCHES = st.lists(st.sampled_from([(2, 3), (4, 5), (2,), (4, 6), (1, 7), ()]), max_size=3)
+"""What several sequences may go on with behind a prompt's first blocks."""
 
 SPECS = st.builds(
     PoolSpec,
@@ -61,6 +63,7 @@ class Asked:
     order: int
     hashes: tuple[bytes, ...]
     num_blocks: int
+    branches: tuple[tuple[bytes, ...], ...] = ()
 
 
 class StoresAgree(RuleBasedStateMachine):
@@ -152,6 +155,7 @@ class StoresAgree(RuleBasedStateMachine):
         order=st.integers(0, 6),
         prompt=st.sampled_from(PROMPTS),
         num_hashes=st.integers(0, 4),
+        branches=BRANCHES,
         num_more=st.integers(0, 3) | st.none(),
         patient=st.booleans(),
         lost=LOST,
@@ -162,6 +166,7 @@ class StoresAgree(RuleBasedStateMachine):
         order: int,
         prompt: tuple[int, ...],
         num_hashes: int,
+        branches: list[tuple[int, ...]],
         num_more: int | None,
         patient: bool,
         lost: bool,
@@ -169,9 +174,11 @@ class StoresAgree(RuleBasedStateMachine):
         """`num_more` None: whatever there is, so that everything cached is evicted in its order.
         Who is not patient does not stay to hold up the others."""
         hashes = tuple(HASHES[number] for number in prompt[:num_hashes])
+        behind = tuple(tuple(HASHES[number] for number in branch) for branch in branches)
+        num_named = len(set(hashes).union(*behind))
         if num_more is None:
-            num_more = max(0, self.ledger.blocks.num_available - len(hashes))
-        asked = Asked(self.some_worker(data), order, hashes, len(hashes) + num_more)
+            num_more = max(0, self.ledger.blocks.num_available - num_named)
+        asked = Asked(self.some_worker(data), order, hashes, num_named + num_more, behind)
         holder_id = f"h{len(self.asked)}"
         self.asked[holder_id] = asked
         self.ask(holder_id, asked, lost)
@@ -204,14 +211,9 @@ class StoresAgree(RuleBasedStateMachine):
             self.ask(holder_id, data.draw(st.sampled_from([asked, asked, other])), lost)
 
     def ask(self, holder_id: str, asked: Asked, lost: bool) -> None:
-        worker_id, order, hashes, num_blocks = (
-            *(asked.worker_id, asked.order),
-            *(asked.hashes, asked.num_blocks),
-        )
-        self.send(
-            lambda store: store.allocate("pool", holder_id, worker_id, order, hashes, num_blocks),
-            lost,
-        )
+        whose = holder_id, asked.worker_id, asked.order
+        what = asked.hashes, asked.num_blocks, asked.branches
+        self.send(lambda store: store.allocate("pool", *whose, *what), lost)
 
     @rule(data=st.data(), lost=LOST)
     def withdraw(self, data: st.DataObject, lost: bool) -> None:

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from blockstore.errors import NotHeld, OutOfBlocks, PoolExists, UnknownPool
+from blockstore.errors import InvalidArgument, NotHeld, OutOfBlocks, PoolExists, UnknownPool
 from blockstore.memory_store import MemoryStore
-from blockstore.store import BlockStore, PoolSpec
+from blockstore.store import MAX_BRANCHES, BlockStore, PoolSpec
 
 POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, block_bytes=64)
 A, B, C, X = (bytes([letter]) * 16 for letter in b"abcx")
@@ -72,6 +72,61 @@ async def test_share_free_allocate_again(store: BlockStore) -> None:
     assert await store.match("pool", (A, B, C, X)) == 3
     again = await store.allocate("pool", "c", "w", 3, (A, B, C), 5)
     assert (again.block_ids, again.num_cached_blocks) == ((0, 1, 2, 4, 5), 3)
+
+
+D, E, F = (bytes([letter]) * 16 for letter in b"def")
+
+
+async def grown_tree(store: BlockStore) -> None:
+    """Cached: A B C, and behind A also D E, in blocks 0 to 4."""
+    await allocate(store, "a", 3, (A, B, C))
+    await store.commit("pool", "a", 1, [(0, A), (1, B), (2, C)])
+    await allocate(store, "b", 3, (A, D, E))
+    await store.commit("pool", "b", 1, [(3, D), (4, E)])
+    await store.release("pool", "a", 1)
+    await store.release("pool", "b", 1)
+
+
+async def test_branches_are_found_behind_what_they_have_in_common(store: BlockStore) -> None:
+    """Of each its longest run, and every block once; it is asked again, with the same answer."""
+    await grown_tree(store)
+    branches = [(B, C, X), (D, X, E), (), (B, F), (F,)]
+    for _ in range(2):
+        found = await store.allocate("pool", "c", "w", 3, (A,), 9, branches)
+        assert found.block_ids == (0, 1, 2, 3, 5, 6, 7, 8, 9)
+        assert (found.num_cached_blocks, found.runs) == (4, (2, 1, 0, 1, 0))
+    assert found.cached((A,), branches) == {A: 0, B: 1, C: 2, D: 3}
+    assert await counts(store) == (1, 1, 9)
+    stats = await store.stats("pool")
+    assert (stats.num_prefix_queries, stats.num_prefix_hits) == (3 + 3 + 7, 0 + 1 + 4)
+
+
+async def test_nothing_is_found_behind_what_is_not_there(store: BlockStore) -> None:
+    """A gap would have to be computed, and what is behind it held meanwhile for nothing."""
+    await grown_tree(store)
+    found = await store.allocate("pool", "c", "w", 3, (A, X), 5, [(B, C)])
+    assert (found.block_ids, found.runs) == ((0, 5, 6, 7, 8), (0,))
+    assert found.cached((A, X), [(B, C)]) == {A: 0}
+
+
+async def test_hits_of_branches_are_not_evicted_for_what_is_new(store: BlockStore) -> None:
+    """11 blocks, 5 of them cached: 10 fit with 4 hits, and 1 cached block goes."""
+    await grown_tree(store)
+    found = await store.allocate("pool", "c", "w", 3, (A,), 11, [(B, C), (D,)])
+    assert found.block_ids == (0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 4)
+    await store.release("pool", "c", 1)
+    with pytest.raises(OutOfBlocks) as refused:
+        await store.allocate("pool", "d", "w", 4, (A,), 12, [(B, C), (D,)])
+    assert (refused.value.needed, refused.value.available) == (8, 7)
+
+
+async def test_branches_that_cannot_be_are_refused(store: BlockStore) -> None:
+    with pytest.raises(InvalidArgument):
+        await store.allocate("pool", "a", "w", 1, (A,), 2, [(B,), (C,)])  # 3 hashes
+    with pytest.raises(InvalidArgument):
+        await store.allocate("pool", "a", "w", 1, (A,), 2, [(B,)] * (MAX_BRANCHES + 1))
+    found = await store.allocate("pool", "a", "w", 1, (A,), 2, [(B,)] * MAX_BRANCHES)
+    assert found.runs == (0,) * MAX_BRANCHES
 
 
 async def test_the_least_recently_used_is_evicted_tails_before_heads(store: BlockStore) -> None:
