@@ -22,12 +22,12 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from bench.make_checkpoint import SHAPES, make_checkpoint
-from blockstore.hashing import prefix_hashes
 from blockstore.memory_store import MemoryStore
 from blockstore.store import Allocation
 from services.common.metrics import WorkerMetrics
 from services.common.ticket import SamplingParams, Ticket, TicketSequence
 from services.engine.batch import Row
+from services.engine.contents import Contents
 from services.engine.membership import Membership, join, join_colder
 from services.engine.runner import Runner
 from services.prefill.config import PrefillSettings
@@ -59,7 +59,6 @@ class Bench:
     async def measure(self, num_tokens: int) -> tuple[float, float, float]:
         """Seconds: out, back, computed again."""
         tokens = [self._draw.randrange(300, 8000) for _ in range(num_tokens + 1)]
-        hashes = prefix_hashes(ROOT_HASH, tokens, self._spec.block_size)
         blocks = await self._allocate(num_tokens)
         self._compute(tokens[:-1], blocks.block_ids)
         sequence = TicketSequence(0, (), blocks.block_ids, num_tokens)
@@ -74,9 +73,10 @@ class Bench:
 
         began = time.perf_counter()
         back = replace(ticket, swapped=swapped)
-        fetched = await self._colder.fetch(back, blocks, hashes)
+        contents = Contents.of(back, self._spec.block_size)
+        fetched = await self._colder.fetch(back, blocks, contents)
         back_s = time.perf_counter() - began
-        assert fetched.num_tokens == num_tokens
+        assert fetched.begun[0].num_tokens == num_tokens
 
         began = time.perf_counter()
         self._compute(tokens[:-1], blocks.block_ids)

@@ -42,18 +42,24 @@ class Ticket(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., order: _Optional[int] = ..., pool_id: _Optional[str] = ..., holder_id: _Optional[str] = ..., holder_epoch: _Optional[int] = ..., root_hash: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[TicketSampling, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[TicketSequence, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., swapped: _Optional[_Union[Swapped, _Mapping]] = ..., prefill_ns_per_token: _Optional[int] = ..., beams: _Optional[_Union[BeamState, _Mapping]] = ...) -> None: ...
 
 class Swapped(_message.Message):
-    __slots__ = ("pool_id", "holder_id", "holder_epoch", "block_ids", "num_computed_tokens")
+    __slots__ = ("pool_id", "holder_id", "holder_epoch", "tables")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     HOLDER_ID_FIELD_NUMBER: _ClassVar[int]
     HOLDER_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
-    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
     pool_id: str
     holder_id: str
     holder_epoch: int
+    tables: _containers.RepeatedCompositeFieldContainer[SwappedTable]
+    def __init__(self, pool_id: _Optional[str] = ..., holder_id: _Optional[str] = ..., holder_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[SwappedTable, _Mapping]]] = ...) -> None: ...
+
+class SwappedTable(_message.Message):
+    __slots__ = ("index", "block_ids")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    index: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
-    num_computed_tokens: int
-    def __init__(self, pool_id: _Optional[str] = ..., holder_id: _Optional[str] = ..., holder_epoch: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., num_computed_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TicketSampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "beam")

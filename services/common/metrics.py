@@ -132,6 +132,11 @@ class WorkerMetrics:
         self.swapped_out_blocks = Counter(
             "quire:swapped_out_blocks", "Blocks copied to the colder pool.", registry=registry
         )
+        self.num_swaps_refused = Counter(
+            "quire:num_swaps_refused",
+            "Sequence groups that were computed again: the colder pool had no room for them.",
+            registry=registry,
+        )
         self.swapped_in_blocks = Counter(
             "quire:swapped_in_blocks", "Blocks copied back from the colder pool.", registry=registry
         )

@@ -144,14 +144,27 @@ class TicketSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class SwappedTable:
+    """The blocks of sequence `index`, in sequence order: KV of all its tokens but the last."""
+
+    index: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Swapped:
-    """KV of the leading `num_computed_tokens` tokens, at rest in the colder pool `pool_id`."""
+    """KV of a ticket's sequences, at rest in the colder pool `pool_id`. `tables`: of all that were
+    there when it was swapped out, ascending by index; equal contents are one block."""
 
     pool_id: str
     holder_id: str
     holder_epoch: int
-    block_ids: tuple[int, ...]
-    num_computed_tokens: int
+    tables: tuple[SwappedTable, ...]
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """All of them, each once, as they come first."""
+        return tuple(dict.fromkeys(chain.from_iterable(one.block_ids for one in self.tables)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from services.common.ticket import (
     Hypothesis,
     SamplingParams,
     Swapped,
+    SwappedTable,
     Ticket,
     TicketSequence,
 )
@@ -345,29 +346,28 @@ def _swapped_to_wire(swapped: Swapped) -> ticket_pb2.Swapped:
         pool_id=swapped.pool_id,
         holder_id=swapped.holder_id,
         holder_epoch=swapped.holder_epoch,
-        block_ids=swapped.block_ids,
-        num_computed_tokens=swapped.num_computed_tokens,
+        tables=[
+            ticket_pb2.SwappedTable(index=table.index, block_ids=table.block_ids)
+            for table in swapped.tables
+        ],
     )
 
 
 def _swapped_from_wire(message: ticket_pb2.Ticket) -> Swapped:
     swapped = message.swapped
     _check_holder(swapped)
-    _require(len(message.sequences) == 1, "swapped out, but not one sequence")
-    num_tokens = len(message.prompt_token_ids) + len(message.sequences[0].token_ids)
-    _require(not message.sequences[0].block_ids, "swapped out, but with blocks")
-    _require(bool(swapped.pool_id and swapped.block_ids), "swapped out to nowhere")
-    _require(
-        0 < swapped.num_computed_tokens < num_tokens,
-        f"{swapped.num_computed_tokens} of {num_tokens} tokens are swapped out",
-    )
-    return Swapped(
-        pool_id=swapped.pool_id,
-        holder_id=swapped.holder_id,
-        holder_epoch=swapped.holder_epoch,
-        block_ids=tuple(swapped.block_ids),
-        num_computed_tokens=swapped.num_computed_tokens,
-    )
+    tables = tuple(SwappedTable(one.index, tuple(one.block_ids)) for one in swapped.tables)
+    with_blocks = any(sequence.block_ids for sequence in message.sequences)
+    _require(not with_blocks, "swapped out, but with blocks")
+    _require(bool(swapped.pool_id), "swapped out to nowhere")
+    _require(all(table.block_ids for table in tables), "swapped out, but a table is empty")
+    indices = [table.index for table in tables]
+    _require(indices == sorted(set(indices)), "tables that were swapped out do not ascend")
+    _require(len(indices) <= MAX_SEQUENCES, f"{len(indices)} tables were swapped out")
+    wanted = {sequence.index for sequence in message.sequences}
+    is_whole = bool(wanted) and wanted.issubset(indices)
+    _require(is_whole, "not all sequences were swapped out")
+    return Swapped(swapped.pool_id, swapped.holder_id, swapped.holder_epoch, tables)
 
 
 def _check_holder(message: ticket_pb2.Ticket | ticket_pb2.Swapped) -> None:

@@ -60,8 +60,8 @@ class Resting:
     def put_swapped(self, job: Job, swapped: Swapped) -> None:
         """At rest in the colder pool; in this one it gives way."""
         worker, ticket, limits = self._worker, ticket_of(job), self._worker.limits
-        sequence = replace(ticket.sequences[0], block_ids=(), num_computed_tokens=0)
-        at_rest = replace(ticket, holder_epoch=0, sequences=(sequence,), swapped=swapped)
+        sequences = (replace(s, block_ids=(), num_computed_tokens=0) for s in ticket.sequences)
+        at_rest = replace(ticket, holder_epoch=0, sequences=tuple(sequences), swapped=swapped)
 
         async def give_way() -> None:
             await worker.release(ticket, job.ending or PREEMPTED)

@@ -1,11 +1,13 @@
-"""Copies sequences that give way to the colder pool, behind the back of the step loop."""
+"""Copies what gives way to the colder pool, behind the back of the step loop."""
 
 import asyncio
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import NoReturn
 
 from services.common.ticket import Swapped, Ticket
 from services.decode.job import Job
+from services.engine.contents import num_tokens_of
 from services.worker.colder import ColderPool
 
 
@@ -31,14 +33,21 @@ class Swapping:
             self._on_copied(job, await self._colder.put(job.ticket))
 
     def is_worthwhile(self, ticket: Ticket, others: Iterable[Ticket]) -> bool:
-        """Whether to copy what a sequence has, or to let it be computed again. What is lost are the
-        blocks that it alone has: others are short of them right now. Those that it shares with
-        somebody who goes on stay where they are. Groups are computed again."""
-        sequence, size = ticket.sequences[0], self._colder.spec.block_size
-        if len(ticket.sequences) > 1 or not sequence.num_computed_tokens:
-            return False
-        own = set(sequence.block_ids[: -(-sequence.num_computed_tokens // size)])
+        """Whether to copy what its sequences have, or to let it be computed again. What is lost are
+        the blocks that they alone have: others are short of them right now. Those that they share
+        with somebody who goes on stay where they are."""
+        size = self._colder.spec.block_size
+        own = _blocks_with_kv(ticket, size)
         for other in others:
             own.difference_update(*(state.block_ids for state in other.sequences))
-        num_tokens = min(len(own) * size, sequence.num_computed_tokens)
+        num_computed = num_tokens_of(ticket) - len(ticket.sequences)
+        num_tokens = min(len(own) * size, num_computed)
         return self._colder.is_worthwhile(len(own), num_tokens, ticket.prefill_ns_per_token)
+
+
+def _blocks_with_kv(ticket: Ticket, block_size: int) -> set[int]:
+    """Each once, whoever shares it."""
+    tables = (
+        state.block_ids[: -(-state.num_computed_tokens // block_size)] for state in ticket.sequences
+    )
+    return set(chain.from_iterable(tables))

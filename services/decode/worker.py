@@ -338,6 +338,8 @@ class DecodeWorker(PoolWorker):
     def _on_copied(self, job: Job, swapped: Swapped | None) -> None:
         """Here it gives way; it is computed again if there is no room in the colder pool."""
         if swapped is None:
+            log.info("swap_out_refused", holder_id=ticket_of(job).holder_id)
+            self.metrics.num_swaps_refused.inc()
             self._release(job, ticket_of(job), job.ending or PREEMPTED)
         else:
             self._resting.put_swapped(job, swapped)

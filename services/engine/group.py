@@ -14,16 +14,18 @@ Every block of the group is its holder's, and in one of these places:
     given back        finished, and in no table any more; or spare, and not needed
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import chain
 
 from blockstore.hashing import prefix_hashes
+from blockstore.store import PrefixHash
 from services.common.logprobs import Logprobs
-from services.common.pool.allotment import blocks_to_begin
 from services.common.ticket import BeamState, FinishReason, Hypothesis, Ticket, TicketSequence
 from services.engine.batch import Told
-from services.engine.sequence import Branch, CompletedBlock, Rules, Sequence, Stamps
+from services.engine.contents import Begun
+from services.engine.sequence import Branch, CompletedBlock, Rules, Sequence, Stamps, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +67,25 @@ class Group:
         cls,
         ticket: Ticket,
         rules: Rules,
-        block_ids: Seq[int],
-        num_computed: int = 0,
-        num_adopted: int = 0,
+        new_block_ids: Seq[int],
+        begun: Seq[Begun] = (),
+        hashes: Seq[PrefixHash] = (),
     ) -> "Group":
-        """From a prompt and tokens so far, on new blocks: `num_blocks_for` them."""
-        tokens = shared_tokens(ticket)
-        num_own = len(tokens) - len(ticket.prompt_token_ids)
-        trunk = Sequence(
-            rules,
-            [Branch(state.index, state.token_ids[num_own:]) for state in ticket.sequences],
-            tokens,
-            block_ids=block_ids[: blocks_to_begin(len(tokens), rules.block_size)],
-            num_computed=num_computed,
-            num_adopted=num_adopted,
-        )
-        return cls(ticket, [trunk], block_ids[len(trunk.block_table) :], len(block_ids))
+        """From a prompt and tokens so far, each sequence from where it has `begun`. Those that have
+        begun in the same blocks are one, as long as they have tokens in common to be computed.
+        `hashes`: of leading blocks of all, if they are known."""
+        shares: dict[Begun, list[TicketSequence]] = defaultdict(list)
+        nowhere = [Begun()] * len(ticket.sequences)
+        for state, where in zip(ticket.sequences, begun or nowhere, strict=True):
+            shares[where].append(state)
+        sequences = [
+            one
+            for where, states in shares.items()
+            for one in _begin(rules, ticket.prompt_token_ids, states, where, hashes)
+        ]
+        sequences.sort(key=lambda one: one.index)
+        held = {*new_block_ids, *chain.from_iterable(where.block_ids for where in shares)}
+        return cls(ticket, sequences, new_block_ids, len(held))
 
     @classmethod
     def to_continue(
@@ -217,7 +222,7 @@ class Group:
 
     def fork(self, sequence: Sequence, index: int) -> Sequence:
         """One more, `index`, that goes on from where this one is computed."""
-        fork = sequence.fork(index)
+        fork = sequence.fork((Branch(index),))
         self._add(fork)
         return fork
 
@@ -281,27 +286,24 @@ class Group:
         return tuple(sorted(left, key=lambda state: state.index))
 
 
-def shared_tokens(ticket: Ticket) -> tuple[int, ...]:
-    """With which all sequences of a group begin: the prompt, at least."""
-    generated = [state.token_ids for state in ticket.sequences]
-    first, last = min(generated), max(generated)  # whatever stands between them begins as they do
-    pairs = enumerate(zip(first, last, strict=False))
-    num_same = next((i for i, (a, b) in pairs if a != b), min(len(first), len(last)))
-    return ticket.prompt_token_ids + first[:num_same]
-
-
-def num_tokens_of(ticket: Ticket) -> int:
-    """To compute in all: what the sequences share once."""
-    num_shared, num_prompt_tokens = len(shared_tokens(ticket)), len(ticket.prompt_token_ids)
-    lengths = (num_prompt_tokens + len(state.token_ids) for state in ticket.sequences)
-    return num_shared + sum(length - num_shared for length in lengths)
-
-
-def num_blocks_for(ticket: Ticket, block_size: int) -> int:
-    """To compute a group's tokens, and one more of each sequence: full blocks of what they share
-    once, the rest for each."""
-    num_shared = len(shared_tokens(ticket)) // block_size
-    num_prompt_tokens = len(ticket.prompt_token_ids)
-    lengths = (num_prompt_tokens + len(state.token_ids) for state in ticket.sequences)
-    own = (blocks_to_begin(length, block_size) - num_shared for length in lengths)
-    return num_shared + sum(own)
+def _begin(
+    rules: Rules,
+    prompt: Seq[int],
+    states: Seq[TicketSequence],
+    begun: Begun,
+    hashes: Seq[PrefixHash],
+) -> list[Sequence]:
+    """Those that have begun in the same blocks."""
+    shared, branches = joined([Branch(state.index, state.token_ids) for state in states])
+    tokens = (*prompt, *shared)
+    is_drawing = not all(branch.own for branch in branches)
+    sequence = Sequence(
+        rules,
+        branches,
+        tokens,
+        block_ids=begun.block_ids,
+        num_computed=min(begun.num_tokens, len(tokens) - is_drawing),
+        num_adopted=begun.num_full * rules.block_size,
+        hashes=hashes,
+    )
+    return [sequence] if sequence.num_uncomputed else sequence.split()

@@ -1,5 +1,6 @@
 """One sequence while an engine has it; touched by the engine's thread alone."""
 
+from collections import defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -81,6 +82,20 @@ class Branch:
     own: tuple[int, ...] = ()
 
 
+def common(ways: Seq[tuple[int, ...]]) -> tuple[int, ...]:
+    """Tokens with which all of them begin."""
+    first, last = min(ways), max(ways)  # whatever stands between them begins as they do
+    pairs = enumerate(zip(first, last, strict=False))
+    num_same = next((i for i, (a, b) in pairs if a != b), min(len(first), len(last)))
+    return first[:num_same]
+
+
+def joined(branches: Seq[Branch]) -> tuple[tuple[int, ...], tuple[Branch, ...]]:
+    """What all of them begin with, and they behind it."""
+    shared = common([branch.own for branch in branches])
+    return shared, tuple(Branch(each.index, each.own[len(shared) :]) for each in branches)
+
+
 class Sequence:
     """Where a sequence stands:
 
@@ -146,12 +161,16 @@ class Sequence:
 
     @property
     def next_block(self) -> int | None:
-        """The block of its first uncomputed token, if it has one."""
-        number = self.num_computed // self._rules.block_size
+        """The block that it writes next, if it has one."""
+        number = self._next_number
         return self.block_table[number] if number < len(self.block_table) else None
 
     def replace_next_block(self, block_id: int) -> None:
-        self.block_table[self.num_computed // self._rules.block_size] = block_id
+        self.block_table[self._next_number] = block_id
+
+    @property
+    def _next_number(self) -> int:
+        return max(self.num_computed, self.num_adopted) // self._rules.block_size
 
     def is_stamped(self, stamps: Stamps, owner: str, beside: "Sequence | None" = None) -> bool:
         """Whether its blocks say what they have to: its tokens, as far as they are full of computed
@@ -192,12 +211,12 @@ class Sequence:
         token_ids = self.tokens[self.num_computed + 1 : stop]
         return Scoring(token_ids, num_top) if token_ids else None
 
-    def fork(self, index: int, own: Seq[int] = ()) -> "Sequence":
+    def fork(self, branches: Seq[Branch], own: Seq[int] = ()) -> "Sequence":
         """Another one that goes on from where this one is computed, with the same blocks so far."""
         num_blocks = -(-self.num_computed // self._rules.block_size)
         return Sequence(
             self._rules,
-            (Branch(index),),
+            branches,
             (*self.tokens, *own),
             block_ids=self.block_table[:num_blocks],
             num_computed=self.num_computed,
@@ -206,13 +225,18 @@ class Sequence:
         )
 
     def split(self) -> list["Sequence"]:
-        """All its tokens are computed: a sequence for each branch, the first one itself."""
-        first, *others = self.branches
-        forks = [self.fork(branch.index, branch.own) for branch in others]
-        if first.own or others:
-            self.tokens += first.own
-            self.branches = (Branch(first.index),)
-            self._draws = _draws(self._rules, self.branches)
+        """All its tokens are computed: a sequence for each way that its branches take, the first
+        one itself. Those that take the same way are one further on."""
+        if len(self.branches) == 1 and not self.branches[0].own:
+            return [self]
+        ways = defaultdict[object, list[Branch]](list)
+        for branch in self.branches:
+            ways[branch.own[0] if branch.own else branch].append(branch)
+        (shared, branches), *others = map(joined, ways.values())
+        forks = [self.fork(them, own) for own, them in others]
+        self.tokens += shared
+        self.branches = branches
+        self._draws = _draws(self._rules, self.branches)
         return [self, *forks]
 
     def without(self, index: int) -> bool:

@@ -111,9 +111,9 @@ class Journey:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens whose KV a prefill worker does not find in the colder pool."""
-        swapped = self._has.swapped
-        return self.client.num_tokens - (swapped.num_computed_tokens if swapped else 0)
+        """Tokens whose KV a prefill worker does not find in the colder pool: there it has all but
+        the last of each sequence."""
+        return self.num_sequences if self._has.swapped else self.client.num_tokens
 
     @property
     def at_rest(self) -> Entrusted | None:

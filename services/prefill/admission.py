@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from blockstore.errors import MustWait, OutOfBlocks, StaleHolder
-from blockstore.store import Allocation, BlockStore
+from blockstore.store import BlockStore
 from services.common.logging import get_logger
 from services.common.pool.stamps import Stamps
 from services.common.ticket import successor_of
-from services.engine.group import num_blocks_for
+from services.engine.contents import num_blocks_for
 from services.prefill.job import Job, State
 from services.prefill.prefixes import PrefixesUnderWay
 
@@ -110,14 +110,14 @@ class Admission:
         num_blocks = num_blocks_for(job.ticket, self._block_size)
         while True:
             holder_id = job.ticket.holder_id
-            allocation = await self._store.allocate(
-                self._pool_id, holder_id, self._worker_id, job.ticket.order, job.hashes, num_blocks
-            )
-            job.allocation = allocation
-            wrong = self._first_wrong(job, allocation)
-            if wrong is None:
+            hashes, branches = job.chains
+            asked = self._worker_id, job.ticket.order, hashes, num_blocks, branches
+            job.allocation = await self._store.allocate(self._pool_id, holder_id, *asked)
+            cached = job.allocation.cached(hashes, branches)
+            prefix_hash = job.contents.first_wrong(self._stamps, cached)
+            if prefix_hash is None:
                 return
-            block_id, prefix_hash = allocation.block_ids[wrong], job.hashes[wrong]
+            block_id = cached[prefix_hash]
             log.error("kv_corrupt", block_id=block_id, prefix_hash=prefix_hash.hex())
             self._on_corrupt()
             await self._store.retract(self._pool_id, block_id, prefix_hash)
@@ -125,16 +125,6 @@ class Admission:
             if job.state is not State.WAITING:
                 return  # its withdrawal was that of the holder so far
             job.ticket = replace(job.ticket, holder_id=successor_of(holder_id))
-
-    def _first_wrong(self, job: Job, allocation: Allocation) -> int | None:
-        """An adopted block whose stamp is not of this prompt (law 6)."""
-        num_cached = allocation.num_cached_blocks
-        return self._stamps.first_mismatch(
-            allocation.block_ids[:num_cached],
-            job.ticket.root_hash,
-            job.hashes[:num_cached],
-            job.tokens[: num_cached * self._block_size],
-        )
 
     async def _give_up(self, job: Job) -> None:
         assert job.allocation is not None

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from blockstore.store import Allocation, PrefixHash
 from services.common.logprobs import Logprobs
 from services.common.ticket import BeamState, Ticket, TicketSequence
-from services.engine.group import num_tokens_of, shared_tokens
+from services.engine.contents import Begun, Contents, num_tokens_of
 from services.worker.events import Ending, Found, Output, Session
 
 
@@ -24,15 +24,14 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """`tokens`: with which all its sequences begin, `hashes` of their full blocks. `follows`: a
-    prefix that somebody else here is computing. `outputs`: drawn so far. `ending`: set once it is
-    to end early. `suspect`: a worker has died over it. `num_prompt_logprobs`: tell those of the
-    prompt, with so many of the likeliest tokens; None: do not. They come chunk by chunk, into
-    `prompt_logprobs`."""
+    """`contents`: of its blocks, once they are filled. `follows`: a prefix that somebody else here
+    is computing. `outputs`: drawn so far. `ending`: set once it is to end early. `suspect`: a
+    worker has died over it. `num_prompt_logprobs`: tell those of the prompt, with so many of the
+    likeliest tokens; None: do not. They come chunk by chunk, into `prompt_logprobs`."""
 
     session: Session
     ticket: Ticket
-    hashes: Sequence[PrefixHash]
+    contents: Contents
     suspect: bool = False
     state: State = State.WAITING
     follows: PrefixHash | None = None
@@ -41,18 +40,35 @@ class Job:
     num_prompt_logprobs: int | None = None
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     outputs: list[Output | Found] = field(default_factory=list)
-    tokens: tuple[int, ...] = field(init=False)
     num_tokens: int = field(init=False)
     num_uncomputed: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tokens = shared_tokens(self.ticket)
         self.num_tokens = self.num_uncomputed = num_tokens_of(self.ticket)
 
     @property
     def key(self) -> tuple[int, str, int]:
         """(gateway, request, attempt)."""
         return id(self.session), *self.ticket.key
+
+    @property
+    def hashes(self) -> Sequence[PrefixHash]:
+        """Of the full blocks with which all its sequences begin."""
+        return self.contents.trunk.hashes
+
+    @property
+    def chains(self) -> tuple[Sequence[PrefixHash], Sequence[Sequence[PrefixHash]]]:
+        """What it looks for in the cache. Whose prompt's logprobs are asked for computes all."""
+        shared, behind = self.contents.chains
+        return shared, behind if self.num_prompt_logprobs is None else ()
+
+    def begun(self) -> list[Begun]:
+        """Where its sequences begin with what was cached."""
+        assert self.allocation is not None
+        begun = self.contents.begun(self.allocation.cached(*self.chains))
+        if self.num_prompt_logprobs is None:
+            return begun
+        return [replace(where, num_tokens=0) for where in begun]
 
     def issued(
         self,

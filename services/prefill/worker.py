@@ -5,7 +5,6 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from blockstore.hashing import prefix_hashes
 from blockstore.registry import Load
 from blockstore.store import BlockStore, PrefixHash
 from services.common.errors import InvalidRequest
@@ -13,8 +12,8 @@ from services.common.metrics import WorkerMetrics
 from services.common.ticket import BeamState, Ticket, TicketSequence, first_of
 from services.engine import messages
 from services.engine.beam_group import kind_of_group
+from services.engine.contents import Contents, num_blocks_for
 from services.engine.engine import ForwardPass
-from services.engine.group import num_blocks_for
 from services.engine.membership import Membership
 from services.engine.messages import Advance, Broken, StepOutcome
 from services.prefill.admission import Admission
@@ -96,11 +95,10 @@ class PrefillWorker(PoolWorker):
             session.send(Requeued(ticket, RequeueReason.DRAINING))
             return
         self._check(ticket)
-        size = self.spec.block_size
-        job = Job(session, ticket, (), suspect, num_prompt_logprobs=num_prompt_logprobs)
-        if job in self._jobs:
+        if self._jobs.get(session, *ticket.key):
             raise InvalidRequest(f"attempt {ticket.attempt} of this request is here already")
-        job.hashes = prefix_hashes(ticket.root_hash, job.tokens, size)
+        contents = Contents.of(ticket, self.spec.block_size)
+        job = Job(session, ticket, contents, suspect, num_prompt_logprobs=num_prompt_logprobs)
         self._jobs.add(job)
         if ticket.timeout_ms:
             self._jobs.end_after(ticket.timeout_ms / 1000, job, EXPIRED)
@@ -153,23 +151,14 @@ class PrefillWorker(PoolWorker):
     def _begin(self, job: Job) -> None:
         """It has its blocks, and perhaps KV in the colder pool."""
         assert job.allocation is not None
-        num_hits = job.allocation.num_cached_blocks
         self._computing[job.ticket.holder_id] = job
-        self._prefixes.begin(job.ticket.holder_id, job.hashes[num_hits:])
-        cached = Fetched(num_hits * self.spec.block_size)
-        swapped = job.ticket.swapped
+        self._prefixes.begin(job.ticket.holder_id, job.hashes[job.allocation.num_cached_blocks :])
         is_all_computed = job.num_prompt_logprobs is not None
-        if (
-            self.colder is None
-            or swapped is None
-            or is_all_computed
-            or not self.colder.holds(swapped)
-        ):
-            self._compute(job, Fetched(0) if is_all_computed else cached)
+        if self.colder is None or is_all_computed or not self.colder.holds(job.ticket):
+            self._compute(job, Fetched(job.begun()))
             return
         job.state = State.FETCHING
-        num_present = max(cached.num_tokens, swapped.num_computed_tokens)
-        job.num_uncomputed = max(1, job.num_tokens - num_present)
+        job.num_uncomputed = len(job.ticket.sequences)
         self._fetching.put_nowait(job)
 
     async def _fetch_all(self) -> None:
@@ -178,7 +167,7 @@ class PrefillWorker(PoolWorker):
         while True:
             job = await self._fetching.get()
             assert job.allocation is not None
-            fetched = await self.colder.fetch(job.ticket, job.allocation, job.hashes)
+            fetched = await self.colder.fetch(job.ticket, job.allocation, job.contents)
             if job.ending:
                 self._retire(job)
             else:
@@ -190,32 +179,28 @@ class PrefillWorker(PoolWorker):
         blocks   |== adopted ==|== copied ==|------- new -------|
         tokens   |====== computed ======|---- to compute ----|  never empty: the last token draws
 
-        What the sequences of a group begin with is computed once, and what each has behind that
-        after it.
+        So for each sequence of a group; what those have in common that have the same blocks is
+        computed once, and what each has behind that after it.
 
         Whose prompt's logprobs are asked for computes all of it, in adopted blocks without storing
         anything there.
         """
         allocation = job.allocation
         assert allocation is not None
-        num_hits, size = allocation.num_cached_blocks, self.spec.block_size
-        num_computed = min(fetched.num_tokens, len(job.tokens) - 1)
+        new = allocation.block_ids[allocation.num_cached_blocks + fetched.num_blocks :]
+        rules = self.rules(job.ticket, job.num_prompt_logprobs)
+        group = kind_of_group(job.ticket).to_compute(
+            job.ticket, rules, new, fetched.begun, job.hashes
+        )
+        job.state = State.COMPUTING
+        job.num_uncomputed = group.num_uncomputed
+        num_computed = max(0, job.num_tokens - group.num_uncomputed)
         if not any(sequence.token_ids for sequence in job.ticket.sequences):
             job.ticket = replace(job.ticket, num_cached_tokens=num_computed)
-        job.state = State.COMPUTING
-        job.num_uncomputed = job.num_tokens - num_computed
         self.metrics.prompt_tokens.inc(job.num_uncomputed)
         self.metrics.prompt_tokens_cached.inc(num_computed)
         if fetched.completed:
             self.writer.put(lambda: self._commit(job, fetched.completed))
-        group = kind_of_group(job.ticket).to_compute(
-            job.ticket,
-            self.rules(job.ticket, job.num_prompt_logprobs),
-            allocation.block_ids,
-            num_computed=num_computed,
-            num_adopted=num_hits * size,
-        )
-        new = allocation.block_ids[num_hits + fetched.num_blocks :]
         self.engine.send(messages.Admit(group, new, is_started=False))
         self.begin(group.key, job.session, job.ticket.key, suspect=job.suspect)
 

@@ -2,7 +2,8 @@
 
 A colder pool is a pool like any other, with a ledger, stamps and locks of its own. What is swapped
 out there is a holder at rest, its full blocks stamped and in the colder pool's own prefix index: a
-prefix that is there already is shared, not copied again.
+prefix that is there already is shared, not copied again. The sequences of a group share there what
+they have in common, and do again when they are back.
 
     put     allocate there -> copy -> stamp, commit -> detach: at rest until somebody claims it
     fetch   claim it -> compare stamps -> copy what the own pool has not cached -> release it
@@ -10,18 +11,18 @@ prefix that is there already is shared, not copied again.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
 from blockstore.errors import MustWait, NotHeld, OutOfBlocks, StaleHolder
-from blockstore.hashing import prefix_hashes
-from blockstore.store import Allocation, BlockStore, PoolSpec, PrefixHash
+from blockstore.store import Allocation, BlockStore, Claim, PoolSpec, PrefixHash
 from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics
-from services.common.pool.stamps import Stamps, StampState, owner_token
-from services.common.ticket import Swapped, Ticket
+from services.common.pool.stamps import Stamps
+from services.common.ticket import Swapped, SwappedTable, Ticket
+from services.engine.contents import Begun, Contents, Key
 from services.worker.swap_cost import SwapCost
 
 Copy = Callable[[Sequence[tuple[int, int]]], None]
@@ -43,10 +44,11 @@ class StampedPool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """`num_tokens`: leading ones whose KV the worker's own blocks have now, cached or copied.
-    `num_blocks`: those that have been written. `completed`: full ones among them, to commit."""
+    """`begun`: where each sequence begins with what the worker's own blocks have now, cached or
+    copied. `num_blocks`: those that have been written. `completed`: full ones among them, to
+    commit."""
 
-    num_tokens: int
+    begun: Sequence[Begun]
     num_blocks: int = 0
     completed: tuple[tuple[int, PrefixHash], ...] = ()
 
@@ -78,13 +80,15 @@ class ColderPool:
         self._compares_costs = compares_costs
         self._thread = ThreadPoolExecutor(1, "copier")
 
-    def holds(self, swapped: Swapped) -> bool:
-        """Whether the blocks that it names can be this pool's."""
-        num_slots = len(swapped.block_ids) * self.spec.block_size
-        return (
-            swapped.pool_id == self.spec.pool_id
-            and num_slots >= swapped.num_computed_tokens
-            and max(swapped.block_ids) < self.spec.num_blocks
+    def holds(self, ticket: Ticket) -> bool:
+        """Whether it was swapped out to blocks that can be this pool's."""
+        swapped, size = ticket.swapped, self.spec.block_size
+        if swapped is None or swapped.pool_id != self.spec.pool_id:
+            return False
+        num_prompt_tokens = len(ticket.prompt_token_ids)
+        return max(swapped.block_ids) < self.spec.num_blocks and all(
+            len(table) == -(-(num_prompt_tokens + len(state.token_ids) - 1) // size)
+            for state, table in zip(ticket.sequences, _tables(ticket, swapped), strict=True)
         )
 
     def is_worthwhile(self, num_blocks: int, num_tokens: int, prefill_ns_per_token: int) -> bool:
@@ -93,67 +97,62 @@ class ColderPool:
         return cost or not self._compares_costs
 
     async def put(self, ticket: Ticket) -> Swapped | None:
-        """Copy the KV of a sequence that no step touches any more, all or nothing. None: the colder
-        pool has no room for it. The holder there has the same id as the one in the own pool."""
+        """Copy the KV of sequences that no step touches any more, all or nothing; what several have
+        in common once. None: the colder pool has no room for it. The holder there has the same id
+        as the one in the own pool."""
         began = time.perf_counter()
-        sequence = ticket.sequences[0]
-        num_tokens, size = sequence.num_computed_tokens, self.spec.block_size
-        tokens = (*ticket.prompt_token_ids, *sequence.token_ids)[:num_tokens]
-        hashes = prefix_hashes(ticket.root_hash, tokens, size)
-        allocation = await self._allocate(ticket, hashes, -(-num_tokens // size))
+        contents = Contents.of(ticket, self.spec.block_size, num_left_out=1)
+        sources = contents.blocks([state.block_ids for state in ticket.sequences])
+        allocation = await self._allocate(ticket, contents, len(sources))
         if allocation is None:
             return None
-        first, block_ids = allocation.num_cached_blocks, allocation.block_ids
-        if await self._num_matching(block_ids[:first], ticket.root_hash, hashes, tokens) < first:
-            await self._store.release(self.spec.pool_id, ticket.holder_id, allocation.epoch)
+        pool_id, holder_id, epoch = self.spec.pool_id, ticket.holder_id, allocation.epoch
+        targets = allocation.cached(*contents.chains)
+        if wrong := contents.first_wrong(self._stamps, targets):
+            await self._distrust(targets[wrong], wrong)
+            await self._store.release(pool_id, holder_id, epoch)
             return None
-        stamping = _Stamping(self._stamps, ticket, hashes, tokens, size)
-        pairs = list(zip(sequence.block_ids, block_ids, strict=False))[first:]
-        copying_s = await self._copy(self._copy_out, stamping, pairs, first)
-        holder_id, epoch = ticket.holder_id, allocation.epoch
-        completed = list(zip(block_ids, hashes, strict=False))[first:]
-        await self._store.commit(self.spec.pool_id, holder_id, epoch, completed)
-        epoch = await self._store.detach(self.spec.pool_id, holder_id, epoch)
-        self._metrics.swapped_out_blocks.inc(len(pairs))
-        self.cost.observe(len(pairs), copying_s, time.perf_counter() - began)
-        return Swapped(self.spec.pool_id, holder_id, epoch, block_ids, num_tokens)
+        missing = (key for key in sources if key not in targets)
+        new = allocation.block_ids[allocation.num_cached_blocks :]
+        copied = dict(zip(missing, new, strict=True))
+        copies = self._copy_out, self._stamps, ticket, contents, sources, copied
+        copying_s = await self._copy(*copies)
+        await self._store.commit(pool_id, holder_id, epoch, contents.full_among(copied))
+        epoch = await self._store.detach(pool_id, holder_id, epoch)
+        self._metrics.swapped_out_blocks.inc(len(copied))
+        self.cost.observe(len(copied), copying_s, time.perf_counter() - began)
+        targets |= copied
+        tables = (
+            SwappedTable(state.index, tuple(targets[key] for key in contents.keys_of(number)))
+            for number, state in enumerate(ticket.sequences)
+        )
+        return Swapped(pool_id, holder_id, epoch, tuple(tables))
 
-    async def fetch(
-        self, ticket: Ticket, allocation: Allocation, hashes: Sequence[PrefixHash]
-    ) -> Fetched:
-        """Copy back what the own pool's cache has not, into new blocks of `allocation`. It is less
-        than was swapped out, down to nothing, where the colder blocks are gone or say something
-        else: the rest is computed."""
+    async def fetch(self, ticket: Ticket, allocation: Allocation, contents: Contents) -> Fetched:
+        """Copy back what the own pool's cache has not, into new blocks of `allocation`, which was
+        asked for with `contents`. It is less than was swapped out, down to nothing, where the
+        colder blocks are gone or say something else: the rest is computed."""
         assert ticket.swapped is not None
-        swapped, size = ticket.swapped, self.spec.block_size
-        first = allocation.num_cached_blocks
-        cached = Fetched(first * size)
+        swapped, cached = ticket.swapped, allocation.cached(*contents.chains)
+        holder = swapped.pool_id, swapped.holder_id
         try:
             claim = await self._store.claim(
-                swapped.pool_id,
-                swapped.holder_id,
-                swapped.holder_epoch,
-                self._worker_id,
-                swapped.block_ids,
+                *holder, swapped.holder_epoch, self._worker_id, swapped.block_ids
             )
         except (StaleHolder, NotHeld):
-            return cached
-        if claim.block_ids != swapped.block_ids:  # in another order, say
-            await self._store.release(swapped.pool_id, swapped.holder_id, claim.epoch)
-            return cached
-        tokens = (*ticket.prompt_token_ids, *ticket.sequences[0].token_ids)
-        num_tokens = await self._num_sound(swapped, ticket.root_hash, hashes, tokens)
-        last = -(-num_tokens // size)
-        if last > first:
-            full = hashes[: num_tokens // size]
-            stamping = _Stamping(self._own_stamps, ticket, full, tokens, size)
-            pairs = list(zip(swapped.block_ids, allocation.block_ids, strict=False))[first:last]
-            await self._copy(self._copy_back, stamping, pairs, first)
-            self._metrics.swapped_in_blocks.inc(len(pairs))
-            completed = tuple(zip(allocation.block_ids, full, strict=False))[first:]
-            cached = Fetched(num_tokens, len(pairs), completed)
-        await self._store.release(swapped.pool_id, swapped.holder_id, claim.epoch)
-        return cached
+            return Fetched(contents.begun(cached))
+        computed = Contents.of(ticket, self.spec.block_size, num_left_out=1)
+        sources: dict[Key, int] = {}
+        if self._are_in_place(swapped, claim):
+            sources = computed.blocks(_tables(ticket, swapped))
+            await self._leave_out_unsound(sources, computed, swapped.holder_id)
+        new = allocation.block_ids[allocation.num_cached_blocks :]
+        begun, copied = contents.begun_with(cached, computed, sources, new)
+        if copied:
+            await self._copy(self._copy_back, self._own_stamps, ticket, computed, sources, copied)
+            self._metrics.swapped_in_blocks.inc(len(copied))
+        await self._store.release(*holder, claim.epoch)
+        return Fetched(begun, len(copied), computed.full_among(copied))
 
     async def release(self, swapped: Swapped) -> None:
         """Let go of what is at rest there. StaleHolder: somebody has claimed it."""
@@ -164,69 +163,63 @@ class ColderPool:
         self._thread.shutdown()
 
     async def _allocate(
-        self, ticket: Ticket, hashes: Sequence[PrefixHash], num_blocks: int
+        self, ticket: Ticket, contents: Contents, num_blocks: int
     ) -> Allocation | None:
         pool_id, holder_id = self.spec.pool_id, ticket.holder_id
+        hashes, branches = contents.chains
+        asked = self._worker_id, ticket.order, hashes, num_blocks, branches
         try:
-            return await self._store.allocate(
-                pool_id, holder_id, self._worker_id, ticket.order, hashes, num_blocks
-            )
+            return await self._store.allocate(pool_id, holder_id, *asked)
         except (OutOfBlocks, MustWait):
             await self._store.withdraw(pool_id, holder_id)
             return None
         except StaleHolder:  # something of this name was there before
             return None
 
-    async def _num_sound(
-        self,
-        swapped: Swapped,
-        root_hash: PrefixHash,
-        hashes: Sequence[PrefixHash],
-        tokens: Sequence[int],
-    ) -> int:
-        """Leading tokens whose blocks say what they should: full ones by parent and tokens, the
-        last one, which is not full, by its owner (law 6)."""
-        num_tokens, size = swapped.num_computed_tokens, self.spec.block_size
-        num_full = num_tokens // size
-        num_sound = await self._num_matching(
-            swapped.block_ids[:num_full], root_hash, hashes, tokens
+    def _are_in_place(self, swapped: Swapped, claim: Claim) -> bool:
+        """Whether its blocks stand as they were put: in each table as acquired, and unfinished ones
+        sequence by sequence, all of them. (Finished ones say themselves what they hold.)"""
+        places = {block_id: number for number, block_id in enumerate(claim.block_ids)}
+        tables = ([places[b] for b in table.block_ids] for table in swapped.tables)
+        named, held = (
+            [b for b in block_ids if not self._stamps.is_committed(b)]
+            for block_ids in (swapped.block_ids, claim.block_ids)
         )
-        if num_sound < num_full or num_tokens % size == 0:
-            return num_sound * size
-        tail = self._stamps.read(swapped.block_ids[num_full])
-        is_ours = (tail.state, tail.owner) == (StampState.PRIVATE, owner_token(swapped.holder_id))
-        return num_tokens if is_ours else num_full * size
+        return named == held and all(table == sorted(table) for table in tables)
 
-    async def _num_matching(
-        self,
-        block_ids: Sequence[int],
-        root_hash: PrefixHash,
-        hashes: Sequence[PrefixHash],
-        tokens: Sequence[int],
-    ) -> int:
-        """How many of these full blocks of the colder pool say what their hashes promise, up to the
-        first that does not, which leaves its index."""
-        num_blocks = len(block_ids)
-        wrong = self._stamps.first_mismatch(
-            block_ids, root_hash, hashes[:num_blocks], tokens[: num_blocks * self.spec.block_size]
-        )
-        if wrong is None:
-            return num_blocks
-        log.error("kv_corrupt", pool_id=self.spec.pool_id, block_id=block_ids[wrong])
+    async def _leave_out_unsound(
+        self, sources: dict[Key, int], contents: Contents, owner: str
+    ) -> None:
+        """Full blocks whose stamps are not of these tokens, others that are not the owner's
+        (law 6)."""
+        while wrong := contents.first_wrong(self._stamps, sources):
+            await self._distrust(sources.pop(wrong), wrong)
+        for tail in contents.tails:
+            if tail in sources and not self._stamps.are_written_by([sources[tail]], owner):
+                del sources[tail]
+
+    async def _distrust(self, block_id: int, prefix_hash: PrefixHash) -> None:
+        log.error("kv_corrupt", pool_id=self.spec.pool_id, block_id=block_id)
         self._metrics.kv_corrupt.inc()
-        await self._store.retract(self.spec.pool_id, block_ids[wrong], hashes[wrong])
-        return wrong
+        await self._store.retract(self.spec.pool_id, block_id, prefix_hash)
 
     async def _copy(
-        self, copy: Copy, stamping: "_Stamping", pairs: Sequence[tuple[int, int]], first: int
+        self,
+        copy: Copy,
+        stamps: Stamps,
+        ticket: Ticket,
+        contents: Contents,
+        sources: Mapping[Key, int],
+        targets: Mapping[Key, int],
     ) -> float:
         """In the order of law 6: owner, KV, stamp. How many seconds it took."""
 
         def work() -> float:
             began = time.perf_counter()
-            stamping.own([target for _, target in pairs])
-            copy(pairs)
-            stamping.complete([target for _, target in pairs], first)
+            stamps.own(tuple(targets.values()), ticket.holder_id)
+            copy([(sources[key], target) for key, target in targets.items()])
+            for run in contents.runs:
+                run.stamp(stamps.complete, targets)
             return time.perf_counter() - began
 
         return await self._in_thread(work)
@@ -235,25 +228,7 @@ class ColderPool:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stamping:
-    """Says what copied blocks hold: those of a sequence from number `first` on, `hashes` of full
-    ones."""
-
-    stamps: Stamps
-    ticket: Ticket
-    hashes: Sequence[PrefixHash]
-    tokens: Sequence[int]
-    block_size: int
-
-    def own(self, block_ids: Sequence[int]) -> None:
-        self.stamps.own(block_ids, self.ticket.holder_id)
-
-    def complete(self, block_ids: Sequence[int], first: int) -> None:
-        size = self.block_size
-        for number, block_id in enumerate(block_ids, first):
-            if number >= len(self.hashes):
-                return
-            parent = self.hashes[number - 1] if number else self.ticket.root_hash
-            token_ids = self.tokens[number * size : (number + 1) * size]
-            self.stamps.complete(block_id, self.hashes[number], parent, token_ids)
+def _tables(ticket: Ticket, swapped: Swapped) -> list[tuple[int, ...]]:
+    """Of the sequences that go on."""
+    tables = {table.index: table.block_ids for table in swapped.tables}
+    return [tables[state.index] for state in ticket.sequences]

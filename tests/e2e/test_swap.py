@@ -4,61 +4,120 @@ import asyncio
 import os
 import random
 import signal
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quire.client import AsyncClient
 from quire.errors import Unavailable
+from quire.types import Beam, Completion, Sampling
 
 from .conftest import BLOCK_BYTES, STAMP_BYTES, Oracle
-from .deployment import serving
+from .deployment import Deployment, serving
 from .quiet import quiet
 from .test_serving import assert_clean, assert_greedy, greedy, prompt
 
 NUM_BLOCKS = 64
+SIZE = NUM_BLOCKS * (BLOCK_BYTES + STAMP_BYTES)
+KILLED = ["", "services.decode", "services.prefill", "valkey"]
+"""Also when a worker dies, with what it has swapped out or is bringing back, or when Redis loses
+everything."""
 
 
-@pytest.mark.parametrize("killed", ["", "services.decode", "services.prefill", "valkey"])
-async def test_what_gives_way_is_swapped_out_and_goes_on(
-    checkpoint: Path, oracle: Oracle, tmp_path: Path, killed: str
-) -> None:
-    """24 requests of 16 blocks each on 64 blocks, with as many to swap to: all tokens are right,
-    some were swapped out, and a recount of both pools is right at any moment. `killed`: also when a
-    worker dies, with what it has swapped out or is bringing back, or when Redis loses everything.
-    """
-    size = str(NUM_BLOCKS * (BLOCK_BYTES + STAMP_BYTES))
-    options = ("--pool-memory", size, "--swap-memory", size, "--preemption", "swap")
-    workers = ("--prefill", "2", "--decode", "2")  # whoever is killed leaves one of its kind
-    with serving(checkpoint, tmp_path, *workers, *options) as running:
+@asynccontextmanager
+async def swapping(
+    checkpoint: Path, folder: Path, swap_bytes: int
+) -> AsyncIterator[tuple[Deployment, AsyncClient, str]]:
+    """Two workers of each kind on 64 blocks: whoever is killed leaves one of its kind. Its client,
+    and the colder pool's model. After it nothing is held."""
+    memory = ("--pool-memory", str(SIZE), "--swap-memory", str(swap_bytes))
+    options = ("--prefill", "2", "--decode", "2", *memory, "--preemption", "swap")
+    with serving(checkpoint, folder, *options) as running:
         client = AsyncClient(running.address)
         async with asyncio.timeout(60):
             while [len(pool.worker_ids) for pool in await client.pools()] != [4, 4]:
                 await asyncio.sleep(0.05)
         name, beside = sorted(pool.model for pool in await client.pools())
         assert beside == f"{name}-swap"
-        prompts = [prompt(100 + n, random.Random(n).randrange(10, 100)) for n in range(24)]
-        asked = [client.complete(p, greedy(256 - len(p))) for p in prompts]
-        tasks = [asyncio.create_task(one) for one in asked]
-        if killed:
-            await until_swapped(client, beside)
-            os.kill(running.running(killed)[0], signal.SIGKILL)
-        while not all(task.done() for task in tasks):
-            if killed == "valkey":
-                await audited_when_whole(client)
-            else:
-                assert_clean(await client.audit())
-            await asyncio.sleep(0.1)
-        completions = [task.result() for task in tasks]
-        assert sum(completion.usage.num_preemptions for completion in completions) > 0
-        for p, completion in zip(prompts, completions, strict=True):
-            assert len(completion.token_ids) == 256 - len(p)
-            assert_greedy(oracle, p, completion)
+        yield running, client, beside
         await quiet(client)
         (colder,) = [p for p in await client.pools() if p.model == beside]
         assert colder.num_prefix_queries > 0
         await client.close()
+
+
+async def all_of(
+    asked: Iterable[Coroutine[Any, Any, Completion]],
+    client: AsyncClient,
+    kill: Callable[[], Awaitable[None]] | None,
+    *,
+    is_whole: bool,
+) -> list[Completion]:
+    """At once; no law is broken meanwhile. Somebody dies once something is swapped out."""
+    tasks = [asyncio.create_task(one) for one in asked]
+    if kill is not None:
+        await kill()
+    while not all(task.done() for task in tasks):
+        if is_whole:
+            assert_clean(await client.audit())
+        else:
+            await audited_when_whole(client)
+        await asyncio.sleep(0.1)
+    return [task.result() for task in tasks]
+
+
+@pytest.mark.parametrize("killed", KILLED)
+async def test_what_gives_way_is_swapped_out_and_goes_on(
+    checkpoint: Path, oracle: Oracle, tmp_path: Path, killed: str
+) -> None:
+    """24 requests of 16 blocks each on 64 blocks, with as many to swap to: all tokens are right,
+    some were swapped out, and a recount of both pools is right at any moment."""
+    async with swapping(checkpoint, tmp_path, SIZE) as (running, client, beside):
+        prompts = [prompt(100 + n, random.Random(n).randrange(10, 100)) for n in range(24)]
+        asked = [client.complete(p, greedy(256 - len(p))) for p in prompts]
+        kill = partial(kill_when_swapped, running, client, beside, killed) if killed else None
+        completions = await all_of(asked, client, kill, is_whole=killed != "valkey")
+        assert sum(completion.usage.num_preemptions for completion in completions) > 0
+        for p, completion in zip(prompts, completions, strict=True):
+            assert len(completion.token_ids) == 256 - len(p)
+            assert_greedy(oracle, p, completion)
+
+
+@pytest.mark.parametrize("killed", KILLED)
+async def test_groups_and_searches_are_swapped_out_and_go_on(
+    checkpoint: Path, tmp_path: Path, killed: str
+) -> None:
+    """Of up to 50 blocks each, on 64, with twice as many to swap to: what they find is what they
+    find alone."""
+    async with swapping(checkpoint, tmp_path, 2 * SIZE) as (running, client, beside):
+        fixed: dict[str, Any] = {"max_tokens": 160, "ignore_eos": True}
+        kinds = [
+            Sampling(n=4, temperature=1.0, seed=3, **fixed),
+            Sampling(n=4, temperature=0.0, **fixed),
+            Sampling(n=2, beam=Beam(4), **fixed),
+        ]
+        requests = [(prompt(200 + n, 20 + 7 * n), kinds[n % 3]) for n in range(9)]
+        alone = [await client.complete(p, sampling) for p, sampling in requests]
+        asked = [client.complete(p, sampling) for p, sampling in requests]
+        kill = partial(kill_when_swapped, running, client, beside, killed) if killed else None
+        together = await all_of(asked, client, kill, is_whole=killed != "valkey")
+        assert list(map(found_by, together)) == list(map(found_by, alone))
+        assert sum(completion.usage.num_preemptions for completion in together) > 0
+
+
+def found_by(completion: Completion) -> list[tuple[int, ...]]:
+    return [choice.token_ids for choice in completion.choices]
+
+
+async def kill_when_swapped(
+    running: Deployment, client: AsyncClient, model: str, name: str
+) -> None:
+    await until_swapped(client, model)
+    os.kill(running.running(name)[0], signal.SIGKILL)
 
 
 async def audited_when_whole(client: AsyncClient) -> None:

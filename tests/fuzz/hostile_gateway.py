@@ -58,8 +58,8 @@ CHANGES = st.one_of(
     _set("swapped.pool_id", st.sampled_from(["colder", "pool", "", "{}", "x" * 300])),
     _set("swapped.holder_id", st.sampled_from(["h-r1", "h-r2", "h-r3", "h-new", "", "x" * 300])),
     _set("swapped.holder_epoch", LARGE),
-    _set("swapped.block_ids", BLOCKS),
-    _set("swapped.num_computed_tokens", NUMBERS),
+    _set("swapped.tables.index", NUMBERS),
+    _set("swapped.tables.block_ids", BLOCKS),
 )
 
 
@@ -122,6 +122,8 @@ def _targets(forged: ticket_pb2.Ticket, where: str) -> Sequence[Any]:
             return forged.sequences
         case "swapped":
             return [forged.swapped]
+        case "swapped.tables":
+            return forged.swapped.tables
     return [forged]
 
 

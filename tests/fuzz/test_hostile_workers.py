@@ -57,8 +57,8 @@ TICKET: dict[str, st.SearchStrategy[Any]] = {
     "swapped.pool_id": NAMES,
     "swapped.holder_id": NAMES,
     "swapped.holder_epoch": LARGE,
-    "swapped.block_ids": BLOCKS,
-    "swapped.num_computed_tokens": NUMBERS,
+    "swapped.tables.index": NUMBERS,
+    "swapped.tables.block_ids": BLOCKS,
 }
 LOGPROB = st.sampled_from([0.0, -1.5, -1e30, 0.5, float("nan"), float("inf"), float("-inf")])
 LOGPROBS: dict[str, st.SearchStrategy[Any]] = {

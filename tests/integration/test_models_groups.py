@@ -12,8 +12,9 @@ from bench.make_checkpoint import make_checkpoint
 from blockstore.store import PoolSpec
 from services.common.pool.stamps import Stamps, record_bytes
 from services.common.ticket import SamplingParams, Ticket, TicketSequence
+from services.engine.contents import Begun, num_blocks_for
 from services.engine.engine import Engine
-from services.engine.group import Group, num_blocks_for, shared_tokens
+from services.engine.group import Group
 from services.engine.messages import Admit, Command, Grow
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import Rules
@@ -42,17 +43,10 @@ class Host:
     def generate(self, asked: Ticket, chunk: int = 64) -> dict[int, list[int]]:
         """The tokens of each sequence. `cached`: blocks with the prompt's beginning."""
         asked = replace(asked, holder_id=f"h{next(self._keys)}")
-        num_tokens = len(shared_tokens(asked))
         num_new = num_blocks_for(asked, SIZE) - len(self.cached)
         new = self._take(num_new)
-        num_adopted = len(self.cached) * SIZE
-        computing = Group.to_compute(
-            asked,
-            _rules(asked),
-            (*self.cached, *new),
-            num_computed=min(num_adopted, num_tokens - 1),
-            num_adopted=num_adopted,
-        )
+        begun = [Begun.of_full(self.cached, SIZE)] * len(asked.sequences)
+        computing = Group.to_compute(asked, _rules(asked), new, begun)
         found: dict[int, list[int]] = {s.index: list(s.token_ids) for s in asked.sequences}
         left = self._run(self._engine(chunk, one_token=True), [Admit(computing, new)], found)
         if left:

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from blockstore.errors import MustWait, OutOfBlocks
-from blockstore.hashing import prefix_hashes
 from blockstore.ledger import Ledger
 from blockstore.recount import audit
 from blockstore.store import Growth, PoolSpec
 from services.common.ticket import Ticket, TicketSequence
 from services.engine.batch import Draw
+from services.engine.contents import Contents, num_blocks_for
 from services.engine.engine import Engine
-from services.engine.group import Group, num_blocks_for, shared_tokens
+from services.engine.group import Group
 from services.engine.messages import Admit, Advance, Command, End, Grow, Remove
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import Rules
@@ -151,25 +151,19 @@ class Groups(RuleBasedStateMachine):
         return self.live[data.draw(st.sampled_from(sorted(self.live)), "group")]
 
     def _compute(self, asked: Ticket, next_index: int) -> None:
-        key, tokens = asked.holder_id, shared_tokens(asked)
-        hashes = prefix_hashes(asked.root_hash, tokens, self.size)
+        key, contents = asked.holder_id, Contents.of(asked, self.size)
+        hashes, branches = contents.chains
         num_blocks = num_blocks_for(asked, self.size)
         if num_blocks > NUM_BLOCKS:
             return
         try:
-            allocation = self.ledger.allocate(key, "p", asked.order, hashes, num_blocks)
+            allocation = self.ledger.allocate(key, "p", asked.order, hashes, num_blocks, branches)
         except (OutOfBlocks, MustWait):
             self.ledger.withdraw(key)
             return
-        num_adopted = allocation.num_cached_blocks * self.size
-        group = Group.to_compute(
-            asked,
-            self._rules(asked),
-            allocation.block_ids,
-            num_computed=min(num_adopted, len(tokens) - 1),
-            num_adopted=num_adopted,
-        )
+        begun = contents.begun(allocation.cached(hashes, branches))
         new = allocation.block_ids[allocation.num_cached_blocks :]
+        group = Group.to_compute(asked, self._rules(asked), new, begun)
         commands: list[Command] = [Admit(group, new)]
         running = replace(asked, holder_epoch=1)
         left = None

@@ -24,6 +24,7 @@ from services.common.ticket import (
     Hypothesis,
     SamplingParams,
     Swapped,
+    SwappedTable,
     Ticket,
     TicketSequence,
 )
@@ -101,18 +102,13 @@ def tickets(draw: st.DrawFn) -> Ticket:
 
 @st.composite
 def swapped_tickets(draw: st.DrawFn) -> Ticket:
-    sequence = TicketSequence(0, draw(some_token_ids))
-    ticket = replace(draw(tickets()), sequences=(sequence,))
-    num_tokens = len(ticket.prompt_token_ids) + len(sequence.token_ids)
-    name = st.text(min_size=1, max_size=8)
-    swapped = Swapped(
-        draw(name),
-        draw(name),
-        draw(st.integers(0, 2**53 - 1)),
-        draw(some_token_ids),
-        draw(st.integers(1, num_tokens - 1)),
-    )
-    return replace(ticket, swapped=swapped)
+    indices = draw(st.lists(st.integers(0, 63), min_size=1, max_size=4, unique=True))
+    tables = tuple(SwappedTable(index, draw(some_token_ids)) for index in sorted(indices))
+    there = draw(st.sets(st.sampled_from(indices), min_size=1))
+    sequences = tuple(TicketSequence(index, draw(some_token_ids)) for index in sorted(there))
+    name, epoch = st.text(min_size=1, max_size=8), draw(st.integers(0, 2**53 - 1))
+    swapped = Swapped(draw(name), draw(name), epoch, tables)
+    return replace(draw(tickets()), sequences=sequences, swapped=swapped)
 
 
 @st.composite
@@ -221,7 +217,9 @@ def test_a_ticket_that_makes_no_sense_is_refused(
 
 
 SWAPPED = replace(
-    TICKET, sequences=(TicketSequence(0, (8,)),), swapped=Swapped("c-1", "h-1", 2, (3,), 3)
+    TICKET,
+    sequences=(TicketSequence(0, (8,)),),
+    swapped=Swapped("c-1", "h-1", 2, (SwappedTable(0, (3,)), SwappedTable(2, (3,)))),
 )
 
 
@@ -232,11 +230,16 @@ SWAPPED = replace(
         (lambda m: m.swapped.ClearField("holder_id"), "holder_id is empty"),
         (lambda m: setattr(m.swapped, "holder_id", "x" * 300), "holder_id is too long"),
         (lambda m: setattr(m.swapped, "holder_epoch", 2**53), "holder_epoch"),
-        (lambda m: m.swapped.ClearField("block_ids"), "to nowhere"),
-        (lambda m: setattr(m.swapped, "num_computed_tokens", 0), "0 of 4 tokens are swapped out"),
-        (lambda m: setattr(m.swapped, "num_computed_tokens", 4), "4 of 4 tokens are swapped out"),
+        (lambda m: m.swapped.ClearField("tables"), "not all sequences were"),
+        (lambda m: m.swapped.tables[1].ClearField("block_ids"), "a table is empty"),
+        (lambda m: setattr(m.swapped.tables[0], "index", 2), "do not ascend"),
+        (lambda m: m.swapped.tables.extend([m.swapped.tables[0]]), "do not ascend"),
+        (
+            lambda m: [m.swapped.tables.add(index=3 + i, block_ids=[1]) for i in range(63)],
+            "65 tables",
+        ),
         (lambda m: m.sequences[0].block_ids.append(1), "but with blocks"),
-        (lambda m: m.sequences.add(index=1), "not one sequence"),
+        (lambda m: m.sequences.add(index=1), "not all sequences were"),
     ],
 )
 def test_a_swapped_ticket_that_makes_no_sense_is_refused(

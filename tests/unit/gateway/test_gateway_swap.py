@@ -5,13 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.ticket import FinishReason, Swapped, Ticket, TicketSequence
-from services.gateway.messages import Abort, Generated, Requeued, RequeueReason, Submit
+from services.common.ticket import FinishReason, Swapped, SwappedTable, Ticket, TicketSequence
+from services.gateway.messages import Abort, Generated, Requeued, RequeueReason, Reserve, Submit
 from services.gateway.stage import Stage
 
-from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected
+from .test_gateway_beams import begun, searching, until_searching
+from .test_gateway_groups import step
+from .walk import MAX_TOKENS, ScriptedWorker, Walk, expected
 
-SWAPPED = Swapped("colder", "h", 2, (4, 5), num_computed_tokens=len(PROMPT) + 1)
+SWAPPED = Swapped("colder", "h", 2, (SwappedTable(0, (4, 5)),))
 
 
 def swapped_out(walk: Walk, ticket: Ticket, num_tokens: int = 2) -> Requeued:
@@ -94,4 +96,42 @@ async def test_one_that_does_not_go_on_where_we_are_is_refused() -> None:
     assert walk.journey.at_rest is None
     assert Abort("r1", 1) in walk.decode.sent
     assert [c for c in walk.prefill.sent if isinstance(c, Submit)] != []
+    walk.journey.end()
+
+
+async def test_a_group_comes_back_with_those_that_go_on() -> None:
+    """1 had ended for its client before it was swapped out with the others."""
+    walk = Walk(num_sequences=3)
+    ticket = await walk.until_decoding()
+    step(walk, 0, 2)
+    step(walk, 1, MAX_TOKENS - 1)
+    there = Swapped("colder", "h", 2, tuple(SwappedTable(i, (1, 2 + i)) for i in range(3)))
+    states = tuple(TicketSequence(i, tuple(walk.output.sequences[i].tokens)) for i in range(3))
+    given = replace(ticket, sequences=states, swapped=there)
+    walk.journey.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED, given))
+    assert walk.journey.stage is Stage.QUEUED
+    assert walk.journey.num_uncomputed == 2
+    issuer, walk.decode = walk.decode, ScriptedWorker("next")
+    assert await walk.reserve()
+    assert walk.decode.sent == [Reserve("r1", walk.journey.attempt, 2)]
+    again = walk.start()
+    assert again.swapped == there
+    assert again.sequences == (states[0], states[2])
+    walk.journey.end()
+    assert issuer.sent[-1] == Abort("r1", 1)
+
+
+async def test_a_search_comes_back_where_it_stood() -> None:
+    """Its client has nothing: what it is brought back with is what the last ticket said."""
+    walk = searching()
+    ticket = await until_searching(walk)
+    there = Swapped("colder", "h", 2, tuple(SwappedTable(i, (1, 2 + i)) for i in range(3)))
+    given = begun(ticket, num_tokens=4)
+    bare = tuple(TicketSequence(state.index, state.token_ids) for state in given.sequences)
+    given = replace(given, sequences=bare, swapped=there)
+    walk.journey.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED, given))
+    assert walk.journey.stage is Stage.QUEUED
+    assert await walk.reserve()
+    again = walk.start()
+    assert (again.swapped, again.sequences, again.beams) == (there, bare, given.beams)
     walk.journey.end()

@@ -9,13 +9,14 @@ import pytest
 from blockstore.store import PoolSpec
 from services.common.ticket import FinishReason, Ticket, TicketSequence
 from services.engine.batch import Draw, Fault
+from services.engine.contents import Begun, num_blocks_for, num_tokens_of, shared_tokens
 from services.engine.engine import Engine
-from services.engine.group import Group, num_blocks_for, num_tokens_of, shared_tokens
+from services.engine.group import Group
 from services.engine.messages import Admit, Advance, Command, End, Grow, Remove, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import Rules
 
-from .fakes import PROMPT, SAMPLED, Arena, FakeForward, expected, make_stamps, ticket
+from .fakes import PROMPT, SAMPLED, Arena, FakeForward, expected, make_stamps, next_token, ticket
 
 SIZE = 4
 KEY = "h-r1"
@@ -265,6 +266,65 @@ def test_what_all_have_got_alike_is_computed_once() -> None:
     assert shared_tokens(group) == (*PROMPT, 5, 6)
     assert num_tokens_of(group) == 12 + 1 + 0 + 2
     assert num_blocks_for(group, SIZE) == 3 + 3 * 1  # 12 full; then 13, 12 and 14 and one more
+
+
+def test_what_some_have_got_alike_is_computed_once_too(host: Host) -> None:
+    """Beams that part late: 14 tokens of two of them, and the third goes its own way after 10."""
+    own = [(5, 6, 7, 8, 9), (2,), (5, 6, 7, 8, 1)]
+    states = tuple(TicketSequence(i, tokens) for i, tokens in enumerate(own))
+    wanted = replace(asked(1), sequences=states)
+    assert num_tokens_of(wanted) == 10 + 4 + 1 + 1 + 1
+    assert num_blocks_for(wanted, SIZE) == 3 + 3 * 1  # one more full one that two have
+    at_rest, _ = host.prefilled(wanted, range(6))
+    assert host.arena.num_computed == 17
+    for index, tokens in enumerate(own):
+        drawn = next_token((*PROMPT, *tokens), Draw(wanted.sampling, index))
+        assert at_rest.sequences[index].token_ids == (*tokens, drawn)
+    first, second, third = tables(at_rest.sequences).values()
+    assert first[:3] == third[:3]
+    assert first[:2] == second[:2]
+    assert len({first[3], third[3], second[2], first[2]}) == 4
+
+
+def test_each_goes_on_from_where_it_has_begun(host: Host) -> None:
+    """0 has all its full blocks, 1 and 2 the prompt's: what those two have in common is one until
+    it is computed."""
+    wanted = replace(asked(1), sequences=(TicketSequence(0, (7,) * 7), *_pair()))
+    alone = replace(wanted, sequences=wanted.sequences[:1])
+    at_rest, _ = host.prefilled(alone, range(20, 25))
+    table = at_rest.sequences[0].block_ids
+    begun = [Begun.of_full(table[:4], SIZE), *[Begun.of_full(table[:2], SIZE)] * 2]
+    group = Group.to_compute(wanted, rules(wanted), range(30, 36), begun)
+    assert group.num_uncomputed == 1 + (2 + 2 + 1 + 1)
+    num_computed = host.arena.num_computed
+    (advance, *_) = host.prefill.step([Admit(group, tuple(range(30, 36)))]).advances
+    while advance.left is None:
+        (advance, *_) = host.prefill.step([]).advances
+    assert host.arena.num_computed - num_computed == 7
+    assert tables(advance.left)[0][:4] == table[:4]
+    for state, before in zip(advance.left, wanted.sequences, strict=True):
+        drawn = next_token((*PROMPT, *before.token_ids), Draw(wanted.sampling, before.index))
+        assert state.token_ids == (*before.token_ids, drawn)
+
+
+def _pair() -> tuple[TicketSequence, ...]:
+    return TicketSequence(1, (5, 6, 8)), TicketSequence(2, (5, 6, 9))
+
+
+def test_a_block_that_somebody_adopted_is_not_copied_for_its_last_token(host: Host) -> None:
+    """0 ends where an adopted block does, which 1 has too: its last token is computed again, and
+    stored nowhere (law 2)."""
+    states = TicketSequence(0, (5, 6)), TicketSequence(1, (5, 6, 7))
+    wanted = replace(asked(1), sequences=states)
+    whole, _ = host.prefilled(replace(wanted, sequences=states[1:]), range(20, 25))
+    adopted = whole.sequences[0].block_ids[:3]
+    begun = [Begun(adopted, 11, 3), Begun.of_full(adopted, SIZE)]
+    group = Group.to_compute(wanted, rules(wanted), (30, 31), begun)
+    num_copied = host.arena.num_copied
+    (advance,) = host.prefill.step([Admit(group, (30, 31))]).advances
+    assert advance.left is not None
+    assert tables(advance.left) == {0: (*adopted, 31), 1: (*adopted, 30)}
+    assert host.arena.num_copied == num_copied
 
 
 def test_one_alone_is_computed_like_any_prompt(host: Host) -> None:

@@ -111,18 +111,6 @@ async def test_when_blocks_run_out_the_last_group_gives_way(make_bench: MakeBenc
     await bench.until_empty()
 
 
-async def test_a_group_is_not_swapped_out(make_bench: MakeBench) -> None:
-    bench = await make_bench(num_swap_blocks=32)
-    bench.decode_model.pause_after = 3
-    await start(bench, asked(2, 30))
-    await bench.until(lambda: bench.decode_model.num_begun == 4)
-    bench.decode._on_demands(["h-r1"])
-    bench.decode_model.gate.set()
-    await bench.until(lambda: bool(bench.session.of(Requeued)))
-    assert bench.session.of(Requeued)[0].ticket.swapped is None
-    await bench.until_empty()
-
-
 async def test_a_parked_group_goes_on_where_its_client_wants_it(make_bench: MakeBench) -> None:
     """With all that have not ended; with fewer than its client wants it is computed again."""
     bench = await make_bench(park_window_s=30.0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from blockstore.errors import StaleHolder
-from services.common.ticket import Swapped, Ticket, TicketSequence
+from services.common.ticket import Swapped, SwappedTable, Ticket, TicketSequence
 from services.worker.events import Failed, Prefilled, Requeued, RequeueReason
 from services.worker.swap_cost import Pace, SwapCost
 
@@ -48,6 +48,12 @@ async def come_back(bench: Bench, back: Ticket, session: FakeSession) -> Ticket:
     return issued
 
 
+def num_swapped(back: Ticket) -> int:
+    """Tokens of its one sequence whose KV was swapped out: all but the last."""
+    (sequence,) = back.sequences
+    return len(PROMPT) + len(sequence.token_ids) - 1
+
+
 def evict_all(bench: Bench) -> None:
     """What the pool has cached is gone."""
     blocks = bench.store.ledger("pool").blocks
@@ -65,8 +71,8 @@ async def test_what_was_swapped_out_goes_on_with_one_token_computed(
     back = await give_way(bench)
     assert back.swapped is not None
     assert back.sequences[0].block_ids == ()
-    num_tokens = len(PROMPT) + len(back.sequences[0].token_ids)
-    assert back.swapped.num_computed_tokens == num_tokens - 1
+    (table,) = back.swapped.tables
+    assert len(table.block_ids) == -(-num_swapped(back) // block_size)
     assert list(back.sequences[0].token_ids) == tokens(bench.session, issued)
     await bench.until_empty()
     evict_all(bench)
@@ -98,8 +104,7 @@ async def test_what_is_still_cached_is_not_copied_back(make_bench: MakeBench) ->
     await bench.until_empty()
     session, num_copied = FakeSession(), bench.arena.num_copied
     await come_back(bench, back, session)
-    assert back.swapped is not None
-    num_full, tail = divmod(back.swapped.num_computed_tokens, 4)
+    num_full, tail = divmod(num_swapped(back), 4)
     assert bench.arena.num_copied - num_copied == (tail > 0)
     await bench.until(lambda: finished(bench.session, "r9"))
     assert bench.arena.num_copied <= num_full + 1
@@ -126,7 +131,7 @@ async def test_a_prefix_that_is_in_the_colder_pool_is_not_copied_again(
     await bench.until(lambda: bool(bench.session.of(Requeued)))
     again = bench.session.of(Requeued)[0].ticket.swapped
     assert back.swapped is not None
-    num_shared = back.swapped.num_computed_tokens // 4
+    num_shared = num_swapped(back) // 4
     assert again.block_ids[:num_shared] == back.swapped.block_ids[:num_shared]
     assert bench.colder.num_copied - num_copied == len(again.block_ids) - num_shared
 
@@ -195,7 +200,7 @@ async def test_blocks_that_its_holder_does_not_have_are_not_read(make_bench: Mak
     await bench.until_empty()
     evict_all(bench)
     num_copied = bench.arena.num_copied
-    forged = replace(back.swapped, block_ids=back.swapped.block_ids[::-1])
+    forged = replace(back.swapped, tables=(SwappedTable(0, back.swapped.block_ids[::-1]),))
     again = await come_back(bench, replace(back, swapped=forged), FakeSession())
     await bench.until(lambda: finished(bench.session, "r9"))
     assert [*back.sequences[0].token_ids, *_new(bench, back, again)] == expected(PROMPT, 20)
@@ -220,7 +225,7 @@ async def test_blocks_that_say_something_else_are_not_trusted(
     again = await come_back(bench, back, FakeSession())
     await bench.until(lambda: finished(bench.session, "r9"))
     assert [*back.sequences[0].token_ids, *_new(bench, back, again)] == expected(PROMPT, 20)
-    num_tokens = back.swapped.num_computed_tokens
+    num_tokens = num_swapped(back)
     num_sound = wrong * 4 if wrong >= 0 else num_tokens // 4 * 4
     num_new = 20 - len(back.sequences[0].token_ids)
     assert bench.arena.num_computed - num_computed == num_new + num_tokens - num_sound
@@ -251,8 +256,9 @@ async def test_a_ticket_for_another_colder_pool_is_computed(make_bench: MakeBenc
     """And one whose block ids cannot be: nothing is read from there."""
     bench = await make_bench(num_swap_blocks=16)
     sequence = TicketSequence(0, tuple(expected(PROMPT, 2)))
-    wrong = Swapped("elsewhere", "h", 2, (0, 1, 2), 11), Swapped("colder", "h", 2, (0, 1, 99), 11)
-    for number, swapped in enumerate(wrong, 1):
+    wrong = ("elsewhere", (0, 1, 2)), ("colder", (0, 1, 99)), ("colder", (0, 1))
+    for number, (pool_id, block_ids) in enumerate(wrong, 1):
+        swapped = Swapped(pool_id, "h", 2, (SwappedTable(0, block_ids),))
         session = FakeSession()
         asked = ticket(f"r{number}", PROMPT, sequences=(sequence,), swapped=swapped)
         bench.prefill.submit(session, asked)

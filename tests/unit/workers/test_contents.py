@@ -1,0 +1,111 @@
+"""What the blocks of a group hold, by its tokens: blocks of 4."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from blockstore.hashing import next_hash, prefix_hashes
+from services.common.ticket import Ticket, TicketSequence
+from services.engine.contents import Begun, Contents
+
+from .fakes import PROMPT, ticket
+
+ROOT = bytes(16)
+SIZE = 4
+
+
+def group(*own: Sequence[int], prompt: Sequence[int] = PROMPT) -> Ticket:
+    states = tuple(TicketSequence(i, tuple(tokens)) for i, tokens in enumerate(own))
+    return ticket("r1", prompt, sequences=states)
+
+
+def hashes(tokens: Sequence[int]) -> tuple[bytes, ...]:
+    return prefix_hashes(ROOT, tokens, SIZE)
+
+
+def test_one_sequence_is_a_trunk_and_a_tail() -> None:
+    contents = Contents.of(group((1, 2, 3)), SIZE)
+    tokens = (*PROMPT, 1, 2, 3)
+    assert contents.chains == (hashes(tokens), ())
+    assert contents.keys_of(0) == (*hashes(tokens), next_hash(hashes(tokens)[-1], (3,)))
+
+
+def test_each_goes_on_behind_what_all_have() -> None:
+    """10 tokens of prompt: 2 blocks are everybody's, then each has its own."""
+    own = [(1, 2, 3, 4, 5, 6), (1, 2, 9), (7,)]
+    contents = Contents.of(group(*own), SIZE)
+    trunk, branches = contents.chains
+    assert trunk == hashes(PROMPT[:8])
+    assert branches == tuple(hashes((*PROMPT, *tokens))[2:] for tokens in own)
+    assert [len(branch) for branch in branches] == [2, 1, 0]
+    assert branches[0][0] == branches[1][0]
+
+
+def test_what_is_alike_has_one_key() -> None:
+    """Full or not, and beside a longer one."""
+    alike = Contents.of(group((1, 2, 3), (1, 2, 3), (1, 2, 3, 4)), SIZE)
+    assert alike.keys_of(0) == alike.keys_of(1)
+    assert alike.keys_of(0)[:3] == alike.keys_of(2)[:3]
+    assert alike.keys_of(0)[3] != alike.keys_of(2)[3]
+
+
+@pytest.mark.parametrize("num_own", range(6))
+def test_without_the_last_token(num_own: int) -> None:
+    """Of a sequence that is its siblings' beginning the last full block is one no more."""
+    long, short = tuple(range(1, 7)), tuple(range(1, 1 + num_own))
+    computed = Contents.of(group(long, short), SIZE, num_left_out=1)
+    for number, own in enumerate((long, short)):
+        tokens = (*PROMPT, *own)[:-1]
+        full = len(tokens) // SIZE
+        keys = computed.keys_of(number)
+        assert keys[:full] == hashes(tokens)
+        assert len(keys) == -(-len(tokens) // SIZE)
+
+
+def test_equal_contents_are_one_block_wherever_they_stand() -> None:
+    """0 and 1 have computed the same twice; that of the first counts."""
+    contents = Contents.of(group((1, 2, 3), (1, 2, 3), (4, 5, 6)), SIZE)
+    tables = [(0, 1, 2, 3), (0, 1, 4, 5), (0, 1, 6, 7)]
+    assert list(contents.blocks(tables).values()) == [0, 1, 2, 3, 6, 7]
+
+
+def test_where_each_begins_with_what_is_found() -> None:
+    contents = Contents.of(group((1, 2, 3, 4, 5, 6), (1, 2), (7, 8, 9)), SIZE)
+    (h0, h1), (of_0, of_1, of_2) = contents.chains
+    assert of_1 == of_0[:1]
+    assert contents.begun({h0: 5}) == [Begun((5,), 4, 1)] * 3
+    found = {h0: 5, h1: 6, of_0[0]: 7, of_0[1]: 8}
+    assert contents.begun(found) == [
+        Begun((5, 6, 7, 8), 16, 4),
+        Begun((5, 6, 7), 12, 3),
+        Begun((5, 6), 8, 2),
+    ]
+    assert contents.begun({h1: 6, of_2[0]: 7}) == [Begun()] * 3
+
+
+def test_what_is_not_found_is_copied_once() -> None:
+    """0 finds its own third block; 1 and 2 have theirs, and a tail in common, from elsewhere."""
+    asked = group((1, 2, 3, 4, 5), (7, 8, 9, 9), (7, 8, 9, 6))
+    contents, computed = Contents.of(asked, SIZE), Contents.of(asked, SIZE, num_left_out=1)
+    (h0, h1), (of_0, _, _) = contents.chains
+    tables = [(10, 11, 12, 13), (10, 11, 14, 15), (10, 11, 14, 16)]
+    sources = computed.blocks(tables)
+    begun, copied = contents.begun_with({h0: 0, h1: 1, of_0[0]: 2}, computed, sources, [5, 6, 7, 8])
+    assert begun == [
+        Begun((0, 1, 2, 5), 14, 3),
+        Begun((0, 1, 6, 7), 13, 3),
+        Begun((0, 1, 6, 7), 13, 3),
+    ]
+    assert [sources[key] for key in copied] == [13, 14, 15]
+    assert list(copied.values()) == [5, 6, 7]
+    assert [block_id for block_id, _ in computed.full_among(copied)] == [6]
+
+
+def test_what_is_gone_there_ends_the_way_of_all_who_have_it() -> None:
+    asked = group((1, 2, 3, 4, 5, 6, 7), (1, 2, 9), (7, 8, 9))
+    contents, computed = Contents.of(asked, SIZE), Contents.of(asked, SIZE, num_left_out=1)
+    sources = computed.blocks([(0, 1, 2, 3), (0, 1, 2), (0, 1, 4)])
+    del sources[computed.keys_of(1)[2]]
+    begun, _ = contents.begun_with({}, computed, sources, range(10, 20))
+    assert [where.block_ids for where in begun] == [(10, 11), (10, 11), (10, 11, 12)]
+    assert [where.num_tokens for where in begun] == [8, 8, 12]

@@ -1,0 +1,442 @@
+"""Groups that give way are copied to the colder pool as they stand, and come back so: what they
+share is copied once and shared again. Blocks of 4."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from services.common.ticket import Ticket, TicketSequence
+from services.engine.batch import Draw
+from services.worker.events import EXPIRED, Failed, Prefilled, Requeued, RequeueReason
+
+from .conftest import Bench, MakeBench
+from .fakes import GREEDY, PROMPT, SAMPLED, FakeSession, expected, ticket
+from .runs import outputs, prefill
+from .test_beams import asked as search
+from .test_beams import heard, hypotheses
+from .test_beams import right as best
+
+MAX_TOKENS = 16
+REFUSED = "quire:num_swaps_refused_total"
+
+
+def asked(n: int, greedy: bool = False, stop: Sequence[int] = ()) -> Ticket:
+    sampling = GREEDY if greedy else SAMPLED
+    return ticket(
+        "r1",
+        PROMPT,
+        sampling=replace(sampling, max_tokens=MAX_TOKENS, stop_token_ids=tuple(stop)),
+        sequences=tuple(TicketSequence(index) for index in range(n)),
+    )
+
+
+def right(index: int, num_tokens: int = MAX_TOKENS) -> tuple[int, ...]:
+    return tuple(expected(PROMPT, num_tokens, Draw(SAMPLED, index)))
+
+
+def admit(bench: Bench, issued: Ticket) -> None:
+    bench.decode.reserve(bench.session, *issued.key, len(issued.sequences))
+    bench.decode.admit(bench.session, issued)
+
+
+async def running(bench: Bench, wanted: Ticket, num_steps: int) -> None:
+    """At the decode worker, whose gate is closed after so many steps."""
+    bench.decode_model.pause_after = num_steps
+    admit(bench, await prefill(bench, wanted))
+    await bench.until(lambda: bench.decode_model.num_begun == num_steps + 1)
+
+
+async def unstarted(bench: Bench, wanted: Ticket) -> None:
+    """Claimed, and before its first step: whatever it shares is still shared."""
+    bench.session.reads = False
+    admit(bench, await prefill(bench, wanted))
+    await bench.until(lambda: "h-r1" in bench.decode._running)
+
+
+async def give_way(bench: Bench, holder_id: str = "h-r1") -> Ticket:
+    """What its gateway gets back."""
+    num_seen = len(bench.session.of(Requeued))
+    bench.decode._on_demands([holder_id])
+    bench.decode_model.gate.set()
+    await bench.until(lambda: len(bench.session.of(Requeued)) > num_seen)
+    bench.session.reads = True
+    requeued: Requeued = bench.session.of(Requeued)[-1]
+    assert requeued.reason is RequeueReason.PREEMPTED
+    return requeued.ticket
+
+
+async def swapped_out(bench: Bench, wanted: Ticket, num_steps: int = 6) -> Ticket:
+    await running(bench, wanted, num_steps)
+    back = await give_way(bench)
+    assert back.swapped is not None
+    await bench.until_empty()
+    return back
+
+
+async def come_back(bench: Bench, back: Ticket) -> Ticket:
+    """Through prefill, under a new holder; the ticket that it issues."""
+    session = FakeSession()
+    bench.prefill.submit(session, replace(back, attempt=2, holder_id="h-again"))
+    await bench.until(lambda: bool(session.events))
+    (event,) = session.of(Prefilled)
+    issued: Ticket = event.ticket
+    return issued
+
+
+async def finish(bench: Bench, issued: Ticket) -> dict[int, tuple[int, ...]]:
+    """The tokens of all that went on, to their ends; and nothing is left."""
+    admit(bench, issued)
+    await bench.until(lambda: _ended(bench) == {state.index for state in issued.sequences})
+    await bench.until_empty()
+    await bench.until_colder_is_empty()
+    drawn = [output for output in outputs(bench.session, "r1") if output.attempt == 2]
+    return {
+        state.index: (
+            *state.token_ids,
+            *(output.token_id for output in drawn if output.index == state.index),
+        )
+        for state in issued.sequences
+    }
+
+
+def _ended(bench: Bench) -> set[int]:
+    drawn = outputs(bench.session, "r1")
+    return {output.index for output in drawn if output.finish and output.attempt == 2}
+
+
+def evict_all(bench: Bench) -> None:
+    """What the pool has cached is gone."""
+    blocks = bench.store.ledger("pool").blocks
+    for block_id in list(blocks.cached):
+        blocks.retract(block_id, blocks.hash_of[block_id])
+        bench.arena.wipe(block_id)
+
+
+def tables(states: Sequence[TicketSequence]) -> list[tuple[int, ...]]:
+    return [state.block_ids for state in states]
+
+
+# Out and back
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 5, 9])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("n", [1, 2, 5])
+async def test_what_was_swapped_out_goes_on_with_one_token_each_computed(
+    make_bench: MakeBench, n: int, block_size: int, num_steps: int
+) -> None:
+    """At any place in a block, also with a tail that all still share."""
+    bench = await make_bench(
+        256 // block_size, block_size, num_swap_blocks=256 // block_size, max_num_batched_tokens=64
+    )
+    if num_steps:
+        await running(bench, asked(n), num_steps)
+    else:
+        await unstarted(bench, asked(n))
+    back = await give_way(bench)
+    assert back.swapped is not None
+    await bench.until_empty()
+    evict_all(bench)
+    num_computed = bench.arena.num_computed
+    issued = await come_back(bench, back)
+    assert bench.arena.num_computed - num_computed == n
+    drawn = await finish(bench, issued)
+    assert drawn == {index: right(index) for index in range(n)}
+
+
+async def test_each_block_is_copied_once_and_shared_again(make_bench: MakeBench) -> None:
+    """2 blocks of the prompt and 2 of each of 3: 10 + 8 tokens, of which 17 are computed, so the
+    last block of each has one."""
+    bench = await make_bench(64, num_swap_blocks=32)
+    assert bench.colder is not None
+    back = await swapped_out(bench, asked(3))
+    assert back.swapped is not None
+    assert {len(state.token_ids) for state in back.sequences} == {8}
+    there = [table.block_ids for table in back.swapped.tables]
+    assert there == [(0, 1, 2, 3, 4), (0, 1, 5, 6, 7), (0, 1, 8, 9, 10)]
+    assert bench.colder.num_copied == 2 + 3 * 3
+    assert (await bench.store.stats("colder")).num_held == 2 + 3 * 3
+    evict_all(bench)
+    num_copied = bench.arena.num_copied
+    issued = await come_back(bench, back)
+    assert bench.arena.num_copied - num_copied == 2 + 3 * 3
+    here = tables(issued.sequences)
+    assert len({table[:2] for table in here}) == 1
+    assert len({block for table in here for block in table[2:]}) == 3 * 3
+    assert await finish(bench, issued) == {index: right(index) for index in range(3)}
+
+
+async def test_what_is_still_cached_is_not_copied_back(make_bench: MakeBench) -> None:
+    """Of each sequence: its own full blocks too."""
+    bench = await make_bench(64, num_swap_blocks=32)
+    back = await swapped_out(bench, asked(3))
+    num_copied, num_computed = bench.arena.num_copied, bench.arena.num_computed
+    issued = await come_back(bench, back)
+    assert bench.arena.num_copied - num_copied == 3  # the tails
+    assert bench.arena.num_computed - num_computed == 3
+    assert await finish(bench, issued) == {index: right(index) for index in range(3)}
+
+
+async def test_what_is_in_the_colder_pool_is_not_copied_again(make_bench: MakeBench) -> None:
+    """Its full blocks stay there, cached, when it has come back: giving way twice copies what is
+    new."""
+    bench = await make_bench(64, num_swap_blocks=64)
+    assert bench.colder is not None
+    back = await swapped_out(bench, asked(3))
+    issued = await come_back(bench, back)
+    num_copied = bench.colder.num_copied
+    bench.decode_model.pause_after = bench.decode_model.num_steps + 2
+    num_begun = bench.decode_model.num_begun
+    admit(bench, issued)
+    await bench.until(lambda: bench.decode_model.num_begun == num_begun + 3)
+    again = await give_way(bench, "h-again")
+    assert {len(state.token_ids) for state in again.sequences} == {12}
+    assert bench.colder.num_copied - num_copied == 3 * 2  # tokens 16 to 20 of each
+    assert again.swapped is not None
+    assert back.swapped is not None
+    for before, now in zip(back.swapped.tables, again.swapped.tables, strict=True):
+        assert now.block_ids[:4] == before.block_ids[:4]
+
+
+async def test_greedy_sequences_are_one_until_they_differ(make_bench: MakeBench) -> None:
+    """They hold the same tokens in blocks of their own; one copy of each is shared afterwards."""
+    bench = await make_bench(64, num_swap_blocks=8)
+    assert bench.colder is not None
+    back = await swapped_out(bench, asked(4, greedy=True))
+    assert bench.colder.num_copied == 5
+    evict_all(bench)
+    num_computed = bench.arena.num_computed
+    issued = await come_back(bench, back)
+    assert bench.arena.num_computed - num_computed == 1
+    assert len(set(tables(issued.sequences))) == 1
+    drawn = await finish(bench, issued)
+    assert drawn == dict.fromkeys(range(4), tuple(expected(PROMPT, MAX_TOKENS)))
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+async def test_a_search_goes_on_where_it_was(make_bench: MakeBench, evicted: bool) -> None:
+    bench = await make_bench(128, num_swap_blocks=64)
+    wanted = search(width=4, max_tokens=MAX_TOKENS)
+    back = await swapped_out(bench, wanted)
+    assert back.beams is not None
+    assert len(back.sequences) == 4
+    if evicted:
+        evict_all(bench)
+    num_computed = bench.arena.num_computed
+    issued = await come_back(bench, back)
+    assert bench.arena.num_computed - num_computed <= 4
+    admit(bench, issued)
+    await bench.until(lambda: bool(hypotheses(heard(bench.session, "r1"))))
+    assert hypotheses(heard(bench.session, "r1")) == best(wanted)
+    await bench.until_empty()
+    await bench.until_colder_is_empty()
+
+
+# Computed again
+
+
+async def test_one_that_is_computed_again_finds_what_each_sequence_has_cached(
+    bench: Bench,
+) -> None:
+    """17 tokens of each were computed: 2 blocks are everybody's, 2 each one's own, and the last
+    two tokens are computed."""
+    await running(bench, asked(3), 6)
+    back = await give_way(bench)
+    assert back.swapped is None
+    await bench.until_empty()
+    num_computed = bench.arena.num_computed
+    issued = await come_back(bench, back)
+    assert bench.arena.num_computed - num_computed == 3 * 2
+    here = tables(issued.sequences)
+    assert len({table[:2] for table in here}) == 1
+    admit(bench, issued)
+    await bench.until(lambda: _ended(bench) == {0, 1, 2})
+    await bench.until_empty()
+
+
+@pytest.mark.parametrize("gone", range(3))
+async def test_whoever_finds_nothing_is_computed_beside_the_others(bench: Bench, gone: int) -> None:
+    """Its first own block was evicted: 9 tokens of it are computed, and 2 of the others."""
+    await running(bench, asked(3), 6)
+    back = await give_way(bench)
+    await bench.until_empty()
+    blocks = bench.store.ledger("pool").blocks
+    tokens = (*PROMPT, *right(gone)[:2])
+    (block_id,) = [
+        block_id
+        for block_id in blocks.cached
+        if [bench.arena.slots[block_id * 4 + i][1] for i in range(4)] == list(tokens[8:12])
+        and bench.arena.slots[block_id * 4][0] == 8
+    ]
+    blocks.retract(block_id, blocks.hash_of[block_id])
+    bench.arena.wipe(block_id)
+    num_computed = bench.arena.num_computed
+    issued = await come_back(bench, back)
+    assert bench.arena.num_computed - num_computed == 10 + 2 * 2
+    admit(bench, issued)
+    await bench.until(lambda: _ended(bench) == {0, 1, 2})
+    drawn = [output for output in outputs(bench.session, "r1") if output.attempt == 2]
+    for state in issued.sequences:
+        rest = [output.token_id for output in drawn if output.index == state.index]
+        assert (*state.token_ids, *rest) == right(state.index)
+    await bench.until_empty()
+
+
+@pytest.mark.parametrize("num_swap_blocks", [1, 10])
+async def test_without_room_for_all_of_it_it_is_computed_again(
+    make_bench: MakeBench, num_swap_blocks: int
+) -> None:
+    """All or nothing: it takes 11 blocks. Somebody can see why."""
+    bench = await make_bench(64, num_swap_blocks=num_swap_blocks)
+    await running(bench, asked(3), 6)
+    back = await give_way(bench)
+    assert back.swapped is None
+    assert bench.decode_figures.get_sample_value(REFUSED) == 1
+    assert bench.store.ledger("colder").waiters == {}
+    evict_all(bench)
+    issued = await come_back(bench, back)
+    assert await finish(bench, issued) == {index: right(index) for index in range(3)}
+
+
+# What is not as it was
+
+
+@pytest.mark.parametrize("which", ["trunk", "own", "tail", "shared tail"])
+async def test_blocks_that_say_something_else_are_not_trusted(
+    make_bench: MakeBench, which: str
+) -> None:
+    """From the wrong one on all is computed again, of those who have it."""
+    bench = await make_bench(64, num_swap_blocks=32)
+    assert bench.colder is not None
+    if which == "shared tail":
+        await unstarted(bench, asked(3))
+    else:
+        await running(bench, asked(3), 6)
+    back = await give_way(bench)
+    await bench.until_empty()
+    assert back.swapped is not None
+    number = {"trunk": 1, "own": 2, "tail": 4, "shared tail": 2}[which]
+    wrong = back.swapped.tables[1].block_ids[number]
+    bench.colder.stamps.own([wrong], "somebody")
+    evict_all(bench)
+    num_computed = bench.arena.num_computed
+    issued = await come_back(bench, back)
+    num_again = {"trunk": 6 + 3 * 8, "own": 1 + 10 + 1, "tail": 1 + 2 + 1, "shared tail": 2 + 3}
+    assert bench.arena.num_computed - num_computed == num_again[which]
+    assert await finish(bench, issued) == {index: right(index) for index in range(3)}
+
+
+async def test_tails_of_siblings_that_are_exchanged_are_not_read(make_bench: MakeBench) -> None:
+    """They say only whose they are; they stand where they were put, or nowhere."""
+    bench = await make_bench(64, num_swap_blocks=32)
+    back = await swapped_out(bench, asked(2))
+    assert back.swapped is not None
+    first, second = back.swapped.tables
+    forged = (
+        replace(first, block_ids=(*first.block_ids[:-1], second.block_ids[-1])),
+        replace(second, block_ids=(*second.block_ids[:-1], first.block_ids[-1])),
+    )
+    evict_all(bench)
+    num_copied = bench.arena.num_copied
+    issued = await come_back(bench, replace(back, swapped=replace(back.swapped, tables=forged)))
+    assert bench.arena.num_copied - num_copied == 1  # of the prompt's tail, to write into
+    assert await finish(bench, issued) == {index: right(index) for index in range(2)}
+
+
+# Who ends
+
+
+async def test_who_has_ended_before_is_not_copied(make_bench: MakeBench) -> None:
+    """1 ends with its fourth token; the others give way later."""
+    bench = await make_bench(64, num_swap_blocks=32)
+    back = await swapped_out(bench, asked(3, stop=right(1)[3:4]))
+    assert back.swapped is not None
+    assert [table.index for table in back.swapped.tables] == [0, 2]
+    issued = await come_back(bench, back)
+    assert await finish(bench, issued) == {index: right(index) for index in (0, 2)}
+
+
+async def test_who_ends_while_it_is_swapped_out_is_not_brought_back(
+    make_bench: MakeBench,
+) -> None:
+    """Its stop string was found late; the others come back, and nothing of it stays."""
+    bench = await make_bench(64, num_swap_blocks=32)
+    back = await swapped_out(bench, asked(3))
+    bench.decode.abort(bench.session, "r1", 1, 1)
+    evict_all(bench)
+    left = (back.sequences[0], back.sequences[2])
+    num_copied = bench.arena.num_copied
+    issued = await come_back(bench, replace(back, sequences=left))
+    assert bench.arena.num_copied - num_copied == 2 + 2 * 3
+    assert await finish(bench, issued) == {index: right(index) for index in (0, 2)}
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+async def test_who_is_cancelled_leaves_nothing(make_bench: MakeBench, is_copied: bool) -> None:
+    """At rest there, or while it is copied; one by one, too."""
+    bench = await make_bench(64, num_swap_blocks=32)
+    assert bench.colder is not None
+    await running(bench, asked(3), 6)
+    if is_copied:
+        await give_way(bench)
+    else:
+        bench.colder.copying.clear()
+        bench.decode._on_demands(["h-r1"])
+        bench.decode_model.gate.set()
+        await bench.until(lambda: bench.decode.load().num_running == 0)
+    for index in (1, 0, 2):
+        bench.decode.abort(bench.session, "r1", 1, index)
+    bench.colder.copying.set()
+    await bench.until_empty()
+    await bench.until_colder_is_empty()
+    await bench.until(lambda: not len(bench.decode._jobs))
+    assert len(bench.session.of(Requeued)) == is_copied
+
+
+async def test_a_deadline_is_kept_while_it_is_swapped_out(make_bench: MakeBench) -> None:
+    bench = await make_bench(64, num_swap_blocks=32)
+    await swapped_out(bench, asked(3))
+    (job,) = bench.decode._jobs
+    bench.decode._end(job, EXPIRED)
+    await bench.until(lambda: bool(bench.session.of(Failed)))
+    assert bench.session.of(Failed)[0].code == "deadline_exceeded"
+    await bench.until_empty()
+    await bench.until_colder_is_empty()
+
+
+async def test_a_worker_that_is_drained_waits_for_what_it_has_swapped_out(
+    make_bench: MakeBench,
+) -> None:
+    """Its gateway has it brought back elsewhere; then the worker can go."""
+    bench = await make_bench(64, num_swap_blocks=32)
+    back = await swapped_out(bench, asked(3))
+    assert bench.decode.drain() == 0
+    issued = await come_back(bench, back)
+    bench.decode.abort(bench.session, "r1", 1)  # as its gateway does, once it is back
+    await bench.decode.drained()
+    await bench.until_colder_is_empty()
+    assert [state.token_ids for state in issued.sequences] == [right(i, 9) for i in range(3)]
+
+
+# Whether it is worth it
+
+
+async def test_what_is_shared_is_copied_and_computed_once(make_bench: MakeBench) -> None:
+    """2 blocks of prompt and 1 of each of 3: 5 blocks to copy out and back at 1 ms, or 8 + 3 x 2
+    tokens to compute."""
+    bench = await make_bench(num_swap_blocks=16, compares_costs=True)
+    swapping, colder = bench.decode._swapping, bench.decode.colder
+    assert swapping is not None
+    assert colder is not None
+    colder.cost.observe(num_blocks=10, copying_s=0.010, total_s=0.010)
+    states = tuple(TicketSequence(i, (i, i, i), (0, 1, 2 + i), len(PROMPT) + 2) for i in range(3))
+    group = ticket("r1", PROMPT, sequences=states)
+    num_tokens = len(PROMPT) + 3 * 2
+    just, barely = 10e6 / num_tokens * 1.01, 10e6 / num_tokens * 0.99
+    assert swapping.is_worthwhile(replace(group, prefill_ns_per_token=int(just)), [])
+    assert not swapping.is_worthwhile(replace(group, prefill_ns_per_token=int(barely)), [])
+    other = ticket("r2", PROMPT, sequences=(TicketSequence(0, (1,), (0, 1, 9), 10),))
+    # 3 blocks of 4 tokens are left
+    assert swapping.is_worthwhile(replace(group, prefill_ns_per_token=510_000), [other])
+    assert not swapping.is_worthwhile(replace(group, prefill_ns_per_token=490_000), [other])
