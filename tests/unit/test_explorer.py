@@ -104,9 +104,10 @@ class AllocatesTwice(Ledger):
         order: int,
         hashes: Sequence[PrefixHash],
         num_blocks: int,
+        branches: Sequence[Sequence[PrefixHash]] = (),
     ) -> Allocation:
         self.holders.pop(holder_id, None)
-        return super().allocate(holder_id, worker_id, order, hashes, num_blocks)
+        return super().allocate(holder_id, worker_id, order, hashes, num_blocks, branches)
 
 
 class IgnoresFences(Ledger):
