@@ -10,8 +10,7 @@ from services.gateway.messages import Abort, Generated, Requeued, RequeueReason,
 from services.gateway.stage import Stage
 
 from .test_gateway_beams import begun, searching, until_searching
-from .test_gateway_groups import step
-from .walk import MAX_TOKENS, ScriptedWorker, Walk, expected
+from .walk import MAX_TOKENS, ScriptedWorker, Walk, expected, step
 
 SWAPPED = Swapped("colder", "h", 2, (SwappedTable(0, (4, 5)),))
 
