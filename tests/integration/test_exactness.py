@@ -201,11 +201,8 @@ async def blocks(house: House, request: Request) -> Answer:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """`of_one`: groups and searches are not swapped out."""
-
     happens: Callable[[House, Request], Awaitable[Answer]]
     setting: Setting = field(default=Setting())
-    of_one: bool = False
 
 
 CONDITIONS = {
@@ -213,7 +210,7 @@ CONDITIONS = {
     "batch of 64": Condition(company, Setting(num_decoders=1)),
     "preempted": Condition(preemption),
     "preempted, nothing cached": Condition(preemption_and_oblivion),
-    "swapped": Condition(swapping, Setting(num_swap_blocks=NUM_SWAP_BLOCKS), of_one=True),
+    "swapped": Condition(swapping, Setting(num_swap_blocks=NUM_SWAP_BLOCKS)),
     "drained": Condition(drain),
     "decode worker dies": Condition(crash),
     "decode worker dies, nothing cached": Condition(crash_and_oblivion),
@@ -238,12 +235,7 @@ CONDITIONS = {
     "blocks of 5": Condition(blocks, Setting(block_size=5)),
     "blocks of 64": Condition(blocks, Setting(block_size=64)),
 }
-CELLS = [
-    (strategy, condition)
-    for condition in CONDITIONS
-    for strategy, sampling in STRATEGIES.items()
-    if not (CONDITIONS[condition].of_one and width(sampling) > 1)
-]
+CELLS = [(strategy, condition) for condition in CONDITIONS for strategy in STRATEGIES]
 
 
 # ── the matrix ───────────────────────────────────────────────────────────────────────────────────

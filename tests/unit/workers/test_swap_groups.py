@@ -13,9 +13,9 @@ from services.worker.events import EXPIRED, Failed, Prefilled, Requeued, Requeue
 from .conftest import Bench, MakeBench
 from .fakes import GREEDY, PROMPT, SAMPLED, FakeSession, expected, ticket
 from .runs import outputs, prefill
-from .test_beams import asked as search
+from .searches import asked as search
+from .searches import right as best
 from .test_beams import heard, hypotheses
-from .test_beams import right as best
 
 MAX_TOKENS = 16
 REFUSED = "quire:num_swaps_refused_total"
