@@ -83,9 +83,11 @@ class ForgetfulStore(MemoryStore):
         order: int,
         hashes: Sequence[PrefixHash],
         num_blocks: int,
+        branches: Sequence[Sequence[PrefixHash]] = (),
     ) -> Allocation:
-        found = () if self.forgets and pool_id == "pool" else hashes
-        return await super().allocate(pool_id, holder_id, worker_id, order, found, num_blocks)
+        found = ((), ()) if self.forgets and pool_id == "pool" else (hashes, branches)
+        asked = holder_id, worker_id, order, found[0], num_blocks, found[1]
+        return await super().allocate(pool_id, *asked)
 
 
 class Line:

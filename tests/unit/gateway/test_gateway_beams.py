@@ -15,6 +15,7 @@ from services.common.ticket import (
     FinishReason,
     Hypothesis,
     Swapped,
+    SwappedTable,
     Ticket,
     TicketSequence,
 )
@@ -160,7 +161,7 @@ async def test_what_was_swapped_out_is_fetched_with_the_tokens_that_it_had() -> 
     left = replace(
         one,
         sequences=(TicketSequence(0, (5,) * 4),),
-        swapped=Swapped("colder", "h", 1, (7,), len(PROMPT) + 3),
+        swapped=Swapped("colder", "h", 2, (SwappedTable(0, (7,)),)),
     )
     walk.journey.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED, left))
     assert await walk.reserve()
