@@ -70,10 +70,10 @@ class Engine:
         self._look_ahead = 1 if one_token else look_ahead
         self._pruned: dict[str, Group] = {}
 
-    def step(self, commands: Seq[Command]) -> StepOutcome:
+    def step(self, commands: Seq[Command] = ()) -> StepOutcome:
         """Take commands, run one batch, say what came of it."""
         began = time.perf_counter()
-        removed = self._apply(commands)
+        removed = self.obey(commands)
         self._copy()
         batch = self._scheduler.next_batch()
         rows = [run.sequence.row(run.num_tokens) for run in batch]
@@ -97,7 +97,8 @@ class Engine:
         self._forward.rest()
         return ()
 
-    def _apply(self, commands: Seq[Command]) -> tuple[Removed, ...]:
+    def obey(self, commands: Seq[Command]) -> tuple[Removed, ...]:
+        """Take commands between two steps: no step touches any more what they removed."""
         removed = []
         for command in commands:
             match command:

@@ -4,14 +4,16 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 from services.engine.engine import Engine
-from services.engine.messages import Command, StepOutcome
+from services.engine.messages import Admit, Command, StepOutcome
 
 
 class EngineThread:
     """Steps while something can run, else waits for a command. `may_step` returns when the
-    next step may begin; False: never again.
+    next step may begin; False: never again. What is removed before a step is told before it: nobody
+    waits for a step in which they have no part.
 
     `on_outcome` and `on_failure` are called in `loop`, outcomes in the order of the steps. After a
     failure nothing runs any more: the blocks of the step in flight are in an unknown state, so the
@@ -33,14 +35,20 @@ class EngineThread:
         self._may_step = may_step
         self.step_in_flight: int | None = None
         """Its number, while there is one."""
-        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._held: list[Command] = []
+        self._inbox: queue.SimpleQueue[Seq[Command] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def send(self, command: Command) -> None:
-        self._inbox.put(command)
+        """In `loop`. Who is admitted and not started gives nothing to do: that goes with the next
+        command, and the thread does not wake, and take turns with the loop, for each of many."""
+        self._held.append(command)
+        if not isinstance(command, Admit) or command.is_started:
+            held, self._held = self._held, []
+            self._inbox.put(held)
 
     def stop(self) -> None:
         """Return when the step in flight is over; commands not yet taken are dropped."""
@@ -54,24 +62,28 @@ class EngineThread:
                 if not self._may_step():
                     return
                 self.step_in_flight = number = number + 1
-                outcome = self._engine.step(commands)
+                self._tell(StepOutcome(removed=self._engine.obey(commands)))
+                outcome = self._engine.step()
                 self.step_in_flight = None
                 busy = outcome.num_tokens > 0
-                if outcome.is_news:
-                    self._loop.call_soon_threadsafe(self._on_outcome, outcome)
+                self._tell(outcome)
                 if busy:
                     self._engine.give_way()
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._on_failure, error)
+
+    def _tell(self, outcome: StepOutcome) -> None:
+        if outcome.is_news:
+            self._loop.call_soon_threadsafe(self._on_outcome, outcome)
 
     def _take(self, wait: bool) -> list[Command] | None:
         """What the inbox holds; None: stop."""
         commands: list[Command] = []
         while True:
             try:
-                command = self._inbox.get(block=wait and not commands)
+                sent = self._inbox.get(block=wait and not commands)
             except queue.Empty:
                 return commands
-            if command is None:
+            if sent is None:
                 return None
-            commands.append(command)
+            commands += sent

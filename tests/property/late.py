@@ -142,14 +142,18 @@ class LateEngine:
         commands = tuple(self._inbox)
         self._inbox.clear()
         try:
-            outcome = self._engine.step(commands)
+            self._tell(StepOutcome(removed=self._engine.obey(commands)))
+            outcome = self._engine.step()
         except BaseException as error:
             self._on_failure(error)
             return
-        if outcome.is_news:
-            self._outcomes.put(lambda: self._on_outcome(outcome))
+        self._tell(outcome)
         if outcome.num_tokens:
             self._go_on()
+
+    def _tell(self, outcome: StepOutcome) -> None:
+        if outcome.is_news:
+            self._outcomes.put(lambda: self._on_outcome(outcome))
 
 
 class LateColderPool(ColderPool):
