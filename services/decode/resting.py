@@ -27,15 +27,9 @@ class Resting:
     def put(self, job: Job, ticket: Ticket) -> None:
         """Nobody writes its blocks until somebody claims them; blocks that the store gives it just
         now are the claimer's, who asks from where the block table ends."""
-        worker, epoch = self._worker, ticket.holder_epoch
-
-        async def detach() -> None:
-            await worker.store.detach(worker.pool_id, ticket.holder_id, epoch)
-
         job.state, job.ending = State.AT_REST, None
-        job.ticket = replace(ticket, holder_epoch=epoch + 1)
+        job.ticket = replace(ticket, holder_epoch=ticket.holder_epoch + 1)
         self._on_pool[ticket.holder_id] = job
-        worker.writer.put(detach)
         self.offer(job)
 
     def offer(self, job: Job) -> None:

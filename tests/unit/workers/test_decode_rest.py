@@ -53,6 +53,53 @@ async def test_a_handed_over_sequence_goes_on_where_it_was(bench: Bench) -> None
         await bench.until_empty()
 
 
+async def test_who_is_handed_over_waits_for_no_step_of_the_others(bench: Bench) -> None:
+    """The step in flight is its own, too; the next one is not."""
+    for request_id in ("r1", "r2"):
+        await start(bench, ticket(request_id, PROMPT, max_tokens=500))
+    await bench.until(lambda: all(outputs(bench.session, name) for name in ("r1", "r2")))
+    model = bench.decode_model
+    model.gate.clear()
+    await bench.until(lambda: model.num_begun > model.num_steps)
+    bench.decode.hand_over(bench.session, "r1", 1)
+    model.pause_after = model.num_steps + 1
+    model.gate.set()
+    await bench.until(lambda: bool(bench.session.of(Requeued)))
+    assert model.num_steps == model.pause_after
+    model.pause_after = 0
+    model.gate.set()
+    for request_id in ("r1", "r2"):
+        bench.decode.abort(bench.session, request_id, 1)
+    await bench.until_empty()
+
+
+async def test_who_comes_to_rest_takes_one_exchange_with_the_store(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One exchange never carries two calls about one holder: with a second one for each, those who
+    come to rest together would do so one after the other."""
+    names = ["r1", "r2", "r3"]
+    holders = {
+        (await start(bench, ticket(name, PROMPT, max_tokens=500))).holder_id for name in names
+    }
+    await bench.until(lambda: all(outputs(bench.session, name) for name in names))
+    detached: list[str] = []
+    detach = bench.store.detach
+
+    async def counted(pool_id: str, holder_id: str, epoch: int) -> int:
+        detached.append(holder_id)
+        return await detach(pool_id, holder_id, epoch)
+
+    monkeypatch.setattr(bench.store, "detach", counted)
+    for name in names:
+        bench.decode.hand_over(bench.session, name, 1)
+    await bench.until(lambda: len(bench.session.of(Requeued)) == 3)
+    assert sorted(detached) == sorted(holders)
+    for name in names:
+        bench.decode.abort(bench.session, name, 1)
+    await bench.until_empty()
+
+
 async def test_a_ticket_is_offered_once_it_is_at_rest_in_the_store(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
