@@ -35,6 +35,7 @@ from quire.v1 import (
     sampling_pb2,
     worker_pb2,
 )
+from services.common.bundle import each_of
 from services.common.rpc import RpcServer, open_channel
 from services.common.version import PROTOCOL_VERSION
 from services.gateway.assembly import assembled
@@ -61,9 +62,15 @@ def _welcome(worker_id: str, num_slots: int) -> worker_pb2.Welcome:
     )
 
 
+async def _each(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for together in requests:
+        for request in each_of(together):
+            yield request
+
+
 class CountingPrefill(prefill_pb2_grpc.PrefillServicer):
     async def Connect(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
-        async for request in request_iterator:
+        async for request in _each(request_iterator):
             kind = request.WhichOneof("command")
             if kind == "hello":
                 yield prefill_pb2.PrefillConnectResponse(welcome=_welcome("prefill-1", 0))
@@ -105,7 +112,7 @@ class CountingDecode(decode_pb2_grpc.DecodeServicer):
             reading.cancel()
 
     async def _read(self, request_iterator: Any, context: Any) -> None:
-        async for request in request_iterator:
+        async for request in _each(request_iterator):
             kind = request.WhichOneof("command")
             if kind == "hello":
                 welcome = _welcome("decode-1", self._num_slots)

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DecodeConnectRequest(_message.Message):
-    __slots__ = ("hello", "reserve", "admit", "abort", "drain", "hand_over", "resume")
+    __slots__ = ("hello", "reserve", "admit", "abort", "drain", "hand_over", "resume", "more")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class DecodeConnectRequest(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     HAND_OVER_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     hello: _worker_pb2.Hello
     reserve: Reserve
     admit: Admit
@@ -24,10 +25,11 @@ class DecodeConnectRequest(_message.Message):
     drain: _worker_pb2.Drain
     hand_over: HandOver
     resume: Resume
-    def __init__(self, hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., abort: _Optional[_Union[_worker_pb2.Abort, _Mapping]] = ..., drain: _Optional[_Union[_worker_pb2.Drain, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[DecodeConnectRequest]
+    def __init__(self, hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., abort: _Optional[_Union[_worker_pb2.Abort, _Mapping]] = ..., drain: _Optional[_Union[_worker_pb2.Drain, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., more: _Optional[_Iterable[_Union[DecodeConnectRequest, _Mapping]]] = ...) -> None: ...
 
 class DecodeConnectResponse(_message.Message):
-    __slots__ = ("welcome", "reserved", "step", "failed", "requeue", "draining", "load", "began")
+    __slots__ = ("welcome", "reserved", "step", "failed", "requeue", "draining", "load", "began", "more")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +38,7 @@ class DecodeConnectResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     BEGAN_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     welcome: _worker_pb2.Welcome
     reserved: Reserved
     step: StepOutput
@@ -44,7 +47,8 @@ class DecodeConnectResponse(_message.Message):
     draining: _worker_pb2.Draining
     load: _worker_pb2.WorkerLoad
     began: _worker_pb2.Began
-    def __init__(self, welcome: _Optional[_Union[_worker_pb2.Welcome, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., failed: _Optional[_Union[_worker_pb2.RequestFailed, _Mapping]] = ..., requeue: _Optional[_Union[_worker_pb2.Requeue, _Mapping]] = ..., draining: _Optional[_Union[_worker_pb2.Draining, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., began: _Optional[_Union[_worker_pb2.Began, _Mapping]] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[DecodeConnectResponse]
+    def __init__(self, welcome: _Optional[_Union[_worker_pb2.Welcome, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., failed: _Optional[_Union[_worker_pb2.RequestFailed, _Mapping]] = ..., requeue: _Optional[_Union[_worker_pb2.Requeue, _Mapping]] = ..., draining: _Optional[_Union[_worker_pb2.Draining, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., began: _Optional[_Union[_worker_pb2.Began, _Mapping]] = ..., more: _Optional[_Iterable[_Union[DecodeConnectResponse, _Mapping]]] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("request_id", "attempt", "num_sequences")

@@ -10,19 +10,21 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillConnectRequest(_message.Message):
-    __slots__ = ("hello", "submit", "abort", "drain")
+    __slots__ = ("hello", "submit", "abort", "drain", "more")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     hello: _worker_pb2.Hello
     submit: PrefillSubmit
     abort: _worker_pb2.Abort
     drain: _worker_pb2.Drain
-    def __init__(self, hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., submit: _Optional[_Union[PrefillSubmit, _Mapping]] = ..., abort: _Optional[_Union[_worker_pb2.Abort, _Mapping]] = ..., drain: _Optional[_Union[_worker_pb2.Drain, _Mapping]] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[PrefillConnectRequest]
+    def __init__(self, hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., submit: _Optional[_Union[PrefillSubmit, _Mapping]] = ..., abort: _Optional[_Union[_worker_pb2.Abort, _Mapping]] = ..., drain: _Optional[_Union[_worker_pb2.Drain, _Mapping]] = ..., more: _Optional[_Iterable[_Union[PrefillConnectRequest, _Mapping]]] = ...) -> None: ...
 
 class PrefillConnectResponse(_message.Message):
-    __slots__ = ("welcome", "prefilled", "failed", "requeue", "draining", "load", "began")
+    __slots__ = ("welcome", "prefilled", "failed", "requeue", "draining", "load", "began", "more")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +32,7 @@ class PrefillConnectResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     BEGAN_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     welcome: _worker_pb2.Welcome
     prefilled: Prefilled
     failed: _worker_pb2.RequestFailed
@@ -37,7 +40,8 @@ class PrefillConnectResponse(_message.Message):
     draining: _worker_pb2.Draining
     load: _worker_pb2.WorkerLoad
     began: _worker_pb2.Began
-    def __init__(self, welcome: _Optional[_Union[_worker_pb2.Welcome, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., failed: _Optional[_Union[_worker_pb2.RequestFailed, _Mapping]] = ..., requeue: _Optional[_Union[_worker_pb2.Requeue, _Mapping]] = ..., draining: _Optional[_Union[_worker_pb2.Draining, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., began: _Optional[_Union[_worker_pb2.Began, _Mapping]] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[PrefillConnectResponse]
+    def __init__(self, welcome: _Optional[_Union[_worker_pb2.Welcome, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., failed: _Optional[_Union[_worker_pb2.RequestFailed, _Mapping]] = ..., requeue: _Optional[_Union[_worker_pb2.Requeue, _Mapping]] = ..., draining: _Optional[_Union[_worker_pb2.Draining, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., began: _Optional[_Union[_worker_pb2.Began, _Mapping]] = ..., more: _Optional[_Iterable[_Union[PrefillConnectResponse, _Mapping]]] = ...) -> None: ...
 
 class PrefillSubmit(_message.Message):
     __slots__ = ("ticket", "prompt_logprobs", "suspect")

@@ -8,6 +8,7 @@ from grpc import StatusCode, aio
 from blockstore.registry import Member
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
+from services.common.bundle import each_of
 from services.common.errors import Unavailable, UnknownWorker
 from services.common.rpc import open_channel, translated
 from services.common.version import PROTOCOL_VERSION
@@ -42,13 +43,14 @@ async def _drain(worker: Member, channel: aio.Channel, peer_id: str) -> int:
     try:
         await stream.write(request(hello=hello))
         while (response := await stream.read()) is not aio.EOF:
-            match response.WhichOneof("event"):
-                case "welcome":
-                    _check(worker, response.welcome)
-                    # Not before: what is sent to one who refuses the hello hides his reason.
-                    await stream.write(request(drain=worker_pb2.Drain()))
-                case "draining":
-                    return int(response.draining.num_running)
+            for message in each_of(response):
+                match message.WhichOneof("event"):
+                    case "welcome":
+                        _check(worker, message.welcome)
+                        # Not before: what is sent to one who refuses the hello hides his reason.
+                        await stream.write(request(drain=worker_pb2.Drain()))
+                    case "draining":
+                        return int(message.draining.num_running)
         await _raise_status(stream)
     finally:
         stream.cancel()

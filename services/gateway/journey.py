@@ -226,21 +226,22 @@ class Journey:
 
     # ── from one decode worker to another ────────────────────────────────────────────────────────
 
-    async def move(self, target: Worker, timeout_s: float) -> bool:
-        """Go on at another decode worker of the same pool, with nothing computed again. It runs on
-        where it is until a slot is granted there. False: refused, no answer, or over meanwhile.
-        Only for who is settled."""
-        here = self._has.slot
-        assert here is not None
+    def ask_to_move(self, target: Worker) -> Slot:
+        """Ask another decode worker of the same pool for a slot to go on in, with nothing computed
+        again; it runs on where it is. Only for who is settled."""
         slot = Slot(target, self, self.id, next(self._attempts), self.num_sequences)
         self._has.next = slot
-        await slot.answered(timeout_s)
-        if self._has.next is not slot:
+        return slot
+
+    def move(self, slot: Slot) -> bool:
+        """Go there, once the slot is answered. False: refused, no answer, or over meanwhile."""
+        has = self._has
+        if has.next is not slot or has.slot is None:
             return False
         if slot.granted:
-            here.ask_back()
+            has.slot.ask_back()
         else:
-            self._has.let_go_of_next()
+            has.let_go_of_next()
         return slot.granted
 
     # ── what happens to it ───────────────────────────────────────────────────────────────────────

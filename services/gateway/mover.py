@@ -1,12 +1,13 @@
 """Moves running requests from one decode worker to another of its pool: away from one that leaves,
 and from one that has much more than another.
 
-Nothing is computed again and no KV is copied: a slot is got there first, then the ticket changes
-hands. One at a time, so that each waits for no more than the steps of the two workers.
+Nothing is computed again and no KV is copied: slots are got there first, then the tickets change
+hands. All that move together come to rest with one step and go on with one: what is said about one
+of them is said about all in one message, and nobody waits for a step of the others.
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 from services.common.logging import get_logger
@@ -61,11 +62,11 @@ class Mover:
             await self._bell.wait(heard, LOOK_AGAIN_S if leaving else None)
 
     async def _clear(self, source: Worker, pool: tuple[Worker, ...]) -> None:
+        moves = []
         for journey in sorted(_settled(source), key=lambda journey: journey.place.order):
-            target = _roomiest(pool, journey.num_sequences)
-            if target is None:
-                continue
-            await self._move(journey, source, target)
+            if target := _roomiest(pool, journey.num_sequences):
+                moves.append(Move(journey, target))
+        await self._make(moves)
 
     # ── from who has much more ───────────────────────────────────────────────────────────────────
 
@@ -95,25 +96,41 @@ class Mover:
         share = source.num_taken / max(source.num_running, source.num_taken)
         num_to_move = round(half * share)
         youngest = sorted(rested, key=lambda journey: -journey.place.order)
+        moves = []
         for journey in youngest:
             num_sequences = journey.num_sequences
             if num_sequences > num_to_move:
                 continue
             if not _has_room(target, num_sequences):
-                return
-            await self._move(journey, source, target)
+                break
+            moves.append(Move(journey, target))
             num_to_move -= num_sequences
+        await self._make(moves)
 
-    async def _move(self, journey: Journey, source: Worker, target: Worker) -> None:
-        """Also when others were moved meanwhile: it may have ended, or gone."""
-        if journey.settled_at is not source:
-            return
+    async def _make(self, moves: Sequence["Move"]) -> None:
+        """Nobody comes to rest before all have been answered: it runs on meanwhile."""
+        await asyncio.gather(*(move.slot.answered(self._reserve_timeout_s) for move in moves))
+        for move in moves:
+            move.go()
+
+
+class Move:
+    """Of one request, for which a slot counts as taken at the target from now on."""
+
+    def __init__(self, journey: Journey, target: Worker) -> None:
+        self._journey = journey
+        self._target = target
+        self.slot = journey.ask_to_move(target)
+
+    def go(self) -> None:
+        """Also when it has ended meanwhile, or has gone elsewhere."""
+        journey, worker_id = self._journey, self._target.id
         try:
-            moved = await journey.move(target, self._reserve_timeout_s)
+            moves = journey.move(self.slot)
         except Exception as error:  # a fault of ours in one request must not end all moving
             journey.end(error)
             return
-        log.debug("request_moves", request_id=journey.id, worker_id=target.id, granted=moved)
+        log.debug("request_moves", request_id=journey.id, worker_id=worker_id, granted=moves)
 
 
 def _settled(worker: Worker) -> Iterator[Journey]:

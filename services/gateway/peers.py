@@ -14,6 +14,7 @@ from grpc import StatusCode, aio
 from blockstore.registry import Member
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
+from services.common.bundle import Outbox, bundled
 from services.common.errors import VersionMismatch
 from services.common.logging import get_logger
 from services.common.rpc import open_channel
@@ -75,7 +76,7 @@ class Peer:
         self._sink = sink
         self._silence_s = silence_s
         self._heard = False
-        self._outgoing: asyncio.Queue[Any] | None = None
+        self._outgoing: Outbox[Any] | None = None
         self._backoff_s = _FIRST_BACKOFF_S
         self._task = asyncio.create_task(self._keep_connected(), name=f"peer {member.member_id}")
 
@@ -88,7 +89,7 @@ class Peer:
         # Not bounded by itself: a request has at most a few commands under way, and those are.
         # Encoded here: what cannot be is the fault of one request, and must not end the stream.
         if self._outgoing is not None:
-            self._outgoing.put_nowait(self._dialect.command(command))
+            self._outgoing.put(self._dialect.command(command))
 
     async def _keep_connected(self) -> None:
         while True:
@@ -120,7 +121,7 @@ class Peer:
     async def _session(self) -> NoReturn:
         """One stream, from Hello to its end: Closed, AioRpcError, TimeoutError, Silent, Garbled,
         VersionMismatch."""
-        self._outgoing = outgoing = asyncio.Queue[Any]()
+        self._outgoing = outgoing = Outbox[Any](lambda command: int(command.ByteSize()))
         async with open_channel(self.worker.member.address) as channel:
             stream = self._dialect.connect(channel, self._requests(outgoing))
             broke = False
@@ -132,14 +133,14 @@ class Peer:
                 raise
             finally:
                 self._outgoing = None
-                outgoing.put_nowait(None)  # who still waits for commands waits for ever
+                outgoing.close(drop=True)  # who still waits for commands waits for ever
                 stream.cancel()
                 if self.worker.connected:
                     self.worker.connected = False
                     self._sink.on_lost(self.worker, died=broke and not self.worker.draining)
                     self._sink.on_change()
 
-    async def _requests(self, outgoing: asyncio.Queue[Any]) -> AsyncIterator[Any]:
+    async def _requests(self, outgoing: Outbox[Any]) -> AsyncIterator[Any]:
         yield self._dialect.hello(
             worker_pb2.Hello(
                 peer_id=self._gateway_id,
@@ -147,8 +148,8 @@ class Peer:
                 function_library=FUNCTION_LIBRARY,
             )
         )
-        while (command := await outgoing.get()) is not None:
-            yield command
+        while commands := await outgoing.take():
+            yield bundled(commands)
 
     async def _shake_hands(self, stream: Stream) -> None:
         try:

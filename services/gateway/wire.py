@@ -5,11 +5,13 @@ A `Dialect` is all that differs between the Prefill and the Decode stream.
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from grpc import StatusCode, aio
 
 from quire.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
+from services.common.bundle import each_of
 from services.common.errors import InvalidRequest, Overloaded, QuireError
 from services.common.faults import FAULTS, PeerFailed
 from services.common.wire import (
@@ -62,7 +64,7 @@ class Garbled(Exception):
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """`connect` opens the stream; `request` is its message type; `parse` gives the events of one
-    message (none for a kind that this version does not know)."""
+    message without those in it (none for a kind that this version does not know)."""
 
     connect: Callable[[aio.Channel, AsyncIterator[Any]], Stream]
     request: Callable[..., Any]
@@ -71,7 +73,7 @@ class Dialect:
     def events(self, message: Any) -> Iterator[Event]:
         """What makes no sense is Malformed, of the request that it speaks of. Garbled: it speaks of
         none."""
-        for event in self.parse(message):
+        for event in chain.from_iterable(map(self.parse, each_of(message))):
             if isinstance(event, RequestEvent) and not event.request_id:
                 raise Garbled("a message about a request, and not which")
             yield event

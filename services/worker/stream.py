@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from blockstore.registry import Load
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
+from services.common.bundle import Outbox, bundled, each_of
 from services.common.errors import InvalidRequest, VersionMismatch
 from services.common.logging import get_logger
 from services.common.version import PROTOCOL_VERSION
@@ -51,6 +52,10 @@ Fields = dict[str, Message]
 Then = Callable[[], None] | None
 
 
+def _size(unread: tuple[Fields, Then]) -> int:
+    return sum(message.ByteSize() for message in unread[0].values())
+
+
 def output_to_wire(output: Output | Found) -> worker_pb2.SequenceOutput:
     if isinstance(output, Found):
         return _found_to_wire(output)
@@ -83,41 +88,34 @@ class StreamSession:
     def __init__(self, peer_id: str, encode: Callable[[Event], Fields]) -> None:
         self.peer_id = peer_id
         self._encode = encode
-        self._unread: asyncio.Queue[tuple[Fields, Then] | None] = asyncio.Queue()
-        self._ended = False
+        self._unread = Outbox[tuple[Fields, Then]](_size)
 
     def send(self, event: Event, then: Then = None) -> None:
         self.put(self._encode(event), then)
 
     def put(self, fields: Fields, then: Then = None) -> None:
         """Never blocks. A peer that does not read loses its stream, and so its requests."""
-        if self._ended:
-            return
-        self._unread.put_nowait((fields, then))
-        if self._unread.qsize() > _MAX_UNREAD:
+        self._unread.put((fields, then))
+        if len(self._unread) > _MAX_UNREAD:
             log.warning("stream_not_read", peer_id=self.peer_id, num_unread=_MAX_UNREAD)
             self.end()
 
     def end(self) -> None:
         """Nothing goes out any more; what was not written is dropped."""
-        self._ended = True
-        while not self._unread.empty():
-            self._unread.get_nowait()
-        self._unread.put_nowait(None)
+        self._unread.close(drop=True)
 
     def finish(self) -> None:
         """What was put is written, and then the stream ends."""
-        if not self._ended:
-            self._ended = True
-            self._unread.put_nowait(None)
+        self._unread.close()
 
-    async def messages(self) -> AsyncIterator[Fields]:
-        """What was put, until the end. Who asks for the next one has written the last."""
-        while (unread := await self._unread.get()) is not None:
-            fields, then = unread
-            yield fields
-            if then is not None:
-                then()
+    async def messages(self) -> AsyncIterator[list[Fields]]:
+        """What was put, until the end; what goes together comes together. Who asks for the next
+        ones has written the last, and what is to follow one of these follows all of them."""
+        while together := await self._unread.take():
+            yield [fields for fields, _ in together]
+            for _, then in together:
+                if then is not None:
+                    then()
 
 
 class StreamWorker(Protocol):
@@ -151,7 +149,7 @@ class WorkerStream:
     def __init__(
         self,
         worker: StreamWorker,
-        response: Callable[..., Message],
+        response: Callable[..., Any],
         encode: Callable[[Event], Fields],
         obey: Callable[[StreamSession, Any], None],
     ) -> None:
@@ -164,13 +162,13 @@ class WorkerStream:
         """One stream, from hello to its end; then everything that came over it is aborted."""
         session = StreamSession(await self._greet(requests), self._encode)
         self._worker.sessions.add(session)
-        session.put({"welcome": self._welcome()})
         log.info("peer_connected", peer_id=session.peer_id)
         reading = asyncio.create_task(self._read(session, requests))
         reporting = asyncio.create_task(self._report_load(session))
         try:
-            async for fields in session.messages():
-                yield self._response(**fields)
+            yield self._response(welcome=self._welcome())
+            async for together in session.messages():
+                yield bundled([self._response(**fields) for fields in together])
             if reading.done():
                 reading.result()
         finally:
@@ -220,7 +218,8 @@ class WorkerStream:
     async def _read(self, session: StreamSession, requests: AsyncIterator[Any]) -> None:
         try:
             async for request in requests:
-                self._obey(session, request)
+                for command in each_of(request):
+                    self._obey(session, command)
         finally:
             session.end()
 

@@ -15,6 +15,7 @@ from blockstore.ledger import Ledger
 from blockstore.memory_store import MemoryStore
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
+from services.common.bundle import each_of
 from services.common.errors import InvalidRequest, VersionMismatch
 from services.common.metrics import WorkerMetrics
 from services.common.version import PROTOCOL_VERSION
@@ -90,7 +91,7 @@ class Stream:
     async def _run(self) -> None:
         with contextlib.suppress(InvalidRequest, VersionMismatch):
             async for message in self.serve(self._requests()):
-                self.heard.append(message)
+                self.heard += each_of(message)
 
     async def _requests(self) -> AsyncIterator[Any]:
         while (message := await self._outgoing.get()) is not None:

@@ -43,6 +43,23 @@ async def test_what_runs_at_a_draining_worker_moves(make_house: Any, told_by: st
     assert house.num_moves() == 3
 
 
+async def test_all_that_move_come_to_rest_together(make_house: Any) -> None:
+    """Slots are asked for at once, and nobody leaves its batch before all have been answered. What
+    is said about all is one message: a worker hears all of it before its next step."""
+    leaving, other = FakeDecode("leaving"), FakeDecode("other")
+    house = await make_house(FakePrefill(), leaving)
+    calls = await running_at(house, leaving, "r1", "r2", "r3")
+    other.answers_reservations = False
+    await house.add(other)
+    leaving.report(leaving.load, draining=True)
+    await until(lambda: len(other.unanswered) == 3)
+    assert not leaving.commands(decode_pb2.HandOver)
+    other.answer_at_last()
+    await finish(*calls)
+    assert ["reserve"] * 3 in other.together
+    assert ["hand_over"] * 3 in leaving.together
+
+
 async def test_what_finds_no_slot_goes_on_where_it_is(make_house: Any) -> None:
     """The first in order has the only slot elsewhere."""
     leaving, other = FakeDecode("leaving"), FakeDecode("other", num_slots=1)

@@ -157,11 +157,10 @@ async def test_a_group_moves_without_those_that_have_ended() -> None:
     for index in range(NUM):
         step(walk, index)
     other = ScriptedWorker("other")
-    move = asyncio.create_task(walk.journey.move(other, timeout_s=5))
-    await asyncio.sleep(0)
+    slot = walk.journey.ask_to_move(other)
     assert other.sent == [Reserve("r1", 2, NUM)]
     walk.journey.on_event(other, Reserved("r1", 2, granted=True))
-    assert await move
+    assert walk.journey.move(slot)
     assert walk.decode.sent[-1] == HandOver("r1", 1)
     step(walk, 1)
     assert other.guests == {walk.journey: 2}

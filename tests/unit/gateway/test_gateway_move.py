@@ -1,6 +1,5 @@
 """A request that goes on at another decode worker, and its ticket at rest on the way."""
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -16,6 +15,7 @@ from services.gateway.messages import (
     Reserved,
     Submit,
 )
+from services.gateway.slot import Slot
 from services.gateway.stage import Stage
 
 from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected, generated
@@ -29,26 +29,25 @@ def handed_over(walk: Walk, ticket: Ticket) -> Requeued:
     return Requeued("r1", walk.journey.attempt, RequeueReason.HANDED_OVER, at_rest)
 
 
-async def moving(walk: Walk) -> tuple[Ticket, ScriptedWorker, asyncio.Task[bool]]:
+async def moving(walk: Walk) -> tuple[Ticket, ScriptedWorker, Slot]:
     """It runs, has been claimed, and asks another decode worker for a slot."""
     ticket = await walk.until_decoding()
     assert walk.journey.settled_at is None
     walk.journey.on_event(walk.decode, generated(walk, expected(2)[1]))
     assert walk.journey.settled_at is walk.decode
     other = ScriptedWorker("other")
-    move = asyncio.create_task(walk.journey.move(other, timeout_s=5))
-    await asyncio.sleep(0)
+    slot = walk.journey.ask_to_move(other)
     assert other.sent == [Reserve("r1", 2)]
-    return ticket, other, move
+    return ticket, other, slot
 
 
 async def test_a_running_request_moves_when_there_is_a_slot_for_it() -> None:
     """Nothing goes to prefill, and it runs on until the slot is granted."""
     walk = Walk()
-    ticket, other, move = await moving(walk)
+    ticket, other, slot = await moving(walk)
     walk.journey.on_event(walk.decode, generated(walk, expected(3)[2]))
     walk.journey.on_event(other, Reserved("r1", 2, granted=True))
-    assert await move
+    assert walk.journey.move(slot)
     assert walk.decode.sent[-1] == HandOver("r1", 1)
     walk.journey.on_event(walk.decode, generated(walk, expected(4)[3]))
     given = handed_over(walk, ticket)
@@ -71,9 +70,9 @@ async def test_a_running_request_moves_when_there_is_a_slot_for_it() -> None:
 
 async def test_without_a_slot_elsewhere_it_stays() -> None:
     walk = Walk()
-    _, other, move = await moving(walk)
+    _, other, slot = await moving(walk)
     walk.journey.on_event(other, Reserved("r1", 2, granted=False))
-    assert not await move
+    assert not walk.journey.move(slot)
     assert walk.journey.settled_at is walk.decode
     assert other.refused == 1
     assert not other.guests
@@ -81,12 +80,25 @@ async def test_without_a_slot_elsewhere_it_stays() -> None:
     walk.journey.end()
 
 
+async def test_who_has_a_slot_elsewhere_runs_on_until_it_is_told_to_move() -> None:
+    """Others that move with it may have to wait for theirs. Preempted meanwhile, it has lost it."""
+    walk = Walk()
+    _, other, slot = await moving(walk)
+    walk.journey.on_event(other, Reserved("r1", 2, granted=True))
+    assert HandOver("r1", 1) not in walk.decode.sent
+    walk.journey.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED))
+    assert not walk.journey.move(slot)
+    assert HandOver("r1", 1) not in walk.decode.sent
+    assert not other.guests
+    walk.journey.end()
+
+
 @pytest.mark.parametrize("end", ["finished", "preempted", "cancelled", "lost"])
 async def test_what_ends_while_it_moves_gives_the_slot_back(end: str) -> None:
     walk = Walk()
-    _, other, move = await moving(walk)
+    _, other, slot = await moving(walk)
     walk.journey.on_event(other, Reserved("r1", 2, granted=True))
-    assert await move
+    assert walk.journey.move(slot)
     rest = expected(MAX_TOKENS)[2:]
     match end:
         case "finished":
@@ -105,9 +117,9 @@ async def test_what_ends_while_it_moves_gives_the_slot_back(end: str) -> None:
 async def at_rest(walk: Walk) -> ScriptedWorker:
     """Its ticket is at rest at a decode worker, and it waits in line: where it was to move has
     gone."""
-    ticket, other, move = await moving(walk)
+    ticket, other, slot = await moving(walk)
     walk.journey.on_event(other, Reserved("r1", 2, granted=True))
-    assert await move
+    assert walk.journey.move(slot)
     walk.journey.on_lost(other, died=True)
     walk.journey.on_event(walk.decode, handed_over(walk, ticket))
     assert walk.journey.stage is Stage.QUEUED
@@ -171,9 +183,9 @@ async def test_a_ticket_taken_back_when_it_was_sent_on_is_computed_again() -> No
 
 async def test_a_handed_over_ticket_that_does_not_go_on_where_we_are_is_refused() -> None:
     walk = Walk()
-    ticket, other, move = await moving(walk)
+    ticket, other, slot = await moving(walk)
     walk.journey.on_event(other, Reserved("r1", 2, granted=True))
-    assert await move
+    assert walk.journey.move(slot)
     given = handed_over(walk, ticket)
     assert given.ticket is not None
     wrong = replace(given.ticket.sequences[0], token_ids=(1, 2))

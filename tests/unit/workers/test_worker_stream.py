@@ -9,6 +9,7 @@ import pytest
 
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2, worker_pb2
+from services.common.bundle import each_of
 from services.common.errors import InvalidRequest
 from services.common.version import PROTOCOL_VERSION
 from services.common.wire import ticket_to_wire
@@ -34,9 +35,10 @@ async def said(*requests: Any) -> AsyncIterator[Any]:
 
 async def first_failed(responses: AsyncIterator[Any]) -> Any:
     async with asyncio.timeout(10):
-        async for response in responses:
-            if response.WhichOneof("event") == "failed":
-                return response.failed
+        async for together in responses:
+            for response in each_of(together):
+                if response.WhichOneof("event") == "failed":
+                    return response.failed
 
 
 async def test_a_ticket_that_is_refused_leaves_no_slot_taken(bench: Bench) -> None:
@@ -105,8 +107,8 @@ async def test_a_stream_that_ends_takes_along_what_came_over_it(bench: Bench) ->
     )
     service: Any = DecodeService(bench.decode)
     async with aclosing(service.Connect(gateway, None)) as responses, asyncio.timeout(10):
-        async for response in responses:
-            if response.WhichOneof("event") == "reserved":
+        async for together in responses:
+            if any(one.WhichOneof("event") == "reserved" for one in each_of(together)):
                 break
         assert bench.decode.load().num_free_slots == 15
     await bench.until(lambda: bench.decode.load().num_free_slots == 16)
@@ -120,10 +122,39 @@ async def test_a_gateway_that_does_not_read_loses_its_stream(
     session = stream.StreamSession("gateway", lambda event: {})
     for number in range(3):
         session.put({"welcome": worker_pb2.Welcome(worker_id=str(number))})
-    assert session._unread.qsize() == 3
+    assert len(session._unread) == 3
     for _ in range(5):
         session.put({"welcome": worker_pb2.Welcome()})
     assert [fields async for fields in session.messages()] == []
+
+
+async def test_what_is_put_together_is_sent_together() -> None:
+    """And what follows it follows all of it. What is put meanwhile is sent next: there may be no
+    end of that."""
+    session = stream.StreamSession("gateway", lambda event: {})
+    followed: list[str] = []
+
+    def put(*names: str) -> None:
+        for name in names:
+            welcome = worker_pb2.Welcome(worker_id=name)
+            session.put({"welcome": welcome}, then=lambda name=name: followed.append(name))
+
+    messages = session.messages()
+    put("a", "b", "c")
+    assert _names(await anext(messages)) == ["a", "b", "c"]
+    put("d")
+    assert not followed
+    assert _names(await anext(messages)) == ["d"]
+    assert followed == ["a", "b", "c"]
+    put("e")
+    session.finish()
+    assert [_names(together) async for together in messages] == [["e"]]
+    assert followed == ["a", "b", "c", "d", "e"]
+
+
+def _names(together: list[stream.Fields]) -> list[str]:
+    welcomes = [fields["welcome"] for fields in together]
+    return [welcome.worker_id for welcome in welcomes if isinstance(welcome, worker_pb2.Welcome)]
 
 
 async def test_that_it_drains_is_told_at_once(

@@ -10,6 +10,7 @@ from grpc import aio
 from blockstore.registry import Load, Member, Role
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
+from services.common.bundle import each_of
 from services.common.errors import Unavailable
 from services.common.rpc import RpcServer
 from services.common.version import PROTOCOL_VERSION
@@ -42,9 +43,10 @@ class Session:
 
 @dataclass(eq=False)
 class FakeWorker:
-    """`seen`: every command, in order. `aborted`: by (request, attempt). `stuck`: its streams are
-    whole, and nothing comes over them. `begins`: what it gets; otherwise that is `waiting`.
-    `dies_of`: the request that it dies of, `takes_s` after it has begun it."""
+    """`seen`: every command, in order. `together`: the kinds of those of each message. `aborted`:
+    by (request, attempt). `stuck`: its streams are whole, and nothing comes over them. `begins`:
+    what it gets; otherwise that is `waiting`. `dies_of`: the request that it dies of, `takes_s`
+    after it has begun it."""
 
     role: ClassVar[Role]
     service: ClassVar[str]
@@ -57,6 +59,7 @@ class FakeWorker:
     seen: list[Any] = field(default_factory=list)
     aborted: list[tuple[str, int]] = field(default_factory=list)
     sessions: list[Session] = field(default_factory=list)
+    together: list[list[str]] = field(default_factory=list)
     num_hellos: int = 0
     num_reports: int = 0
     num_deaths: int = 0
@@ -92,14 +95,19 @@ class FakeWorker:
             self.on_closed(session)
 
     async def _read(self, stream: AsyncIterator[Any], session: Session) -> None:
-        async for request in stream:
-            kind = request.WhichOneof("command")
-            command = getattr(request, kind)
-            self.seen.append(command)
-            if kind == "abort" and not command.HasField("index"):
-                self.aborted.append((command.request_id, command.attempt))
-                self.trials.leave(command.request_id)
-            getattr(self, f"on_{kind}")(session, command)
+        async for together in stream:
+            self.together.append([request.WhichOneof("command") for request in each_of(together)])
+            for request in each_of(together):
+                self._obey(session, request)
+
+    def _obey(self, session: Session, request: Any) -> None:
+        kind = request.WhichOneof("command")
+        command = getattr(request, kind)
+        self.seen.append(command)
+        if kind == "abort" and not command.HasField("index"):
+            self.aborted.append((command.request_id, command.attempt))
+            self.trials.leave(command.request_id)
+        getattr(self, f"on_{kind}")(session, command)
 
     async def _keep_reporting(self, session: Session) -> None:
         while True:

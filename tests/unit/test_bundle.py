@@ -1,0 +1,75 @@
+"""What is to be sent on a stream goes together when it is there together."""
+
+import asyncio
+
+import pytest
+
+from quire.v1 import decode_pb2
+from services.common import bundle
+from services.common.bundle import Outbox, bundled, each_of
+
+
+def _reserve(name: str) -> decode_pb2.DecodeConnectRequest:
+    return decode_pb2.DecodeConnectRequest(reserve=decode_pb2.Reserve(request_id=name))
+
+
+async def test_what_is_there_goes_together_and_what_comes_meanwhile_next() -> None:
+    outbox = Outbox[str](len)
+    for one in ("a", "b", "c"):
+        outbox.put(one)
+    assert await outbox.take() == ["a", "b", "c"]
+    taking = asyncio.create_task(outbox.take())
+    await asyncio.sleep(0)
+    assert not taking.done()
+    outbox.put("d")
+    outbox.put("e")
+    assert await taking == ["d", "e"]
+
+
+async def test_together_they_do_not_get_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is too large by itself goes alone, and nothing is left out."""
+    monkeypatch.setattr(bundle, "MOST_BYTES", 100)
+    outbox = Outbox[str](len)
+    for one in ("a" * 40, "b" * 60, "c", "d" * 300, "e" * 90, "f" * 10):
+        outbox.put(one)
+    sizes = [[len(one) for one in await outbox.take()] for _ in range(4)]
+    assert sizes == [[40, 60], [1], [300], [90, 10]]
+
+
+async def test_a_closed_outbox_gives_what_was_put_and_then_nothing() -> None:
+    outbox = Outbox[str](len)
+    outbox.put("a")
+    outbox.close()
+    outbox.put("b")
+    assert await outbox.take() == ["a"]
+    assert await outbox.take() == []
+    outbox.close(drop=True)
+    assert await outbox.take() == []
+
+
+async def test_who_waits_for_what_is_dropped_waits_no_longer() -> None:
+    outbox = Outbox[str](len)
+    taking = asyncio.create_task(outbox.take())
+    await asyncio.sleep(0)
+    outbox.put("a")
+    outbox.close(drop=True)
+    assert await taking == []
+    assert len(outbox) == 0
+
+
+def test_what_was_bundled_comes_in_order() -> None:
+    names = ["a", "b", "c"]
+    together = bundled([_reserve(name) for name in names])
+    arrived = decode_pb2.DecodeConnectRequest.FromString(together.SerializeToString())
+    assert [one.reserve.request_id for one in each_of(arrived)] == names
+
+
+def test_one_alone_is_as_it_was() -> None:
+    assert bundled([_reserve("a")]) == _reserve("a")
+
+
+def test_a_bundle_in_a_bundle_counts_for_nothing() -> None:
+    """Whoever sends such a thing makes no work of any depth."""
+    inner = bundled([_reserve("b"), _reserve("c")])
+    together = bundled([_reserve("a"), inner])
+    assert [one.reserve.request_id for one in each_of(together)] == ["a", "b"]
