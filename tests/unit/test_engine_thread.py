@@ -43,7 +43,7 @@ async def running(engine: FakeEngine) -> AsyncIterator[EngineThread]:
 
 async def until(engine: FakeEngine, num_commands: int) -> None:
     async with asyncio.timeout(10):
-        while sum(map(len, engine.heard)) < num_commands:  # noqa: ASYNC110 - a thread rings no bell
+        while sum(map(len, engine.heard)) < num_commands:
             await asyncio.sleep(0.001)
 
 

@@ -1,6 +1,5 @@
 """A request of several sequences: one journey, one ticket, an end for each of them."""
 
-import asyncio
 from dataclasses import replace
 
 import pytest

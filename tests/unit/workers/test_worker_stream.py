@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -137,7 +138,7 @@ async def test_what_is_put_together_is_sent_together() -> None:
     def put(*names: str) -> None:
         for name in names:
             welcome = worker_pb2.Welcome(worker_id=name)
-            session.put({"welcome": welcome}, then=lambda name=name: followed.append(name))
+            session.put({"welcome": welcome}, then=partial(followed.append, name))
 
     messages = session.messages()
     put("a", "b", "c")
