@@ -13,6 +13,7 @@ from services.engine.batch import Draw, Row
 from services.engine.history import History
 from services.engine.models import Model
 from services.engine.runner import Runner
+from services.engine.telling import queries
 
 _PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
 _RANKED = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
@@ -23,6 +24,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "top_k, top_p, penalties": {**_RANKED, **_PENALTIES},
     "top_p": {"temperature": 0.8, "top_p": 0.95},
     "temperature": {"temperature": 0.8},
+    "greedy, logprobs": {"logprobs": 5},
+    "temperature, logprobs": {"temperature": 0.8, "logprobs": 5},
 }
 
 
@@ -61,7 +64,6 @@ class Rows:
 
     def measured(self, what: str, params: SamplingParams, rounds: int) -> Result:
         histories = [History(params, tokens, self.context // 2, [0]) for tokens in self.tokens]
-        is_plain = not params.temperature and not History.matters(params)
 
         def rows() -> list[Row]:
             draws = [
@@ -74,16 +76,9 @@ class Rows:
 
         hidden = self.runner.hidden(rows())
 
-        def choose() -> None:
-            if is_plain:
-                self.model.best(hidden)
-                return
-            draws = [draw for row in rows() for draw in row.draws]
-            self.model.sample(hidden, draws, [self.context] * len(draws))
-
         actions = (
             lambda: self.runner.run(rows()),
-            choose,
+            lambda: self.model.answer(hidden, queries(rows())),
             lambda: self.model.logits(hidden),
         )
         with torch.inference_mode():

@@ -19,35 +19,40 @@ float penalized(float logit, float count, const Adjustment& a) {
 
 }  // namespace
 
-void Adjuster::apply(const Adjustment& a, float* logits, int64_t vocab,
-                     std::vector<int64_t>& touched) {
-  for (int64_t i = 0; i < a.num_biased; ++i) logits[a.biased[i]] += a.biases[i];
-  for (int64_t i = 0; i < a.num_seen; ++i)
-    logits[a.seen[i]] = penalized(logits[a.seen[i]], a.counts[i], a);
+float* Adjuster::apply(const Adjustment& a, float* logits, int64_t vocab,
+                       std::vector<int64_t>& touched) {
   touched.clear();
+  row_ = logits;
   if (a.allowed) {
-    saved_.resize(a.num_allowed);
-    for (int64_t i = 0; i < a.num_allowed; ++i) saved_[i] = logits[a.allowed[i]];
-    std::fill(logits, logits + vocab, kNone);
-    for (int64_t i = 0; i < a.num_allowed; ++i) logits[a.allowed[i]] = saved_[i];
+    allowed_row_.resize(vocab, kNone);
+    row_ = allowed_row_.data();
+    for (int64_t i = 0; i < a.num_allowed; ++i) put(a.allowed[i], logits[a.allowed[i]]);
     touched.assign(a.allowed, a.allowed + a.num_allowed);
-    return;
+  } else {
+    touched.assign(a.biased, a.biased + a.num_biased);
+    touched.insert(touched.end(), a.seen, a.seen + a.num_seen);
   }
-  touched.insert(touched.end(), a.biased, a.biased + a.num_biased);
-  touched.insert(touched.end(), a.seen, a.seen + a.num_seen);
+  // Neither makes anything else of -inf.
+  for (int64_t i = 0; i < a.num_biased; ++i) put(a.biased[i], row_[a.biased[i]] + a.biases[i]);
+  for (int64_t i = 0; i < a.num_seen; ++i)
+    put(a.seen[i], penalized(row_[a.seen[i]], a.counts[i], a));
+  return row_;
 }
 
-void Adjuster::ban(const Adjustment& a, float* logits) {
-  saved_.resize(a.num_banned);
-  for (int64_t i = 0; i < a.num_banned; ++i) {
-    saved_[i] = logits[a.banned[i]];
-    logits[a.banned[i]] = kNone;
-  }
+void Adjuster::ban(const Adjustment& a) {
+  num_before_bans_ = changes_.size();
+  for (int64_t i = 0; i < a.num_banned; ++i) put(a.banned[i], kNone);
 }
 
-// Backwards: of a token that is banned twice, the first has its logit.
-void Adjuster::lift(const Adjustment& a, float* logits) const {
-  for (int64_t i = a.num_banned; i-- > 0;) logits[a.banned[i]] = saved_[i];
+void Adjuster::put(int64_t token_id, float logit) {
+  changes_.push_back({token_id, row_[token_id]});
+  row_[token_id] = logit;
+}
+
+// Backwards: of a token that changed twice, the first change knows its logit.
+void Adjuster::undo(size_t num_kept) {
+  for (; changes_.size() > num_kept; changes_.pop_back())
+    row_[changes_.back().token_id] = changes_.back().before;
 }
 
 }  // namespace quire

@@ -47,4 +47,13 @@ inline T* data(const Array& a, const char* name) {
   return static_cast<T*>(a.data());
 }
 
+// fp32 [size].
+inline const float* floats(const Array& a, size_t size, const char* name) {
+  check_rank(a, 1, name);
+  if (a.size() != size)
+    throw std::invalid_argument(std::string(name) + " has " + std::to_string(a.size()) +
+                                " values instead of " + std::to_string(size));
+  return data<float>(a, name);
+}
+
 }  // namespace quire

@@ -10,8 +10,7 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kTokensAtOnce = 8;   // of a loop over tokens
-constexpr int64_t kScoredAtOnce = 64;  // rows of logits: 39 MB of a vocabulary of 150,000
+constexpr int64_t kTokensAtOnce = 8;  // of a loop over tokens
 
 float widened(const void* from, Dtype dtype, int64_t i) {
   if (dtype == Dtype::f32) return static_cast<const float*>(from)[i];
@@ -19,20 +18,6 @@ float widened(const void* from, Dtype dtype, int64_t i) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
-}
-
-// To nearest, ties to even; NaN stays NaN.
-bf16 narrowed(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  if (value != value) return static_cast<bf16>((bits >> 16) | 0x40u);
-  return static_cast<bf16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
-// Whether a larger one comes later; NaN is the largest, the first one stays.
-bool beats(const Best& challenger, const Best& holder) {
-  if (holder.value != holder.value) return false;
-  return challenger.value > holder.value || challenger.value != challenger.value;
 }
 
 }  // namespace
@@ -231,89 +216,6 @@ Activations Decoder::taken(Lane& lane, const void* x, Dtype dtype, int64_t strid
     kernels_.quantize(x, dtype, stride, static_cast<int>(next.k), rows, begin, end);
   });
   return {rows.data, rows.stride, rows.scales};
-}
-
-Decoder::Buffers Decoder::head_buffers(int64_t m) {
-  const int64_t width = round_up(shape_.hidden, 64);
-  Buffers b{};
-  b.inputs = {head_->kind, inputs_.get(m * width * sizeof(float)), width,
-              static_cast<float*>(scales_.get(m * sizeof(float)))};
-  return b;
-}
-
-Activations Decoder::head_input(Lane& lane, const float* hidden, int64_t m, const Buffers& b) {
-  if (head_->kind == WeightKind::int8)
-    return taken(lane, hidden, Dtype::f32, shape_.hidden, m, *head_, b);
-  if (head_->kind == WeightKind::f32) return {hidden, shape_.hidden, nullptr};
-  lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      for (int64_t i = 0; i < shape_.hidden; ++i)
-        static_cast<bf16*>(b.inputs.data)[row * b.inputs.stride + i] =
-            narrowed(hidden[row * shape_.hidden + i]);
-  });
-  return {b.inputs.data, b.inputs.stride, nullptr};
-}
-
-void Decoder::logits(const float* hidden, int64_t m, float* out) {
-  const Buffers b = head_buffers(m);
-  pool_.run([&](Lane& lane) {
-    const Activations x = head_input(lane, hidden, m, b);
-    linear(lane, *head_, x, m, Epilogue::store_f32, out, shape_.vocab);
-  });
-}
-
-void Decoder::sample(const float* hidden, int64_t m, const Draw* draws, int64_t* tokens) {
-  const Buffers b = head_buffers(m);
-  auto* rows = static_cast<float*>(logits_.get(m * shape_.vocab * sizeof(float)));
-  while (static_cast<int>(samplers_.size()) < pool_.num_lanes()) samplers_.emplace_back(kernels_);
-  pool_.run([&](Lane& lane) {
-    const Activations x = head_input(lane, hidden, m, b);
-    linear(lane, *head_, x, m, Epilogue::store_f32, rows, shape_.vocab);
-    lane.loop(m, 1, [&](int64_t row, int64_t) {
-      float* logits = rows + row * shape_.vocab;
-      tokens[row] = samplers_[lane.index].sample(logits, shape_.vocab, draws[row]);
-    });
-  });
-}
-
-void Decoder::score(const float* hidden, int64_t m, const Scores& scores) {
-  const Buffers b = head_buffers(std::min(m, kScoredAtOnce));
-  auto* logits =
-      static_cast<float*>(logits_.get(std::min(m, kScoredAtOnce) * shape_.vocab * sizeof(float)));
-  const int64_t width = 1 + scores.num_top;
-  for (int64_t row = 0; row < m; row += kScoredAtOnce) {
-    const int64_t size = std::min(kScoredAtOnce, m - row);
-    const Scores here{scores.token_ids + row * width, scores.logprobs + row * width,
-                      scores.ranks + row, scores.num_top};
-    scorer_.begin(logits, size, shape_.vocab, here);
-    pool_.run([&](Lane& lane) {
-      const Activations x = head_input(lane, hidden + row * shape_.hidden, size, b);
-      linear(lane, *head_, x, size, Epilogue::store_f32, logits, shape_.vocab);
-      const int64_t num_parts = scorer_.num_parts();
-      lane.loop(num_parts, 1, [&](int64_t part, int64_t) { scorer_.look(part); });
-      lane.loop(num_parts, 1, [&](int64_t part, int64_t) { scorer_.add(part); });
-      lane.loop(size, 1, [&](int64_t i, int64_t) { scorer_.conclude(i); });
-    });
-  }
-}
-
-void Decoder::best(const float* hidden, int64_t m, Best* out) {
-  const Buffers b = head_buffers(m);
-  const int64_t num_panels = round_up(head_->n, kPanel) / kPanel;
-  const int64_t grain = linear_grain(num_panels, m, pool_.num_lanes());
-  const int64_t num_parts = (num_panels + grain - 1) / grain;
-  auto* parts = static_cast<Best*>(bests_.get(num_parts * m * sizeof(Best)));
-  pool_.run([&](Lane& lane) {
-    const Activations x = head_input(lane, hidden, m, b);
-    lane.loop(num_panels, grain, [&](int64_t begin, int64_t end) {
-      kernels_.linear({head_, x, Epilogue::argmax, parts + begin / grain * m, 0}, begin, end, 0, m);
-    });
-  });
-  for (int64_t row = 0; row < m; ++row) {
-    out[row] = parts[row];
-    for (int64_t part = 1; part < num_parts; ++part)
-      if (beats(parts[part * m + row], out[row])) out[row] = parts[part * m + row];
-  }
 }
 
 }  // namespace quire

@@ -1,5 +1,5 @@
-// A decoder-only transformer (Llama, Qwen2, Qwen3, Mistral): one call computes one step of a batch,
-// all layers, without Python in between.
+// A decoder-only transformer (Llama, Qwen2, Qwen3, Mistral) below its head: one call computes one
+// step of a batch, all layers, without Python in between.
 //
 // The residual stream is fp32; what goes into a linear is rounded to the weights' kind (fp32, bf16,
 // or bytes with a scale per token), what goes into attention to the KV's dtype. Buffers grow to the
@@ -10,8 +10,6 @@
 
 #include "kernels.h"
 #include "packed_linear.h"
-#include "sampler.h"
-#include "scorer.h"
 #include "scratch.h"
 #include "thread_pool.h"
 
@@ -62,8 +60,8 @@ struct Batch {
 class Decoder {
  public:
   Decoder(const Kernels& kernels, ThreadPool& pool, Shape shape, std::vector<Layer> layers,
-          const void* embedding, Dtype embedding_dtype, const float* final_norm, const Linear* head,
-          const float* cos, const float* sin)
+          const void* embedding, Dtype embedding_dtype, const float* final_norm, const float* cos,
+          const float* sin)
       : kernels_(kernels),
         pool_(pool),
         shape_(shape),
@@ -71,26 +69,11 @@ class Decoder {
         embedding_(embedding),
         embedding_dtype_(embedding_dtype),
         final_norm_(final_norm),
-        head_(head),
         cos_(cos),
-        sin_(sin),
-        scorer_(kernels) {}
+        sin_(sin) {}
 
   // Final, normed states fp32 [num_wanted, hidden]; writes the new tokens' KV into the arena.
   void forward(const Batch& batch, const Arena& arena, float* hidden);
-
-  // From states [M, hidden] to fp32 logits [M, vocab].
-  void logits(const float* hidden, int64_t m, float* out);
-
-  // A token for each state, drawn as `draws[i]` says; -1: its logits are not finite.
-  void sample(const float* hidden, int64_t m, const Draw* draws, int64_t* tokens);
-
-  // Only each state's largest logit and its token: what greedy sampling needs.
-  void best(const float* hidden, int64_t m, Best* out);
-
-  // What the logits of each state say of the token asked for, and of the likeliest; some rows at a
-  // time, so that a long prompt needs no memory of its own.
-  void score(const float* hidden, int64_t m, const Scores& scores);
 
  private:
   using Lane = ThreadPool::Lane;
@@ -124,8 +107,6 @@ class Decoder {
               void* out, int64_t out_stride);
   Activations taken(Lane& lane, const void* x, Dtype dtype, int64_t stride, int64_t m,
                     const Linear& next, const Buffers& b);
-  Activations head_input(Lane& lane, const float* hidden, int64_t m, const Buffers& b);
-  Buffers head_buffers(int64_t m);
 
   const Kernels& kernels_;
   ThreadPool& pool_;
@@ -134,13 +115,10 @@ class Decoder {
   const void* embedding_;  // [vocab, hidden]
   const Dtype embedding_dtype_;
   const float* final_norm_;
-  const Linear* head_;
   const float* cos_;  // [positions, D / 2]
   const float* sin_;
   std::vector<Queries> queries_;
-  std::vector<Sampler> samplers_;  // one a lane
-  Scorer scorer_;
-  Scratch residual_, qkv_, q_, attended_, gated_, inputs_, scales_, scratch_, bests_, logits_;
+  Scratch residual_, qkv_, q_, attended_, gated_, inputs_, scales_, scratch_;
 };
 
 }  // namespace quire

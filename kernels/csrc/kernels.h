@@ -61,9 +61,10 @@ enum class Epilogue : int {
   // Panels are 16 columns of `gate` and the same 16 of `up`:
   silu_mul_f32 = 3,  // out[m, j] = silu(gate_j) * up_j
   silu_mul_bf16 = 4,
-  // best[m] = the largest y of the columns of this call and its column, of equal ones the first
-  // (a NaN is larger than anything, as for torch.argmax):
-  argmax = 5,
+  // Of rows below `num_best`: best[m] = the largest y of the columns of this call and its column,
+  // of equal ones the first (a NaN is larger than anything, as for torch.argmax). Of the others:
+  // out[m - num_best, n] = y.
+  best_or_f32 = 5,
 };
 
 struct Best {
@@ -75,8 +76,10 @@ struct LinearCall {
   const Linear* weights;
   Activations x;
   Epilogue epilogue;
-  void* out;           // see Epilogue; Best* [M] for argmax
+  void* out;           // see Epilogue
   int64_t out_stride;  // elements
+  Best* best = nullptr;
+  int64_t num_best = 0;
 };
 
 // ---- attention ---------------------------------------------------------------------------------

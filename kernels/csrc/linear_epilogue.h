@@ -70,9 +70,8 @@ inline bool all(i32x16 condition) {
 // else, the first column is the answer.
 inline void forget_best(const LinearCall& call, int64_t panel_begin, int64_t row_begin,
                         int64_t row_end) {
-  for (int64_t row = row_begin; row < row_end; ++row)
-    static_cast<Best*>(call.out)[row] = {-__builtin_inff(),
-                                         static_cast<int32_t>(panel_begin * kPanel)};
+  for (int64_t row = row_begin; row < row_end && row < call.num_best; ++row)
+    call.best[row] = {-__builtin_inff(), static_cast<int32_t>(panel_begin * kPanel)};
 }
 
 inline void keep_best(Best& best, const Columns& y, int64_t column, int64_t count) {
@@ -120,9 +119,12 @@ inline void finish(const LinearCall& call, int64_t row, int64_t num_rows, int64_
       return each_row([=](int64_t m, const Columns& y) {
         store_f32(bf16 + m * stride + gated, silu(y.low) * y.high);
       });
-    case Epilogue::argmax:
+    case Epilogue::best_or_f32:
       return each_row([&](int64_t m, const Columns& y) {
-        keep_best(static_cast<Best*>(call.out)[m], y, column, count);
+        if (m < call.num_best)
+          keep_best(call.best[m], y, column, count);
+        else
+          store_columns(f32 + (m - call.num_best) * stride + column, y, count);
       });
   }
 }

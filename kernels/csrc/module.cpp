@@ -14,6 +14,7 @@ using namespace nb::literals;
 namespace quire {
 void bind_ops(nb::module_& m);
 void bind_decoder(nb::module_& m);
+void bind_head(nb::module_& m);
 
 namespace {
 
@@ -76,4 +77,5 @@ NB_MODULE(_native, m) {
 
   bind_ops(m);
   bind_decoder(m);
+  bind_head(m);
 }

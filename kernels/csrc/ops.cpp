@@ -107,9 +107,11 @@ class Ops {
       lane.loop(weights.num_panels(), kGrain, [&](int64_t begin, int64_t end) {
         LinearCall call{&w,
                         {x.data(), x.stride(0), nullptr},
-                        Epilogue::argmax,
+                        Epilogue::best_or_f32,
+                        nullptr,
+                        0,
                         best.data() + begin / kGrain * m,
-                        0};
+                        m};
         kernels_.linear(call, begin, end, 0, m);
       });
     });

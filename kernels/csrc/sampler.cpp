@@ -29,12 +29,16 @@ int64_t Sampler::sample(float* logits, int64_t vocab, const Draw& draw) {
   chunks_.resize((vocab + kLogitChunk - 1) / kLogitChunk);
   kernels_.largest(logits, vocab, chunks_.data());
   if (!find_largest()) return -1;
-  if (draw.adjustment) {
-    adjust(logits);
-    if (!find_largest()) return -1;
-  }
-  if (draw.temperature == 0) return first_largest();
-  for (float& chunk : chunks_) chunk = (chunk - largest_) / draw.temperature;
+  if (!draw.adjustment) return choose();
+  adjust(logits);
+  const int64_t token = find_largest() ? choose() : -1;
+  adjuster_.restore();
+  return token;
+}
+
+int64_t Sampler::choose() {
+  if (draw_.temperature == 0) return first_largest();
+  for (float& chunk : chunks_) chunk = (chunk - largest_) / draw_.temperature;
   return race(threshold());
 }
 
@@ -50,13 +54,13 @@ bool Sampler::find_largest() {
 
 void Sampler::adjust(float* logits) {
   const Adjustment& adjustment = *draw_.adjustment;
-  adjuster_.apply(adjustment, logits, vocab_, touched_);
+  logits_ = adjuster_.apply(adjustment, logits, vocab_, touched_);
   if (adjustment.allowed) std::fill(chunks_.begin(), chunks_.end(), kNone);
-  adjuster_.ban(adjustment, logits);
+  adjuster_.ban(adjustment);
   look_again(touched_.data(), static_cast<int64_t>(touched_.size()));
   look_again(adjustment.banned, adjustment.num_banned);
   if (find_largest()) return;
-  adjuster_.lift(adjustment, logits);
+  adjuster_.lift();
   look_again(adjustment.banned, adjustment.num_banned);
 }
 

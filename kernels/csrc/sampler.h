@@ -28,7 +28,8 @@ class Sampler {
  public:
   explicit Sampler(const Kernels& kernels) : kernels_(kernels) {}
 
-  // -1: the logits are not finite. An adjustment is applied to them where they are.
+  // -1: the logits are not finite. An adjustment changes them meanwhile; they are as they were
+  // afterwards.
   int64_t sample(float* logits, int64_t vocab, const Draw& draw);
 
  private:
@@ -47,6 +48,7 @@ class Sampler {
 
   int64_t num_chunks() const { return static_cast<int64_t>(chunks_.size()); }
   bool find_largest();
+  int64_t choose();
   void adjust(float* logits);
   void look_again(const int64_t* token_ids, int64_t count);
   int64_t first_largest() const;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <utility>
 
 namespace quire {
 namespace {
@@ -28,22 +29,21 @@ float logprob(float logit, float largest, double log_sum) {
 
 }  // namespace
 
-void Scorer::begin(const float* logits, int64_t m, int64_t vocab, const Scores& scores) {
-  logits_ = logits;
-  m_ = m;
+void Scorer::begin(std::vector<ScoredRow> rows, int64_t vocab, const Scores& scores) {
+  rows_ = std::move(rows);
   vocab_ = vocab;
   scores_ = scores;
   parts_per_row_ = ceil_div(vocab, kPart);
   chunks_per_row_ = ceil_div(vocab, kLogitChunk);
-  chunks_.resize(m * chunks_per_row_);
-  parts_.resize(m * parts_per_row_);
+  chunks_.resize(num_rows() * chunks_per_row_);
+  parts_.resize(num_parts());
 }
 
 void Scorer::look(int64_t part) {
   const int64_t row = part / parts_per_row_, begin = part % parts_per_row_ * kPart;
   const int64_t size = std::min(kPart, vocab_ - begin);
   float* chunks = chunks_.data() + row * chunks_per_row_ + begin / kLogitChunk;
-  kernels_.largest(logits_ + row * vocab_ + begin, size, chunks);
+  kernels_.largest(rows_[row].logits + begin, size, chunks);
   float largest = -std::numeric_limits<float>::infinity();
   for (int64_t i = 0; i < ceil_div(size, kLogitChunk) && !std::isnan(largest); ++i)
     largest = chunks[i] > largest || std::isnan(chunks[i]) ? chunks[i] : largest;
@@ -62,13 +62,13 @@ float Scorer::largest_of(int64_t row) const {
 
 void Scorer::add(int64_t part) {
   const int64_t row = part / parts_per_row_, begin = part % parts_per_row_ * kPart;
-  const float* logits = logits_ + row * vocab_;
-  const float asked = logits[scores_.token_ids[row * (1 + scores_.num_top)]];
+  const float* logits = rows_[row].logits;
   const float largest = largest_of(row);
   Part& found = parts_[part];
   found.sum = 0;
   found.num_larger = 0;
-  if (!std::isfinite(largest)) return;
+  if (!std::isfinite(largest)) return;  // no token may have come of them
+  const float asked = logits[scores_.asked(rows_[row].slot)];
   const int64_t end = std::min(begin + kPart, vocab_);
   double sums[4] = {};  // independent chains of additions
   float scaled[kLogitChunk], powers[kLogitChunk];
@@ -84,9 +84,10 @@ void Scorer::add(int64_t part) {
 }
 
 void Scorer::conclude(int64_t row) {
+  const auto [logits, slot] = rows_[row];
   const float largest = largest_of(row);
   if (!std::isfinite(largest)) {
-    scores_.ranks[row] = 0;
+    scores_.ranks[slot] = 0;
     return;
   }
   double sum = 0;
@@ -96,10 +97,9 @@ void Scorer::conclude(int64_t row) {
     rank += parts_[i].num_larger;
   }
   const double log_sum = std::log(sum);
-  const int64_t at = row * (1 + scores_.num_top);
-  const float asked = logits_[row * vocab_ + scores_.token_ids[at]];
-  scores_.ranks[row] = rank;
-  scores_.logprobs[at] = logprob(asked, largest, log_sum);
+  scores_.ranks[slot] = rank;
+  scores_.logprobs[slot * (1 + scores_.num_top)] =
+      logprob(logits[scores_.asked(slot)], largest, log_sum);
   if (scores_.num_top > 0) find_top(row, largest, log_sum);
 }
 
@@ -119,12 +119,12 @@ void Scorer::find_top(int64_t row, float largest, double log_sum) {
     if (chunks[i] < bound) continue;
     const int64_t end = std::min((i + 1) * kLogitChunk, vocab_);
     for (int64_t id = i * kLogitChunk; id < end; ++id) {
-      const float logit = logits_[row * vocab_ + id];
+      const float logit = rows_[row].logits[id];
       if (logit >= bound) candidates.push_back({logit, id});
     }
   }
   std::partial_sort(candidates.begin(), candidates.begin() + num_top, candidates.end());
-  const int64_t at = row * (1 + num_top) + 1;
+  const int64_t at = rows_[row].slot * (1 + num_top) + 1;
   for (int64_t i = 0; i < num_top; ++i) {
     scores_.token_ids[at + i] = candidates[i].token_id;
     scores_.logprobs[at + i] = logprob(candidates[i].logit, largest, log_sum);

@@ -115,7 +115,6 @@ class Decoder:
         layers: list[Layer],
         embedding: Tensor,
         final_norm: Tensor,
-        head: PackedLinear,
         cos: Tensor,
         sin: Tensor,
     ) -> None: ...
@@ -131,7 +130,18 @@ class Decoder:
         kv: Tensor,
         hidden: Tensor,
     ) -> None: ...
+
+class Head:
+    def __init__(self, isa: str, pool: ThreadPool, weights: PackedLinear) -> None: ...
     def logits(self, hidden: Tensor, out: Tensor) -> None: ...
-    def sample(self, hidden: Tensor, draws: list[_Draw], tokens: Tensor) -> None: ...
-    def best(self, hidden: Tensor, values: Tensor, indices: Tensor) -> None: ...
-    def score(self, hidden: Tensor, token_ids: Tensor, logprobs: Tensor, ranks: Tensor) -> None: ...
+    def answer(
+        self,
+        hidden: Tensor,
+        states: Tensor,
+        draws: list[_Draw | None],
+        tokens: Tensor,
+        scored: Tensor,
+        token_ids: Tensor,
+        logprobs: Tensor,
+        ranks: Tensor,
+    ) -> None: ...

@@ -16,6 +16,7 @@ from torch import Tensor
 from kvops._native import Adjustment as NativeAdjustment
 from kvops._native import (
     Decoder,
+    Head,
     Layer,
     Ops,
     PackedLinear,
@@ -30,6 +31,7 @@ __all__ = [
     "NUMERICS",
     "PACKING",
     "Decoder",
+    "Head",
     "Kind",
     "Lane",
     "Layer",
@@ -130,7 +132,6 @@ class NativeCpu:
         layers: list[Layer],
         embedding: Tensor,
         final_norm: Tensor,
-        head: PackedLinear,
         rotation: tuple[Tensor, Tensor],
     ) -> Decoder:
         """embedding: [vocab, hidden] fp32 or bf16. final_norm: [hidden] fp32. rotation: cosines and
@@ -142,10 +143,13 @@ class NativeCpu:
             layers,
             embedding,
             final_norm,
-            head,
             rotation[0],
             rotation[1],
         )
+
+    def head(self, weights: PackedLinear) -> Head:
+        """weights: [vocab, hidden]."""
+        return Head(self.isa, self.pool, weights)
 
 
 def aligned(num_bytes: int) -> Tensor:

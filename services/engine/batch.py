@@ -25,6 +25,11 @@ class Draw:
     sequence_index: int
     adjustment: Adjustment | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """It takes the likeliest token of the logits as they are."""
+        return self.sampling.temperature == 0 and self.adjustment is None
+
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
@@ -67,3 +72,22 @@ class Told:
 
 Drawn = tuple[int, ...] | Told | Fault
 """What a row comes to: a token for each of its draws, or a fault of this row alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A token that stands at `position`, after a state of the step: which one it is to be, or which
+    it is already. `num_top`: how likely it is, with so many of the likeliest; None: not asked."""
+
+    state: int
+    token: Draw | int
+    position: int
+    num_top: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To a query. `logprobs`: where they were asked for."""
+
+    token_id: int
+    logprobs: Logprobs | None = None

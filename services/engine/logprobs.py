@@ -12,10 +12,6 @@ from torch import Tensor
 from services.common.logprobs import Logprobs
 from services.engine.batch import Fault
 
-ROWS_AT_ONCE = 64
-"""A prompt's logits are never in memory at once: 64 rows of 150,000 tokens are 39 MB."""
-
-
 def score(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[Logprobs | Fault]:
     """logits: fp32 [N, vocab_size]. Of `token_ids[i]` in row i, with the `num_top` likeliest (at
     most the vocabulary). The logarithm of the sum is taken in double precision."""

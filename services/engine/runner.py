@@ -1,8 +1,7 @@
 """One forward pass: rows in, their next tokens out."""
 
 from collections.abc import Sequence
-from functools import partial
-from itertools import chain, islice, pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -10,12 +9,10 @@ import torch
 from torch import Tensor
 
 from kvops import Backend
-from services.common.logprobs import Logprobs
 from services.common.ticket import SamplingParams
-from services.engine.batch import Draw, Drawn, Fault, Row
+from services.engine.batch import Answer, Draw, Drawn, Fault, Query, Row
 from services.engine.models import Batch, Model
-from services.engine.sampler import greedy
-from services.engine.telling import states_that_draw, told, wanted_states
+from services.engine.telling import queries, told, wanted_states
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
 
@@ -50,12 +47,8 @@ class Runner:
         too short a block table, or with a block or token id that is not there.
         """
         hidden = self.hidden(rows)
-        drawing = [row for row in rows if row.draws]
-        ends = states_that_draw(rows)
-        drawn_from = hidden if len(ends) == len(hidden) else hidden[ends]
-        tokens = iter(self._tokens(drawn_from, drawing) if drawing else ())
-        drawn = [_drawn(list(islice(tokens, len(row.draws)))) for row in rows]
-        return told(rows, drawn, partial(self._score, hidden))
+        asked = queries(rows)
+        return told(rows, self._answers(hidden, asked) if asked else ())
 
     def give_way(self) -> None:
         """Whoever else computes here gets a CPU from the operating system."""
@@ -90,35 +83,8 @@ class Runner:
             self.logits([nowhere])
 
     @torch.inference_mode()
-    def _score(
-        self, hidden: Tensor, states: Sequence[int], token_ids: Sequence[int], num_top: int
-    ) -> list[Logprobs | Fault]:
-        return self._model.score(hidden[list(states)], token_ids, num_top)
-
-    @torch.inference_mode()
-    def _tokens(self, hidden: Tensor, rows: Sequence[Row]) -> list[int | Fault]:
-        """Draw after draw, of one row side by side. Greedy ones whose logits
-        stay as they are need the largest one alone."""
-        draws = [draw for row in rows for draw in row.draws]
-        states = [state for state, row in enumerate(rows) for _ in row.draws]
-        positions = [_end(rows[state]) for state in states]
-        is_plain = [d.sampling.temperature == 0 and d.adjustment is None for d in draws]
-        likeliest = [i for i, yes in enumerate(is_plain) if yes]
-        drawn = [i for i, yes in enumerate(is_plain) if not yes]
-        tokens: list[int | Fault] = [0] * len(draws)
-        if likeliest:
-            found = self._model.best(_at(hidden, [states[i] for i in likeliest]))
-            for i, token in zip(likeliest, greedy(*found), strict=True):
-                tokens[i] = token
-        if drawn:
-            sampled = self._model.sample(
-                _at(hidden, [states[i] for i in drawn]),
-                [draws[i] for i in drawn],
-                [positions[i] for i in drawn],
-            )
-            for i, token in zip(drawn, sampled, strict=True):
-                tokens[i] = token
-        return tokens
+    def _answers(self, hidden: Tensor, asked: Sequence[Query]) -> list[Answer | Fault]:
+        return self._model.answer(hidden, asked)
 
     def _batch(self, rows: Sequence[Row]) -> Batch:
         self._check(rows)
@@ -173,20 +139,6 @@ class Runner:
                     f"row {i}: {len(row.block_table)} blocks of {self._block_size} do not hold "
                     f"{_end(row)} positions"
                 )
-
-
-def _at(hidden: Tensor, states: Sequence[int]) -> Tensor:
-    """Those of all rows in their order, each once, are there already."""
-    return hidden if len(states) == len(hidden) and _is_rising(states) else hidden[list(states)]
-
-
-def _is_rising(states: Sequence[int]) -> bool:
-    return all(before < after for before, after in pairwise(states))
-
-
-def _drawn(tokens: Sequence[int | Fault]) -> tuple[int, ...] | Fault:
-    faults = [token for token in tokens if isinstance(token, Fault)]
-    return faults[0] if faults else tuple(token for token in tokens if isinstance(token, int))
 
 
 def _end(row: Row) -> int:

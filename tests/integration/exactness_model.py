@@ -13,10 +13,10 @@ import torch
 
 import kvops
 from kvops.native import Lane
-from services.engine.batch import Drawn, Row
+from services.engine.batch import Draw, Drawn, Row
 from services.engine.models import Model, load_model
 from services.engine.runner import Runner
-from services.engine.telling import states_that_draw
+from services.engine.telling import queries
 from services.gateway import catalog
 from tests.exactness import SEED
 
@@ -93,13 +93,13 @@ class Watched(Runner):
 
     def hidden(self, rows: Sequence[Row]) -> torch.Tensor:
         hidden = super().hidden(rows)
-        drawing = [row for row in rows if row.draws]
-        if any(self._is_ours(row) for row in drawing):
-            logits = self._model.logits(hidden)[states_that_draw(rows)]
-            for row, of_row in zip(drawing, logits, strict=True):
-                for draw in row.draws if self._is_ours(row) else ():
-                    position = row.start + len(row.token_ids)
-                    self.logits_of[draw.sequence_index, position].add(of_row.numpy().tobytes())
+        asked = [(query, query.token) for query in queries(rows)]
+        ours = [(q, t) for q, t in asked if isinstance(t, Draw) and t.sampling.seed == SEED]
+        if ours:
+            logits = self._model.logits(hidden)
+            for query, draw in ours:
+                state = logits[query.state].numpy().tobytes()
+                self.logits_of[draw.sequence_index, query.position].add(state)
         return hidden
 
     def _is_ours(self, row: Row) -> bool:

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from bench.make_checkpoint import make_checkpoint
 from kvops.native import Lane, NativeCpu, wake
-from services.engine.batch import Row
+from services.engine.batch import Answer, Fault, Query, Row
 
 from .models_oracle import GREEDY, Rig, random_prompt
 
@@ -41,6 +42,13 @@ def rows() -> list[Row]:
     return prompts + [Row([i], 32, range(3), store_from=33, draws=(GREEDY,)) for i in range(8)]
 
 
+DRAWN = replace(GREEDY, sampling=replace(GREEDY.sampling, temperature=1.0, top_p=0.9))
+QUERIES = [
+    Query(state, (GREEDY, DRAWN)[state % 2], 33, num_top=(None, None, 3)[state % 3])
+    for state in range(10)
+]
+
+
 class Bench:
     """A rig whose lanes change, and what it computes on one lane."""
 
@@ -56,15 +64,15 @@ class Bench:
     def assign(self, lanes: list[Lane]) -> None:
         self.native.assign(lanes, self.board)
 
-    def step(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits, and the best token and its value, which is another loop over the head."""
+    def step(self) -> tuple[Tensor, list[Answer | Fault]]:
+        """Logits, and what else is asked of the states, which are other loops over the head."""
         hidden = self.rig.hidden(rows())
-        values, tokens = self.rig._model.best(hidden)
-        return self.rig.last_logits, values, tokens
+        return self.rig.last_logits, self.rig._model.answer(hidden, QUERIES)
 
     def check(self) -> None:
-        for found, expected in zip(self.step(), self.expected, strict=True):
-            assert torch.equal(found, expected)
+        (logits, answers), (expected, expected_answers) = self.step(), self.expected
+        assert torch.equal(logits, expected)
+        assert answers == expected_answers
 
 
 @pytest.fixture

@@ -2,19 +2,17 @@
 them, and the windows of Mistral where the configuration has them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvops import Backend
-from services.common.logprobs import Logprobs
 from services.common.text.model_config import ModelConfig
-from services.engine.batch import Draw, Fault
-from services.engine.logprobs import ROWS_AT_ONCE, score
+from services.engine.answering import answer, parts
+from services.engine.batch import Answer, Fault, Query
 from services.engine.models.model import Batch
 from services.engine.rope import rope_tables
-from services.engine.sampler import sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +86,13 @@ class ComposedModel:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ops.linear(hidden, self._head).float()
 
-    def sample(
-        self, hidden: Tensor, draws: Sequence[Draw], positions: Sequence[int]
-    ) -> list[int | Fault]:
-        return sample(self.logits(hidden).cpu(), draws, positions)
-
-    def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        values, token_ids = self.logits(hidden).max(dim=-1)
-        return values, token_ids
-
-    def score(
-        self, hidden: Tensor, token_ids: Sequence[int], num_top: int
-    ) -> list[Logprobs | Fault]:
-        told: list[Logprobs | Fault] = []
-        for begin in range(0, len(hidden), ROWS_AT_ONCE):
-            rows = slice(begin, begin + ROWS_AT_ONCE)
-            told += score(self.logits(hidden[rows]), token_ids[rows], num_top)
-        return told
+    def answer(self, hidden: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
+        found: dict[int, Answer | Fault] = {}
+        for states, asking in parts(queries):
+            places = {state: place for place, state in enumerate(states)}
+            placed = [replace(queries[i], state=places[queries[i].state]) for i in asking]
+            found |= zip(asking, answer(self.logits(hidden[states]), placed), strict=True)
+        return [found[i] for i in range(len(queries))]
 
     def _attention(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvops.native import (
     PACKING,
+    Head,
     Kind,
     Layer,
     NativeAdjustment,
@@ -23,9 +24,9 @@ from kvops.native import (
     packed_bytes,
 )
 from services.common.errors import StartupError
-from services.common.logprobs import Logprobs
 from services.common.text.model_config import ModelConfig
-from services.engine.batch import Draw, Fault
+from services.engine.answering import answers
+from services.engine.batch import Answer, Draw, Fault, Query
 from services.engine.logprobs import scores_of
 from services.engine.models.layout import (
     EMBEDDING,
@@ -42,7 +43,7 @@ from services.engine.sampler import SMALLEST_TEMPERATURE
 from services.engine.weights import load_weights, weight_files, weights_digest
 
 _NO_TOKEN = -1
-"""The native sampler's answer for logits that are not finite."""
+"""To the native head: a token that is to come. From it: logits that are not finite."""
 
 
 class FusedModel:
@@ -71,9 +72,9 @@ class FusedModel:
             layers,
             _embedding(weights[EMBEDDING]),
             weights[FINAL_NORM].float(),
-            packed["head"],
             rope_tables(config.rope, config.head_dim, config.max_position_embeddings),
         )
+        self._head = cpu.head(packed["head"])
 
     def forward(self, batch: Batch, kv: Tensor, wanted: Tensor) -> Tensor:
         hidden = torch.empty(len(wanted), self.config.hidden_size)
@@ -93,35 +94,13 @@ class FusedModel:
     def logits(self, hidden: Tensor) -> Tensor:
         out = torch.empty(len(hidden), self.config.vocab_size)
         if len(hidden):
-            self._decoder.logits(hidden, out)
+            self._head.logits(hidden, out)
         return out
 
-    def sample(
-        self, hidden: Tensor, draws: Sequence[Draw], positions: Sequence[int]
-    ) -> list[int | Fault]:
-        tokens = torch.empty(len(hidden), dtype=torch.int64)
-        native = list(map(native_draw, draws, positions))
-        self._decoder.sample(hidden, native, tokens)
-        return [Fault.NOT_FINITE if token == _NO_TOKEN else token for token in tokens.tolist()]
-
-    def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Computed beside the head, without logits in memory."""
-        values = torch.empty(len(hidden))
-        token_ids = torch.empty(len(hidden), dtype=torch.int64)
-        self._decoder.best(hidden, values, token_ids)
-        return values, token_ids
-
-    def score(
-        self, hidden: Tensor, token_ids: Sequence[int], num_top: int
-    ) -> list[Logprobs | Fault]:
-        """Computed beside the head, of some rows at a time."""
-        width = 1 + min(num_top, self.config.vocab_size)
-        told = torch.empty(len(hidden), width, dtype=torch.int64)
-        told[:, 0] = torch.tensor(token_ids)
-        logprobs = torch.empty(len(hidden), width)
-        ranks = torch.empty(len(hidden), dtype=torch.int64)
-        self._decoder.score(hidden, told, logprobs, ranks)
-        return scores_of(told, logprobs, ranks)
+    def answer(self, hidden: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
+        """In one native call. Logits are in memory for those states alone that draw otherwise than
+        plainly or are asked for scores."""
+        return native_answers(self._head, hidden, queries, self.config.vocab_size)
 
 
 def load_fused(
@@ -253,6 +232,36 @@ def _packed(
     bias = section.bias(weights)
     bias = None if bias is None else bias.float()
     return PackedLinear(kind, section.num_outputs, section.num_inputs, memory, bias)
+
+
+def native_answers(
+    head: Head, hidden: Tensor, queries: Sequence[Query], vocab_size: int
+) -> list[Answer | Fault]:
+    scored = [(i, query.num_top) for i, query in enumerate(queries) if query.num_top is not None]
+    width = 1 + min(max((num_top for _, num_top in scored), default=0), vocab_size)
+    tokens = torch.tensor([q.token if isinstance(q.token, int) else _NO_TOKEN for q in queries])
+    told = torch.empty(len(scored), width, dtype=torch.int64)
+    logprobs = torch.empty(len(scored), width)
+    ranks = torch.empty(len(scored), dtype=torch.int64)
+    head.answer(
+        hidden,
+        torch.tensor([query.state for query in queries]),
+        [_native_draw(query) for query in queries],
+        tokens,
+        torch.tensor([i for i, _ in scored], dtype=torch.int64),
+        told,
+        logprobs,
+        ranks,
+    )
+    found = [Fault.NOT_FINITE if token == _NO_TOKEN else token for token in tokens.tolist()]
+    return answers(queries, found, scores_of(told, logprobs, ranks))
+
+
+def _native_draw(query: Query) -> NativeDraw | None:
+    """None: the likeliest, or one that is there already."""
+    if isinstance(query.token, int) or query.token.is_plain:
+        return None
+    return native_draw(query.token, query.position)
 
 
 def native_draw(draw: Draw, position: int) -> NativeDraw:

@@ -7,9 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.common.logprobs import Logprobs
 from services.common.text.model_config import ModelConfig
-from services.engine.batch import Draw, Fault
+from services.engine.batch import Answer, Fault, Query
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +48,7 @@ class Model(Protocol):
         """[N, hidden_size] -> fp32 [N, vocab_size]."""
         ...
 
-    def sample(
-        self, hidden: Tensor, draws: Sequence[Draw], positions: Sequence[int]
-    ) -> list[int | Fault]:
-        """A token for each state, as `draws[i]` says, to stand at `positions[i]`."""
-        ...
-
-    def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest logit of each state, fp32 [N], and its token, int64 [N]: of equal ones the
-        lowest, NaN before all."""
-        ...
-
-    def score(
-        self, hidden: Tensor, token_ids: Sequence[int], num_top: int
-    ) -> list[Logprobs | Fault]:
-        """What each state's logits say of `token_ids[i]`, and their `num_top` likeliest tokens
-        (or all): see `services.engine.logprobs`."""
+    def answer(self, hidden: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
+        """What `services.engine.answering` says of the states [N, hidden_size] that `queries` ask,
+        which are all of them; the head's weights are read once for those that draw."""
         ...
