@@ -2,6 +2,7 @@
 // `services/engine/adjustment.py` in native code, which says what it is.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 

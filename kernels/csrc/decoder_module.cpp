@@ -84,10 +84,10 @@ class BoundDecoder {
     for (const Layer& layer : checked)
       for (const Linear* linear : {layer.qkv, layer.output, layer.gate_up, layer.down})
         require(linear->kind == kind_, "linears of different kinds");
-    decoder_ = std::make_unique<Decoder>(
-        kernels_called(isa), pool, shape, std::move(checked), embedding.data(),
-        float_type(embedding, "embedding"), floats(final_norm, shape.hidden, "final_norm"),
-        data<float>(cos, "cos"), data<float>(sin, "sin"));
+    decoder_ = std::make_unique<Decoder>(kernels_called(isa), pool, shape, std::move(checked),
+                                         embedding.data(), float_type(embedding, "embedding"),
+                                         floats(final_norm, shape.hidden, "final_norm"),
+                                         data<float>(cos, "cos"), data<float>(sin, "sin"));
   }
 
   void forward(Array token_ids, Array positions, Array slot_mapping, Array block_tables,
@@ -179,7 +179,8 @@ void bind_decoder(nb::module_& m) {
            nb::kw_only(), "input_norm"_a, "qkv"_a, "query_norm"_a.none(), "key_norm"_a.none(),
            "output"_a, "mlp_norm"_a, "gate_up"_a, "down"_a, "window"_a, nb::keep_alive<1, 3>(),
            nb::keep_alive<1, 6>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>());
-  nb::class_<BoundDecoder>(m, "Decoder", "One call computes a step: all layers of a batch, below the head.")
+  nb::class_<BoundDecoder>(m, "Decoder",
+                           "One call computes a step: all layers of a batch, below the head.")
       .def(nb::init<const std::string&, ThreadPool&, const Shape&,
                     const std::vector<const LayerWeights*>&, Array, Array, Array, Array>(),
            "isa"_a, "pool"_a, "shape"_a, "layers"_a, "embedding"_a, "final_norm"_a, "cos"_a,

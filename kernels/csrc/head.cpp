@@ -11,9 +11,9 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kStatesAtOnce = 8;    // of a loop over states
-constexpr int64_t kLogitsAtOnce = 64;   // rows: 39 MB of a vocabulary of 150,000
-const Draw kLikeliest{};                // temperature 0
+constexpr int64_t kStatesAtOnce = 8;   // of a loop over states
+constexpr int64_t kLogitsAtOnce = 64;  // rows: 39 MB of a vocabulary of 150,000
+const Draw kLikeliest{};               // temperature 0
 
 // To nearest, ties to even; NaN stays NaN.
 bf16 narrowed(float value) {

@@ -61,7 +61,7 @@ using DrawTuple = std::tuple<float, float, int64_t, double, uint64_t, uint64_t, 
 Draw checked_draw(const DrawTuple& tuple) {
   const auto& [temperature, min_p, top_k, top_p, seed, index, position, bound] = tuple;
   require(temperature >= 0, "a draw at a temperature that is not 0 or more");
-  Draw draw{temperature, min_p, top_k, top_p, seed, index, position, {}};
+  Draw draw{temperature, min_p, top_k, top_p, {seed, index, position}, {}};
   if (bound) draw.adjustment = bound->adjustment;
   return draw;
 }
@@ -146,7 +146,8 @@ class BoundHead {
               Array tokens, Array scored, Array token_ids, Array logprobs, Array ranks) {
     const auto m = rows_of(hidden);
     const size_t num = draws.size();
-    require(states.size() == num && tokens.size() == num, "states, draws and tokens are not all [Q]");
+    require(states.size() == num && tokens.size() == num,
+            "states, draws and tokens are not all [Q]");
     std::vector<std::optional<Draw>> checked(num);
     for (size_t i = 0; i < num; ++i)
       if (draws[i]) checked[i] = checked_draw(*draws[i]);

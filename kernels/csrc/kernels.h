@@ -150,12 +150,10 @@ struct QkvCall {
 // ---- sampling ----------------------------------------------------------------------------------
 
 inline constexpr int kLogitChunk = 64;
+inline constexpr int kUniforms = 64;  // made at once
 
-// A draw from a row; see `services/engine/sampler.py`.
-struct RaceCall {
-  const float* logits;
-  float largest, temperature;
-  float threshold;  // of scaled logits
+// What a draw's random numbers are a function of.
+struct DrawKey {
   uint64_t seed, sequence_index, position;
 };
 
@@ -190,10 +188,15 @@ struct Kernels {
   void (*largest)(const float* x, int64_t n, float* chunks);
   void (*exp_scaled)(const float* x, int64_t n, float largest, float temperature, float* scaled,
                      float* powers);
-  // Of a chunk of n logits, whether any may finish by the time `first`. If so: powers, 0 below the
-  // threshold, and numbers, [kLogitChunk] each.
-  bool (*race)(const RaceCall&, int64_t chunk, int64_t n, float first, float* powers,
-               float* numbers);
+  // Of a row of n logits: the sum of powers of each chunk, without those of less than `threshold`
+  // scaled.
+  void (*masses)(const float* x, int64_t n, float largest, float temperature, float threshold,
+                 float* chunks);
+  // Of a row of n logits those not below `bound`, in their order, and how many they are; `chunks`:
+  // the largest of each chunk. `kept` has room for n and a chunk.
+  int64_t (*keep)(const float* x, int64_t n, const float* chunks, float bound, float* kept);
+  // Numbers [kUniforms * block, kUniforms * (block + 1)) of a draw, in (0, 1).
+  void (*uniforms)(const DrawKey&, int64_t block, float* numbers);
 };
 
 // The table for each instruction set that this build has; null where it has not.

@@ -10,15 +10,12 @@ namespace {
 
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
-constexpr int kWeights = 1024;
-constexpr float kWeightsPerUnit = 32.0f;
 constexpr int64_t kFew = 32;
+constexpr int kWeights = 1024;
 
-int weight_of(float scaled) {
-  const float index = scaled * -kWeightsPerUnit;
-  constexpr float kLast = kWeights - 1;
-  return static_cast<int>(index < kLast ? index : kLast);
-}
+// What fp32 may make of a quotient or a power, as a share, and of a scaled logit.
+constexpr float kSlack = 1e-5f;
+constexpr double kScaledSlack = 1e-4;
 
 }  // namespace
 
@@ -36,11 +33,7 @@ int64_t Sampler::sample(float* logits, int64_t vocab, const Draw& draw) {
   return token;
 }
 
-int64_t Sampler::choose() {
-  if (draw_.temperature == 0) return first_largest();
-  for (float& chunk : chunks_) chunk = (chunk - largest_) / draw_.temperature;
-  return race(threshold());
-}
+int64_t Sampler::choose() { return draw_.temperature == 0 ? first_largest() : race(threshold()); }
 
 // False: it is not finite.
 bool Sampler::find_largest() {
@@ -70,8 +63,7 @@ void Sampler::look_again(const int64_t* token_ids, int64_t count) {
   for (int64_t i = 0; i < count; ++i) changed_[token_ids[i] / kLogitChunk] = true;
   for (int64_t i = 0; i < num_chunks(); ++i) {
     if (!changed_[i]) continue;
-    const int64_t begin = i * kLogitChunk;
-    kernels_.largest(logits_ + begin, std::min<int64_t>(kLogitChunk, vocab_ - begin), &chunks_[i]);
+    kernels_.largest(logits_ + i * kLogitChunk, size_of_chunk(i), &chunks_[i]);
   }
 }
 
@@ -80,19 +72,18 @@ int64_t Sampler::first_largest() const {
   return std::find(logits_ + chunk * kLogitChunk, logits_ + vocab_, largest_) - logits_;
 }
 
-void Sampler::expand(int64_t index, Chunk& chunk) const {
-  const int64_t begin = index * kLogitChunk;
-  kernels_.exp_scaled(logits_ + begin, std::min<int64_t>(kLogitChunk, vocab_ - begin), largest_,
-                      draw_.temperature, chunk.scaled, chunk.powers);
+int64_t Sampler::size_of_chunk(int64_t chunk) const {
+  return std::min<int64_t>(kLogitChunk, vocab_ - chunk * kLogitChunk);
 }
+
+// ---- filters -----------------------------------------------------------------------------------
 
 // The smallest scaled logit that min_p, top_k and top_p leave, each of what the one before has
 // left.
 float Sampler::threshold() {
   const float by_min_p = draw_.min_p > 0 ? std::log(draw_.min_p) : kNone;
-  const bool ranked = draw_.top_k > 0 && draw_.top_k < vocab_;
-  if (!ranked && draw_.top_p >= 1) return by_min_p;
-  if (!ranked) return nucleus(by_min_p);
+  const bool is_ranked = draw_.top_k > 0 && draw_.top_k < vocab_;
+  if (!is_ranked) return draw_.top_p < 1 ? nucleus(by_min_p) : by_min_p;
   keep_likeliest(by_min_p);
   double whole = 0;
   float last = 0;
@@ -100,78 +91,88 @@ float Sampler::threshold() {
     whole += kept.power;
     last = std::min(last, kept.scaled);
   }
-  return draw_.top_p >= 1 ? std::max(by_min_p, last) : nucleus_threshold(draw_.top_p * whole);
+  return draw_.top_p < 1 ? nucleus_threshold(draw_.top_p * whole) : last;
 }
 
-// The top_k of what is not below `bound`. A chunk's largest is a member of the row, so that the
+// All tokens that are not below `scaled`, and few others, have such a logit or a larger one.
+float Sampler::logit_below(double scaled) const {
+  const double logit = largest_ + (scaled - kScaledSlack) * draw_.temperature;
+  return std::nextafter(static_cast<float>(logit), kNone);
+}
+
+void Sampler::keep(float bound) {
+  kept_logits_.resize(vocab_ + kLogitChunk);
+  num_kept_ = kernels_.keep(logits_, vocab_, chunks_.data(), bound, kept_logits_.data());
+}
+
+// Of what was kept, that which is not below `least`.
+void Sampler::expand_kept(float least) {
+  kept_.resize(num_kept_);
+  Part part;
+  int64_t num_left = 0;
+  for (int64_t begin = 0; begin < num_kept_; begin += kLogitChunk) {
+    const int64_t size = std::min<int64_t>(kLogitChunk, num_kept_ - begin);
+    kernels_.exp_scaled(kept_logits_.data() + begin, size, largest_, draw_.temperature, part.scaled,
+                        part.powers);
+    for (int64_t i = 0; i < size; ++i) {
+      kept_[num_left] = {part.scaled[i], part.powers[i]};
+      num_left += part.scaled[i] >= least;
+    }
+  }
+  kept_.resize(num_left);
+}
+
+// The top_k of what is not below `least`. A chunk's largest is a member of the row, so that the
 // k-th largest of them bounds the k-th largest of all from below.
-void Sampler::keep_likeliest(float bound) {
+void Sampler::keep_likeliest(float least) {
+  float bound = logit_below(least);
   if (draw_.top_k < num_chunks()) {
     ranks_ = chunks_;
     const auto kth = ranks_.begin() + (draw_.top_k - 1);
     std::nth_element(ranks_.begin(), kth, ranks_.end(), std::greater<>());
     bound = std::max(bound, *kth);
   }
-  kept_.clear();
-  Chunk chunk;
-  for (int64_t i = 0; i < num_chunks(); ++i) {
-    if (chunks_[i] < bound) continue;
-    expand(i, chunk);
-    for (int j = 0; j < kLogitChunk; ++j)
-      if (chunk.scaled[j] >= bound && chunk.scaled[j] > kNone)
-        kept_.push_back({chunk.scaled[j], chunk.powers[j]});
+  keep(bound);
+  if (num_kept_ > draw_.top_k) {
+    const auto begin = kept_logits_.begin();
+    std::nth_element(begin, begin + (draw_.top_k - 1), begin + num_kept_, std::greater<>());
+    num_kept_ = draw_.top_k;
   }
-  if (static_cast<int64_t>(kept_.size()) <= draw_.top_k) return;
-  std::nth_element(kept_.begin(), kept_.begin() + (draw_.top_k - 1), kept_.end(), likelier);
-  kept_.resize(draw_.top_k);
+  expand_kept(least);
 }
 
-// The smallest scaled logit of the likeliest tokens not below `bound` that have top_p of their
-// powers: first by weight (tokens that are about as likely), then token by token within one.
-float Sampler::nucleus(float bound) {
-  const double wanted = draw_.top_p * weigh(bound);
-  double before = 0;
-  for (int weight = 0; weight < kWeights; ++weight) {
-    if (before + weights_[weight] >= wanted) {
-      keep_weight(bound, weight);
-      return nucleus_threshold(wanted - before);
-    }
-    before += weights_[weight];
-  }
-  return bound;
-}
-
-// The powers of what is not below `bound`, summed up by weight, and all of them.
-double Sampler::weigh(float bound) {
-  weights_.assign(kWeights, 0);
-  Chunk chunk;
-  int weights[kLogitChunk];
-  for (int64_t i = 0; i < num_chunks(); ++i) {
-    if (chunks_[i] < bound) continue;
-    expand(i, chunk);
-    for (int j = 0; j < kLogitChunk; ++j) weights[j] = weight_of(chunk.scaled[j]);
-    for (int j = 0; j < kLogitChunk; ++j)
-      chunk.powers[j] = chunk.scaled[j] >= bound ? chunk.powers[j] : 0.0f;
-    for (int j = 0; j < kLogitChunk; ++j) weights_[weights[j]] += chunk.powers[j];
-  }
+// The smallest scaled logit of the likeliest tokens not below `least` that have top_p of their
+// powers. The tokens behind a member of the nucleus, itself included, have more than 1 - top_p of
+// all, none of them more than it has: what has less than that by the number of tokens is no member.
+// Of the others, first tokens that are about as likely are weighed together, then one by one those
+// among which the nucleus ends.
+float Sampler::nucleus(float least) {
+  masses_.resize(num_chunks());
+  kernels_.masses(logits_, vocab_, largest_, draw_.temperature, least, masses_.data());
   double whole = 0;
-  for (double weight : weights_) whole += weight;
-  return whole;
-}
+  for (float mass : masses_) whole += mass;
+  const double bound =
+      std::log((1 - draw_.top_p) * whole / static_cast<double>(vocab_)) - kScaledSlack;
+  keep(logit_below(std::max<double>(bound, least)));
+  expand_kept(least);
 
-void Sampler::keep_weight(float bound, int weight) {
-  kept_.clear();
-  Chunk chunk;
-  for (int64_t i = 0; i < num_chunks(); ++i) {
-    if (chunks_[i] < bound || weight_of(chunks_[i]) > weight) continue;
-    expand(i, chunk);
-    int is_there = 0;
-    for (int j = 0; j < kLogitChunk; ++j) is_there |= weight_of(chunk.scaled[j]) == weight;
-    if (!is_there) continue;
-    for (int j = 0; j < kLogitChunk; ++j)
-      if (chunk.powers[j] > 0 && chunk.scaled[j] >= bound && weight_of(chunk.scaled[j]) == weight)
-        kept_.push_back({chunk.scaled[j], chunk.powers[j]});
-  }
+  const auto per_unit = static_cast<float>(-kWeights / bound);
+  const auto weight_of = [&](const Kept& kept) {
+    const float weight = kept.scaled * -per_unit;
+    return static_cast<int>(weight < kWeights - 1 ? weight : kWeights - 1);
+  };
+  weights_.assign(kWeights, 0);
+  for (const Kept& kept : kept_) weights_[weight_of(kept)] += kept.power;
+  double in_all = 0;
+  for (double weight : weights_) in_all += weight;
+  const double wanted = std::min(draw_.top_p * whole, in_all);
+  double before = 0;
+  int weight = 0;
+  for (; weight < kWeights - 1 && before + weights_[weight] < wanted; ++weight)
+    before += weights_[weight];
+  const auto is_other = [&](const Kept& kept) { return weight_of(kept) != weight; };
+  kept_.erase(std::remove_if(kept_.begin(), kept_.end(), is_other), kept_.end());
+  return nucleus_threshold(wanted - before);
 }
 
 // The last of `kept_` that is needed, likeliest first, until their powers sum up to `wanted`.
@@ -203,29 +204,67 @@ float Sampler::nucleus_threshold(double wanted) {
   return found;
 }
 
-// Token i finishes at E / p, E = -log(1 - u) exponential, which is not below u.
-int64_t Sampler::race(float threshold) const {
-  const RaceCall call{logits_,       largest_,   draw_.temperature,
-                      threshold,     draw_.seed, draw_.sequence_index,
-                      draw_.position};
-  double first = std::numeric_limits<double>::infinity();
+// ---- the draw ----------------------------------------------------------------------------------
+
+// A chunk finishes at E / mass, E = -log(1 - u) exponential. It is not below u, and the mass not
+// above that of a chunk of tokens like its largest: so most chunks are behind the first one
+// without a look at their tokens.
+int64_t Sampler::race(float threshold) {
+  bound_times(threshold);
+  int64_t winner = std::min_element(earliest_.begin(), earliest_.end()) - earliest_.begin();
+  double first = time_of(winner, threshold);
+  for (int64_t chunk = 0; chunk < num_chunks(); ++chunk) {
+    if (chunk == winner || !(earliest_[chunk] <= first)) continue;
+    const double time = time_of(chunk, threshold);
+    if (time > first || (time == first && chunk > winner)) continue;
+    first = time;
+    winner = chunk;
+  }
+  return winner * kLogitChunk + winner_of(winner, threshold);
+}
+
+void Sampler::bound_times(float threshold) {
+  numbers_.resize(num_chunks() + kUniforms);
+  earliest_.resize(num_chunks());
+  Part part;
+  for (int64_t begin = 0; begin < num_chunks(); begin += kUniforms) {
+    const int64_t size = std::min<int64_t>(kUniforms, num_chunks() - begin);
+    kernels_.exp_scaled(chunks_.data() + begin, size, largest_, draw_.temperature, part.scaled,
+                        part.powers);
+    bool may_win = false;
+    for (int64_t i = 0; i < size; ++i) may_win |= part.scaled[i] >= threshold;
+    float* numbers = numbers_.data() + begin;
+    if (may_win) kernels_.uniforms(draw_.key, 1 + begin / kUniforms, numbers);
+    for (int64_t i = 0; i < size; ++i)
+      earliest_[begin + i] = part.scaled[i] >= threshold
+                                 ? numbers[i] / (kLogitChunk * part.powers[i]) * (1 - kSlack)
+                                 : -kNone;
+  }
+}
+
+double Sampler::time_of(int64_t chunk, float threshold) const {
+  float mass;
+  kernels_.masses(logits_ + chunk * kLogitChunk, size_of_chunk(chunk), largest_, draw_.temperature,
+                  threshold, &mass);
+  return -std::log1p(-static_cast<double>(numbers_[chunk])) / mass;
+}
+
+// Of its tokens; as between chunks.
+int64_t Sampler::winner_of(int64_t chunk, float threshold) const {
+  Part part;
+  kernels_.exp_scaled(logits_ + chunk * kLogitChunk, size_of_chunk(chunk), largest_,
+                      draw_.temperature, part.scaled, part.powers);
+  float numbers[kUniforms];
+  kernels_.uniforms(draw_.key, 0, numbers);
+  double first = -kNone;
   int64_t winner = 0;
-  float powers[kLogitChunk], numbers[kLogitChunk];
-  for (int64_t i = 0; i < num_chunks(); ++i) {
-    if (chunks_[i] < threshold) continue;
-    const int64_t begin = i * kLogitChunk;
-    const int64_t size = std::min<int64_t>(kLogitChunk, vocab_ - begin);
-    const auto late = static_cast<float>(first * (1 + 1e-6));  // whatever fp32 rounds
-    if (!kernels_.race(call, i, size, late, powers, numbers)) continue;
-    for (int j = 0; j < kLogitChunk; ++j) {
-      const double power = powers[j];
-      if (!(numbers[j] < first * power)) continue;
-      const double time = -std::log1p(-static_cast<double>(numbers[j])) / power;
-      if (time < first) {
-        first = time;
-        winner = begin + j;
-      }
-    }
+  for (int64_t i = 0; i < size_of_chunk(chunk); ++i) {
+    const double power = part.powers[i];
+    if (part.scaled[i] < threshold || !(numbers[i] < first * power)) continue;
+    const double time = -std::log1p(-static_cast<double>(numbers[i])) / power;
+    if (time >= first) continue;
+    first = time;
+    winner = i;
   }
   return winner;
 }

@@ -16,9 +16,7 @@ struct Draw {
   float min_p;        // 0: off
   int64_t top_k;      // 0: off
   double top_p;       // 1: off
-  uint64_t seed;
-  uint64_t sequence_index;
-  uint64_t position;
+  DrawKey key;
   std::optional<Adjustment> adjustment;
 };
 
@@ -33,33 +31,39 @@ class Sampler {
   int64_t sample(float* logits, int64_t vocab, const Draw& draw);
 
  private:
-  // A chunk's (logit - largest) / temperature, and e^ that.
-  struct Chunk {
+  // A token that the filters have left so far.
+  struct Kept {
+    float scaled;  // (logit - largest) / temperature
+    float power;   // e^ that
+  };
+  static bool likelier(const Kept& a, const Kept& b) { return a.scaled > b.scaled; }
+
+  // A part of the row, of chunks or of tokens in a chunk, expanded.
+  struct Part {
     float scaled[kLogitChunk];
     float powers[kLogitChunk];
   };
 
-  // A token that the filters have left so far.
-  struct Kept {
-    float scaled;
-    float power;
-  };
-  static bool likelier(const Kept& a, const Kept& b) { return a.scaled > b.scaled; }
-
   int64_t num_chunks() const { return static_cast<int64_t>(chunks_.size()); }
+  int64_t size_of_chunk(int64_t chunk) const;
   bool find_largest();
   int64_t choose();
   void adjust(float* logits);
   void look_again(const int64_t* token_ids, int64_t count);
   int64_t first_largest() const;
-  void expand(int64_t index, Chunk& chunk) const;
+
   float threshold();
-  void keep_likeliest(float bound);
-  float nucleus(float bound);
-  double weigh(float bound);
-  void keep_weight(float bound, int weight);
+  float logit_below(double scaled) const;
+  void keep(float bound);
+  void expand_kept(float least);
+  void keep_likeliest(float least);
+  float nucleus(float least);
   float nucleus_threshold(double wanted);
-  int64_t race(float threshold) const;
+
+  int64_t race(float threshold);
+  void bound_times(float threshold);
+  double time_of(int64_t chunk, float threshold) const;
+  int64_t winner_of(int64_t chunk, float threshold) const;
 
   const Kernels& kernels_;
   Adjuster adjuster_;
@@ -67,12 +71,17 @@ class Sampler {
   int64_t vocab_ = 0;
   float largest_ = 0;
   Draw draw_{};
-  std::vector<float> chunks_;     // each chunk's largest logit, then scaled
+  std::vector<float> chunks_;     // each chunk's largest logit
   std::vector<float> ranks_;      // of chunks
   std::vector<char> changed_;     // chunks to look at again
   std::vector<int64_t> touched_;  // tokens whose logits were adjusted
+  std::vector<float> masses_;     // of chunks: their powers in all
+  std::vector<float> kept_logits_;
+  int64_t num_kept_ = 0;
   std::vector<Kept> kept_;
   std::vector<double> weights_;  // sums of powers of tokens that are about as likely
+  std::vector<float> numbers_;   // of chunks: random ones
+  std::vector<float> earliest_;  // of chunks: a time that they do not finish before
 };
 
 }  // namespace quire

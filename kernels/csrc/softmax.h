@@ -48,15 +48,85 @@ inline void largest(const float* x, int64_t n, float* chunks) {
     chunks[num_whole] = largest_of_some(x + num_whole * kLogitChunk, rest);
 }
 
+// Sixteen of a chunk's scaled logits.
+inline f32x16 scaled_at(const float* x, float largest, float temperature) {
+  return (load<f32x16>(x) - largest) / temperature;
+}
+
+// A chunk of n logits, and -inf behind them: where they are if it is whole, else in `padded`.
+inline const float* whole_chunk(const float* x, int64_t n, float* padded) {
+  if (n >= kLogitChunk) return x;
+  for (int64_t i = 0; i < kLogitChunk; ++i) padded[i] = i < n ? x[i] : -__builtin_inff();
+  return padded;
+}
+
 inline void exp_scaled(const float* x, int64_t n, float largest, float temperature, float* scaled,
                        float* powers) {
-  float logits[kLogitChunk];
-  for (int64_t i = 0; i < kLogitChunk; ++i) logits[i] = i < n ? x[i] : -__builtin_inff();
+  float padded[kLogitChunk];
+  x = whole_chunk(x, n, padded);
   for (int i = 0; i < kLogitChunk; i += kLanes) {
-    const f32x16 v = (load<f32x16>(logits + i) - largest) / temperature;
+    const f32x16 v = scaled_at(x + i, largest, temperature);
     store(scaled + i, v);
     store(powers + i, exp_nonpositive(v));
   }
+}
+
+// Of all lanes, in one fixed tree.
+inline float sum_of_lanes(f32x16 v) {
+  typedef float f32x8 __attribute__((vector_size(32)));
+  typedef float f32x4 __attribute__((vector_size(16)));
+  f32x8 eight[2];
+  f32x4 four[2];
+  std::memcpy(eight, &v, sizeof v);
+  eight[0] += eight[1];
+  std::memcpy(four, &eight[0], sizeof four);
+  four[0] += four[1];
+  return (four[0][0] + four[0][2]) + (four[0][1] + four[0][3]);
+}
+
+inline void masses(const float* x, int64_t n, float largest, float temperature, float threshold,
+                   float* chunks) {
+  float padded[kLogitChunk];
+  for (int64_t begin = 0; begin < n; begin += kLogitChunk) {
+    const float* chunk = whole_chunk(x + begin, n - begin, padded);
+    f32x16 sums[4];
+    for (int i = 0; i < 4; ++i) {
+      const f32x16 v = scaled_at(chunk + i * kLanes, largest, temperature);
+      const f32x16 power = exp_nonpositive(v);
+      sums[i] = v >= threshold ? power : f32x16{};
+    }
+    chunks[begin / kLogitChunk] = sum_of_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  }
+}
+
+// Appends those of sixteen that are not below the bound; writes sixteen.
+inline int64_t keep_some(f32x16 v, float bound, float* kept) {
+#if defined(__AVX512F__)
+  const __mmask16 mask = _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(bound), _CMP_GE_OQ);
+  _mm512_storeu_ps(kept, _mm512_maskz_compress_ps(mask, (__m512)v));
+  return __builtin_popcount(mask);
+#else
+  float lanes[kLanes];
+  store(lanes, v);
+  int64_t num_kept = 0;
+  for (int i = 0; i < kLanes; ++i) {
+    kept[num_kept] = lanes[i];
+    num_kept += lanes[i] >= bound;
+  }
+  return num_kept;
+#endif
+}
+
+inline int64_t keep(const float* x, int64_t n, const float* chunks, float bound, float* kept) {
+  float padded[kLogitChunk];
+  int64_t num_kept = 0;
+  for (int64_t begin = 0; begin < n; begin += kLogitChunk) {
+    if (!(chunks[begin / kLogitChunk] >= bound)) continue;
+    const float* chunk = whole_chunk(x + begin, n - begin, padded);
+    for (int i = 0; i < kLogitChunk; i += kLanes)
+      num_kept += keep_some(load<f32x16>(chunk + i), bound, kept + num_kept);
+  }
+  return num_kept;
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -54,8 +54,9 @@ adjustment)."""
 PACKING = "panels-32.1"
 """Names the layout of packed weights; another layout, another name."""
 
-NUMERICS = "1"
-"""Of what the kernels compute, down to the last bit: another order of sums, another number."""
+NUMERICS = "2"
+"""Of what the kernels compute, down to the last bit: another order of sums or another draw, another
+number."""
 
 _ALIGNMENT = 64
 _PANEL = 32

@@ -69,9 +69,7 @@ def answers(
     return [_answer(query, token, found) for query, token in zip(queries, tokens, strict=True)]
 
 
-def _answer(
-    query: Query, token: int | Fault, scores: Iterator[Logprobs | Fault]
-) -> Answer | Fault:
+def _answer(query: Query, token: int | Fault, scores: Iterator[Logprobs | Fault]) -> Answer | Fault:
     if query.num_top is None:
         return token if isinstance(token, Fault) else Answer(token)
     found = next(scores)

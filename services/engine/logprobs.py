@@ -12,6 +12,7 @@ from torch import Tensor
 from services.common.logprobs import Logprobs
 from services.engine.batch import Fault
 
+
 def score(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[Logprobs | Fault]:
     """logits: fp32 [N, vocab_size]. Of `token_ids[i]` in row i, with the `num_top` likeliest (at
     most the vocabulary). The logarithm of the sum is taken in double precision."""

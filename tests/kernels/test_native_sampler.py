@@ -43,7 +43,8 @@ def of_draws(
     tokens = torch.full((len(draws),), -7)
     before = logits.clone()
     _native.sample(isa, logits, list(map(native_draw, draws, positions)), tokens)
-    assert torch.equal(logits.nan_to_num(7.5), before.nan_to_num(7.5))  # what a draw changes is changed back
+    # What a draw changes is changed back.
+    assert torch.equal(logits.nan_to_num(7.5), before.nan_to_num(7.5))
     found: list[int] = tokens.tolist()
     return found
 
@@ -140,8 +141,39 @@ def test_what_is_not_finite_is_told_whatever_is_allowed(isa: str) -> None:
 
 
 @ISAS
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 6.0, 40.0])
+@pytest.mark.parametrize("filters", ["temperature", "top_p", "min_p", "top_k"])
+def test_draws_from_a_whole_vocabulary_are_those_of_the_sampler(
+    isa: str, spread: float, filters: str
+) -> None:
+    """Of 151,936 tokens, from all alike to one that is almost sure; some are impossible."""
+    generator = torch.Generator().manual_seed(4)
+    logits = spread * torch.randn(6, 151_936, generator=generator)
+    logits[:, ::97] = float("-inf")
+    params = [replace(PLAIN, seed=row * 2**60 + 1, **FILTERS[filters]) for row in range(6)]
+    draws = [Draw(p, row) for row, p in enumerate(params)]
+    assert of_draws(isa, logits, draws, range(6)) == sample(logits, draws, range(6))
+
+
+@ISAS
+def test_native_draws_follow_the_distribution(isa: str) -> None:
+    """40,000 of 200 tokens, of which a whole chunk is out of the question; the limit is the 99.99th
+    percentile of chi-square with 135 degrees of freedom."""
+    row = torch.sin(torch.arange(200.0) * 0.7) - torch.arange(200.0) / 100
+    row[64:128] = float("-inf")
+    params = [PLAIN] * 40_000
+    tokens = native(isa, row.repeat(40_000, 1), params, range(40_000))
+    expected = row.double().softmax(dim=0) * 40_000
+    counts = torch.bincount(torch.tensor(tokens), minlength=200)
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    deviations = (counts - expected)[possible].square() / expected[possible]
+    assert float(deviations.sum()) < 206
+
+
+@ISAS
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 6.0])
-@pytest.mark.parametrize("top_p", [0.2, 0.9, 0.9999])
+@pytest.mark.parametrize("top_p", [1e-9, 0.2, 0.9, 0.9999, 1 - 1e-9])
 def test_a_nucleus_of_any_shape_is_the_samplers(isa: str, spread: float, top_p: float) -> None:
     """From almost all tokens to a few, and with all of them the same."""
     generator = torch.Generator().manual_seed(1)

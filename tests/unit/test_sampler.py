@@ -150,6 +150,22 @@ def test_draws_follow_the_filtered_distribution(changes: dict[str, Any]) -> None
     assert chi_square(counts[possible], expected) < 23.5
 
 
+@pytest.mark.parametrize("changes", [{}, {"temperature": 2.0}, {"top_p": 0.9}])
+def test_draws_follow_the_distribution_over_many_chunks(changes: dict[str, Any]) -> None:
+    """150 tokens are three chunks, the last one short; each token's logit is its neighbours' plus
+    or minus a little. The limit is the 99.99th percentile with 149 degrees of freedom."""
+    num_draws = 40_000
+    row = torch.sin(torch.arange(150.0) * 0.7) - torch.arange(150.0) / 100
+    logits = row.repeat(num_draws, 1)
+    tokens = sample(logits, [draw(**changes)] * num_draws, range(num_draws))
+    probs = filtered_probs(logits[:1], [params(**changes)])[0].double().numpy()
+    counts = np.bincount([token for token in tokens if isinstance(token, int)], minlength=150)
+    possible = probs > 0
+    assert counts[~possible].sum() == 0
+    expected = probs[possible] / probs.sum() * num_draws
+    assert chi_square(counts[possible], expected) < 222
+
+
 ADJUSTED: list[tuple[dict[str, Any], list[float]]] = [
     # Token 1 is twice in the output, token 3 once there and in the prompt, token 4 in the prompt.
     ({"frequency_penalty": 0.5}, [0.1, 0.4 * E**-1, 0.05, 0.3 * E**-0.5, 0.15]),

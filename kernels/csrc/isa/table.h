@@ -4,7 +4,7 @@
 #include "../kernels.h"
 #include "../linear.h"
 #include "../pack.h"
-#include "../race.h"
+#include "../philox.h"
 #include "../rows.h"
 #include "../softmax.h"
 
@@ -27,7 +27,9 @@ const Kernels* QUIRE_TABLE(QUIRE_ISA)() {
       QUIRE_ISA::qkv,
       QUIRE_ISA::largest,
       QUIRE_ISA::exp_scaled,
-      QUIRE_ISA::race,
+      QUIRE_ISA::masses,
+      QUIRE_ISA::keep,
+      QUIRE_ISA::uniforms,
   };
   return &table;
 }

@@ -1,10 +1,9 @@
-// The race of a chunk of logits: its random numbers (Salmon et al., 2011: Philox4x64-10, laid out
-// as `services/engine/philox.py` says), and whether any of its tokens may win.
+// Random numbers (Salmon et al., 2011: Philox4x64-10), laid out as `services/engine/philox.py`
+// says.
 #pragma once
 
 #include "kernels.h"
 #include "simd.h"
-#include "softmax.h"
 
 namespace quire::QUIRE_ISA {
 
@@ -38,13 +37,13 @@ inline void mul_wide(u64x8 a, u64x8 b, u64x8& high, u64x8& low) {
   low = (middle << 32) | (ll & half);
 }
 
-// Eight counters side by side, from counter 8 * chunk on, make 64 numbers.
-inline void chunk_uniforms(const RaceCall& call, int64_t chunk, float* numbers) {
+// Eight counters side by side, from counter 8 * block on, make 64 numbers.
+inline void uniforms(const DrawKey& key, int64_t block, float* numbers) {
   const u64x8 multiplier0 = splat_u64(0xD2E7470EE14C6C93u);
   const u64x8 multiplier1 = splat_u64(0xCA5A826395121157u);
-  u64x8 c0 = splat_u64(static_cast<uint64_t>(chunk) * 8) + u64x8{0, 1, 2, 3, 4, 5, 6, 7};
-  u64x8 c1{}, c2 = splat_u64(call.sequence_index), c3 = splat_u64(call.position);
-  uint64_t key0 = call.seed, key1 = 0;
+  u64x8 c0 = splat_u64(static_cast<uint64_t>(block) * 8) + u64x8{0, 1, 2, 3, 4, 5, 6, 7};
+  u64x8 c1{}, c2 = splat_u64(key.sequence_index), c3 = splat_u64(key.position);
+  uint64_t key0 = key.seed, key1 = 0;
   for (int round = 0; round < 10; ++round) {
     u64x8 high0, low0, high1, low1;
     mul_wide(c0, multiplier0, high0, low0);
@@ -64,33 +63,11 @@ inline void chunk_uniforms(const RaceCall& call, int64_t chunk, float* numbers) 
   for (int counter = 0; counter < 8; ++counter)
     for (int i = 0; i < 4; ++i) in_order[counter * 4 + i] = outputs[i][counter];
   const f32x16 closest_below_one = splat(1.0f - 1.0f / (1 << 24));
-  for (int i = 0; i < kLogitChunk; i += kLanes) {
+  for (int i = 0; i < kUniforms; i += kLanes) {
     const u32x16 halves = load<u32x16>(reinterpret_cast<const uint32_t*>(in_order) + i);
     const f32x16 number = (__builtin_convertvector(halves, f32x16) + 0.5f) * 0x1p-32f;
     store(numbers + i, number < closest_below_one ? number : closest_below_one);
   }
-}
-
-// A token's time is not below its number / power, so that most chunks need no number at all, and
-// most of the others no logarithm.
-inline bool race(const RaceCall& call, int64_t chunk, int64_t n, float first, float* powers,
-                 float* numbers) {
-  const float smallest_number = 0.5f * 0x1p-32f;
-  float scaled[kLogitChunk];
-  exp_scaled(call.logits + chunk * kLogitChunk, n, call.largest, call.temperature, scaled, powers);
-  i32x16 may_win{};
-  for (int i = 0; i < kLogitChunk; i += kLanes) {
-    f32x16 power = load<f32x16>(powers + i);
-    power = load<f32x16>(scaled + i) >= call.threshold ? power : f32x16{};
-    store(powers + i, power);
-    may_win |= power * first >= smallest_number;
-  }
-  if (!any_lane(may_win)) return false;
-  chunk_uniforms(call, chunk, numbers);
-  may_win = i32x16{};
-  for (int i = 0; i < kLogitChunk; i += kLanes)
-    may_win |= load<f32x16>(numbers + i) <= load<f32x16>(powers + i) * first;
-  return any_lane(may_win);
 }
 
 }  // namespace quire::QUIRE_ISA
