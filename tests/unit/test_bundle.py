@@ -32,7 +32,10 @@ async def test_together_they_do_not_get_too_large(monkeypatch: pytest.MonkeyPatc
     outbox = Outbox[str](len)
     for one in ("a" * 40, "b" * 60, "c", "d" * 300, "e" * 90, "f" * 10):
         outbox.put(one)
-    sizes = [[len(one) for one in await outbox.take()] for _ in range(4)]
+    outbox.close()
+    sizes = []
+    while together := await outbox.take():
+        sizes.append([len(one) for one in together])
     assert sizes == [[40, 60], [1], [300], [90, 10]]
 
 

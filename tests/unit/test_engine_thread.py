@@ -60,6 +60,8 @@ async def test_who_is_not_started_comes_with_the_next_command() -> None:
     async with running(engine) as thread:
         for each in waiting:
             thread.send(each)
+        assert thread._inbox.empty()
+        assert not engine.heard
         thread.send(Start("a"))
         await until(engine, 4)
         assert engine.heard == [[*waiting, Start("a")]]
