@@ -14,6 +14,7 @@ from services.worker.events import (
     Began,
     Event,
     Failed,
+    Found,
     Output,
     Prefilled,
     Requeued,
@@ -31,17 +32,43 @@ if TYPE_CHECKING:
 class Request:
     """`asked`: its ticket, as it was first. `tokens`: of each sequence, by index; `ended`: how
     those that have ended did. `at_rest`: one that a decode worker handed over, or swapped out.
-    `over`: "done", an error, or "aborted"."""
+    `search`: where the last ticket said that it stands, if it is one. `over`: "done", an error, or
+    "aborted"."""
 
     asked: Ticket
     attempt: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ended: dict[int, str] = field(default_factory=dict)
     at_rest: Ticket | None = None
+    search: Ticket | None = None
     over: str = ""
 
     def __post_init__(self) -> None:
-        self.tokens = {state.index: [] for state in self.asked.sequences}
+        beam = self.asked.sampling.beam
+        samples = [state.index for state in self.asked.sequences]
+        wanted = samples if beam is None else range(beam.num_returned)
+        self.tokens = {index: [] for index in wanted}
+
+    @property
+    def searches(self) -> bool:
+        return self.asked.sampling.beam is not None
+
+    @property
+    def width(self) -> int:
+        return self.asked.width if self.searches else len(self.living)
+
+    def note(self, ticket: Ticket) -> None:
+        if self.searches and ticket.beams is not None:
+            self.search = ticket
+
+    def to_submit(self) -> Ticket:
+        """From what has been received, or said of the search."""
+        if self.searches:
+            stands = self.search or self.asked
+            states = (TicketSequence(s.index, s.token_ids) for s in stands.sequences)
+            return replace(self.asked, sequences=tuple(states), beams=stands.beams)
+        states = (TicketSequence(i, tuple(self.tokens[i])) for i in self.living)
+        return replace(self.asked, sequences=tuple(states))
 
     @property
     def living(self) -> list[int]:
@@ -49,6 +76,8 @@ class Request:
 
     def of_living(self, ticket: Ticket) -> Ticket:
         """Without those that have ended since."""
+        if self.searches:
+            return ticket
         states = (state for state in ticket.sequences if state.index not in self.ended)
         return replace(ticket, sequences=tuple(states))
 
@@ -130,7 +159,7 @@ class Gateway:
     def abort_one(self, request_id: str, number: int) -> None:
         """A stop string ends one sequence."""
         request = self.requests.get(request_id)
-        if request is None or request.over:
+        if request is None or request.over or request.searches:
             return
         index = request.living[number % len(request.living)]
         request.ended[index] = "aborted"
@@ -179,8 +208,8 @@ class Gateway:
         if (request.attempt, request.over) == (attempt, ""):
             request_id = request.asked.request_id
             worker, stream = self._runs(attempt)
-            num_sequences = len(request.living)
-            stream.there.put(lambda: worker.reserve(stream, request_id, attempt, num_sequences))
+            width = request.width
+            stream.there.put(lambda: worker.reserve(stream, request_id, attempt, width))
 
     def _let_go(self, request: Request) -> None:
         self._abort(request, request.attempt)
@@ -223,8 +252,8 @@ class Gateway:
                 loop.call_later(0.05, self._reserve, request, request.attempt)
             case Prefilled(issued, outputs):
                 self._give_up_ticket(request)  # what was swapped out has come back
+                request.note(issued)
                 for output in outputs:
-                    assert isinstance(output, Output)
                     self._deliver(request, output)
                 if not request.over:
                     worker, way = self._runs(request.attempt)
@@ -233,10 +262,13 @@ class Gateway:
                 at_rest.swapped is not None
             ):
                 there = {s.index: list(s.token_ids) for s in request.of_living(at_rest).sequences}
-                assert there == {index: request.tokens[index] for index in request.living}
+                if not request.searches:
+                    assert there == {index: request.tokens[index] for index in request.living}
+                request.note(at_rest)
                 request.at_rest = at_rest
                 self._try_again(request)
-            case Requeued():
+            case Requeued(ticket):
+                request.note(ticket)
                 self._begin_again(request)
             case Failed(code=code):
                 request.over = code
@@ -248,10 +280,9 @@ class Gateway:
     def _submit(self, request: Request) -> None:
         holder_id = f"h{self._pair.next_holder()}"
         resumed = replace(
-            request.asked,
+            request.to_submit(),
             attempt=request.attempt,
             holder_id=holder_id,
-            sequences=tuple(TicketSequence(i, tuple(request.tokens[i])) for i in request.living),
             swapped=request.at_rest.swapped if request.at_rest else None,
         )
         self._tell(self._pair.prefill.submit, self._prefill, resumed)
@@ -265,12 +296,12 @@ class Gateway:
 
         stream.there.put(arrive)
 
-    def _deliver(self, request: Request, output: Output) -> None:
+    def _deliver(self, request: Request, output: Output | Found) -> None:
         if output.index in request.ended:
             return
         tokens = request.tokens[output.index]
         assert output.position == len(request.asked.prompt_token_ids) + len(tokens)
-        tokens.append(output.token_id)
+        tokens += [output.token_id] if isinstance(output, Output) else output.token_ids
         if output.finish:
             request.ended[output.index] = output.finish.value
         if not request.living:

@@ -11,13 +11,14 @@ from typing import Protocol
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from services.common.ticket import TicketSequence
+from services.common.ticket import BeamParams, Ticket, TicketSequence
 from services.engine.batch import Draw
 from services.worker.pool_worker import Limits
 from tests.property.gateway import Request
 from tests.property.late import LateEngine, VirtualLoop
 from tests.property.pair import Pair
-from tests.unit.workers.fakes import SAMPLED, expected, ticket
+from tests.unit.workers.fakes import GREEDY, NUM_LIKELY, SAMPLED, expected, ticket
+from tests.unit.workers.searches import right as found_by
 
 MAX_MODEL_LEN = 24
 TICKET_TTL_S = 0.5
@@ -52,10 +53,11 @@ class Shape:
 @dataclass(frozen=True)
 class Ask:
     """`num_shared` tokens begin many prompts, `num_own` are this one's. `num_sequences`, or as many
-    as there are slots and blocks for."""
+    as there are slots and blocks for: samples, or the beams of a search."""
 
     gateway: int
     num_sequences: int
+    searches: bool
     num_shared: int
     num_own: int
     max_tokens: int
@@ -76,7 +78,20 @@ class Ask:
             sequences=tuple(TicketSequence(index) for index in range(num_sequences)),
             timeout_ms=self.timeout_ms,
         )
-        gateway.begin(asked)
+        gateway.begin(_as_search(asked) if self.searches else asked)
+
+
+def _as_search(asked: Ticket) -> Ticket:
+    """As wide as there were to be sequences. Many tokens end a beam: what is finished has to be
+    kept, too."""
+    width = len(asked.sequences)
+    sampling = replace(
+        GREEDY,
+        max_tokens=asked.sampling.max_tokens,
+        stop_token_ids=tuple(range(0, NUM_LIKELY, 8)),
+        beam=BeamParams(width, 1 + width // 2),
+    )
+    return replace(asked, sampling=sampling, sequences=(TicketSequence(0),))
 
 
 def _most_sequences(pair: Pair, num_prompt: int, max_tokens: int) -> int:
@@ -166,6 +181,7 @@ ASKS = st.builds(
     Ask,
     gateway=GATEWAYS,
     num_sequences=st.sampled_from([1, 1, 2, 4]),
+    searches=st.sampled_from([False, False, True]),
     num_shared=st.sampled_from([0, 4, 8, 12]),
     num_own=st.integers(0, 11),
     max_tokens=st.sampled_from([1, 2, 6, 12, 24]),
@@ -238,12 +254,17 @@ async def live(
         check(request, drained_amid)
 
 
+def right_tokens(asked: Ticket, index: int) -> list[int]:
+    if asked.sampling.beam is not None:
+        return list(found_by(asked)[index].token_ids)
+    draw = Draw(asked.sampling, index)
+    return expected(asked.prompt_token_ids, asked.sampling.max_tokens, draw)
+
+
 def check(request: Request, drained_amid: bool) -> None:
     asked = request.asked
     for index, tokens in request.tokens.items():
-        right = expected(
-            asked.prompt_token_ids, asked.sampling.max_tokens, Draw(asked.sampling, index)
-        )
+        right = right_tokens(asked, index)
         assert tokens == right[: len(tokens)]
         assert len(tokens) == len(right) or request.ended.get(index) != "length"
     match request.over:

@@ -1,0 +1,263 @@
+"""A pool with a prefill engine and two decode engines on it, driven by hand: the ledger's laws hold
+after every step, every block is where it should be, and what several read nobody writes."""
+
+import itertools
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
+
+from blockstore.errors import MustWait, OutOfBlocks
+from blockstore.ledger import Ledger
+from blockstore.recount import audit
+from blockstore.store import Growth, PoolSpec
+from services.common.ticket import Ticket
+from services.engine.batch import Draw
+from services.engine.beam import FIRST, Beam
+from services.engine.beam_group import kind_of_group
+from services.engine.contents import Contents, num_blocks_for
+from services.engine.engine import Engine
+from services.engine.group import Group
+from services.engine.messages import Admit, Advance, Command, Grow, Remove
+from services.engine.scheduler import Scheduler
+from services.engine.sequence import Rules, Sequence
+from tests.unit.workers.fakes import SAMPLED, Arena, FakeForward, make_stamps, next_token
+from tests.unit.workers.searches import right, steps_of
+
+NUM_BLOCKS = 40
+LOOK_AHEAD = 2
+MAX_MODEL_LEN = 30
+MAX_NUM_SEQS = 32
+DECODERS = ("d0", "d1")
+
+
+@dataclass
+class Live:
+    """A group that runs at a decoder. `have`: blocks that it ever got."""
+
+    ticket: Ticket
+    group: Group
+    worker: str
+    have: int
+    next_index: int
+
+    @property
+    def searches(self) -> bool:
+        return self.ticket.sampling.beam is not None
+
+
+class Host:
+    """One engine, and what it will be told before its next step."""
+
+    def __init__(self, model: FakeForward, budget: int, *, one_token: bool) -> None:
+        self.engine = Engine(
+            model,
+            Scheduler(budget, MAX_NUM_SEQS),
+            model.arena.stamps,
+            one_token=one_token,
+            look_ahead=LOOK_AHEAD,
+        )
+        self.commands: list[Command] = []
+
+
+class PoolOfGroups(RuleBasedStateMachine):
+    @initialize(size=st.sampled_from([1, 2, 4]), budget=st.sampled_from([3, 64]))
+    def start(self, size: int, budget: int) -> None:
+        self.directory = tempfile.TemporaryDirectory()
+        self.size = size
+        spec = PoolSpec("pool", "model", "fingerprint", NUM_BLOCKS, size, block_bytes=1)
+        self.ledger = Ledger(spec, clock=lambda: 0.0)
+        for worker in ("p", *DECODERS):
+            self.ledger.register_worker(spec, worker)
+        self.stamps = make_stamps(Path(self.directory.name) / "stamps", spec)
+        model = FakeForward(Arena(size, self.stamps))
+        self.arena = model.arena
+        self.prefill = Host(model, budget, one_token=True)
+        # As in a worker: a step has room for a token of each sequence.
+        at_decode = max(budget, MAX_NUM_SEQS)
+        self.hosts = {name: Host(model, at_decode, one_token=False) for name in DECODERS}
+        self.live: dict[str, Live] = {}
+        self.shared: dict[int, tuple[set[Sequence], list[object]]] = {}
+        self.numbers = itertools.count(1)
+
+    def teardown(self) -> None:
+        if hasattr(self, "directory"):
+            self.stamps.close()
+            self.directory.cleanup()
+
+    # How
+
+    def _some(self, data: st.DataObject) -> Live:
+        return self.live[data.draw(st.sampled_from(sorted(self.live)), "group")]
+
+    def _compute(self, asked: Ticket, next_index: int) -> None:
+        key, contents = asked.holder_id, Contents.of(asked, self.size)
+        hashes, branches = contents.chains
+        num_blocks = num_blocks_for(asked, self.size)
+        if num_blocks > NUM_BLOCKS:
+            return
+        try:
+            allocation = self.ledger.allocate(key, "p", asked.order, hashes, num_blocks, branches)
+        except (OutOfBlocks, MustWait):
+            self.ledger.withdraw(key)
+            return
+        begun = contents.begun(allocation.cached(hashes, branches))
+        new = allocation.block_ids[allocation.num_cached_blocks :]
+        group = kind_of_group(asked).to_compute(asked, self._rules(asked), new, begun)
+        commands: list[Command] = [Admit(group, new)]
+        running = replace(asked, holder_epoch=1)
+        left = None
+        while left is None:
+            (advance,) = self.prefill.engine.step(commands).advances
+            commands = []
+            self._write(advance, running)
+            left = advance.left
+        if not left:
+            self._check_found(advance, asked)
+            self.ledger.release(key, 1)
+            return
+        epoch = self.ledger.detach(key, 1)
+        at_rest = replace(asked, holder_epoch=epoch, sequences=left, beams=advance.beams)
+        self._claim(at_rest, DECODERS[len(self.live) % 2], next_index)
+
+    def _claim(self, at_rest: Ticket, name: str, next_index: int) -> None:
+        key = at_rest.holder_id
+        in_tables = {block for state in at_rest.sequences for block in state.block_ids}
+        claim = self.ledger.claim(key, at_rest.holder_epoch, name, tuple(in_tables))
+        beside = [block for block in claim.block_ids if block not in in_tables]
+        spare = tuple(block for block in beside if not self.stamps.is_committed(block))
+        self.ledger.give_back(key, claim.epoch, [block for block in beside if block not in spare])
+        running = replace(at_rest, holder_epoch=claim.epoch)
+        group = kind_of_group(running).to_continue(
+            running, self._rules(running), spare, claim.num_acquired
+        )
+        assert group.is_stamped(self.stamps)
+        live = self.live[key] = Live(running, group, name, claim.num_acquired, next_index)
+        if total := group.total_wanted(LOOK_AHEAD):
+            self._grow(live, total)
+        self.hosts[name].commands.insert(0, Admit(group, spare))
+
+    def _remove(self, live: Live) -> Ticket:
+        host, key = self.hosts[live.worker], live.ticket.holder_id
+        host.commands.append(Remove(key))
+        commands, host.commands = host.commands, []
+        del self.live[key]
+        outcome = host.engine.step(commands)
+        for advance in outcome.advances:
+            self._advance(advance)
+        (removed,) = outcome.removed
+        return replace(live.ticket, sequences=removed.sequences, beams=removed.beams)
+
+    def _grow(self, live: Live, total: int) -> None:
+        """Who is short asks again with its next step."""
+        key = live.ticket.holder_id
+        growth = Growth(key, live.ticket.holder_epoch, live.have, max(total, live.have))
+        (grown,) = self.ledger.extend(live.worker, [growth]).grown
+        if not grown.error and grown.block_ids:
+            live.have += len(grown.block_ids)
+            self.hosts[live.worker].commands.append(Grow(key, grown.block_ids))
+
+    def _write(self, advance: Advance, running: Ticket) -> None:
+        key, epoch = advance.key, running.holder_epoch
+        self.ledger.commit(key, epoch, advance.completed)
+        self.ledger.give_back(key, epoch, advance.freed)
+
+    def _rules(self, asked: Ticket) -> Rules:
+        return Rules.of(asked, self.size, frozenset(), MAX_MODEL_LEN)
+
+    def _advance(self, advance: Advance) -> None:
+        """What came of one step for a group at a decoder."""
+        live = self.live[advance.key]
+        self._write(advance, live.ticket)
+        if advance.left is not None:
+            assert advance.left == ()
+            self._check_found(advance, live.ticket)
+            self.ledger.release(advance.key, live.ticket.holder_epoch)
+            del self.live[advance.key]
+        elif advance.wanted_blocks:
+            self._grow(live, advance.wanted_blocks)
+
+    def _check_found(self, advance: Advance, asked: Ticket) -> None:
+        if asked.sampling.beam is not None:
+            assert advance.found == right(asked)
+
+    # What holds
+
+    @invariant()
+    def the_ledger_adds_up(self) -> None:
+        if hasattr(self, "ledger"):
+            assert audit(self.ledger).violations == ()
+
+    @invariant()
+    def every_block_of_a_holder_is_in_one_place(self) -> None:
+        """In tables, spare, or on its way; counted as often as tables name it."""
+        for key, live in getattr(self, "live", {}).items():
+            group = live.group
+            named = Counter(block for one in group.sequences for block in one.block_table)
+            assert named == group._refs
+            waiting = self.hosts[live.worker].commands
+            coming = [c.block_ids for c in waiting if isinstance(c, Grow) and c.key == key]
+            beside = [*group._spare, *group._freed, *itertools.chain(*coming)]
+            assert len(set(beside)) == len(beside)
+            assert named.keys().isdisjoint(beside)
+            assert self.ledger.holders[key].held == named.keys() | set(beside)
+
+    @invariant()
+    def what_several_read_nobody_writes(self) -> None:
+        """As long as two of those that did still do."""
+        readers = defaultdict(set)
+        for one in self._sequences():
+            for block in self._begun_blocks(one):
+                readers[block].add(one)
+        for block, (before, content) in getattr(self, "shared", {}).items():
+            if len(before & readers[block]) > 1:
+                assert self._content(block) == content
+        several = {block: each for block, each in readers.items() if len(each) > 1}
+        self.shared = {block: (each, self._content(block)) for block, each in several.items()}
+
+    @invariant()
+    def each_reads_its_own_tokens(self) -> None:
+        for one in self._sequences():
+            for position, token in enumerate(one.tokens[: one.num_computed]):
+                slot = one.block_table[position // self.size] * self.size + position % self.size
+                assert self.arena.slots[slot] == (position, token)
+
+    @invariant()
+    def tokens_are_those_of_one_alone(self) -> None:
+        """Each drawn by its own index, or by that of who it was forked from."""
+        for live in getattr(self, "live", {}).values():
+            if live.searches:
+                continue
+            num_prompt = len(live.ticket.prompt_token_ids)
+            draws = [Draw(SAMPLED, index) for index in range(live.next_index)]
+            for one in live.group.sequences:
+                *before, last = one.tokens
+                if len(before) >= num_prompt:
+                    assert last in {next_token(before, draw) for draw in draws}
+
+    @invariant()
+    def beams_are_those_of_a_search_alone(self) -> None:
+        for live in getattr(self, "live", {}).values():
+            if live.searches:
+                num_prompt = len(live.ticket.prompt_token_ids)
+                tokens = [tuple(one.tokens[num_prompt:]) for one in live.group.sequences]
+                beams = [[FIRST], *(beams for beams, _ in steps_of(live.ticket))][len(tokens[0])]
+                assert live.group.beams is not None
+                scored = zip(tokens, live.group.beams.scores, strict=True)
+                assert [Beam(*one) for one in scored] == beams
+
+    def _sequences(self) -> Iterator[Sequence]:
+        for live in getattr(self, "live", {}).values():
+            yield from live.group.sequences
+
+    def _begun_blocks(self, one: Sequence) -> list[int]:
+        """In which something of it is computed."""
+        return one.block_table[: -(-one.num_computed // self.size)]
+
+    def _content(self, block: int) -> list[object]:
+        slots = range(block * self.size, (block + 1) * self.size)
+        return [self.arena.slots.get(slot) for slot in slots]
