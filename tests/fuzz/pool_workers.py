@@ -22,6 +22,7 @@ from services.common.version import PROTOCOL_VERSION
 from services.decode.service import DecodeService
 from services.decode.worker import DecodeWorker
 from services.engine.batch import Drawn, Row
+from services.engine.group import Group
 from services.prefill.service import PrefillService
 from services.prefill.worker import PrefillWorker
 from services.worker.colder import ColderPool
@@ -30,9 +31,10 @@ from tests.unit.workers.fakes import VOCAB, Arena, FakeForward, join, make_pool,
 
 LIMIT_S = 20.0
 POOLS = ("pool", "colder")
+NUM_BLOCKS = 640
 LIMITS = Limits(
-    8,
-    64,
+    2048,
+    2048,
     max_model_len=64,
     vocab_size=VOCAB,
     look_ahead=2,
@@ -46,27 +48,32 @@ HELLO = worker_pb2.Hello(
 
 
 class GuardedForward(FakeForward):
-    """The blocks of a row are one holder's, and no two rows have the same holder: or it notes what
-    it saw. A slot that was never written reads as token 0: whoever says that it was computed lies
-    about its own KV."""
+    """Every row's blocks are those of its group's holder: or it notes what it saw. A slot that was
+    never written reads as token 0: whoever says that it was computed lies about its own KV."""
 
     def __init__(self, arena: Arena, ledger: Ledger) -> None:
         super().__init__(arena)
         self._ledger = ledger
         self.crimes: list[str] = []
+        self.groups: Callable[[], Sequence[Group]] = list
+        """Those that the engine has."""
 
     def run(self, rows: Sequence[Row], num_behind: int = 0) -> list[Drawn]:
-        holders = [self._holder_of(row) for row in rows]
-        if len(set(holders)) != len(holders):
-            self.crimes.append(f"two rows of one holder: {holders}")
+        holder_of = {
+            id(sequence.block_table): group.key
+            for group in self.groups()
+            for sequence in group.sequences
+        }
+        for row in rows:
+            self._look_at(row, holder_of[id(row.block_table)])
         return super().run(rows, num_behind)
 
-    def _holder_of(self, row: Row) -> str:
-        blocks = set(row.block_table[: -(-(row.start + len(row.token_ids)) // 4)])
-        owners = [h.holder_id for h in list(self._ledger.holders.values()) if blocks <= h.held]
-        if not owners:
-            self.crimes.append(f"blocks {sorted(blocks)} are no holder's")
-        return owners[0] if len(owners) == 1 else f"one of {len(owners)}, from {row.start}"
+    def _look_at(self, row: Row, holder_id: str) -> None:
+        read = set(row.block_table[: -(-(row.start + len(row.token_ids)) // 4)])
+        holder = self._ledger.holders.get(holder_id)
+        if holder is None or not read <= holder.held:
+            held = None if holder is None else sorted(holder.held)
+            self.crimes.append(f"{holder_id} holds {held}, and reads {sorted(read)}")
 
     def _row(self, row: Row) -> Drawn:
         size = self.arena.block_size
@@ -109,8 +116,13 @@ class Stream:
         await self.task
 
 
+def _groups_at(worker: Any) -> list[Group]:
+    return list(worker.engine._engine._scheduler._groups.values())
+
+
 class Workers:
-    """Both pools have blocks of 4 tokens, 32 of them."""
+    """Both pools have blocks of 4 tokens, so many that nobody waits for any, as there are slots:
+    whoever takes some may keep them until its streams end."""
 
     def __init__(self, store: MemoryStore) -> None:
         self.store = store
@@ -119,7 +131,8 @@ class Workers:
         self._colder: list[ColderPool] = []
 
     async def open(self, directory: Path) -> None:
-        spec, colder_spec = [await make_pool(self.store, 32, 4, name) for name in POOLS]
+        pools = [await make_pool(self.store, NUM_BLOCKS, 4, name) for name in POOLS]
+        spec, colder_spec = pools
         arena = Arena(4, make_stamps(directory / "stamps", spec))
         colder = Arena(4, make_stamps(directory / "colder", colder_spec))
         workers: list[Any] = []
@@ -137,7 +150,9 @@ class Workers:
                 compares_costs=False,
             )
             self._colder.append(beside)
-            workers.append(cls(self.store, membership, self.models[-1], LIMITS, metrics, beside))
+            worker = cls(self.store, membership, self.models[-1], LIMITS, metrics, beside)
+            self.models[-1].groups = partial(_groups_at, worker)
+            workers.append(worker)
             self._tasks.append(asyncio.create_task(workers[-1].run()))
         self._decoder = workers[1]
         self._prefill, self._decode = PrefillService(workers[0]), DecodeService(workers[1])

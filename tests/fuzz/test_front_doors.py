@@ -115,8 +115,13 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "sampling.min_tokens": st.sampled_from([0, 1, 4, 5, 2**32 - 1]),
     "sampling.include_stop_str_in_output": st.booleans(),
     "sampling.skip_special_tokens": st.booleans(),
-    "sampling.n": st.sampled_from([0, 1, 2, 3, 8, 9, 64, 65, 2**32 - 1]),
+    "sampling.n": st.sampled_from([0, 1, 2, 3, 8, 9, 64, 65, 2**31, 2**32 - 1]),
     "sampling.best_of": st.sampled_from([0, 1, 2, 3, 8, 9, 64, 65, 2**32 - 1]),
+    "sampling.logprobs": st.sampled_from([0, 1, 20, 21, 2**31, 2**32 - 1]),
+    "sampling.prompt_logprobs": st.sampled_from([0, 1, 20, 21, 2**31, 2**32 - 1]),
+    "sampling.beam.width": st.sampled_from([0, 1, 2, 3, 8, 9, 16, 17, 2**31, 2**32 - 1]),
+    "sampling.beam.length_penalty": FLOATS,
+    "sampling.beam.early_stopping": st.sampled_from([0, 1, 2, 3, 99, 2**31 - 1]),
     "received": RECEIVED,
 }
 CHATS = st.lists(st.tuples(TEXTS, TEXTS), max_size=3)
@@ -151,7 +156,9 @@ def request_of(asked: tuple[str, Any], fields: Sequence[tuple[str, Any]]) -> byt
                 message.received.sequences.add(index=index, token_ids=ids, finish_reason=finish)
             continue
         *where, name = path.split(".")
-        target: Any = getattr(message, where[0]) if where else message
+        target: Any = message
+        for part in where:
+            target = getattr(target, part)
         with contextlib.suppress(ValueError):
             if isinstance(value, list):
                 getattr(target, name)[:] = value
@@ -212,6 +219,11 @@ class Call:
         """They continue its own prompt."""
         message = GENERATE.FromString(self.message)
         prompt = _prompt(message, deployment)
+        if message.sampling.HasField("beam"):  # nothing, or all that it was asked for
+            ended = {s.index for s in message.received.sequences}
+            found = set(range(max(1, message.sampling.n))) - ended
+            assert set(self.tokens) == (found if self.status is grpc.StatusCode.OK else set())
+            return
         received = {s.index: s.token_ids for s in message.received.sequences}
         for index, tokens in self.tokens.items():
             assert tokens == expected((*prompt, *received.get(index, ())), len(tokens))
@@ -314,17 +326,9 @@ HTTP_FIELDS = st.sampled_from(
         *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature"),
         *("top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "stream", "stream_options"),
         *("cache_salt", "priority", "request_id", "return_token_ids", "ignore_eos", "user"),
-        *(
-            "n",
-            "best_of",
-            "logprobs",
-            "logit_bias",
-            "tools",
-            "response_format",
-            "nobody",
-            "\\ud800",
-        ),
-        "received",
+        *("n", "logprobs", "logit_bias", "tools", "response_format", "nobody", "\\ud800"),
+        *("use_beam_search", "length_penalty", "early_stopping", "prompt_logprobs", "echo"),
+        *("top_logprobs", "best_of", "beam_width", "received"),
     ]
 )
 PATHS = st.sampled_from(["/v1/completions", "/v1/chat/completions"])

@@ -1,0 +1,194 @@
+"""A gateway that takes a request through prefill and decode, wherever it moves, and hears what
+becomes of it; and what it has to hear."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
+from services.common.ticket import BeamParams, Ticket, TicketSequence
+from services.common.wire import ticket_from_wire, ticket_to_wire
+from services.engine.batch import Draw
+from tests.fuzz.hostile_gateway import HONEST_PROMPT
+from tests.fuzz.pool_workers import HELLO, Workers
+from tests.unit.workers.fakes import GREEDY, SAMPLED, expected, ticket
+from tests.unit.workers.searches import right
+
+NUM_TOKENS = 24
+
+
+def _asked(**changes: Any) -> Ticket:
+    """First in line: others may be as many as they like."""
+    return ticket("r1", HONEST_PROMPT, max_tokens=NUM_TOKENS, attempt=7, order=0, **changes)
+
+
+HONEST = {
+    "one": _asked(),
+    "group": replace(
+        _asked(sequences=tuple(TicketSequence(index) for index in range(3))),
+        sampling=replace(SAMPLED, max_tokens=NUM_TOKENS),
+    ),
+    "search": replace(
+        _asked(), sampling=replace(GREEDY, max_tokens=NUM_TOKENS, beam=BeamParams(3, 2))
+    ),
+}
+
+Answer = dict[int, list[int]]
+"""The tokens of each sequence, by index."""
+
+
+def expected_of(asked: Ticket) -> Answer:
+    if asked.sampling.beam is not None:
+        return {index: list(one.token_ids) for index, one in enumerate(right(asked))}
+    prompt, number = asked.prompt_token_ids, asked.sampling.max_tokens
+    indices = [state.index for state in asked.sequences]
+    return {index: expected(prompt, number, Draw(asked.sampling, index)) for index in indices}
+
+
+class Gateway:
+    def __init__(self, workers: Workers, asked: Ticket) -> None:
+        self._workers = workers
+        self._asked = asked
+        self._searches = asked.sampling.beam is not None
+        self._attempt = asked.attempt
+        self._prefill, decode = workers.connect()
+        self._decodes = [decode]
+        for stream in (self._prefill, decode):
+            stream.say(hello=HELLO)
+
+    async def prefill(self, asked: Ticket) -> Ticket:
+        """The ticket with blocks, at rest."""
+        self._attempt += 1
+        asked = replace(asked, attempt=self._attempt, holder_id=f"h-{asked.request_id}")
+        if self._prefill.hear("prefilled"):
+            asked = replace(asked, holder_id=f"h-{asked.request_id}-{self._attempt}")
+        num_before = len(self._prefill.hear("prefilled"))
+        self._prefill.say(submit=prefill_pb2.PrefillSubmit(ticket=ticket_to_wire(asked)))
+        await self._workers.until(lambda: len(self._prefill.hear("prefilled")) > num_before)
+        issued = self._prefill.hear("prefilled")[-1].ticket
+        return ticket_from_wire(issued, may_have_ended=True)
+
+    async def decode(self, at_rest: Ticket, *, to_the_end: bool) -> Ticket:
+        """Until it has a token more, or all of them. The ticket that it runs on."""
+        self._attempt += 1
+        key: dict[str, Any] = {"request_id": at_rest.request_id, "attempt": self._attempt}
+        at_rest = replace(at_rest, attempt=self._attempt)
+        num_before, num_back = self._num_told, self._num_back
+        reserve = decode_pb2.Reserve(num_sequences=at_rest.width, **key)
+        self._decodes[-1].say(reserve=reserve)
+        self._decodes[-1].say(admit=decode_pb2.Admit(ticket=ticket_to_wire(at_rest)))
+        await self._workers.until(
+            lambda: (
+                self.is_over
+                or self._num_back > num_back
+                or (not to_the_end and self._num_told > num_before)
+            )
+        )
+        if self._num_back == num_back or self.is_over:
+            return at_rest
+        # Others wanted its blocks.
+        assert self._last_requeue.reason == worker_pb2.Requeue.REASON_PREEMPTED, (
+            "somebody else has claimed it"
+        )
+        again = await self.prefill(await self.back())
+        return await self.decode(again, to_the_end=to_the_end)
+
+    async def moved(self, move: str, at_rest: Ticket) -> Ticket:
+        """The ticket at rest again, computed again if need be; unless it is over before."""
+        num_back = self._num_back
+        key: dict[str, Any] = {"request_id": at_rest.request_id, "attempt": self._attempt}
+        match move:
+            case "handed over":
+                self._decodes[-1].say(hand_over=decode_pb2.HandOver(**key))
+            case "swapped out":
+                self._workers.demand(at_rest.holder_id)
+            case "parked":
+                await self._resume()
+        await self._workers.until(lambda: self.is_over or self._num_back > num_back)
+        if self._num_back == num_back:
+            return at_rest
+        back = await self.back()
+        return back if back.sequences[0].block_ids else await self.prefill(back)
+
+    async def back(self) -> Ticket:
+        """The last ticket that the decode worker gave back, once it has."""
+        await self._workers.until(lambda: bool(self._decodes[-1].hear("requeue")))
+        return ticket_from_wire(self._last_requeue.ticket)
+
+    async def _resume(self) -> None:
+        """Its gateway is gone, and another one asks for it."""
+        await self._decodes[-1].end()
+        self._decodes.append(self._workers.connect()[1])
+        self._attempt += 1
+        received = (
+            (TicketSequence(0),)
+            if self._searches
+            else tuple(
+                TicketSequence(index, tuple(tokens))
+                for index, tokens in self.answer.items()
+                if index not in self._ended
+            )
+        )
+        wanted = replace(self._asked, attempt=self._attempt, sequences=received)
+        self._decodes[-1].say(hello=HELLO)
+        self._decodes[-1].say(resume=decode_pb2.Resume(ticket=ticket_to_wire(wanted)))
+
+    @property
+    def answer(self) -> Answer:
+        """By position; none is ever told otherwise."""
+        found: dict[int, dict[int, int]] = {}
+        for index, position, token in self._told():
+            of_one = found.setdefault(index, {})
+            assert of_one.setdefault(position, token) == token
+        return {
+            index: [of_one[position] for position in sorted(of_one)]
+            for index, of_one in sorted(found.items())
+        }
+
+    def _told(self) -> Iterator[tuple[int, int, int]]:
+        """(index, position, token). Beams are nobody's answer, whatever a ticket says of them."""
+        first = len(self._asked.prompt_token_ids)
+        for decode in () if self._searches else self._decodes:
+            for requeue in decode.hear("requeue"):
+                for sequence in requeue.ticket.sequences:
+                    for position, token in enumerate(sequence.token_ids, first):
+                        yield sequence.index, position, token
+        for output in self._outputs():
+            for position, token in enumerate(output.token_ids, output.position):
+                yield output.index, position, token
+
+    def _outputs(self) -> Iterator[Any]:
+        for prefilled in self._prefill.hear("prefilled"):
+            yield from prefilled.outputs
+        for decode in self._decodes:
+            for step in decode.hear("step"):
+                yield from step.outputs
+
+    @property
+    def _num_told(self) -> int:
+        """Tokens; of a search, steps."""
+        return sum(1 for _ in (self._outputs() if self._searches else self._told()))
+
+    @property
+    def _ended(self) -> set[int]:
+        return {output.index for output in self._outputs() if output.finish_reason}
+
+    @property
+    def is_over(self) -> bool:
+        failed = [said for each in (self._prefill, *self._decodes) for said in each.hear("failed")]
+        assert not failed
+        beam = self._asked.sampling.beam
+        num_wanted = len(self._asked.sequences) if beam is None else beam.num_returned
+        return len(self._ended) == num_wanted
+
+    @property
+    def _num_back(self) -> int:
+        return sum(len(decode.hear("requeue")) for decode in self._decodes)
+
+    @property
+    def _last_requeue(self) -> Any:
+        return self._decodes[-1].hear("requeue")[-1]
+
+    async def end(self) -> None:
+        await asyncio.gather(self._prefill.end(), self._decodes[-1].end())

@@ -1,0 +1,148 @@
+"""What hostile workers do with what they would say anyway, and what they say unasked."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+
+from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2
+from tests.fuzz.forging import Changes, change
+from tests.fuzz.nonsense import CHANGES, FIELDS, IDS
+
+_ROLES = {"prefilled": (0,), "step": (1,), "reserved": (1,)}
+_RESPONSES = prefill_pb2.PrefillConnectResponse, decode_pb2.DecodeConnectResponse
+
+
+# Of what they would say anyway
+
+
+@dataclass(frozen=True)
+class Spoilt:
+    """What becomes of a message: `how` it is sent, and what is changed in it if it is of `kind`."""
+
+    how: str
+    kind: str = ""
+    changes: Changes = ()
+
+    def of(self, message: Any, kept: list[Any]) -> Iterator[Any]:
+        kind = message.WhichOneof("event")
+        if self.how == "changed" and kind == self.kind:
+            for path, value in self.changes:
+                change(getattr(message, kind), path, value)
+        if self.how == "kept":
+            kept.append(message)
+        elif self.how != "dropped":
+            yield message
+        if self.how == "twice":
+            yield message
+        if self.how == "with what was kept":
+            yield from kept
+            kept.clear()
+
+
+SPOILT = st.one_of(
+    st.builds(Spoilt, st.sampled_from(["", "", "dropped", "twice", "kept", "with what was kept"])),
+    *(
+        st.builds(Spoilt, st.just("changed"), st.just(kind), CHANGES[kind])
+        for kind in ("prefilled", "step", "requeue", "reserved")
+    ),
+)
+
+
+# Unasked
+
+
+@dataclass(frozen=True)
+class Unasked:
+    """`at`: after so many messages that it would say anyway. `ticket_of`: it knows the last ticket
+    that it was sent of that request, blocks and all."""
+
+    to: int
+    at: int
+    kind: str
+    request_id: str
+    attempt: int
+    changes: Changes
+
+    def message(self, seen: Sequence[Any]) -> Any:
+        message = _RESPONSES[self.to]()
+        inner = getattr(message, self.kind)
+        inner.SetInParent()
+        match self.kind:
+            case "prefilled" | "requeue":
+                inner.ticket.CopyFrom(_known(seen, self.request_id))
+                about = inner.ticket
+                if self.kind == "prefilled":
+                    _draw(inner, self.request_id, self.attempt)
+            case "step":
+                about = inner.outputs.add(token_ids=[97])
+            case _:
+                about = inner
+        if self.kind != "load":
+            about.request_id, about.attempt = self.request_id, self.attempt
+        for path, value in self.changes:
+            change(inner, path, value)
+        return message
+
+
+def _draw(prefilled: prefill_pb2.Prefilled, request_id: str, attempt: int) -> None:
+    """A token of each sequence of the ticket, which it has then."""
+    for sequence in prefilled.ticket.sequences:
+        position = len(prefilled.ticket.prompt_token_ids) + len(sequence.token_ids)
+        key = {"request_id": request_id, "attempt": attempt, "index": sequence.index}
+        prefilled.outputs.add(position=position, token_ids=[97], **key)
+        sequence.token_ids.append(97)
+        sequence.block_ids.append(0)
+
+
+def _known(seen: Sequence[Any], request_id: str) -> ticket_pb2.Ticket:
+    tickets = [command.ticket for command in seen if hasattr(command, "ticket")]
+    return next((t for t in reversed(tickets) if t.request_id == request_id), ticket_pb2.Ticket())
+
+
+def _unasked(to: int) -> st.SearchStrategy[Unasked]:
+    kinds = [kind for kind in FIELDS if to in _ROLES.get(kind, (0, 1))]
+    return st.one_of(
+        *(
+            st.builds(
+                Unasked,
+                st.just(to),
+                st.integers(0, 12),
+                st.just(kind),
+                st.sampled_from(IDS),
+                st.integers(1, 8),
+                st.just(()) | CHANGES[kind],
+            )
+            for kind in kinds
+        )
+    )
+
+
+@dataclass
+class Mischief:
+    """All that one hostile worker does besides its work."""
+
+    spoilt: list[Spoilt]
+    unasked: list[Unasked]
+    kept: list[Any] = field(default_factory=list)
+    num_sent: int = 0
+
+    def spoil(self, message: Any, seen: Sequence[Any]) -> Iterator[Any]:
+        for saying in self.unasked:
+            if saying.at == self.num_sent:
+                yield saying.message(seen)
+        self.num_sent += 1
+        if not self.spoilt:
+            yield message
+        else:
+            yield from self.spoilt.pop(0).of(message, self.kept)
+
+
+MISCHIEFS = st.tuples(
+    *[
+        st.builds(Mischief, st.lists(SPOILT, max_size=8), st.lists(_unasked(to), max_size=5))
+        for to in (0, 1)
+    ]
+)
+"""Of a prefill and a decode worker."""
