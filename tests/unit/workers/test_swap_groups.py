@@ -1,120 +1,35 @@
 """Groups that give way are copied to the colder pool as they stand, and come back so: what they
 share is copied once and shared again. Blocks of 4."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from services.common.ticket import Ticket, TicketSequence
-from services.engine.batch import Draw
-from services.worker.events import EXPIRED, Failed, Prefilled, Requeued, RequeueReason
+from services.common.ticket import TicketSequence
 
 from .conftest import Bench, MakeBench
-from .fakes import GREEDY, PROMPT, SAMPLED, FakeSession, expected, ticket
-from .runs import outputs, prefill
+from .fakes import PROMPT, expected, ticket
+from .giving_way import (
+    MAX_TOKENS,
+    asked,
+    come_back,
+    ended_again,
+    evict_all,
+    finish,
+    give_way,
+    right,
+    running,
+    swapped_out,
+    tables,
+    unstarted,
+)
+from .groups import admit
+from .runs import outputs
 from .searches import asked as search
 from .searches import right as best
 from .test_beams import heard, hypotheses
 
-MAX_TOKENS = 16
 REFUSED = "quire:num_swaps_refused_total"
-
-
-def asked(n: int, greedy: bool = False, stop: Sequence[int] = ()) -> Ticket:
-    sampling = GREEDY if greedy else SAMPLED
-    return ticket(
-        "r1",
-        PROMPT,
-        sampling=replace(sampling, max_tokens=MAX_TOKENS, stop_token_ids=tuple(stop)),
-        sequences=tuple(TicketSequence(index) for index in range(n)),
-    )
-
-
-def right(index: int, num_tokens: int = MAX_TOKENS) -> tuple[int, ...]:
-    return tuple(expected(PROMPT, num_tokens, Draw(SAMPLED, index)))
-
-
-def admit(bench: Bench, issued: Ticket) -> None:
-    bench.decode.reserve(bench.session, *issued.key, len(issued.sequences))
-    bench.decode.admit(bench.session, issued)
-
-
-async def running(bench: Bench, wanted: Ticket, num_steps: int) -> None:
-    """At the decode worker, whose gate is closed after so many steps."""
-    bench.decode_model.pause_after = num_steps
-    admit(bench, await prefill(bench, wanted))
-    await bench.until(lambda: bench.decode_model.num_begun == num_steps + 1)
-
-
-async def unstarted(bench: Bench, wanted: Ticket) -> None:
-    """Claimed, and before its first step: whatever it shares is still shared."""
-    bench.session.reads = False
-    admit(bench, await prefill(bench, wanted))
-    await bench.until(lambda: "h-r1" in bench.decode._running)
-
-
-async def give_way(bench: Bench, holder_id: str = "h-r1") -> Ticket:
-    """What its gateway gets back."""
-    num_seen = len(bench.session.of(Requeued))
-    bench.decode._on_demands([holder_id])
-    bench.decode_model.gate.set()
-    await bench.until(lambda: len(bench.session.of(Requeued)) > num_seen)
-    bench.session.reads = True
-    requeued: Requeued = bench.session.of(Requeued)[-1]
-    assert requeued.reason is RequeueReason.PREEMPTED
-    return requeued.ticket
-
-
-async def swapped_out(bench: Bench, wanted: Ticket, num_steps: int = 6) -> Ticket:
-    await running(bench, wanted, num_steps)
-    back = await give_way(bench)
-    assert back.swapped is not None
-    await bench.until_empty()
-    return back
-
-
-async def come_back(bench: Bench, back: Ticket) -> Ticket:
-    """Through prefill, under a new holder; the ticket that it issues."""
-    session = FakeSession()
-    bench.prefill.submit(session, replace(back, attempt=2, holder_id="h-again"))
-    await bench.until(lambda: bool(session.events))
-    (event,) = session.of(Prefilled)
-    issued: Ticket = event.ticket
-    return issued
-
-
-async def finish(bench: Bench, issued: Ticket) -> dict[int, tuple[int, ...]]:
-    """The tokens of all that went on, to their ends; and nothing is left."""
-    admit(bench, issued)
-    await bench.until(lambda: _ended(bench) == {state.index for state in issued.sequences})
-    await bench.until_empty()
-    await bench.until_colder_is_empty()
-    drawn = [output for output in outputs(bench.session, "r1") if output.attempt == 2]
-    return {
-        state.index: (
-            *state.token_ids,
-            *(output.token_id for output in drawn if output.index == state.index),
-        )
-        for state in issued.sequences
-    }
-
-
-def _ended(bench: Bench) -> set[int]:
-    drawn = outputs(bench.session, "r1")
-    return {output.index for output in drawn if output.finish and output.attempt == 2}
-
-
-def evict_all(bench: Bench) -> None:
-    """What the pool has cached is gone."""
-    blocks = bench.store.ledger("pool").blocks
-    for block_id in list(blocks.cached):
-        blocks.retract(block_id, blocks.hash_of[block_id])
-        bench.arena.wipe(block_id)
-
-
-def tables(states: Sequence[TicketSequence]) -> list[tuple[int, ...]]:
-    return [state.block_ids for state in states]
 
 
 # Out and back
@@ -251,7 +166,7 @@ async def test_one_that_is_computed_again_finds_what_each_sequence_has_cached(
     here = tables(issued.sequences)
     assert len({table[:2] for table in here}) == 1
     admit(bench, issued)
-    await bench.until(lambda: _ended(bench) == {0, 1, 2})
+    await bench.until(lambda: ended_again(bench) == {0, 1, 2})
     await bench.until_empty()
 
 
@@ -275,7 +190,7 @@ async def test_whoever_finds_nothing_is_computed_beside_the_others(bench: Bench,
     issued = await come_back(bench, back)
     assert bench.arena.num_computed - num_computed == 10 + 2 * 2
     admit(bench, issued)
-    await bench.until(lambda: _ended(bench) == {0, 1, 2})
+    await bench.until(lambda: ended_again(bench) == {0, 1, 2})
     drawn = [output for output in outputs(bench.session, "r1") if output.attempt == 2]
     for state in issued.sequences:
         rest = [output.token_id for output in drawn if output.index == state.index]
@@ -342,81 +257,6 @@ async def test_tails_of_siblings_that_are_exchanged_are_not_read(make_bench: Mak
     issued = await come_back(bench, replace(back, swapped=replace(back.swapped, tables=forged)))
     assert bench.arena.num_copied - num_copied == 1  # of the prompt's tail, to write into
     assert await finish(bench, issued) == {index: right(index) for index in range(2)}
-
-
-# Who ends
-
-
-async def test_who_has_ended_before_is_not_copied(make_bench: MakeBench) -> None:
-    """1 ends with its fourth token; the others give way later."""
-    bench = await make_bench(64, num_swap_blocks=32)
-    back = await swapped_out(bench, asked(3, stop=right(1)[3:4]))
-    assert back.swapped is not None
-    assert [table.index for table in back.swapped.tables] == [0, 2]
-    issued = await come_back(bench, back)
-    assert await finish(bench, issued) == {index: right(index) for index in (0, 2)}
-
-
-async def test_who_ends_while_it_is_swapped_out_is_not_brought_back(
-    make_bench: MakeBench,
-) -> None:
-    """Its stop string was found late; the others come back, and nothing of it stays."""
-    bench = await make_bench(64, num_swap_blocks=32)
-    back = await swapped_out(bench, asked(3))
-    bench.decode.abort(bench.session, "r1", 1, 1)
-    evict_all(bench)
-    left = (back.sequences[0], back.sequences[2])
-    num_copied = bench.arena.num_copied
-    issued = await come_back(bench, replace(back, sequences=left))
-    assert bench.arena.num_copied - num_copied == 2 + 2 * 3
-    assert await finish(bench, issued) == {index: right(index) for index in (0, 2)}
-
-
-@pytest.mark.parametrize("is_copied", [True, False])
-async def test_who_is_cancelled_leaves_nothing(make_bench: MakeBench, is_copied: bool) -> None:
-    """At rest there, or while it is copied; one by one, too."""
-    bench = await make_bench(64, num_swap_blocks=32)
-    assert bench.colder is not None
-    await running(bench, asked(3), 6)
-    if is_copied:
-        await give_way(bench)
-    else:
-        bench.colder.copying.clear()
-        bench.decode._on_demands(["h-r1"])
-        bench.decode_model.gate.set()
-        await bench.until(lambda: bench.decode.load().num_running == 0)
-    for index in (1, 0, 2):
-        bench.decode.abort(bench.session, "r1", 1, index)
-    bench.colder.copying.set()
-    await bench.until_empty()
-    await bench.until_colder_is_empty()
-    await bench.until(lambda: not len(bench.decode._jobs))
-    assert len(bench.session.of(Requeued)) == is_copied
-
-
-async def test_a_deadline_is_kept_while_it_is_swapped_out(make_bench: MakeBench) -> None:
-    bench = await make_bench(64, num_swap_blocks=32)
-    await swapped_out(bench, asked(3))
-    (job,) = bench.decode._jobs
-    bench.decode._end(job, EXPIRED)
-    await bench.until(lambda: bool(bench.session.of(Failed)))
-    assert bench.session.of(Failed)[0].code == "deadline_exceeded"
-    await bench.until_empty()
-    await bench.until_colder_is_empty()
-
-
-async def test_a_worker_that_is_drained_waits_for_what_it_has_swapped_out(
-    make_bench: MakeBench,
-) -> None:
-    """Its gateway has it brought back elsewhere; then the worker can go."""
-    bench = await make_bench(64, num_swap_blocks=32)
-    back = await swapped_out(bench, asked(3))
-    assert bench.decode.drain() == 0
-    issued = await come_back(bench, back)
-    bench.decode.abort(bench.session, "r1", 1)  # as its gateway does, once it is back
-    await bench.decode.drained()
-    await bench.until_colder_is_empty()
-    assert [state.token_ids for state in issued.sequences] == [right(i, 9) for i in range(3)]
 
 
 # Whether it is worth it
