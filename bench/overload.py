@@ -5,12 +5,15 @@ deadline, how soon the others are told, and whether memory grows.
 
 Starts `quire serve` with the embedded model by itself. Clients that ask again as soon as they are
 answered find the capacity; requests at random times (Poisson, seeded) then offer parts and
-multiples of it. Prints a markdown table.
+multiples of it. A tenth of them come from a process of its own (`bench.overload_client`), where
+nothing else is done: how long a refusal takes there is told apart. Prints a markdown table.
 """
 
 import argparse
 import asyncio
+import json
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,39 +21,48 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.overload_client import BEGINS, GOOD, LATE, REFUSED, request
 from quire.client import AsyncClient
 from quire.errors import DeadlineExceeded, Overloaded
-from quire.messages import Request
-from quire.types import Sampling
 from tests.e2e.deployment import Deployment, serving
 
 NUM_CLIENTS = 32
 NUM_SLOTS = 16
-MAX_TOKENS = 256
 DEADLINE_IN_SERVICE_TIMES = 4.0
+SHARE_APART = 0.1
+"""Of the requests, from a process of its own."""
 
 
 @dataclass
 class Tally:
-    """Of one load; times in seconds. `elapsed_s`: until the last request was answered."""
+    """Of one load; times in seconds. `elapsed_s`: until the last request was answered;
+    `apart_s`: the refusals of the client that has a process of its own."""
 
     elapsed_s: float = 0.0
     num_offered: int = 0
     num_good: int = 0
     num_late: int = 0
     refusals_s: list[float] = field(default_factory=list)
+    apart_s: list[float] = field(default_factory=list)
+
+    def add(self, answers: Sequence[tuple[str, float]]) -> None:
+        """What the other process was answered."""
+        outcomes = [outcome for outcome, _ in answers]
+        self.num_offered += len(outcomes)
+        self.num_good += outcomes.count(GOOD)
+        self.num_late += outcomes.count(LATE)
+        self.apart_s += [seconds for outcome, seconds in answers if outcome == REFUSED]
 
 
 async def ask(
     clients: Sequence[AsyncClient], tally: Tally, rng: random.Random, deadline_s: float
 ) -> None:
     client = rng.choice(clients)
-    prompt = [rng.randrange(300, 1000) for _ in range(32)]
-    sampling = Sampling(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    asked = request(rng)
     tally.num_offered += 1
     began = time.perf_counter()
     try:
-        async for _ in client.send(Request(prompt, sampling), deadline_s):
+        async for _ in client.send(asked, deadline_s):
             pass
     except Overloaded:
         tally.refusals_s.append(time.perf_counter() - began)
@@ -84,14 +96,36 @@ async def offer(
     deadline_s: float,
 ) -> Tally:
     """Requests at random times; waits until the last one is answered."""
-    tally, now = Tally(), time.perf_counter()
-    due, until = now, now + seconds
+    tally = Tally()
+    apart = await client_apart(
+        clients[0].address, SHARE_APART * rate, seconds, deadline_s, rng.randrange(1 << 31)
+    )
+    due = now = time.perf_counter()
+    until = now + seconds
     async with asyncio.TaskGroup() as tasks:
-        while (due := due + rng.expovariate(rate)) < until:
+        answers = tasks.create_task(apart.communicate())
+        while (due := due + rng.expovariate((1 - SHARE_APART) * rate)) < until:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             tasks.create_task(ask(clients, tally, rng, deadline_s))
     tally.elapsed_s = time.perf_counter() - now
+    output, _ = answers.result()
+    tally.add([(outcome, seconds) for outcome, seconds in json.loads(output)])
     return tally
+
+
+async def client_apart(
+    address: str, rate: float, seconds: float, deadline_s: float, seed: int
+) -> asyncio.subprocess.Process:
+    """Returns when it begins."""
+    arguments = map(str, (address, rate, seconds, deadline_s, seed))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.overload_client", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    if await process.stdout.readline() != BEGINS:
+        raise RuntimeError("the client in a process of its own does not begin")
+    return process
 
 
 def memory_mib(deployment: Deployment) -> float:
@@ -105,12 +139,16 @@ def memory_mib(deployment: Deployment) -> float:
 
 
 def row(name: str, tally: Tally, seconds: float, memory: float) -> str:
-    refused = sorted(tally.refusals_s)
+    refused, apart = sorted(tally.refusals_s), sorted(tally.apart_s)
     return (
         f"| {name} | {tally.num_offered / seconds:.1f} | {tally.num_good / tally.elapsed_s:.1f} "
-        f"| {tally.num_late} | {len(refused)} | {_at(refused, 0.5)} | {_at(refused, 0.99)} "
-        f"| {_at(refused, 1.0)} | {memory:.0f} |"
+        f"| {tally.num_late} | {len(refused)} | {_spread(refused)} | {len(apart)} "
+        f"| {_spread(apart)} | {memory:.0f} |"
     )
+
+
+def _spread(ordered: Sequence[float]) -> str:
+    return " | ".join(_at(ordered, share) for share in (0.5, 0.99, 1.0))
 
 
 def _at(ordered: Sequence[float], share: float) -> str:
@@ -135,7 +173,7 @@ async def measure(deployment: Deployment, args: argparse.Namespace) -> None:
         )
         print(
             "| load | offered/s | good/s | late | refused | refusal p50, ms | p99 | max "
-            "| memory, MiB |\n|---|" + "---:|" * 8
+            "| apart | p50, ms | p99 | max | memory, MiB |\n|---|" + "---:|" * 12
         )
         for times in (0.5, 0.8, 1.0, 1.2, 2.0, args.times):
             seconds = args.seconds if times == args.times else args.seconds / 6

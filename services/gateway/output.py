@@ -186,15 +186,17 @@ class Output:
         while True:  # While the reader has a delta more may come, and the end.
             if self._error is not None:
                 raise self._error
-            if sequence := self._next_with_news():
-                yield self._take(sequence)
-            elif self._closed:
-                return
-            else:
+            if not any(sequence.has_news for sequence in self._turns):
+                if self._closed:
+                    return
                 self._readable.clear()
                 await self._readable.wait()
-                if self._turnstile is not None:
-                    await self._turnstile.wait()
+                continue
+            if self._turnstile is not None:
+                await self._turnstile.wait()
+            sequence = self._next_with_news()
+            if sequence is not None and self._error is None:
+                yield self._take(sequence)
 
     def _part_with_the_ended(self) -> None:
         self.living = tuple(sequence for sequence in self.living if not sequence.has_ended)

@@ -1,10 +1,11 @@
 """Streams that have something at the same time are written out a few in each turn of the loop."""
 
 import asyncio
+from typing import Any
 
 from services.common.ticket import FinishReason
 from services.gateway.output import Output
-from services.gateway.turnstile import Turnstile
+from services.gateway.turnstile import LONGEST_REST_S, Turnstile
 
 from .walk import Walk
 
@@ -83,6 +84,90 @@ async def test_what_comes_while_a_reader_waits_for_its_turn_is_read_together() -
         output.write(0, (2,), FinishReason.LENGTH)
     async with asyncio.timeout(10):
         assert [await each for each in read] == [[(1,), (2,)], [(1, 2)]]
+
+
+class Clock:
+    """The running loop's, set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        loop: Any = asyncio.get_running_loop()
+        loop.time = lambda: self.now
+
+
+async def _turns(count: int = 8) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def _pass(turnstile: Turnstile, clock: Clock, takes_s: tuple[float, ...]) -> None:
+    """So many at once, and what each does until it waits again."""
+
+    async def one(seconds: float) -> None:
+        await turnstile.wait()
+        clock.now += seconds
+
+    await asyncio.gather(*map(one, takes_s))
+    await _turns()
+
+
+async def test_when_all_are_out_it_rests_for_as_long_as_that_took() -> None:
+    """Streams that have something all the time leave half of it to whatever else there is."""
+    clock, turnstile = Clock(), Turnstile(at_once=2, rest=1.0)
+    await _pass(turnstile, clock, (0.003, 0.004, 0.005))
+    late = asyncio.create_task(turnstile.wait())
+    clock.now += 0.011
+    await _turns()
+    assert not late.done()
+    clock.now += 0.002
+    await _turns()
+    assert late.done()
+
+
+async def test_who_comes_after_the_rest_does_not_wait() -> None:
+    clock, turnstile = Clock(), Turnstile(at_once=1, rest=1.0)
+    await _pass(turnstile, clock, (0.01,))
+    clock.now += 0.011
+    await _turns()
+    assert await passes(turnstile, 1) == [0]
+
+
+async def test_what_took_no_time_is_followed_by_no_rest() -> None:
+    clock, turnstile = Clock(), Turnstile(at_once=1, rest=1.0)
+    await _pass(turnstile, clock, (0.0004, 0.0004))
+    late = asyncio.create_task(turnstile.wait())
+    await _turns()
+    assert late.done()
+
+
+async def test_a_loop_that_stood_still_rests_no_longer_than_others() -> None:
+    clock, turnstile = Clock(), Turnstile(at_once=1, rest=1.0)
+    await _pass(turnstile, clock, (30.0,))
+    late = asyncio.create_task(turnstile.wait())
+    clock.now += 1.01 * LONGEST_REST_S
+    await _turns()
+    assert late.done()
+
+
+async def test_every_delta_waits_for_its_turn() -> None:
+    """Also what was there already when the one before it was written."""
+    turnstile, num_waits = Turnstile(), 0
+    wait = turnstile.wait
+
+    async def counted() -> None:
+        nonlocal num_waits
+        num_waits += 1
+        await wait()
+
+    turnstile.wait = counted  # type: ignore[method-assign]
+    output = _watched(Walk().output, turnstile)
+    output.write(0, (1,), None)
+    deltas = output.deltas()
+    assert [(await anext(deltas)).token_ids] == [(1,)]
+    output.write(0, (2,), FinishReason.LENGTH)
+    assert [(await anext(deltas)).token_ids] == [(2,)]
+    assert num_waits == 2
+    await deltas.aclose()
 
 
 def _watched(output: Output, turnstile: Turnstile) -> Output:
