@@ -161,13 +161,13 @@ async def run_workers(pipe: Connection, num_slots: int, step_s: float) -> None:
     await asyncio.to_thread(pipe.recv)
 
 
-async def run_gateway(pipe: Connection, ports: list[int], model_dir: str) -> None:
+async def run_gateway(pipe: Connection, ports: list[int], num_slots: int, model_dir: str) -> None:
     """Sends its port; then its CPU seconds whenever it is asked."""
     store, registry = MemoryStore(), MemoryRegistry()
     await store.register_pool(SPEC)
     roles: tuple[Role, Role] = ("prefill", "decode")
     for role, port in zip(roles, ports, strict=True):
-        await registry.announce(_member(role, port, model_dir), ttl_s=1e6)
+        await registry.announce(_member(role, port, num_slots, model_dir), ttl_s=1e6)
     figures = Figures(CollectorRegistry())
     async with assembled(store, registry, b"secret", Limits(), figures) as assembly:
         while not assembly.gateway.ready():
@@ -182,7 +182,7 @@ async def run_gateway(pipe: Connection, ports: list[int], model_dir: str) -> Non
         await server.stop()
 
 
-def _member(role: Role, port: int, model_dir: str) -> Member:
+def _member(role: Role, port: int, num_slots: int, model_dir: str) -> Member:
     return Member(
         member_id=f"{role}-1",
         role=role,
@@ -194,6 +194,7 @@ def _member(role: Role, port: int, model_dir: str) -> Member:
         model=SPEC.model,
         model_dir=model_dir,
         max_model_len=1 << 20,
+        max_num_seqs=num_slots,
     )
 
 
@@ -249,8 +250,8 @@ def _run(run: Callable[..., Coroutine[Any, Any, None]], pipe: Connection, argume
 
 
 def measure(num_streams: int, num_tokens: int, step_s: float, model_dir: str) -> str:
-    workers, _ = _child(run_workers, num_streams, step_s)
-    gateway, _ = _child(run_gateway, workers.recv(), model_dir)
+    workers, of_workers = _child(run_workers, num_streams, step_s)
+    gateway, of_gateway = _child(run_gateway, workers.recv(), num_streams, model_dir)
     port = gateway.recv()
     asyncio.run(run_clients(port, num_streams, 8))
 
@@ -261,8 +262,9 @@ def measure(num_streams: int, num_tokens: int, step_s: float, model_dir: str) ->
     cpu, start = cpu_s(), time.perf_counter()
     tokens, messages = asyncio.run(run_clients(port, num_streams, num_tokens))
     elapsed, cpu = time.perf_counter() - start, cpu_s() - cpu
-    gateway.send(False)
-    workers.send(False)
+    for pipe, process in ((gateway, of_gateway), (workers, of_workers)):
+        pipe.send(False)
+        process.join()
     return (
         f"| {num_streams} | {num_tokens} | {step_s * 1000:g} | {tokens / elapsed:,.0f} "
         f"| {tokens / messages:.1f} | {cpu / tokens * 1e6:.1f} | {tokens / cpu:,.0f} |"
