@@ -75,14 +75,19 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 
 inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
-// Sum and maximum of all lanes, in one fixed tree.
+// Of all lanes; the sum in one fixed tree.
 inline float reduce_add(f32x16 v) {
-  float lanes[kLanes];
-  store(lanes, v);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  return lanes[0];
+  typedef float f32x8 __attribute__((vector_size(32)));
+  typedef float f32x4 __attribute__((vector_size(16)));
+  f32x8 eight[2];
+  f32x4 four[2];
+  std::memcpy(eight, &v, sizeof v);
+  eight[0] += eight[1];
+  std::memcpy(four, &eight[0], sizeof four);
+  four[0] += four[1];
+  return (four[0][0] + four[0][2]) + (four[0][1] + four[0][3]);
 }
+
 inline float reduce_max(f32x16 v) {
   float lanes[kLanes];
   store(lanes, v);

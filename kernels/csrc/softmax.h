@@ -71,19 +71,6 @@ inline void exp_scaled(const float* x, int64_t n, float largest, float temperatu
   }
 }
 
-// Of all lanes, in one fixed tree.
-inline float sum_of_lanes(f32x16 v) {
-  typedef float f32x8 __attribute__((vector_size(32)));
-  typedef float f32x4 __attribute__((vector_size(16)));
-  f32x8 eight[2];
-  f32x4 four[2];
-  std::memcpy(eight, &v, sizeof v);
-  eight[0] += eight[1];
-  std::memcpy(four, &eight[0], sizeof four);
-  four[0] += four[1];
-  return (four[0][0] + four[0][2]) + (four[0][1] + four[0][3]);
-}
-
 inline void masses(const float* x, int64_t n, float largest, float temperature, float threshold,
                    float* chunks) {
   float padded[kLogitChunk];
@@ -95,7 +82,7 @@ inline void masses(const float* x, int64_t n, float largest, float temperature, 
       const f32x16 power = exp_nonpositive(v);
       sums[i] = v >= threshold ? power : f32x16{};
     }
-    chunks[begin / kLogitChunk] = sum_of_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    chunks[begin / kLogitChunk] = reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3]));
   }
 }
 
