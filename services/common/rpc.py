@@ -42,7 +42,8 @@ _CHANNEL_OPTIONS = (
     *_LIMITS,
     *_KEEPALIVE,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Not between two attempts: how long one may take. A busy peer needs more than a moment.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Services speak to each other directly; a proxy from the environment is not meant for them.
     ("grpc.enable_http_proxy", 0),

@@ -44,9 +44,10 @@ class Resting:
             except StaleHolder:  # somebody has claimed it: there is nothing to offer
                 self.forget(job)
                 report(session, ticket, STALE)
-                return
-            if not job.ending and job.session is session:
-                session.send(Requeued(ticket_of(job), RequeueReason.HANDED_OVER))
+            else:
+                if not job.ending and job.session is session:
+                    session.send(Requeued(ticket_of(job), RequeueReason.HANDED_OVER))
+            worker.trials.leave(ticket.holder_id)
 
         self._jobs.end_after(worker.limits.ticket_ttl_s, job, STALE)
         worker.writer.put(offer)
@@ -61,6 +62,7 @@ class Resting:
             await worker.release(ticket, job.ending or PREEMPTED)
             if not job.ending:
                 job.session.send(Requeued(at_rest, RequeueReason.PREEMPTED))
+            worker.trials.leave(ticket.holder_id)
 
         job.state, job.ticket = State.AT_REST, at_rest
         worker.writer.put(give_way)

@@ -229,6 +229,8 @@ class DecodeWorker(PoolWorker):
                 outputs.setdefault(job.session, []).extend(tokens)
         for session, mine in outputs.items():
             session.send(Step(tuple(mine)))
+        for advance in outcome.advances:
+            self.trials.leave(advance.key)
         for broken in outcome.broken:
             self._break(self._running[broken.key], broken)
         for removed in outcome.removed:
@@ -237,7 +239,6 @@ class DecodeWorker(PoolWorker):
     def _on_advance(self, job: Job, advance: Advance) -> Sequence[Output | Found]:
         """What the gateway gets of this step: nothing of what it has aborted."""
         ticket = ticket_of(job)  # of now: the job's epoch is another once it is at rest
-        self.trials.leave(advance.key)
         if advance.completed:
             self.writer.put(lambda: self._commit(ticket, advance.completed))
         if advance.left is None:
@@ -348,6 +349,7 @@ class DecodeWorker(PoolWorker):
         async def release() -> None:
             await self.release(ticket, ending)
             report(job.session, ticket, ending)
+            self.trials.leave(ticket.holder_id)
 
         self._forget(job)
         self.writer.put(release)
@@ -359,7 +361,6 @@ class DecodeWorker(PoolWorker):
 
     def _stop_running(self, job: Job) -> None:
         if job.state is State.RUNNING:
-            self.trials.leave(ticket_of(job).holder_id)
             del self._running[ticket_of(job).holder_id]
             self._grower.remove(ticket_of(job).holder_id)
 

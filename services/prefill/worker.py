@@ -221,8 +221,6 @@ class PrefillWorker(PoolWorker):
         job.outputs += found(job.ticket, advance.found)
         if advance.completed:
             self.writer.put(lambda: self._commit(job, advance.completed))
-        if advance.left is not None:
-            self.trials.leave(advance.key)
         if advance.left is None:
             self._give_back(job, advance.freed)
         elif job.ending:
@@ -255,6 +253,7 @@ class PrefillWorker(PoolWorker):
             if not job.ending:
                 told = tuple(job.outputs), tuple(job.prompt_logprobs)
                 job.session.send(Prefilled(ticket, *told))
+                self.trials.leave(ticket.holder_id)
 
         job.state = State.ISSUED
         job.ticket = ticket
@@ -269,6 +268,7 @@ class PrefillWorker(PoolWorker):
             await self.store.release(self.pool_id, holder_id, epoch)
             told = tuple(job.outputs), tuple(job.prompt_logprobs)
             job.session.send(Prefilled(job.finished(), *told))
+            self.trials.leave(holder_id)
 
         self._forget(job)
         self.writer.put(release)
@@ -305,16 +305,17 @@ class PrefillWorker(PoolWorker):
         async def release() -> None:
             await self.release(ticket, ending)
             report(job.session, ticket, ending)
+            self.trials.leave(ticket.holder_id)
 
         self._forget(job)
         self.writer.put(release)
 
     async def _take_back(self, job: Job, ending: Ending) -> None:
         await self.take_back(job.session, job.ticket, ending)
+        self.trials.leave(job.ticket.holder_id)
         self._forget(job)
 
     def _forget(self, job: Job) -> None:
-        self.trials.leave(job.ticket.holder_id)
         job.state = State.ENDED
         self._jobs.remove(job)
         self._computing.pop(job.ticket.holder_id, None)

@@ -22,7 +22,9 @@ class Trials:
             del self._line[key]
 
     def leave(self, key: str) -> None:
-        """It has shown a token, or is here no more. Who was no suspect is no error."""
+        """Its gateway has been sent a token of it, or word of its end: what the next one does to
+        this worker comes after that, and is not laid to its charge. Who is not in line is no
+        error."""
         if key not in self._line:
             return
         was_first = next(iter(self._line)) == key

@@ -13,6 +13,7 @@ from quire.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2
 from services.common import errors
 from services.common.faults import PeerFailed
 from services.common.rpc import MAX_MESSAGE_BYTES, RpcServer, from_rpc_error, open_channel
+from tests.proxy import Proxy
 
 SERVICE = "quire.v1.Inference"
 
@@ -225,3 +226,16 @@ async def test_a_server_that_is_not_there_is_unavailable() -> None:
     async with open_channel(f"127.0.0.1:{port}") as channel:
         error = await list_models(channel)
     assert type(from_rpc_error(error)) is errors.Unavailable
+
+
+async def test_a_server_that_is_slow_to_answer_is_waited_for() -> None:
+    """On a busy machine a connection takes its time."""
+    server = RpcServer(SERVICE)
+    port = await server.start("127.0.0.1", 0)
+    async with Proxy(f"127.0.0.1:{port}") as proxy:
+        proxy.delay_s = 0.3
+        async with open_channel(proxy.address) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            answer = await check(health_pb2.HealthCheckRequest())
+            assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    await server.stop()

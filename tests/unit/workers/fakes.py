@@ -18,7 +18,7 @@ from services.common.logprobs import Logprobs
 from services.common.pool.stamps import Stamps, StampState, record_bytes
 from services.common.ticket import SamplingParams, Ticket, TicketSequence
 from services.engine.batch import Draw, Drawn, Fault, Row, Told
-from services.worker.events import Began, Event
+from services.worker.events import Began, Draining, Event, Prefilled, Requeued, Step
 
 VOCAB = 50_000
 NUM_LIKELY = 60
@@ -192,11 +192,13 @@ def _told(row: Row, context: list[int]) -> Drawn:
 
 
 class FakeSession:
-    """`began`: which requests it was told of. While it `reads` nothing, nothing of that is out."""
+    """`began`: which requests it was told of; `told`: of whom it heard what, in order. While it
+    `reads` nothing, nothing of that is out."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.began: list[str] = []
+        self.told: list[str] = []
         self.reads = True
         self._unread: list[Callable[[], None]] = []
 
@@ -205,6 +207,7 @@ class FakeSession:
             self.began.append(event.request_id)
         else:
             self.events.append(event)
+        self.told += (f"{type(event).__name__} {request_id}" for request_id in _spoken_of(event))
         if then is not None:
             self._unread.append(then)
         if self.reads:
@@ -218,6 +221,18 @@ class FakeSession:
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
+
+
+def _spoken_of(event: Event) -> list[str]:
+    match event:
+        case Step(outputs):
+            return [output.request_id for output in outputs]
+        case Prefilled(ticket) | Requeued(ticket):
+            return [ticket.request_id]
+        case Draining():
+            return []
+        case _:
+            return [event.request_id]
 
 
 async def make_pool(

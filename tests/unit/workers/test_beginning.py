@@ -1,14 +1,16 @@
 """A gateway hears that its request is begun before it is; of suspects, one at a time."""
 
-from dataclasses import replace
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from services.common.ticket import Ticket
 from services.decode.job import State
-from services.worker.events import Prefilled
+from services.worker.events import Prefilled, Requeued
 
-from .conftest import Bench
+from .conftest import Bench, MakeBench
 from .fakes import PROMPT, FakeSession, expected, ticket
 from .runs import finished, prefill, tokens
 
@@ -25,6 +27,26 @@ async def admit(
     assert job is not None
     await bench.until(lambda: job.state is not State.CLAIMING)
     return issued
+
+
+@dataclass
+class HeldUp:
+    reached: asyncio.Event
+    over: asyncio.Event
+
+
+def hold_up(bench: Bench, monkeypatch: pytest.MonkeyPatch, operation: str) -> HeldUp:
+    """The store does it, and its answer waits until the delay is `over`."""
+    held, act = HeldUp(asyncio.Event(), asyncio.Event()), getattr(bench.store, operation)
+
+    async def slowly(*args: Any) -> Any:
+        answer = await act(*args)
+        held.reached.set()
+        await held.over.wait()
+        return answer
+
+    monkeypatch.setattr(bench.store, operation, slowly)
+    return held
 
 
 async def test_nothing_is_computed_before_its_gateway_could_know(bench: Bench) -> None:
@@ -139,3 +161,66 @@ async def test_a_suspect_that_leaves_the_line_leaves_nothing(bench: Bench, how: 
         bench.decode.admit(second, at_rest)
         await bench.until(lambda: finished(second, "r2"))
     await bench.until_empty()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4], ids=["ends", "goes on"])
+async def test_who_stands_behind_begins_when_the_gateway_has_the_token(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    """However long the store takes: it may kill at once, and its predecessor would seem to have."""
+    session = FakeSession()
+    held = hold_up(bench, monkeypatch, "release" if max_tokens == 1 else "detach")
+    for number in (1, 2):
+        asked = ticket(f"r{number}", range(100 * number, 100 * number + 10), max_tokens=max_tokens)
+        bench.prefill.submit(session, asked, suspect=True)
+    await held.reached.wait()
+    assert session.told == ["Began r1"]
+    held.over.set()
+    await bench.until(lambda: len(session.of(Prefilled)) == 2)
+    assert session.told == ["Began r1", "Prefilled r1", "Began r2", "Prefilled r2"]
+
+
+async def test_or_knows_that_it_gave_way(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = FakeSession()
+    held = hold_up(bench, monkeypatch, "release")
+    bench.prefill_model.pause_after = 1
+    bench.prefill.submit(session, ticket("r1", range(100, 140)), suspect=True)
+    bench.prefill.submit(session, ticket("r2", PROMPT), suspect=True)
+    await bench.until(lambda: bench.prefill_model.num_begun == 2)
+    bench.prefill._on_demands(["h-r1"])
+    bench.prefill_model.gate.set()
+    await held.reached.wait()
+    assert session.told == ["Began r1"]
+    held.over.set()
+    await bench.until(lambda: bool(session.of(Prefilled)))
+    assert session.told == ["Began r1", "Requeued r1", "Began r2", "Prefilled r2"]
+
+
+async def test_of_what_is_decoded_it_has_the_token_too(bench: Bench) -> None:
+    bench.decode_model.gate.clear()
+    session = FakeSession()
+    for number in (1, 2):
+        await admit(bench, session, number, suspect=True)
+    bench.decode_model.gate.set()
+    await bench.until(lambda: finished(session, "r1") and finished(session, "r2"))
+    assert session.told.index("Step r1") < session.told.index("Began r2")
+
+
+@pytest.mark.parametrize("how", ["preempted", "swapped", "handed over"])
+async def test_or_its_ticket(make_bench: MakeBench, how: str) -> None:
+    bench = await make_bench(num_swap_blocks=16 if how == "swapped" else 0)
+    session = FakeSession()
+    session.reads = False
+    issued = await admit(bench, session, 1, suspect=True)
+    await admit(bench, session, 2, suspect=True)
+    if how == "handed over":
+        bench.decode.hand_over(session, *issued.key)
+    else:
+        bench.decode._on_demands([issued.holder_id])
+    await bench.until(lambda: "r2" in session.began)
+    of_one = [told for told in session.told if told.endswith("r1")]
+    assert session.told.index("Requeued r1") < session.told.index("Began r2")
+    assert of_one == ["Reserved r1", "Began r1", "Requeued r1"]
+    requeued = session.of(Requeued)[0].ticket
+    assert bool(requeued.swapped) == (how == "swapped")
+    assert bool(requeued.sequences[0].block_ids) == (how == "handed over")

@@ -129,6 +129,7 @@ async def test_a_short_prompt_does_not_wait_for_a_long_one(bench: Bench) -> None
     bench.prefill_model.gate.clear()
     bench.prefill.submit(bench.session, ticket("r1", range(80)))
     bench.prefill.submit(bench.session, ticket("r2", (7, 8, 9)))
+    await bench.until(lambda: bench.session.began == ["r1", "r2"])
     bench.prefill_model.gate.set()
     await bench.until(lambda: len(bench.session.events) == 2)
     assert [event.ticket.request_id for event in bench.session.of(Prefilled)] == ["r2", "r1"]
