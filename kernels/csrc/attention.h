@@ -109,7 +109,7 @@ class AttentionRows {
     locate(call_, row_, kv_head_ + 1, begin / kTile * kTile, begin, visible_end, rows);
   }
 
-  int position(int row) const { return first_position_ + (begin_ + row) / group_; }
+  int position(int row) const { return positions_[row]; }
   int first_visible(int row) const {
     return call_.window > 0 ? larger(0, position(row) - call_.window + 1) : 0;
   }
@@ -130,17 +130,20 @@ class AttentionRows {
       std::memcpy(queries_ + int64_t{row} * num_words_, q + place(row, call_.q_stride),
                   4 * num_words_);
       states_[row] = {kLowest, {}};
+      positions_[row] = first_position_ + (begin_ + row) / group_;
     }
     std::memset(sums_, 0, sizeof(float) * num_rows_ * num_columns_);
   }
 
   // Probabilities of a block of rows over the tile of keys.
   void weigh(int tile, int row, int num_rows) {
-    multiply<dtype>({queries_ + int64_t{row} * num_words_, num_words_, tile_, kTile, scores_, kTile,
-                     nullptr, num_words_},
-                    num_rows, kTile);
     Span spans[kBlockRows];
     for (int i = 0; i < num_rows; ++i) spans[i] = visible(tile, row + i);
+    // Behind what the last row sees, nobody sees anything.
+    const int seen = (spans[num_rows - 1].end + kLanes - 1) / kLanes * kLanes;
+    multiply<dtype>({queries_ + int64_t{row} * num_words_, num_words_, tile_, kTile, scores_, kTile,
+                     nullptr, num_words_},
+                    num_rows, seen);
     softmax_step(scores_, call_.scale, spans, states_ + row, num_rows,
                  reinterpret_cast<Element*>(probabilities_ + row * kSteps), corrections_ + row);
   }
@@ -219,6 +222,7 @@ class AttentionRows {
   float* sums_;                             // [rows, columns]: values times probabilities
   SoftmaxState* states_;                    // [rows]
   float* corrections_;                      // [rows]: of the sums, by the tile at hand
+  int positions_[kAttentionRows];           // of the rows' queries
 };
 
 template <Dtype dtype>

@@ -142,10 +142,9 @@ inline void join(const float* columns, float total, typename Word<dtype>::Elemen
     uint16_t halves[2][kLanes];
     store_bf16(halves[0], first);
     store_bf16(halves[1], load_f32(columns + kLanes) / total);
-    for (int i = 0; i < kLanes; ++i) {
-      out[2 * i] = halves[0][i];
-      out[2 * i + 1] = halves[1][i];
-    }
+    const u32x16 lower = __builtin_convertvector(load<u16x16>(halves[0]), u32x16);
+    const u32x16 upper = __builtin_convertvector(load<u16x16>(halves[1]), u32x16);
+    store(out, lower | (upper << 16));
   }
 }
 

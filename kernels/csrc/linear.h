@@ -125,6 +125,7 @@ inline void compute_panel(const LinearCall& call, int64_t panel, bool is_first, 
       tile.fetched += num_steps * (kStepBytes + (i - num_streaming) * tile.fetched_step);
     }
     const int64_t end = row_begin + num_rows * (i + 1) / num_tiles;
+    if (!tile.is_far) fetch_outputs(call, row, end - row, panel);
     compute_rows<kind, kRows>(call, tile, row, panel, end - row);
     row = end;
   }

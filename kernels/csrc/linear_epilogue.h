@@ -86,6 +86,25 @@ inline void keep_best(Best& best, const Columns& y, int64_t column, int64_t coun
   }
 }
 
+// Outputs of many rows lie in no near cache, a whole number of pages apart, where no CPU expects
+// the next: asked for before the sums are computed, they are there when these are finished.
+// (To GCC a function that only prefetches has no effect, and its calls go: hence the `asm`.)
+[[gnu::noinline]] inline void fetch_outputs(const LinearCall& call, int64_t row, int64_t num_rows,
+                                            int64_t panel) {
+  asm volatile("");
+  const Epilogue e = call.epilogue;
+  if (e == Epilogue::best_or_f32) return;
+  const int64_t size = e == Epilogue::store_bf16 || e == Epilogue::silu_mul_bf16 ? 2 : 4;
+  const bool is_gated = e == Epilogue::silu_mul_f32 || e == Epilogue::silu_mul_bf16;
+  const int64_t num_bytes = (is_gated ? kLanes : kPanel) * size;
+  const int64_t stride = call.out_stride * size;
+  const char* out = static_cast<const char*>(call.out) + row * stride + panel * num_bytes;
+  for (int64_t i = 0; i < num_rows; ++i, out += stride) {
+    __builtin_prefetch(out, 1);
+    __builtin_prefetch(out + num_bytes - 1, 1);
+  }
+}
+
 // Sums: f32x16, or i32x16 of int8.
 template <typename Sums>
 inline void finish(const LinearCall& call, int64_t row, int64_t num_rows, int64_t panel,

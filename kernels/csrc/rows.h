@@ -83,7 +83,10 @@ inline float write_bytes(const Row& row, int64_t width, uint8_t* out) {
     const f32x16 rounded = row.at(static_cast<int>(i)) * factor + magic;
     const u32x16 bytes = (u32x16)rounded - (0x4b400000u - 128);
     const u8x16 values = __builtin_convertvector(bytes, u8x16);
-    std::memcpy(out + i, &values, width - i < kLanes ? width - i : kLanes);
+    if (width - i >= kLanes)
+      store(out + i, values);
+    else
+      std::memcpy(out + i, &values, width - i);
   }
   return is_zero ? 0.0f : scale;
 }

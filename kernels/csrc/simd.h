@@ -28,6 +28,8 @@ namespace quire::QUIRE_ISA {
 
 inline constexpr int kLanes = 16;
 
+typedef float f32x4 __attribute__((vector_size(16)));
+typedef float f32x8 __attribute__((vector_size(32)));
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
@@ -75,10 +77,8 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 
 inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
-// Of all lanes; the sum in one fixed tree.
+// Of all lanes, in one fixed tree.
 inline float reduce_add(f32x16 v) {
-  typedef float f32x8 __attribute__((vector_size(32)));
-  typedef float f32x4 __attribute__((vector_size(16)));
   f32x8 eight[2];
   f32x4 four[2];
   std::memcpy(eight, &v, sizeof v);
@@ -88,12 +88,17 @@ inline float reduce_add(f32x16 v) {
   return (four[0][0] + four[0][2]) + (four[0][1] + four[0][3]);
 }
 
+// None of them may be NaN.
 inline float reduce_max(f32x16 v) {
-  float lanes[kLanes];
-  store(lanes, v);
-  float largest = lanes[0];
-  for (int i = 1; i < kLanes; ++i) largest = lanes[i] > largest ? lanes[i] : largest;
-  return largest;
+  f32x8 eight[2];
+  f32x4 four[2];
+  std::memcpy(eight, &v, sizeof v);
+  eight[0] = eight[0] > eight[1] ? eight[0] : eight[1];
+  std::memcpy(four, &eight[0], sizeof four);
+  four[0] = four[0] > four[1] ? four[0] : four[1];
+  const float a = four[0][0] > four[0][1] ? four[0][0] : four[0][1];
+  const float b = four[0][2] > four[0][3] ? four[0][2] : four[0][3];
+  return a > b ? a : b;
 }
 
 // Whether any lane of a comparison holds.

@@ -16,20 +16,6 @@ inline float largest_of_some(const float* x, int64_t n) {
   return most;
 }
 
-inline float largest_lane(f32x16 v) {
-  typedef float f32x8 __attribute__((vector_size(32)));
-  typedef float f32x4 __attribute__((vector_size(16)));
-  f32x8 eight[2];
-  f32x4 four[2];
-  std::memcpy(eight, &v, sizeof v);
-  eight[0] = eight[0] > eight[1] ? eight[0] : eight[1];
-  std::memcpy(four, &eight[0], sizeof four);
-  four[0] = four[0] > four[1] ? four[0] : four[1];
-  const float a = four[0][0] > four[0][1] ? four[0][0] : four[0][1];
-  const float b = four[0][2] > four[0][3] ? four[0][2] : four[0][3];
-  return a > b ? a : b;
-}
-
 inline void largest(const float* x, int64_t n, float* chunks) {
   const int64_t num_whole = n / kLogitChunk;
   i32x16 nan{};
@@ -39,7 +25,7 @@ inline void largest(const float* x, int64_t n, float* chunks) {
       v[i] = load<f32x16>(x + chunk * kLogitChunk + i * kLanes);
       nan |= v[i] != v[i];
     }
-    chunks[chunk] = largest_lane(max(max(v[0], v[1]), max(v[2], v[3])));
+    chunks[chunk] = reduce_max(max(max(v[0], v[1]), max(v[2], v[3])));
   }
   if (any_lane(nan))
     for (int64_t chunk = 0; chunk < num_whole; ++chunk)
