@@ -8,7 +8,8 @@
 Each contestant runs alone. A round is one process of each engine and one server of each; rounds
 alternate who begins, and draw other prompts. Cells are medians over the rounds with the lowest and
 the highest, ratios are Quire's median by the best peer's. A contestant that fails is left out of
-the table, its error is printed, and the exit status is 1.
+the table, its error is printed, and the exit status is 1. Interrupted or terminated, it shows what it
+has measured by then.
 
 decode, prefill     the engine alone, without a server
 closed, poisson, prefix, interference     as in `bench/serve.py`; Quire over gRPC, peers over HTTP
@@ -19,6 +20,7 @@ import asyncio
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -121,10 +123,9 @@ async def scenarios(
             )
 
 
-async def compare(contestants: Sequence[Peer], options: Options) -> tuple[Comparison, bool]:
-    """The comparison, and whether nobody failed."""
-    ours, *peers = (contestant.name for contestant in contestants)
-    comparison, whole = Comparison(ours, peers), True
+async def compare(contestants: Sequence[Peer], options: Options, comparison: Comparison) -> bool:
+    """Adds what each round measures; whether nobody failed."""
+    whole = True
     model = checkpoint(options.shape)
     for number in range(options.rounds):
         turn = number % len(contestants)
@@ -138,7 +139,7 @@ async def compare(contestants: Sequence[Peer], options: Options) -> tuple[Compar
                 continue
             for row, value in rows:
                 comparison.add(peer.name, row, value)
-    return comparison, whole
+    return whole
 
 
 async def one_round(
@@ -182,7 +183,12 @@ def main() -> None:
     if missing := [peer.name for peer in peers if not peer.is_ready]:
         raise SystemExit(f"not set up: python -m bench.peers setup {' '.join(missing)}")
     contestants = [Quire(tuple(options.quire_arguments)), *peers]
-    comparison, whole = asyncio.run(compare(contestants, options))
+    comparison, whole = Comparison(contestants[0].name, options.peers), False
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        whole = asyncio.run(compare(contestants, options, comparison))
+    except KeyboardInterrupt:
+        print("interrupted; of the rounds before:", file=sys.stderr)
     print(comparison.table())
     if options.json:
         options.json.write_text(json.dumps(comparison.as_json(), indent=2) + "\n")

@@ -24,16 +24,8 @@ inline constexpr float kLowest = -3.402823466e+38f;
 // Scores of what a row sees, scaled; -inf elsewhere, whatever was there. Returns the largest, lane
 // by lane; none is NaN.
 inline f32x16 mask_scores(float* scores, float scale, Span visible) {
-  f32x16 largest = splat(kLowest);
-  if (visible.begin <= 0 && visible.end >= kTile) {
-    for (int i = 0; i < kTile; i += kLanes) {
-      const f32x16 s = load_f32(scores + i) * scale;
-      store_f32(scores + i, s);
-      largest = max(s, largest);
-    }
-    return largest;
-  }
   const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  f32x16 largest = splat(kLowest);
   for (int i = 0; i < kTile; i += kLanes) {
     f32x16 s = load_f32(scores + i) * scale;
     const i32x16 is_visible = (lanes + i >= visible.begin) & (lanes + i < visible.end);
