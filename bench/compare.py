@@ -8,8 +8,8 @@
 Each contestant runs alone. A round is one process of each engine and one server of each; rounds
 alternate who begins, and draw other prompts. Cells are medians over the rounds with the lowest and
 the highest, ratios are Quire's median by the best peer's. A contestant that fails is left out of
-the table, its error is printed, and the exit status is 1. Interrupted or terminated, it shows what it
-has measured by then.
+the table, its error is printed, and the exit status is 1. Interrupted or terminated, it shows what
+it has measured by then.
 
 decode, prefill     the engine alone, without a server
 closed, poisson, prefix, interference     as in `bench/serve.py`; Quire over gRPC, peers over HTTP

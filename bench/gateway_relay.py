@@ -23,8 +23,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
+from blockstore.records import PoolSpec
 from blockstore.registry import Member, Role
-from blockstore.store import FUNCTION_LIBRARY, PoolSpec
+from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import (
     decode_pb2,
     decode_pb2_grpc,

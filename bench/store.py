@@ -30,8 +30,8 @@ from statistics import quantiles
 import redis.asyncio
 import xxhash
 
+from blockstore.records import Growth, PoolSpec
 from blockstore.redis_store import RedisStore
-from blockstore.store import Growth, PoolSpec
 from quire.supervisor import valkey
 
 MAX_CALLERS = 64

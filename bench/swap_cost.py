@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from bench.make_checkpoint import SHAPES, make_checkpoint
 from blockstore.memory_store import MemoryStore
-from blockstore.store import Allocation
+from blockstore.records import Allocation
 from services.common.metrics import WorkerMetrics
 from services.common.ticket import SamplingParams, Ticket, TicketSequence
 from services.engine.batch import Row

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from blockstore.ledgers import Answer, Operation, Renaming
-from blockstore.store import Allocation, Claim, Extension, Grown, Growth, PrefixHash
+from blockstore.records import Allocation, Claim, Extension, Grown, Growth, PrefixHash
 
 PREFIX: PrefixHash = b"of 16 bytes only"
 NUM_PROMPT_BLOCKS = 2

@@ -8,7 +8,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from blockstore.errors import FingerprintMismatch, GeometryMismatch, InvalidArgument
-from blockstore.store import MAX_BRANCHES, Growth, PoolSpec, PrefixHash
+from blockstore.records import Growth, PoolSpec, PrefixHash
+from blockstore.store import MAX_BRANCHES
 
 MAX_TEXT_BYTES = 1024
 MAX_NUMBER = 2**53 - 1

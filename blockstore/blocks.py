@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from itertools import chain
 from typing import Self
 
-from blockstore.store import Content, PrefixHash
+from blockstore.records import Content, PrefixHash
 
 
 class Blocks:

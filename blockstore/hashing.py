@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_128_digest
 
-from blockstore.store import PrefixHash
+from blockstore.records import PrefixHash
 
 _TOKEN_ID_BYTES = 4
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from blockstore.errors import StaleHolder
-from blockstore.store import TOMBSTONE_S, HolderInfo
+from blockstore.records import HolderInfo
+from blockstore.store import TOMBSTONE_S
 
 
 @dataclass(slots=True)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from blockstore.errors import MustWait, OutOfBlocks, StaleHolder
-from blockstore.store import Asserted, Growth, PoolSpec, Recovery, Wait
+from blockstore.records import Asserted, Growth, PoolSpec, Wait
+from blockstore.store import Recovery
 
 
 @dataclass(slots=True)

@@ -23,8 +23,7 @@ from blockstore.errors import (
 )
 from blockstore.holders import Holder, Holders, Tombstones
 from blockstore.rebuilding import Rebuilding, quarantine_of
-from blockstore.store import (
-    QUARANTINE,
+from blockstore.records import (
     Allocation,
     Asserted,
     Claim,
@@ -39,6 +38,7 @@ from blockstore.store import (
     PrefixHash,
     Wait,
 )
+from blockstore.store import QUARANTINE
 from blockstore.waiters import Waiter, Waiters
 
 

@@ -11,8 +11,7 @@ from contextlib import contextmanager, suppress
 from blockstore.arguments import check, check_pool_id
 from blockstore.errors import PoolExists, UnknownPool
 from blockstore.ledger import Ledger
-from blockstore.recount import audit
-from blockstore.store import (
+from blockstore.records import (
     Allocation,
     Asserted,
     AuditReport,
@@ -25,9 +24,10 @@ from blockstore.store import (
     PoolSpec,
     PoolStats,
     PrefixHash,
-    Recovery,
     Wait,
 )
+from blockstore.recount import audit
+from blockstore.store import Recovery
 
 
 class MemoryStore:

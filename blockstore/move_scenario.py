@@ -20,8 +20,8 @@ from blockstore.actors import NUM_PROMPT_BLOCKS, PREFIX, Request, Run, State
 from blockstore.errors import StaleHolder
 from blockstore.ledger import Ledger
 from blockstore.ledgers import Answer, Operation, Violation
+from blockstore.records import Allocation
 from blockstore.scenario import Scenario, Step
-from blockstore.store import Allocation
 
 
 class MoveScenario(Scenario):

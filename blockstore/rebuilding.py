@@ -11,7 +11,8 @@ from typing import Self
 from blockstore.blocks import Blocks
 from blockstore.errors import Recovering
 from blockstore.holders import Holder
-from blockstore.store import QUARANTINE, Asserted, Content
+from blockstore.records import Asserted, Content
+from blockstore.store import QUARANTINE
 
 
 class Rebuilding:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from blockstore.blocks import Blocks
 from blockstore.ledger import Ledger
-from blockstore.store import AuditReport
+from blockstore.records import AuditReport
 
 
 def audit(ledger: Ledger) -> AuditReport:

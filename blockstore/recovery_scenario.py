@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple
 from blockstore.errors import OutOfBlocks, Recovering, StaleHolder
 from blockstore.ledger import Ledger
 from blockstore.ledgers import Answer, Ledgers, Operation, Violation
+from blockstore.records import Asserted, Content, Extension, Growth, PoolSpec
 from blockstore.scenario import Label
-from blockstore.store import Asserted, Content, Extension, Growth, PoolSpec
 
 SPEC = PoolSpec("pool", "model", "fingerprint", num_blocks=7, block_size=1, block_bytes=1)
 A, B = b"a" * 16, b"b" * 16

@@ -14,8 +14,8 @@ from typing import Any
 from blockstore.blocks import Blocks
 from blockstore.holders import Holder
 from blockstore.ledger import Ledger
+from blockstore.records import AuditReport, PoolSpec, PoolStats
 from blockstore.recount import audit
-from blockstore.store import AuditReport, PoolSpec, PoolStats
 from blockstore.waiters import Waiter
 
 ATOMIC_LIMIT = 65_536

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from blockstore.connection import Argument
-from blockstore.store import Asserted, Claim, Content, HolderInfo, PoolSpec, Wait
+from blockstore.records import Asserted, Claim, Content, HolderInfo, PoolSpec, Wait
 
 REASSERT_PAGE = 4096
 """Arguments after which a call of `reassert` ends: a few milliseconds."""

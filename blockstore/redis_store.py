@@ -17,19 +17,7 @@ from blockstore.errors import (
     WorkerFenced,
 )
 from blockstore.holdings import Holdings
-from blockstore.redis_audit import audit_pool
-from blockstore.redis_calls import MAX_ANSWER_S, RedisCalls
-from blockstore.redis_replies import (
-    claim,
-    holder_info,
-    ids,
-    names,
-    pages_of,
-    pool_spec,
-    said,
-    text_fields,
-)
-from blockstore.store import (
+from blockstore.records import (
     Allocation,
     Asserted,
     AuditReport,
@@ -43,9 +31,21 @@ from blockstore.store import (
     PoolSpec,
     PoolStats,
     PrefixHash,
-    Recovery,
     Wait,
 )
+from blockstore.redis_audit import audit_pool
+from blockstore.redis_calls import MAX_ANSWER_S, RedisCalls
+from blockstore.redis_replies import (
+    claim,
+    holder_info,
+    ids,
+    names,
+    pages_of,
+    pool_spec,
+    said,
+    text_fields,
+)
+from blockstore.store import Recovery
 
 HOLDER_PAGE = 1000
 RESTORE_PAGE = 1024

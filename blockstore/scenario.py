@@ -24,7 +24,7 @@ from blockstore.actors import NUM_FINAL_BLOCKS, Faults, Phase, Request, Run, Sta
 from blockstore.errors import MustWait, OutOfBlocks, StaleHolder, WorkerFenced
 from blockstore.ledger import Ledger
 from blockstore.ledgers import Answer, Ledgers, Operation, Violation
-from blockstore.store import Allocation, Extension, PoolSpec
+from blockstore.records import Allocation, Extension, PoolSpec
 
 MakeLedger = Callable[[PoolSpec, Callable[[], float]], Ledger]
 

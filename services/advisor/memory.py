@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Protocol, Self, TypeVar
 
 from blockstore.errors import MustWait, OutOfBlocks
-from blockstore.store import BlockStore, Growth, PoolSpec, PrefixHash
+from blockstore.records import Growth, PoolSpec, PrefixHash
+from blockstore.store import BlockStore
 from services.advisor.workload import Asked
 from services.common.pool.allotment import LOOK_AHEAD, WATERMARK, blocks_to_begin, blocks_to_go_on
 

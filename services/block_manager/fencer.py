@@ -7,7 +7,7 @@ write after it wakes lands in blocks that nobody else has (law 5).
 from pathlib import Path
 
 from blockstore.errors import UnknownPool, UnknownWorker
-from blockstore.store import PoolStats
+from blockstore.records import PoolStats
 from services.block_manager.link import Connection
 from services.common.logging import get_logger
 from services.common.metrics import PoolMetrics

@@ -7,7 +7,8 @@ the lock is had (so it is dead, and none of its writes can follow)
 import asyncio
 
 from blockstore.errors import NotHeld, Recovering, StaleHolder, UnknownPool, WorkerFenced
-from blockstore.store import BlockStore, HolderInfo, PrefixHash
+from blockstore.records import HolderInfo, PrefixHash
+from blockstore.store import BlockStore
 from services.block_manager.link import Connection
 from services.common.logging import get_logger
 from services.common.pool.directory import PoolDirectory

@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 from itertools import chain
 from typing import Any, TypeVar
 
+from blockstore.records import AuditReport, HolderInfo, PoolStats
 from blockstore.registry import Member
-from blockstore.store import AuditReport, HolderInfo, PoolStats
 from quire.v1 import block_manager_pb2 as pb
 from quire.v1 import block_manager_pb2_grpc
 from services.block_manager.drain import drain

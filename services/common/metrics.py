@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
+from blockstore.records import PoolStats
 from blockstore.registry import Load
-from blockstore.store import PoolStats
 from services.common.config import ServiceSettings
 from services.common.errors import StartupError
 from services.common.logging import get_logger

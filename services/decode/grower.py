@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from blockstore.errors import OutOfBlocks, StaleHolder
-from blockstore.store import BlockStore, Grown, Growth
+from blockstore.records import Grown, Growth
+from blockstore.store import BlockStore
 
 _RETRY_S = 0.05
 

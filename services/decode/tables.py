@@ -2,7 +2,7 @@
 
 from itertools import chain
 
-from blockstore.store import Claim, PoolSpec
+from blockstore.records import Claim, PoolSpec
 from services.common.errors import InvalidRequest
 from services.common.ticket import Ticket, TicketSequence
 from services.engine.engine import BlockStamps

@@ -7,8 +7,9 @@ from itertools import chain
 from typing import Any
 
 from blockstore.errors import NotHeld, StaleHolder
+from blockstore.records import Claim, PrefixHash
 from blockstore.registry import Load
-from blockstore.store import BlockStore, Claim, PrefixHash
+from blockstore.store import BlockStore
 from services.common.errors import DuplicateRequest, InvalidRequest
 from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics

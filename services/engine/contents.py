@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise, takewhile
 
 from blockstore.hashing import next_hash, prefix_hashes
-from blockstore.store import PrefixHash
+from blockstore.records import PrefixHash
 from services.common.pool.allotment import blocks_to_begin
 from services.common.ticket import Ticket
 from services.engine.sequence import Stamps, common

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from blockstore.hashing import prefix_hashes
-from blockstore.store import PrefixHash
+from blockstore.records import PrefixHash
 from services.common.logprobs import Logprobs
 from services.common.ticket import BeamState, FinishReason, Hypothesis, Ticket, TicketSequence
 from services.engine.batch import Told

@@ -24,7 +24,8 @@ from blockstore.errors import (
     StoreUnavailable,
     UnknownPool,
 )
-from blockstore.store import BlockStore, PoolSpec
+from blockstore.records import PoolSpec
+from blockstore.store import BlockStore
 from services.common.errors import StartupError
 from services.common.pool.allotment import WATERMARK
 from services.common.pool.arena import complete_file, make_file, missing_bytes

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from blockstore.store import PrefixHash
+from blockstore.records import PrefixHash
 from services.common.logprobs import Logprobs
 from services.common.ticket import BeamState, Hypothesis, TicketSequence
 from services.engine.batch import Fault

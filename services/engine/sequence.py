@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from blockstore.hashing import next_hash
-from blockstore.store import PrefixHash
+from blockstore.records import PrefixHash
 from services.common.pool.allotment import blocks_to_go_on
 from services.common.ticket import FinishReason, SamplingParams, Ticket, TicketSequence
 from services.engine.batch import Draw, Row, Scoring

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from blockstore.store import PoolSpec
+from blockstore.records import PoolSpec
 from services.common.errors import InvalidRequest, PromptTooLong
 from services.common.logprobs import MAX_LOGPROBS
 from services.common.ticket import MAX_SEQUENCES, PRIORITY_CLASSES, SamplingParams, TicketSequence

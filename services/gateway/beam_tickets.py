@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from blockstore.store import PrefixHash
+from blockstore.records import PrefixHash
 from services.common.ticket import BeamState, Swapped, Ticket, TicketSequence, first_of
 from services.gateway.client import Client
 from services.gateway.line import Place

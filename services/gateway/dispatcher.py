@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from blockstore.records import PoolSpec
 from blockstore.registry import Registry
-from blockstore.store import PoolSpec
 from services.common.errors import (
     DeadlineExceeded,
     Draining,

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from blockstore.errors import BlockStoreError, StoreLost
+from blockstore.records import PoolSpec
 from blockstore.registry import Member, Registry
-from blockstore.store import BlockStore, PoolSpec
+from blockstore.store import BlockStore
 from services.common.errors import StartupError
 from services.common.logging import get_logger
 from services.common.overdue import Overdue

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from blockstore.store import PrefixHash
+from blockstore.records import PrefixHash
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.logging import get_logger
 from services.common.ticket import Swapped, Ticket

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from blockstore.errors import StoreUnavailable, UnknownPool
 from blockstore.hashing import prefix_hashes, root_hash
-from blockstore.store import BlockStore, PoolSpec, PrefixHash
+from blockstore.records import PoolSpec, PrefixHash
+from blockstore.store import BlockStore
 from services.gateway.worker import Errand, Worker
 
 _LONG_PROMPT = 8192

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from blockstore.store import PoolSpec
+from blockstore.records import PoolSpec
 from services.common.ticket import FinishReason, Ticket
 from services.gateway.admission import Admitted
 from services.gateway.messages import (

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
-from blockstore.store import PrefixHash
+from blockstore.records import PrefixHash
 from services.common.logprobs import Logprobs
 from services.common.ticket import Swapped, Ticket, TicketSequence, first_of
 from services.gateway.admission import Admitted

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+from blockstore.records import PrefixHash
 from blockstore.registry import Member
-from blockstore.store import PrefixHash
 from services.gateway.messages import Abort, Command, LoadReport
 
 

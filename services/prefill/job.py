@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from blockstore.store import Allocation, PrefixHash
+from blockstore.records import Allocation, PrefixHash
 from services.common.logprobs import Logprobs
 from services.common.ticket import BeamState, Ticket, TicketSequence
 from services.engine.contents import Begun, Contents, num_tokens_of

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from blockstore.store import PrefixHash
+from blockstore.records import PrefixHash
 
 
 class PrefixesUnderWay:

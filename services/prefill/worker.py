@@ -5,8 +5,9 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from blockstore.records import PrefixHash
 from blockstore.registry import Load
-from blockstore.store import BlockStore, PrefixHash
+from blockstore.store import BlockStore
 from services.common.errors import InvalidRequest
 from services.common.metrics import WorkerMetrics
 from services.common.ticket import BeamState, Ticket, TicketSequence, first_of

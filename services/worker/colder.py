@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from blockstore.errors import MustWait, NotHeld, OutOfBlocks, StaleHolder
-from blockstore.store import Allocation, BlockStore, Claim, PoolSpec, PrefixHash
+from blockstore.records import Allocation, Claim, PoolSpec, PrefixHash
+from blockstore.store import BlockStore
 from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics
 from services.common.pool.stamps import Stamps

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from blockstore.errors import StaleHolder, StoreUnavailable, WorkerFenced
+from blockstore.records import Heartbeat, PoolSpec
 from blockstore.registry import Load
-from blockstore.store import BlockStore, Heartbeat, PoolSpec
+from blockstore.store import BlockStore
 from services.common.errors import InvalidRequest
 from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics

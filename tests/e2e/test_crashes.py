@@ -14,8 +14,8 @@ import pytest
 from redis.asyncio import Redis
 
 from blockstore.keys import pool_tag
+from blockstore.records import PoolStats
 from blockstore.redis_store import RedisStore
-from blockstore.store import PoolStats
 from quire.client import AsyncClient
 from quire.errors import QuireError
 from quire.types import Sampling

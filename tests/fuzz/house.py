@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
-from blockstore.store import PoolSpec
+from blockstore.records import PoolSpec
 from quire.v1 import decode_pb2, prefill_pb2
 from services.gateway.bell import Bell
 from services.gateway.catalog import load_model

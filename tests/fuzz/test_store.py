@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from blockstore.errors import BY_CODE, InvalidArgument, LedgerError
 from blockstore.library import library_text
 from blockstore.memory_store import MemoryStore
+from blockstore.records import Growth, PoolSpec
 from blockstore.redis_store import RedisStore
-from blockstore.store import FUNCTION_LIBRARY, BlockStore, Growth, PoolSpec
+from blockstore.store import FUNCTION_LIBRARY, BlockStore
 from tests.conftest import Valkey
 
 SPEC = PoolSpec("pool", "model", "fingerprint", num_blocks=8, block_size=4, block_bytes=64)

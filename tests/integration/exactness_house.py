@@ -17,8 +17,9 @@ from prometheus_client import CollectorRegistry
 
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
+from blockstore.records import Allocation, PrefixHash
 from blockstore.registry import Member, Role
-from blockstore.store import FUNCTION_LIBRARY, Allocation, PrefixHash
+from blockstore.store import FUNCTION_LIBRARY
 from quire import messages
 from quire.messages import Request
 from quire.types import Delta

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.make_checkpoint import make_checkpoint
-from blockstore.store import PoolSpec
+from blockstore.records import PoolSpec
 from services.common.pool.stamps import Stamps, record_bytes
 from services.common.ticket import SamplingParams, Ticket, TicketSequence
 from services.engine.contents import Begun, num_blocks_for

@@ -17,8 +17,9 @@ from blockstore.errors import (
     UnknownPool,
     WorkerFenced,
 )
+from blockstore.records import Allocation, Growth, PoolSpec
 from blockstore.redis_store import RedisStore
-from blockstore.store import FUNCTION_LIBRARY, Allocation, Growth, PoolSpec
+from blockstore.store import FUNCTION_LIBRARY
 from tests.conftest import Valkey
 
 POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, block_bytes=64)

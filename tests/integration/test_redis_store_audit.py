@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from blockstore import redis_audit
+from blockstore.records import Growth, PoolSpec
 from blockstore.redis_store import RedisStore
-from blockstore.store import Growth, PoolSpec
 from tests.conftest import Valkey
 
 POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, block_bytes=64)

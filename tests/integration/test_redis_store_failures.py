@@ -14,8 +14,8 @@ from blockstore.errors import (
     OutOfBlocks,
     StoreUnavailable,
 )
+from blockstore.records import Allocation, Claim, Extension, Grown, Growth, PoolSpec
 from blockstore.redis_store import RedisStore
-from blockstore.store import Allocation, Claim, Extension, Grown, Growth, PoolSpec
 from tests.conftest import Valkey
 
 POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, block_bytes=64)

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from blockstore.errors import StoreLost, UnknownPool
+from blockstore.records import PoolSpec
 from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
-from blockstore.store import PoolSpec
 from tests.conftest import Valkey
 
 POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, block_bytes=64)

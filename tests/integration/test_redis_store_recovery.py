@@ -12,8 +12,8 @@ import pytest
 
 from blockstore.errors import LedgerError, OutOfBlocks, WorkerFenced
 from blockstore.hashing import next_hash
+from blockstore.records import Asserted, Growth
 from blockstore.redis_store import RedisStore
-from blockstore.store import Asserted, Growth
 from services.common.pool.directory import PoolDirectory, new_directory
 from services.common.pool.header import PoolHeader
 from services.common.pool.layout import PoolLayout

@@ -21,15 +21,8 @@ from blockstore.errors import LedgerError, OutOfBlocks
 from blockstore.holders import Holder
 from blockstore.ledger import Ledger
 from blockstore.memory_store import MemoryStore
-from blockstore.store import (
-    QUARANTINE,
-    Asserted,
-    BlockStore,
-    Content,
-    Growth,
-    PoolSpec,
-    Wait,
-)
+from blockstore.records import Asserted, Content, Growth, PoolSpec, Wait
+from blockstore.store import QUARANTINE, BlockStore
 
 HASHES = tuple(bytes([number]) * 16 for number in range(8))
 PROMPTS = ((0, 1, 2, 3), (0, 1, 4, 5), (6, 7))

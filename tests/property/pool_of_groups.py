@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
 from blockstore.errors import MustWait, OutOfBlocks
 from blockstore.ledger import Ledger
+from blockstore.records import Growth, PoolSpec
 from blockstore.recount import audit
-from blockstore.store import Growth, PoolSpec
 from services.common.ticket import Ticket
 from services.engine.batch import Draw
 from services.engine.beam import FIRST, Beam

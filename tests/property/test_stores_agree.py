@@ -10,8 +10,8 @@ from blockstore.blocks import Blocks
 from blockstore.holders import Holder
 from blockstore.ledger import Ledger
 from blockstore.memory_store import MemoryStore
+from blockstore.records import PoolSpec
 from blockstore.redis_store import RedisStore
-from blockstore.store import PoolSpec
 from tests.conftest import Valkey
 from tests.property.machine import drive
 

@@ -13,9 +13,9 @@ from blockstore.explorer import (
     explore_recovery,
 )
 from blockstore.ledger import Ledger
+from blockstore.records import Allocation, Asserted, Claim, Content, PrefixHash, Wait
 from blockstore.recovery_scenario import MakeRecovering
 from blockstore.scenario import MakeLedger
-from blockstore.store import Allocation, Asserted, Claim, Content, PrefixHash, Wait
 
 NONE = Faults()
 CRASH = Faults(crashes=1)

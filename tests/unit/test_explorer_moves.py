@@ -9,8 +9,8 @@ from blockstore.actors import Faults
 from blockstore.errors import OutOfBlocks, StaleHolder
 from blockstore.explorer import EXPLORED_MOVES, explore_moves
 from blockstore.ledger import Ledger
+from blockstore.records import Claim, Grown, Growth
 from blockstore.scenario import MakeLedger
-from blockstore.store import Claim, Grown, Growth
 
 MOVE = Faults(moves=1)
 MOVES = Faults(moves=2)

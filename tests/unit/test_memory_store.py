@@ -6,7 +6,8 @@ import pytest
 
 from blockstore.errors import InvalidArgument, NotHeld, OutOfBlocks, PoolExists, UnknownPool
 from blockstore.memory_store import MemoryStore
-from blockstore.store import MAX_BRANCHES, BlockStore, PoolSpec
+from blockstore.records import PoolSpec
+from blockstore.store import MAX_BRANCHES, BlockStore
 
 POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, block_bytes=64)
 A, B, C, X = (bytes([letter]) * 16 for letter in b"abcx")

@@ -6,7 +6,8 @@ import pytest
 
 from blockstore.errors import MustWait, OutOfBlocks
 from blockstore.memory_store import MemoryStore
-from blockstore.store import BlockStore, Grown, Growth, PoolSpec
+from blockstore.records import Grown, Growth, PoolSpec
+from blockstore.store import BlockStore
 
 POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, block_bytes=64)
 A = b"a" * 16

@@ -10,15 +10,8 @@ from blockstore.errors import (
     StaleHolder,
 )
 from blockstore.memory_store import MemoryStore
-from blockstore.store import (
-    TOMBSTONE_S,
-    Allocation,
-    BlockStore,
-    Claim,
-    Grown,
-    Growth,
-    PoolSpec,
-)
+from blockstore.records import Allocation, Claim, Grown, Growth, PoolSpec
+from blockstore.store import TOMBSTONE_S, BlockStore
 from tests.clock import Clock
 
 POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, block_bytes=64)

@@ -14,15 +14,8 @@ from blockstore.errors import (
     WorkerFenced,
 )
 from blockstore.memory_store import MemoryStore
-from blockstore.store import (
-    Asserted,
-    BlockStore,
-    Content,
-    Growth,
-    HolderInfo,
-    PoolSpec,
-    Wait,
-)
+from blockstore.records import Asserted, Content, Growth, HolderInfo, PoolSpec, Wait
+from blockstore.store import BlockStore
 
 POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, block_bytes=64)
 A, B, C, D = b"a" * 16, b"b" * 16, b"c" * 16, b"d" * 16

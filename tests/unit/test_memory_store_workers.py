@@ -17,8 +17,9 @@ from blockstore.errors import (
 )
 from blockstore.ledger import Ledger
 from blockstore.memory_store import MemoryStore
+from blockstore.records import Growth, Heartbeat, PoolSpec
 from blockstore.recount import audit
-from blockstore.store import TOMBSTONE_S, BlockStore, Growth, Heartbeat, PoolSpec
+from blockstore.store import TOMBSTONE_S, BlockStore
 from blockstore.waiters import Waiter
 from tests.clock import Clock
 

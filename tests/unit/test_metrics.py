@@ -6,8 +6,8 @@ import urllib.request
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from blockstore.records import PoolSpec, PoolStats
 from blockstore.registry import Load
-from blockstore.store import PoolSpec, PoolStats
 from services.common.config import ServiceSettings
 from services.common.errors import StartupError
 from services.common.metrics import GatewayMetrics, PoolMetrics, WorkerMetrics, metrics_endpoint

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from blockstore.store import PoolSpec
+from blockstore.records import PoolSpec
 from services.common.pool.directory import (
     PoolDirectory,
     half_pools,

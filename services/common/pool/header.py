@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from blockstore.store import PoolSpec
+from blockstore.records import PoolSpec
 from services.common.pool.layout import PoolLayout
 
 

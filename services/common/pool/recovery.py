@@ -15,7 +15,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from blockstore.errors import PoolGone, UnknownPool
-from blockstore.store import BlockStore, Content
+from blockstore.records import Content
+from blockstore.store import BlockStore
 from services.common.logging import get_logger
 from services.common.pool.directory import PoolDirectory
 from services.common.pool.header import BadHeader, PoolHeader

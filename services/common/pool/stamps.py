@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from blockstore.store import Content, PrefixHash
+from blockstore.records import Content, PrefixHash
 
 _HEAD = struct.Struct("=B7x8s16s16s")
 _OWNER_AT = 8

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
+from blockstore.records import AuditReport
 from blockstore.registry import Member
-from blockstore.store import AuditReport
 from services.block_manager.config import BlockManagerSettings
 from services.block_manager.link import Connection, Link
 from services.block_manager.manager import BlockManager

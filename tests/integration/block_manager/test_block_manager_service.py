@@ -10,8 +10,9 @@ import pytest
 
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
+from blockstore.records import Asserted, PoolSpec
 from blockstore.registry import Load, Member
-from blockstore.store import FUNCTION_LIBRARY, Asserted, PoolSpec
+from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import (
     block_manager_pb2,
     block_manager_pb2_grpc,

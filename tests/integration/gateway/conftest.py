@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
-from blockstore.store import PoolSpec
+from blockstore.records import PoolSpec
 from quire.v1 import inference_pb2_grpc
 from services.common.rpc import RpcServer, open_channel
 from services.gateway.api import Delta, GenerationRequest, RequestedSampling

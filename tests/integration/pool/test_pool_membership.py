@@ -8,7 +8,8 @@ import pytest
 
 from blockstore.errors import StoreLost, StoreUnavailable, WorkerNotEmpty
 from blockstore.memory_store import MemoryStore
-from blockstore.store import PoolSpec, Recovery
+from blockstore.records import PoolSpec
+from blockstore.store import Recovery
 from services.common.errors import StartupError
 from services.common.pool.directory import pool_directories
 from services.common.pool.layout import PoolLayout

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from bench import compare
+from bench.peers.peer import PeerFailed
 from bench.peers.quire import Quire
 from bench.peers.registry import PEERS
 from bench.serving.comparison import Row
@@ -37,7 +38,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: type[BaseExce
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("end", [KeyboardInterrupt, compare.PeerFailed])
+@pytest.mark.parametrize("end", [KeyboardInterrupt, PeerFailed])
 def test_what_was_measured_is_shown(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

@@ -8,8 +8,8 @@ import pytest
 from blockstore.errors import StoreLost, StoreUnavailable
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
+from blockstore.records import PoolSpec
 from blockstore.registry import Member, Role
-from blockstore.store import PoolSpec
 from services.common.errors import StartupError
 from services.gateway.bell import Bell
 from services.gateway.catalog import Model

@@ -4,8 +4,8 @@ import pytest
 
 from blockstore.hashing import prefix_hashes, root_hash
 from blockstore.memory_store import MemoryStore
+from blockstore.records import PoolSpec
 from blockstore.registry import Load, Member
-from blockstore.store import PoolSpec
 from services.gateway.messages import Abort, Command, LoadReport
 from services.gateway.router import Pool, Route, Router, choose_prefill
 from services.gateway.worker import Errand, Worker

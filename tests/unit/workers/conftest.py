@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from blockstore.memory_store import MemoryStore
-from blockstore.store import PoolSpec
+from blockstore.records import PoolSpec
 from services.common.metrics import WorkerMetrics
 from services.decode.worker import DecodeWorker
 from services.prefill.worker import PrefillWorker

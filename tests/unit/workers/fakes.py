@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from blockstore.memory_store import MemoryStore
-from blockstore.store import PoolSpec
+from blockstore.records import PoolSpec
 from services.common.logprobs import Logprobs
 from services.common.pool.stamps import Stamps, StampState, record_bytes
 from services.common.ticket import SamplingParams, Ticket, TicketSequence

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from blockstore.store import PoolSpec
+from blockstore.records import PoolSpec
 from services.common.ticket import FinishReason, Ticket, TicketSequence
 from services.engine.batch import Draw, Fault
 from services.engine.contents import Begun, num_blocks_for, num_tokens_of, shared_tokens

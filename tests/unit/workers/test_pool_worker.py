@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from blockstore.hashing import prefix_hashes
 from blockstore.memory_store import MemoryStore
-from blockstore.store import Heartbeat
+from blockstore.records import Heartbeat
 from services.common.metrics import WorkerMetrics
 from services.common.ticket import TicketSequence
 from services.decode.worker import DecodeWorker

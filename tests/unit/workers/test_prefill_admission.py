@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from blockstore.hashing import prefix_hashes
-from blockstore.store import Allocation
+from blockstore.records import Allocation
 from services.common.errors import InvalidRequest
 from services.prefill.worker import PrefillWorker
 from services.worker.events import Requeued, RequeueReason

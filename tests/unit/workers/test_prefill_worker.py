@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from blockstore.hashing import prefix_hashes
-from blockstore.store import Growth
+from blockstore.records import Growth
 from services.common.ticket import FinishReason, SamplingParams
 from services.worker.events import Failed, Output, Prefilled, Requeued, RequeueReason
 
