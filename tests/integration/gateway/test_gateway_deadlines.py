@@ -14,7 +14,7 @@ from .fakes import FakeDecode, FakePrefill
 
 
 class Busy:
-    """A gateway whose one slot `r0` has, while `r1` waits."""
+    """A gateway whose one slot `r0` has, while `r1` waits, and which has heard that it does."""
 
     def __init__(self, house: House, prefill: FakePrefill, decode: FakeDecode) -> None:
         self.house = house
@@ -43,6 +43,8 @@ async def busy(make_house: Any) -> AsyncIterator[Busy]:
     await until(lambda: len(first.tokens) == 2)
     busy.call("r1", timeout_s=60.0)
     await busy.house.num_waiting(1)
+    (worker,) = busy.house.assembly.fleet.decode_workers()["pool"]
+    await until(lambda: not worker.is_open())
     yield busy
     for call in busy.calls:
         await call.cancel()
