@@ -5,6 +5,7 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from services.engine.batch import Drawn, Fault, Row, Told
+from services.engine.gathering import Gathering
 from services.engine.group import Group
 from services.engine.messages import (
     Admit,
@@ -69,6 +70,14 @@ class Engine:
         self._one_token = one_token
         self._look_ahead = 1 if one_token else look_ahead
         self._pruned: dict[str, Group] = {}
+        self._gathering = Gathering(scheduler.budget)
+
+    def patience_s(self, waited_s: float) -> float:
+        """How long to wait now for commands, before a step that has waited so long already; 0: not
+        at all. A decoded token waits for nobody."""
+        if not self._one_token:
+            return 0.0
+        return self._gathering.patience_s(self._scheduler.num_uncomputed, waited_s)
 
     def step(self, commands: Seq[Command] = ()) -> StepOutcome:
         """Take commands, run one batch, say what came of it."""
@@ -79,8 +88,9 @@ class Engine:
         rows = [run.sequence.row(run.num_tokens) for run in batch]
         drawn = self._compute(rows, self._scheduler.num_runnable - len(rows))
         advances, broken = self._retire(batch, drawn)
-        num_tokens = sum(run.num_tokens for run in batch)
-        return StepOutcome(advances, broken, removed, num_tokens, time.perf_counter() - began)
+        num_tokens, duration_s = sum(run.num_tokens for run in batch), time.perf_counter() - began
+        self._gathering.observe(num_tokens, duration_s)
+        return StepOutcome(advances, broken, removed, num_tokens, duration_s)
 
     def give_way(self) -> None:
         """Between steps, when what came of one is on its way."""

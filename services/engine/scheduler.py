@@ -29,7 +29,7 @@ class Scheduler:
     """
 
     def __init__(self, max_num_batched_tokens: int, max_num_seqs: int) -> None:
-        self._budget = max_num_batched_tokens
+        self.budget = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._groups: dict[str, Group] = {}
 
@@ -48,19 +48,24 @@ class Scheduler:
         return [pair for group in self._groups.values() for pair in group.place_spares(look_ahead)]
 
     @property
+    def num_uncomputed(self) -> int:
+        """Tokens of all that have started, whether they have slots or not."""
+        return sum(group.num_uncomputed for group in self._groups.values() if group.is_started)
+
+    @property
     def num_runnable(self) -> int:
         return len(self._runnable())
 
     def next_batch(self) -> Batch:
         """First come, first served; of one group, by index. Empty when nothing can run."""
         runnable = self._runnable()
-        if sum(run.num_tokens for run in runnable) <= self._budget:
-            return _fill(runnable[: self._max_num_seqs], self._budget)
+        if sum(run.num_tokens for run in runnable) <= self.budget:
+            return _fill(runnable[: self._max_num_seqs], self.budget)
         shortest = sorted(runnable[1:], key=lambda run: run.num_tokens)
         shortest = shortest[: self._max_num_seqs // _SHORTEST_SHARE]
-        early = _fill(shortest, self._budget // _SHORTEST_SHARE)
+        early = _fill(shortest, self.budget // _SHORTEST_SHARE)
         taken = {run.sequence for run in early}
-        left = self._budget - sum(run.num_tokens for run in early)
+        left = self.budget - sum(run.num_tokens for run in early)
         in_order = [run for run in runnable if run.sequence not in taken]
         return _fill(in_order[: self._max_num_seqs - len(early)], left) + early
 

@@ -3,6 +3,7 @@
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -62,7 +63,9 @@ class EngineThread:
                 if not self._may_step():
                     return
                 self.step_in_flight = number = number + 1
-                self._tell(StepOutcome(removed=self._engine.obey(commands)))
+                self._obey(commands)
+                if not self._gather():
+                    return
                 outcome = self._engine.step()
                 self.step_in_flight = None
                 busy = outcome.num_tokens > 0
@@ -71,6 +74,22 @@ class EngineThread:
                     self._engine.give_way()
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._on_failure, error)
+
+    def _obey(self, commands: Seq[Command]) -> None:
+        self._tell(StepOutcome(removed=self._engine.obey(commands)))
+
+    def _gather(self) -> bool:
+        """Take in who comes before the step has to begin; False: stop."""
+        began = time.perf_counter()
+        while patience_s := self._engine.patience_s(time.perf_counter() - began):
+            try:
+                sent = self._inbox.get(timeout=patience_s)
+            except queue.Empty:
+                break
+            if sent is None:
+                return False
+            self._obey(sent)
+        return True
 
     def _tell(self, outcome: StepOutcome) -> None:
         if outcome.is_news:

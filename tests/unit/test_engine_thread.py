@@ -10,17 +10,28 @@ from services.engine.thread import EngineThread
 
 
 class FakeEngine:
-    """`heard`: the commands of each time. There is never anything to compute."""
+    """`heard`: the commands of each time. There is never anything to compute. `waits_for`: how many
+    commands it wants to have before a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits_for: int = 0) -> None:
         self.heard: list[list[Command]] = []
         self.told: list[StepOutcome] = []
+        self.waits_for = waits_for
+        self.at_steps: list[int] = []
 
     def obey(self, commands: Sequence[Command]) -> tuple[Removed, ...]:
         self.heard.append(list(commands))
         return tuple(Removed(c.key, (), None) for c in commands if isinstance(c, Remove))
 
+    @property
+    def num_heard(self) -> int:
+        return sum(map(len, self.heard))
+
+    def patience_s(self, waited_s: float) -> float:
+        return 10.0 - waited_s if self.num_heard < self.waits_for else 0.0
+
     def step(self) -> StepOutcome:
+        self.at_steps.append(self.num_heard)
         return StepOutcome()
 
     def give_way(self) -> None:
@@ -43,7 +54,7 @@ async def running(engine: FakeEngine) -> AsyncIterator[EngineThread]:
 
 async def until(engine: FakeEngine, num_commands: int) -> None:
     async with asyncio.timeout(10):
-        while sum(map(len, engine.heard)) < num_commands:
+        while engine.num_heard < num_commands:
             await asyncio.sleep(0.001)
 
 
@@ -77,3 +88,26 @@ async def test_who_is_started_already_waits_for_nobody() -> None:
         thread.send(started := admitted(is_started=True))
         await until(engine, 1)
         assert engine.heard == [[started]]
+
+
+async def test_a_step_begins_when_its_engine_has_whom_it_waited_for() -> None:
+    """And those that it waited for are heard, and told of, at once."""
+    engine = FakeEngine(waits_for=3)
+    async with running(engine) as thread:
+        thread.send(Remove("a"))
+        await until(engine, 1)
+        thread.send(Remove("b"))
+        await until(engine, 2)
+        assert engine.at_steps == []
+        thread.send(Remove("c"))
+        await until(engine, 3)
+    assert engine.at_steps == [3]
+    assert [one.key for outcome in engine.told for one in outcome.removed] == ["a", "b", "c"]
+
+
+async def test_who_waits_for_others_can_be_stopped() -> None:
+    engine = FakeEngine(waits_for=3)
+    async with running(engine) as thread:
+        thread.send(Remove("a"))
+        await until(engine, 1)
+    assert engine.at_steps == []
