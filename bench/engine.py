@@ -167,6 +167,7 @@ def parser() -> argparse.ArgumentParser:
     three = commands.add_parser("kernels", parents=[common])
     three.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 512])
     three.add_argument("--context", type=int, default=192, help="positions of a decoding row")
+    three.add_argument("--shared", type=int, default=0, help="of them, in blocks of all rows")
     four = commands.add_parser("sampling", parents=[common])
     four.add_argument("--streams", type=int, nargs="+", default=[16])
     four.add_argument("--context", type=int, default=256, help="tokens of a row, half generated")

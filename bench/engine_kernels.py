@@ -40,9 +40,8 @@ def kernels(config: ModelConfig, args: argparse.Namespace, num_threads: int) -> 
         work = floors.Work(
             (step.num_bytes - without.num_bytes) * one_layer, (step.bf16 - without.bf16) * one_layer
         )
-        yield _line(
-            "attention", rows, _time_attention(cpu, config, rows, args.context), work, rates
-        )
+        seconds = _time_attention(cpu, config, rows, args.context, args.shared)
+        yield _line("attention", rows, seconds, work, rates)
 
 
 def _linears(config: ModelConfig) -> list[tuple[str, int, int]]:
@@ -75,12 +74,17 @@ def _time_linear(cpu: NativeCpu, kind: Kind, n: int, k: int, rows: int) -> float
     return _seconds([lambda w=w: cpu.ops.linear(x, w, out) for w in packed])  # type: ignore[misc]
 
 
-def _time_attention(cpu: NativeCpu, config: ModelConfig, rows: int, context: int) -> float:
-    """Seconds of one layer of rows that decode."""
-    blocks = -(-context // _BLOCK_SIZE)
+def _time_attention(
+    cpu: NativeCpu, config: ModelConfig, rows: int, context: int, num_shared: int
+) -> float:
+    """Seconds of one layer of rows that decode, of whose positions all have the first in common."""
+    common = num_shared // _BLOCK_SIZE
+    blocks = -(-context // _BLOCK_SIZE) - common
     shape = (config.num_layers, 2, _BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-    kv = torch.randn(rows * blocks, *shape).bfloat16()
-    tables = torch.randperm(rows * blocks).to(torch.int32).view(rows, blocks)
+    kv = torch.randn(common + rows * blocks, *shape).bfloat16()
+    ids = torch.randperm(len(kv)).to(torch.int32)
+    own = ids[common:].view(rows, blocks)
+    tables = torch.cat([ids[:common].expand(rows, common), own], dim=1).contiguous()
     q = torch.randn(rows, config.num_heads, config.head_dim).bfloat16()
     cu_query_lens = torch.arange(rows + 1, dtype=torch.int32)
     context_lens = torch.full((rows,), context, dtype=torch.int32)

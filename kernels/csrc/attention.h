@@ -6,13 +6,15 @@
 // sees, whatever its neighbours see: its result is the same, to the bit, in any company, chunk or
 // call.
 //
+// Rows of one query each that begin in the same blocks are such rows, too: what they share is read
+// once for all of them, and each goes on alone behind it.
+//
 // Head sizes: even, up to kMaxHeadDim; fastest are multiples of 32 (bf16) or 16 (fp32).
 #pragma once
 
 #include "attention_decode.h"
 #include "attention_product.h"
 #include "attention_softmax.h"
-#include "attention_split.h"
 #include "attention_tile.h"
 #include "kernels.h"
 #include "simd.h"
@@ -24,7 +26,9 @@ inline int larger(int a, int b) { return a > b ? a : b; }
 
 // Memory of a call, in bytes from the beginning of its scratch.
 struct AttentionLayout {
-  int64_t tile, queries, scores, probabilities, sums, states, corrections, bytes;
+  int64_t tile, queries, scores, probabilities, sums, states, corrections;
+  int64_t begun_sums, begun_states;  // of rows that go on alone
+  int64_t bytes;
 };
 
 inline AttentionLayout attention_layout(const AttentionCall& call) {
@@ -44,6 +48,8 @@ inline AttentionLayout attention_layout(const AttentionCall& call) {
   at.sums = take(kAttentionRows * columns);
   at.states = take(kAttentionRows * sizeof(SoftmaxState) / 4);
   at.corrections = take(kAttentionRows);
+  at.begun_sums = take(kTogetherRows * columns);
+  at.begun_states = take(kTogetherRows * sizeof(SoftmaxState) / 4);
   at.bytes = end;
   return at;
 }
@@ -60,10 +66,60 @@ class AttentionRows {
         num_rows_(end - begin),
         group_(call.num_heads / call.num_kv_heads),
         num_words_(call.head_dim / kPerWord),
-        num_columns_(num_columns(dtype, call.head_dim)),
-        first_token_(call.cu_query_lens[row]),
-        first_position_(call.context_lens[row] - call.cu_query_lens[row + 1] + first_token_) {
-    const AttentionLayout at = attention_layout(call);
+        num_columns_(num_columns(dtype, call.head_dim)) {
+    use(scratch);
+    const int first = call.cu_query_lens[row];
+    const int first_position = call.context_lens[row] - call.cu_query_lens[row + 1] + first;
+    for (int i = 0; i < num_rows_; ++i) {
+      tokens_[i] = first + (begin + i) / group_;
+      positions_[i] = first_position + (begin + i) / group_;
+    }
+  }
+
+  // One query of each of the piece's rows.
+  AttentionRows(const AttentionCall& call, const AttentionPiece& piece, int kv_head, void* scratch)
+      : call_(call),
+        row_(piece.rows[0]),
+        kv_head_(kv_head),
+        begin_(0),
+        num_rows_(piece.num_rows * (call.num_heads / call.num_kv_heads)),
+        group_(call.num_heads / call.num_kv_heads),
+        num_words_(call.head_dim / kPerWord),
+        num_columns_(num_columns(dtype, call.head_dim)) {
+    use(scratch);
+    for (int i = 0; i < num_rows_; ++i) {
+      const int row = piece.rows[i / group_];
+      tokens_[i] = call.cu_query_lens[row];
+      positions_[i] = call.context_lens[row] - 1;
+    }
+  }
+
+  void attend() {
+    start();
+    pass(first_visible(0), position(num_rows_ - 1) + 1);
+    for (int row = 0; row < num_rows_; ++row) finish(row);
+  }
+
+  // Only positions below `end`, which all rows see. What the group of heads of the piece's row i
+  // knows then begins at sums + i * stride vectors of columns, and at states + i * stride.
+  void begin(int end, float* sums, SoftmaxState* states, int stride) {
+    start();
+    pass(0, end);
+    for (int row = 0; row < num_rows_; row += group_) {
+      const int to = row / group_ * stride;
+      std::memcpy(sums + int64_t{to} * num_columns_, sums_ + int64_t{row} * num_columns_,
+                  sizeof(float) * group_ * num_columns_);
+      std::memcpy(states + to, states_ + row, sizeof(SoftmaxState) * group_);
+    }
+  }
+
+ private:
+  static constexpr int kPerWord = per_word(dtype);
+  static constexpr int kSteps = kTile / kPerWord;
+  using Element = typename Word<dtype>::Element;
+
+  void use(void* scratch) {
+    const AttentionLayout at = attention_layout(call_);
     char* memory = static_cast<char*>(scratch);
     tile_ = reinterpret_cast<uint32_t*>(memory + at.tile);
     queries_ = reinterpret_cast<uint32_t*>(memory + at.queries);
@@ -74,10 +130,8 @@ class AttentionRows {
     corrections_ = reinterpret_cast<float*>(memory + at.corrections);
   }
 
-  void attend() {
-    start();
-    const int begin = first_visible(0);
-    const int end = position(num_rows_ - 1) + 1;
+  // All rows over the positions [begin, end).
+  void pass(int begin, int end) {
     int tile = begin / kTile * kTile;
     TileRows where[2];  // of this tile and the next
     locate(call_, row_, kv_head_, tile, begin, end, where[0]);
@@ -94,13 +148,7 @@ class AttentionRows {
       for (int row = first; row < last; row += kBlockRows)
         add_values(tile, row, smaller(kBlockRows, last - row));
     }
-    for (int row = 0; row < num_rows_; ++row) finish(row);
   }
-
- private:
-  static constexpr int kPerWord = per_word(dtype);
-  static constexpr int kSteps = kTile / kPerWord;
-  using Element = typename Word<dtype>::Element;
 
   // A caller goes on with the next head, if it can: what is read next is its first tile then.
   void locate_next(int tile, int begin, int end, TileRows& rows) const {
@@ -119,9 +167,8 @@ class AttentionRows {
 
   // Where a row's query or output begins, in elements.
   int64_t place(int row, int64_t stride) const {
-    const int64_t token = first_token_ + (begin_ + row) / group_;
     const int64_t head = int64_t{kv_head_} * group_ + (begin_ + row) % group_;
-    return token * stride + head * call_.head_dim;
+    return tokens_[row] * stride + head * call_.head_dim;
   }
 
   void start() {
@@ -130,7 +177,6 @@ class AttentionRows {
       std::memcpy(queries_ + int64_t{row} * num_words_, q + place(row, call_.q_stride),
                   4 * num_words_);
       states_[row] = {kLowest, {}};
-      positions_[row] = first_position_ + (begin_ + row) / group_;
     }
     std::memset(sums_, 0, sizeof(float) * num_rows_ * num_columns_);
   }
@@ -214,15 +260,15 @@ class AttentionRows {
   const int begin_, num_rows_;  // of (query, head) pairs
   const int group_;
   const int num_words_, num_columns_;
-  const int first_token_, first_position_;  // of the row's new tokens
-  uint32_t* tile_;                          // keys [words, kTile], then values [kSteps, columns]
-  uint32_t* queries_;                       // [rows, words]
-  float* scores_;                           // [kBlockRows, kTile]
-  uint32_t* probabilities_;                 // [rows, kSteps]
-  float* sums_;                             // [rows, columns]: values times probabilities
-  SoftmaxState* states_;                    // [rows]
-  float* corrections_;                      // [rows]: of the sums, by the tile at hand
-  int positions_[kAttentionRows];           // of the rows' queries
+  uint32_t* tile_;                  // keys [words, kTile], then values [kSteps, columns]
+  uint32_t* queries_;               // [rows, words]
+  float* scores_;                   // [kBlockRows, kTile]
+  uint32_t* probabilities_;         // [rows, kSteps]
+  float* sums_;                     // [rows, columns]: values times probabilities
+  SoftmaxState* states_;            // [rows]
+  float* corrections_;              // [rows]: of the sums, by the tile at hand
+  int64_t tokens_[kAttentionRows];  // of the rows' queries
+  int positions_[kAttentionRows];
 };
 
 template <Dtype dtype>
@@ -236,30 +282,56 @@ inline void attention_of(const AttentionCall& call, int row, int kv_head, int qu
 }
 
 #if defined(__AVX512F__)
-inline bool decode(const AttentionCall& call, int row, int head_begin, int head_end,
-                   void* scratch) {
+// Rows of one query each; false: there is no DecodeQuery for them.
+inline bool decode(const AttentionCall& call, const AttentionPiece& piece, int head_begin,
+                   int head_end, void* scratch) {
+  const int32_t* queries = call.cu_query_lens + piece.rows[0];
+  if (queries[1] - queries[0] != 1 || !can_decode(call)) return false;
   const AttentionLayout at = attention_layout(call);
   char* memory = static_cast<char*>(scratch);
-  return decode(call, row, head_begin, head_end,
-                DecodeScratch{reinterpret_cast<float*>(memory + at.scores),
-                              reinterpret_cast<uint32_t*>(memory + at.probabilities),
-                              reinterpret_cast<float*>(memory + at.sums),
-                              reinterpret_cast<SoftmaxState*>(memory + at.states),
-                              reinterpret_cast<float*>(memory + at.corrections)});
+  const DecodeScratch decode_scratch{reinterpret_cast<float*>(memory + at.scores),
+                                     reinterpret_cast<uint32_t*>(memory + at.probabilities),
+                                     reinterpret_cast<float*>(memory + at.sums),
+                                     reinterpret_cast<SoftmaxState*>(memory + at.states),
+                                     reinterpret_cast<float*>(memory + at.corrections)};
+  const int group = call.num_heads / call.num_kv_heads;
+  const int stride = (head_end - head_begin) * group;
+  auto* sums = reinterpret_cast<float*>(memory + at.begun_sums);
+  auto* states = reinterpret_cast<SoftmaxState*>(memory + at.begun_states);
+  const bool is_shared = piece.shared > 0 && sees_all(call, piece);
+  if (is_shared)
+    for (int head = head_begin; head < head_end; ++head) {
+      const int first = (head - head_begin) * group;
+      AttentionRows<Dtype::bf16>(call, piece, head, scratch)
+          .begin(piece.shared, sums + int64_t{first} * call.head_dim, states + first, stride);
+    }
+  for (int i = 0; i < piece.num_rows; ++i) {
+    DecodeBegun begun{};
+    if (is_shared)
+      begun = {piece.shared, sums + int64_t{i} * stride * call.head_dim, states + i * stride};
+    decode(call, piece.rows[i], head_begin, head_end, decode_scratch, begun);
+  }
+  return true;
 }
 #else
-inline bool decode(const AttentionCall&, int, int, int, void*) { return false; }
+inline bool can_decode(const AttentionCall&) { return false; }
+inline bool decode(const AttentionCall&, const AttentionPiece&, int, int, void*) { return false; }
 #endif
 
-inline void attention(const AttentionCall& call, int row, int head_begin, int head_end,
-                      int query_begin, int query_end, void* scratch) {
-  if (decode(call, row, head_begin, head_end, scratch)) return;
-  for (int head = head_begin; head < head_end; ++head) {
-    if (call.dtype == Dtype::f32)
-      attention_of<Dtype::f32>(call, row, head, query_begin, query_end, scratch);
-    else
-      attention_of<Dtype::bf16>(call, row, head, query_begin, query_end, scratch);
-  }
+inline bool attention_shares(const AttentionCall& call) { return can_decode(call); }
+
+inline void attention(const AttentionCall& call, const AttentionPiece& piece, int head_begin,
+                      int head_end, void* scratch) {
+  if (decode(call, piece, head_begin, head_end, scratch)) return;
+  for (int i = 0; i < piece.num_rows; ++i)
+    for (int head = head_begin; head < head_end; ++head) {
+      if (call.dtype == Dtype::f32)
+        attention_of<Dtype::f32>(call, piece.rows[i], head, piece.query_begin, piece.query_end,
+                                 scratch);
+      else
+        attention_of<Dtype::bf16>(call, piece.rows[i], head, piece.query_begin, piece.query_end,
+                                  scratch);
+    }
 }
 
 inline size_t attention_scratch(const AttentionCall& call) {

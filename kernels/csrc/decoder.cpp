@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstring>
 
-#include "attention_split.h"
 #include "split.h"
 
 namespace quire {
@@ -50,29 +49,34 @@ Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
   return b;
 }
 
-// Longest first, so that no lane starts a long piece when the others are done.
-void Decoder::split(const Batch& batch) {
+// Of every layer; what differs between them is filled in by `attend`.
+AttentionCall Decoder::attention_call(const Batch& batch, const Arena& arena,
+                                      const Buffers& b) const {
+  const int64_t width = shape_.attention_size();
   AttentionCall call{};
+  call.dtype = arena.dtype;
   call.num_heads = shape_.num_heads;
   call.num_kv_heads = shape_.num_kv_heads;
-  const int most = attention_queries(call);
-  queries_.clear();
-  for (int64_t row = 0; row < batch.num_rows; ++row) {
-    const int size = batch.cu_query_lens[row + 1] - batch.cu_query_lens[row];
-    for (int end = size; end > 0; end -= most)
-      queries_.push_back({static_cast<int>(row), std::max(0, end - most), end});
-  }
-  const auto cost = [&](const Queries& q) {
-    const int size = batch.cu_query_lens[q.row + 1] - batch.cu_query_lens[q.row];
-    return static_cast<int64_t>(q.end - q.begin) * (batch.context_lens[q.row] - size + q.end);
-  };
-  std::stable_sort(queries_.begin(), queries_.end(),
-                   [&](const Queries& a, const Queries& b) { return cost(a) > cost(b); });
+  call.head_dim = shape_.head_dim;
+  call.block_size = arena.block_size;
+  call.scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim));
+  call.q = b.q;
+  call.q_stride = width;
+  call.block_stride = arena.block_stride;
+  call.value_offset = arena.value_offset;
+  call.block_tables = batch.block_tables;
+  call.table_stride = batch.table_stride;
+  call.cu_query_lens = batch.cu_query_lens;
+  call.context_lens = batch.context_lens;
+  call.out = b.attended;
+  call.out_stride = width;
+  return call;
 }
 
 void Decoder::forward(const Batch& batch, const Arena& arena, float* hidden) {
   const Buffers b = buffers(batch, arena);
-  split(batch);
+  plan_.make(kernels_, attention_call(batch, arena, b), static_cast<int>(batch.num_rows),
+             pool_.num_lanes());
   pool_.run([&](Lane& lane) {
     int64_t m = batch.num_tokens;
     embed(lane, batch, b);
@@ -133,33 +137,11 @@ void Decoder::attend(Lane& lane, const Layer& layer, int64_t index, const Batch&
                       arena.value_offset};
   lane.loop(batch.num_tokens, kTokensAtOnce,
             [&](int64_t begin, int64_t end) { kernels_.qkv(store, begin, end); });
-  const float scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim));
-  const AttentionCall call{arena.dtype,
-                           shape_.num_heads,
-                           shape_.num_kv_heads,
-                           shape_.head_dim,
-                           arena.block_size,
-                           layer.window,
-                           scale,
-                           b.q,
-                           width,
-                           kv,
-                           arena.block_stride,
-                           arena.value_offset,
-                           batch.block_tables,
-                           batch.table_stride,
-                           batch.cu_query_lens,
-                           batch.context_lens,
-                           b.attended,
-                           width};
-  const bool is_decode = batch.num_tokens == batch.num_rows;
-  const int heads = attention_heads(call, is_decode, batch.num_rows, pool_.num_lanes());
-  const int num_parts = (shape_.num_kv_heads + heads - 1) / heads;
-  lane.loop(static_cast<int64_t>(queries_.size()) * num_parts, 1, [&](int64_t task, int64_t) {
-    const Queries& queries = queries_[task / num_parts];
-    const int head = static_cast<int>(task % num_parts) * heads;
-    kernels_.attention(call, queries.row, head, std::min(head + heads, shape_.num_kv_heads),
-                       queries.begin, queries.end, b.scratch + b.scratch_bytes * lane.index);
+  AttentionCall call = attention_call(batch, arena, b);
+  call.window = layer.window;
+  call.kv = kv;
+  lane.loop(plan_.num_tasks(), 1, [&](int64_t task, int64_t) {
+    plan_.attend(kernels_, call, task, b.scratch + b.scratch_bytes * lane.index);
   });
 }
 

@@ -8,6 +8,7 @@
 
 #include <vector>
 
+#include "attention_plan.h"
 #include "kernels.h"
 #include "packed_linear.h"
 #include "scratch.h"
@@ -90,13 +91,8 @@ class Decoder {
     size_t scratch_bytes;
   };
 
-  // Queries [begin, end) of a row, for every key/value head.
-  struct Queries {
-    int row, begin, end;
-  };
-
   Buffers buffers(const Batch& batch, const Arena& arena);
-  void split(const Batch& batch);
+  AttentionCall attention_call(const Batch& batch, const Arena& arena, const Buffers& b) const;
   void embed(Lane& lane, const Batch& batch, const Buffers& b);
   void attend(Lane& lane, const Layer& layer, int64_t index, const Batch& batch, const Arena& arena,
               const Buffers& b);
@@ -117,7 +113,7 @@ class Decoder {
   const float* final_norm_;
   const float* cos_;  // [positions, D / 2]
   const float* sin_;
-  std::vector<Queries> queries_;
+  AttentionPlan plan_;
   Scratch residual_, qkv_, q_, attended_, gated_, inputs_, scales_, scratch_;
 };
 

@@ -107,6 +107,21 @@ struct AttentionCall {
   int64_t out_stride;
 };
 
+// Queries [query_begin, query_end) of one row, counted from its first. Or several rows of one query
+// each, whose positions below `shared`, a multiple of kTile, lie in the same blocks.
+struct AttentionPiece {
+  const int* rows;
+  int num_rows, shared;
+  int query_begin, query_end;
+};
+
+// (Query, head) pairs that are kept beside a tile of one head's keys and values: enough that
+// reading and reordering the tile is a small part of the work, few enough that their queries and
+// sums stay in L2. A multiple of every register block (attention_product.h).
+inline constexpr int kAttentionRows = 96;
+// And that are kept between what rows share and what each has alone, of all heads of a call.
+inline constexpr int kTogetherRows = 512;
+
 // ---- rows --------------------------------------------------------------------------------------
 
 // How the linear that comes next wants its input.
@@ -168,12 +183,14 @@ struct Kernels {
   void (*pack)(const Linear&, const void* const* rows, Dtype dtype, int64_t panel_begin,
                int64_t panel_end);
 
-  // Queries [query_begin, query_end) of row `row` (counted from the row's first) of all query heads
-  // of the key/value heads [head_begin, head_end), at most `attention_heads` of them; `scratch` has
-  // `attention_scratch` bytes, 64-byte aligned.
-  void (*attention)(const AttentionCall&, int row, int head_begin, int head_end, int query_begin,
-                    int query_end, void* scratch);
+  // A piece, of all query heads of the key/value heads [head_begin, head_end): together at most
+  // kAttentionRows query heads, and kTogetherRows times the piece's rows, if those are several.
+  // `scratch` has `attention_scratch` bytes, 64-byte aligned.
+  void (*attention)(const AttentionCall&, const AttentionPiece&, int head_begin, int head_end,
+                    void* scratch);
   size_t (*attention_scratch)(const AttentionCall&);
+  // Whether several rows of a piece cost less than each alone.
+  bool (*attention_shares)(const AttentionCall&);
 
   void (*rms_norm)(const NormCall&, int64_t row_begin, int64_t row_end);
   // fp32 or bf16 rows into bytes with a scale per row: q = round(x / scale) + 128,

@@ -10,7 +10,7 @@
 #include <optional>
 
 #include "arrays.h"
-#include "attention_split.h"
+#include "attention_plan.h"
 #include "cpu.h"
 #include "packed_linear.h"
 #include "scratch.h"
@@ -167,16 +167,11 @@ class Ops {
     const size_t scratch_bytes = round_up(kernels_.attention_scratch(call), 64);
     Scratch scratch;
     auto* bytes = static_cast<char*>(scratch.get(scratch_bytes * pool_.num_lanes()));
-    const bool is_decode = call.cu_query_lens[num_rows] == num_rows;
-    const int heads = attention_heads(call, is_decode, num_rows, pool_.num_lanes());
-    const int num_parts = (call.num_kv_heads + heads - 1) / heads;
+    AttentionPlan plan;
+    plan.make(kernels_, call, static_cast<int>(num_rows), pool_.num_lanes());
     pool_.run([&](ThreadPool::Lane& lane) {
-      lane.loop(num_rows * num_parts, 1, [&](int64_t task, int64_t) {
-        const int row = static_cast<int>(task / num_parts);
-        const int head = static_cast<int>(task % num_parts) * heads;
-        kernels_.attention(call, row, head, std::min(head + heads, call.num_kv_heads), 0,
-                           call.cu_query_lens[row + 1] - call.cu_query_lens[row],
-                           bytes + scratch_bytes * lane.index);
+      lane.loop(plan.num_tasks(), 1, [&](int64_t task, int64_t) {
+        plan.attend(kernels_, call, task, bytes + scratch_bytes * lane.index);
       });
     });
   }

@@ -227,6 +227,80 @@ def test_a_row_s_bits_depend_neither_on_company_nor_on_threads(
         assert torch.equal(attend(cpu, alone), together[begin:end])
 
 
+# What a row's context has in common with that of another row, which is named by its index: in whole
+# tiles of 64, less than one, all but the query's own position, and everything.
+SHARING = {
+    "all alike": ([(200, 0, 0), (200, 0, 192), (257, 0, 192), (194, 0, 192)], None),
+    "two families": (
+        [(300, 0, 0), (500, 1, 0), (310, 0, 256), (500, 1, 448), (320, 0, 288), (460, 1, 448)],
+        None,
+    ),
+    "a family in a family": (
+        [(400, 0, 0), (400, 0, 64), (400, 0, 384), (390, 1, 320), (90, 0, 80), (64, 0, 64)],
+        None,
+    ),
+    "less and less": ([(400, 0, 0), (400, 0, 384), (400, 0, 320), (400, 0, 256)], None),
+    "too little": ([(100, 0, 0), (100, 0, 48), (63, 0, 48), (1, 1, 0)], None),
+    "the same": ([(128, 0, 0), (128, 0, 128), (130, 0, 128)], None),
+    "more than one call keeps": ([(80, 0, 0)] + [(80, 0, 64)] * 100, None),
+    "behind a window": ([(200, 0, 0), (200, 0, 192), (210, 0, 192)], 70),
+    "within a window": ([(200, 0, 0), (200, 0, 192), (210, 0, 192)], 210),
+}
+
+
+def sharing_batch(geometry: Geometry, rows: list[tuple[int, int, int]]) -> PagedBatch:
+    """Rows of one query: (context, whom it shares with, how many positions)."""
+    batch = paged_batch(geometry, [(1, context) for context, _, _ in rows], seed=9)
+    for row, (_, other, shared) in enumerate(rows):
+        num_blocks = shared // geometry.block_size
+        batch.block_tables[row, :num_blocks] = batch.block_tables[other, :num_blocks]
+    return batch
+
+
+def row_of(batch: PagedBatch, row: int) -> PagedBatch:
+    return dataclasses.replace(
+        batch,
+        q=batch.q[row : row + 1],
+        block_tables=batch.block_tables[row : row + 1],
+        cu_query_lens=torch.tensor([0, 1], dtype=torch.int32),
+        context_lens=batch.context_lens[row : row + 1],
+    )
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        Geometry(16, 16, 8, 128, BF16),
+        Geometry(32, 8, 1, 64, BF16),
+        Geometry(16, 3, 3, 32, BF16),
+        Geometry(16, 6, 2, 96, BF16),
+        Geometry(16, 4, 2, 128, FP32),
+    ],
+    ids=str,
+)
+def test_a_row_s_bits_do_not_depend_on_who_shares_its_blocks(
+    cpu: NativeCpu, geometry: Geometry, sharing: str
+) -> None:
+    """What several share is read once for all of them; in one call, in which the rows of a family
+    do not lie side by side."""
+    rows, window = SHARING[sharing]
+    batch = sharing_batch(geometry, rows)
+    together = attend(cpu, batch, window)
+    assert torch.equal(attend(NativeCpu(2, cpu.isa), batch, window), together)
+    for row in range(len(rows)):
+        assert torch.equal(attend(cpu, row_of(batch, row), window), together[row : row + 1])
+
+
+def test_what_is_not_finite_behind_shared_blocks_stays_with_its_row(cpu: NativeCpu) -> None:
+    batch = sharing_batch(Geometry(16, 4, 2, 32, BF16), [(100, 0, 0), (100, 0, 96), (100, 0, 96)])
+    whole = attend(cpu, batch)
+    batch.kv_layer[batch.block_tables[1, 6], :, 2] = NAN
+    spoilt = attend(cpu, batch)
+    assert spoilt[1].isnan().all()
+    assert torch.equal(spoilt[[0, 2]], whole[[0, 2]])
+
+
 @pytest.mark.parametrize("head_dim", [7, 258])
 def test_heads_that_the_kernels_cannot_do_are_refused(head_dim: int) -> None:
     geometry = Geometry(block_size=4, num_heads=2, num_kv_heads=1, head_dim=head_dim)
