@@ -6,6 +6,8 @@ import pytest
 from blockstore.hashing import prefix_hashes
 from blockstore.records import Growth
 from services.common.ticket import FinishReason, SamplingParams
+from services.engine import gathering
+from services.engine.gathering import Gathering
 from services.worker.events import Failed, Output, Prefilled, Requeued, RequeueReason
 
 from .conftest import Bench, MakeBench
@@ -108,6 +110,21 @@ async def test_one_prefix_is_computed_once(bench: Bench) -> None:
     for event in bench.session.of(Prefilled):
         (token,) = event.ticket.sequences[0].token_ids
         assert [token] == expected(event.ticket.prompt_token_ids, 1)
+
+
+async def test_who_waited_for_the_same_prefix_is_computed_in_one_step(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a step takes long: the first one waits for the others, which hear of their prefix a
+    little later."""
+    observe = Gathering.observe
+    monkeypatch.setattr(Gathering, "observe", lambda self, n, _: observe(self, n, 1000.0))
+    monkeypatch.setattr(gathering, "_PAUSE_S", 0.5)  # however busy this machine is
+    shared = list(range(100, 132))
+    for number in range(4):
+        bench.prefill.submit(bench.session, ticket(f"r{number}", [*shared, number]))
+    await bench.until(lambda: len(bench.session.of(Prefilled)) == 4)
+    assert bench.prefill_model.num_steps == 3  # two of the leader, of 16 tokens each
 
 
 async def test_followers_go_on_when_their_leader_is_aborted(bench: Bench) -> None:
