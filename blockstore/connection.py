@@ -199,7 +199,7 @@ class Server:
             except StoreUnavailable:
                 raise
             except BlockStoreError as error:
-                self._lost, self.in_doubt = error, False
+                self._end(error)
                 raise
         self.run_id, self.in_doubt = run_id, False
 
@@ -210,7 +210,11 @@ class Server:
 
     def lose(self, reason: str) -> BlockStoreError:
         """Remember that what the server knew is gone; from now on `check` raises."""
-        self._lost = self._lost or StoreLost(f"{self.url} lost the block store: {reason}")
+        return self._end(StoreLost(f"{self.url} lost the block store: {reason}"))
+
+    def _end(self, error: BlockStoreError) -> BlockStoreError:
+        """Nothing is in doubt any more, and nobody tries to renew what has ended."""
+        self._lost, self.in_doubt = self._lost or error, False
         return self._lost
 
     def check(self) -> None:

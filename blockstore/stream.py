@@ -150,14 +150,15 @@ class CommandStream:
                 async with asyncio.timeout_at(self._queue[0].deadline if self._queue else None):
                     await self._exchange()
                 backoff_s = 0.0
+                continue
             except (StoreUnavailable, TimeoutError) as error:
                 await self._disconnect()
                 self._expire(error)
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(max(0.01, 2 * backoff_s), MAX_BACKOFF_S)
             except BlockStoreError as error:
                 await self._disconnect()
                 self._fail_all(error)
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(max(0.01, 2 * backoff_s), MAX_BACKOFF_S)
 
     async def _exchange(self) -> None:
         """Send the first commands of the queue and take each off when its reply is there."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from blockstore.errors import LedgerError, OutOfBlocks, WorkerFenced
+from blockstore.errors import LedgerError, OutOfBlocks, StoreLost, WorkerFenced
 from blockstore.hashing import next_hash
 from blockstore.records import Asserted, Growth
 from blockstore.redis_store import RedisStore
@@ -267,6 +267,24 @@ async def test_a_pool_whose_directory_is_gone_is_lost(
         for _ in range(2):
             with pytest.raises(Exception, match="gone"):
                 await v.store.heartbeat("pool", "v")
+
+
+@pytest.mark.timeout(30)
+async def test_who_tells_a_server_that_is_lost_meanwhile_gives_up(own_valkey: Valkey) -> None:
+    """Such a store is for one server. It has lost its functions, which is to be seen to, and is
+    another one then, which ends the store; and that is the end of it, not of the event loop."""
+    telling = await RedisStore._on(own_valkey.url, LIMIT_S)
+    flush_all_there_is(own_valkey)
+    asked = asyncio.create_task(telling.drop_pool("pool"))
+    async with asyncio.timeout(LIMIT_S):
+        while not telling._server.in_doubt:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(restart, own_valkey)
+        with pytest.raises(StoreLost, match="restarted"):
+            await asked
+        with pytest.raises(StoreLost):
+            await telling.drop_pool("pool")
+        await telling.close()
 
 
 @pytest.mark.parametrize("seed", range(6))
