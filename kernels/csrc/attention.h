@@ -94,9 +94,13 @@ class AttentionRows {
     }
   }
 
-  void attend() {
+  void attend(const Begun& begun) {
     start();
-    pass(first_visible(0), position(num_rows_ - 1) + 1);
+    if (begun.end > 0) {
+      std::memcpy(sums_, begun.sums, sizeof(float) * num_rows_ * num_columns_);
+      std::memcpy(states_, begun.states, sizeof(SoftmaxState) * num_rows_);
+    }
+    pass(larger(first_visible(0), begun.end), position(num_rows_ - 1) + 1);
     for (int row = 0; row < num_rows_; ++row) finish(row);
   }
 
@@ -271,67 +275,67 @@ class AttentionRows {
   int positions_[kAttentionRows];
 };
 
-template <Dtype dtype>
-inline void attention_of(const AttentionCall& call, int row, int kv_head, int query_begin,
-                         int query_end, void* scratch) {
-  const int group = call.num_heads / call.num_kv_heads;
-  const int end = query_end * group;
-  for (int begin = query_begin * group; begin < end; begin += kAttentionRows)
-    AttentionRows<dtype>(call, row, kv_head, begin, smaller(begin + kAttentionRows, end), scratch)
-        .attend();
-}
-
 #if defined(__AVX512F__)
-// Rows of one query each; false: there is no DecodeQuery for them.
-inline bool decode(const AttentionCall& call, const AttentionPiece& piece, int head_begin,
-                   int head_end, void* scratch) {
-  const int32_t* queries = call.cu_query_lens + piece.rows[0];
-  if (queries[1] - queries[0] != 1 || !can_decode(call)) return false;
+inline bool decode(const AttentionCall& call, int row, int head_begin, int head_end,
+                   const Begun& begun, void* scratch) {
   const AttentionLayout at = attention_layout(call);
   char* memory = static_cast<char*>(scratch);
-  const DecodeScratch decode_scratch{reinterpret_cast<float*>(memory + at.scores),
-                                     reinterpret_cast<uint32_t*>(memory + at.probabilities),
-                                     reinterpret_cast<float*>(memory + at.sums),
-                                     reinterpret_cast<SoftmaxState*>(memory + at.states),
-                                     reinterpret_cast<float*>(memory + at.corrections)};
-  const int group = call.num_heads / call.num_kv_heads;
-  const int stride = (head_end - head_begin) * group;
-  auto* sums = reinterpret_cast<float*>(memory + at.begun_sums);
-  auto* states = reinterpret_cast<SoftmaxState*>(memory + at.begun_states);
-  const bool is_shared = piece.shared > 0 && sees_all(call, piece);
-  if (is_shared)
-    for (int head = head_begin; head < head_end; ++head) {
-      const int first = (head - head_begin) * group;
-      AttentionRows<Dtype::bf16>(call, piece, head, scratch)
-          .begin(piece.shared, sums + int64_t{first} * call.head_dim, states + first, stride);
-    }
-  for (int i = 0; i < piece.num_rows; ++i) {
-    DecodeBegun begun{};
-    if (is_shared)
-      begun = {piece.shared, sums + int64_t{i} * stride * call.head_dim, states + i * stride};
-    decode(call, piece.rows[i], head_begin, head_end, decode_scratch, begun);
-  }
-  return true;
+  return decode(call, row, head_begin, head_end, begun,
+                DecodeScratch{reinterpret_cast<float*>(memory + at.scores),
+                              reinterpret_cast<uint32_t*>(memory + at.probabilities),
+                              reinterpret_cast<float*>(memory + at.sums),
+                              reinterpret_cast<SoftmaxState*>(memory + at.states),
+                              reinterpret_cast<float*>(memory + at.corrections)});
 }
 #else
-inline bool can_decode(const AttentionCall&) { return false; }
-inline bool decode(const AttentionCall&, const AttentionPiece&, int, int, void*) { return false; }
+inline bool decode(const AttentionCall&, int, int, int, const Begun&, void*) { return false; }
 #endif
 
-inline bool attention_shares(const AttentionCall& call) { return can_decode(call); }
+// Whether no window hides anything from the rows of a piece: else there is less to share.
+inline bool sees_all(const AttentionCall& call, const AttentionPiece& piece) {
+  if (call.window == 0) return true;
+  for (int i = 0; i < piece.num_rows; ++i)
+    if (call.context_lens[piece.rows[i]] > call.window) return false;
+  return true;
+}
+
+template <Dtype dtype>
+inline void attention_of(const AttentionCall& call, const AttentionPiece& piece, int head_begin,
+                         int head_end, void* scratch) {
+  const AttentionLayout at = attention_layout(call);
+  char* memory = static_cast<char*>(scratch);
+  auto* sums = reinterpret_cast<float*>(memory + at.begun_sums);
+  auto* states = reinterpret_cast<SoftmaxState*>(memory + at.begun_states);
+  const int64_t columns = num_columns(dtype, call.head_dim);
+  const int group = call.num_heads / call.num_kv_heads;
+  const int stride = (head_end - head_begin) * group;  // of what is known from row to row
+  const int shared = sees_all(call, piece) ? piece.shared : 0;
+  for (int head = head_begin; shared > 0 && head < head_end; ++head) {
+    const int first = (head - head_begin) * group;
+    AttentionRows<dtype>(call, piece, head, scratch)
+        .begin(shared, sums + first * columns, states + first, stride);
+  }
+  for (int i = 0; i < piece.num_rows; ++i) {
+    Begun begun{shared, sums + i * stride * columns, states + i * stride};
+    if (decode(call, piece.rows[i], head_begin, head_end, begun, scratch)) continue;
+    for (int head = head_begin; head < head_end; ++head) {
+      const int end = piece.query_end * group;
+      for (int begin = piece.query_begin * group; begin < end; begin += kAttentionRows)
+        AttentionRows<dtype>(call, piece.rows[i], head, begin, smaller(begin + kAttentionRows, end),
+                             scratch)
+            .attend(begun);
+      begun.sums += group * columns;
+      begun.states += group;
+    }
+  }
+}
 
 inline void attention(const AttentionCall& call, const AttentionPiece& piece, int head_begin,
                       int head_end, void* scratch) {
-  if (decode(call, piece, head_begin, head_end, scratch)) return;
-  for (int i = 0; i < piece.num_rows; ++i)
-    for (int head = head_begin; head < head_end; ++head) {
-      if (call.dtype == Dtype::f32)
-        attention_of<Dtype::f32>(call, piece.rows[i], head, piece.query_begin, piece.query_end,
-                                 scratch);
-      else
-        attention_of<Dtype::bf16>(call, piece.rows[i], head, piece.query_begin, piece.query_end,
-                                  scratch);
-    }
+  if (call.dtype == Dtype::f32)
+    attention_of<Dtype::f32>(call, piece, head_begin, head_end, scratch);
+  else
+    attention_of<Dtype::bf16>(call, piece, head_begin, head_end, scratch);
 }
 
 inline size_t attention_scratch(const AttentionCall& call) {

@@ -92,14 +92,6 @@ struct DecodeScratch {
   float* corrections;       // [heads, group]
 };
 
-// What a query knows of the positions before `end`, a multiple of kTile: where sums and states of
-// its heads lie.
-struct DecodeBegun {
-  int end;
-  const float* sums;
-  const SoftmaxState* states;
-};
-
 template <int group>
 class DecodeQuery {
  public:
@@ -121,7 +113,7 @@ class DecodeQuery {
         out_(static_cast<bf16*>(call.out) + call.cu_query_lens[row] * call.out_stride +
              head_begin * group * call.head_dim) {}
 
-  void attend(const DecodeBegun& begun) {
+  void attend(const Begun& begun) {
     const int num_rows = num_heads_ * group;
     const size_t num_bytes = sizeof(float) * num_rows * call_.head_dim;
     int tile = begin_ / kTile * kTile;
@@ -289,32 +281,23 @@ class DecodeQuery {
   bf16* out_;
 };
 
-// Whether there is a DecodeQuery for single queries.
-inline bool can_decode(const AttentionCall& call) {
-  const int group = call.num_heads / call.num_kv_heads;
-  return call.dtype == Dtype::bf16 && call.head_dim % (2 * kLanes) == 0 &&
-         call.block_size % kPiece == 0 && (group == 1 || group == 2 || group == 4 || group == 8);
-}
-
-// Whether no window hides anything from the rows of a piece: else there is less to share.
-inline bool sees_all(const AttentionCall& call, const AttentionPiece& piece) {
-  if (call.window == 0) return true;
-  for (int i = 0; i < piece.num_rows; ++i)
-    if (call.context_lens[piece.rows[i]] > call.window) return false;
-  return true;
-}
-
-inline void decode(const AttentionCall& call, int row, int head_begin, int head_end,
-                   const DecodeScratch& scratch, const DecodeBegun& begun) {
+// False: this is not one query of a shape that there is a DecodeQuery for.
+inline bool decode(const AttentionCall& call, int row, int head_begin, int head_end,
+                   const Begun& begun, const DecodeScratch& scratch) {
+  if (call.dtype != Dtype::bf16 || call.head_dim % (2 * kLanes) || call.block_size % kPiece ||
+      call.cu_query_lens[row + 1] - call.cu_query_lens[row] != 1)
+    return false;
   switch (call.num_heads / call.num_kv_heads) {
     case 1:
-      return DecodeQuery<1>(call, row, head_begin, head_end, scratch).attend(begun);
+      return DecodeQuery<1>(call, row, head_begin, head_end, scratch).attend(begun), true;
     case 2:
-      return DecodeQuery<2>(call, row, head_begin, head_end, scratch).attend(begun);
+      return DecodeQuery<2>(call, row, head_begin, head_end, scratch).attend(begun), true;
     case 4:
-      return DecodeQuery<4>(call, row, head_begin, head_end, scratch).attend(begun);
+      return DecodeQuery<4>(call, row, head_begin, head_end, scratch).attend(begun), true;
+    case 8:
+      return DecodeQuery<8>(call, row, head_begin, head_end, scratch).attend(begun), true;
     default:
-      return DecodeQuery<8>(call, row, head_begin, head_end, scratch).attend(begun);
+      return false;
   }
 }
 

@@ -33,15 +33,14 @@ int64_t cost(const AttentionCall& call, const AttentionPiece& piece) {
 
 }  // namespace
 
-void AttentionPlan::make(const Kernels& kernels, const AttentionCall& call, int num_rows,
-                         int num_lanes) {
+void AttentionPlan::make(const AttentionCall& call, int num_rows, int num_lanes) {
   rows_.resize(num_rows);
   std::iota(rows_.begin(), rows_.end(), 0);
   pieces_.clear();
   bool is_decode = true;
   for (int row = 0; row < num_rows; ++row) is_decode &= num_queries(call, row) == 1;
   if (is_decode) {
-    part(call, num_rows, num_lanes, kernels.attention_shares(call));
+    put_together(call, num_rows, num_lanes);
   } else {
     num_heads_ = 1;  // a prompt's queries are many for one head already
     num_parts_ = call.num_kv_heads;
@@ -62,7 +61,7 @@ void AttentionPlan::cut_prompts(const AttentionCall& call, int num_rows) {
 
 // Rows that begin in the same blocks lie side by side once they are sorted by their tables. They
 // are parted where two share less than half of what one of them shares with its other neighbour.
-void AttentionPlan::part(const AttentionCall& call, int num_rows, int num_lanes, bool shares) {
+void AttentionPlan::put_together(const AttentionCall& call, int num_rows, int num_lanes) {
   const auto table = [&](int row) { return call.block_tables + row * call.table_stride; };
   const auto end = [&](int row) {
     return table(row) + (call.context_lens[row] + call.block_size - 1) / call.block_size;
@@ -71,8 +70,7 @@ void AttentionPlan::part(const AttentionCall& call, int num_rows, int num_lanes,
     return std::lexicographical_compare(table(a), end(a), table(b), end(b));
   });
   shared_.assign(num_rows + 1, 0);  // of row i and the one before it
-  for (int i = 1; shares && i < num_rows; ++i)
-    shared_[i] = num_shared(call, rows_[i - 1], rows_[i]);
+  for (int i = 1; i < num_rows; ++i) shared_[i] = num_shared(call, rows_[i - 1], rows_[i]);
   std::vector<int> ends;
   for (int i = 1; i <= num_rows; ++i) {
     const int before = shared_[i - 1], after = i < num_rows ? shared_[i + 1] : 0;

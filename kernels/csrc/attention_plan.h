@@ -12,7 +12,7 @@ namespace quire {
 class AttentionPlan {
  public:
   // Of `call` only shapes, tables and lengths are looked at.
-  void make(const Kernels& kernels, const AttentionCall& call, int num_rows, int num_lanes);
+  void make(const AttentionCall& call, int num_rows, int num_lanes);
 
   // Longest first, so that no lane starts a long one when the others are done.
   int64_t num_tasks() const { return static_cast<int64_t>(pieces_.size()) * num_parts_; }
@@ -26,7 +26,7 @@ class AttentionPlan {
 
  private:
   void cut_prompts(const AttentionCall& call, int num_rows);
-  void part(const AttentionCall& call, int num_rows, int num_lanes, bool shares);
+  void put_together(const AttentionCall& call, int num_rows, int num_lanes);
   void add_together(int begin, int end, int most, int shared);
 
   int num_heads_ = 1;  // key/value heads of a task

@@ -19,6 +19,14 @@ struct SoftmaxState {
   float sums[kLanes];  // of lane i: probabilities of positions i, i + 16, ...
 };
 
+// What the (query, head) pairs of a query know of the positions before `end`, a multiple of kTile:
+// a row of sums and a state for each. Of nothing: end is 0.
+struct Begun {
+  int end;
+  const float* sums;
+  const SoftmaxState* states;
+};
+
 inline constexpr float kLowest = -3.402823466e+38f;
 
 // Scores of what a row sees, scaled; -inf elsewhere, whatever was there. Returns the largest, lane

@@ -75,8 +75,7 @@ AttentionCall Decoder::attention_call(const Batch& batch, const Arena& arena,
 
 void Decoder::forward(const Batch& batch, const Arena& arena, float* hidden) {
   const Buffers b = buffers(batch, arena);
-  plan_.make(kernels_, attention_call(batch, arena, b), static_cast<int>(batch.num_rows),
-             pool_.num_lanes());
+  plan_.make(attention_call(batch, arena, b), static_cast<int>(batch.num_rows), pool_.num_lanes());
   pool_.run([&](Lane& lane) {
     int64_t m = batch.num_tokens;
     embed(lane, batch, b);

@@ -189,8 +189,6 @@ struct Kernels {
   void (*attention)(const AttentionCall&, const AttentionPiece&, int head_begin, int head_end,
                     void* scratch);
   size_t (*attention_scratch)(const AttentionCall&);
-  // Whether several rows of a piece cost less than each alone.
-  bool (*attention_shares)(const AttentionCall&);
 
   void (*rms_norm)(const NormCall&, int64_t row_begin, int64_t row_end);
   // fp32 or bf16 rows into bytes with a scale per row: q = round(x / scale) + 128,

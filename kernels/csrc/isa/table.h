@@ -22,7 +22,6 @@ const Kernels* QUIRE_TABLE(QUIRE_ISA)() {
       QUIRE_ISA::pack,
       QUIRE_ISA::attention,
       QUIRE_ISA::attention_scratch,
-      QUIRE_ISA::attention_shares,
       QUIRE_ISA::rms_norm,
       QUIRE_ISA::quantize,
       QUIRE_ISA::qkv,
