@@ -15,6 +15,8 @@ from pathlib import Path
 from services.common.text.model_config import ModelConfig
 
 _PROBE = Path(__file__).parent / "probe.cpp"
+_CPUS = os.sched_getaffinity(0)
+"""Before an engine binds the calling thread to one of them, which a child would inherit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,12 @@ def measure(num_threads: int) -> Rates:
         program = Path(directory) / "probe"
         options = ("-std=c++17", "-O3", "-march=native", "-pthread")
         subprocess.run([compiler, *options, str(_PROBE), "-o", str(program)], check=True)
-        run = subprocess.run([program, str(num_threads)], check=True, capture_output=True)
+        run = subprocess.run(
+            [program, str(num_threads)],
+            check=True,
+            capture_output=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, _CPUS),
+        )
     return Rates(**json.loads(run.stdout))
 
 

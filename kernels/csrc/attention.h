@@ -194,8 +194,8 @@ class AttentionRows {
     multiply<dtype>({queries_ + int64_t{row} * num_words_, num_words_, tile_, kTile, scores_, kTile,
                      nullptr, num_words_},
                     num_rows, seen);
-    softmax_step(scores_, call_.scale, spans, states_ + row, num_rows,
-                 reinterpret_cast<Element*>(probabilities_ + row * kSteps), corrections_ + row);
+    softmax_step<dtype>(scores_, call_.scale * kLog2E, spans, states_ + row, num_rows,
+                        probabilities_ + row * kSteps, corrections_ + row);
   }
 
   // Outputs of a block of rows over the tile of values: together what all see, and before and

@@ -168,10 +168,9 @@ class DecodeQuery {
     for (Span& span : spans) span = seen;
     const int num_rows = num_heads_ * group;
     for (int row = 0; row < num_rows; row += kLanes)
-      softmax_step(at_.scores + row * kTile, call_.scale, spans, at_.states + row,
-                   num_rows - row < kLanes ? num_rows - row : kLanes,
-                   reinterpret_cast<bf16*>(at_.probabilities + row * (kTile / 2)),
-                   at_.corrections + row);
+      softmax_step<Dtype::bf16>(at_.scores + row * kTile, call_.scale * kLog2E, spans,
+                                at_.states + row, num_rows - row < kLanes ? num_rows - row : kLanes,
+                                at_.probabilities + row * (kTile / 2), at_.corrections + row);
   }
 
   // Scores of a piece, of some heads.

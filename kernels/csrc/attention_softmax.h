@@ -15,8 +15,8 @@ struct Span {
 // What a (query, head) pair knows of the positions before. Of nothing: the lowest number as
 // maximum, so that the first tile's correction is exactly 0 without a case of its own.
 struct SoftmaxState {
-  float max;
-  float sums[kLanes];  // of lane i: probabilities of positions i, i + 16, ...
+  float max;           // of the products, not scaled yet
+  float sums[kLanes];  // of lane i: probabilities of words i, i + 16, ... of each tile
 };
 
 // What the (query, head) pairs of a query know of the positions before `end`, a multiple of kTile:
@@ -29,50 +29,65 @@ struct Begun {
 
 inline constexpr float kLowest = -3.402823466e+38f;
 
-// Scores of what a row sees, scaled; -inf elsewhere, whatever was there. Returns the largest, lane
-// by lane; none is NaN.
-inline f32x16 mask_scores(float* scores, float scale, Span visible) {
+// sum += each word's elements.
+template <Dtype dtype>
+inline f32x16 add_words(f32x16 sum, u32x16 words) {
+  if constexpr (dtype == Dtype::f32) return sum + (f32x16)words;
+  return dot_bf16(sum, words, 0x3f803f80u - u32x16{});  // a pair of ones
+}
+
+// -inf for what a row does not see, whatever was there.
+inline void mask_scores(float* scores, Span visible) {
   const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  f32x16 largest = splat(kLowest);
   for (int i = 0; i < kTile; i += kLanes) {
-    f32x16 s = load_f32(scores + i) * scale;
     const i32x16 is_visible = (lanes + i >= visible.begin) & (lanes + i < visible.end);
-    s = is_visible ? s : splat(-__builtin_inff());
-    store_f32(scores + i, s);
-    largest = max(s, largest);
+    store_f32(scores + i, is_visible ? load_f32(scores + i) : splat(-__builtin_inff()));
   }
-  return largest;
+}
+
+// NaN does not count.
+inline float largest_score(const float* scores) {
+  f32x16 largest = splat(kLowest);
+  for (int i = 0; i < kTile; i += kLanes) largest = max(load_f32(scores + i), largest);
+  return reduce_max(largest);
 }
 
 // Probabilities are rounded to the dtype of the values before they are summed, so that those that
-// weigh the values add up to exactly the sum that divides them.
-template <typename T>
-inline void exponentiate(const float* scores, SoftmaxState& state, float correction, T* out) {
+// weigh the values add up to the sum that divides them.
+template <Dtype dtype>
+inline void exponentiate(const float* scores, float scale, SoftmaxState& state, float correction,
+                         uint32_t* out) {
+  using Element = typename Word<dtype>::Element;
+  auto* elements = reinterpret_cast<Element*>(out);
+  for (int i = 0; i < kTile; i += kLanes)
+    store_f32(elements + i, exp2_nonpositive((load_f32(scores + i) - state.max) * scale));
   f32x16 sum = load_f32(state.sums) * correction;
-  for (int i = 0; i < kTile; i += kLanes) {
-    store_f32(out + i, exp_nonpositive(load_f32(scores + i) - state.max));
-    sum += load_f32(out + i);
-  }
+  for (int i = 0; i < kTile / per_word(dtype); i += kLanes)
+    sum = add_words<dtype>(sum, load<u32x16>(out + i));
   store_f32(state.sums, sum);
 }
 
-// From scores [num_rows, kTile] to probabilities of the same shape, not yet divided by their sums;
-// `corrections` are the factors of everything summed before. Up to 16 rows.
-template <typename T>
+// From scores [num_rows, kTile] to probabilities of the same shape, not yet divided by their sums:
+// powers of two, so `scale` has log2 e in it. `corrections` are the factors of everything summed
+// before. Up to 16 rows.
+template <Dtype dtype>
 inline void softmax_step(float* scores, float scale, const Span* visible, SoftmaxState* states,
-                         int num_rows, T* out, float* corrections) {
+                         int num_rows, uint32_t* out, float* corrections) {
   float falls[kLanes] = {};
   for (int row = 0; row < num_rows; ++row) {
+    const Span& seen = visible[row];
+    if (seen.begin > 0 || seen.end < kTile) mask_scores(scores + row * kTile, seen);
+    const float largest = largest_score(scores + row * kTile);
     const float before = states[row].max;
-    const float largest = reduce_max(mask_scores(scores + row * kTile, scale, visible[row]));
     states[row].max = largest > before ? largest : before;
     falls[row] = before - states[row].max;
   }
   float all[kLanes];
-  store_f32(all, exp_nonpositive(load_f32(falls)));
+  store_f32(all, exp2_nonpositive(load_f32(falls) * scale));
   for (int row = 0; row < num_rows; ++row) {
     corrections[row] = all[row];
-    exponentiate(scores + row * kTile, states[row], all[row], out + row * kTile);
+    exponentiate<dtype>(scores + row * kTile, scale, states[row], all[row],
+                        out + row * kTile / per_word(dtype));
   }
 }
 

@@ -93,8 +93,8 @@ inline constexpr int kMostHeadDim = 256;  // and even
 struct AttentionCall {
   Dtype dtype;  // of q, kv and out
   int num_heads, num_kv_heads, head_dim, block_size;
-  int window;  // positions that a query sees, its own included; 0: all
-  float scale;
+  int window;     // positions that a query sees, its own included; 0: all
+  float scale;    // positive
   const void* q;  // [T, H, D]
   int64_t q_stride;
   const void* kv;                      // keys of block 0 of this layer
@@ -118,7 +118,7 @@ struct AttentionPiece {
 // (Query, head) pairs that are kept beside a tile of one head's keys and values: enough that
 // reading and reordering the tile is a small part of the work, few enough that their queries and
 // sums stay in L2. A multiple of every register block (attention_product.h).
-inline constexpr int kAttentionRows = 96;
+inline constexpr int kAttentionRows = 192;
 // And that are kept between what rows share and what each has alone, of all heads of a call.
 inline constexpr int kTogetherRows = 512;
 

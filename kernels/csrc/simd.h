@@ -27,6 +27,7 @@
 namespace quire::QUIRE_ISA {
 
 inline constexpr int kLanes = 16;
+inline constexpr float kLog2E = 1.44269504088896341f;
 
 typedef float f32x4 __attribute__((vector_size(16)));
 typedef float f32x8 __attribute__((vector_size(32)));
@@ -184,25 +185,45 @@ inline i32x16 dot_int8(i32x16 acc, u32x16 a, i32x16 b) {
 #endif
 }
 
-// e^x for x <= 0 (an online softmax asks for nothing else); below -87 exactly 0, also for -inf;
-// of NaN it is NaN. Cephes' expf: 2^n * p(r), |r| <= ln 2 / 2, error below 2 ulp.
-inline f32x16 exp_nonpositive(f32x16 x) {
-  const f32x16 clamped = max(splat(-88.0f), x);  // in this order NaN stays
-  const f32x16 magic = splat(12582912.0f);       // 1.5 * 2^23: adding it rounds to an integer
-  const f32x16 shifted = fma(clamped, splat(1.44269504088896341f), magic);
-  const f32x16 n = shifted - magic;
-  f32x16 r = fma(n, splat(-0.693359375f), clamped);
-  r = fma(n, splat(2.12194440e-4f), r);
-  f32x16 p = splat(1.9875691500e-4f);
-  p = fma(p, r, splat(1.3981999507e-3f));
-  p = fma(p, r, splat(8.3334519073e-3f));
-  p = fma(p, r, splat(4.1665795894e-2f));
-  p = fma(p, r, splat(1.6666665459e-1f));
-  p = fma(p, r, splat(5.0000001201e-1f));
-  p = fma(p, r * r, r + 1.0f);
+// Of x <= 0, down to -127, and something below it behind that; NaN stays NaN.
+inline f32x16 floor_nonpositive(f32x16 x) {
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#else
+  const i32x16 towards_zero = __builtin_convertvector(max(x, splat(-127.0f)), i32x16);
+  return x == x ? __builtin_convertvector(towards_zero, f32x16) - 1.0f : x;
+#endif
+}
+
+// 2^(n + f) for 0 <= f <= 1: a minimax polynomial, exact at both ends, so that 2^0 is 1; error
+// below 3 ulp. From n = -127 down exactly 0; of NaN it is NaN.
+inline f32x16 power_of_two(f32x16 n, f32x16 f) {
+  f32x16 p = splat(1.8793186e-3f);
+  p = fma(p, f, splat(8.990995e-3f));
+  p = fma(p, f, splat(5.5818677e-2f));
+  p = fma(p, f, splat(2.4015927e-1f));
+  p = fma(p, f, splat(6.931517e-1f));
+  p = fma(p, f, splat(1.0f));
+#if defined(__AVX512F__)
+  const __mmask16 is_zero = _mm512_cmp_ps_mask((__m512)n, _mm512_set1_ps(-127.0f), _CMP_LE_OQ);
+  return (f32x16)_mm512_maskz_scalef_ps(~is_zero, (__m512)p, (__m512)n);
+#else
   const i32x16 exponent = (__builtin_convertvector(n, i32x16) + 127) << 23;
   const f32x16 value = p * (f32x16)exponent;
-  return x < -87.0f ? f32x16{} : value;
+  return n <= -127.0f ? f32x16{} : value;
+#endif
+}
+
+// 2^x and e^x for x <= 0, also for -inf; error below 3 and 4 ulp.
+inline f32x16 exp2_nonpositive(f32x16 x) {
+  const f32x16 n = floor_nonpositive(x);
+  return power_of_two(n, x - n);
+}
+inline f32x16 exp_nonpositive(f32x16 x) {
+  const f32x16 n = floor_nonpositive(x * kLog2E);
+  // n ln 2 in two parts, of which the first times n is exact.
+  const f32x16 r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), x));
+  return power_of_two(n, r * kLog2E);
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -92,7 +92,8 @@ class Backend:
         table holds behind its row's context is not read. Query head h uses key/value head
         h // (H / K).
 
-        block_tables: [B, any], cu_query_lens: [B + 1], context_lens: [B], int. Result: [T, H, D].
+        block_tables: [B, any], cu_query_lens: [B + 1], context_lens: [B], int. scale > 0. Result:
+        [T, H, D].
         """
         _check_kv_layer(kv_layer)
         num_kv_heads, head_dim = kv_layer.shape[3:]
@@ -103,6 +104,8 @@ class Backend:
         num_rows = context_lens.shape[0]
         _check_index("cu_query_lens", cu_query_lens, (num_rows + 1,))
         _check_index("block_tables", block_tables, (num_rows, -1))
+        if not scale > 0:
+            raise ValueError(f"scale: {scale} is not positive; the largest product scores highest")
         if window is not None and window < 1:
             raise ValueError(f"window: {window} is not positive; a query sees at least itself")
         return self._kernels.paged_attention(

@@ -140,6 +140,9 @@ REFUSED: dict[str, Callable[[Backend], object]] = {
     "context_lens: ": lambda ops: ops.paged_attention(
         zeros(3, 4, 8), LAYER, INDEX_2D, CU, INDEX_2D, 1.0
     ),
+    "scale: -1.0 is not positive": lambda ops: ops.paged_attention(
+        zeros(3, 4, 8), LAYER, INDEX_2D, CU, INDEX, -1.0
+    ),
     "window: 0 is not positive": lambda ops: ops.paged_attention(
         zeros(3, 4, 8), LAYER, INDEX_2D, CU, INDEX, 1.0, window=0
     ),
