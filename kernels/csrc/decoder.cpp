@@ -19,14 +19,20 @@ float widened(const void* from, Dtype dtype, int64_t i) {
   return value;
 }
 
+// Elements from row to row: an odd number of cache lines, since the rows of a tile, a power of two
+// apart, would all want the same few lines of an L1.
+int64_t spaced(int64_t width, size_t size) {
+  const int64_t line = 64 / static_cast<int64_t>(size);
+  return ((width + line - 1) / line | 1) * line;
+}
+
 }  // namespace
 
 Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
   const int64_t t = batch.num_tokens;
   const Dtype dtype = arena.dtype;
   const Layer& layer = layers_.front();
-  const int64_t widest =
-      round_up(std::max({shape_.hidden, shape_.attention_size(), shape_.intermediate}), 64);
+  const int64_t widest = std::max({shape_.hidden, shape_.attention_size(), shape_.intermediate});
   AttentionCall call{};
   call.dtype = dtype;
   call.num_heads = shape_.num_heads;
@@ -37,12 +43,17 @@ Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
       static_cast<size_t>(round_up(static_cast<int64_t>(kernels_.attention_scratch(call)), 64));
   Buffers b{};
   b.num_tokens = t;
-  b.residual = static_cast<float*>(residual_.get(t * shape_.hidden * sizeof(float)));
-  b.qkv = static_cast<float*>(qkv_.get(t * shape_.qkv_size() * sizeof(float)));
-  b.q = q_.get(t * shape_.attention_size() * size_of(dtype));
-  b.attended = attended_.get(t * shape_.attention_size() * size_of(dtype));
-  b.gated = gated_.get(t * round_up(shape_.intermediate, 16) * size_of(dtype));
-  b.inputs = {layer.qkv->kind, inputs_.get(t * widest * sizeof(float)), widest,
+  b.residual_stride = spaced(shape_.hidden, sizeof(float));
+  b.residual = static_cast<float*>(residual_.get(t * b.residual_stride * sizeof(float)));
+  b.qkv_stride = spaced(shape_.qkv_size(), sizeof(float));
+  b.qkv = static_cast<float*>(qkv_.get(t * b.qkv_stride * sizeof(float)));
+  b.attention_stride = spaced(shape_.attention_size(), size_of(dtype));
+  b.q = q_.get(t * b.attention_stride * size_of(dtype));
+  b.attended = attended_.get(t * b.attention_stride * size_of(dtype));
+  b.gated_stride = spaced(shape_.intermediate, size_of(dtype));
+  b.gated = gated_.get(t * b.gated_stride * size_of(dtype));
+  const int64_t input_stride = spaced(widest, 4 / static_cast<size_t>(group_of(layer.qkv->kind)));
+  b.inputs = {layer.qkv->kind, inputs_.get(t * input_stride * sizeof(float)), input_stride,
               static_cast<float*>(scales_.get(t * sizeof(float)))};
   b.scratch = static_cast<char*>(scratch_.get(scratch * pool_.num_lanes()));
   b.scratch_bytes = scratch;
@@ -52,7 +63,6 @@ Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
 // Of every layer; what differs between them is filled in by `attend`.
 AttentionCall Decoder::attention_call(const Batch& batch, const Arena& arena,
                                       const Buffers& b) const {
-  const int64_t width = shape_.attention_size();
   AttentionCall call{};
   call.dtype = arena.dtype;
   call.num_heads = shape_.num_heads;
@@ -61,7 +71,7 @@ AttentionCall Decoder::attention_call(const Batch& batch, const Arena& arena,
   call.block_size = arena.block_size;
   call.scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim));
   call.q = b.q;
-  call.q_stride = width;
+  call.q_stride = b.attention_stride;
   call.block_stride = arena.block_stride;
   call.value_offset = arena.value_offset;
   call.block_tables = batch.block_tables;
@@ -69,7 +79,7 @@ AttentionCall Decoder::attention_call(const Batch& batch, const Arena& arena,
   call.cu_query_lens = batch.cu_query_lens;
   call.context_lens = batch.context_lens;
   call.out = b.attended;
-  call.out_stride = width;
+  call.out_stride = b.attention_stride;
   return call;
 }
 
@@ -83,7 +93,7 @@ void Decoder::forward(const Batch& batch, const Arena& arena, float* hidden) {
       const Layer& layer = layers_[i];
       norm(lane, layer.input_norm, m, *layer.qkv, b);
       linear(lane, *layer.qkv, {b.inputs.data, b.inputs.stride, b.inputs.scales}, m,
-             Epilogue::store_f32, b.qkv, shape_.qkv_size());
+             Epilogue::store_f32, b.qkv, b.qkv_stride);
       attend(lane, layer, static_cast<int64_t>(i), batch, arena, b);
       if (i + 1 == layers_.size() && batch.num_wanted < m) {
         // The KV is stored: nothing more is asked of the other tokens.
@@ -93,7 +103,7 @@ void Decoder::forward(const Batch& batch, const Arena& arena, float* hidden) {
       finish_layer(lane, layer, m, arena.dtype, b);
     }
     lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
-      const NormCall call{b.residual,    shape_.hidden,
+      const NormCall call{b.residual,    b.residual_stride,
                           shape_.hidden, final_norm_,
                           shape_.eps,    {WeightKind::f32, hidden, shape_.hidden, nullptr}};
       kernels_.rms_norm(call, begin, end);
@@ -106,7 +116,7 @@ void Decoder::embed(Lane& lane, const Batch& batch, const Buffers& b) {
   lane.loop(batch.num_tokens, kTokensAtOnce, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
       for (int64_t i = 0; i < width; ++i)
-        b.residual[t * width + i] =
+        b.residual[t * b.residual_stride + i] =
             widened(embedding_, embedding_dtype_, batch.token_ids[t] * width + i);
   });
 }
@@ -114,14 +124,13 @@ void Decoder::embed(Lane& lane, const Batch& batch, const Buffers& b) {
 void Decoder::attend(Lane& lane, const Layer& layer, int64_t index, const Batch& batch,
                      const Arena& arena, const Buffers& b) {
   char* kv = static_cast<char*>(arena.data) + index * arena.layer_stride * size_of(arena.dtype);
-  const int64_t width = shape_.attention_size();
   const QkvCall store{arena.dtype,
                       shape_.num_heads,
                       shape_.num_kv_heads,
                       shape_.head_dim,
                       arena.block_size,
                       b.qkv,
-                      shape_.qkv_size(),
+                      b.qkv_stride,
                       layer.query_norm,
                       layer.key_norm,
                       shape_.eps,
@@ -130,7 +139,7 @@ void Decoder::attend(Lane& lane, const Layer& layer, int64_t index, const Batch&
                       batch.positions,
                       batch.slot_mapping,
                       b.q,
-                      width,
+                      b.attention_stride,
                       kv,
                       arena.block_stride,
                       arena.value_offset};
@@ -148,11 +157,12 @@ void Decoder::attend(Lane& lane, const Layer& layer, int64_t index, const Batch&
 void Decoder::keep_wanted(Lane& lane, const Batch& batch, Dtype dtype, const Buffers& b) {
   lane.loop(1, 1, [&](int64_t, int64_t) {
     const size_t stream = shape_.hidden * sizeof(float);
-    const size_t row = shape_.attention_size() * size_of(dtype);
+    const int64_t row = b.attention_stride * static_cast<int64_t>(size_of(dtype));
     char* attended = static_cast<char*>(b.attended);
     for (int64_t i = 0; i < batch.num_wanted; ++i) {
       const int64_t from = batch.wanted[i];
-      std::memmove(b.residual + i * shape_.hidden, b.residual + from * shape_.hidden, stream);
+      std::memmove(b.residual + i * b.residual_stride, b.residual + from * b.residual_stride,
+                   stream);
       std::memmove(attended + i * row, attended + from * row, row);
     }
   });
@@ -160,20 +170,19 @@ void Decoder::keep_wanted(Lane& lane, const Batch& batch, Dtype dtype, const Buf
 
 void Decoder::finish_layer(Lane& lane, const Layer& layer, int64_t m, Dtype dtype,
                            const Buffers& b) {
-  const int64_t gated_stride = round_up(shape_.intermediate, 16);
-  Activations x = taken(lane, b.attended, dtype, shape_.attention_size(), m, *layer.output, b);
-  linear(lane, *layer.output, x, m, Epilogue::add_f32, b.residual, shape_.hidden);
+  Activations x = taken(lane, b.attended, dtype, b.attention_stride, m, *layer.output, b);
+  linear(lane, *layer.output, x, m, Epilogue::add_f32, b.residual, b.residual_stride);
   norm(lane, layer.mlp_norm, m, *layer.gate_up, b);
   linear(lane, *layer.gate_up, {b.inputs.data, b.inputs.stride, b.inputs.scales}, m,
          dtype == Dtype::f32 ? Epilogue::silu_mul_f32 : Epilogue::silu_mul_bf16, b.gated,
-         gated_stride);
-  x = taken(lane, b.gated, dtype, gated_stride, m, *layer.down, b);
-  linear(lane, *layer.down, x, m, Epilogue::add_f32, b.residual, shape_.hidden);
+         b.gated_stride);
+  x = taken(lane, b.gated, dtype, b.gated_stride, m, *layer.down, b);
+  linear(lane, *layer.down, x, m, Epilogue::add_f32, b.residual, b.residual_stride);
 }
 
 void Decoder::norm(Lane& lane, const float* weight, int64_t m, const Linear& next,
                    const Buffers& b) {
-  const NormCall call{b.residual,    shape_.hidden,
+  const NormCall call{b.residual,    b.residual_stride,
                       shape_.hidden, weight,
                       shape_.eps,    {next.kind, b.inputs.data, b.inputs.stride, b.inputs.scales}};
   lane.loop(m, kTokensAtOnce,

@@ -81,6 +81,7 @@ class Decoder {
 
   struct Buffers {
     int64_t num_tokens;
+    int64_t residual_stride, qkv_stride, attention_stride, gated_stride;
     float* residual;  // [T, hidden]
     float* qkv;       // [T, qkv_size]
     void* q;          // [T, H * D], the arena's dtype
