@@ -185,7 +185,8 @@ inline i32x16 dot_int8(i32x16 acc, u32x16 a, i32x16 b) {
 #endif
 }
 
-// Of x <= 0, down to -127, and something below it behind that; NaN stays NaN.
+// The whole number below x <= 0; of a whole x itself, or the one below it where that takes fewer
+// operations. Behind -127 something below it; NaN stays NaN.
 inline f32x16 floor_nonpositive(f32x16 x) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
