@@ -1,13 +1,16 @@
 """What the engine hands to the runner for one forward pass: rows, each with any number of new
 tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from services.common.logprobs import Logprobs
 from services.common.ticket import SamplingParams
 from services.engine.adjustment import Adjustment
+
+Pause = Callable[[float], object]
+"""Returns after so many seconds, or sooner, when somebody waits for a step."""
 
 
 class Fault(Enum):

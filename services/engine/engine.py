@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from services.engine.batch import Drawn, Fault, Row, Told
+from services.engine.batch import Drawn, Fault, Pause, Row, Told
 from services.engine.gathering import Gathering
 from services.engine.group import Group
 from services.engine.messages import (
@@ -31,8 +31,9 @@ class ForwardPass(Protocol):
         """Compute and store the rows' KV; what each row drew. `num_behind`: sequences that could
         run too, and wait for another step."""
 
-    def give_way(self) -> None:
-        """After a step: return when others who compute on this device have had their part."""
+    def give_way(self, pause: Pause) -> None:
+        """After a step: return when others who compute on this device have had their part, as
+        far as `pause` lets them."""
 
     def rest(self) -> None:
         """There is nothing to compute until the next `run`."""
@@ -92,9 +93,9 @@ class Engine:
         self._gathering.observe(num_tokens, duration_s)
         return StepOutcome(advances, broken, removed, num_tokens, duration_s)
 
-    def give_way(self) -> None:
+    def give_way(self, pause: Pause) -> None:
         """Between steps, when what came of one is on its way."""
-        self._forward.give_way()
+        self._forward.give_way(pause)
 
     def _copy(self) -> None:
         """A block that several refer to is copied before one of them writes (law 4)."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvops import Backend
 from services.common.ticket import SamplingParams
-from services.engine.batch import Answer, Draw, Drawn, Fault, Query, Row
+from services.engine.batch import Answer, Draw, Drawn, Fault, Pause, Query, Row
 from services.engine.models import Batch, Model
 from services.engine.telling import queries, told, wanted_states
 
@@ -50,7 +50,7 @@ class Runner:
         asked = queries(rows)
         return told(rows, self._answers(hidden, asked) if asked else ())
 
-    def give_way(self) -> None:
+    def give_way(self, pause: Pause) -> None:
         """Whoever else computes here gets a CPU from the operating system."""
 
     def rest(self) -> None:

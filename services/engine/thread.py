@@ -8,7 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from services.engine.engine import Engine
-from services.engine.messages import Admit, Command, StepOutcome
+from services.engine.messages import Admit, Command, Start, StepOutcome
 
 
 class EngineThread:
@@ -38,6 +38,7 @@ class EngineThread:
         """Its number, while there is one."""
         self._held: list[Command] = []
         self._inbox: queue.SimpleQueue[Seq[Command] | None] = queue.SimpleQueue()
+        self._newcomers = threading.Event()  # set while the inbox holds who waits for a first step
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -50,6 +51,8 @@ class EngineThread:
         if not isinstance(command, Admit) or command.is_started:
             held, self._held = self._held, []
             self._inbox.put(held)
+            if isinstance(command, Admit | Start):
+                self._newcomers.set()
 
     def stop(self) -> None:
         """Return when the step in flight is over; commands not yet taken are dropped."""
@@ -70,8 +73,8 @@ class EngineThread:
                 self.step_in_flight = None
                 busy = outcome.num_tokens > 0
                 self._tell(outcome)
-                if busy:
-                    self._engine.give_way()
+                if busy and not self._newcomers.is_set():
+                    self._engine.give_way(self._newcomers.wait)
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._on_failure, error)
 
@@ -97,6 +100,7 @@ class EngineThread:
 
     def _take(self, wait: bool) -> list[Command] | None:
         """What the inbox holds; None: stop."""
+        self._newcomers.clear()
         commands: list[Command] = []
         while True:
             try:

@@ -9,7 +9,7 @@ import torch
 from kvops.native import Lane, NativeCpu, wake
 from services.common.board import SEAT_WORDS, Board, Seat
 from services.common.logging import get_logger
-from services.engine.batch import Drawn, Row
+from services.engine.batch import Drawn, Pause, Row
 from services.engine.runner import Runner
 from services.worker.cpus import lanes, pause_s
 
@@ -61,7 +61,7 @@ class SharedCpus:
         self._num_decoding, self._step_s = len(rows), time.perf_counter() - began
         return drawn
 
-    def give_way(self) -> None:
+    def give_way(self, pause: Pause) -> None:
         """Streams wait for prompts; never the other way round, since prompts are computed on CPUs
         of their own too."""
         if self._own.role != "decode":
@@ -75,7 +75,7 @@ class SharedCpus:
         if lent_s < _NOTICE_S:
             return
         self.rest()
-        self._sleep(lent_s)
+        pause(lent_s)
         self._board.set_backlog(self._num_decoding)
         self._sleep(_NOTICE_S)
 

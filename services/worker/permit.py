@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from blockstore.errors import WorkerFenced
 from services.common.pool.locks import WorkerLock
-from services.engine.batch import Drawn, Row
+from services.engine.batch import Drawn, Pause, Row
 from services.engine.engine import ForwardPass
 from services.worker.colder import Copy
 
@@ -68,8 +68,8 @@ class PermittedForward:
         self._permit.require()
         return drawn
 
-    def give_way(self) -> None:
-        self._forward.give_way()
+    def give_way(self, pause: Pause) -> None:
+        self._forward.give_way(pause)
 
     def rest(self) -> None:
         self._forward.rest()

@@ -69,10 +69,10 @@ class Worker:
         runner = cast(Runner, self.linear)
         self.pauses: list[tuple[float, int]] = []
         self.cpus = SharedCpus(
-            runner, self.native, self.board, self.own, CPUS, MAX_GAP_S, self._pause
+            runner, self.native, self.board, self.own, CPUS, MAX_GAP_S, self.pause
         )
 
-    def _pause(self, pause_s: float) -> None:
+    def pause(self, pause_s: float) -> None:
         self.pauses.append((pause_s, self.backlog()))
 
     def backlog(self, seat: Seat | None = None) -> int:
@@ -169,7 +169,7 @@ def test_decoding_pauses_while_prompts_wait_and_wants_nothing_meanwhile(worker: 
     with guest(worker.path, "prefill", "p1") as prefill:
         prefill.set_backlog(100_000)  # a step takes no millisecond here
         worker.division(prefill)
-        worker.cpus.give_way()
+        worker.cpus.give_way(worker.pause)
         (lent_s, backlog), (notice_s, backlog_then) = worker.pauses
         assert 0 < lent_s + notice_s < MAX_GAP_S
         assert (backlog, backlog_then) == (0, 2)
@@ -179,14 +179,14 @@ def test_a_pause_too_short_to_be_of_use_is_none(worker: Worker) -> None:
     with guest(worker.path, "prefill", "p1") as prefill:
         prefill.set_backlog(1)
         worker.division(prefill)
-        worker.cpus.give_way()
+        worker.cpus.give_way(worker.pause)
         assert worker.pauses == []
 
 
 def test_decoding_never_pauses_while_no_prompt_waits(worker: Worker) -> None:
     with guest(worker.path, "prefill", "p1") as prefill:
         worker.division(prefill)
-        worker.cpus.give_way()
+        worker.cpus.give_way(worker.pause)
         assert worker.pauses == []
         assert worker.backlog() == 2
 
@@ -197,7 +197,7 @@ def test_prompts_pause_for_nobody(tmp_path: Path) -> None:
         decode.set_backlog(6)
         worker.cpus.refresh()
         worker.cpus.run(ROWS)
-        worker.cpus.give_way()
+        worker.cpus.give_way(worker.pause)
         assert worker.pauses == []
     worker.board.leave()
 

@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from services.engine.messages import Admit, Command, Remove, Removed, Start, StepOutcome
+from services.engine.batch import Pause
+from services.engine.messages import Admit, Command, End, Grow, Remove, Removed, Start, StepOutcome
 from services.engine.thread import EngineThread
 
 
@@ -34,8 +35,26 @@ class FakeEngine:
         self.at_steps.append(self.num_heard)
         return StepOutcome()
 
-    def give_way(self) -> None:
+    def give_way(self, pause: Pause) -> None:
         raise AssertionError("nothing ran")
+
+
+class BusyEngine(FakeEngine):
+    """Each step computes something, and gives way behind it for as long as it may. `num_pauses`
+    begun, `num_ended`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_pauses = self.num_ended = 0
+
+    def step(self) -> StepOutcome:
+        super().step()
+        return StepOutcome(num_tokens=1)
+
+    def give_way(self, pause: Pause) -> None:
+        self.num_pauses += 1
+        pause(10.0 if self.num_pauses == 1 else 0.001)
+        self.num_ended += 1
 
 
 @asynccontextmanager
@@ -111,3 +130,44 @@ async def test_who_waits_for_others_can_be_stopped() -> None:
         thread.send(Remove("a"))
         await until(engine, 1)
     assert engine.at_steps == []
+
+
+async def test_who_comes_ends_a_pause() -> None:
+    """Blocks, an end, and who is not started yet do not: running streams can wait for those."""
+    engine = BusyEngine()
+    async with running(engine) as thread:
+        thread.send(Grow("a", (0,)))
+        async with asyncio.timeout(10):
+            while not engine.num_pauses:
+                await asyncio.sleep(0.001)
+            thread.send(Grow("a", (1,)))
+            thread.send(End("a", 0))
+            thread.send(admitted(is_started=False))
+            await asyncio.sleep(0.05)
+            assert engine.num_ended == 0
+            thread.send(Start("a"))
+            while not engine.num_ended:
+                await asyncio.sleep(0.001)
+        await until(engine, 5)
+
+
+async def test_nobody_pauses_while_somebody_waits_for_a_first_step() -> None:
+    """Who came during a step is in the next one, not behind a pause; and then pauses go on."""
+
+    class Slow(BusyEngine):
+        def step(self) -> StepOutcome:
+            if not self.at_steps:
+                thread.send(admitted(is_started=True))  # the step is under way
+            return super().step()
+
+        def give_way(self, pause: Pause) -> None:
+            assert self.num_heard == 2
+            self.num_pauses += 1
+
+    engine = Slow()
+    async with running(engine) as thread:
+        thread.send(Grow("a", (0,)))
+        async with asyncio.timeout(10):
+            while not engine.num_pauses:
+                await asyncio.sleep(0.001)
+    assert len(engine.at_steps) > 1

@@ -17,7 +17,7 @@ from blockstore.records import PoolSpec
 from services.common.logprobs import Logprobs
 from services.common.pool.stamps import Stamps, StampState, record_bytes
 from services.common.ticket import SamplingParams, Ticket, TicketSequence
-from services.engine.batch import Draw, Drawn, Fault, Row, Told
+from services.engine.batch import Draw, Drawn, Fault, Pause, Row, Told
 from services.worker.events import Began, Draining, Event, Prefilled, Requeued, Step
 
 VOCAB = 50_000
@@ -112,7 +112,7 @@ class FakeForward:
         self.poison: int | None = None
         self.pause_after = 0
 
-    def give_way(self) -> None:
+    def give_way(self, pause: Pause) -> None:
         pass
 
     def rest(self) -> None:

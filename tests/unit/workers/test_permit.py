@@ -7,7 +7,7 @@ import pytest
 
 from blockstore.errors import WorkerFenced
 from services.common.pool.locks import WorkerLock, give_up
-from services.engine.batch import Drawn, Row
+from services.engine.batch import Drawn, Pause, Row
 from services.worker.permit import Permit, PermittedForward
 
 
@@ -25,7 +25,7 @@ class Forward:
         self.num_runs += 1
         self._meanwhile()
 
-    def give_way(self) -> None:
+    def give_way(self, pause: Pause) -> None:
         pass
 
     def rest(self) -> None:
