@@ -75,6 +75,16 @@ class Valkey:
             return False
 
 
+@pytest.fixture(scope="session", autouse=True)
+def packed_weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What workers of these tests pack does not end up in the user's cache."""
+    directory = str(tmp_path_factory.mktemp("packed"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUIRE_PREFILL_WEIGHTS_CACHE", directory)
+        patch.setenv("QUIRE_DECODE_WEIGHTS_CACHE", directory)
+        yield
+
+
 @pytest.fixture(scope="session")
 def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
     server = Valkey(tmp_path_factory.mktemp("valkey"))
