@@ -14,8 +14,14 @@ from tests.conftest import Valkey
 
 
 def advise(*args: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "quire.cli", "advise", "block-size", *args]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    command = [sys.executable, "-m", "quire.cli", "advise", "block-size"]
+    return subprocess.run(
+        [*command, "--weights-cache", "none", *args],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
 
 
 @pytest.fixture
