@@ -1,7 +1,7 @@
 """The engine's thread: what it gets with which step, and when what came of it is told."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -53,7 +53,7 @@ class BusyEngine(FakeEngine):
 
     def give_way(self, pause: Pause) -> None:
         self.num_pauses += 1
-        pause(10.0 if self.num_pauses == 1 else 0.001)
+        pause(20.0 if self.num_pauses == 1 else 0.001)
         self.num_ended += 1
 
 
@@ -71,10 +71,14 @@ async def running(engine: FakeEngine) -> AsyncIterator[EngineThread]:
     assert not failed
 
 
-async def until(engine: FakeEngine, num_commands: int) -> None:
+async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while engine.num_heard < num_commands:
+        while not condition():
             await asyncio.sleep(0.001)
+
+
+async def has_heard(engine: FakeEngine, num_commands: int) -> None:
+    await until(lambda: engine.num_heard >= num_commands)
 
 
 def admitted(*, is_started: bool) -> Admit:
@@ -93,11 +97,11 @@ async def test_who_is_not_started_comes_with_the_next_command() -> None:
         assert thread._inbox.empty()
         assert not engine.heard
         thread.send(Start("a"))
-        await until(engine, 4)
+        await has_heard(engine, 4)
         assert engine.heard == [[*waiting, Start("a")]]
         thread.send(waiting[0])
         thread.send(Remove("b"))
-        await until(engine, 6)
+        await has_heard(engine, 6)
         assert engine.heard[1] == [waiting[0], Remove("b")]
 
 
@@ -105,7 +109,7 @@ async def test_who_is_started_already_waits_for_nobody() -> None:
     engine = FakeEngine()
     async with running(engine) as thread:
         thread.send(started := admitted(is_started=True))
-        await until(engine, 1)
+        await has_heard(engine, 1)
         assert engine.heard == [[started]]
 
 
@@ -114,12 +118,12 @@ async def test_a_step_begins_when_its_engine_has_whom_it_waited_for() -> None:
     engine = FakeEngine(waits_for=3)
     async with running(engine) as thread:
         thread.send(Remove("a"))
-        await until(engine, 1)
+        await has_heard(engine, 1)
         thread.send(Remove("b"))
-        await until(engine, 2)
+        await has_heard(engine, 2)
         assert engine.at_steps == []
         thread.send(Remove("c"))
-        await until(engine, 3)
+        await has_heard(engine, 3)
     assert engine.at_steps == [3]
     assert [one.key for outcome in engine.told for one in outcome.removed] == ["a", "b", "c"]
 
@@ -128,7 +132,7 @@ async def test_who_waits_for_others_can_be_stopped() -> None:
     engine = FakeEngine(waits_for=3)
     async with running(engine) as thread:
         thread.send(Remove("a"))
-        await until(engine, 1)
+        await has_heard(engine, 1)
     assert engine.at_steps == []
 
 
@@ -137,18 +141,15 @@ async def test_who_comes_ends_a_pause() -> None:
     engine = BusyEngine()
     async with running(engine) as thread:
         thread.send(Grow("a", (0,)))
-        async with asyncio.timeout(10):
-            while not engine.num_pauses:
-                await asyncio.sleep(0.001)
-            thread.send(Grow("a", (1,)))
-            thread.send(End("a", 0))
-            thread.send(admitted(is_started=False))
-            await asyncio.sleep(0.05)
-            assert engine.num_ended == 0
-            thread.send(Start("a"))
-            while not engine.num_ended:
-                await asyncio.sleep(0.001)
-        await until(engine, 5)
+        await until(lambda: engine.num_pauses > 0)
+        thread.send(Grow("a", (1,)))
+        thread.send(End("a", 0))
+        thread.send(admitted(is_started=False))
+        await asyncio.sleep(0.05)
+        assert engine.num_ended == 0
+        thread.send(Start("a"))
+        await until(lambda: engine.num_ended > 0)
+        await has_heard(engine, 5)
 
 
 async def test_nobody_pauses_while_somebody_waits_for_a_first_step() -> None:
@@ -167,7 +168,5 @@ async def test_nobody_pauses_while_somebody_waits_for_a_first_step() -> None:
     engine = Slow()
     async with running(engine) as thread:
         thread.send(Grow("a", (0,)))
-        async with asyncio.timeout(10):
-            while not engine.num_pauses:
-                await asyncio.sleep(0.001)
+        await until(lambda: engine.num_pauses > 0)
     assert len(engine.at_steps) > 1
