@@ -21,7 +21,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
 SAME = 0.04
 """What is less apart than timings of the same thing are: of three runs alone on a machine, in what
-each left to blocks of 16 (docs/benchmarks.md)."""
+each left to blocks of 16 (docs/benchmarks/memory.md)."""
 
 
 @dataclass(frozen=True, slots=True)
