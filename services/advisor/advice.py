@@ -10,6 +10,8 @@ was measured or simulated:
 
 The product is what is compared. It says how many requests a second are left if memory decides how
 many run at once, and all else how long they take.
+
+See ADR 79.
 """
 
 from collections.abc import Mapping, Sequence
