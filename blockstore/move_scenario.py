@@ -12,6 +12,8 @@ tells an issuer that its ticket was claimed: it finds out when it lets go of it,
 gateway that is gone may have sent the ticket to somebody who claims it all the same, while another
 one finds it where it was and sends it elsewhere. Workers die, are fenced and lose replies as in
 `blockstore.scenario`.
+
+See ADR 71.
 """
 
 from collections.abc import Callable, Iterator

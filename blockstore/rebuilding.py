@@ -2,6 +2,8 @@
 
 The workers say what they hold, the stamps what is in the blocks. What neither accounts for may
 still be written by a worker that is stuck: it stays with that worker, in quarantine.
+
+See ADR 58.
 """
 
 import copy

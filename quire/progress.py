@@ -1,4 +1,7 @@
-"""How a stream outlives its gateway: what the client has got, and when to ask whom to go on."""
+"""How a stream outlives its gateway: what the client has got, and when to ask whom to go on.
+
+See ADR 62.
+"""
 
 import secrets
 import time

@@ -8,6 +8,8 @@
 //
 // For AVX-512, bf16, head sizes that are multiples of 32, groups of 1, 2, 4 or 8 heads, and block
 // sizes that are multiples of 16.
+//
+// See ADR 46.
 #pragma once
 
 #include "attention_softmax.h"

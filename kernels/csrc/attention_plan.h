@@ -1,4 +1,6 @@
 // How the attention of a batch is cut into pieces, and those into tasks for the lanes.
+//
+// See ADR 93.
 #pragma once
 
 #include <algorithm>

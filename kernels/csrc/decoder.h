@@ -4,6 +4,8 @@
 // The residual stream is fp32; what goes into a linear is rounded to the weights' kind (fp32, bf16,
 // or bytes with a scale per token), what goes into attention to the KV's dtype. Buffers grow to the
 // largest batch seen and are kept.
+//
+// See ADR 42.
 #pragma once
 
 #include <vector>

@@ -1,5 +1,7 @@
 // From final states to tokens: the product with the head, and all that is asked of it. Its weights
 // are the largest of a model's; a step reads them once, whatever its rows want to know.
+//
+// See ADR 85.
 #pragma once
 
 #include <optional>

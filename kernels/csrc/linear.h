@@ -8,6 +8,8 @@
 // what limits many is arithmetic. So the fetching goes on steadily beside the arithmetic: a panel's
 // only tile fetches a little ahead of itself; of several tiles, each fetches a part of the next
 // panel.
+//
+// See ADR 43, ADR 89 and ADR 95.
 #pragma once
 
 #include "kernels.h"

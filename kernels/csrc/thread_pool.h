@@ -11,6 +11,8 @@
 // soon as one is busy it leaves the step, between two pieces of a loop, and the others do its
 // share; when they are idle again it joins again. Lanes that wait spin for some microseconds, then
 // sleep, so that a core is never burnt beside a worker that could use it.
+//
+// See ADR 42 and ADR 45.
 #pragma once
 
 #include <atomic>

@@ -8,6 +8,8 @@ Slot s is offset s % block_size of block s // block_size. Slots that no row has 
 anything, NaN included; nothing reads them.
 
 Wrong shapes, dtypes or devices: ValueError. Values of index tensors are the caller's promise.
+
+See ADR 10.
 """
 
 import torch

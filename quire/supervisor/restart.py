@@ -1,4 +1,7 @@
-"""When a service that has ended is started again, and when not."""
+"""When a service that has ended is started again, and when not.
+
+See ADR 6.
+"""
 
 import re
 from dataclasses import dataclass

@@ -3,6 +3,8 @@
 For programs that know nothing of our pipe (Valkey). The kernel sends SIGKILL when the thread that
 started us dies, and keeps that promise across exec; no process of ours stays in between. Runs as a
 file, so that it imports nothing but the standard library.
+
+See ADR 4.
 """
 
 import ctypes

@@ -10,6 +10,8 @@ was measured or simulated:
 
 The product is what is compared. It says how many requests a second are left if memory decides how
 many run at once, and all else how long they take.
+
+See ADR 79.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +23,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
 SAME = 0.04
 """What is less apart than timings of the same thing are: of three runs alone on a machine, in what
-each left to blocks of 16 (docs/benchmarks.md)."""
+each left to blocks of 16 (docs/benchmarks/memory.md)."""
 
 
 @dataclass(frozen=True, slots=True)

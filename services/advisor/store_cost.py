@@ -19,8 +19,8 @@ from services.advisor.workload import Asked
 _START_LIMIT_S = 10.0
 
 CALL_US, BLOCK_US = 150.0, 3.5
-"""What a call takes its caller, and each block in it, where none can be timed: docs/benchmarks.md,
-"The block store"."""
+"""What a call takes its caller, and each block in it, where none can be timed
+(docs/benchmarks/store-and-recovery.md)."""
 
 
 def counted_us(num_calls: int, num_blocks: int) -> float:

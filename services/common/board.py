@@ -3,6 +3,8 @@
 A seat is 64 bytes: a word that says how many sequences its worker wants to compute now (0: it needs
 no CPU), then the role and the name. The seat is locked by its worker (a POSIX record lock, which
 the kernel drops when the process dies), so a seat that can be locked is free, whatever it says.
+
+See ADR 45.
 """
 
 import fcntl

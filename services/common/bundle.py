@@ -8,6 +8,8 @@ next step.
 
     put   a b c         d e
     sent        [a b c]     [d e]
+
+See ADR 90.
 """
 
 import asyncio

@@ -1,6 +1,9 @@
 """Tickets at rest at a decode worker: handed over, parked or swapped out, for somebody to go on
 with. They are claimed by another worker, or by this one again; or they are taken back, when they
-are aborted, their blocks are wanted, or their time is over."""
+are aborted, their blocks are wanted, or their time is over.
+
+See ADR 50 and ADR 63.
+"""
 
 from dataclasses import replace
 

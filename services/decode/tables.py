@@ -1,4 +1,7 @@
-"""The block tables of a ticket, before anybody believes them (law 4), and what is in none."""
+"""The block tables of a ticket, before anybody believes them (law 4), and what is in none.
+
+See ADR 65.
+"""
 
 from itertools import chain
 

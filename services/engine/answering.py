@@ -1,6 +1,9 @@
 """Everything that is asked of a step's final states, answered from one computation of their logits:
 the definition, and what every way of computing it shares. Which token comes says
-`services.engine.sampler`, how likely it is `services.engine.logprobs`."""
+`services.engine.sampler`, how likely it is `services.engine.logprobs`.
+
+See ADR 85.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

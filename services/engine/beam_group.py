@@ -6,6 +6,8 @@ the best of their continuations:
              1  └─▶ 1     others fork: the same blocks, until one of them writes
              2 ───▶ 2
              3            none: its blocks are given back, or are what the forks write to
+
+See ADR 78.
 """
 
 from collections import defaultdict

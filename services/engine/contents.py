@@ -7,6 +7,8 @@
 
 A block is known by its *key*: the hash of its tokens and of all before them. A full one's is its
 prefix hash, by which it is found in a pool.
+
+See ADR 84.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -3,6 +3,8 @@
 A step of prompts takes long, and nobody can join it once it has begun: who comes a moment later
 waits for its end, and is then decoded in a batch of its own, which costs as much as decoding them
 all. Those that come at once, or wait for the same prefix, come some milliseconds apart.
+
+See ADR 92.
 """
 
 _SHARE = 1 / 40

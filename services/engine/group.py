@@ -12,6 +12,8 @@ Every block of the group is its holder's, and in one of these places:
     spare             of nobody yet, or given up by somebody before it was finished: for whoever
                       needs one next
     given back        finished, and in no table any more; or spare, and not needed
+
+See ADR 76.
 """
 
 from collections import Counter, defaultdict, deque

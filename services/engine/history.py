@@ -1,6 +1,8 @@
 """What a sequence's tokens so far make of its next draw; a function of the tokens alone (law 7).
 
 Only the counts are kept from draw to draw, and caught up with the tokens that have come since.
+
+See ADR 74.
 """
 
 from collections.abc import Collection, Iterable, Sequence

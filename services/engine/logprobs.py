@@ -2,6 +2,8 @@
 
 This is the definition; `kernels/csrc/scorer.cpp` computes the same, and everything of a row in an
 order that nothing but the vocabulary decides (law 10).
+
+See ADR 75.
 """
 
 from collections.abc import Sequence

@@ -4,6 +4,8 @@ host maps: one copy in memory, ready at the next start.
 A file is: the magic, the digest of all that follows, the length of the header, the header in JSON,
 then the sections, each from a page's begin on. The header names what the file was made from; a file
 made from anything else, half written or changed since is made again. It may be deleted at any time.
+
+See ADR 44.
 """
 
 import fcntl

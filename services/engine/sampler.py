@@ -13,6 +13,8 @@ token. Unlike a walk along the cumulative distribution, a last-bit change of som
 nobody else's share of the random numbers, so that noise of 1e-6 in the logits turns about one draw
 in a million. Every row is computed by itself, in an order of its own: a row's token does not depend
 on the rest of the batch.
+
+See ADR 12 and ADR 85.
 """
 
 from collections.abc import Sequence

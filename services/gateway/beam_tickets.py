@@ -1,5 +1,8 @@
 """The tickets of a beam search. Its client gets nothing before the end, so there is nothing to hold
-them to but the shape of a search; and where it stands is known from them alone."""
+them to but the shape of a search; and where it stands is known from them alone.
+
+See ADR 78.
+"""
 
 import math
 from collections.abc import Sequence

@@ -1,5 +1,8 @@
 """What the client of a request gets that wants the best of several: nothing while any of them goes
-on, since which are best is known at the end only; then the best, whole."""
+on, since which are best is known at the end only; then the best, whole.
+
+See ADR 81.
+"""
 
 from collections import deque
 from collections.abc import Callable

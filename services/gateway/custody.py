@@ -15,6 +15,8 @@ is it one over a request that it had not begun, or over a search that only did a
 worker had done and outlived: it begins again from its last ticket. As often as that may be, a
 request that never gets a token from workers of a role is given up after some of them, poison or
 not.
+
+See ADR 57.
 """
 
 from collections import Counter

@@ -3,6 +3,8 @@
 One lane per model: its line, and a task that places whoever is first. The first in order gets the
 next decode slots, one for each of its sequences; while there are not so many, nobody behind it is
 served, so that one that needs many gets them.
+
+See ADR 30.
 """
 
 import asyncio

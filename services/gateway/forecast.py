@@ -2,6 +2,8 @@
 
 Little's law: of `num_slots` sequences at work that take `S` seconds each, one ends every
 `S / num_slots` seconds. Only time at work is measured; time in line is what is forecast.
+
+See ADR 61.
 """
 
 from collections import deque

@@ -4,6 +4,8 @@ and from one that has much more than another.
 Nothing is computed again and no KV is copied: slots are got there first, then the tickets change
 hands. All that move together come to rest with one step and go on with one: what is said about one
 of them is said about all in one message, and nobody waits for a step of the others.
+
+See ADR 50 and ADR 90.
 """
 
 import asyncio

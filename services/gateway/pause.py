@@ -1,4 +1,7 @@
-"""A request that waits for its client to read."""
+"""A request that waits for its client to read.
+
+See ADR 64.
+"""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Where a request goes: which pools, which decode worker of a pool, which prefill worker."""
+"""Where a request goes: which pools, which decode worker of a pool, which prefill worker.
+
+See ADR 30.
+"""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Looks at the decode workers for a request that another gateway left there."""
+"""Looks at the decode workers for a request that another gateway left there.
+
+See ADR 63.
+"""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""One sequence of a request, as its client gets it: text out of tokens, cut at stop strings."""
+"""One sequence of a request, as its client gets it: text out of tokens, cut at stop strings.
+
+See ADR 77.
+"""
 
 from services.common.errors import InvalidRequest
 from services.common.logprobs import Logprobs

@@ -1,5 +1,8 @@
 """The tickets of a request: made of what its client has received, and held to that when they come
-back (law 7)."""
+back (law 7).
+
+See ADR 70.
+"""
 
 import secrets
 from collections.abc import Sequence

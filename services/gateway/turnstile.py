@@ -8,6 +8,8 @@ comes for a stream while it waits is written with it: a wait costs no work, it s
 
     turn | read step, wake a b c d e f | a b | accept | c d | e f | rest ... | g a b | ...
                                        '------- took t -----------'-- REST*t-'
+
+See ADR 86.
 """
 
 import asyncio

@@ -7,6 +7,8 @@ they have in common, and do again when they are back.
 
     put     allocate there -> copy -> stamp, commit -> detach: at rest until somebody claims it
     fetch   claim it -> compare stamps -> copy what the own pool has not cached -> release it
+
+See ADR 53.
 """
 
 import asyncio

@@ -9,6 +9,8 @@ is lent to one of the others at a time.
 Decoding is never idle while a stream runs, so that prompts would have their half and no more. It
 pauses between steps, then: the more prompts wait for each stream that decodes, the longer, up to a
 limit.
+
+See ADR 45.
 """
 
 from collections.abc import Mapping, Sequence

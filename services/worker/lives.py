@@ -4,6 +4,8 @@ heard, drops its work and joins again under another name, with the model that it
     announce -> (import, load: the first time) -> join -> serve -> leave
         ▲                                           │ given up
         └───── let go of locks, streams, store ◀────┘
+
+See ADR 56.
 """
 
 import asyncio

@@ -8,6 +8,8 @@ nobody else wrote there.
     own blocks | marked? | compute or copy | marked? | complete stamps, answer
 
 The mark lies in the pool's directory, so that a worker that cannot reach the store sees it too.
+
+See ADR 56.
 """
 
 import asyncio

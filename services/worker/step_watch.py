@@ -1,6 +1,9 @@
 """Ends the process when a step does not come to an end: native code in an endless loop, a device
 that hangs. The worker's blocks are its own, and its gateways hear from it, for as long as its
-process lives: only its end lets others take over."""
+process lives: only its end lets others take over.
+
+See ADR 73.
+"""
 
 import asyncio
 import faulthandler

@@ -1,4 +1,7 @@
-"""What swapping a sequence costs, and what computing it again would, both as measured."""
+"""What swapping a sequence costs, and what computing it again would, both as measured.
+
+See ADR 55.
+"""
 
 _WEIGHT = 0.3
 """Of the newest measurement in a running mean."""

@@ -1,4 +1,7 @@
-"""Requests over which a worker has died, begun here one at a time, whichever gateway sends them."""
+"""Requests over which a worker has died, begun here one at a time, whichever gateway sends them.
+
+See ADR 57.
+"""
 
 from collections.abc import Callable
 

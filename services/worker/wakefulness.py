@@ -5,6 +5,8 @@ until it lets go of them, so the step in which it was stopped does no harm. Befo
 asks.
 
     step | step | st......stopped......ep | asks: fenced? | step
+
+See ADR 56.
 """
 
 import asyncio

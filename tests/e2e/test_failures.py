@@ -21,7 +21,8 @@ from .deployment import Deployment, remove, serving, start
 from .quiet import quiet
 
 RECOVERY_LIMIT_S = 60.0
-"""On a machine that others keep busy; docs/benchmarks.md says what it takes on a quiet one. A
+"""On a machine that others keep busy; docs/benchmarks/store-and-recovery.md says what it takes on a
+quiet one. A
 ticket that was claimed and done may come back with the ledger, as its issuer's: for 30 s."""
 
 PROMPT = list(range(260, 300))

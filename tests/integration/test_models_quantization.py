@@ -1,7 +1,7 @@
 """What rounding costs: bf16 against transformers' own in fp64, int8 against fp32, and the embedded
 model's perplexity in each.
 
-`pytest -s` prints the figures of docs/benchmarks.md.
+`pytest -s` prints the figures of docs/benchmarks/quantization.md.
 """
 
 from collections.abc import Sequence

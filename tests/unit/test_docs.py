@@ -50,8 +50,18 @@ def _definitions(path: Path) -> frozenset[str]:
 
 
 def test_links_lead_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
-        assert (document.parent / target).exists(), target
+    """Every relative link names a file that exists and, behind `#`, a heading of that file."""
+    for path, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", document.read_text()):
+        target = document.parent / path if path else document
+        assert target.exists(), path
+        assert not anchor or anchor in _anchors(target), f"{path}#{anchor}"
+
+
+def _anchors(document: Path) -> set[str]:
+    """The names that GitHub gives a document's headings."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_commands_are_understood(document: Path) -> None:
@@ -96,7 +106,32 @@ def test_every_law_has_a_test_or_says_that_it_has_none() -> None:
         assert re.search(r"`tests/[\w/]+\.py|not yet tested", section), f"law {number}"
 
 
-def test_decisions_are_numbered_without_gaps_in_the_first_ten() -> None:
-    numbers = [int(path.name[:4]) for path in (ROOT / "docs" / "adr").glob("*.md")]
-    assert len(numbers) == len(set(numbers))
-    assert {number for number in numbers if number < 10} == set(range(1, 10))
+def test_every_decision_is_in_the_index_with_its_title() -> None:
+    records = sorted((ROOT / "docs" / "adr").glob("[0-9]*.md"))
+    rows = re.findall(
+        r"^\| \[(\d+)\]\((\S+)\) \| (.+?) \| (.+) \| (\d{4}-\d\d-\d\d) \|$",
+        (ROOT / "docs" / "adr" / "README.md").read_text(),
+        re.MULTILINE,
+    )
+    listed = [(file, f"# {number}. {title}") for number, file, title, _, _ in rows]
+    assert listed == [(record.name, record.read_text().partition("\n")[0]) for record in records]
+
+
+def test_numbers_of_decisions_are_used_once_and_named_in_the_file() -> None:
+    records = list((ROOT / "docs" / "adr").glob("[0-9]*.md"))
+    assert len({record.name[:4] for record in records}) == len(records)
+    for record in records:
+        assert record.read_text().startswith(f"# {int(record.name[:4])}. "), record.name
+
+
+def test_decisions_that_code_and_documents_cite_exist() -> None:
+    numbers = {int(record.name[:4]) for record in (ROOT / "docs" / "adr").glob("[0-9]*.md")}
+    sources = [
+        path
+        for tree in TREES.split("|")
+        for path in (ROOT / tree).rglob("*")
+        if path.suffix in {".py", ".lua", ".cpp", ".h", ".proto", ".md", ".sh", ".yml"}
+    ]
+    for source in [ROOT / "README.md", *sources]:
+        cited = {int(number) for number in re.findall(r"\bADR\s(\d+)", source.read_text())}
+        assert cited <= numbers, source

@@ -7,6 +7,8 @@
 
 Whoever notices first does each part, under the pool's recovery lock; the others find it done. If it
 dies in between, somebody else goes on: every worker, and the block manager, tries.
+
+See ADR 58.
 """
 
 import asyncio

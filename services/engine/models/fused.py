@@ -1,5 +1,8 @@
 """The decoder in native code: one call a step, weights packed into panels and shared by all workers
-of the host."""
+of the host.
+
+See ADR 42.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
