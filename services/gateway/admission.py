@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from blockstore.records import PoolSpec
 from services.common.errors import InvalidRequest, PromptTooLong
 from services.common.logprobs import MAX_LOGPROBS
-from services.common.ticket import MAX_SEQUENCES, PRIORITY_CLASSES, SamplingParams, TicketSequence
+from services.common.ticket import MAX_SEQUENCES, PRIORITIES, SamplingParams, TicketSequence
 from services.gateway.api import GenerationRequest, Received
 from services.gateway.checks import check_text, require
 from services.gateway.fleet import Served
@@ -87,7 +87,7 @@ async def admit(
 ) -> Admitted:
     """InvalidRequest, PromptTooLong."""
     asked = request.sampling
-    check_names(request_id, request.cache_salt, request.priority)
+    check_names(request_id, request.cache_salt)
     check_logprobs("logprobs", asked.logprobs)
     check_logprobs("prompt_logprobs", asked.prompt_logprobs)
     check_num_sequences(asked.n, asked.best_of)
@@ -125,10 +125,18 @@ async def admit(
     )
 
 
-def check_names(request_id: str, cache_salt: str, priority: int) -> None:
+def check_names(request_id: str, cache_salt: str) -> None:
     check_text("request_id", request_id, MAX_ID_CHARS)
     check_text("cache_salt", cache_salt, MAX_SALT_CHARS)
-    low, high = PRIORITY_CLASSES[0], PRIORITY_CLASSES[-1]
+
+
+def check_priority(priority: int, *, client_priority: bool) -> None:
+    require(
+        priority == 0 or client_priority,
+        f"priority is {priority}, but this deployment takes no priority from clients; `quire serve "
+        "--client-priority`, or QUIRE_GATEWAY_CLIENT_PRIORITY=true, allows it",
+    )
+    low, high = PRIORITIES[0], PRIORITIES[-1]
     require(low <= priority <= high, f"priority is {priority}, not in [{low}, {high}]")
 
 

@@ -270,7 +270,7 @@ class Dispatcher:
         """Place whoever is first, for ever."""
         while True:
             heard = self._bell.rings
-            journey = lane.line.first(self._clock())
+            journey = lane.line.first()
             delay_s = None if journey is None else await self._try(lane, journey)
             if delay_s == AT_ONCE:
                 continue

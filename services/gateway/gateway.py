@@ -9,7 +9,7 @@ from functools import partial
 from services.common.errors import DeadlineExceeded, InvalidRequest, NoWorker, UnknownModel
 from services.common.logging import bind_request_id
 from services.common.text.stop_strings import StopMatcher
-from services.gateway.admission import Admitted, admit
+from services.gateway.admission import Admitted, admit, check_priority
 from services.gateway.api import Delta, GenerationRequest, ServedModel
 from services.gateway.bell import Bell
 from services.gateway.best_of import BestOf
@@ -23,7 +23,8 @@ from services.gateway.turnstile import Turnstile
 
 
 class Gateway:
-    """`meter` gives the figures of a model. `changes` rings when workers come or go."""
+    """`meter` gives the figures of a model. `changes` rings when workers come or go.
+    `client_priority`: requests may have another priority than 0."""
 
     def __init__(
         self,
@@ -32,12 +33,15 @@ class Gateway:
         changes: Bell,
         meter: Callable[[str], Meter],
         patience_s: float = 5.0,
+        *,
+        client_priority: bool = False,
     ) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._changes = changes
         self._meter = meter
         self._patience_s = patience_s
+        self._client_priority = client_priority
         self._turnstile = Turnstile()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
@@ -48,6 +52,7 @@ class Gateway:
         deadline = None if request.timeout_s is None else arrived_at + request.timeout_s
         request_id = request.request_id or f"gen-{secrets.token_hex(12)}"
         bind_request_id(request_id)
+        check_priority(request.priority, client_priority=self._client_priority)
         with self._dispatcher.entering(request_id, resumes=request.received is not None):
             try:
                 async with asyncio.timeout_at(deadline):

@@ -130,6 +130,19 @@ async def test_bad_requests(house: Any, fields: Any, text: str) -> None:
     assert text in str(await refused(house, asked(**({"request_id": "bad"} | fields))))
 
 
+@pytest.mark.parametrize("priority", [-1, 1, 1000])
+async def test_a_priority_is_refused_unless_the_deployment_allows_it(
+    make_house: Any, priority: int
+) -> None:
+    """As vLLM refuses it without its priority scheduler; the error names the flag."""
+    house = await make_house(FakePrefill(), FakeDecode(), client_priority=False)
+    error = await refused(house, asked(priority=priority))
+    assert isinstance(error, InvalidRequest)
+    assert f"priority is {priority}" in str(error)
+    assert "--client-priority" in str(error)
+    await Call(house.gateway, asked(priority=0)).result()
+
+
 async def test_a_prompt_that_fills_the_context(house: Any) -> None:
     prompt = tuple([65] * 4096)
     error = await refused(house, asked("r", prompt=prompt))
