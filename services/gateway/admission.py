@@ -15,7 +15,6 @@ from services.gateway.fleet import Served
 from services.gateway.prompts import check_token_ids, token_ids_of
 from services.gateway.sampling import resolve_sampling
 
-MAX_ID_CHARS = 256
 MAX_SALT_CHARS = 1024
 MAX_LOGPROBS_AT_ONCE = 1 << 18
 """Of a prompt, or of a sequence that comes whole: some 7 MB of a message, which may have 16 MiB."""
@@ -23,9 +22,10 @@ MAX_LOGPROBS_AT_ONCE = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that may wait. `arrived_at` and `deadline` are times of the event loop's clock;
-    `received`: what its client has of a call that broke; None: a new request. `num_best`: it is
-    told of so many of its sequences, the best; None: of all."""
+    """A request that may wait. `request_id`: what gateway and workers call it. `arrived_at` and
+    `deadline` are times of the event loop's clock; `received`: what its client has of a call that
+    broke; None: a new request. `num_best`: it is told of so many of its sequences, the best; None:
+    of all."""
 
     request_id: str
     model: str
@@ -87,7 +87,7 @@ async def admit(
 ) -> Admitted:
     """InvalidRequest, PromptTooLong."""
     asked = request.sampling
-    check_names(request_id, request.cache_salt)
+    check_text("cache_salt", request.cache_salt, MAX_SALT_CHARS)
     check_logprobs("logprobs", asked.logprobs)
     check_logprobs("prompt_logprobs", asked.prompt_logprobs)
     check_num_sequences(asked.n, asked.best_of)
@@ -125,11 +125,6 @@ async def admit(
     )
 
 
-def check_names(request_id: str, cache_salt: str) -> None:
-    check_text("request_id", request_id, MAX_ID_CHARS)
-    check_text("cache_salt", cache_salt, MAX_SALT_CHARS)
-
-
 def check_priority(priority: int, *, client_priority: bool) -> None:
     require(
         priority == 0 or client_priority,
@@ -162,7 +157,6 @@ def check_received(
     """What it takes to go on with a request that another call began."""
     if request.received is None:
         return
-    require(bool(request.request_id), "received tokens, but no request_id")
     require(
         not temperature or request.sampling.seed is not None,
         "a sampled request goes on with its seed only",

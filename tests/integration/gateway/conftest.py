@@ -30,6 +30,8 @@ from .fakes import FakeDecode, FakePrefill, member, start
 LIMIT_S = 10.0
 SPEC = PoolSpec("pool", "toy", "fingerprint", num_blocks=256, block_size=16, block_bytes=1)
 PROMPT = tuple(b"paged attention")
+TOKEN = "of 128 bits or more ..."
+"""With which requests are made and gone on with."""
 
 
 @pytest.fixture(scope="session")
@@ -210,9 +212,8 @@ def asked(request_id: str = "r1", max_tokens: int | None = 8, **fields: Any) -> 
     sampling = RequestedSampling(
         temperature=0.0, max_tokens=max_tokens, **fields.pop("sampling", {})
     )
-    return GenerationRequest(
-        prompt=fields.pop("prompt", PROMPT), request_id=request_id, sampling=sampling, **fields
-    )
+    fields = {"prompt": PROMPT, "resume_token": TOKEN} | fields
+    return GenerationRequest(request_id=request_id, sampling=sampling, **fields)
 
 
 @pytest.fixture
