@@ -319,7 +319,7 @@ async def test_the_first_response_brings_the_token(make_house: Any, workers: Any
     house = await make_house(prefill, decode)
     stub = await house.serve()
     decode.pause_after = 3
-    responses = []
+    responses: list[inference_pb2.GenerateResponse] = []
     lost = stub.Generate(message(None, resume_token=""))
     while sum(len(one.deltas[0].token_ids) for one in responses) < 3:
         responses.append(await lost.read())
@@ -328,7 +328,7 @@ async def test_the_first_response_brings_the_token(make_house: Any, workers: Any
     assert not any(empty)
     going_on = stub.Generate(message(3, resume_token=told))
     with pytest.raises(grpc.RpcError):  # the other call took over
-        await tokens_of(lost)
+        await lost.read()
     decode.go_on(pause_after=8)
     assert await tokens_of(going_on) == expected(PROMPT, 8)[3:]
     assert len(prefill.submitted) == 1
