@@ -7,13 +7,13 @@ from blockstore.registry import Member
 
 
 class MemoryRegistry:
-    """Members and the arrival counter of one process. `clock` counts seconds from anywhere; it is
-    the one by which members run out."""
+    """Members and arrivals of one process. `clock` counts seconds from anywhere; members run out,
+    and requests arrive, by it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._members: dict[str, tuple[Member, float]] = {}  # id -> (member, gone at)
-        self._num_arrivals = 0
+        self._last_arrival = 0
 
     async def announce(self, member: Member, ttl_s: float) -> None:
         self._members[member.member_id] = (member, self._clock() + ttl_s)
@@ -27,8 +27,8 @@ class MemoryRegistry:
         return tuple(self._members[key][0] for key in sorted(self._members))
 
     async def next_arrival(self) -> int:
-        self._num_arrivals += 1
-        return self._num_arrivals
+        self._last_arrival = max(int(1000 * self._clock()), self._last_arrival + 1)
+        return self._last_arrival
 
     async def close(self) -> None:
         """Nothing to close."""

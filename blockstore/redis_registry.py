@@ -2,12 +2,12 @@
 
 {quire}:members         SET     ids of members, also of some whose time has run out
 {quire}:member:<id>     STRING  one member as JSON, expires with its time to live
-{quire}:arrivals        ZSET    "arrivals" -> the arrival counter (a sorted set, since ZADD GT only
-                                ever raises it)
+{quire}:arrivals        ZSET    "arrivals" -> the last arrival: the server's clock in ms, or 1 more
+                                than the arrival before (a sorted set, since ZADD GT only ever
+                                raises it)
 
-A server that has lost all this is followed: members announce themselves again, and the counter goes
-on from the server's clock in milliseconds, which is ahead of every number that was given out (at
-less than a thousand a second).
+A server that has lost all this is followed: members announce themselves again, and the server's
+clock is ahead of every arrival before (at less than a thousand a second).
 """
 
 import asyncio
@@ -47,7 +47,6 @@ class RedisRegistry:
         self._server = server
         self._stream = stream
         self._last_arrival = 0
-        self._ahead_of = ""  # run_id of the server whose counter is
         server.renewed_by(_follow)
 
     @classmethod
@@ -90,25 +89,17 @@ class RedisRegistry:
 
     async def next_arrival(self) -> int:
         """After a lost answer a number may be left out; none is given twice."""
-        if self._ahead_of != self.run_id:
-            await self._raise_counter()
-        arrival = await self._count()
-        while arrival <= self._last_arrival:  # the server lost it and goes on as if nothing was
-            await self._raise_counter()
-            arrival = await self._count()
-        self._last_arrival = arrival
-        return arrival
-
-    async def _count(self) -> int:
-        return int(float(await self._stream.send("ZINCRBY", keys.ARRIVALS, 1, "arrivals")))
-
-    async def _raise_counter(self) -> None:
-        """Ahead of all that was given out: it may be a new one, or an old one back from a file."""
-        run_id = self.run_id
-        seconds, microseconds = map(int, await self._stream.send("TIME"))
-        ahead = max(1000 * seconds + microseconds // 1000, self._last_arrival)
-        await self._stream.send("ZADD", keys.ARRIVALS, "GT", ahead, "arrivals")
-        self._ahead_of = run_id
+        while True:
+            seconds, microseconds = map(int, await self._stream.send("TIME"))
+            ahead = max(1000 * seconds + microseconds // 1000, self._last_arrival)
+            _, answer = await asyncio.gather(
+                self._stream.submit(("ZADD", keys.ARRIVALS, "GT", ahead, "arrivals")),
+                self._stream.submit(("ZINCRBY", keys.ARRIVALS, 1, "arrivals")),
+            )
+            if (arrival := int(float(answer))) > ahead:
+                self._last_arrival = max(self._last_arrival, arrival)
+                return arrival
+            # The server lost the first command's effect before the second came.
 
     async def close(self) -> None:
         await self._stream.close()

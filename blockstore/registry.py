@@ -1,5 +1,5 @@
-"""The registry's interface: which gateways, workers and block managers are there, and the arrival
-counter.
+"""The registry's interface: which gateways, workers and block managers are there, and the arrivals
+of requests.
 
 Plain keys under `{quire}`, kept alive by heartbeats; never touched by the functions of the block
 store.
@@ -61,6 +61,7 @@ class Registry(Protocol):
         """Everyone whose time has not run out, sorted by id."""
 
     async def next_arrival(self) -> int:
-        """1, 2, 3 ... for all gateways together."""
+        """The store's clock in milliseconds, or 1 more than the last arrival where that is not
+        less: every arrival is later than those before, of whichever gateway."""
 
     async def close(self) -> None: ...

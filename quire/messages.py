@@ -52,8 +52,9 @@ _WORKER_STATES: dict[int, WorkerState] = {
 @dataclass(frozen=True, slots=True)
 class Request:
     """Everything about one request but its time limit. `request_id` is drawn by the gateway when
-    empty; `model` may be empty where one model is served; lower `priority` is served first;
-    requests share cached prefixes only with those of the same `cache_salt`."""
+    empty; `model` may be empty where one model is served; lower `priority` is served first,
+    and refused unless the gateway has --client-priority; requests share cached prefixes only with
+    those of the same `cache_salt`."""
 
     prompt: Prompt
     sampling: Sampling = field(default=Sampling())

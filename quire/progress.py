@@ -19,8 +19,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
 class Progress:
-    """Of one request, over one call after the other. Id and seed are drawn here, so that every
-    gateway is asked for the same thing. Times in seconds of `clock`."""
+    """Of one request, over one call after the other. Id, seed and resume token are drawn here, so
+    that every gateway is asked for the same thing, also where none has answered yet. Times in
+    seconds of `clock`."""
 
     def __init__(
         self,
@@ -32,6 +33,7 @@ class Progress:
     ) -> None:
         self._message = messages.generate_request(request)
         self._message.request_id = self._message.request_id or f"gen-{secrets.token_hex(12)}"
+        self._message.resume_token = secrets.token_urlsafe(32)
         if not self._message.sampling.HasField("seed"):
             self._message.sampling.seed = secrets.randbits(64)
         self._clock = clock

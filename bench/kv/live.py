@@ -18,7 +18,7 @@ import redis.asyncio
 from bench.serve import EMBEDDED
 from bench.serving.prompts import Prompts
 from bench.serving.target import GatewayTarget, Prompt, Target
-from blockstore.keys import ARRIVALS, pool_tag
+from blockstore.keys import pool_tag
 from blockstore.memory_store import MemoryStore
 from blockstore.redis_store import RedisStore
 from services.advisor.memory import PagedMemory
@@ -139,7 +139,7 @@ async def _load(deployment: Deployment, asked: Sequence[Asked], seed: int) -> Se
     streams = [_Stream(each, prompts.one(each.num_prompt_tokens)) for each in asked]
     pool = await _Pool.of(deployment)
     await pool.emptied()
-    sampler = asyncio.create_task(_sample(pool, streams, seen, await pool.next_arrival()))
+    sampler = asyncio.create_task(_sample(pool, streams, seen))
     began = time.perf_counter()
     await asyncio.gather(*(stream.receive(target) for stream in streams))
     seen.seconds = time.perf_counter() - began
@@ -163,18 +163,18 @@ class _Stream:
             self.num_received += count
 
 
-async def _sample(
-    pool: "_Pool", streams: Sequence[_Stream], seen: Seen, first_arrival: int
-) -> None:
-    """Requests arrive in the order in which they were sent, but for some that overtake others; who
-    has a full block, is known by what is in it."""
+async def _sample(pool: "_Pool", streams: Sequence[_Stream], seen: Seen) -> None:
+    """Requests arrive in the order in which they were sent, but for some that overtake others; one
+    that has a full block is known by what is in it."""
+    arrivals: list[int] = []
     by_begin = {tuple(stream.prompt[:BLOCK_SIZE]): stream for stream in streams}
     while True:
         if held := await pool.held():
             holdings = []
+            arrivals = sorted({*arrivals, *held})
             for arrival, block_ids in held.items():
                 full = pool.full(block_ids)
-                stream = streams[arrival - first_arrival]
+                stream = streams[arrivals.index(arrival)]
                 if full:
                     begins = (full[0].token_ids[:length] for length in range(BLOCK_SIZE, 0, -1))
                     stream = next(by_begin[begin] for begin in begins if begin in by_begin)
@@ -204,9 +204,6 @@ class _Pool:
         store = await RedisStore.connect(f"unix://{socket}")
         server = redis.asyncio.Redis.from_url(f"unix://{socket}")
         return cls(store, server, PoolDirectory(stamps.parent))
-
-    async def next_arrival(self) -> int:
-        return int(await self._server.zscore(ARRIVALS, "arrivals") or 0) + 1
 
     async def held(self) -> dict[int, list[int]]:
         """Blocks by the arrival of who holds them, in the order of the tokens in them."""

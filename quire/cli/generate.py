@@ -40,7 +40,11 @@ def add_commands(commands: "Commands") -> None:
     command.add_argument("--model", default="", help="needed where several models are served")
     _add_sampling(command)
     command.add_argument(
-        "--priority", type=int, default=0, metavar="N", help="lower is served first"
+        "--priority",
+        type=int,
+        default=0,
+        metavar="N",
+        help="lower is served first; refused unless the gateway has --client-priority",
     )
     command.add_argument("--cache-salt", default="", help="share cached prefixes only within this")
     command.add_argument("--request-id", default="", help="drawn when absent")

@@ -147,6 +147,11 @@ def _add_network(command: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="redis://, rediss:// or unix://; default: an embedded Valkey",
     )
+    group.add_argument(
+        "--client-priority",
+        action="store_true",
+        help="requests may set a priority; without, one other than 0 is refused",
+    )
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
 
 
@@ -189,6 +194,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         park_window_s=args.park_window,
+        client_priority=args.client_priority,
         log_level=args.log_level,
     )
 

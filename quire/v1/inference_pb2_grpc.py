@@ -53,7 +53,7 @@ class InferenceServicer:
 
     def Generate(self, request, context):
         """Streams the tokens of one request. The RPC's deadline is the request's deadline; cancelling the RPC cancels the
-        request at every hop. Errors: INVALID_ARGUMENT, NOT_FOUND (model), ALREADY_EXISTS (request_id),
+        request at every hop. Errors: INVALID_ARGUMENT, NOT_FOUND (model), ALREADY_EXISTS (request_id and resume_token),
         RESOURCE_EXHAUSTED (queue full; the trailer grpc-retry-pushback-ms says when to try again), UNAVAILABLE,
         DEADLINE_EXCEEDED.
         """

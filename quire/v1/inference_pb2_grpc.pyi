@@ -35,7 +35,7 @@ class InferenceStub:
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Streams the tokens of one request. The RPC's deadline is the request's deadline; cancelling the RPC cancels the
-    request at every hop. Errors: INVALID_ARGUMENT, NOT_FOUND (model), ALREADY_EXISTS (request_id),
+    request at every hop. Errors: INVALID_ARGUMENT, NOT_FOUND (model), ALREADY_EXISTS (request_id and resume_token),
     RESOURCE_EXHAUSTED (queue full; the trailer grpc-retry-pushback-ms says when to try again), UNAVAILABLE,
     DEADLINE_EXCEEDED.
     """
@@ -49,7 +49,7 @@ class InferenceAsyncStub(InferenceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Streams the tokens of one request. The RPC's deadline is the request's deadline; cancelling the RPC cancels the
-    request at every hop. Errors: INVALID_ARGUMENT, NOT_FOUND (model), ALREADY_EXISTS (request_id),
+    request at every hop. Errors: INVALID_ARGUMENT, NOT_FOUND (model), ALREADY_EXISTS (request_id and resume_token),
     RESOURCE_EXHAUSTED (queue full; the trailer grpc-retry-pushback-ms says when to try again), UNAVAILABLE,
     DEADLINE_EXCEEDED.
     """
@@ -66,7 +66,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Streams the tokens of one request. The RPC's deadline is the request's deadline; cancelling the RPC cancels the
-        request at every hop. Errors: INVALID_ARGUMENT, NOT_FOUND (model), ALREADY_EXISTS (request_id),
+        request at every hop. Errors: INVALID_ARGUMENT, NOT_FOUND (model), ALREADY_EXISTS (request_id and resume_token),
         RESOURCE_EXHAUSTED (queue full; the trailer grpc-retry-pushback-ms says when to try again), UNAVAILABLE,
         DEADLINE_EXCEEDED.
         """

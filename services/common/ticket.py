@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
 
-PRIORITY_CLASSES = range(-128, 128)
+PRIORITIES = range(-128, 128)
 MOST_PENALTY = 2.0
 """Of presence and frequency, either way."""
 MOST_BIAS = 100.0
@@ -16,18 +16,32 @@ MOST_BIAS = 100.0
 MAX_SEQUENCES = 64
 """Most sequences of one request."""
 
-_ARRIVAL_BITS = 44
+_MOST_HEAD_START_MS = 60_000
+_PRIORITY_BITS = 8
+
+
+def head_start_ms(priority: int) -> int:
+    """How much older a request counts than it is; negative for a priority above 0.
+
+    30 s for the first step away from 0, and less for each further one: together never 60 s. So
+    only requests that arrive within 60 s can go before one of priority 0, and within 120 s before
+    any other, whatever their priority.
+    """
+    return _MOST_HEAD_START_MS * -priority // (1 + abs(priority))
 
 
 def place_in_line(priority: int, arrival: int) -> int:
-    """The one order of everything: (priority class, arrival), lower first; below 2**52, so a double
-    holds it."""
-    return (priority - PRIORITY_CLASSES.start << _ARRIVAL_BITS) + arrival
+    """The one order of everything, lower first: arrival in ms less the head start, then priority.
+    Different arrivals give different orders; below 2**52, so a double holds it."""
+    counts_from = arrival - head_start_ms(priority) + _MOST_HEAD_START_MS
+    return (counts_from << _PRIORITY_BITS) + priority - PRIORITIES.start
 
 
 def parts_of_order(order: int) -> tuple[int, int]:
-    """(priority class, arrival) of a place in line."""
-    return (order >> _ARRIVAL_BITS) + PRIORITY_CLASSES.start, order % (1 << _ARRIVAL_BITS)
+    """(priority, arrival) of a place in line."""
+    counts_from, rest = divmod(order, 1 << _PRIORITY_BITS)
+    priority = rest + PRIORITIES.start
+    return priority, counts_from + head_start_ms(priority) - _MOST_HEAD_START_MS
 
 
 _SUCCESSOR = "+"

@@ -34,6 +34,8 @@ _MAX_ORDER = 1 << 52
 _MAX_EPOCH = 1 << 53
 _MAX_TOP_K = 1 << 31
 MAX_NAME_CHARS = 256
+MAX_REQUEST_ID_CHARS = 320
+"""A client's 256, and what its gateway adds."""
 
 _FINISH_REASONS = {
     FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
@@ -107,7 +109,7 @@ def ticket_from_wire(message: ticket_pb2.Ticket, *, may_have_ended: bool = False
 def check_request_id(request_id: str) -> None:
     """InvalidRequest: it is nobody's."""
     _require(bool(request_id), "request_id is empty")
-    _require(len(request_id) <= MAX_NAME_CHARS, "request_id is too long")
+    _require(len(request_id) <= MAX_REQUEST_ID_CHARS, "request_id is too long")
 
 
 def finish_reason_to_wire(reason: FinishReason | None) -> sampling_pb2.FinishReason:

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from blockstore.records import PoolSpec
 from services.common.errors import InvalidRequest, PromptTooLong
 from services.common.logprobs import MAX_LOGPROBS
-from services.common.ticket import MAX_SEQUENCES, PRIORITY_CLASSES, SamplingParams, TicketSequence
+from services.common.ticket import MAX_SEQUENCES, PRIORITIES, SamplingParams, TicketSequence
 from services.gateway.api import GenerationRequest, Received
 from services.gateway.checks import check_text, require
 from services.gateway.fleet import Served
 from services.gateway.prompts import check_token_ids, token_ids_of
 from services.gateway.sampling import resolve_sampling
 
-MAX_ID_CHARS = 256
 MAX_SALT_CHARS = 1024
 MAX_LOGPROBS_AT_ONCE = 1 << 18
 """Of a prompt, or of a sequence that comes whole: some 7 MB of a message, which may have 16 MiB."""
@@ -23,9 +22,10 @@ MAX_LOGPROBS_AT_ONCE = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that may wait. `arrived_at` and `deadline` are times of the event loop's clock;
-    `received`: what its client has of a call that broke; None: a new request. `num_best`: it is
-    told of so many of its sequences, the best; None: of all."""
+    """A request that may wait. `request_id`: what gateway and workers call it. `arrived_at` and
+    `deadline` are times of the event loop's clock; `received`: what its client has of a call that
+    broke; None: a new request. `num_best`: it is told of so many of its sequences, the best; None:
+    of all."""
 
     request_id: str
     model: str
@@ -87,7 +87,7 @@ async def admit(
 ) -> Admitted:
     """InvalidRequest, PromptTooLong."""
     asked = request.sampling
-    check_names(request_id, request.cache_salt, request.priority)
+    check_text("cache_salt", request.cache_salt, MAX_SALT_CHARS)
     check_logprobs("logprobs", asked.logprobs)
     check_logprobs("prompt_logprobs", asked.prompt_logprobs)
     check_num_sequences(asked.n, asked.best_of)
@@ -125,10 +125,13 @@ async def admit(
     )
 
 
-def check_names(request_id: str, cache_salt: str, priority: int) -> None:
-    check_text("request_id", request_id, MAX_ID_CHARS)
-    check_text("cache_salt", cache_salt, MAX_SALT_CHARS)
-    low, high = PRIORITY_CLASSES[0], PRIORITY_CLASSES[-1]
+def check_priority(priority: int, *, client_priority: bool) -> None:
+    require(
+        priority == 0 or client_priority,
+        f"priority is {priority}, but this deployment takes no priority from clients; `quire serve "
+        "--client-priority`, or QUIRE_GATEWAY_CLIENT_PRIORITY=true, allows it",
+    )
+    low, high = PRIORITIES[0], PRIORITIES[-1]
     require(low <= priority <= high, f"priority is {priority}, not in [{low}, {high}]")
 
 
@@ -154,7 +157,6 @@ def check_received(
     """What it takes to go on with a request that another call began."""
     if request.received is None:
         return
-    require(bool(request.request_id), "received tokens, but no request_id")
     require(
         not temperature or request.sampling.seed is not None,
         "a sampled request goes on with its seed only",

@@ -87,7 +87,8 @@ class Received:
 class GenerationRequest:
     """`request_id` is drawn when empty; `timeout_s` is what the client gave it, None for no
     deadline. `received`: what the client has of a call that broke, of each sequence of which it has
-    anything; None: a new request. `echo`: tell the prompt too."""
+    anything; None: a new request. `resume_token`: the secret that a client needs to go on with the
+    request; a front door draws it when empty. `echo`: tell the prompt too."""
 
     prompt: Prompt
     request_id: str = ""
@@ -97,6 +98,7 @@ class GenerationRequest:
     cache_salt: str = ""
     timeout_s: float | None = None
     received: tuple[Received, ...] | None = None
+    resume_token: str = ""
     echo: bool = False
 
 

@@ -47,7 +47,7 @@ class Client:
         is forgotten, to be computed again. DuplicateRequest: that is another request."""
         before = self.output
         if not request.continues(self.request) or output.is_ahead_of(before):
-            raise DuplicateRequest(f"another request with id {request.request_id!r} is running")
+            raise DuplicateRequest("what is running is another request than the one to go on with")
         before.close(DuplicateRequest("another call goes on with this request"))
         self._attend(request, output)
         forgets = self.wants_logprobs and before.is_ahead_of(output)

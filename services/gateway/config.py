@@ -28,6 +28,9 @@ class GatewaySettings(ServiceSettings):
     supervisor: str | None = Field(
         default=None, description="gRPC address of who scales the workers; none: nobody does"
     )
+    client_priority: bool = Field(
+        default=False, description="requests may set a priority; without, one other than 0 fails"
+    )
     max_waiting: int = Field(
         default=1024, ge=1, description="requests in the queue; more are refused"
     )

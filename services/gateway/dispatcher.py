@@ -142,7 +142,7 @@ class Dispatcher:
             raise Draining(_STOPPING)
         runs = request_id in self._journeys
         if (runs and not resumes) or request_id in self._entering:
-            raise DuplicateRequest(f"a request with id {request_id!r} is running")
+            raise DuplicateRequest("a request with this request_id and resume_token is running")
         if not runs and self.num_waiting >= self._limits.max_waiting:
             text = f"the queue is full ({self.num_waiting} requests wait); try again later"
             raise QueueFull(text, self._retry_delay_s())
@@ -154,12 +154,12 @@ class Dispatcher:
 
     @contextmanager
     def in_time(
-        self, request: GenerationRequest, model: str, deadline: float | None
+        self, request: GenerationRequest, request_id: str, model: str, deadline: float | None
     ) -> Iterator[None]:
         """Around what is left of admission once the model is known; within `entering`. WouldBeLate:
         it cannot be done by its deadline, a time of the event loop's clock."""
         lane, now = self.lane(model), self._clock()
-        if deadline is not None and request.request_id not in self._journeys:
+        if deadline is not None and request_id not in self._journeys:
             pools = self._workers.complete_pools(model)
             if problem := lane.lateness(request, deadline - now, pools, now):
                 raise WouldBeLate(problem, self._retry_delay_s())
@@ -272,7 +272,7 @@ class Dispatcher:
         """Place whoever is first, for ever."""
         while True:
             heard = self._bell.rings
-            journey = lane.line.first(self._clock())
+            journey = lane.line.first()
             delay_s = None if journey is None else await self._try(lane, journey)
             if delay_s == AT_ONCE:
                 continue

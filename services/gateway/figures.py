@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from services.common.faults import INTERNAL_CODE, fault_of
 from services.common.logging import get_logger
 from services.common.metrics import GatewayMetrics
+from services.gateway.identity import client_id
 from services.gateway.journey import Journey
 
 log = get_logger(__name__)
@@ -65,7 +66,7 @@ class Figures:
             metrics.requests_failed.labels(model, outcome).inc()
         log.info(
             "request_ended",
-            request_id=request.request_id,
+            request_id=client_id(request.request_id),
             model=model,
             outcome=outcome,
             reason=None if error is None else str(error),

@@ -9,12 +9,13 @@ from functools import partial
 from services.common.errors import DeadlineExceeded, InvalidRequest, NoWorker, UnknownModel
 from services.common.logging import bind_request_id
 from services.common.text.stop_strings import StopMatcher
-from services.gateway.admission import Admitted, admit
+from services.gateway.admission import Admitted, admit, check_priority
 from services.gateway.api import Delta, GenerationRequest, ServedModel
 from services.gateway.bell import Bell
 from services.gateway.best_of import BestOf
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.fleet import Fleet, Served
+from services.gateway.identity import check_identity, client_id, scoped_id, with_resume_token
 from services.gateway.output import Meter, Output, Tally
 from services.gateway.sequence import Sequence
 from services.gateway.spelling import PromptTeller, Speller
@@ -23,7 +24,8 @@ from services.gateway.turnstile import Turnstile
 
 
 class Gateway:
-    """`meter` gives the figures of a model. `changes` rings when workers come or go."""
+    """`meter` gives the figures of a model. `changes` rings when workers come or go.
+    `client_priority`: requests may have another priority than 0."""
 
     def __init__(
         self,
@@ -32,12 +34,15 @@ class Gateway:
         changes: Bell,
         meter: Callable[[str], Meter],
         patience_s: float = 5.0,
+        *,
+        client_priority: bool = False,
     ) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._changes = changes
         self._meter = meter
         self._patience_s = patience_s
+        self._client_priority = client_priority
         self._turnstile = Turnstile()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
@@ -46,15 +51,18 @@ class Gateway:
         clock = asyncio.get_running_loop().time
         arrived_at = clock()
         deadline = None if request.timeout_s is None else arrived_at + request.timeout_s
-        request_id = request.request_id or f"gen-{secrets.token_hex(12)}"
-        bind_request_id(request_id)
+        check_identity(request)
+        check_priority(request.priority, client_priority=self._client_priority)
+        name = request.request_id or f"gen-{secrets.token_hex(12)}"
+        bind_request_id(name)
+        request_id = scoped_id(name, with_resume_token(request).resume_token)
         with self._dispatcher.entering(request_id, resumes=request.received is not None):
             try:
                 async with asyncio.timeout_at(deadline):
-                    name, served = await self._served(request.model)
-                    with self._dispatcher.in_time(request, name, deadline):
+                    model, served = await self._served(request.model)
+                    with self._dispatcher.in_time(request, request_id, model, deadline):
                         admitted = await admit(
-                            request, request_id, name, served, arrived_at, deadline
+                            request, request_id, model, served, arrived_at, deadline
                         )
                         output = self._output(request, admitted, served)
                         journey = await self._dispatcher.enter(admitted, output)
@@ -125,7 +133,7 @@ class Gateway:
             Output if num_best is None else partial(BestOf, num_best=num_best)
         )
         output = kind(
-            request.request_id,
+            client_id(request.request_id),
             Tally(len(request.prompt_token_ids), request.arrived_at),
             sequences,
             self._meter(request.model),

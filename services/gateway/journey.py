@@ -22,6 +22,7 @@ from services.common.ticket import Swapped, Ticket
 from services.gateway.admission import Admitted
 from services.gateway.beam_tickets import BeamTickets
 from services.gateway.client import Client
+from services.gateway.identity import client_id
 from services.gateway.line import Place
 from services.gateway.messages import (
     Admit,
@@ -158,7 +159,7 @@ class Journey:
         if gained and self.client.wants_logprobs:
             self.give_up_ticket()  # nobody has those of its new tokens: they are drawn again
         elif problem := self._tickets.problem(ticket, gained):
-            log.warning("parked_ticket_refused", request_id=self.id, reason=problem)
+            log.warning("parked_ticket_refused", request_id=client_id(self.id), reason=problem)
             self.give_up_ticket()
         else:
             self._deliver(gained)
@@ -276,7 +277,7 @@ class Journey:
             case Failed() if sender in speakers:
                 self.end(error_of(event.code, event.message), (sender, event.attempt))
             case _:
-                log.debug("event_dropped", request_id=self.id, kind=type(event).__name__)
+                log.debug("event_dropped", request_id=client_id(self.id), kind=type(event).__name__)
 
     def _is_to_claim(self, decode: Worker) -> bool:
         """Whether what it says is about a ticket that it has not claimed yet."""
@@ -294,7 +295,7 @@ class Journey:
                 if self.stage is Stage.DECODING:  # who waits in line stays there
                     self._wait_again(told)
             case _:
-                log.debug("event_dropped", request_id=self.id, kind=type(event).__name__)
+                log.debug("event_dropped", request_id=client_id(self.id), kind=type(event).__name__)
 
     def on_lost(self, worker: Worker, *, died: bool) -> None:
         """A worker's stream ended: by contract it lets go of all that came over it."""
@@ -427,7 +428,9 @@ class Journey:
 
     def _set_back(self, why: str, told: Told | None = None) -> None:
         self._num_setbacks += 1
-        log.warning("request_set_back", request_id=self.id, attempt=self.attempt, why=why)
+        log.warning(
+            "request_set_back", request_id=client_id(self.id), attempt=self.attempt, why=why
+        )
         if self._num_setbacks > MAX_SETBACKS:
             self.end(Unavailable(f"given up after {self._num_setbacks} attempts: {why}"), told)
         else:

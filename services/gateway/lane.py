@@ -30,7 +30,7 @@ class Lane:
     ) -> str:
         """Why a new request cannot be done in `left_s`, with the numbers; "" when it can. Where
         nobody would have to wait there is nothing that it takes from others."""
-        num_ahead = self.line.num_ahead(request.priority) + self.num_entering
+        num_ahead = self.line.num_ahead(request.priority, now) + self.num_entering
         num_free = sum(max(0, w.num_free_slots) for pool in pools for w in pool.open_decode())
         wait_s = self.forecast.wait_s(num_ahead, num_free, now, request.sampling.width)
         if not wait_s:

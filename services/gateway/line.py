@@ -1,24 +1,21 @@
-"""The line of waiting requests: (priority class, arrival), one class up for every 30 s of waiting.
+"""The line of waiting requests, served by `services.common.ticket.place_in_line`.
 
-Law 8: lower goes first, arrival is the registry's counter, and who waits long enough rises past
-every class. A request that comes back keeps its arrival and the class that it has risen to.
+The order of a request never changes, so every gateway, every worker and the store agree on it.
 """
 
 import heapq
-from collections import Counter, deque
+import math
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeVar
 
-from services.common.ticket import PRIORITY_CLASSES, parts_of_order, place_in_line
-
-RISE_EVERY_S = 30.0
+from services.common.ticket import parts_of_order, place_in_line
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Place:
-    """Where a request stands. Its order goes into every ticket, so that workers and store see the
-    same one as the line; only the line changes it."""
+    """Where a request stands: its priority, and its arrival by the registry's clock in ms."""
 
     priority: int
     arrival: int
@@ -33,7 +30,7 @@ class Place:
 
 
 class Waiting(Hashable, Protocol):
-    """Who stands in line."""
+    """A request that stands in line."""
 
     @property
     def place(self) -> Place: ...
@@ -47,19 +44,15 @@ W = TypeVar("W", bound=Waiting)
 
 
 class Line(Generic[W]):
-    """Times are those of any clock that only goes forward, in seconds.
-
-    Two heaps: by order, and by the time of the next rise. An entry that is not its owner's latest
-    is void; it is dropped when it comes up.
-    """
+    """A heap by order. An entry that is not its request's latest is void; the line drops it when
+    it comes up."""
 
     def __init__(self) -> None:
         self._latest: dict[W, int] = {}
-        self._num_sequences: dict[W, int] = {}
         self._by_order: list[tuple[int, int, W]] = []
-        self._by_rise: list[tuple[float, int, W]] = []
         self._num_entries = 0
-        self._of_class: Counter[int] = Counter()
+        self._clock_ahead_ms = -math.inf
+        """How far the clock of arrivals is ahead of the clock of `join`."""
 
     def __len__(self) -> int:
         return len(self._latest)
@@ -68,41 +61,32 @@ class Line(Generic[W]):
         return who in self._latest
 
     def join(self, who: W, now: float) -> None:
+        """`now`: seconds of any clock that only goes forward."""
         self.leave(who)
         self._num_entries += 1
         self._latest[who] = self._num_entries
-        self._num_sequences[who] = who.num_sequences
-        self._of_class[who.place.priority] += who.num_sequences
+        self._clock_ahead_ms = max(self._clock_ahead_ms, who.place.arrival - 1000 * now)
         heapq.heappush(self._by_order, (who.place.order, self._num_entries, who))
-        if who.place.priority > PRIORITY_CLASSES.start:
-            heapq.heappush(self._by_rise, (now + RISE_EVERY_S, self._num_entries, who))
 
     def leave(self, who: W) -> None:
-        """Who does not stand in line is no error."""
-        if self._latest.pop(who, None) is not None:
-            self._of_class[who.place.priority] -= self._num_sequences.pop(who)
+        """A request that does not stand in line is no error."""
+        self._latest.pop(who, None)
 
-    def num_ahead(self, priority: int) -> int:
-        """How many sequences a new request of this class would find before it."""
-        return sum(number for cls, number in self._of_class.items() if cls <= priority)
+    def num_ahead(self, priority: int, now: float) -> int:
+        """How many sequences a request of this priority that arrives now would find before it."""
+        if not self._latest:
+            return 0
+        order = Place(priority, round(self._clock_ahead_ms + 1000 * now)).order
+        return sum(who.num_sequences for who in self._latest if who.place.order < order)
 
-    def first(self, now: float) -> W | None:
-        """Who is first in order; stays in line. None: nobody waits."""
-        self._raise_the_patient(now)
+    def first(self) -> W | None:
+        """The first in order; stays in line. None: the line is empty."""
         while self._by_order:
             _, entry, who = self._by_order[0]
             if self._latest.get(who) == entry:
                 return who
             heapq.heappop(self._by_order)
         return None
-
-    def _raise_the_patient(self, now: float) -> None:
-        while self._by_rise and self._by_rise[0][0] <= now:
-            due, entry, who = heapq.heappop(self._by_rise)
-            if self._latest.get(who) == entry:
-                self.leave(who)
-                who.place.priority -= 1
-                self.join(who, due)
 
 
 class ServiceRate:

@@ -14,6 +14,7 @@ from typing import NoReturn, Protocol
 
 from services.common.logging import get_logger
 from services.gateway.bell import Bell
+from services.gateway.identity import client_id
 from services.gateway.journey import Journey
 from services.gateway.worker import Worker
 
@@ -132,7 +133,9 @@ class Move:
         except Exception as error:  # a fault of ours in one request must not end all moving
             journey.end(error)
             return
-        log.debug("request_moves", request_id=journey.id, worker_id=worker_id, granted=moves)
+        log.debug(
+            "request_moves", request_id=client_id(journey.id), worker_id=worker_id, granted=moves
+        )
 
 
 def _settled(worker: Worker) -> Iterator[Journey]:

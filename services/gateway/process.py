@@ -60,6 +60,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 Figures(metrics),
                 settings.poll_s,
                 settings.silence_s,
+                client_priority=settings.client_priority,
             )
         )
         server, port = await _grpc_server(settings, assembly, stack)

@@ -26,6 +26,7 @@ from services.gateway.api import (
     TokenLogprobs,
     Usage,
 )
+from services.gateway.identity import with_resume_token
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
@@ -45,10 +46,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        asked = _request_from_wire(request, context.time_remaining())
+        asked = with_resume_token(_request_from_wire(request, context.time_remaining()))
+        untold_token = asked.resume_token
         async with aclosing(self._generator.generate(asked)) as deltas:
             async for delta in deltas:
-                yield _response(delta)
+                yield _response(delta, untold_token)
+                untold_token = ""
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: aio.ServicerContext[Any, Any]
@@ -78,6 +81,7 @@ def _request_from_wire(
         cache_salt=message.cache_salt,
         timeout_s=timeout_s,
         received=_received(message.received) if message.HasField("received") else None,
+        resume_token=message.resume_token,
     )
 
 
@@ -122,7 +126,7 @@ def _beams(message: sampling_pb2.BeamSearch) -> RequestedBeams:
     )
 
 
-def _response(delta: Delta) -> inference_pb2.GenerateResponse:
+def _response(delta: Delta, resume_token: str) -> inference_pb2.GenerateResponse:
     sequence = inference_pb2.SequenceDelta(
         index=delta.index,
         token_ids=delta.token_ids,
@@ -135,7 +139,9 @@ def _response(delta: Delta) -> inference_pb2.GenerateResponse:
         sequence.stop_string = delta.stopped_by
     elif delta.stopped_by is not None:
         sequence.stop_token_id = delta.stopped_by
-    response = inference_pb2.GenerateResponse(request_id=delta.request_id, deltas=(sequence,))
+    response = inference_pb2.GenerateResponse(
+        request_id=delta.request_id, deltas=(sequence,), resume_token=resume_token
+    )
     if delta.prompt is not None:
         response.prompt_logprobs.extend(map(_token_logprobs, delta.prompt.logprobs))
     if delta.usage is not None:

@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Hashable
 
 from services.common.logging import get_logger
+from services.gateway.identity import client_id
 from services.gateway.messages import HandOver, Reserve
 from services.gateway.worker import Worker
 
@@ -54,7 +55,9 @@ class Slot:
         await asyncio.wait([self._answer], timeout=timeout_s)
         if not self._answer.done():  # it may still be granted, after we have turned away
             log.warning(
-                "reservation_unanswered", request_id=self._request_id, worker_id=self.worker.id
+                "reservation_unanswered",
+                request_id=client_id(self._request_id),
+                worker_id=self.worker.id,
             )
             self.worker.unresponsive = True
 

@@ -84,6 +84,7 @@ class Reader:
         """Until the end; httpx.TransportError: it broke."""
         async with self._http.stream("POST", url, json=self._body) as answer:
             assert answer.status_code == 200, await answer.aread()
+            self._body.setdefault("resume_token", answer.headers.get("x-quire-resume-token"))
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
                     for choice in json.loads(line.removeprefix("data: "))["choices"]:

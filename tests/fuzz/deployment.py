@@ -128,6 +128,7 @@ class Deployment:
                 Figures(CollectorRegistry()),
                 poll_s=0.05,
                 silence_s=60.0,
+                client_priority=True,
             )
         )
         await self._open_doors(await self._start_operations())

@@ -80,6 +80,7 @@ class Line:
             return
         message = self._dialect.command(command)
         request = type(message).FromString(message.SerializeToString())
+        self.fake.names.shorten(request)
         kind = request.WhichOneof("command")
         self.fake.seen.append(getattr(request, kind))
         asyncio.get_running_loop().call_soon(self._obey, self.session, request, kind)
@@ -91,6 +92,7 @@ class Line:
     def _arrive(self, message: Any) -> None:
         if not self.worker.connected:
             return
+        self.fake.names.restore(message)
         try:
             for event in self._dialect.events(message):
                 match event:

@@ -94,6 +94,7 @@ RECEIVED = st.lists(
 )
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "request_id": REQUEST_IDS,
+    "resume_token": st.sampled_from(["", "t" * 22, "t" * 22, "short", "ü" * 22, "x" * 257]),
     "model": NAMES,
     "priority": st.sampled_from([0, 0, -128, 127, 128, -(2**31), 2**31 - 1]),
     "cache_salt": NAMES,
@@ -330,7 +331,7 @@ HTTP_FIELDS = st.sampled_from(
         *("cache_salt", "priority", "request_id", "return_token_ids", "ignore_eos", "user"),
         *("n", "logprobs", "logit_bias", "tools", "response_format", "nobody", "\\ud800"),
         *("use_beam_search", "length_penalty", "early_stopping", "prompt_logprobs", "echo"),
-        *("top_logprobs", "best_of", "beam_width", "received"),
+        *("top_logprobs", "best_of", "beam_width", "received", "resume_token"),
     ]
 )
 PATHS = st.sampled_from(["/v1/completions", "/v1/chat/completions"])
@@ -342,7 +343,12 @@ GOT = st.builds(
 )
 NEW: st.SearchStrategy[dict[str, str]] = st.just({})
 GOING_ON: st.SearchStrategy[dict[str, str]] = st.lists(GOT, max_size=2).map(
-    lambda got: {"stream": "true", "request_id": '"r1"', "received": f"[{', '.join(got)}]"}
+    lambda got: {
+        "stream": "true",
+        "request_id": '"r1"',
+        "resume_token": f'"{"t" * 22}"',
+        "received": f"[{', '.join(got)}]",
+    }
 )
 
 

@@ -84,6 +84,13 @@ async def test_arrivals_are_counted_for_all_gateways_together(
     assert numbers == sorted(set(numbers))
 
 
+async def test_an_arrival_is_the_servers_clock_in_milliseconds(registry: RedisRegistry) -> None:
+    began = time.time() * 1000
+    wait_for_the_clock(await registry.next_arrival())
+    arrival = await registry.next_arrival()
+    assert began - 1 <= arrival <= time.time() * 1000 + 1
+
+
 def wait_for_the_clock(arrival: int) -> None:
     """To be ahead, as it is at less than a thousand arrivals a second."""
     while time.time() * 1000 <= arrival:

@@ -225,7 +225,7 @@ async def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> N
     assert message in await problem(ChatBody, body)
 
 
-GOING_ON = {"stream": True, "request_id": "mine", "received": []}
+GOING_ON = {"stream": True, "request_id": "mine", "resume_token": "secret", "received": []}
 
 
 def test_what_was_received_of_a_broken_stream_arrives() -> None:
@@ -243,8 +243,9 @@ def test_what_was_received_of_a_broken_stream_arrives() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"stream": False}, "received is for requests with stream=true and a request_id"),
-        ({"request_id": None}, "received is for requests with stream=true and a request_id"),
+        ({"stream": False}, "received is for requests with stream=true, a request_id, and the"),
+        ({"request_id": None}, "received is for requests with stream=true, a request_id, and the"),
+        ({"resume_token": None}, "and the resume_token that came with the first response"),
         ({"prompt": ["a", "b"]}, "received is for requests with one prompt"),
         ({"echo": True}, "what was echoed is not sent again"),
         ({"received": 5}, "received: Input should be a valid list"),

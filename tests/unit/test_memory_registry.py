@@ -37,7 +37,10 @@ async def test_withdrawing_twice_is_no_error() -> None:
     await registry.close()
 
 
-async def test_arrivals_count_from_one() -> None:
-    registry: Registry = MemoryRegistry()
+async def test_arrivals_are_the_clock_and_never_the_same_twice() -> None:
+    clock = Clock()
+    registry: Registry = MemoryRegistry(clock)
 
-    assert [await registry.next_arrival() for _ in range(3)] == [1, 2, 3]
+    assert [await registry.next_arrival() for _ in range(3)] == [100_000, 100_001, 100_002]
+    clock.now_s += 5
+    assert await registry.next_arrival() == 105_000

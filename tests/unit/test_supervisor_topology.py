@@ -38,6 +38,14 @@ def test_each_gateway_has_the_ports_after_the_one_before() -> None:
     assert ports == [("7000", "8000"), ("7001", "8001"), ("7002", "8002")]
 
 
+def test_priorities_are_refused_unless_they_are_asked_for() -> None:
+    settings = [
+        topology.services(options(client_priority=asked), RUN)[-1].environment
+        for asked in (False, True)
+    ]
+    assert [each.get("QUIRE_GATEWAY_CLIENT_PRIORITY") for each in settings] == [None, "true"]
+
+
 def test_the_embedded_store_is_for_this_run_alone() -> None:
     store = topology.store(options(), RUN)
     assert store is not None

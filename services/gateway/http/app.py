@@ -22,6 +22,9 @@ from services.gateway.http.failures import FrontDoor, answer_http_exception, err
 from services.gateway.http.merge import merged
 from services.gateway.http.responses import CLIENT_GONE, EventStream, Json, unless_disconnected
 from services.gateway.http.schema import ChatBody, CompletionBody
+from services.gateway.identity import with_resume_token
+
+RESUME_TOKEN_HEADER = "X-Quire-Resume-Token"
 
 
 def create_app(generator: Generator, metrics: CollectorRegistry) -> Starlette:
@@ -57,7 +60,7 @@ class _Endpoints:
         self, request: Request, body: CompletionBody | ChatBody, dialect: Dialect
     ) -> Response:
         request_id = body.request_id or request.state.request_id
-        requests = body.requests(request_id)
+        requests = [with_resume_token(each) for each in body.requests(request_id)]
         answer = Answer(
             dialect,
             Envelope(f"{dialect.id_prefix}-{request_id}", int(time.time()), self._name(body.model)),
@@ -75,7 +78,12 @@ class _Endpoints:
         )
         deltas = merged([self._generator.generate(each) for each in requests])
         if body.stream:
-            return EventStream(answer.parts(deltas), lambda error: error_body(failure_of(error)))
+            # Only a stream of one prompt can go on. A client knows the token that it chose.
+            is_told = len(requests) == 1 and not body.resume_token
+            headers = {RESUME_TOKEN_HEADER: requests[0].resume_token} if is_told else {}
+            return EventStream(
+                answer.parts(deltas), lambda error: error_body(failure_of(error)), headers
+            )
         whole = await unless_disconnected(request.receive, answer.whole(deltas))
         return Response(status_code=CLIENT_GONE) if whole is None else Json(whole)
 

@@ -1,7 +1,7 @@
 """How answers leave: JSON at once, or server-sent events; both end when the client goes away."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -36,11 +36,12 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[dict[str, Any], None],
         error_event: Callable[[Exception], dict[str, Any]],
+        headers: Mapping[str, str],
     ) -> None:
         self.status_code = 200
         self.background = None
         # X-Accel-Buffering: a proxy must not collect what should be seen at once.
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         self._events = events
         self._error_event = error_event
 

@@ -130,6 +130,7 @@ class GenerationBody(_Body):
     received: list[ReceivedBody] | None = None
     repetition_penalty: float | None = None
     request_id: str | None = None
+    resume_token: str | None = None
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     stop_token_ids: list[int] | None = None
@@ -164,8 +165,11 @@ class GenerationBody(_Body):
     def _received_is_of_a_stream_with_a_name(self) -> Self:
         if self.received is None:
             return self
-        if not self.stream or not self.request_id:
-            raise ValueError("received is for requests with stream=true and a request_id")
+        if not self.stream or not self.request_id or not self.resume_token:
+            raise ValueError(
+                "received is for requests with stream=true, a request_id, and the resume_token "
+                "that came with the first response"
+            )
         if self.echoes:
             raise ValueError("what was echoed is not sent again: no echo with received")
         return self
@@ -243,6 +247,7 @@ class GenerationBody(_Body):
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
             received=None if self.received is None else tuple(r.told() for r in self.received),
+            resume_token=self.resume_token or "",
             echo=self.echoes,
         )
 

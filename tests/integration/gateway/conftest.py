@@ -30,6 +30,8 @@ from .fakes import FakeDecode, FakePrefill, member, start
 LIMIT_S = 10.0
 SPEC = PoolSpec("pool", "toy", "fingerprint", num_blocks=256, block_size=16, block_bytes=1)
 PROMPT = tuple(b"paged attention")
+TOKEN = "of 128 bits or more ..."
+"""With which requests are made and gone on with."""
 
 
 @pytest.fixture(scope="session")
@@ -84,6 +86,7 @@ class House:
     registry: MemoryRegistry = field(default_factory=MemoryRegistry)
     figures: CollectorRegistry = field(default_factory=CollectorRegistry)
     silence_s: float = 5.0
+    client_priority: bool = True
     assembly: Assembly = field(init=False)
 
     @property
@@ -113,6 +116,7 @@ class House:
                 Figures(self.figures),
                 poll_s=0.01,
                 silence_s=self.silence_s,
+                client_priority=self.client_priority,
             )
         )
 
@@ -208,9 +212,8 @@ def asked(request_id: str = "r1", max_tokens: int | None = 8, **fields: Any) -> 
     sampling = RequestedSampling(
         temperature=0.0, max_tokens=max_tokens, **fields.pop("sampling", {})
     )
-    return GenerationRequest(
-        prompt=fields.pop("prompt", PROMPT), request_id=request_id, sampling=sampling, **fields
-    )
+    fields = {"prompt": PROMPT, "resume_token": TOKEN} | fields
+    return GenerationRequest(request_id=request_id, sampling=sampling, **fields)
 
 
 @pytest.fixture
@@ -218,9 +221,12 @@ async def make_house(model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
     async with AsyncExitStack() as stack:
 
         async def make(
-            *workers: FakePrefill | FakeDecode, silence_s: float = 5.0, **limits: Any
+            *workers: FakePrefill | FakeDecode,
+            silence_s: float = 5.0,
+            client_priority: bool = True,
+            **limits: Any,
         ) -> House:
-            house = House(model_dir, stack, silence_s=silence_s)
+            house = House(model_dir, stack, silence_s=silence_s, client_priority=client_priority)
             await house.open(Limits(**limits))
             await house.add(*workers)
             return house

@@ -13,7 +13,7 @@ from quire.types import Candidate, Delta, Sampling, TokenLogprobs
 from quire.v1 import decode_pb2, prefill_pb2
 from services.common.errors import DuplicateRequest, InvalidRequest
 
-from .conftest import Call, House, asked, until
+from .conftest import TOKEN, Call, House, asked, until
 from .fakes import FakeDecode, FakePrefill, expected, logprobs_of
 
 PROMPT = tuple(b"qwertyuiop")
@@ -196,6 +196,7 @@ async def _rest(client: AsyncClient, received: list[int]) -> list[Delta]:
     """What comes to a client that has some tokens already."""
     sampling = Sampling(0.0, seed=7, max_tokens=8, logprobs=NUM_TOP, prompt_logprobs=2)
     message = messages.generate_request(Request(list(PROMPT), sampling, request_id="r1"))
+    message.resume_token = TOKEN
     message.received.sequences.add(token_ids=received)
     message.received.SetInParent()
     async with asyncio.timeout(20):

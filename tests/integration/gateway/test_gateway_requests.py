@@ -34,7 +34,7 @@ from services.gateway.api import ChatMessage, GenerationRequest, RequestedSampli
 from services.gateway.relay import BLOCK_MANAGER, SUPERVISOR, Relay
 
 from .conftest import PROMPT, SPEC, Call, asked, until
-from .fakes import FakeDecode, FakePrefill, expected
+from .fakes import FakeDecode, FakePrefill, Verbatim, expected
 
 POOL_TOKENS = SPEC.num_blocks * SPEC.block_size
 NAN, INFINITY = float("nan"), float("inf")
@@ -130,6 +130,19 @@ async def test_bad_requests(house: Any, fields: Any, text: str) -> None:
     assert text in str(await refused(house, asked(**({"request_id": "bad"} | fields))))
 
 
+@pytest.mark.parametrize("priority", [-1, 1, 1000])
+async def test_a_priority_is_refused_unless_the_deployment_allows_it(
+    make_house: Any, priority: int
+) -> None:
+    """As vLLM refuses it without its priority scheduler; the error names the flag."""
+    house = await make_house(FakePrefill(), FakeDecode(), client_priority=False)
+    error = await refused(house, asked(priority=priority))
+    assert isinstance(error, InvalidRequest)
+    assert f"priority is {priority}" in str(error)
+    assert "--client-priority" in str(error)
+    await Call(house.gateway, asked(priority=0)).result()
+
+
 async def test_a_prompt_that_fills_the_context(house: Any) -> None:
     prompt = tuple([65] * 4096)
     error = await refused(house, asked("r", prompt=prompt))
@@ -213,13 +226,45 @@ async def test_a_request_id_may_run_once_at_a_time(make_house: Any) -> None:
     decode.pause_after = 2
     first = Call(house.gateway, asked("same"))
     await until(lambda: "same" in decode.running)
-    with pytest.raises(DuplicateRequest, match="same"):
+    with pytest.raises(DuplicateRequest, match="this request_id and resume_token"):
         await Call(house.gateway, asked("same")).result()
     decode.go_on(pause_after=8)
     await first.result()
     await Call(house.gateway, asked("same")).result()
     submits = prefill.commands(prefill_pb2.PrefillSubmit)
     assert [submit.ticket.attempt for submit in submits] == [1, 2]
+
+
+@pytest.mark.parametrize("others_token", ["", "of another client, 128 bits"])
+async def test_a_request_id_of_another_client_is_no_obstacle(
+    make_house: Any, others_token: str
+) -> None:
+    """Nobody can keep an id from others, or find out that it is in use."""
+    prefill, decode = FakePrefill(), FakeDecode()
+    prefill.names, decode.names = Verbatim(), Verbatim()
+    house = await make_house(prefill, decode)
+    decode.pause_after = 2
+    squatter = Call(house.gateway, asked("same", resume_token=others_token))
+    await until(lambda: len(decode.running) == 1)
+    mine = Call(house.gateway, asked("same"))
+    await until(lambda: len(decode.running) == 2)
+    decode.go_on(pause_after=8)
+    for call in (squatter, mine):
+        assert (await call.result()).request_id == "same"
+        assert call.tokens == expected(PROMPT, 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"resume_token": "x" * 21}, "resume_token has 21 characters; it needs 128 random bits"),
+        ({"resume_token": "x" * 257}, "resume_token has 257 characters, at most 256"),
+        ({"resume_token": "", "received": ()}, "received needs the request_id and the resume_tok"),
+        ({"request_id": "", "received": ()}, "received needs the request_id and the resume_token"),
+    ],
+)
+async def test_a_bad_resume_token_is_refused(house: Any, fields: Any, text: str) -> None:
+    assert text in str(await refused(house, asked(**({"request_id": "bad"} | fields))))
 
 
 async def test_an_unknown_model_is_named_with_those_that_are_there(house: Any) -> None:

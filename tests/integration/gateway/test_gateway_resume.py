@@ -15,8 +15,8 @@ from quire.types import Sampling
 from quire.v1 import decode_pb2, inference_pb2, sampling_pb2
 from tests.proxy import Proxy
 
-from .conftest import PROMPT, House, until
-from .fakes import FakeDecode, FakePrefill, expected
+from .conftest import PROMPT, TOKEN, House, until
+from .fakes import FakeDecode, FakePrefill, Verbatim, expected
 
 TEXT = bytes(expected(PROMPT, 8)).decode()
 
@@ -204,6 +204,7 @@ def message(num_received: int | None, **changes: Any) -> inference_pb2.GenerateR
     fields: dict[str, Any] = {"request_id": "r1", "prompt": PROMPT, "temperature": 0.0} | changes
     asked = inference_pb2.GenerateRequest(
         request_id=fields["request_id"],
+        resume_token=fields.get("resume_token", TOKEN),
         token_ids=inference_pb2.TokenIds(ids=fields["prompt"]),
         sampling=sampling_pb2.SamplingParams(
             temperature=fields["temperature"], max_tokens=8, stop=fields.get("stop", ())
@@ -265,27 +266,79 @@ async def test_a_greedy_request_is_found_without_its_seed(two: Two, workers: Any
     [(None, {}), (2, {"prompt": b"another"}), (2, {"received": [97, 97]}), (6, {})],
     ids=["a new request", "another prompt", "other tokens", "more than there are"],
 )
-async def test_nobody_else_gets_a_running_request(
+async def test_a_client_goes_on_with_the_same_request_only(
     make_house: Any, workers: Any, num_received: int | None, changes: dict[str, Any]
 ) -> None:
     decode = workers[1]
     house = await make_house(*workers)
     stub = await house.serve()
     decode.pause_after = 5
-    mine = Reader(AsyncClient(await house.listen()), request_id="r1")
-    await mine.has(5)
+    tokens: list[int] = []
+    mine = asyncio.create_task(tokens_of(stub.Generate(message(None)), tokens))
+    await until(lambda: len(tokens) == 5)
     with pytest.raises(grpc.RpcError) as refused:
         await tokens_of(stub.Generate(message(num_received, **changes)))
     assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
     decode.go_on(pause_after=8)
-    await mine.end()
-    assert mine.tokens == expected(PROMPT, 8)
+    assert await mine == expected(PROMPT, 8)
+
+
+@pytest.mark.parametrize("num_received", [None, 0, 3, 5])
+@pytest.mark.parametrize("is_parked", [False, True])
+async def test_nobody_else_gets_a_request_or_learns_of_it(
+    two: Two, workers: Any, num_received: int | None, is_parked: bool
+) -> None:
+    """Who knows the id and the body, and even the tokens, is served as if nothing ran or were
+    parked under that id; the owner then goes on, and nothing of it was computed again."""
+    prefill, decode = workers
+    prefill.names, decode.names = Verbatim(), Verbatim()
+    decode.parks, decode.pause_after = True, 5
+    stub = await two.first.serve()
+    tokens: list[int] = []
+    mine = asyncio.create_task(tokens_of(stub.Generate(message(None)), tokens))
+    await until(lambda: len(tokens) == 5)
+    if is_parked:
+        await two.first.lose_sight()
+        await until(lambda: bool(decode.parked))
+        mine.cancel()
+        stub = await two.second.serve()
+    decode.pause_after = 8
+    other = message(num_received, resume_token="of another client, 128 bits")
+    assert await tokens_of(stub.Generate(other)) == expected(PROMPT, 8)[num_received or 0 :]
+    assert len(prefill.submitted) == 2
+    if is_parked:
+        assert await tokens_of(stub.Generate(message(5))) == expected(PROMPT, 8)[5:]
+    else:
+        assert await mine == expected(PROMPT, 8)
+    assert len(prefill.submitted) == 2
+
+
+async def test_the_first_response_brings_the_token(make_house: Any, workers: Any) -> None:
+    """A client that sends none can go on, too."""
+    prefill, decode = workers
+    house = await make_house(prefill, decode)
+    stub = await house.serve()
+    decode.pause_after = 3
+    responses: list[inference_pb2.GenerateResponse] = []
+    lost = stub.Generate(message(None, resume_token=""))
+    while sum(len(one.deltas[0].token_ids) for one in responses) < 3:
+        responses.append(await lost.read())
+    told, *empty = (response.resume_token for response in responses)
+    assert len(told) == 43  # 256 bits
+    assert not any(empty)
+    going_on = stub.Generate(message(3, resume_token=told))
+    with pytest.raises(grpc.RpcError):  # the other call took over
+        await lost.read()
+    decode.go_on(pause_after=8)
+    assert await tokens_of(going_on) == expected(PROMPT, 8)[3:]
+    assert len(prefill.submitted) == 1
 
 
 @pytest.mark.parametrize(
     ("num_received", "changes", "problem"),
     [
-        (0, {"request_id": ""}, "no request_id"),
+        (0, {"request_id": ""}, "received needs the request_id and the resume_token"),
+        (0, {"resume_token": ""}, "received needs the request_id and the resume_token"),
         (1, {"temperature": 1.0}, "with its seed only"),
         (8, {}, "8 tokens received, max_tokens is 8"),
         (1, {"received": [300]}, "received"),

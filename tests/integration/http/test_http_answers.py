@@ -1,6 +1,7 @@
 """What is answered over HTTP, as OpenAI's own client and httpx see it."""
 
 import json
+from typing import Any
 
 import httpx
 import openai
@@ -143,10 +144,40 @@ async def test_who_goes_on_has_the_opening_already(
 ) -> None:
     """Of choices of which it has anything."""
     received = [{"index": 1, "token_ids": [100]}]
-    body = {**HI, "n": 2, "stream": True, "request_id": "mine", "received": received}
+    named = {"request_id": "mine", "resume_token": "secret"}
+    body = {**HI, "n": 2, "stream": True, **named, "received": received}
     answer = await http.post("/v1/chat/completions", json=body)
     parts = [json.loads(line[6:]) for line in answer.text.split("\n\n") if "choices" in line]
     openings = [part["choices"][0] for part in parts if "role" in part["choices"][0]["delta"]]
     assert [opening["index"] for opening in openings] == [0]
     (request,) = generator.requests
-    assert (request.request_id, request.received) == ("mine", (Received(1, (100,)),))
+    assert (request.request_id, request.resume_token) == ("mine", "secret")
+    assert request.received == (Received(1, (100,)),)
+
+
+@pytest.mark.parametrize("fields", [{}, {"request_id": "mine"}])
+async def test_a_stream_brings_the_token_that_going_on_needs(
+    http: httpx.AsyncClient, generator: FakeGenerator, fields: dict[str, Any]
+) -> None:
+    answers = [
+        await http.post("/v1/completions", json={"prompt": "Hi", "stream": True, **fields})
+        for _ in range(2)
+    ]
+    tokens = [answer.headers["x-quire-resume-token"] for answer in answers]
+    assert [request.resume_token for request in generator.requests] == tokens
+    assert tokens[0] != tokens[1]
+    assert [len(token) for token in tokens] == [43, 43]  # 256 bits
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"stream": False}, {"prompt": ["a", "b"]}, {"resume_token": "chosen\r\nby: the client"}],
+    ids=["no stream", "two prompts", "its own"],
+)
+async def test_no_other_answer_tells_a_token(
+    http: httpx.AsyncClient, fields: dict[str, Any]
+) -> None:
+    answer = await http.post("/v1/completions", json={"prompt": "Hi", "stream": True, **fields})
+    assert answer.status_code == 200
+    assert "x-quire-resume-token" not in answer.headers
+    assert "by" not in answer.headers

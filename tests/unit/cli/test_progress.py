@@ -31,14 +31,16 @@ def test_every_call_asks_for_the_same_and_says_what_came(clock: Clock) -> None:
     assert first.request_id
     assert first.sampling.HasField("seed")
     assert not first.HasField("received")
-    name, seed = first.request_id, first.sampling.seed
+    name, seed, token = first.request_id, first.sampling.seed, first.resume_token
+    assert len(token) == 43  # 256 bits
     asked.saw(SOME)
     asked.saw(SOME)
     asked.broke(GONE)
     again = asked.message()
     (received,) = again.received.sequences
     assert (received.index, list(received.token_ids)) == (0, [7, 8, 7, 8])
-    assert (again.request_id, again.sampling.seed) == (name, seed)
+    assert (again.request_id, again.sampling.seed, again.resume_token) == (name, seed, token)
+    assert progress(clock).message().resume_token != token
 
 
 def test_id_and_seed_of_the_user_stay(clock: Clock) -> None:

@@ -1,11 +1,15 @@
-"""Who is first: class, then arrival, and one class up for every 30 s of waiting."""
+"""The line serves by arrival, less the head start of a priority, which is bounded."""
 
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from services.common.ticket import place_in_line
-from services.gateway.line import RISE_EVERY_S, Line, Place, ServiceRate
+from blockstore.memory_registry import MemoryRegistry
+from services.common.ticket import PRIORITIES, head_start_ms, parts_of_order
+from services.gateway.line import Line, Place, ServiceRate
+from tests.clock import Clock
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,86 +22,119 @@ def somebody(arrival: int, priority: int = 0) -> Somebody:
     return Somebody(Place(priority, arrival))
 
 
-def drained(line: Line[Somebody], now: float = 0.0) -> list[int]:
+def line_of(*waiting: Somebody) -> Line[Somebody]:
+    line = Line[Somebody]()
+    for one in waiting:
+        line.join(one, now=one.place.arrival / 1000)
+    return line
+
+
+def drained(line: Line[Somebody]) -> list[int]:
     """Arrivals in the order in which they are served."""
     served = []
-    while (first := line.first(now)) is not None:
+    while (first := line.first()) is not None:
         served.append(first.place.arrival)
         line.leave(first)
     return served
 
 
-def test_lower_class_first_then_arrival() -> None:
-    line = Line[Somebody]()
-    for arrival, priority in ((1, 0), (2, 5), (3, -5), (4, 0), (5, -5)):
-        line.join(somebody(arrival, priority), now=0)
-    assert drained(line) == [3, 5, 1, 4, 2]
+def test_lower_priority_first_then_arrival() -> None:
+    people = ((1, 0), (2, 5), (3, -5), (4, 0), (5, -5))
+    assert drained(line_of(*(somebody(*one) for one in people))) == [3, 5, 1, 4, 2]
 
 
-def test_who_comes_back_stands_where_he_stood() -> None:
+def test_a_request_that_comes_back_stands_where_it_stood() -> None:
     line = Line[Somebody]()
     early, late = somebody(1), somebody(2)
     line.join(late, now=0)
     line.join(early, now=10)
-    assert line.first(10) is early
+    assert line.first() is early
 
 
-def test_who_left_is_never_first_and_may_come_again() -> None:
+def test_a_request_that_left_is_never_first_and_may_come_again() -> None:
     line = Line[Somebody]()
     one, two = somebody(1), somebody(2)
     line.join(one, now=0)
     line.join(two, now=0)
     line.leave(one)
     line.leave(one)
-    assert (len(line), one in line, line.first(0)) == (1, False, two)
+    assert (len(line), one in line, line.first()) == (1, False, two)
     line.join(one, now=0)
     assert drained(line) == [1, 2]
     assert len(line) == 0
 
 
-def test_a_waiting_request_rises_one_class_every_30_s() -> None:
-    """At 59 s it is one class up and still behind class -1; at 60 s it is level, and older."""
-    line = Line[Somebody]()
-    patient = somebody(1, priority=1)
-    line.join(patient, now=0)
-    urgent = somebody(2, priority=-1)
-    line.join(urgent, now=50)
-    assert line.first(59) is urgent
-    assert patient.place.priority == 0
-    assert line.first(60) is patient
-    assert patient.place.order == place_in_line(-1, 1)
+@pytest.mark.parametrize(
+    ("priority", "before", "head_start_s"),
+    [(0, 1, 30.0), (-1, 0, 30.0), (0, 2, 40.0), (-5, 0, 50.0), (-128, 0, 59.534), (-1, 1, 60.0)],
+)
+def test_a_priority_is_a_head_start(priority: int, before: int, head_start_s: float) -> None:
+    """The urgent one goes first if it arrives up to so much later."""
+    head_start = round(1000 * head_start_s)
+    patient = somebody(1_000_000, before)
+    in_time = somebody(1_000_000 + head_start, priority)
+    late = somebody(1_000_000 + head_start + 1, priority)
+    assert line_of(patient, late, in_time).first() is in_time
+    assert line_of(patient, late).first() is patient
 
 
-def test_rising_ends_at_the_first_class() -> None:
-    line = Line[Somebody]()
-    first, second = somebody(1, priority=-128), somebody(2, priority=-127)
-    line.join(second, now=0)
-    line.join(first, now=0)
-    assert line.first(1000 * RISE_EVERY_S) is first
-    assert second.place.priority == -128
+def test_every_priority_goes_before_the_next_and_none_is_a_minute_from_the_default() -> None:
+    head_starts = [head_start_ms(priority) for priority in PRIORITIES]
+    assert head_starts == sorted(set(head_starts), reverse=True)
+    assert all(abs(head_start) < 60_000 for head_start in head_starts)
 
 
-def test_who_was_served_does_not_rise_any_more() -> None:
-    line = Line[Somebody]()
-    served = somebody(1, priority=3)
-    line.join(served, now=0)
-    line.leave(served)
-    assert line.first(10 * RISE_EVERY_S) is None
-    assert served.place.priority == 3
+ARRIVALS = st.integers(0, 2**43)
+PRIORITY = st.sampled_from(PRIORITIES)
 
 
-def test_who_goes_first_is_counted_by_class() -> None:
-    """Four wait, of classes 0, 0, 3 and 5; one leaves, and the last rises to class 4."""
-    line = Line[Somebody]()
+@given(ARRIVALS, PRIORITY, ARRIVALS, PRIORITY)
+def test_an_order_names_one_priority_and_arrival(
+    arrival: int, priority: int, another_arrival: int, another: int
+) -> None:
+    order = Place(priority, arrival).order
+    assert 0 <= order < 2**52
+    assert parts_of_order(order) == (priority, arrival)
+    if arrival != another_arrival:
+        assert order != Place(another, another_arrival).order
+
+
+async def test_urgent_requests_without_end_delay_a_default_one_by_less_than_a_minute() -> None:
+    """1,152 of priority -128 are there before five of priority 0, and one more comes for each
+    that is served: ten a second. First come, first served, the five would wait for 115.2 s."""
+    clock = Clock()
+    registry, line = MemoryRegistry(clock), Line[Somebody]()
+
+    async def comes(priority: int) -> None:
+        line.join(somebody(await registry.next_arrival(), priority), clock.now_s)
+
+    for priority in [-128] * 1152 + [0] * 5:
+        clock.now_s += 0.001
+        await comes(priority)
+    began_s, waited_s = clock.now_s, list[float]()
+    while len(waited_s) < 5 and clock.now_s < began_s + 3600:
+        first = line.first()
+        assert first is not None
+        line.leave(first)
+        clock.now_s += 0.1
+        if first.place.priority == 0:
+            waited_s.append(clock.now_s - began_s)
+        await comes(-128)
+    assert len(waited_s) == 5, "starved for an hour"
+    assert max(waited_s) < 115.7 + 60
+
+
+def test_the_sequences_that_go_first_are_counted() -> None:
+    """Four wait, of priorities 0, 0, 3 and 5; 50 s later all go before a new one of priority 0,
+    but only the default ones before one of priority -1."""
     people = [somebody(arrival, priority) for arrival, priority in enumerate((0, 0, 3, 5))]
-    for one in people:
-        line.join(one, now=0)
-    assert [line.num_ahead(priority) for priority in (-1, 0, 4, 5)] == [0, 2, 3, 4]
+    line = line_of(*people)
+    assert [line.num_ahead(priority, 0.004) for priority in (-1, 0, 4, 5)] == [0, 2, 3, 4]
+    assert [line.num_ahead(priority, 50.004) for priority in (-1, 0)] == [2, 4]
     line.leave(people[0])
     line.leave(people[0])
-    line.first(RISE_EVERY_S)
-    line.join(people[1], RISE_EVERY_S)
-    assert [line.num_ahead(priority) for priority in (-2, -1, 2, 4)] == [0, 1, 2, 3]
+    assert line.num_ahead(4, 0.004) == 2
+    assert Line[Somebody]().num_ahead(0, 0.0) == 0
 
 
 @pytest.mark.parametrize(("interval_s", "delay_s"), [(0.5, 5.0), (1e-6, 0.1), (60, 30.0)])

@@ -1,6 +1,7 @@
 """What a client writes into a gRPC request is what the gateway is asked for."""
 
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,8 @@ async def asked_for(message: inference_pb2.GenerateRequest, timeout_s: float | N
     async for _ in InferenceService(recorder).Generate(message, context):  # type: ignore[arg-type]
         raise AssertionError("nothing was generated")
     (request,) = recorder.asked
-    return request
+    assert message.resume_token or len(request.resume_token) == 43  # drawn: 256 bits
+    return request if message.resume_token else replace(request, resume_token="")
 
 
 async def test_every_field_arrives() -> None:
@@ -67,6 +69,7 @@ async def test_every_field_arrives() -> None:
     )
     message = inference_pb2.GenerateRequest(
         request_id="r",
+        resume_token="t" * 22,
         model="m",
         token_ids=inference_pb2.TokenIds(ids=[1, 2]),
         sampling=sampling,
@@ -95,6 +98,7 @@ async def test_every_field_arrives() -> None:
         cache_salt="tenant",
         timeout_s=1.5,
         received=received,
+        resume_token="t" * 22,
     )
 
 

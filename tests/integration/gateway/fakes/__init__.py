@@ -3,13 +3,14 @@
 from .decode import FakeDecode
 from .model import expected, logprobs_of
 from .prefill import FakePrefill
-from .worker import FakeWorker, Session, member, start
+from .worker import FakeWorker, Session, Verbatim, member, start
 
 __all__ = [
     "FakeDecode",
     "FakePrefill",
     "FakeWorker",
     "Session",
+    "Verbatim",
     "expected",
     "logprobs_of",
     "member",

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from google.protobuf.message import Message
 from grpc import aio
 
 from blockstore.registry import Load, Member, Role
@@ -14,7 +15,50 @@ from services.common.bundle import each_of
 from services.common.errors import Unavailable
 from services.common.rpc import RpcServer
 from services.common.version import PROTOCOL_VERSION
+from services.gateway.identity import client_id
 from services.worker.trials import Trials
+
+
+class Names:
+    """A fake knows a request by its client's id; on the wire that has a digest behind it. Of those
+    of one id, it knows the latest."""
+
+    def __init__(self) -> None:
+        self._on_the_wire: dict[str, str] = {}
+
+    def shorten(self, message: Message) -> None:
+        """In a command."""
+
+        def short(request_id: str) -> str:
+            name = client_id(request_id)
+            self._on_the_wire[name] = request_id
+            return name
+
+        _rename(message, short)
+
+    def restore(self, message: Message) -> None:
+        """In an event."""
+        _rename(message, lambda name: self._on_the_wire.get(name, name))
+
+
+class Verbatim(Names):
+    """For tests in which several clients use one id."""
+
+    def shorten(self, message: Message) -> None: ...
+
+    def restore(self, message: Message) -> None: ...
+
+
+def _rename(message: Message, name_of: Callable[[str], str]) -> None:
+    """Change every request_id in it."""
+    for field_, value in message.ListFields():
+        if field_.name == "request_id":
+            setattr(message, field_.name, name_of(value))
+        elif isinstance(value, Message):
+            _rename(value, name_of)
+        elif field_.message_type and not field_.message_type.GetOptions().map_entry:
+            for each in value:
+                _rename(each, name_of)
 
 
 class Session:
@@ -70,6 +114,7 @@ class FakeWorker:
     stalled: bool = False
     waiting: list[tuple[Session, Any]] = field(default_factory=list)
     trials: Trials = field(default_factory=Trials)
+    names: Names = field(default_factory=Names)
 
     async def serve(self, stream: AsyncIterator[Any], response: Callable[..., Any]) -> Any:
         hello = (await anext(stream)).hello
@@ -87,6 +132,7 @@ class FakeWorker:
         reporting = asyncio.create_task(self._keep_reporting(session))
         try:
             async for message in session.responses():
+                self.names.restore(message)
                 yield message
         finally:
             reading.cancel()
@@ -96,6 +142,7 @@ class FakeWorker:
 
     async def _read(self, stream: AsyncIterator[Any], session: Session) -> None:
         async for together in stream:
+            self.names.shorten(together)
             self.together.append([request.WhichOneof("command") for request in each_of(together)])
             for request in each_of(together):
                 self._obey(session, request)
