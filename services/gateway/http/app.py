@@ -4,7 +4,6 @@ import time
 from http import HTTPStatus
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -13,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.common.errors import UnknownModel
+from services.common.exposition import exposition
 from services.common.faults import failure_of
 from services.gateway.api import Generator, ServedModel
 from services.gateway.http.answers import Answer, Asked
@@ -97,8 +97,8 @@ class _Endpoints:
         return Json({"status": "not_serving"}, HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def metrics(self, request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(self._metrics), headers={"Content-Type": content_type})
+        content, content_type = exposition(self._metrics, request.headers.get("accept", ""))
+        return Response(content, headers={"Content-Type": content_type})
 
     def _name(self, asked_for: str | None) -> str:
         """What the answer calls the model; a request without a model is for the only one."""
