@@ -70,7 +70,8 @@ class GatewayMetrics:
         )
         self.requests_failed = Counter(
             "quire:request_failure",
-            "Requests that ended with an error, by its code, or were cancelled (`cancelled`).",
+            "Requests that were refused or ended with an error, by its code, or were cancelled "
+            "(`cancelled`).",
             [*model, "code"],
             registry=registry,
         )

@@ -74,7 +74,7 @@ async def assembled(
         fleet, Router(store, secret), registry, limits, changes, figures.has_ended
     )
     figures.watch(lambda: dispatcher.num_running, lambda: dispatcher.num_waiting)
-    gateway = Gateway(fleet, dispatcher, changes, figures.meter, limits.patience_s)
+    gateway = Gateway(fleet, dispatcher, changes, figures, limits.patience_s)
     async with asyncio.TaskGroup() as tasks:
         mover = Mover(fleet, changes, limits.reserve_timeout_s)
         background = [

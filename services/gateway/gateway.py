@@ -14,8 +14,10 @@ from services.gateway.api import Delta, GenerationRequest, ServedModel
 from services.gateway.bell import Bell
 from services.gateway.best_of import BestOf
 from services.gateway.dispatcher import Dispatcher
+from services.gateway.figures import Figures, code_of
 from services.gateway.fleet import Fleet, Served
-from services.gateway.output import Meter, Output, Tally
+from services.gateway.journey import Journey
+from services.gateway.output import Output, Tally
 from services.gateway.sequence import Sequence
 from services.gateway.spelling import PromptTeller, Speller
 from services.gateway.text import Text
@@ -23,31 +25,44 @@ from services.gateway.turnstile import Turnstile
 
 
 class Gateway:
-    """`meter` gives the figures of a model. `changes` rings when workers come or go."""
+    """`changes` rings when workers come or go."""
 
     def __init__(
         self,
         fleet: Fleet,
         dispatcher: Dispatcher,
         changes: Bell,
-        meter: Callable[[str], Meter],
+        figures: Figures,
         patience_s: float = 5.0,
     ) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._changes = changes
-        self._meter = meter
+        self._figures = figures
         self._patience_s = patience_s
         self._turnstile = Turnstile()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """See `Generator.generate`. Also raises Unavailable when workers were lost too often,
         Overloaded when the client reads too slowly, BlockStoreError when the store is away."""
-        clock = asyncio.get_running_loop().time
-        arrived_at = clock()
-        deadline = None if request.timeout_s is None else arrived_at + request.timeout_s
         request_id = request.request_id or f"gen-{secrets.token_hex(12)}"
         bind_request_id(request_id)
+        try:
+            journey, output = await self._enter(request, request_id)
+        except Exception as error:
+            self.refused(request_id, request.model, code_of(error), str(error))
+            raise
+        try:
+            async with aclosing(output.deltas()) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            journey.leave(output)
+
+    async def _enter(self, request: GenerationRequest, request_id: str) -> tuple[Journey, Output]:
+        """Admit a request and put it in line; raises what refuses it."""
+        arrived_at = asyncio.get_running_loop().time()
+        deadline = None if request.timeout_s is None else arrived_at + request.timeout_s
         with self._dispatcher.entering(request_id, resumes=request.received is not None):
             try:
                 async with asyncio.timeout_at(deadline):
@@ -57,15 +72,16 @@ class Gateway:
                             request, request_id, name, served, arrived_at, deadline
                         )
                         output = self._output(request, admitted, served)
-                        journey = await self._dispatcher.enter(admitted, output)
+                        return await self._dispatcher.enter(admitted, output), output
             except TimeoutError as error:
                 raise DeadlineExceeded("the request's deadline has passed") from error
-        try:
-            async with aclosing(output.deltas()) as deltas:
-                async for delta in deltas:
-                    yield delta
-        finally:
-            journey.leave(output)
+
+    def refused(self, request_id: str, model: str, code: str, reason: str) -> None:
+        """See `Generator.refused`. Only a model that is served becomes a label: clients choose the
+        names that they send, and each would be a time series of its own."""
+        names = self._fleet.names()
+        only = names[0] if len(names) == 1 and not model else ""
+        self._figures.refused(request_id, model if model in names else only, code, reason)
 
     def models(self) -> tuple[ServedModel, ...]:
         """The models that can be served now, sorted by name."""
@@ -128,7 +144,7 @@ class Gateway:
             request.request_id,
             Tally(len(request.prompt_token_ids), request.arrived_at),
             sequences,
-            self._meter(request.model),
+            self._figures.meter(request.model),
             asyncio.get_running_loop().time,
             teller if tells_prompt else None,
             self._turnstile,
