@@ -256,6 +256,7 @@ def scaled(response: supervisor_pb2.ScaleResponse) -> Scaled:
         num_decode=response.num_decode,
         starting=tuple(response.starting),
         leaving=tuple(response.leaving),
+        failing=dict(response.failing),
     )
 
 
