@@ -6,15 +6,17 @@ import torch
 
 import kvops
 from kvops.native import Lane, NativeCpu
+from services.common.checkpoint.check import check_format
+from services.common.checkpoint.weights import weight_files
 from services.common.errors import StartupError
 from services.common.pool.layout import Dtype, PoolLayout
 from services.common.pool.sizing import MemoryPlan, parse_size
 from services.common.text.model_config import ModelConfig
+from services.common.text.tokenizer import tokenizer_file
 from services.engine.fingerprint import fingerprint
 from services.engine.models import Model, load_model
 from services.engine.packed_file import Progress
 from services.engine.pool import DTYPES
-from services.engine.weights import weight_files
 from services.worker.config import WorkerSettings
 from services.worker.pool_worker import Limits
 
@@ -34,7 +36,9 @@ class LoadedModel:
 def load(settings: WorkerSettings, progress: Progress) -> LoadedModel:
     """Blocks for as long as it takes to read the weights, or until `progress` raises, which is
     called several times a second. StartupError."""
+    check_format(settings.model)
     config = ModelConfig.from_directory(settings.model)
+    tokenizer_file(settings.model)  # the gateway reads it, and would never serve this worker
     name = _dtype(settings, config)
     dtype = DTYPES[name]
     try:
