@@ -195,20 +195,21 @@ def _options(args: argparse.Namespace) -> ServeOptions:
 
 
 def _milliseconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise ValueError
-    return value
+    return _duration(text, "milliseconds")
 
 
 def _seconds(text: str) -> float:
+    return _duration(text, "seconds")
+
+
+def _duration(text: str, unit: str) -> float:
     try:
-        seconds = float(text)
+        duration = float(text)
     except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds
+        duration = math.nan
+    if not 0 <= duration < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {unit}")
+    return duration
 
 
 def _port(text: str) -> int:

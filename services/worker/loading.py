@@ -90,7 +90,7 @@ def _limits(settings: WorkerSettings, config: ModelConfig) -> Limits:
         raise StartupError(f"max_model_len {asked} is beyond the model's context of {context}")
     return Limits(
         max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
+        max_num_batched_tokens=settings.num_batched_tokens,
         max_model_len=asked or context,
         vocab_size=config.vocab_size,
         eos_token_ids=frozenset(config.eos_token_ids),
@@ -103,7 +103,7 @@ def _plan(settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype) -> 
     width = config.hidden_size + max(
         2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     )
-    num_values = 2 * settings.max_num_batched_tokens * width
+    num_values = 2 * settings.num_batched_tokens * width
     num_values += settings.max_num_seqs * config.vocab_size
     stored = getattr(torch, config.dtype).itemsize
     file_bytes = sum(path.stat().st_size for path in weight_files(settings.model))
