@@ -16,8 +16,10 @@ help: ## Show this help
 setup: .venv/.native ## Create .venv and install everything into it
 
 # All but the kernels in C++, the tools that build them included.
-.venv/.installed: pyproject.toml deploy/install.sh deploy/constraints-cpu.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+# An older clone's .venv has the package under its former name, `quire`, which would hide this one.
+.venv/.installed: pyproject.toml deploy/venv.sh deploy/install.sh deploy/constraints-cpu.txt
+	deploy/venv.sh $(PYTHON)
+	$(BIN)/pip uninstall -qq --yes quire
 	QUIRE_NATIVE=OFF PIP=$(BIN)/pip deploy/install.sh --editable '.[worker,local,dev]'
 	touch $@
 

@@ -129,6 +129,12 @@ def _set_prompt(message: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
             inference_pb2.ChatMessage(role=item.role, content=item.content) for item in chat
         )
     else:
+        strange = next((item for item in prompt if not hasattr(item, "__index__")), None)
+        if strange is not None:
+            raise TypeError(
+                f"the prompt is a list with a {type(strange).__name__} in it; a request has one "
+                "prompt: a text, a list of token ids, or a list of ChatMessage"
+            )
         # An empty list too: the server's own error says what is wrong with it.
         message.token_ids.SetInParent()
         message.token_ids.ids.extend(cast("list[int]", prompt))
@@ -257,6 +263,7 @@ def scaled(response: supervisor_pb2.ScaleResponse) -> Scaled:
         num_decode=response.num_decode,
         starting=tuple(response.starting),
         leaving=tuple(response.leaving),
+        failing=dict(response.failing),
     )
 
 

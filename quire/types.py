@@ -215,12 +215,14 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """What a run has once the workers named `starting` serve, and those `leaving` have left."""
+    """What a run has once the workers named `starting` serve, and those `leaving` have left.
+    `failing`: workers that do not start, with the last line that each wrote."""
 
     num_prefill: int
     num_decode: int
     starting: tuple[str, ...]
     leaving: tuple[str, ...]
+    failing: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

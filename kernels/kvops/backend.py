@@ -25,7 +25,7 @@ def backend(name: str) -> Backend:
             raise
         raise BackendUnavailable(
             f"backend {name!r} needs the package {_PACKAGES[error.name]}, which is not installed: "
-            "see the extra quire[cuda]"
+            "see the extra quire-serve[cuda]"
         ) from error
 
 

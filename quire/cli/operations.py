@@ -16,7 +16,7 @@ from quire.cli.terminal import (
     size,
 )
 from quire.client import Client
-from quire.errors import DeadlineExceeded
+from quire.errors import DeadlineExceeded, Unavailable
 from quire.types import Model, Pool, PoolAudit, Worker
 
 if TYPE_CHECKING:
@@ -227,13 +227,17 @@ def scale(args: argparse.Namespace) -> int:
 
 
 def _wait_until_there_are(client: Client, wanted: dict[str, int], timeout_s: float) -> None:
-    """All that serve, and nobody who still starts or leaves."""
+    """All that serve, and nobody who still starts or leaves. Unavailable: one does not start."""
     give_up_at = time.monotonic() + timeout_s
     while True:
         workers = [worker for worker in client.workers() if worker.role in wanted]
         numbers = {role: sum(worker.role == role for worker in workers) for role in wanted}
         if numbers == wanted and all(worker.state == "serving" for worker in workers):
             return
+        for name, reason in client.scale().failing.items():
+            if name.rpartition("-")[0] in wanted:
+                text = f"{name} does not start: {reason} (it is started again and again)"
+                raise Unavailable(text, "worker_does_not_start")
         if time.monotonic() > give_up_at:
             raise DeadlineExceeded(f"after {timeout_s:g} s there are {numbers}", "timeout")
         time.sleep(_POLL_S)

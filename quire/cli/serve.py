@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.cli.terminal import add_command, memory_size, positive
 from quire.supervisor import RUNS, ServeOptions, serve, stop_run
-from quire.supervisor.model_source import EMBEDDED, find_model
+from quire.supervisor.model_source import EMBEDDED, check_model, find_model
 from quire.supervisor.options import DEFAULT_GRPC_PORT, DEFAULT_HOST, DEFAULT_HTTP_PORT
 from quire.supervisor.run_directory import free_port
 
@@ -169,6 +169,7 @@ def run_down(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> ServeOptions:
     default_memory = EMBEDDED_POOL_MEMORY if args.model == EMBEDDED else None
     model = find_model(args.model)
+    check_model(model)
     return ServeOptions(
         model=model.directory,
         model_name=args.served_model_name or model.name,
@@ -200,20 +201,21 @@ def _options(args: argparse.Namespace) -> ServeOptions:
 
 
 def _milliseconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise ValueError
-    return value
+    return _duration(text, "milliseconds")
 
 
 def _seconds(text: str) -> float:
+    return _duration(text, "seconds")
+
+
+def _duration(text: str, unit: str) -> float:
     try:
-        seconds = float(text)
+        duration = float(text)
     except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds
+        duration = math.nan
+    if not 0 <= duration < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {unit}")
+    return duration
 
 
 def _port(text: str) -> int:

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 from quire.supervisor.console import Console
 from quire.supervisor.errors import GaveUp
-from quire.supervisor.restart import Exit, Restarts
+from quire.supervisor.restart import STEADY_S, Exit, Restarts
 
 PARENT_FD = "QUIRE_PARENT_FD"
 _CHUNK_BYTES = 1 << 16
@@ -27,13 +27,25 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """`environment` is added to ours; a line that contains one of `noise` is not passed on."""
+    """`environment` is added to ours; a line that contains one of `noise` is not passed on.
+
+    `base_ports`: ports that the user has given to a whole role, by their variables. Of services of
+    one role that run at a time each has another `number`, and takes the base port plus its number.
+    """
 
     name: str
     command: tuple[str, ...]
     stage: Stage
     environment: Mapping[str, str] = field(default_factory=dict)
     noise: tuple[str, ...] = ()
+    base_ports: Mapping[str, int] = field(default_factory=dict)
+    number: int = 0
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What the service finds in its environment beside ours."""
+        ports = {name: str(base + self.number) for name, base in self.base_ports.items()}
+        return {**self.environment, **ports}
 
 
 class ParentPipe:
@@ -62,6 +74,8 @@ class Child:
         self._restarts = Restarts()
         self._stopping = asyncio.Event()
         self._process: Process | None = None
+        self._started_at = 0.0
+        self._failure = ""
         self._ended = asyncio.Event()
 
     @property
@@ -72,6 +86,18 @@ class Child:
     def is_staying(self) -> bool:
         """It runs, or will again."""
         return not self._stopping.is_set() and not self._ended.is_set()
+
+    @property
+    def has_ended(self) -> bool:
+        """It runs no more, and never will again."""
+        return self._ended.is_set()
+
+    @property
+    def failure(self) -> str:
+        """Why it does not start, where trying again has not helped; empty when it runs."""
+        runs = self._process is not None and self._process.returncode is None
+        is_old = asyncio.get_running_loop().time() - self._started_at >= STEADY_S
+        return "" if not self.is_staying or (runs and is_old) else self._failure
 
     def leave(self) -> None:
         """SIGTERM: a worker has its requests moved, for as long as its own settings say; then `run`
@@ -120,14 +146,14 @@ class Child:
 
     async def _run_once(self) -> Exit:
         loop = asyncio.get_running_loop()
-        started = loop.time()
+        self._started_at = loop.time()
         # A session of its own: Ctrl-C on our terminal is for us alone, and we end them in order.
         self._process = await asyncio.create_subprocess_exec(
             *self.spec.command,
             stdin=DEVNULL,
             stdout=PIPE,
             stderr=STDOUT,
-            env={**os.environ, **self.spec.environment, PARENT_FD: str(self._pipe.reading_end)},
+            env={**os.environ, **self.spec.variables, PARENT_FD: str(self._pipe.reading_end)},
             pass_fds=(self._pipe.reading_end,),
             start_new_session=True,
         )
@@ -135,7 +161,7 @@ class Child:
             self._send(signal.SIGTERM)
         last_line = await self._forward(self._process)
         status = await self._process.wait()
-        return Exit(status, loop.time() - started, last_line)
+        return Exit(status, loop.time() - self._started_at, last_line)
 
     async def _forward(self, process: Process) -> str:
         """Pass on what the service writes; its last line. A line of any length is taken."""
@@ -156,8 +182,9 @@ class Child:
 
     async def _pause_after(self, ended: Exit) -> None:
         delay_s = self._restarts.delay_after(ended)
-        if self._restarts.hopeless and not self._is_steady():
-            raise GaveUp(f"{self.name} cannot start: {ended.last_line or ended}")
+        self._failure = (ended.last_line or str(ended)) if self._restarts.hopeless else ""
+        if self._failure and not self._is_steady():
+            raise GaveUp(f"{self.name} cannot start: {self._failure}")
         self._console.note(f"{self.name} ended ({ended}); it starts again")
         try:
             async with asyncio.timeout(delay_s):

@@ -2,6 +2,7 @@
 
 ServeError
 ├── ModelNotFound      no such directory, and not in the Hugging Face cache
+├── ModelUnusable      its files are not all there, or not of a kind that Quire serves
 ├── PortInUse          another run or program listens there
 ├── NoSuchRun          nothing to stop
 ├── NoValkey           the embedded server is not installed
@@ -14,6 +15,10 @@ class ServeError(Exception):
 
 
 class ModelNotFound(ServeError):
+    pass
+
+
+class ModelUnusable(ServeError):
     pass
 
 

@@ -1,12 +1,18 @@
-"""Where a model's files are: a directory, the local Hugging Face cache, or the embedded model."""
+"""Where a model's files are: a directory, the local Hugging Face cache, or the embedded model; and
+whether they can be served."""
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from quire.supervisor.errors import ModelNotFound
+from quire.supervisor.errors import ModelNotFound, ModelUnusable
 
 EMBEDDED = "embedded"
+_EMBEDDED_DIRECTORY = Path(str(files("quire") / "embedded"))
+_GGUF = b"GGUF"
+"""How such a file begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,21 +29,31 @@ def find_model(name: str) -> ModelSource:
         return ModelSource("quire-embedded", _embedded())
     directory = Path(name).expanduser()
     if directory.is_dir():
-        return _given(directory.resolve())
+        return ModelSource(directory.resolve().name, directory.resolve())
     if directory.exists():
-        raise ModelNotFound(f"{name} is a file; --model takes a directory in Hugging Face format")
+        kind = "a GGUF file" if _is_gguf(directory) else "a file"
+        raise ModelNotFound(f"{name} is {kind}; --model takes a directory in Hugging Face format")
     if not _may_be_id(name):
         raise ModelNotFound(f"there is no directory {name}")
     return ModelSource(name, _cached(name))
 
 
-def _given(directory: Path) -> ModelSource:
-    """A wrong directory is told at once, not when a worker has loaded its libraries."""
-    if not (directory / "config.json").is_file():
-        raise ModelNotFound(
-            f"{directory} has no config.json: it is no model in Hugging Face format"
-        )
-    return ModelSource(directory.name, directory)
+def check_model(source: ModelSource) -> None:
+    """ModelUnusable: the services would refuse its files. They are read in a process of its own,
+    which imports no PyTorch; the embedded model's are known."""
+    if source.directory == _EMBEDDED_DIRECTORY:
+        return
+    # -P: a directory `services` where the user happens to be must not hide ours.
+    command = [sys.executable, "-P", "-m", "services.common.checkpoint", str(source.directory)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        said = done.stderr.strip() or f"the check of its files ended with {done.returncode}"
+        raise ModelUnusable(said.splitlines()[-1].removeprefix("error: "))
+
+
+def _is_gguf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_GGUF)) == _GGUF
 
 
 def _may_be_id(name: str) -> bool:
@@ -47,10 +63,9 @@ def _may_be_id(name: str) -> bool:
 
 
 def _embedded() -> Path:
-    directory = Path(str(files("quire") / "embedded"))
-    if not (directory / "config.json").is_file():
-        raise ModelNotFound(f"this installation of Quire has no embedded model in {directory}")
-    return directory
+    if not (_EMBEDDED_DIRECTORY / "config.json").is_file():
+        raise ModelNotFound(f"this installation has no embedded model in {_EMBEDDED_DIRECTORY}")
+    return _EMBEDDED_DIRECTORY
 
 
 def _cached(model_id: str) -> Path:

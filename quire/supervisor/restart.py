@@ -9,7 +9,7 @@ from dataclasses import dataclass
 CANNOT_START = 2
 """Exit status of a service that names a reason why it cannot start."""
 MAX_SAME_FAILURES = 2
-"""Services wait by themselves for what may come (Redis), so that trying again seldom helps."""
+"""Of a service that names no reason."""
 STEADY_S = 10.0
 """Who lived this long had started well."""
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 5.0
@@ -42,13 +42,16 @@ class Restarts:
         self._num_failed = 0
         self._num_same = 0
         self._reason = ""
+        self._names_reason = False
 
     def delay_after(self, ended: Exit) -> float:
         """Seconds to wait before the next start."""
         if not ended.failed_to_start:
             self._num_failed = self._num_same = 0
+            self._names_reason = False
             return 0.0
         self._num_failed += 1
+        self._names_reason = ended.status == CANNOT_START
         reason = _without_numbers(ended.last_line)
         self._num_same = self._num_same + 1 if reason == self._reason else 1
         self._reason = reason
@@ -56,8 +59,9 @@ class Restarts:
 
     @property
     def hopeless(self) -> bool:
-        """It fails to start for the same reason again and again."""
-        return self._num_same >= MAX_SAME_FAILURES
+        """Trying again does not help: the service names a reason why it cannot start (it has waited
+        by itself for what may come, such as Redis), or fails in the same way again and again."""
+        return self._names_reason or self._num_same >= MAX_SAME_FAILURES
 
 
 def _without_numbers(line: str) -> str:

@@ -39,6 +39,7 @@ class SupervisorService(SupervisorServicer):
             num_decode=decode.number,
             starting=prefill.starting + decode.starting,
             leaving=prefill.leaving + decode.leaving,
+            failing=self._workforce.failing(),
         )
 
 

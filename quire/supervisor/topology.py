@@ -1,10 +1,14 @@
 """Which services a run has, and what each is told.
 
 A service is configured by its environment alone. Variables that the user has set (say
-QUIRE_DECODE_METRICS_PORT) reach it too; what a flag says goes before them.
+QUIRE_DECODE_LOG_LEVEL) reach it too; what a flag says goes before them. A port that the user has
+set for a role (QUIRE_DECODE_METRICS_PORT) is that of its first worker; the second one takes the
+next port, and so on.
 """
 
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from quire.supervisor import service, valkey
@@ -74,8 +78,8 @@ def _worker_settings(options: ServeOptions) -> dict[str, str]:
 
 def _workers(module: str, number: int, settings: dict[str, str]) -> list[ChildSpec]:
     return [
-        _service(module, f"{module}-{index}", Stage.WORKER, settings)
-        for index in range(1, number + 1)
+        _service(module, f"{module}-{index + 1}", Stage.WORKER, settings, index)
+        for index in range(number)
     ]
 
 
@@ -91,17 +95,31 @@ def _gateway(
     }
     if options.client_priority:
         settings["CLIENT_PRIORITY"] = "true"
-    return _service(
-        "gateway", f"gateway-{index + 1}" if index else "gateway", Stage.GATEWAY, settings
-    )
+    name = f"gateway-{index + 1}" if index else "gateway"
+    return _service("gateway", name, Stage.GATEWAY, settings, index)
 
 
-def _service(module: str, name: str, stage: Stage, settings: dict[str, str]) -> ChildSpec:
+def _service(
+    module: str, name: str, stage: Stage, settings: dict[str, str], number: int = 0
+) -> ChildSpec:
     prefix = f"QUIRE_{module.upper()}_"
+    environment = {prefix + setting: value for setting, value in settings.items()}
     return ChildSpec(
         name=name,
         # -P: a directory `services` where the user happens to be must not hide ours.
         command=(sys.executable, "-P", "-m", f"services.{module}"),
         stage=stage,
-        environment={prefix + setting: value for setting, value in settings.items()},
+        environment=environment,
+        base_ports=_base_ports(prefix, environment),
+        number=number,
     )
+
+
+def _base_ports(prefix: str, environment: Mapping[str, str]) -> dict[str, int]:
+    """Ports that the user has set for a role, but 0, with which each service takes a free one."""
+    asked = {prefix + name: os.environ.get(prefix + name, "") for name in ("PORT", "METRICS_PORT")}
+    return {
+        name: int(port)
+        for name, port in asked.items()
+        if name not in environment and port.isdecimal() and int(port)
+    }

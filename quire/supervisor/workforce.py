@@ -1,5 +1,6 @@
 """How many workers of each role a run has: more are started, the youngest are drained."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,6 +36,11 @@ class Workforce:
                 raise ValueError(f"{role}={number}: a run has 1 to {MAX_WORKERS} of them")
         return {role: self._bring_to(role, number) for role, number in wanted.items()}
 
+    def failing(self) -> dict[str, str]:
+        """Workers that do not start, by name: why."""
+        workers = (child for child in self._children if child.spec.stage is Stage.WORKER)
+        return {child.name: child.failure for child in workers if child.failure}
+
     def _bring_to(self, role: str, number: int | None) -> Change:
         staying = [child for child in self._of(role) if child.is_staying]
         if number is None:
@@ -46,10 +52,13 @@ class Workforce:
         return Change(number, tuple(starting), tuple(child.name for child in leaving))
 
     def _hire(self, role: str) -> str:
-        """One more like the others, under a name that nobody had."""
+        """One more like the others, under a name that nobody had, with the ports of one that has
+        ended, or the next ones."""
         earlier = self._of(role)
         index = 1 + max(int(child.name.rpartition("-")[2]) for child in earlier)
-        spec = replace(earlier[0].spec, name=f"{role}-{index}")
+        taken = {child.spec.number for child in earlier if not child.has_ended}
+        number = next(n for n in itertools.count() if n not in taken)
+        spec = replace(earlier[0].spec, name=f"{role}-{index}", number=number)
         self._start(spec)
         return spec.name
 

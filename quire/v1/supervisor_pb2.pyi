@@ -1,7 +1,7 @@
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -15,13 +15,22 @@ class ScaleRequest(_message.Message):
     def __init__(self, num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ...) -> None: ...
 
 class ScaleResponse(_message.Message):
-    __slots__ = ("num_prefill", "num_decode", "starting", "leaving")
+    __slots__ = ("num_prefill", "num_decode", "starting", "leaving", "failing")
+    class FailingEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     NUM_PREFILL_FIELD_NUMBER: _ClassVar[int]
     NUM_DECODE_FIELD_NUMBER: _ClassVar[int]
     STARTING_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    FAILING_FIELD_NUMBER: _ClassVar[int]
     num_prefill: int
     num_decode: int
     starting: _containers.RepeatedScalarFieldContainer[str]
     leaving: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., starting: _Optional[_Iterable[str]] = ..., leaving: _Optional[_Iterable[str]] = ...) -> None: ...
+    failing: _containers.ScalarMap[str, str]
+    def __init__(self, num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., starting: _Optional[_Iterable[str]] = ..., leaving: _Optional[_Iterable[str]] = ..., failing: _Optional[_Mapping[str, str]] = ...) -> None: ...

@@ -54,7 +54,9 @@ def _block_size(args: argparse.Namespace) -> dict[str, Any]:
     except WorkloadError as error:
         raise _Failed(str(error)) from error
     except ModuleNotFoundError as error:
-        raise _Failed(f"{error.name} is not installed: pip install 'quire[worker]'") from error
+        raise _Failed(
+            f"{error.name} is not installed: pip install 'quire-serve[worker]'"
+        ) from error
     cache = None if args.weights_cache == "none" else Path(args.weights_cache).expanduser()
     question = Question(
         workload=workload,

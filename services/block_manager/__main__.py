@@ -15,8 +15,9 @@ from services.block_manager.config import BlockManagerSettings
 from services.block_manager.link import Connection, Link
 from services.block_manager.manager import BlockManager
 from services.block_manager.service import SERVICE_NAME, BlockManagerService
+from services.common.exposition import metrics_endpoint
 from services.common.logging import get_logger
-from services.common.metrics import PoolMetrics, metrics_endpoint
+from services.common.metrics import PoolMetrics
 from services.common.pool.names import new_worker_id
 from services.common.process import run_service, with_patience
 from services.common.rpc import RpcServer

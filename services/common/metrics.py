@@ -1,21 +1,13 @@
-"""Every figure that Quire exposes, by service, and the endpoint that Prometheus reads.
+"""Every figure that Quire exposes, by service.
 
 Names are vLLM's with the prefix `quire:` where the thing is the same. prometheus_client appends
 `_total` to counters.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from blockstore.records import PoolStats
 from blockstore.registry import Load
-from services.common.config import ServiceSettings
-from services.common.errors import StartupError
-from services.common.logging import get_logger
-
-log = get_logger(__name__)
 
 # Bounds in seconds.
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20)
@@ -78,7 +70,8 @@ class GatewayMetrics:
         )
         self.requests_failed = Counter(
             "quire:request_failure",
-            "Requests that ended with an error, by its code, or were cancelled (`cancelled`).",
+            "Requests that were refused or ended with an error, by its code, or were cancelled "
+            "(`cancelled`).",
             [*model, "code"],
             registry=registry,
         )
@@ -226,29 +219,3 @@ class PoolMetrics:
             gauge.remove(pool_id, model)
         self._blocks.remove_by_labels({"pool_id": pool_id})
         self._seen.pop(pool_id, None)
-
-
-@contextmanager
-def metrics_endpoint(
-    settings: ServiceSettings, registry: CollectorRegistry
-) -> Iterator[int | None]:
-    """Serve `/metrics` from its own thread; gives the port, or None when none was asked for.
-
-    StartupError: the port is taken.
-    """
-    if settings.metrics_port is None:
-        yield None
-        return
-    try:
-        server, thread = start_http_server(settings.metrics_port, settings.host, registry)
-    except OSError as error:
-        raise StartupError(
-            f"metrics: cannot listen on {settings.host}:{settings.metrics_port}: {error.strerror}"
-        ) from error
-    log.info("metrics_listening", port=server.server_port)
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -180,6 +180,10 @@ class Generator(Protocol):
         (services.common.errors).
         """
 
+    def refused(self, request_id: str, model: str, code: str, reason: str) -> None:
+        """Count and log a request that was refused before `generate` heard of it. `model`: as the
+        client names it; empty: not known."""
+
     def models(self) -> tuple[ServedModel, ...]:
         """The models that can be served now, sorted by name."""
 

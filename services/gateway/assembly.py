@@ -77,7 +77,7 @@ async def assembled(
     )
     figures.watch(lambda: dispatcher.num_running, lambda: dispatcher.num_waiting)
     gateway = Gateway(
-        *(fleet, dispatcher, changes, figures.meter, limits.patience_s),
+        *(fleet, dispatcher, changes, figures, limits.patience_s),
         client_priority=client_priority,
     )
     async with asyncio.TaskGroup() as tasks:

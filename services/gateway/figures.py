@@ -13,6 +13,9 @@ from services.gateway.journey import Journey
 
 log = get_logger(__name__)
 
+_MAX_TEXT_CHARS = 1000
+"""Of what a client wrote in one line of the log."""
+
 
 class ModelMeter:
     """The figures of one model's tokens."""
@@ -45,6 +48,18 @@ class Figures:
         """Where the gauges are read from, whenever somebody asks."""
         self._metrics.num_requests_running.set_function(num_running)
         self._metrics.num_requests_waiting.set_function(num_waiting)
+
+    def refused(self, request_id: str, model: str, code: str, reason: str) -> None:
+        """Count a request that was refused before it was in line, and write its one line. `model`:
+        one that is served, or empty."""
+        self._metrics.requests_failed.labels(model, code).inc()
+        log.info(
+            "request_refused",
+            request_id=request_id[:_MAX_TEXT_CHARS],
+            model=model,
+            outcome=code,
+            reason=reason[:_MAX_TEXT_CHARS],
+        )
 
     def has_ended(self, journey: Journey, error: Exception | None) -> None:
         """Count a request, and write its one line."""
@@ -82,11 +97,14 @@ class Figures:
         )
 
 
+def code_of(error: Exception) -> str:
+    """An error's code, as clients and figures know it."""
+    fault = fault_of(error)
+    return fault.code if fault else INTERNAL_CODE
+
+
 def _outcome(journey: Journey, error: Exception | None) -> str:
     """In a word: a finish reason, an error's code, or `cancelled`."""
     if journey.client.output.finish_reason is not None:
         return journey.client.output.finish_reason.value
-    if error is None:
-        return "cancelled"
-    fault = fault_of(error)
-    return fault.code if fault else INTERNAL_CODE
+    return "cancelled" if error is None else code_of(error)

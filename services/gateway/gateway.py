@@ -14,9 +14,11 @@ from services.gateway.api import Delta, GenerationRequest, ServedModel
 from services.gateway.bell import Bell
 from services.gateway.best_of import BestOf
 from services.gateway.dispatcher import Dispatcher
+from services.gateway.figures import Figures, code_of
 from services.gateway.fleet import Fleet, Served
 from services.gateway.identity import check_identity, client_id, scoped_id, with_resume_token
-from services.gateway.output import Meter, Output, Tally
+from services.gateway.journey import Journey
+from services.gateway.output import Output, Tally
 from services.gateway.sequence import Sequence
 from services.gateway.spelling import PromptTeller, Speller
 from services.gateway.text import Text
@@ -24,15 +26,15 @@ from services.gateway.turnstile import Turnstile
 
 
 class Gateway:
-    """`meter` gives the figures of a model. `changes` rings when workers come or go.
-    `client_priority`: requests may have another priority than 0."""
+    """`changes` rings when workers come or go. `client_priority`: requests may have another
+    priority than 0."""
 
     def __init__(
         self,
         fleet: Fleet,
         dispatcher: Dispatcher,
         changes: Bell,
-        meter: Callable[[str], Meter],
+        figures: Figures,
         patience_s: float = 5.0,
         *,
         client_priority: bool = False,
@@ -40,7 +42,7 @@ class Gateway:
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._changes = changes
-        self._meter = meter
+        self._figures = figures
         self._patience_s = patience_s
         self._client_priority = client_priority
         self._turnstile = Turnstile()
@@ -48,13 +50,26 @@ class Gateway:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """See `Generator.generate`. Also raises Unavailable when workers were lost too often,
         Overloaded when the client reads too slowly, BlockStoreError when the store is away."""
-        clock = asyncio.get_running_loop().time
-        arrived_at = clock()
-        deadline = None if request.timeout_s is None else arrived_at + request.timeout_s
-        check_identity(request)
-        check_priority(request.priority, client_priority=self._client_priority)
         name = request.request_id or f"gen-{secrets.token_hex(12)}"
-        bind_request_id(name)
+        try:
+            check_identity(request)
+            bind_request_id(name)
+            journey, output = await self._enter(request, name)
+        except Exception as error:
+            self.refused(name, request.model, code_of(error), str(error))
+            raise
+        try:
+            async with aclosing(output.deltas()) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            journey.leave(output)
+
+    async def _enter(self, request: GenerationRequest, name: str) -> tuple[Journey, Output]:
+        """Admit a request and put it in line; raises what refuses it."""
+        arrived_at = asyncio.get_running_loop().time()
+        deadline = None if request.timeout_s is None else arrived_at + request.timeout_s
+        check_priority(request.priority, client_priority=self._client_priority)
         request_id = scoped_id(name, with_resume_token(request).resume_token)
         with self._dispatcher.entering(request_id, resumes=request.received is not None):
             try:
@@ -65,15 +80,16 @@ class Gateway:
                             request, request_id, model, served, arrived_at, deadline
                         )
                         output = self._output(request, admitted, served)
-                        journey = await self._dispatcher.enter(admitted, output)
+                        return await self._dispatcher.enter(admitted, output), output
             except TimeoutError as error:
                 raise DeadlineExceeded("the request's deadline has passed") from error
-        try:
-            async with aclosing(output.deltas()) as deltas:
-                async for delta in deltas:
-                    yield delta
-        finally:
-            journey.leave(output)
+
+    def refused(self, request_id: str, model: str, code: str, reason: str) -> None:
+        """See `Generator.refused`. Only a model that is served becomes a label: clients choose the
+        names that they send, and each would be a time series of its own."""
+        names = self._fleet.names()
+        only = names[0] if len(names) == 1 and not model else ""
+        self._figures.refused(request_id, model if model in names else only, code, reason)
 
     def models(self) -> tuple[ServedModel, ...]:
         """The models that can be served now, sorted by name."""
@@ -136,7 +152,7 @@ class Gateway:
             client_id(request.request_id),
             Tally(len(request.prompt_token_ids), request.arrived_at),
             sequences,
-            self._meter(request.model),
+            self._figures.meter(request.model),
             asyncio.get_running_loop().time,
             teller if tells_prompt else None,
             self._turnstile,

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 from blockstore.registry import Member
 from quire.v1 import inference_pb2_grpc
 from services.common import redis
+from services.common.exposition import metrics_endpoint
 from services.common.logging import get_logger
-from services.common.metrics import metrics_endpoint
 from services.common.presence import Presence
 from services.common.rpc import RpcServer
 from services.gateway import service

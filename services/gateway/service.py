@@ -46,7 +46,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        asked = with_resume_token(_request_from_wire(request, context.time_remaining()))
+        try:
+            asked = with_resume_token(_request_from_wire(request, context.time_remaining()))
+        except InvalidRequest as error:
+            self._generator.refused(request.request_id, request.model, error.code, str(error))
+            raise
         untold_token = asked.resume_token
         async with aclosing(self._generator.generate(asked)) as deltas:
             async for delta in deltas:

@@ -4,9 +4,11 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from services.common.config import PoolServiceSettings
+
+_BATCHED_TOKENS = 512
 
 
 class WorkerSettings(PoolServiceSettings):
@@ -60,7 +62,12 @@ class WorkerSettings(PoolServiceSettings):
         None, ge=2, description="longest prompt + generation; none: the model's context"
     )
     max_num_seqs: int = Field(64, ge=1, description="sequences in one step")
-    max_num_batched_tokens: int = Field(512, ge=1, description="tokens computed in one step")
+    max_num_batched_tokens: int | None = Field(
+        None,
+        ge=1,
+        description=f"tokens computed in one step, at least max_num_seqs; none: {_BATCHED_TOKENS}, "
+        "or max_num_seqs where that is more",
+    )
     step_limit_s: float = Field(
         default=120.0,
         gt=0,
@@ -85,6 +92,14 @@ class WorkerSettings(PoolServiceSettings):
         except RuntimeError:
             raise ValueError(f"{path}: this user has no home directory; name another") from None
 
+    @field_validator("max_num_batched_tokens")
+    @classmethod
+    def _enough(cls, num_tokens: int | None, others: ValidationInfo) -> int | None:
+        num_seqs = others.data.get("max_num_seqs", 0)
+        if num_tokens is not None and num_tokens < num_seqs:
+            raise ValueError(f"{num_tokens} is less than max_num_seqs, {num_seqs}")
+        return num_tokens
+
     @field_validator("cpus")
     @classmethod
     def _readable(cls, text: str) -> str:
@@ -100,6 +115,11 @@ class WorkerSettings(PoolServiceSettings):
     def num_threads(self) -> int | None:
         """Of PyTorch: the native kernels have their own, and leave it but the sampling."""
         return 1 if self.backend == "cpu" else self.threads
+
+    @property
+    def num_batched_tokens(self) -> int:
+        """Most tokens that one step computes."""
+        return self.max_num_batched_tokens or max(_BATCHED_TOKENS, self.max_num_seqs)
 
     @property
     def served_name(self) -> str:

@@ -6,15 +6,17 @@ import torch
 
 import kvops
 from kvops.native import Lane, NativeCpu
+from services.common.checkpoint.check import check_format
+from services.common.checkpoint.weights import weight_files
 from services.common.errors import StartupError
 from services.common.pool.layout import Dtype, PoolLayout
 from services.common.pool.sizing import MemoryPlan, parse_size
 from services.common.text.model_config import ModelConfig
+from services.common.text.tokenizer import tokenizer_file
 from services.engine.fingerprint import fingerprint
 from services.engine.models import Model, load_model
 from services.engine.packed_file import Progress
 from services.engine.pool import DTYPES
-from services.engine.weights import weight_files
 from services.worker.config import WorkerSettings
 from services.worker.pool_worker import Limits
 
@@ -34,7 +36,9 @@ class LoadedModel:
 def load(settings: WorkerSettings, progress: Progress) -> LoadedModel:
     """Blocks for as long as it takes to read the weights, or until `progress` raises, which is
     called several times a second. StartupError."""
+    check_format(settings.model)
     config = ModelConfig.from_directory(settings.model)
+    tokenizer_file(settings.model)  # the gateway reads it, and would never serve this worker
     name = _dtype(settings, config)
     dtype = DTYPES[name]
     try:
@@ -86,7 +90,7 @@ def _limits(settings: WorkerSettings, config: ModelConfig) -> Limits:
         raise StartupError(f"max_model_len {asked} is beyond the model's context of {context}")
     return Limits(
         max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
+        max_num_batched_tokens=settings.num_batched_tokens,
         max_model_len=asked or context,
         vocab_size=config.vocab_size,
         eos_token_ids=frozenset(config.eos_token_ids),
@@ -99,7 +103,7 @@ def _plan(settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype) -> 
     width = config.hidden_size + max(
         2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     )
-    num_values = 2 * settings.max_num_batched_tokens * width
+    num_values = 2 * settings.num_batched_tokens * width
     num_values += settings.max_num_seqs * config.vocab_size
     stored = getattr(torch, config.dtype).itemsize
     file_bytes = sum(path.stat().st_size for path in weight_files(settings.model))

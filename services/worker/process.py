@@ -16,8 +16,9 @@ from blockstore.errors import UnknownWorker, WorkerFenced
 from blockstore.registry import Role
 from blockstore.store import BlockStore
 from services.common.board import Board
+from services.common.exposition import metrics_endpoint
 from services.common.logging import get_logger
-from services.common.metrics import WorkerMetrics, metrics_endpoint
+from services.common.metrics import WorkerMetrics
 from services.common.rpc import RpcServer
 from services.engine.engine import ForwardPass
 from services.engine.membership import Membership, join, join_colder

@@ -169,7 +169,7 @@ class House:
         )
         for line in self.lines:
             line.open(self.dispatcher)
-        self.gateway = Gateway(fleet, self.dispatcher, bell, figures.meter)
+        self.gateway = Gateway(fleet, self.dispatcher, bell, figures)
         mover = Mover(fleet, bell, limits.reserve_timeout_s)
         self._moving = asyncio.create_task(mover.clear_out())
 

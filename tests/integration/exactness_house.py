@@ -223,7 +223,7 @@ class House:
         for number in range(setting.num_decoders):
             self.decoders.append(await self._add("decode", number))
         await self.fleet.refresh()
-        gateway = Gateway(self.fleet, self.dispatcher, bell, figures.meter)
+        gateway = Gateway(self.fleet, self.dispatcher, bell, figures)
         self._service = InferenceService(gateway)
         mover = Mover(self.fleet, bell, limits.reserve_timeout_s)
         self._moving = asyncio.create_task(mover.clear_out())

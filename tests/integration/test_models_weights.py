@@ -12,12 +12,12 @@ from torch import Tensor
 
 import kvops
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
+from services.common.checkpoint.layout import weight_shapes
 from services.common.errors import StartupError
 from services.common.text.model_config import ModelConfig
 from services.engine.batch import Row
 from services.engine.fingerprint import fingerprint
 from services.engine.models import Model, load_model
-from services.engine.models.layout import weight_shapes
 from services.engine.weights import load_weights, weights_digest
 
 from .models_oracle import GREEDY, Rig
@@ -141,7 +141,7 @@ def test_a_wrong_shape_is_named_with_both_shapes(checkpoint: Path) -> None:
 def test_an_integer_tensor_is_named(checkpoint: Path) -> None:
     ones = torch.ones(64, dtype=torch.int64)
     edit(checkpoint, lambda tensors: tensors.update({"model.norm.weight": ones}))
-    assert "model.norm.weight: torch.int64 is not bf16, fp16 or fp32" in refused(checkpoint)
+    assert "model.norm.weight: I64 is not bf16, fp16 or fp32" in refused(checkpoint)
 
 
 @pytest.mark.parametrize("size", [0, 4, 1000, -1])

@@ -5,12 +5,15 @@ import urllib.request
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+from prometheus_client.parser import text_string_to_metric_families as prometheus_text
 
 from blockstore.records import PoolSpec, PoolStats
 from blockstore.registry import Load
 from services.common.config import ServiceSettings
 from services.common.errors import StartupError
-from services.common.metrics import GatewayMetrics, PoolMetrics, WorkerMetrics, metrics_endpoint
+from services.common.exposition import exposition, metrics_endpoint
+from services.common.metrics import GatewayMetrics, PoolMetrics, WorkerMetrics
 
 LABELS = {"pool_id": "p-1", "model_name": "tiny"}
 
@@ -78,12 +81,60 @@ def test_a_workers_load_is_shown() -> None:
     assert registry.get_sample_value("quire:num_pending_tokens") == 4
 
 
+PROMETHEUS_2 = (
+    "application/openmetrics-text;version=1.0.0;q=0.5,"
+    "application/openmetrics-text;version=0.0.1;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+)
+PROMETHEUS_3 = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,"
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,text/plain;version=0.0.4;q=0.2,*/*;q=0.1"
+)
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "",
+        "text/plain;version=0.0.4",
+        "text/plain;version=1.0.0;escaping=underscores",
+        "application/openmetrics-text",
+        "application/openmetrics-text;version=1.0.0;escaping=underscores",
+        "application/openmetrics-text;version=1.0.0;escaping=dots",
+        "application/openmetrics-text;version=1.0.0;escaping=values",
+        PROMETHEUS_2,
+        PROMETHEUS_3,
+    ],
+)
+def test_type_and_samples_have_the_same_name_in_both_formats(accept: str) -> None:
+    """A sample of another name than its TYPE line is a metric of its own, without a type."""
+    registry = CollectorRegistry()
+    metrics = GatewayMetrics(registry)
+    metrics.requests_finished.labels("tiny", "stop").inc(3)
+    metrics.time_to_first_token_s.labels("tiny").observe(0.1)
+    content, content_type = exposition(registry, accept)
+    is_openmetrics = content_type.startswith("application/openmetrics-text")
+    assert is_openmetrics == ("openmetrics" in accept)
+    parse = openmetrics if is_openmetrics else prometheus_text
+    families = {family.name: family for family in parse(content.decode())}
+    assert families["quire:time_to_first_token_seconds"].type == "histogram"
+    assert families["quire:num_requests_running"].type == "gauge"
+    success = families["quire:request_success"]
+    assert success.type == "counter"
+    found = [sample for sample in success.samples if sample.name == "quire:request_success_total"]
+    assert [sample.value for sample in found] == [3]
+    for family in families.values():
+        assert family.type != "unknown"
+        assert all(sample.name.startswith(family.name) for sample in family.samples)
+
+
 def test_the_endpoint_answers_and_ends() -> None:
     registry = CollectorRegistry()
     WorkerMetrics(registry).generation_tokens.inc(7)
     with metrics_endpoint(ServiceSettings(metrics_port=0), registry) as port:
         url = f"http://127.0.0.1:{port}/metrics"
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        asked = urllib.request.Request(url, headers={"Accept": PROMETHEUS_2})
+        with urllib.request.urlopen(asked, timeout=5) as answer:
+            assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
             assert b"quire:generation_tokens_total 7.0" in answer.read()
         with (
             pytest.raises(StartupError, match=f"metrics: cannot listen on 127.0.0.1:{port}"),

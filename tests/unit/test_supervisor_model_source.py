@@ -10,20 +10,20 @@ from quire.supervisor.model_source import find_model
 
 def test_a_directory(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "config.json").touch()
     source = find_model(str(tmp_path / "tiny"))
     assert (source.name, source.directory) == ("tiny", tmp_path / "tiny")
 
 
-def test_a_directory_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"has no config\.json"):
-        find_model(str(tmp_path))
-
-
 def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ModelNotFound, match="takes a directory"):
+    with pytest.raises(ModelNotFound, match="is a file; --model takes a directory"):
         find_model(str(tmp_path / "model.safetensors"))
+
+
+def test_a_gguf_file_is_recognized(tmp_path: Path) -> None:
+    (tmp_path / "tiny-q4").write_bytes(b"GGUF\x03\x00\x00\x00")
+    with pytest.raises(ModelNotFound, match="is a GGUF file; --model takes a directory"):
+        find_model(str(tmp_path / "tiny-q4"))
 
 
 @pytest.mark.parametrize("name", ["nowhere", "/no/where", "./no", "../no", "a/b/c", "a//b"])

@@ -1,9 +1,12 @@
 """When a service is started again, and when the run gives up."""
 
+from dataclasses import replace
+
 from quire.supervisor.restart import Exit, Restarts
 
 NO_MEMORY = Exit(status=2, lived_s=1.0, last_line="error: 3 GiB are not there")
 NO_REDIS = Exit(status=2, lived_s=11.0, last_line="error: Redis did not answer")
+CRASHED = Exit(status=1, lived_s=1.0, last_line="Segmentation fault")
 KILLED = Exit(status=-9, lived_s=60.0, last_line="service_started")
 
 
@@ -21,15 +24,22 @@ def test_the_same_failure_twice_in_a_row_is_hopeless() -> None:
     restarts = Restarts()
     verdicts = []
     for _ in range(2):
-        restarts.delay_after(NO_MEMORY)
+        restarts.delay_after(CRASHED)
         verdicts.append(restarts.hopeless)
     assert verdicts == [False, True]
 
 
+def test_a_reason_is_enough() -> None:
+    """The service has waited by itself for what may come."""
+    restarts = Restarts()
+    restarts.delay_after(NO_MEMORY)
+    assert restarts.hopeless
+
+
 def test_failures_of_different_kinds_are_not_hopeless() -> None:
     restarts = Restarts()
-    for ended in (NO_MEMORY, NO_REDIS, NO_MEMORY, NO_REDIS):
-        restarts.delay_after(ended)
+    for line in ("Segmentation fault", "Bus error") * 2:
+        restarts.delay_after(replace(CRASHED, last_line=line))
     assert not restarts.hopeless
 
 
@@ -42,7 +52,7 @@ def test_a_slow_start_that_fails_counts_too() -> None:
 
 def test_having_lived_forgives() -> None:
     restarts = Restarts()
-    for ended in (NO_MEMORY, NO_MEMORY, KILLED, NO_MEMORY):
+    for ended in (CRASHED, CRASHED, KILLED, CRASHED):
         delay_s = restarts.delay_after(ended)
     assert delay_s == 0.1
     assert not restarts.hopeless
@@ -57,6 +67,6 @@ def test_an_exit_reads_well() -> None:
 def test_the_same_failure_with_other_numbers_is_the_same() -> None:
     restarts = Restarts()
     for free_bytes in (19_696_746_496, 18_000_000_000, 17_193_278_464):
-        text = f"error: pool memory 1 TiB is not available: {free_bytes} bytes are left"
-        restarts.delay_after(Exit(2, 3.0, text))
+        text = f"pool memory 1 TiB is not available: {free_bytes} bytes are left"
+        restarts.delay_after(Exit(1, 3.0, text))
     assert restarts.hopeless

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from quire.supervisor import child, supervisor, tether, topology, valkey
 from quire.supervisor.options import ServeOptions
 from services.common import process
@@ -44,6 +46,31 @@ def test_priorities_are_refused_unless_they_are_asked_for() -> None:
         for asked in (False, True)
     ]
     assert [each.get("QUIRE_GATEWAY_CLIENT_PRIORITY") for each in settings] == [None, "true"]
+def test_a_port_of_a_role_is_that_of_its_first_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 is any free port for each; what a flag says goes before."""
+    monkeypatch.setenv("QUIRE_DECODE_METRICS_PORT", "9092")
+    monkeypatch.setenv("QUIRE_PREFILL_METRICS_PORT", "0")
+    monkeypatch.setenv("QUIRE_PREFILL_PORT", "7100")
+    monkeypatch.setenv("QUIRE_GATEWAY_METRICS_PORT", "9200")
+    monkeypatch.setenv("QUIRE_GATEWAY_PORT", "1")
+    asked = options(num_prefill=2, num_decode=2, num_gateways=2, grpc_port=7000)
+    ports = {
+        spec.name: [
+            f"{name.removeprefix('QUIRE_')}={value}"
+            for name, value in spec.variables.items()
+            if name.endswith("_PORT")
+        ]
+        for spec in topology.services(asked, RUN)
+    }
+    assert ports == {
+        "block-manager": [],
+        "prefill-1": ["PREFILL_PORT=7100"],
+        "prefill-2": ["PREFILL_PORT=7101"],
+        "decode-1": ["DECODE_METRICS_PORT=9092"],
+        "decode-2": ["DECODE_METRICS_PORT=9093"],
+        "gateway": ["GATEWAY_PORT=7000", "GATEWAY_HTTP_PORT=8000", "GATEWAY_METRICS_PORT=9200"],
+        "gateway-2": ["GATEWAY_PORT=7001", "GATEWAY_HTTP_PORT=8001", "GATEWAY_METRICS_PORT=9201"],
+    }
 
 
 def test_the_embedded_store_is_for_this_run_alone() -> None:

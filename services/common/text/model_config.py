@@ -166,10 +166,18 @@ def _architecture(config: JsonFields) -> str:
 
 
 def _refuse_unsupported(config: JsonFields) -> None:
-    if config.has("quantization_config"):
-        raise config.wrong("quantization_config", "quantized weights are not supported")
+    for name in ("quantization_config", "quantization"):  # the second one is MLX's
+        if config.has(name):
+            raise config.wrong(name, _quantized_by(config.values[name]))
     if (act := config.text("hidden_act", "silu")) != "silu":
         raise config.wrong("hidden_act", f"{act!r} is not supported, only 'silu'")
+
+
+def _quantized_by(quantization: object) -> str:
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    how = f"quantized by {method!r}" if method else "quantized"
+    known = ", ".join(DTYPES)
+    return f"the weights are {how}; only {known} are read (`--quantize int8` quantizes them)"
 
 
 def _num_kv_heads(config: JsonFields, num_heads: int) -> int:

@@ -47,8 +47,15 @@ def _without(pieces: Sequence[Piece], token_ids: Collection[int]) -> Sequence[Pi
 def pieces_of(tokenizer: tokenizers.Tokenizer) -> Pieces:
     """Special tokens included. StartupError: the tokenizer's decoder is not one of those known
     here."""
-    steps = _decoder_steps(json.loads(tokenizer.to_str())["decoder"])
-    tokens = _texts(tokenizer)
+    return _pieces(_texts(tokenizer), _decoder_steps(tokenizer))
+
+
+def check_decoder(tokenizer: tokenizers.Tokenizer) -> None:
+    """StartupError: as `pieces_of`, without the work."""
+    _pieces([], _decoder_steps(tokenizer))
+
+
+def _pieces(tokens: list[str | None], steps: list[dict[str, Any]]) -> Pieces:
     if not steps:
         return _of_words(tokens)
     match [step["type"] for step in steps]:
@@ -59,9 +66,10 @@ def pieces_of(tokenizer: tokenizers.Tokenizer) -> Pieces:
     return _of_sequence(tokens, steps)
 
 
-def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if decoder is None:
+def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    if tokenizer.decoder is None:
         return []
+    decoder = json.loads(tokenizer.decoder.__getstate__())  # without the vocabulary's megabytes
     return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
 
 

@@ -11,7 +11,7 @@ import tokenizers
 
 from services.common.errors import InvalidRequest, StartupError
 from services.common.text.detokenizer import Detokenizer
-from services.common.text.pieces import Pieces, pieces_of, special_token_ids
+from services.common.text.pieces import Pieces, check_decoder, pieces_of, special_token_ids
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -32,15 +32,8 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, directory: Path) -> Self:
         """StartupError: tokenizer.json is missing, broken, or of a kind that cannot be streamed."""
-        path = directory / TOKENIZER_FILE
-        if not path.is_file():
-            raise StartupError(f"no tokenizer: {path} does not exist")
-        try:
-            loaded = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises plain Exception for whatever it cannot read
-            raise StartupError(f"cannot read {path}: {error}") from error
-        tokenizer = cls(loaded, _special_tokens(read_tokenizer_config(directory)))
-        _ = tokenizer.pieces  # what cannot be streamed is told now, not at the first request
+        tokenizer = cls(read_tokenizer(directory), special_tokens(directory))
+        _ = tokenizer.pieces  # computed now, not at the first request
         return tokenizer
 
     @cached_property
@@ -93,6 +86,33 @@ class Tokenizer:
         return Detokenizer(pieces, starts_text=starts_text)
 
 
+def tokenizer_file(directory: Path) -> Path:
+    """StartupError: there is none."""
+    path = directory / TOKENIZER_FILE
+    if path.is_file():
+        return path
+    hint = ""
+    for other in ("tokenizer.model", "vocab.json"):
+        if (directory / other).is_file():
+            hint = (
+                f"; {other} is not read, but transformers makes the file from it: "
+                f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained(...)"
+            )
+            break
+    raise StartupError(f"no tokenizer: {path} does not exist{hint}")
+
+
+def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
+    """StartupError: see `Tokenizer.from_directory`."""
+    path = tokenizer_file(directory)
+    try:
+        tokenizer: tokenizers.Tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception for whatever it cannot read
+        raise StartupError(f"cannot read {path}: {error}") from error
+    check_decoder(tokenizer)
+    return tokenizer
+
+
 def read_tokenizer_config(directory: Path) -> dict[str, Any]:
     """tokenizer_config.json; empty where there is none. StartupError: it is no JSON object."""
     path = directory / TOKENIZER_CONFIG_FILE
@@ -107,8 +127,10 @@ def read_tokenizer_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """A token is written as its text, or as an object that has it under `content`."""
+def special_tokens(directory: Path) -> dict[str, str]:
+    """Text by role. A token is written as its text, or as an object that has it under `content`.
+    StartupError: tokenizer_config.json is no JSON object."""
+    config = read_tokenizer_config(directory)
     found: dict[str, str] = {}
     for role in _SPECIAL_TOKENS:
         token = config.get(f"{role}_token")

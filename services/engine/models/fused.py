@@ -26,24 +26,25 @@ from kvops.native import (
     aligned,
     packed_bytes,
 )
-from services.common.errors import StartupError
-from services.common.text.model_config import ModelConfig
-from services.engine.answering import answers
-from services.engine.batch import Answer, Draw, Fault, Query
-from services.engine.logprobs import scores_of
-from services.engine.models.layout import (
+from services.common.checkpoint.layout import (
     EMBEDDING,
     FINAL_NORM,
     ignored_weights,
     layer_prefix,
     weight_shapes,
 )
+from services.common.checkpoint.weights import weight_files
+from services.common.errors import StartupError
+from services.common.text.model_config import ModelConfig
+from services.engine.answering import answers
+from services.engine.batch import Answer, Draw, Fault, Query
+from services.engine.logprobs import scores_of
 from services.engine.models.model import Batch
 from services.engine.models.sections import Section, all_sections, layer_sections
 from services.engine.packed_file import Contents, Facts, Progress, packed_file
 from services.engine.rope import rope_tables
 from services.engine.sampler import SMALLEST_TEMPERATURE
-from services.engine.weights import load_weights, weight_files, weights_digest
+from services.engine.weights import load_weights, weights_digest
 
 _NO_TOKEN = -1
 """To the native head: a token that is to come. From it: logits that are not finite."""

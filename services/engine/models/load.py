@@ -9,11 +9,7 @@ from torch import Tensor
 
 from kvops import Backend
 from kvops.native import Kind
-from services.common.errors import StartupError
-from services.common.text.model_config import ModelConfig
-from services.engine.models.decoder import ComposedModel, Layer, Linear
-from services.engine.models.fused import load_fused
-from services.engine.models.layout import (
+from services.common.checkpoint.layout import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
@@ -21,6 +17,10 @@ from services.engine.models.layout import (
     layer_prefix,
     weight_shapes,
 )
+from services.common.errors import StartupError
+from services.common.text.model_config import ModelConfig
+from services.engine.models.decoder import ComposedModel, Layer, Linear
+from services.engine.models.fused import load_fused
 from services.engine.models.model import Model
 from services.engine.packed_file import Progress
 from services.engine.weights import load_weights, weights_digest

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.common.checkpoint.layout import EMBEDDING, HEAD, layer_prefix
 from services.common.text.model_config import ModelConfig
-from services.engine.models.layout import EMBEDDING, HEAD, layer_prefix
 
 GATE_UP_COLUMNS = 16
 """`gate` and `up` alternate by this many outputs, so that one panel has both of a pair."""

@@ -2,9 +2,9 @@
 
 import time
 from http import HTTPStatus
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -12,19 +12,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.common.errors import UnknownModel
+from services.common.errors import InvalidRequest, UnknownModel
+from services.common.exposition import exposition
 from services.common.faults import failure_of
 from services.gateway.api import Generator, ServedModel
 from services.gateway.http.answers import Answer, Asked
 from services.gateway.http.body import read_body
 from services.gateway.http.dialects import ChatDialect, Dialect, Envelope, TextDialect
-from services.gateway.http.failures import FrontDoor, answer_http_exception, error_body
+from services.gateway.http.failures import (
+    FrontDoor,
+    answer_http_exception,
+    error_body,
+    refusal_of,
+)
 from services.gateway.http.merge import merged
 from services.gateway.http.responses import CLIENT_GONE, EventStream, Json, unless_disconnected
 from services.gateway.http.schema import ChatBody, CompletionBody
 from services.gateway.identity import with_resume_token
 
 RESUME_TOKEN_HEADER = "X-Quire-Resume-Token"
+
+Body = TypeVar("Body", CompletionBody, ChatBody)
 
 
 def create_app(generator: Generator, metrics: CollectorRegistry) -> Starlette:
@@ -51,10 +59,18 @@ class _Endpoints:
         self._started_unix_s = int(time.time())
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(request, await read_body(request, CompletionBody), TextDialect())
+        return await self._answer(request, await self._body(request, CompletionBody), TextDialect())
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self._answer(request, await read_body(request, ChatBody), ChatDialect())
+        return await self._answer(request, await self._body(request, ChatBody), ChatDialect())
+
+    async def _body(self, request: Request, kind: type[Body]) -> Body:
+        """What the client asks for; the refusal of a body that cannot be read is counted."""
+        try:
+            return await read_body(request, kind)
+        except (InvalidRequest, HTTPException) as error:
+            self._generator.refused(request.state.request_id, "", *refusal_of(error))
+            raise
 
     async def _answer(
         self, request: Request, body: CompletionBody | ChatBody, dialect: Dialect
@@ -105,8 +121,8 @@ class _Endpoints:
         return Json({"status": "not_serving"}, HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def metrics(self, request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(self._metrics), headers={"Content-Type": content_type})
+        content, content_type = exposition(self._metrics, request.headers.get("accept", ""))
+        return Response(content, headers={"Content-Type": content_type})
 
     def _name(self, asked_for: str | None) -> str:
         """What the answer calls the model; a request without a model is for the only one."""

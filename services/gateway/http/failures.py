@@ -46,14 +46,22 @@ def error_response(error: Exception) -> Json:
     return Json(body, failure.http_status, _retry_headers(failure.retry_delay_s))
 
 
+def refusal_of(error: InvalidRequest | HTTPException) -> tuple[str, str]:
+    """Code and text."""
+    if isinstance(error, InvalidRequest):
+        return error.code, str(error)
+    return _CODES.get(error.status_code, InvalidRequest.code), error.detail
+
+
 async def answer_http_exception(_request: Request, error: Exception) -> Json:
     """Starlette's own errors (no such path, no such method) and a too large body."""
     assert isinstance(error, HTTPException)
+    code, text = refusal_of(error)
     body = {
-        "message": error.detail,
+        "message": text,
         "type": _type_of(error.status_code),
         "param": None,
-        "code": _CODES.get(error.status_code, "invalid_request"),
+        "code": code,
     }
     return Json({"error": body}, error.status_code, error.headers)
 

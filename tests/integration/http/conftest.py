@@ -25,6 +25,7 @@ class FakeGenerator:
 
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
+        self.refusals: list[tuple[str, str]] = []
         self.error: Exception | None = None
         self.error_at = 0
         self.pause_at: int | None = None
@@ -57,6 +58,10 @@ class FakeGenerator:
             "END" if last else None,
             Usage(7, 4, n * len(TEXTS), 1.5, 0) if last and index == n - 1 else None,
         )
+
+    def refused(self, request_id: str, model: str, code: str, reason: str) -> None:
+        assert request_id
+        self.refusals.append((code, reason))
 
     def models(self) -> tuple[ServedModel, ...]:
         return (ServedModel("org/tiny", 512, 16, "float32"),)

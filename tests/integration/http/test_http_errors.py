@@ -80,6 +80,7 @@ async def test_bad_bodies_are_refused(
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
     assert generator.requests == []
+    assert generator.refusals == [("invalid_request", answer.json()["error"]["message"])]
 
 
 async def test_the_wrong_field_is_the_param(http: httpx.AsyncClient) -> None:
@@ -87,11 +88,14 @@ async def test_the_wrong_field_is_the_param(http: httpx.AsyncClient) -> None:
     assert answer.json()["error"]["param"] == "suffix"
 
 
-async def test_a_body_of_20_mb_is_too_large(http: httpx.AsyncClient) -> None:
+async def test_a_body_of_20_mb_is_too_large(
+    http: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
     """The client gets to read why; the service goes on."""
     answer = await http.post("/v1/completions", json={"prompt": "x" * 20_000_000})
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "request_too_large"
+    assert [code for code, _ in generator.refusals] == ["request_too_large"]
     assert (await http.get("/health")).status_code == 200
 
 

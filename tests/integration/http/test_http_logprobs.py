@@ -82,6 +82,9 @@ class Generator:
                 prompt if position == 0 else None,
             )
 
+    def refused(self, request_id: str, model: str, code: str, reason: str) -> None:
+        """Nobody counts."""
+
     def models(self) -> tuple[ServedModel, ...]:
         return (ServedModel("org/tiny", 512, 16, "float32"),)
 

@@ -1,6 +1,7 @@
 """`quire serve` as a process, with a real Valkey and toy services: up, broken, mended, down."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -187,7 +188,7 @@ def test_a_service_that_cannot_start_ends_the_run_with_its_reason(
     run = start(decode="cannot-start")
     assert run.process.wait(timeout=LIMIT_S) == 1
     assert run.text().endswith("quire: decode-1 cannot start: error: there is no memory\n")
-    assert run.text().count("\nerror: there is no memory\n") == 2
+    assert run.text().count("\nerror: there is no memory\n") == 1  # and not tried again
     assert not run.root.exists()
 
 
@@ -249,6 +250,45 @@ def test_workers_are_started_and_the_youngest_leave(start: Callable[..., Run]) -
     everyone = run.everyone()
     assert run.end() == 0
     assert not any(map(_is_alive, everyone))
+
+
+def test_a_worker_that_does_not_start_is_named_with_its_reason(start: Callable[..., Run]) -> None:
+    """To whoever scales, until it starts, and where `quire serve` runs."""
+    run = start()
+    run.wait_until_serving()
+    hindrance = run.directory / "decode-cannot-start"
+    hindrance.touch()
+    assert scale(run, num_decode=2).failing == {}
+    wait_for(lambda: scale(run).failing == {"decode-2": "error: there is no memory"}, run.text)
+    assert "decode-2 ended (status 2: error: there is no memory); it starts again" in run.text()
+    hindrance.unlink()
+    wait_for(lambda: len(run.pids("decode")) == 2, run.text)
+    wait_for(lambda: not scale(run).failing, run.text)
+    assert run.end() == 0
+
+
+def test_workers_of_one_role_never_share_a_port(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The port that is given for a role is its first worker's; a port is free again when its worker
+    has ended."""
+    monkeypatch.setenv("QUIRE_DECODE_METRICS_PORT", "9092")
+    run = start()
+    run.wait_until_serving()
+
+    def ports() -> list[str]:
+        environments = [Path(f"/proc/{pid}/environ").read_bytes() for pid in run.pids("decode")]
+        found = [re.search(rb"QUIRE_DECODE_METRICS_PORT=(\d+)", text) for text in environments]
+        return sorted(match[1].decode() for match in found if match)
+
+    assert ports() == ["9092"]
+    scale(run, num_decode=3)
+    wait_for(lambda: ports() == ["9092", "9093", "9094"], run.text)
+    scale(run, num_decode=1)
+    wait_for(lambda: ports() == ["9092"], run.text)
+    scale(run, num_decode=2)
+    wait_for(lambda: ports() == ["9092", "9093"], run.text)
+    assert run.end() == 0
 
 
 def test_who_left_by_itself_does_not_count(start: Callable[..., Run]) -> None:

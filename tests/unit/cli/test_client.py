@@ -88,6 +88,17 @@ def test_prompts_of_each_kind() -> None:
     assert [(m.role, m.content) for m in chat.messages] == [("user", "Hi")]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "kind"),
+    [(["A", "B"], "str"), ([1, "B"], "str"), ([{"role": "user", "content": "A"}], "dict")],
+)
+def test_a_list_that_is_no_prompt_is_named(prompt: Any, kind: str) -> None:
+    """Several texts are several requests."""
+    wanted = f"the prompt is a list with a {kind} in it; a request has one prompt: a text, a list"
+    with Client("127.0.0.1:1") as client, pytest.raises(quire.InvalidRequest, match=wanted):
+        client.complete(prompt)
+
+
 def test_an_empty_prompt_is_for_the_server_to_refuse() -> None:
     assert generate_request(Request([])).WhichOneof("input") == "token_ids"
 

@@ -178,6 +178,20 @@ def test_scale_waits_until_all_serve_and_nobody_else_is_there(gateway: Any, caps
     assert capsys.readouterr().out == "1 prefill and 2 decode workers\n"
 
 
+def test_scale_does_not_wait_for_a_worker_that_does_not_start(gateway: Any, capsys: Any) -> None:
+    """Nor does it fail for one of a role that it was not asked about."""
+    gateway.scaled = ScaleResponse(num_decode=2, failing={"prefill-1": "error: no memory"})
+    gateway.worker_lists = [serving("decode-1"), serving("decode-1", "decode-2")]
+    assert main(["scale", "decode=2", "--wait"]) == 0
+    gateway.scaled.failing["decode-2"] = "error: the port is taken"
+    gateway.worker_lists = [serving("decode-1")]
+    capsys.readouterr()
+    assert main(["scale", "decode=2", "--wait"]) == 1
+    assert capsys.readouterr().err == (
+        "quire: decode-2 does not start: error: the port is taken (it is started again and again)\n"
+    )
+
+
 @pytest.mark.parametrize("text", ["decode", "gateway=2", "decode=-1", "=2"])
 def test_what_cannot_be_scaled_is_wrong_usage(capsys: Any, text: str) -> None:
     with pytest.raises(SystemExit) as ended:

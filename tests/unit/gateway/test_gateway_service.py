@@ -23,11 +23,15 @@ class Recorder:
 
     def __init__(self) -> None:
         self.asked: list[GenerationRequest] = []
+        self.refusals: list[tuple[str, str, str]] = []
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         self.asked.append(request)
         return
         yield
+
+    def refused(self, request_id: str, model: str, code: str, reason: str) -> None:
+        self.refusals.append((request_id, model, code))
 
     def models(self) -> tuple[ServedModel, ...]:
         return ()

@@ -204,6 +204,14 @@ def test_what_is_no_list_of_usable_cpus_is_refused(text: str, message: str) -> N
         settings(cpus=text)
 
 
+def test_a_step_has_a_token_for_every_sequence() -> None:
+    assert settings().num_batched_tokens == 512
+    assert settings(max_num_seqs=1000).num_batched_tokens == 1000
+    assert settings(max_num_batched_tokens=64).num_batched_tokens == 64
+    with pytest.raises(ValidationError, match="10 is less than max_num_seqs, 64"):
+        settings(max_num_batched_tokens=10)
+
+
 def test_with_threads_no_cpus_are_divided() -> None:
     assert settings(threads=3).divided_cpus == ()
 

@@ -1,0 +1,1 @@
+"""What is in a checkpoint's directory, read without PyTorch."""

@@ -1,0 +1,38 @@
+"""Everything that can be said of a checkpoint without computing with it."""
+
+from pathlib import Path
+
+from services.common.checkpoint.layout import ignored_weights, weight_shapes
+from services.common.checkpoint.weights import INDEX_FILE, SINGLE_FILE, checked_weights
+from services.common.errors import StartupError
+from services.common.text.chat_template import ChatTemplate
+from services.common.text.model_config import ModelConfig
+from services.common.text.tokenizer import read_tokenizer, special_tokens
+
+_OTHER_FORMATS = {
+    "*.gguf": "GGUF",
+    "pytorch_model*.bin": "PyTorch's own format",
+    "*.pth": "PyTorch's own format",
+    "*.ckpt.index": "TensorFlow's format",
+}
+
+
+def check(directory: Path) -> None:
+    """StartupError names the first thing that keeps this checkpoint from being served."""
+    check_format(directory)
+    config = ModelConfig.from_directory(directory)
+    checked_weights(directory, weight_shapes(config), ignored_weights(config))
+    read_tokenizer(directory)
+    ChatTemplate.from_directory(directory, special_tokens(directory))
+
+
+def check_format(directory: Path) -> None:
+    """StartupError: the weights are in another format than safetensors."""
+    if (directory / SINGLE_FILE).exists() or (directory / INDEX_FILE).exists():
+        return
+    for pattern, name in _OTHER_FORMATS.items():
+        if found := sorted(directory.glob(pattern)):
+            raise StartupError(
+                f"{directory}: {found[0].name} is in {name}; Quire reads Hugging Face checkpoints "
+                f"of {SINGLE_FILE}, or of several such files with {INDEX_FILE}"
+            )

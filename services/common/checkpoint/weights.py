@@ -1,0 +1,122 @@
+"""A checkpoint's safetensors files, one or sharded with an index, and what their headers say."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.checkpoint.layout import Shape
+from services.common.errors import StartupError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_LOADABLE = frozenset({"BF16", "F16", "F32"})
+_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
+"""Old Llama checkpoints carry the rope's frequencies, which follow from the config."""
+
+_LENGTH_BYTES = 8
+"""A file begins with the length of its header, little-endian; the header is JSON, the tensors
+follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """`dtype`: as safetensors spells it, such as BF16. `end`: where its bytes end, counted from the
+    end of the header."""
+
+    dtype: str
+    shape: Shape
+    end: int
+
+
+def weight_files(directory: Path) -> tuple[Path, ...]:
+    """The safetensors files of a checkpoint, sorted by name. StartupError: there are none, or the
+    index is broken or names a file that is not there."""
+    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+    if single.is_file():
+        return (single,)
+    if not index.is_file():
+        raise StartupError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE}")
+    return tuple(sorted({directory / name for name in _read_index(index).values()}))
+
+
+def checked_weights(
+    directory: Path, shapes: Mapping[str, Shape], ignored: frozenset[str] = frozenset()
+) -> dict[Path, list[str]]:
+    """Which tensors of `shapes` each file of a checkpoint has: together they have all. Reads the
+    headers of the files only.
+
+    `ignored` are names that may be there without use. StartupError, naming file and tensor: one is
+    missing, twice there, unknown, of another shape, not floating point, or its file is corrupt.
+    """
+    found: dict[Path, list[str]] = {}
+    seen: set[str] = set()
+    for path in weight_files(directory):
+        header = read_header(path)
+        names = [n for n in header if n not in ignored and not _DERIVED.fullmatch(n)]
+        if unknown := set(names) - shapes.keys():
+            raise StartupError(f"{path}: unknown tensors: {_some(unknown)}")
+        for name in names:
+            if name in seen:
+                raise StartupError(f"{path}: {name}: in another file too")
+            _check(path, name, header[name], shapes[name])
+        seen.update(names)
+        found[path] = names
+    if missing := shapes.keys() - seen:
+        raise StartupError(f"{directory}: missing tensors: {_some(missing)}")
+    return found
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name. StartupError: it is none, or it is cut short."""
+    try:
+        with path.open("rb") as file:
+            num_bytes = path.stat().st_size
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if num_bytes < _LENGTH_BYTES + length:
+                raise ValueError(f"{num_bytes} bytes, shorter than its header")
+            fields = json.loads(file.read(length))
+        tensors = {name: _stored(entry) for name, entry in fields.items() if name != "__metadata__"}
+        wanted = (
+            _LENGTH_BYTES + length + max((tensor.end for tensor in tensors.values()), default=0)
+        )
+        if num_bytes != wanted:
+            raise ValueError(f"{num_bytes} bytes, but its header speaks of {wanted}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StartupError(f"{path}: not a readable safetensors file: {error}") from error
+    return tensors
+
+
+def _stored(entry: dict[str, Any]) -> StoredTensor:
+    return StoredTensor(str(entry["dtype"]), tuple(entry["shape"]), int(entry["data_offsets"][1]))
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor name -> file name."""
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise StartupError(f"{path}: not an index with a weight_map: {exc!r}") from exc
+    if not files:
+        raise StartupError(f"{path}: weight_map: empty")
+    for file in sorted(set(files.values())):
+        if Path(file).name != file or not (path.parent / file).is_file():
+            raise StartupError(f"{path}: weight_map: {file!r} is not a file beside it")
+    return files
+
+
+def _check(path: Path, name: str, tensor: StoredTensor, shape: Shape) -> None:
+    if tensor.shape != shape:
+        found, wanted = list(tensor.shape), list(shape)
+        raise StartupError(f"{path}: {name}: shape {found}, but the config makes it {wanted}")
+    if tensor.dtype not in _LOADABLE:
+        raise StartupError(f"{path}: {name}: {tensor.dtype} is not bf16, fp16 or fp32")
+
+
+def _some(names: set[str]) -> str:
+    first, more = sorted(names)[:3], len(names) - 3
+    return ", ".join(first) + (f" and {more} more" if more > 0 else "")

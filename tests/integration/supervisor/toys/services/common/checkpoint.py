@@ -1,0 +1,1 @@
+"""Every checkpoint will do for the toys."""

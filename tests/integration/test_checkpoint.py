@@ -1,0 +1,174 @@
+"""What is wrong with a checkpoint is said before any process of a run starts."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench.make_checkpoint import make_checkpoint
+from quire.supervisor.errors import ModelUnusable
+from quire.supervisor.model_source import ModelSource, check_model, find_model
+from quire.supervisor.run_directory import free_port
+from services.common.config import load_settings
+from services.common.errors import StartupError
+from services.prefill.config import PrefillSettings
+from services.worker.loading import load
+
+FIRST, LAST = "model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"
+
+Spoil = Callable[[Path], object]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "tiny", shards=3)
+
+
+def refused(directory: Path) -> str:
+    with pytest.raises(ModelUnusable) as error:
+        check_model(ModelSource("tiny", directory))
+    return str(error.value).replace(str(directory), "DIR")
+
+
+def edit_json(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def edit_config(**fields: object) -> Spoil:
+    return lambda directory: edit_json(directory / "config.json", **fields)
+
+
+def edit_norm(norm: torch.Tensor | None) -> Spoil:
+    """None: without it."""
+
+    def edit(directory: Path) -> None:
+        known = load_file(directory / FIRST) | {"model.norm.weight": norm}
+        save_file({n: t for n, t in known.items() if t is not None}, directory / FIRST)
+
+    return edit
+
+
+def remove(*names: str) -> Spoil:
+    def edit(directory: Path) -> None:
+        for name in names:
+            (directory / name).unlink()
+
+    return edit
+
+
+def rename(name: str, new: str) -> Spoil:
+    return lambda directory: (directory / name).rename(directory / new)
+
+
+def write(name: str, text: str) -> Spoil:
+    return lambda directory: (directory / name).write_text(text)
+
+
+def cut(name: str, num_bytes: int) -> Spoil:
+    return lambda directory: os.truncate(directory / name, num_bytes)
+
+
+def only_gguf(directory: Path) -> None:
+    for path in directory.iterdir():
+        path.unlink()
+    (directory / "tiny-Q4_K_M.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+
+
+def only_bin(directory: Path) -> None:
+    remove(*(path.name for path in directory.glob("model*")))(directory)
+    (directory / "pytorch_model.bin").touch()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_good_checkpoint_is_accepted(tmp_path: Path, shards: int) -> None:
+    check_model(ModelSource("tiny", make_checkpoint(tmp_path, shards=shards)))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (remove("config.json"), "DIR/config.json: No such file or directory"),
+        (write("config.json", "{"), "DIR/config.json: not JSON: "),
+        (edit_config(architectures=["GPT2LMHeadModel"]), "'GPT2LMHeadModel' is not supported"),
+        (edit_config(hidden_size=65), "shape [384, 64], but the config makes it [384, 65]"),
+        (
+            edit_config(quantization_config={"quant_method": "gptq"}),
+            "the weights are quantized by 'gptq'",
+        ),
+        (remove("tokenizer.json"), "no tokenizer: DIR/tokenizer.json does not exist"),
+        (rename("tokenizer.json", "tokenizer.model"), "; tokenizer.model is not read, but "),
+        (write("tokenizer.json", "{}"), "cannot read DIR/tokenizer.json: "),
+        (write("chat_template.jinja", "{% if %}"), "the chat template is not valid: "),
+        (remove(LAST), f"weight_map: '{LAST}' is not a file beside it"),
+        (cut(FIRST, 1000), f"DIR/{FIRST}: not a readable safetensors file: 1000 bytes, "),
+        (cut(LAST, 5), f"DIR/{LAST}: not a readable safetensors file: 5 bytes, "),
+        (write(LAST, "version https://git-lfs"), f"DIR/{LAST}: not a readable safetensors file"),
+        (edit_norm(None), "DIR: missing tensors: model.norm.weight"),
+        (
+            edit_norm(torch.zeros(65)),
+            f"DIR/{FIRST}: model.norm.weight: shape [65], but the config makes it [64]",
+        ),
+        (
+            edit_norm(torch.zeros(64, dtype=torch.float8_e4m3fn)),
+            f"DIR/{FIRST}: model.norm.weight: F8_E4M3 is not bf16, fp16 or fp32",
+        ),
+        (only_gguf, "DIR: tiny-Q4_K_M.gguf is in GGUF; Quire reads Hugging Face checkpoints of "),
+        (only_bin, "DIR: pytorch_model.bin is in PyTorch's own format; "),
+    ],
+)
+def test_what_is_wrong_is_named(checkpoint: Path, spoil: Spoil, message: str) -> None:
+    spoil(checkpoint)
+    assert message in refused(checkpoint)
+
+
+def test_the_check_imports_no_pytorch(checkpoint: Path) -> None:
+    """It takes a fraction of a second of a start."""
+    code = (
+        "import runpy, sys; sys.argv = ['check', sys.argv[1]];"
+        "runpy.run_module('services.common.checkpoint', run_name='__main__');"
+        "assert not {'torch', 'numpy', 'safetensors'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code, str(checkpoint)], check=True)
+
+
+def test_a_run_of_a_bad_checkpoint_ends_before_anything_starts(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    command = [sys.executable, "-m", "quire.cli", "serve", "--model", str(checkpoint)]
+    command += ["--run-root", str(tmp_path / "runs"), "--http-port", "0"]
+    command += ["--grpc-port", str(free_port("127.0.0.1"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    missing = checkpoint / "tokenizer.json"
+    assert done.stderr == f"quire: no tokenizer: {missing} does not exist\n"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_embedded_model_needs_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", None)
+    check_model(find_model("embedded"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [(remove("tokenizer.json"), "no tokenizer: "), (only_gguf, "is in GGUF; ")],
+)
+def test_a_worker_refuses_by_itself_what_cannot_be_served(
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Spoil,
+    message: str,
+) -> None:
+    """In containers nobody else looks: the gateway would never serve the worker."""
+    spoil(checkpoint)
+    monkeypatch.setenv("QUIRE_PREFILL_MODEL", str(checkpoint))
+    settings = load_settings(PrefillSettings)
+    with pytest.raises(StartupError, match=message):
+        load(settings, lambda: None)
