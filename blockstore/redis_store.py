@@ -241,6 +241,8 @@ class RedisStore(RedisCalls):
             *worker_ids,
         )
         await self._mutations.send("SADD", keys.POOLS, spec.pool_id)
+        # Workers that have nothing to ask for hear of the loss, and that they are missing.
+        await self._mutations.send("PUBLISH", keys.room_channel(spec.pool_id), "")
 
     async def reassert(
         self, spec: PoolSpec, worker_id: str, holders: Sequence[Asserted], waits: Sequence[Wait]

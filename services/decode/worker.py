@@ -73,7 +73,7 @@ class DecodeWorker(PoolWorker):
             on_blocks=lambda key, blocks: self.engine.send(messages.Grow(key, blocks)),
             on_demands=self._on_demands,
         )
-        self._jobs = Jobs(self._end)
+        self._jobs: Jobs[Job] = Jobs(self._end)
         self._running: dict[str, Job] = {}
         self._resting = Resting(self, self._jobs)
 

@@ -54,7 +54,7 @@ async def assembled(
     secret: bytes,
     limits: Limits,
     figures: Figures,
-    poll_s: float = 0.5,
+    poll_s: float = 1.0,
     silence_s: float = SILENCE_S,
 ) -> AsyncIterator[Assembly]:
     """A gateway that follows the registry, until the block is left. What fails in the background

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 from services.common.logging import get_logger
+from services.common.ticks import until_tick
 from services.gateway.bell import Bell
 from services.gateway.journey import Journey
 from services.gateway.worker import Worker
@@ -73,7 +74,7 @@ class Mover:
     async def rebalance(self, interval_s: float) -> NoReturn:
         """Look every `interval_s`, for ever."""
         while True:
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(until_tick(interval_s))
             await self.look()
 
     async def look(self) -> None:

@@ -75,7 +75,7 @@ class PrefillWorker(PoolWorker):
             on_corrupt=metrics.kv_corrupt.inc,
             on_stale=lambda job: self._end(job, STALE),
         )
-        self._jobs = Jobs(self._end)
+        self._jobs: Jobs[Job] = Jobs(self._end)
         self._computing: dict[str, Job] = {}
         self._issued: dict[str, Job] = {}
         self._fetching: asyncio.Queue[Job] = asyncio.Queue()

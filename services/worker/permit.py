@@ -16,11 +16,12 @@ from typing import NoReturn
 
 from blockstore.errors import WorkerFenced
 from services.common.pool.locks import WorkerLock
+from services.common.ticks import until_tick
 from services.engine.batch import Drawn, Pause, Row
 from services.engine.engine import ForwardPass
 from services.worker.colder import Copy
 
-_LOOK_S = 0.1
+_LOOK_S = 0.5
 
 
 class Permit:
@@ -38,7 +39,7 @@ class Permit:
         """Look, also while nothing is computed, until cancelled. WorkerFenced."""
         while True:
             self.require()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(until_tick(_LOOK_S))
 
     def for_copies(self, copy: Copy) -> Copy:
         def copy_permitted(pairs: Sequence[tuple[int, int]]) -> None:

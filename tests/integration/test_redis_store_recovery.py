@@ -242,6 +242,25 @@ async def test_a_worker_that_is_stuck_keeps_what_it_may_write(
         await manager.close()
 
 
+async def test_a_worker_without_a_pulse_hears_that_it_has_to_speak(
+    own_valkey: Valkey, directory: PoolDirectory
+) -> None:
+    """An idle worker asks for nothing, and listens: nobody waits long for its word."""
+    async with joined(own_valkey.url, directory, "v", "w") as (v, w):
+        await v.allocate("a", 1, 3)
+        w.beating.cancel()
+        listening = asyncio.create_task(w.store.wait_for_room("pool", 10 * LIMIT_S))
+        while own_valkey.command("PUBSUB", "NUMSUB", "{pool}:room")[1] != 1:
+            await asyncio.sleep(0.01)
+        flush(own_valkey)
+        grown = asyncio.create_task(v.grow("a", 1, 3, 4))
+        await listening
+        assert not grown.done()
+        await w.store.heartbeat("pool", "w")
+        assert await grown == (3,)
+        await assert_whole([v, w])
+
+
 async def missing(store: RedisStore) -> tuple[str, ...]:
     try:
         return (await store.stats("pool")).missing_worker_ids
