@@ -2,7 +2,9 @@
 has lost everything.
 
 Kept by the store's client, in the order of the replies: a call without an answer is not in here,
-and is sent again after the recovery, to the new ledger.
+and is sent again after the recovery, to the new ledger. New blocks are marked as their holder's in
+the same moment: a recovery that hears of a holder never takes what its blocks held before for what
+they hold.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +13,7 @@ from typing import Any
 
 from blockstore.errors import MustWait, OutOfBlocks, StaleHolder
 from blockstore.records import Asserted, Growth, PoolSpec, Wait
-from blockstore.store import Recovery
+from blockstore.store import Own, Recovery
 
 
 @dataclass(slots=True)
@@ -26,10 +28,17 @@ class _Holder:
 class Holdings:
     """One worker on one pool."""
 
-    def __init__(self, spec: PoolSpec, worker_id: str, recovery: Recovery | None) -> None:
+    def __init__(
+        self,
+        spec: PoolSpec,
+        worker_id: str,
+        recovery: Recovery | None = None,
+        own: Own | None = None,
+    ) -> None:
         self.spec = spec
         self.worker_id = worker_id
         self.recovery = recovery
+        self._own: Own = own or _own_nothing
         self._holders: dict[str, _Holder] = {}
         self._waits: dict[str, Wait] = {}
 
@@ -57,9 +66,12 @@ class Holdings:
             self._waits[holder_id] = Wait(holder_id, order)
         elif not isinstance(reply, Exception):
             self._waits.pop(holder_id, None)
+            if holder_id in self._holders:
+                return
             epoch, num_cached, _runs, *blocks = reply
             blocks = list(map(int, blocks))
-            self._holders.setdefault(holder_id, _Holder(epoch, order, num_cached, blocks))
+            self._own(holder_id, blocks[num_cached:])
+            self._holders[holder_id] = _Holder(epoch, order, num_cached, blocks)
 
     def withdrew(self, holder_id: str, reply: Any) -> None:
         if not isinstance(reply, Exception):
@@ -71,6 +83,7 @@ class Holdings:
         for growth, (_, *answer) in zip(growths, reply[1:], strict=True):
             if holder := self._holders.get(growth.holder_id):
                 new = [int(block) for block in answer[len(holder.acquired) - growth.have :]]
+                self._own(growth.holder_id, new)
                 holder.acquired += new
                 holder.given_back.difference_update(new)
 
@@ -106,3 +119,7 @@ class Holdings:
         holder = self._holders.get(holder_id)
         if isinstance(error, StaleHolder) and holder and holder.epoch == epoch:
             del self._holders[holder_id]
+
+
+def _own_nothing(holder_id: str, block_ids: Sequence[int]) -> None:
+    """Of a worker that writes into no blocks."""

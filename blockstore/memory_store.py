@@ -27,7 +27,7 @@ from blockstore.records import (
     Wait,
 )
 from blockstore.recount import audit
-from blockstore.store import Recovery
+from blockstore.store import Own, Recovery
 
 
 class MemoryStore:
@@ -41,6 +41,7 @@ class MemoryStore:
         self._clock = clock
         self._make_ledger = make_ledger
         self._ledgers: dict[str, Ledger] = {}
+        self._owns: dict[tuple[str, str], Own] = {}  # of (pool, worker)
         self._room: dict[str, asyncio.Event] = {}  # pool -> set when its blocks were freed
 
     async def register_pool(self, spec: PoolSpec) -> None:
@@ -58,9 +59,15 @@ class MemoryStore:
         return tuple(sorted(self._ledgers))
 
     async def register_worker(
-        self, spec: PoolSpec, worker_id: str, recovery: Recovery | None = None
+        self,
+        spec: PoolSpec,
+        worker_id: str,
+        recovery: Recovery | None = None,
+        own: Own | None = None,
     ) -> None:
         self.ledger(spec.pool_id).register_worker(spec, worker_id)
+        if own is not None:
+            self._owns[spec.pool_id, worker_id] = own
 
     async def fence(self, pool_id: str, worker_id: str) -> None:
         self.ledger(pool_id).fence(worker_id)
@@ -82,13 +89,20 @@ class MemoryStore:
         branches: Sequence[Sequence[PrefixHash]] = (),
     ) -> Allocation:
         ledger = self.ledger(pool_id)
-        return ledger.allocate(holder_id, worker_id, order, hashes, num_blocks, branches)
+        is_new = holder_id not in ledger.holders
+        found = ledger.allocate(holder_id, worker_id, order, hashes, num_blocks, branches)
+        if is_new:
+            self._own(pool_id, worker_id, holder_id, found.block_ids[found.num_cached_blocks :])
+        return found
 
     async def withdraw(self, pool_id: str, holder_id: str) -> None:
         self.ledger(pool_id).withdraw(holder_id)
 
     async def extend(self, pool_id: str, worker_id: str, growths: Sequence[Growth]) -> Extension:
-        return self.ledger(pool_id).extend(worker_id, growths)
+        extension = self.ledger(pool_id).extend(worker_id, growths)
+        for grown in extension.grown:
+            self._own(pool_id, worker_id, grown.holder_id, grown.block_ids)
+        return extension
 
     async def commit(
         self, pool_id: str, holder_id: str, epoch: int, blocks: Sequence[tuple[int, PrefixHash]]
@@ -171,6 +185,10 @@ class MemoryStore:
 
     async def close(self) -> None:
         """Nothing to close."""
+
+    def _own(self, pool_id: str, worker_id: str, holder_id: str, block_ids: Sequence[int]) -> None:
+        if own := self._owns.get((pool_id, worker_id)):
+            own(holder_id, block_ids)
 
     def ledger(self, pool_id: str) -> Ledger:
         """The pool's ledger itself, to look at. UnknownPool."""

@@ -45,7 +45,7 @@ from blockstore.redis_replies import (
     said,
     text_fields,
 )
-from blockstore.store import Recovery
+from blockstore.store import Own, Recovery
 
 HOLDER_PAGE = 1000
 RESTORE_PAGE = 1024
@@ -81,7 +81,11 @@ class RedisStore(RedisCalls):
     # Workers
 
     async def register_worker(
-        self, spec: PoolSpec, worker_id: str, recovery: Recovery | None = None
+        self,
+        spec: PoolSpec,
+        worker_id: str,
+        recovery: Recovery | None = None,
+        own: Own | None = None,
     ) -> None:
         run_id = await self._mutate(
             *("register_worker", spec.pool_id, worker_id, spec.fingerprint),
@@ -89,7 +93,7 @@ class RedisStore(RedisCalls):
         )
         self._join(spec.pool_id, run_id)
         if all(joined.worker_id != worker_id for joined in self._joined[spec.pool_id]):
-            self._joined[spec.pool_id].append(Holdings(spec, worker_id, recovery))
+            self._joined[spec.pool_id].append(Holdings(spec, worker_id, recovery, own))
 
     async def fence(self, pool_id: str, worker_id: str) -> None:
         await self._mutate("fence", pool_id, worker_id)
@@ -237,6 +241,8 @@ class RedisStore(RedisCalls):
             *worker_ids,
         )
         await self._mutations.send("SADD", keys.POOLS, spec.pool_id)
+        # Workers that have nothing to ask for hear of the loss, and that they are missing.
+        await self._mutations.send("PUBLISH", keys.room_channel(spec.pool_id), "")
 
     async def reassert(
         self, spec: PoolSpec, worker_id: str, holders: Sequence[Asserted], waits: Sequence[Wait]

@@ -39,7 +39,7 @@ other mutation of the pool raises Recovering:
      accounted for           held by those who said so, or not yet accounted for
 """
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from blockstore.records import (
@@ -73,6 +73,12 @@ FUNCTION_LIBRARY = "quire_v4"
 meet."""
 
 
+Own = Callable[[str, Sequence[int]], None]
+"""Marks the new blocks of a holder, given by its id, as blocks that this holder writes. The store's
+client calls it with the answer, before its caller gets the answer and before the client sends
+anything else: whatever the client says of the holder later, its blocks are marked."""
+
+
 class Recovery(Protocol):
     """How a pool's ledger comes back on a server that knows nothing of it, or something old. Both
     are done by one process of the host at a time, and again: no error."""
@@ -103,12 +109,17 @@ class BlockStore(Protocol):
         """All pools, sorted."""
 
     async def register_worker(
-        self, spec: PoolSpec, worker_id: str, recovery: Recovery | None = None
+        self,
+        spec: PoolSpec,
+        worker_id: str,
+        recovery: Recovery | None = None,
+        own: Own | None = None,
     ) -> None:
         """Join a pool. GeometryMismatch (block size, number or bytes), then FingerprintMismatch
         (weights, dtype, numerics). UnknownWorker: this name was reaped. Again: no error. Who was
         missing holds nothing. With `recovery`, calls wait when the server has lost the pool, until
-        it has it again; without, they raise StoreLost for ever."""
+        it has it again; without, they raise StoreLost for ever. `own` gets what `allocate` and
+        `extend` give to the worker's holders beyond what was cached."""
 
     async def fence(self, pool_id: str, worker_id: str) -> None:
         """From now on this worker may only release; its waits end. One that was missing gets a

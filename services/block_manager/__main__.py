@@ -86,7 +86,7 @@ async def _serve(
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(BlockManager(settings, link, metrics).run()),
-                tasks.create_task(link.every(_ANNOUNCE_INTERVAL_S, announce)),
+                tasks.create_task(link.every(lambda: _ANNOUNCE_INTERVAL_S, announce)),
             ]
             await server.set_serving(True)
             log.info("block_manager_serving", member_id=member_id, address=member.address)

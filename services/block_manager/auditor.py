@@ -1,6 +1,7 @@
 """Looks after the laws: counters of every pool for Prometheus, and full recounts now and then."""
 
 from services.block_manager.link import Connection
+from services.block_manager.survey import Survey
 from services.common.logging import get_logger
 from services.common.metrics import PoolMetrics
 
@@ -12,10 +13,10 @@ class Auditor:
         self._metrics = metrics
         self._models: dict[str, str] = {}
 
-    async def observe(self, connection: Connection) -> None:
+    async def observe(self, connection: Connection, found: Survey) -> None:
         """Expose the counters of all pools, and forget pools that are gone."""
         seen = {}
-        for stats in await connection.of_all_pools(connection.store.stats):
+        for stats in found.pools.values():
             self._metrics.observe(stats)
             seen[stats.spec.pool_id] = stats.spec.model
         for pool_id in self._models.keys() - seen.keys():

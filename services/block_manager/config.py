@@ -14,7 +14,10 @@ class BlockManagerSettings(PoolServiceSettings):
     service: ClassVar[str] = "block_manager"
 
     scan_interval_s: float = Field(
-        0.25, gt=0, description="how often pools and workers are looked for; deaths need no scan"
+        0.25,
+        gt=0,
+        description="how often pools and workers are looked for, 8 times as long while nobody uses"
+        " them; deaths need no scan",
     )
     audit_interval_s: float = Field(10.0, gt=0, description="time between two audits of all pools")
     fence_after_s: float = Field(

@@ -9,6 +9,7 @@ from pathlib import Path
 from blockstore.errors import UnknownPool, UnknownWorker
 from blockstore.records import PoolStats
 from services.block_manager.link import Connection
+from services.block_manager.survey import Survey
 from services.common.logging import get_logger
 from services.common.metrics import PoolMetrics
 from services.common.overdue import Overdue
@@ -25,10 +26,14 @@ class Fencer:
         self._silent = Overdue[tuple[str, str]](fence_after_s)
         self._announced: set[str] = set()
 
-    async def look(self, connection: Connection) -> None:
+    @property
+    def suspects(self) -> bool:
+        """Whether somebody lives, and does not say so now."""
+        return bool(self._silent)
+
+    async def look(self, connection: Connection, seen: Survey) -> None:
         """One round over the pools of this host."""
-        members = {member.member_id for member in await connection.registry.members()}
-        stuck = await self._stuck(connection, members)
+        stuck = await self._stuck(connection, seen)
         for pool_id, worker_id in sorted(self._silent.look(stuck)):
             # Marked before anybody else gets what it may have: it looks before it writes.
             give_up(PoolDirectory(self._root / pool_id).lock_path(worker_id))
@@ -39,15 +44,13 @@ class Fencer:
             self._metrics.workers_fenced.inc()
             log.error("worker_fenced", pool_id=pool_id, worker_id=worker_id)
 
-    async def _stuck(self, connection: Connection, members: set[str]) -> set[tuple[str, str]]:
+    async def _stuck(self, connection: Connection, seen: Survey) -> set[tuple[str, str]]:
         """(pool, worker) of those that live and do not say so; a worker is on several pools when
         one has a colder one."""
         stuck = set()
-        present: set[str] = set()
+        members, present = seen.member_ids, set[str]()
         for directory in pool_directories(self._root):
-            try:
-                stats = await connection.store.stats(directory.pool_id)
-            except UnknownPool:
+            if (stats := seen.pools.get(directory.pool_id)) is None:
                 continue
             present.update(stats.worker_ids)
             silent = set(stats.worker_ids) - set(stats.fenced_worker_ids) - members
@@ -58,7 +61,7 @@ class Fencer:
         return stuck
 
     async def _answerable(
-        self, connection: Connection, stats: PoolStats, members: set[str]
+        self, connection: Connection, stats: PoolStats, members: frozenset[str]
     ) -> set[str]:
         """Workers that should be in the registry: those that were there, or hold something, or are
         missing in a recovery. One that is still starting is nothing of this."""

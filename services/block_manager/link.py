@@ -14,6 +14,7 @@ from blockstore.errors import Recovering, StoreLost, StoreUnavailable, StoreUnsu
 from blockstore.registry import Registry
 from blockstore.store import BlockStore
 from services.common.logging import get_logger
+from services.common.ticks import until_tick
 
 log = get_logger(__name__)
 
@@ -55,24 +56,25 @@ class Link:
         self._connect = connect
         self._replacing = asyncio.Lock()
 
-    async def every(self, interval_s: float, action: Round) -> NoReturn:
-        """Do it again and again; a round that the server did not answer, or whose pool was dropped
-        in the middle of it, is logged and left out."""
+    async def every(self, pause_s: Callable[[], float], action: Round) -> NoReturn:
+        """Do it again and again, with a pause after each round; a round that the server did not
+        answer, or whose pool was dropped in the middle of it, is logged and left out."""
         while True:
-            await self._attempt(action)
-            await asyncio.sleep(interval_s)
+            await self.attempt(action)
+            await asyncio.sleep(until_tick(pause) if (pause := pause_s()) else 0)
 
     async def until_done(self, action: Round) -> None:
         """Do it once, however long the server is away."""
         while True:
-            if await self._attempt(action):
+            if await self.attempt(action):
                 return
             await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def close(self) -> None:
         await self.connection.close()
 
-    async def _attempt(self, action: Round) -> bool:
+    async def attempt(self, action: Round) -> bool:
+        """Do it once; whether it was done."""
         connection = self.connection
         try:
             await action(connection)

@@ -1,7 +1,9 @@
-"""The block manager: watches, reaps, sweeps, fences, observes and audits, each in a loop of its
-own. It is not on the path of a request; while it is away, only these wait."""
+"""The block manager: watches, reaps, sweeps, fences, observes and audits. It is not on the path of
+a request; while it is away, only these wait."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from services.block_manager.auditor import Auditor
@@ -9,10 +11,16 @@ from services.block_manager.config import BlockManagerSettings
 from services.block_manager.fencer import Fencer
 from services.block_manager.link import Connection, Link
 from services.block_manager.reaper import reap
+from services.block_manager.survey import Survey, survey
 from services.block_manager.sweeper import Sweeper
 from services.block_manager.watcher import Watcher
 from services.common.metrics import PoolMetrics
 from services.common.pool.directory import PoolDirectory
+
+IDLE_SCANS = 8
+"""Between two rounds over pools that nobody uses lies the time of so many."""
+
+Look = Callable[[Connection, Survey], Awaitable[None]]
 
 
 class BlockManager:
@@ -25,16 +33,40 @@ class BlockManager:
         self._sweeper = Sweeper(root, settings.pool_grace_s)
         self._fencer = Fencer(root, settings.fence_after_s, metrics)
         self._auditor = Auditor(metrics)
+        self._looks: tuple[Look, ...] = (
+            self._sweeper.sweep,
+            self._fencer.look,
+            self._auditor.observe,
+        )
+        self._looking: dict[Look, asyncio.Task[bool]] = {}
+        self._is_idle = False
 
     async def run(self) -> None:
         """Until cancelled."""
-        scan_s, audit_s = self._settings.scan_interval_s, self._settings.audit_interval_s
+        audit_s = self._settings.audit_interval_s
         async with asyncio.TaskGroup() as loops:
-            loops.create_task(self._watcher.run(scan_s))
-            loops.create_task(self._link.every(scan_s, self._sweeper.sweep))
-            loops.create_task(self._link.every(scan_s, self._fencer.look))
-            loops.create_task(self._link.every(scan_s, self._auditor.observe))
-            loops.create_task(self._link.every(audit_s, self._auditor.audit))
+            loops.create_task(self._watcher.run(self._pause_s))
+            look_around = partial(self._look_around, loops)
+            loops.create_task(self._link.every(self._pause_s, look_around))
+            loops.create_task(self._link.every(lambda: audit_s, self._auditor.audit))
+
+    def _pause_s(self) -> float:
+        """Until the next round. Nobody waits for one while nothing is held, nobody starts and
+        nothing is wrong: deaths need no round."""
+        scan_s = self._settings.scan_interval_s
+        is_quiet = self._is_idle and not (self._sweeper.suspects or self._fencer.suspects)
+        return IDLE_SCANS * scan_s if is_quiet else scan_s
+
+    async def _look_around(self, loops: asyncio.TaskGroup, connection: Connection) -> None:
+        """One round. Whoever is held up, say by a lock, holds up nobody else, and is left out."""
+        self._is_idle = False  # until it is known
+        seen = await survey(connection)
+        for look in self._looks:
+            if look not in self._looking or self._looking[look].done():
+                attempt = self._link.attempt(partial(_looking_at, look, seen))
+                self._looking[look] = loops.create_task(attempt)
+        await asyncio.wait(self._looking.values(), timeout=self._settings.scan_interval_s)
+        self._is_idle = seen.is_idle
 
     async def _bury(self, directory: PoolDirectory, worker_id: str) -> None:
         async def once(connection: Connection) -> None:
@@ -42,3 +74,7 @@ class BlockManager:
                 self._metrics.workers_reaped.inc()
 
         await self._link.until_done(once)
+
+
+async def _looking_at(look: Look, seen: Survey, connection: Connection) -> None:
+    await look(connection, seen)

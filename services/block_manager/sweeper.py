@@ -11,7 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from blockstore.errors import UnknownPool
+from blockstore.records import PoolStats
 from services.block_manager.link import Connection
+from services.block_manager.survey import Survey
 from services.common.logging import get_logger
 from services.common.overdue import Overdue
 from services.common.pool.directory import (
@@ -32,14 +34,20 @@ class Sweeper:
         self._empty = Overdue[str](grace_s)
         self._homeless = Overdue[str](grace_s)
 
-    async def sweep(self, connection: Connection) -> None:
+    @property
+    def suspects(self) -> bool:
+        """Whether a pool seems to be left over."""
+        return bool(self._empty or self._homeless)
+
+    async def sweep(self, connection: Connection, seen: Survey) -> None:
         """One round. Errors of the store end it; the next one goes on."""
         await self._remove_halves()
         await self._remove_empty(connection)
-        await self._drop_homeless(connection)
+        await self._drop_homeless(connection, seen)
         for directory in pool_directories(self._root):
-            await self._reap_unlocked(connection, directory)
-            await self._reopen(connection, directory)
+            if stats := seen.pools.get(directory.pool_id):
+                await self._reap_unlocked(connection, directory, stats)
+                await self._reopen(connection, directory, stats)
 
     async def _remove_halves(self) -> None:
         if half_pools(self._root):
@@ -57,27 +65,25 @@ class Sweeper:
                 await asyncio.to_thread(directories[pool_id].remove)
             log.info("pool_removed", pool_id=pool_id)
 
-    async def _drop_homeless(self, connection: Connection) -> None:
-        # In this order: a pool's directory is there before the store knows it.
-        known = set(await connection.store.pool_ids())
-        members = {member.pool_id for member in await connection.registry.members()}
+    async def _drop_homeless(self, connection: Connection, seen: Survey) -> None:
+        # Looked at after `seen`: a pool's directory is there before the store knows it.
         here = {directory.pool_id for directory in pool_directories(self._root)}
-        for pool_id in sorted(self._homeless.look(known - here - members)):
+        members = {member.pool_id for member in seen.members}
+        for pool_id in sorted(self._homeless.look(seen.pool_ids - here - members)):
             await connection.store.drop_pool(pool_id)
             log.info("pool_dropped", pool_id=pool_id)
 
-    async def _reopen(self, connection: Connection, directory: PoolDirectory) -> None:
+    async def _reopen(
+        self, connection: Connection, directory: PoolDirectory, stats: PoolStats
+    ) -> None:
         """End a recovery that nobody ends: the last who was waited for has died, or was fenced."""
-        with suppress(UnknownPool):
-            stats = await connection.store.stats(directory.pool_id)
-            if stats.recovering and not stats.missing_worker_ids:
+        if stats.recovering and not stats.missing_worker_ids:
+            with suppress(UnknownPool):
                 await PoolRecovery(directory).finish(connection.store)
 
-    async def _reap_unlocked(self, connection: Connection, directory: PoolDirectory) -> None:
-        try:
-            stats = await connection.store.stats(directory.pool_id)
-        except UnknownPool:
-            return  # Being made, or of a store that was lost.
+    async def _reap_unlocked(
+        self, connection: Connection, directory: PoolDirectory, stats: PoolStats
+    ) -> None:
         # A lock file is there from before its worker registers until after it has left, so one that
         # is not there now, for a worker of just before, will never be.
         for worker_id in set(stats.worker_ids) - set(directory.worker_ids()):

@@ -8,6 +8,7 @@ from typing import NoReturn
 from services.common.logging import get_logger
 from services.common.pool.directory import PoolDirectory, pool_directories
 from services.common.pool.locks import wait_until_dropped
+from services.common.ticks import until_tick
 
 log = get_logger(__name__)
 
@@ -23,8 +24,9 @@ class Watcher:
         self._bury = bury
         self._watched: set[Path] = set()
 
-    async def run(self, scan_interval_s: float) -> NoReturn:
-        """New pools and workers are found by looking at the directories."""
+    async def run(self, pause_s: Callable[[], float]) -> NoReturn:
+        """New pools and workers are found by looking at the directories, with a pause after each
+        look."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 for directory in pool_directories(self._root):
@@ -33,7 +35,7 @@ class Watcher:
                         if path not in self._watched:
                             self._watched.add(path)
                             tasks.create_task(self._watch(directory, worker_id))
-                await asyncio.sleep(scan_interval_s)
+                await asyncio.sleep(until_tick(pause_s()))
 
     async def _watch(self, directory: PoolDirectory, worker_id: str) -> None:
         path = directory.lock_path(worker_id)

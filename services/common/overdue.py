@@ -17,6 +17,10 @@ class Overdue(Generic[T]):
         self._since: dict[T, float] = {}
         self._looked_at = clock()
 
+    def __bool__(self) -> bool:
+        """Whether something was wrong at the last look."""
+        return bool(self._since)
+
     def look(self, names: Iterable[T]) -> set[T]:
         """Those of `names`, wrong now, that were in every look for at least the limit."""
         now = self._clock()

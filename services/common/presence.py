@@ -7,6 +7,7 @@ from typing import NoReturn
 from blockstore.errors import BlockStoreError, StoreUnavailable
 from blockstore.registry import Member, Registry
 from services.common.logging import get_logger
+from services.common.ticks import until_tick
 
 log = get_logger(__name__)
 
@@ -18,7 +19,7 @@ class Presence:
         self,
         registry: Registry,
         describe: Callable[[], Member],
-        interval_s: float = 0.5,
+        interval_s: float = 1.0,
         ttl_s: float = 3.0,
     ) -> None:
         self._registry = registry
@@ -53,7 +54,7 @@ class Presence:
 
     async def _pause(self) -> None:
         try:
-            async with asyncio.timeout(self._interval_s):
+            async with asyncio.timeout(until_tick(self._interval_s)):
                 await self._changed.wait()
         except TimeoutError:
             pass

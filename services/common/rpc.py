@@ -47,6 +47,9 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Services speak to each other directly; a proxy from the environment is not meant for them.
     ("grpc.enable_http_proxy", 0),
+    # Pings that measure the bandwidth, after every message of a quiet stream: what peers send each
+    # other fits the smallest window.
+    ("grpc.http2.bdp_probe", 0),
     # One connection per channel: the stream of one peer must not ride on another's.
     ("grpc.use_local_subchannel_pool", 1),
 )

@@ -73,7 +73,7 @@ class DecodeWorker(PoolWorker):
             on_blocks=lambda key, blocks: self.engine.send(messages.Grow(key, blocks)),
             on_demands=self._on_demands,
         )
-        self._jobs = Jobs(self._end)
+        self._jobs: Jobs[Job] = Jobs(self._end)
         self._running: dict[str, Job] = {}
         self._resting = Resting(self, self._jobs)
 
@@ -219,7 +219,7 @@ class DecodeWorker(PoolWorker):
         self._give_back(ticket, finished)
         self._grower.add(key, epoch, claim.num_acquired)
         self._grower.want(key, group.total_wanted(self.limits.look_ahead))
-        self.engine.send(messages.Admit(group, spare, is_started=False))
+        self.engine.send(messages.Admit(group, is_started=False))
         self.begin(key, job.session, (job.request_id, job.attempt), suspect=job.suspect)
 
     def _on_outcome(self, outcome: StepOutcome) -> None:

@@ -113,8 +113,7 @@ class Engine:
         removed = []
         for command in commands:
             match command:
-                case Admit(group, new_block_ids, is_started):
-                    self._stamps.own(new_block_ids, group.key)
+                case Admit(group, is_started):
                     group.is_started = is_started
                     self._scheduler.add(group)
                 case Start(key):
@@ -122,7 +121,6 @@ class Engine:
                         found.is_started = True
                 case Grow(key, block_ids):
                     if found := self._scheduler.get(key):
-                        self._stamps.own(block_ids, key)
                         found.grow(block_ids)
                 case End(key, index):
                     found = self._scheduler.get(key)

@@ -11,9 +11,11 @@ Whatever dies in between is finished by the block manager, or by the next who jo
 import asyncio
 import os
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from blockstore.errors import (
@@ -246,8 +248,16 @@ async def _enter(
         undo.callback(stamps.close)
         try:
             await recovery.begin(store, run_id)
-            await store.register_worker(header.spec, worker_id, recovery)
+            own = partial(_own, stamps, lock)
+            await store.register_worker(header.spec, worker_id, recovery, own)
         except (GeometryMismatch, FingerprintMismatch) as error:
             raise StartupError(f"pool {header.pool_id} refuses {worker_id}: {error}") from error
         undo.pop_all()
     return Membership(store, directory, header, worker_id, lock, pool, stamps)
+
+
+def _own(stamps: Stamps, lock: WorkerLock, holder_id: str, block_ids: Sequence[int]) -> None:
+    """Stamp new blocks as the holder's, unless the worker was given up, or has let go: others may
+    have these blocks by now, and it writes into none."""
+    if not stamps.is_closed and not lock.is_given_up:
+        stamps.own(block_ids, holder_id)

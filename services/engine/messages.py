@@ -11,11 +11,9 @@ from services.engine.group import Group, Token
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Run a group, unless `is_started` from its `Start` on. `new_block_ids`: blocks that nobody has
-    written since they were given out."""
+    """Run a group, unless `is_started` from its `Start` on."""
 
     group: Group
-    new_block_ids: tuple[int, ...] = ()
     is_started: bool = True
 
 

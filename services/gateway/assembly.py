@@ -54,7 +54,7 @@ async def assembled(
     secret: bytes,
     limits: Limits,
     figures: Figures,
-    poll_s: float = 0.5,
+    poll_s: float = 1.0,
     silence_s: float = SILENCE_S,
     *,
     client_priority: bool = False,

@@ -44,13 +44,17 @@ class GatewaySettings(ServiceSettings):
         default=2.0, gt=0, description="how long a decode worker may take to answer a reservation"
     )
     poll_s: float = Field(
-        default=0.5, gt=0, description="how often the registry is read for workers"
+        default=1.0,
+        gt=0,
+        description="how often the registry is read for workers; twice as often while none serves",
     )
     rebalance_s: float = Field(
         default=1.0, ge=0, description="how often decode workers' loads are compared; 0: never"
     )
     silence_s: float = Field(
-        default=2.0, gt=0, description="how long a worker may say nothing before it is given up"
+        default=2.0,
+        gt=1.25,  # idle workers report once a second, or a quarter later
+        description="how long a worker may say nothing before it is given up; more than 1.25",
     )
     read_window_s: float = Field(
         default=10.0,

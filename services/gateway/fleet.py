@@ -15,6 +15,7 @@ from blockstore.store import BlockStore
 from services.common.errors import StartupError
 from services.common.logging import get_logger
 from services.common.overdue import Overdue
+from services.common.ticks import until_tick
 from services.gateway.catalog import Model
 from services.gateway.router import Pool
 from services.gateway.worker import Worker
@@ -67,7 +68,7 @@ class Fleet:
         connect: Callable[[Member], Connection],
         load: Callable[[str], Model],
         on_change: Callable[[], None],
-        poll_s: float = 0.5,
+        poll_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         gateway_id: str = "",
     ) -> None:
@@ -163,10 +164,15 @@ class Fleet:
                     raise
                 except BlockStoreError as error:
                     log.warning("registry_unread", reason=str(error))
-                wait_s = self._poll_s
-                await asyncio.sleep(min(wait_s, _STARTING_POLL_S) if self._starting else wait_s)
+                await asyncio.sleep(until_tick(self._pause_s()))
         finally:
             await self.close()
+
+    def _pause_s(self) -> float:
+        """Until the registry is read again. Requests may wait for whoever is missing."""
+        if self._starting:
+            return min(self._poll_s, _STARTING_POLL_S)
+        return self._poll_s if self.ready() else self._poll_s / 2
 
     async def refresh(self) -> None:
         """Bring the fleet up to what the registry says now. BlockStoreError."""

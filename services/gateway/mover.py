@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 from services.common.logging import get_logger
+from services.common.ticks import until_tick
 from services.gateway.bell import Bell
 from services.gateway.identity import client_id
 from services.gateway.journey import Journey
@@ -76,7 +77,7 @@ class Mover:
     async def rebalance(self, interval_s: float) -> NoReturn:
         """Look every `interval_s`, for ever."""
         while True:
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(until_tick(interval_s))
             await self.look()
 
     async def look(self) -> None:

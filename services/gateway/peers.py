@@ -18,6 +18,7 @@ from services.common.bundle import Outbox, bundled
 from services.common.errors import VersionMismatch
 from services.common.logging import get_logger
 from services.common.rpc import open_channel
+from services.common.ticks import until_tick
 from services.common.version import PROTOCOL_VERSION
 from services.common.wire import load_from_wire
 from services.gateway.messages import (
@@ -36,7 +37,7 @@ log = get_logger(__name__)
 HANDSHAKE_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
 SILENCE_S = 2.0
-_NUM_LOOKS = 8
+_NUM_LOOKS = 4
 
 
 class PeerSink(Protocol):
@@ -199,7 +200,7 @@ class Peer:
         num_silent = 0
         while num_silent < _NUM_LOOKS:
             self._heard = False
-            await asyncio.sleep(self._silence_s / _NUM_LOOKS)
+            await asyncio.sleep(until_tick(self._silence_s / _NUM_LOOKS))
             num_silent = 0 if self._heard else num_silent + 1
         limit.reschedule(asyncio.get_running_loop().time())
 

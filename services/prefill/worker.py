@@ -75,7 +75,7 @@ class PrefillWorker(PoolWorker):
             on_corrupt=metrics.kv_corrupt.inc,
             on_stale=lambda job: self._end(job, STALE),
         )
-        self._jobs = Jobs(self._end)
+        self._jobs: Jobs[Job] = Jobs(self._end)
         self._computing: dict[str, Job] = {}
         self._issued: dict[str, Job] = {}
         self._fetching: asyncio.Queue[Job] = asyncio.Queue()
@@ -202,7 +202,7 @@ class PrefillWorker(PoolWorker):
         self.metrics.prompt_tokens_cached.inc(num_computed)
         if fetched.completed:
             self.writer.put(lambda: self._commit(job, fetched.completed))
-        self.engine.send(messages.Admit(group, new, is_started=False))
+        self.engine.send(messages.Admit(group, is_started=False))
         self.begin(group.key, job.session, job.ticket.key, suspect=job.suspect)
 
     def _on_outcome(self, outcome: StepOutcome) -> None:

@@ -118,7 +118,7 @@ class ColderPool:
         missing = (key for key in sources if key not in targets)
         new = allocation.block_ids[allocation.num_cached_blocks :]
         copied = dict(zip(missing, new, strict=True))
-        copies = self._copy_out, self._stamps, ticket, contents, sources, copied
+        copies = self._copy_out, self._stamps, contents, sources, copied
         copying_s = await self._copy(*copies)
         await self._store.commit(pool_id, holder_id, epoch, contents.full_among(copied))
         epoch = await self._store.detach(pool_id, holder_id, epoch)
@@ -152,7 +152,7 @@ class ColderPool:
         new = allocation.block_ids[allocation.num_cached_blocks :]
         begun, copied = contents.begun_with(cached, computed, sources, new)
         if copied:
-            await self._copy(self._copy_back, self._own_stamps, ticket, computed, sources, copied)
+            await self._copy(self._copy_back, self._own_stamps, computed, sources, copied)
             self._metrics.swapped_in_blocks.inc(len(copied))
         await self._store.release(*holder, claim.epoch)
         return Fetched(begun, len(copied), computed.full_among(copied))
@@ -210,16 +210,15 @@ class ColderPool:
         self,
         copy: Copy,
         stamps: Stamps,
-        ticket: Ticket,
         contents: Contents,
         sources: Mapping[Key, int],
         targets: Mapping[Key, int],
     ) -> float:
-        """In the order of law 6: owner, KV, stamp. How many seconds it took."""
+        """In the order of law 6: KV, stamp. (The owner came with the blocks.) How many seconds it
+        took."""
 
         def work() -> float:
             began = time.perf_counter()
-            stamps.own(tuple(targets.values()), ticket.holder_id)
             copy([(sources[key], target) for key, target in targets.items()])
             for run in contents.runs:
                 run.stamp(stamps.complete, targets)

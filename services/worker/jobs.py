@@ -25,6 +25,8 @@ class Jobs(Generic[J]):
 
     def __init__(self, end: Callable[[J, Ending], None]) -> None:
         self._end = end
+        self.came = asyncio.Event()
+        """Set whenever there is one more."""
         self._jobs: dict[Key, J] = {}
         self._timers: dict[J, list[asyncio.TimerHandle]] = {}
 
@@ -47,6 +49,7 @@ class Jobs(Generic[J]):
 
     def add(self, job: J) -> None:
         self._jobs[job.key] = job
+        self.came.set()
 
     def remove(self, job: J) -> None:
         """With its timers. Who is not there is no error."""

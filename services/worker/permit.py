@@ -1,11 +1,11 @@
 """What a worker writes and answers counts only while it has not been given up.
 
 Who gives a worker up marks its lock file first, and reads the stamps then; the worker stamps blocks
-as its own first, and looks at the mark then. So either its blocks are seen to be its own, or it
-does not write into them. What it has read counts if it was not given up afterwards: until then
-nobody else wrote there.
+as its own first (with the answer that gives them to it, see `services.engine.membership`), and
+looks at the mark then. So either its blocks are seen to be its own, or it does not write into them.
+What it has read counts if it was not given up afterwards: until then nobody else wrote there.
 
-    own blocks | marked? | compute or copy | marked? | complete stamps, answer
+    marked? own blocks | marked? | compute or copy | marked? | complete stamps, answer
 
 The mark lies in the pool's directory, so that a worker that cannot reach the store sees it too.
 
@@ -18,11 +18,12 @@ from typing import NoReturn
 
 from blockstore.errors import WorkerFenced
 from services.common.pool.locks import WorkerLock
+from services.common.ticks import until_tick
 from services.engine.batch import Drawn, Pause, Row
 from services.engine.engine import ForwardPass
 from services.worker.colder import Copy
 
-_LOOK_S = 0.1
+_LOOK_S = 0.5
 
 
 class Permit:
@@ -40,7 +41,7 @@ class Permit:
         """Look, also while nothing is computed, until cancelled. WorkerFenced."""
         while True:
             self.require()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(until_tick(_LOOK_S))
 
     def for_copies(self, copy: Copy) -> Copy:
         def copy_permitted(pairs: Sequence[tuple[int, int]]) -> None:

@@ -16,6 +16,7 @@ from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics
 from services.common.pool.allotment import LOOK_AHEAD
 from services.common.ticket import Ticket
+from services.common.ticks import until_tick
 from services.engine.engine import BlockStamps, Engine, ForwardPass
 from services.engine.messages import Broken, Start, StepOutcome
 from services.engine.scheduler import Scheduler
@@ -23,11 +24,13 @@ from services.engine.sequence import Rules
 from services.engine.thread import EngineThread
 from services.worker.colder import ColderPool
 from services.worker.events import PREEMPTED, Began, Ending, Session, report
+from services.worker.jobs import Jobs
 from services.worker.store_writer import StoreWriter
 from services.worker.trials import Trials
 from services.worker.wakefulness import Wakefulness
 
 _PULSE_S = 0.1
+_IDLE_PULSE_S = 1.0
 _ASK_LIMIT_S = 1.0
 _DRAIN_INTERVAL_S = 0.05
 
@@ -74,6 +77,9 @@ class OnPool(Protocol):
 class PoolWorker(ABC):
     """Lives in one event loop; its subclasses walk requests through it."""
 
+    _jobs: Jobs[Any]
+    """The requests that are here."""
+
     def __init__(
         self,
         store: BlockStore,
@@ -102,7 +108,7 @@ class PoolWorker(ABC):
         self._failure: asyncio.Future[None] = loop.create_future()
         self.writer = StoreWriter(self._fail)
         self._num_places = 0
-        self._answered_at = loop.time()
+        self._answer_due_at = loop.time()
         engine = Engine(
             forward,
             Scheduler(limits.max_num_batched_tokens, limits.max_num_seqs),
@@ -144,14 +150,33 @@ class PoolWorker(ABC):
         while True:
             self.metrics.observe_load(self.load())
             heartbeat = await self._heartbeat()
-            self._answered_at = asyncio.get_running_loop().time()
+            self._answer_due_at = asyncio.get_running_loop().time()
             self._on_demands(heartbeat.demands)
-            await asyncio.sleep(_PULSE_S)
+            if self._jobs or self._num_places or await self._is_woken():
+                await asyncio.sleep(_PULSE_S)
+
+    async def _is_woken(self) -> bool:
+        """Whether an idle worker gets a request, or something happens on the pool, before a pause
+        is over: blocks are freed; or the ledger is lost, and this worker has to say that it holds
+        nothing."""
+        loop, pause_s = asyncio.get_running_loop(), until_tick(_IDLE_PULSE_S)
+        self._answer_due_at = over_at = loop.time() + pause_s
+        self._jobs.came.clear()
+        news = self.store.wait_for_room(self.pool_id, pause_s)
+        waiting = [asyncio.create_task(news), asyncio.create_task(self._jobs.came.wait())]
+        try:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in waiting:
+                task.cancel()
+        return loop.time() < over_at
 
     @property
     def stalled(self) -> bool:
         """Whether it begins nothing, since the store does not answer."""
-        return asyncio.get_running_loop().time() - self._answered_at > _STALLED_S
+        return asyncio.get_running_loop().time() - self._answer_due_at > _STALLED_S
 
     async def _heartbeat(self) -> Heartbeat:
         """WorkerFenced, and errors of the store."""

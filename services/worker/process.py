@@ -20,6 +20,7 @@ from services.common.exposition import metrics_endpoint
 from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics
 from services.common.rpc import RpcServer
+from services.common.ticks import until_tick
 from services.engine.engine import ForwardPass
 from services.engine.membership import Membership, join, join_colder
 from services.engine.runner import Runner
@@ -46,7 +47,7 @@ _SWITCH_INTERVAL_S = 0.0005
 """The engine's thread comes back from a step for the interpreter's lock; by default it would wait
 5 ms for an event loop that is busy."""
 
-_DIVIDE_INTERVAL_S = 0.2
+_DIVIDE_INTERVAL_S = 1.0
 
 _NUM_WARM_UP_TOKENS = 32
 """The longest prefill would take a second of all cores, and save the first one its page faults."""
@@ -206,7 +207,7 @@ def _on_its_cpus(
 async def _refresh(forward: SharedCpus) -> NoReturn:
     while True:
         forward.refresh()
-        await asyncio.sleep(_DIVIDE_INTERVAL_S)
+        await asyncio.sleep(until_tick(_DIVIDE_INTERVAL_S))
 
 
 async def _listen(

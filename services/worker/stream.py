@@ -13,6 +13,7 @@ from quire.v1 import worker_pb2
 from services.common.bundle import Outbox, bundled, each_of
 from services.common.errors import InvalidRequest, VersionMismatch
 from services.common.logging import get_logger
+from services.common.ticks import until_tick
 from services.common.version import PROTOCOL_VERSION
 from services.common.wire import (
     finish_reason_to_wire,
@@ -33,7 +34,9 @@ from services.worker.events import (
 )
 
 _LOAD_INTERVAL_S = 0.25
-"""A gateway that hears nothing for some times this long takes the worker for stuck."""
+_IDLE_INTERVALS = 4
+"""Of an idle worker, between two reports. A gateway that hears nothing for some times this long
+takes the worker for stuck."""
 _MAX_UNREAD = 10_000
 """Messages that a gateway may leave unread before its stream is broken off."""
 
@@ -209,11 +212,14 @@ class WorkerStream:
 
     async def _interval(self) -> None:
         """Between two reports. That it drains is told at once: what runs here is to be moved."""
+        load, pause_s = self._worker.load(), _LOAD_INTERVAL_S
+        if not load.num_running and not load.num_waiting:
+            pause_s = until_tick(pause_s * _IDLE_INTERVALS)
         if self._worker.draining:
-            await asyncio.sleep(_LOAD_INTERVAL_S)
+            await asyncio.sleep(pause_s)
         else:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._worker.drain_asked.wait(), _LOAD_INTERVAL_S)
+                await asyncio.wait_for(self._worker.drain_asked.wait(), pause_s)
 
     async def _read(self, session: StreamSession, requests: AsyncIterator[Any]) -> None:
         try:

@@ -16,10 +16,11 @@ from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
 from services.common.logging import get_logger
+from services.common.ticks import until_tick
 
 GAP_S = 1.0
 """Far less than it takes others to fence somebody."""
-_BEAT_S = 0.1
+_BEAT_S = 0.5
 
 log = get_logger(__name__)
 
@@ -41,7 +42,7 @@ class Wakefulness:
         """Beat in the event loop, until cancelled. Raises what `ask` raises."""
         while True:
             await self.beat()
-            await asyncio.sleep(_BEAT_S)
+            await asyncio.sleep(until_tick(_BEAT_S))
 
     async def beat(self) -> None:
         if self._gap_s > GAP_S:

@@ -44,11 +44,11 @@ class Host:
         """The tokens of each sequence. `cached`: blocks with the prompt's beginning."""
         asked = replace(asked, holder_id=f"h{next(self._keys)}")
         num_new = num_blocks_for(asked, SIZE) - len(self.cached)
-        new = self._take(num_new)
+        new = self._take(num_new, asked.holder_id)
         begun = [Begun.of_full(self.cached, SIZE)] * len(asked.sequences)
         computing = Group.to_compute(asked, _rules(asked), new, begun)
         found: dict[int, list[int]] = {s.index: list(s.token_ids) for s in asked.sequences}
-        left = self._run(self._engine(chunk, one_token=True), [Admit(computing, new)], found)
+        left = self._run(self._engine(chunk, one_token=True), [Admit(computing)], found)
         if left:
             in_tables = {block for state in left for block in state.block_ids}
             spare = [b for b in new if b not in in_tables and not self._stamps.is_committed(b)]
@@ -73,14 +73,16 @@ class Host:
                 group = engine._scheduler.get(advance.key)
                 assert group is not None
                 acquired = advance.wanted_blocks - group.num_acquired
-                commands = [Grow(advance.key, self._take(acquired))]
+                commands = [Grow(advance.key, self._take(acquired, advance.key))]
 
     def _engine(self, budget: int, *, one_token: bool) -> Engine:
         scheduler = Scheduler(budget, max_num_seqs=64)
         return Engine(self._rig, scheduler, self._stamps, one_token=one_token, look_ahead=3)
 
-    def _take(self, num_blocks: int) -> tuple[int, ...]:
-        return tuple(next(self._blocks) for _ in range(num_blocks))
+    def _take(self, num_blocks: int, owner: str) -> tuple[int, ...]:
+        taken = tuple(next(self._blocks) for _ in range(num_blocks))
+        self._stamps.own(taken, owner)
+        return taken
 
 
 def _rules(asked: Ticket) -> Rules:

@@ -4,8 +4,9 @@ waits, and gets an answer."""
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -42,12 +43,14 @@ def directory(tmp_path: Path) -> PoolDirectory:
 class Worker:
     """What the tests need of a worker: its lock, its store and the pool's stamps."""
 
-    def __init__(self, name: str, url: str, directory: PoolDirectory, store: RedisStore) -> None:
+    def __init__(
+        self, name: str, url: str, directory: PoolDirectory, store: RedisStore, stamps: Stamps
+    ) -> None:
         self.name = name
         self.store = store
         self.url = url
         self.lock = WorkerLock.create(directory.lock_path(name))
-        self.stamps = Stamps(directory.stamps, NUM_BLOCKS, SIZE)
+        self.stamps = stamps
         self.beating = asyncio.create_task(self._beat())
 
     async def _beat(self) -> None:
@@ -57,17 +60,19 @@ class Worker:
             await self.store.heartbeat("pool", self.name)
 
     async def allocate(self, holder: str, order: int, num_blocks: int) -> tuple[int, ...]:
-        """Blocks of its own, stamped as such."""
+        """Blocks of its own, stamped as such with the answer."""
         found = await self.store.allocate("pool", holder, self.name, order, [], num_blocks)
-        self.stamps.own(found.block_ids, holder)
         return found.block_ids
 
     async def grow(self, holder: str, epoch: int, have: int, total: int) -> tuple[int, ...]:
         growth = Growth(holder, epoch, have, total)
         (grown,) = (await self.store.extend("pool", self.name, [growth])).grown
         assert grown.error is None
-        self.stamps.own(grown.block_ids, holder)
         return grown.block_ids
+
+
+def _own(stamps: Stamps, holder: str, block_ids: Sequence[int]) -> None:
+    stamps.own(block_ids, holder)
 
 
 @asynccontextmanager
@@ -76,8 +81,10 @@ async def joined(url: str, directory: PoolDirectory, *names: str) -> AsyncIterat
     for name in names:
         store = await RedisStore.connect(url, retry_for_s=math.inf)
         await store.register_pool(HEADER.spec)
-        await store.register_worker(HEADER.spec, name, PoolRecovery(directory))
-        workers.append(Worker(name, url, directory, store))
+        stamps = Stamps(directory.stamps, NUM_BLOCKS, SIZE)
+        recovery, own = PoolRecovery(directory), partial(_own, stamps)
+        await store.register_worker(HEADER.spec, name, recovery, own)
+        workers.append(Worker(name, url, directory, store, stamps))
     try:
         async with asyncio.timeout(LIMIT_S):
             yield workers
@@ -235,6 +242,25 @@ async def test_a_worker_that_is_stuck_keeps_what_it_may_write(
         await manager.close()
 
 
+async def test_a_worker_without_a_pulse_hears_that_it_has_to_speak(
+    own_valkey: Valkey, directory: PoolDirectory
+) -> None:
+    """An idle worker asks for nothing, and listens: nobody waits long for its word."""
+    async with joined(own_valkey.url, directory, "v", "w") as (v, w):
+        await v.allocate("a", 1, 3)
+        w.beating.cancel()
+        listening = asyncio.create_task(w.store.wait_for_room("pool", 10 * LIMIT_S))
+        while own_valkey.command("PUBSUB", "NUMSUB", "{pool}:room")[1] != 1:
+            await asyncio.sleep(0.01)
+        flush(own_valkey)
+        grown = asyncio.create_task(v.grow("a", 1, 3, 4))
+        await listening
+        assert not grown.done()
+        await w.store.heartbeat("pool", "w")
+        assert await grown == (3,)
+        await assert_whole([v, w])
+
+
 async def missing(store: RedisStore) -> tuple[str, ...]:
     try:
         return (await store.stats("pool")).missing_worker_ids
@@ -334,7 +360,6 @@ async def _work(
                 growth = Growth(holder, epoch, len(mine), len(mine) + 1)
                 (grown,) = (await store.extend("pool", worker.name, [growth])).grown
                 assert grown.error in (None, "OUT_OF_BLOCKS")
-                worker.stamps.own(grown.block_ids, holder)
                 mine += grown.block_ids
             case "d" if held:
                 holder = rng.choice(list(held))

@@ -108,7 +108,8 @@ class PoolOfGroups(RuleBasedStateMachine):
         begun = contents.begun(allocation.cached(hashes, branches))
         new = allocation.block_ids[allocation.num_cached_blocks :]
         group = kind_of_group(asked).to_compute(asked, self._rules(asked), new, begun)
-        commands: list[Command] = [Admit(group, new)]
+        self.stamps.own(new, key)
+        commands: list[Command] = [Admit(group)]
         running = replace(asked, holder_epoch=1)
         left = None
         while left is None:
@@ -139,7 +140,7 @@ class PoolOfGroups(RuleBasedStateMachine):
         live = self.live[key] = Live(running, group, name, claim.num_acquired, next_index)
         if total := group.total_wanted(LOOK_AHEAD):
             self._grow(live, total)
-        self.hosts[name].commands.insert(0, Admit(group, spare))
+        self.hosts[name].commands.insert(0, Admit(group))
 
     def _remove(self, live: Live) -> Ticket:
         host, key = self.hosts[live.worker], live.ticket.holder_id
@@ -159,6 +160,7 @@ class PoolOfGroups(RuleBasedStateMachine):
         (grown,) = self.ledger.extend(live.worker, [growth]).grown
         if not grown.error and grown.block_ids:
             live.have += len(grown.block_ids)
+            self.stamps.own(grown.block_ids, key)
             self.hosts[live.worker].commands.append(Grow(key, grown.block_ids))
 
     def _write(self, advance: Advance, running: Ticket) -> None:

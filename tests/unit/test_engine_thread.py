@@ -83,7 +83,7 @@ async def has_heard(engine: FakeEngine, num_commands: int) -> None:
 
 def admitted(*, is_started: bool) -> Admit:
     group: Any = object()
-    return Admit(group, (), is_started)
+    return Admit(group, is_started)
 
 
 async def test_who_is_not_started_comes_with_the_next_command() -> None:

@@ -185,6 +185,10 @@ class Stamps:
             for block_id, (state, prefix_hash, _) in enumerate(stamps)
         )
 
+    @property
+    def is_closed(self) -> bool:
+        return self._bytes.closed
+
     def close(self) -> None:
         """Unmap. Again: no error."""
         self._bytes.close()

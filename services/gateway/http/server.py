@@ -4,15 +4,17 @@ import asyncio
 import math
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from services.common.config import join_host_port
 from services.common.errors import StartupError
+from services.common.ticks import until_tick
 
 _BACKLOG = 2048
+_DATE_INTERVAL_S = 1.0
 _KEEP_ALIVE_S = 75
 """Longer than clients keep idle connections, so that the client is the one that closes them."""
 
@@ -44,7 +46,7 @@ async def http_server(
     try:
         yield listening.getsockname()[1]
     finally:
-        server.should_exit = True
+        server.leave()
         await serving
         if cancelled := server.server_state.tasks:
             await asyncio.wait(cancelled)
@@ -52,6 +54,21 @@ async def http_server(
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._leaving = asyncio.Event()
+
+    def leave(self) -> None:
+        self.should_exit = True
+        self._leaving.set()
+
+    async def main_loop(self) -> None:
+        """uvicorn's looks ten times a second whether it should exit. What else it does, with every
+        tenth look, is to set the date that answers carry."""
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._leaving.wait(), until_tick(_DATE_INTERVAL_S))
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are the service's: `services.common.process`."""

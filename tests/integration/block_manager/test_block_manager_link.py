@@ -94,7 +94,7 @@ async def test_every_round_is_on_the_connection_of_the_moment() -> None:
         if current is first:
             raise StoreLost("empty")
 
-    announcing = asyncio.create_task(link.every(0.0, announce))
+    announcing = asyncio.create_task(link.every(lambda: 0.0, announce))
     await link.until_done(notice)
     await announced.wait()
     announcing.cancel()
@@ -105,7 +105,7 @@ async def test_other_errors_are_ours_and_end_the_loop() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        await Link(connection(), Servers().connect).every(0.0, action)
+        await Link(connection(), Servers().connect).every(lambda: 0.0, action)
 
 
 def test_what_is_wrong_look_after_look_is_overdue_at_the_limit() -> None:

@@ -59,7 +59,7 @@ async def test_a_lock_file_keeps_its_name_until_its_worker_is_reaped(host: Host)
         await assert_lawful(host, pool, free=11, cached=0, held=0)
         names.append(directory.worker_ids())
 
-    watching = asyncio.create_task(Watcher(host.root, bury).run(scan_interval_s=0.02))
+    watching = asyncio.create_task(Watcher(host.root, bury).run(lambda: 0.02))
     worker.kill()
     async with asyncio.timeout(LIMIT_S):
         await until(gone(host, pool))

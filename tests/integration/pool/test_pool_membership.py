@@ -9,7 +9,7 @@ import pytest
 from blockstore.errors import StoreLost, StoreUnavailable, WorkerNotEmpty
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
-from blockstore.store import Recovery
+from blockstore.store import Own, Recovery
 from services.common.errors import StartupError
 from services.common.pool.directory import pool_directories
 from services.common.pool.layout import PoolLayout
@@ -40,10 +40,10 @@ async def test_a_worker_is_locked_before_the_store_knows_it(
     """One that dies right after it has registered is seen to die, like any other."""
     register, was_held = store.register_worker, []
 
-    async def watched(spec: PoolSpec, worker_id: str, recovery: Recovery) -> None:
+    async def watched(spec: PoolSpec, worker_id: str, recovery: Recovery, own: Own) -> None:
         (directory,) = pool_directories(tmp_path)
         was_held.append(is_held(directory.lock_path(worker_id)))
-        await register(spec, worker_id, recovery)
+        await register(spec, worker_id, recovery, own)
 
     monkeypatch.setattr(store, "register_worker", watched)
     await joined("prefill-1")
@@ -153,7 +153,11 @@ class Refusing(MemoryStore):
     """Registers no worker."""
 
     async def register_worker(
-        self, spec: PoolSpec, worker_id: str, recovery: Recovery | None = None
+        self,
+        spec: PoolSpec,
+        worker_id: str,
+        recovery: Recovery | None = None,
+        own: Own | None = None,
     ) -> None:
         raise StoreUnavailable("no answer")
 

@@ -11,6 +11,7 @@ from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Member, Role
 from services.common.errors import StartupError
+from services.gateway import fleet as fleets
 from services.gateway.bell import Bell
 from services.gateway.catalog import Model
 from services.gateway.fleet import Fleet
@@ -161,6 +162,7 @@ async def test_who_starts_is_looked_for_more_often(
         await harbour.registry.withdraw("p1")
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(fleets, "until_tick", lambda pause_s: pause_s)
     await harbour.registry.announce(replace(member("p1", "prefill"), state="starting"), TTL_S)
     fleet = Fleet(
         harbour.registry, harbour.store, harbour._connect, harbour._load, harbour.changes.ring

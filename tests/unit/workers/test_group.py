@@ -28,6 +28,7 @@ class Host:
     def __init__(self, directory: Path, budget: int = 64) -> None:
         spec = PoolSpec("pool", "model", "fingerprint", 64, SIZE, block_bytes=1)
         self.stamps = make_stamps(directory / "stamps", spec)
+        self.stamps.own(range(spec.num_blocks), KEY)
         self.arena = Arena(SIZE, self.stamps)
         self.model = FakeForward(self.arena)
         self.prefill = self._engine(budget, one_token=True)
@@ -40,7 +41,7 @@ class Host:
     def prefilled(self, asked: Ticket, block_ids: Sequence[int]) -> tuple[Ticket, list[Advance]]:
         """The ticket at rest, and all that happened."""
         group = Group.to_compute(asked, rules(asked), block_ids)
-        commands: list[Command] = [Admit(group, tuple(block_ids))]
+        commands: list[Command] = [Admit(group)]
         advances: list[Advance] = []
         for _ in range(100):
             advances += self.prefill.step(commands).advances
@@ -52,7 +53,7 @@ class Host:
     def admit(self, at_rest: Ticket, spare: Sequence[int], num_acquired: int) -> StepOutcome:
         group = Group.to_continue(at_rest, rules(at_rest), spare, num_acquired)
         assert group.is_stamped(self.stamps)
-        return self.decode.step([Admit(group, tuple(spare))])
+        return self.decode.step([Admit(group)])
 
     def removed(self) -> tuple[TicketSequence, ...]:
         (removed,) = self.decode.step([Remove(KEY)]).removed
@@ -209,7 +210,7 @@ def test_a_row_that_is_not_finite_ends_its_group_alone(host: Host) -> None:
     (of_other,) = host.prefilled(other, (8,))[0].sequences
     host.model.poison = PROMPT[0]
     group = Group.to_continue(replace(other, sequences=(of_other,)), rules(other), (9,), 2)
-    host.decode.step([Admit(group, (9,))])
+    host.decode.step([Admit(group)])
     outcome = host.admit(at_rest, spare=(3,), num_acquired=4)
     (broken,) = outcome.broken
     assert (broken.key, broken.fault) == (KEY, Fault.NOT_FINITE)
@@ -297,7 +298,7 @@ def test_each_goes_on_from_where_it_has_begun(host: Host) -> None:
     group = Group.to_compute(wanted, rules(wanted), range(30, 36), begun)
     assert group.num_uncomputed == 1 + (2 + 2 + 1 + 1)
     num_computed = host.arena.num_computed
-    (advance, *_) = host.prefill.step([Admit(group, tuple(range(30, 36)))]).advances
+    (advance, *_) = host.prefill.step([Admit(group)]).advances
     while advance.left is None:
         (advance, *_) = host.prefill.step([]).advances
     assert host.arena.num_computed - num_computed == 7
@@ -321,7 +322,7 @@ def test_a_block_that_somebody_adopted_is_not_copied_for_its_last_token(host: Ho
     begun = [Begun(adopted, 11, 3), Begun.of_full(adopted, SIZE)]
     group = Group.to_compute(wanted, rules(wanted), (30, 31), begun)
     num_copied = host.arena.num_copied
-    (advance,) = host.prefill.step([Admit(group, (30, 31))]).advances
+    (advance,) = host.prefill.step([Admit(group)]).advances
     assert advance.left is not None
     assert tables(advance.left) == {0: (*adopted, 31), 1: (*adopted, 30)}
     assert host.arena.num_copied == num_copied

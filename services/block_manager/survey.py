@@ -1,0 +1,49 @@
+"""What the store and the registry say at one moment: read once a round, for everybody who looks."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from blockstore.errors import UnknownPool
+from blockstore.records import PoolStats
+from blockstore.registry import Member
+from services.block_manager.link import Connection
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """`pool_ids`: all that the store has; `pools`: those of them whose figures it knows, by id."""
+
+    members: tuple[Member, ...]
+    pool_ids: frozenset[str]
+    pools: Mapping[str, PoolStats]
+
+    @property
+    def member_ids(self) -> frozenset[str]:
+        return frozenset(member.member_id for member in self.members)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no pool has requests or has to be brought back, and no worker is starting."""
+        is_used = any(
+            stats.num_holders or stats.num_waiters or stats.recovering
+            for stats in self.pools.values()
+        )
+        return not is_used and all(member.state != "starting" for member in self.members)
+
+
+async def survey(connection: Connection) -> Survey:
+    """Errors of the store."""
+
+    async def read(pool_id: str) -> PoolStats | None:
+        try:
+            return await connection.store.stats(pool_id)
+        except UnknownPool:  # dropped meanwhile, or of before the server's restart
+            return None
+
+    members, pool_ids = await asyncio.gather(
+        connection.registry.members(), connection.store.pool_ids()
+    )
+    found = await asyncio.gather(*map(read, pool_ids))
+    pools = {stats.spec.pool_id: stats for stats in found if stats is not None}
+    return Survey(members, frozenset(pool_ids), pools)

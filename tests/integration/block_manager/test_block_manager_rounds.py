@@ -1,0 +1,80 @@
+"""How often the block manager looks around, and what a round asks of the store."""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from blockstore.memory_store import MemoryStore
+from blockstore.records import PoolStats
+from services.block_manager.config import BlockManagerSettings
+from services.block_manager.link import Link
+from services.block_manager.manager import IDLE_SCANS, BlockManager
+from services.common.metrics import PoolMetrics
+
+from .conftest import Host
+
+SCAN_S = 0.25
+
+
+async def one_round(manager: BlockManager, host: Host) -> float:
+    """Look around once; the pause after it."""
+    async with asyncio.TaskGroup() as tasks:
+        await manager._look_around(tasks, host.connection)
+    return manager._pause_s()
+
+
+@pytest.fixture
+def manager(host: Host) -> BlockManager:
+    settings = BlockManagerSettings(pool_root=host.root, scan_interval_s=SCAN_S)  # type: ignore[call-arg]
+    return BlockManager(settings, Link(host.connection, host.connect), PoolMetrics(host.metrics))
+
+
+async def test_a_round_reads_each_pool_once(
+    host: Host, manager: BlockManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pool_id in ("tiny-1", "tiny-2"):
+        await host.start_worker(await host.make_pool(pool_id))
+        await host.announce(pool_id, "decode-1", ttl_s=60)
+    num_reads, read = Counter[str](), MemoryStore.stats
+
+    async def counted(store: MemoryStore, pool_id: str) -> PoolStats:
+        num_reads[pool_id] += 1
+        return await read(store, pool_id)
+
+    monkeypatch.setattr(MemoryStore, "stats", counted)
+    await one_round(manager, host)
+    assert num_reads == {"tiny-1": 1, "tiny-2": 1}
+
+
+async def test_rounds_are_rare_while_nobody_needs_them(host: Host, manager: BlockManager) -> None:
+    assert manager._pause_s() == SCAN_S  # nothing is known yet
+    pool = await host.make_pool()
+    await host.start_worker(pool)
+    await host.announce(pool.pool_id, "decode-1", ttl_s=60)
+    assert await one_round(manager, host) == IDLE_SCANS * SCAN_S
+
+    await host.store.allocate(pool.pool_id, "h", "decode-1", 1, [], 1)
+    assert await one_round(manager, host) == SCAN_S
+    await host.store.release(pool.pool_id, "h", 1)
+    assert await one_round(manager, host) == IDLE_SCANS * SCAN_S
+
+
+async def test_who_starts_or_is_silent_is_watched_closely(
+    host: Host, manager: BlockManager
+) -> None:
+    pool = await host.make_pool()
+    await host.start_worker(pool)
+    await host.announce(pool.pool_id, "decode-1", ttl_s=60)
+    assert await one_round(manager, host) == IDLE_SCANS * SCAN_S
+
+    (member,) = await host.connection.registry.members()
+    starting = replace(member, member_id="decode-2", state="starting")
+    await host.connection.registry.announce(starting, ttl_s=60)
+    assert await one_round(manager, host) == SCAN_S
+    await host.connection.registry.withdraw("decode-2")
+    assert await one_round(manager, host) == IDLE_SCANS * SCAN_S
+
+    await host.connection.registry.withdraw("decode-1")  # it lives, and does not say so
+    assert await one_round(manager, host) == SCAN_S
