@@ -8,7 +8,7 @@ import kvops
 from kvops.native import Lane, NativeCpu
 from services.common.errors import StartupError
 from services.common.pool.layout import Dtype, PoolLayout
-from services.common.pool.sizing import MemoryPlan, parse_size
+from services.common.pool.sizing import MemoryPlan
 from services.common.text.model_config import ModelConfig
 from services.engine.fingerprint import fingerprint
 from services.engine.models import Model, load_model
@@ -66,7 +66,7 @@ def load(settings: WorkerSettings, progress: Progress) -> LoadedModel:
         layout,
         limits=_limits(settings, config),
         plan=_plan(settings, config, dtype),
-        swap_bytes=_swap_bytes(settings),
+        swap_bytes=settings.swap_bytes,
         ops=backend,
         native=backend.native,
         engine={**backend.describe(dtype), "quantize": numerics["quantize"]},
@@ -104,23 +104,8 @@ def _plan(settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype) -> 
     stored = getattr(torch, config.dtype).itemsize
     file_bytes = sum(path.stat().st_size for path in weight_files(settings.model))
     return MemoryPlan(
-        pool_bytes=_bytes("pool_memory", settings.pool_memory),
+        pool_bytes=settings.pool_bytes,
         num_expected_workers=settings.num_expected_workers,
         weight_bytes=file_bytes * dtype.itemsize // stored,
         activation_bytes=num_values * torch.float32.itemsize,
     )
-
-
-def _swap_bytes(settings: WorkerSettings) -> int | None:
-    """None: no colder pool."""
-    num_bytes = _bytes("swap_memory", settings.swap_memory)
-    if settings.preemption == "swap" and num_bytes is None:
-        raise StartupError("preemption is swap, but there is no swap_memory to swap to")
-    return None if settings.preemption == "recompute" else num_bytes
-
-
-def _bytes(name: str, size: str) -> int | None:
-    try:
-        return parse_size(size) if size else None
-    except ValueError as error:
-        raise StartupError(f"{name}: {error}") from error

@@ -128,7 +128,7 @@ def test_a_second_signal_ends_what_does_not_stop() -> None:
 
 @pytest.mark.parametrize("service", ["gateway", "block_manager", "prefill", "decode"])
 def test_a_service_that_still_imports_ends_at_once(service: str, tmp_path: Path) -> None:
-    """Even where signals without a handler are ignored, as the first process of a container does."""
+    """Even where signals without a handler are ignored, as for a container's first process."""
     (tmp_path / "sitecustomize.py").write_text(ENDLESS_IMPORT)
     process = subprocess.Popen(
         [sys.executable, "-m", f"services.{service}"],
