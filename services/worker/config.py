@@ -32,6 +32,11 @@ class WorkerSettings(PoolServiceSettings):
     backend: Literal["cpu", "reference", "triton", "flash"] = Field(
         "cpu", description="kernels that compute"
     )
+    isa: Literal["auto", "avx512_bf16", "avx512", "avx2", "portable"] = Field(
+        "auto",
+        description="instruction set of the backend cpu; auto: the best that this CPU has, by "
+        "measurement where that is in doubt; the same for all workers of a host",
+    )
     block_size: int = Field(16, ge=1, le=1024, description="tokens a KV block")
     pool_memory: str = Field(
         "", description="KV pool's size, e.g. 2GiB; empty: half of what is free beside the weights"

@@ -16,6 +16,7 @@ from services.engine.packed_file import Progress
 from services.engine.pool import DTYPES
 from services.engine.weights import weight_files
 from services.worker.config import WorkerSettings
+from services.worker.instruction_set import measured_isa
 from services.worker.pool_worker import Limits
 
 
@@ -38,7 +39,7 @@ def load(settings: WorkerSettings, progress: Progress) -> LoadedModel:
     name = _dtype(settings, config)
     dtype = DTYPES[name]
     try:
-        backend = kvops.backend(settings.backend)
+        backend = kvops.backend(settings.backend, _isa(settings, name, progress))
     except kvops.BackendUnavailable as error:
         raise StartupError(str(error)) from error
     if backend.native is not None:
@@ -77,6 +78,15 @@ def _dtype(settings: WorkerSettings, config: ModelConfig) -> Dtype:
     if settings.dtype != "auto":
         return settings.dtype
     return "float32" if config.dtype == "float32" else "bfloat16"
+
+
+def _isa(settings: WorkerSettings, dtype: Dtype, progress: Progress) -> str | None:
+    """None: the kernels' own choice."""
+    if settings.isa != "auto":
+        return settings.isa
+    if settings.backend != "cpu" or dtype != "bfloat16" or settings.quantize:
+        return None
+    return measured_isa(settings.weights_cache or settings.pool_root, progress)
 
 
 def _limits(settings: WorkerSettings, config: ModelConfig) -> Limits:
