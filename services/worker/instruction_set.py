@@ -39,7 +39,7 @@ def measured_isa(
     isas = contest.contenders()
     if isas is None:
         return None
-    facts = {**_identity(cpuinfo), "kernels": NUMERICS, "contenders": list(isas)}
+    facts: dict[str, object] = {**_identity(cpuinfo), "kernels": NUMERICS, "contenders": list(isas)}
     digest = xxhash.xxh3_64_hexdigest(json.dumps(facts, sort_keys=True).encode())
     path = directory / f"isa-{digest}.json"
     try:

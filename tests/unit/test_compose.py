@@ -345,8 +345,9 @@ def test_an_edit_of_python_sources_builds_neither_dependencies_nor_kernels(stage
 
 def test_the_lists_of_requirements_are_those_of_the_project() -> None:
     def listed(what: str) -> list[str]:
-        command = [sys.executable, ROOT / "deploy" / "requirements.py", what]
-        return subprocess.check_output(command, text=True).splitlines()
+        script = str(ROOT / "deploy" / "requirements.py")
+        out: str = subprocess.check_output([sys.executable, script, what], text=True)
+        return out.splitlines()
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert listed("build") == project["build-system"]["requires"]
