@@ -39,7 +39,7 @@ def load(settings: WorkerSettings, progress: Progress) -> LoadedModel:
     name = _dtype(settings, config)
     dtype = DTYPES[name]
     try:
-        backend = kvops.backend(settings.backend, _isa(settings, name, progress))
+        backend = kvops.backend(settings.backend, chosen_isa(settings, config, progress))
     except kvops.BackendUnavailable as error:
         raise StartupError(str(error)) from error
     if backend.native is not None:
@@ -80,10 +80,11 @@ def _dtype(settings: WorkerSettings, config: ModelConfig) -> Dtype:
     return "float32" if config.dtype == "float32" else "bfloat16"
 
 
-def _isa(settings: WorkerSettings, dtype: Dtype, progress: Progress) -> str | None:
-    """None: the kernels' own choice."""
+def chosen_isa(settings: WorkerSettings, config: ModelConfig, progress: Progress) -> str | None:
+    """The instruction set that computes; None: the kernels' own choice."""
     if settings.isa != "auto":
         return settings.isa
+    dtype = _dtype(settings, config)
     if settings.backend != "cpu" or dtype != "bfloat16" or settings.quantize:
         return None
     return measured_isa(settings.weights_cache or settings.pool_root, progress)

@@ -8,7 +8,12 @@ import pytest
 
 from kvops import contest
 from services.common.errors import StartupError
+from services.common.text.model_config import ModelConfig
+from services.worker import loading
+from services.worker.config import WorkerSettings
 from services.worker.instruction_set import measured_isa
+
+EMBEDDED = Path(__file__).parents[3] / "quire" / "embedded"
 
 SLOWER: contest.Timings = [(1.2, 1.0), (9.0, 8.0)]
 """As on a Xeon, where the first one is the slower one."""
@@ -123,3 +128,23 @@ def test_where_nothing_competes_nothing_is_measured(
     monkeypatch.setattr(contest, "usable_kernels", lambda: ["avx2", "portable"])
     assert host.isa() is None
     assert (host.num_measured, host.cache.exists()) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"dtype": "bfloat16"}, "measured"),
+        ({"dtype": "bfloat16", "isa": "avx2"}, "avx2"),
+        # Nothing competes there.
+        ({"dtype": "float32"}, None),
+        ({"dtype": "bfloat16", "quantize": "int8"}, None),
+        ({"dtype": "bfloat16", "backend": "reference"}, None),
+    ],
+)
+def test_what_computes_bf16_in_cpp_is_measured_unless_a_setting_names_it(
+    given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "measured_isa", lambda *_: "measured")
+    settings = WorkerSettings.model_validate({"model": "/model", **given})
+    config = ModelConfig.from_directory(EMBEDDED)
+    assert loading.chosen_isa(settings, config, lambda: None) == expected
