@@ -1,43 +1,76 @@
 # Two images from one file: `control` (gateway, block manager), and `worker` with PyTorch and the
-# native kernels.
+# native kernels. Dependencies, kernels and package are built in stages of their own and copied as
+# layers of their own, so that an edit builds and copies only what it concerns.
 #
-#   docker build --target worker --build-arg PIP_EXTRA_INDEX_URL=... .
+#   docker build --target worker .
 #
-# PIP_EXTRA_INDEX_URL may name the index of PyTorch's CPU builds (see README.md, "Containers").
+# PyTorch's CPU build comes from its public index; PIP_EXTRA_INDEX_URL may name another one.
 
 FROM python:3.11-slim-bookworm AS base
 ENV PATH=/opt/quire/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
 
+FROM base AS environment
+RUN python -m venv /opt/quire
 
-# What both build from, so that the compiler's layer does not follow every change.
+
+# Lists, which stay the same when something else changes in pyproject.toml.
+FROM base AS requirements
+WORKDIR /src
+COPY pyproject.toml ./
+COPY deploy/requirements.py deploy/
+RUN for list in build project worker; do \
+      python deploy/requirements.py $list >/requirements-$list.txt || exit 1; \
+    done
+
+FROM environment AS dependencies-control
+COPY --from=requirements /requirements-project.txt /
+RUN pip install --no-cache-dir --requirement /requirements-project.txt
+
+FROM dependencies-control AS dependencies-worker
+WORKDIR /src
+COPY deploy/constraints-cpu.txt deploy/no-cpu-torch.txt deploy/install.sh deploy/
+COPY --from=requirements /requirements-worker.txt /
+ARG PIP_EXTRA_INDEX_URL=""
+RUN PIP_NO_CACHE_DIR=1 deploy/install.sh --requirement /requirements-worker.txt
+
+
+# Tools that build the package; the images do not have them.
+FROM environment AS build
+COPY --from=requirements /requirements-build.txt /
+RUN pip install --no-cache-dir --requirement /requirements-build.txt
+
+FROM build AS kernels
+# hadolint ignore=DL3008  # whichever patch level the distribution's compiler has
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends cmake g++ ninja-build \
+ && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY kernels/CMakeLists.txt ./
+COPY kernels/csrc csrc
+RUN cmake -G Ninja -S . -B /build -DPython_EXECUTABLE=/opt/quire/bin/python \
+      -Dnanobind_ROOT="$(python -m nanobind --cmake_dir)" \
+ && cmake --build /build \
+ && cmake --install /build --prefix /native/lib/python3.11/site-packages
+
 FROM scratch AS sources
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
-COPY deploy/constraints-cpu.txt deploy/no-cpu-torch.txt deploy/install.sh deploy/
 COPY quire quire
 COPY services services
 COPY blockstore blockstore
 COPY kernels kernels
 
-FROM base AS build-control
-RUN python -m venv /opt/quire
+FROM build AS package
 WORKDIR /src
 COPY --from=sources /src ./
-# It computes nothing: no native kernels, and so no compiler.
-RUN QUIRE_NATIVE=OFF pip install --no-cache-dir .
-
-FROM base AS build-worker
-# hadolint ignore=DL3008  # whichever patch level the distribution's compiler has
-RUN apt-get update \
- && apt-get install --yes --no-install-recommends g++ \
- && rm -rf /var/lib/apt/lists/*
-RUN python -m venv /opt/quire
-WORKDIR /src
-COPY --from=sources /src ./
-ARG PIP_EXTRA_INDEX_URL=""
-RUN PIP_NO_CACHE_DIR=1 deploy/install.sh ".[worker]"
+# The control image computes nothing: the native kernels come to the worker's alone.
+RUN QUIRE_NATIVE=OFF pip install --no-cache-dir --no-build-isolation --no-deps \
+      --prefix /package/opt/quire . \
+ && install -D quire/probe.py /package/usr/local/bin/quire-probe \
+ && install --directory /package/models \
+ && cp -r quire/embedded /package/models/quire-embedded
 
 
 FROM base AS runtime
@@ -46,12 +79,14 @@ RUN groupadd --gid 10001 quire \
  && useradd --uid 10001 --gid quire --no-create-home --home-dir /tmp quire \
  && install --directory --owner=quire --group=quire --mode=0700 /run/quire /pools /weights \
  && install --directory /models/local
-COPY quire/embedded /models/quire-embedded
 WORKDIR /
 USER 10001:10001
 
 FROM runtime AS control
-COPY --from=build-control /opt/quire /opt/quire
+COPY --from=dependencies-control /opt/quire /opt/quire
+COPY --from=package /package /
 
 FROM runtime AS worker
-COPY --from=build-worker /opt/quire /opt/quire
+COPY --from=dependencies-worker /opt/quire /opt/quire
+COPY --from=kernels /native /opt/quire
+COPY --from=package /package /

@@ -1,11 +1,17 @@
 #!/bin/sh
-# pip install with PyTorch's CPU build where pip's indexes have one, else with the default build.
+# pip install with PyTorch's CPU build: from pip's own indexes where they have it, else from PyTorch's
+# public index; with PyTorch's default build where neither has it, or cannot be reached.
 set -eu
 cd "$(dirname "$0")/.."
 pip="${PIP:-pip}"
+index=https://download.pytorch.org/whl/cpu
 
-if "$pip" download --quiet --no-deps --dest "$(mktemp -d)" \
-  --requirement deploy/constraints-cpu.txt 2>/dev/null; then
+# What PyTorch itself needs comes with the rest, from pip's own indexes.
+cpu_torch() {
+  "$pip" install --quiet --no-deps --requirement deploy/constraints-cpu.txt "$@"
+}
+
+if cpu_torch 2>/dev/null || cpu_torch --index-url "$index" --timeout 5 --retries 1; then
   exec "$pip" install --quiet --constraint deploy/constraints-cpu.txt "$@"
 fi
 cat deploy/no-cpu-torch.txt

@@ -14,12 +14,19 @@ class BackendUnavailable(Exception):
     """No such backend, or it cannot run here; the text says what is missing."""
 
 
-def backend(name: str) -> Backend:
-    """The backend called `name`, one of `BACKENDS`. BackendUnavailable, with what is missing."""
+def backend(name: str, isa: str | None = None) -> Backend:
+    """The backend called `name`, one of `BACKENDS`; `isa` is the native kernels' instruction set,
+    by default the best that this CPU has. BackendUnavailable, with what is missing."""
     if name not in _FACTORIES:
         raise BackendUnavailable(f"no backend {name!r}; there are {', '.join(BACKENDS)}")
     try:
+        if name == "cpu":
+            return Backend(CpuKernels(isa))
+        if isa is not None:
+            raise BackendUnavailable(f"backend {name!r} has no instruction set to choose: {isa}")
         return Backend(_FACTORIES[name]())
+    except ValueError as error:
+        raise BackendUnavailable(str(error)) from error
     except ModuleNotFoundError as error:
         if error.name not in _PACKAGES:
             raise

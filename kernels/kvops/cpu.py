@@ -17,8 +17,9 @@ _KINDS: dict[torch.dtype, Kind] = {torch.float32: "float32", torch.bfloat16: "bf
 class CpuKernels:
     name = "cpu"
 
-    def __init__(self) -> None:
-        self.native = NativeCpu()
+    def __init__(self, isa: str | None = None) -> None:
+        """ValueError: this CPU does not have that instruction set."""
+        self.native = NativeCpu(isa=isa)
 
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         block_size = kv_layer.shape[2]

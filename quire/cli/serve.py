@@ -84,6 +84,12 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
     group.add_argument("--backend", choices=("cpu", "reference", "triton", "flash"))
     group.add_argument(
+        "--isa",
+        choices=("auto", "avx512_bf16", "avx512", "avx2", "portable"),
+        help="instruction set of the CPU kernels; default: auto, the fastest here, by measurement "
+        "where that is in doubt",
+    )
+    group.add_argument(
         "--quantize", choices=("int8",), help="linears of 8-bit weights and activations"
     )
     computing = group.add_mutually_exclusive_group()
@@ -186,6 +192,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         block_size=args.block_size,
         dtype=args.dtype,
         backend=args.backend,
+        isa=args.isa,
         quantize=args.quantize,
         cpus=args.cpus,
         max_gap_ms=args.max_gap_ms,

@@ -147,7 +147,9 @@ class Child:
     async def _run_once(self) -> Exit:
         loop = asyncio.get_running_loop()
         self._started_at = loop.time()
-        # A session of its own: Ctrl-C on our terminal is for us alone, and we end them in order.
+        # A process group of its own: Ctrl-C on our terminal is for us alone, and we end them in
+        # order. Not a session: Linux gives each session its own share of a CPU (sched_autogroup),
+        # and workers that share one would then wait hundreds of milliseconds for their turns.
         self._process = await asyncio.create_subprocess_exec(
             *self.spec.command,
             stdin=DEVNULL,
@@ -155,7 +157,7 @@ class Child:
             stderr=STDOUT,
             env={**os.environ, **self.spec.variables, PARENT_FD: str(self._pipe.reading_end)},
             pass_fds=(self._pipe.reading_end,),
-            start_new_session=True,
+            process_group=0,
         )
         if self._stopping.is_set():
             self._send(signal.SIGTERM)

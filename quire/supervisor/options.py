@@ -31,6 +31,7 @@ class ServeOptions:
     block_size: int | None = None
     dtype: str | None = None
     backend: str | None = None
+    isa: str | None = None
     quantize: str | None = None
     cpus: str | None = None
     max_gap_ms: float | None = None

@@ -62,6 +62,7 @@ def _worker_settings(options: ServeOptions) -> dict[str, str]:
         "BLOCK_SIZE": options.block_size,
         "DTYPE": options.dtype,
         "BACKEND": options.backend,
+        "ISA": options.isa,
         "QUANTIZE": options.quantize,
         "CPUS": options.cpus,
         "MAX_GAP_MS": options.max_gap_ms,

@@ -1,5 +1,10 @@
 """`python -m services.block_manager`: serve until SIGTERM."""
 
+from services.common.starting import end_on_signals
+
+if __name__ == "__main__":
+    end_on_signals()
+
 import asyncio
 import time
 from contextlib import suppress

@@ -85,6 +85,10 @@ class ServiceSettings(BaseSettings):
         """Threads of OpenMP in this process; None leaves OpenMP its own default."""
         return None
 
+    def check(self) -> None:
+        """What can be known of these settings on this machine before the service starts
+        (`--check`). StartupError."""
+
     def address(self, port: int) -> str:
         """`host:port` under which others reach this service when it listens on `port`."""
         host = self.advertise_host or self.host

@@ -110,7 +110,7 @@ async def _until_stopped(
 
 
 def _settings(cls: type[S]) -> S:
-    """Configuration is by environment only; the flags just show it."""
+    """Configuration is by environment only; the flags just show it or check it."""
     parser = argparse.ArgumentParser(
         prog=f"python -m services.{cls.service}",
         description="Configured by environment variables:",
@@ -120,10 +120,16 @@ def _settings(cls: type[S]) -> S:
     parser.add_argument(
         "--print-config", action="store_true", help="print every setting as resolved, and exit"
     )
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 0 if the service could start here"
+    )
     arguments = parser.parse_args()
     settings = load_settings(cls)
     if arguments.print_config:
         print("\n".join(f"{name}={value}" for name, value in resolved(settings).items()))
+        sys.exit(0)
+    if arguments.check:
+        settings.check()
         sys.exit(0)
     return settings
 

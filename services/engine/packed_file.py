@@ -77,7 +77,7 @@ def packed_file(
         if (found := current()) is not None:
             return found
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(path.with_name(f"{path.name}.lock"), progress):
+        with locked(path.with_name(f"{path.name}.lock"), progress):
             if (found := current()) is not None:
                 return found
             _write(path, *make())
@@ -87,7 +87,8 @@ def packed_file(
 
 
 @contextmanager
-def _locked(path: Path, progress: Progress) -> Iterator[None]:
+def locked(path: Path, progress: Progress) -> Iterator[None]:
+    """Holds the lock of the file at `path`, which stays."""
     with path.open("ab") as file:
         while not _locks(file.fileno()):
             progress()

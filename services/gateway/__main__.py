@@ -1,5 +1,10 @@
 """`python -m services.gateway`: the gateway."""
 
+from services.common.starting import end_on_signals
+
+if __name__ == "__main__":
+    end_on_signals()
+
 from services.common.process import run_service
 from services.gateway.config import GatewaySettings
 from services.gateway.process import serve

@@ -1,5 +1,10 @@
 """`python -m services.prefill`: a prefill worker."""
 
+from services.common.starting import end_on_signals
+
+if __name__ == "__main__":
+    end_on_signals()
+
 import asyncio
 
 from services.common.process import run_service

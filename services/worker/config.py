@@ -7,6 +7,9 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from services.common.config import PoolServiceSettings
+from services.common.errors import StartupError
+from services.common.pool.sizing import check_capacity, parse_size
+from services.common.text.model_config import ModelConfig
 
 _BATCHED_TOKENS = 512
 
@@ -30,6 +33,11 @@ class WorkerSettings(PoolServiceSettings):
     )
     backend: Literal["cpu", "reference", "triton", "flash"] = Field(
         "cpu", description="kernels that compute"
+    )
+    isa: Literal["auto", "avx512_bf16", "avx512", "avx2", "portable"] = Field(
+        "auto",
+        description="instruction set of the backend cpu; auto: the best that this CPU has, by "
+        "measurement where that is in doubt; the same for all workers of a host",
     )
     block_size: int = Field(16, ge=1, le=1024, description="tokens a KV block")
     pool_memory: str = Field(
@@ -124,6 +132,31 @@ class WorkerSettings(PoolServiceSettings):
     @property
     def served_name(self) -> str:
         return self.model_name or self.model.resolve().name
+
+    @property
+    def pool_bytes(self) -> int | None:
+        """None: by measure."""
+        return _bytes("pool_memory", self.pool_memory)
+
+    @property
+    def swap_bytes(self) -> int | None:
+        """None: no colder pool."""
+        num_bytes = _bytes("swap_memory", self.swap_memory)
+        if self.preemption == "swap" and num_bytes is None:
+            raise StartupError("preemption is swap, but there is no swap_memory to swap to")
+        return None if self.preemption == "recompute" else num_bytes
+
+    def check(self) -> None:
+        """Whether there is a checkpoint, and memory for the pools."""
+        ModelConfig.from_directory(self.model)
+        check_capacity((self.pool_bytes or 0) + (self.swap_bytes or 0), self.pool_root)
+
+
+def _bytes(name: str, size: str) -> int | None:
+    try:
+        return parse_size(size) if size else None
+    except ValueError as error:
+        raise StartupError(f"{name}: {error}") from error
 
 
 def _parsed(text: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from services.common.checkpoint.check import check_format
 from services.common.checkpoint.weights import weight_files
 from services.common.errors import StartupError
 from services.common.pool.layout import Dtype, PoolLayout
-from services.common.pool.sizing import MemoryPlan, parse_size
+from services.common.pool.sizing import MemoryPlan
 from services.common.text.model_config import ModelConfig
 from services.common.text.tokenizer import tokenizer_file
 from services.engine.fingerprint import fingerprint
@@ -18,6 +18,7 @@ from services.engine.models import Model, load_model
 from services.engine.packed_file import Progress
 from services.engine.pool import DTYPES
 from services.worker.config import WorkerSettings
+from services.worker.instruction_set import measured_isa
 from services.worker.pool_worker import Limits
 
 
@@ -42,7 +43,7 @@ def load(settings: WorkerSettings, progress: Progress) -> LoadedModel:
     name = _dtype(settings, config)
     dtype = DTYPES[name]
     try:
-        backend = kvops.backend(settings.backend)
+        backend = kvops.backend(settings.backend, chosen_isa(settings, config, progress))
     except kvops.BackendUnavailable as error:
         raise StartupError(str(error)) from error
     if backend.native is not None:
@@ -70,7 +71,7 @@ def load(settings: WorkerSettings, progress: Progress) -> LoadedModel:
         layout,
         limits=_limits(settings, config),
         plan=_plan(settings, config, dtype),
-        swap_bytes=_swap_bytes(settings),
+        swap_bytes=settings.swap_bytes,
         ops=backend,
         native=backend.native,
         engine={**backend.describe(dtype), "quantize": numerics["quantize"]},
@@ -81,6 +82,16 @@ def _dtype(settings: WorkerSettings, config: ModelConfig) -> Dtype:
     if settings.dtype != "auto":
         return settings.dtype
     return "float32" if config.dtype == "float32" else "bfloat16"
+
+
+def chosen_isa(settings: WorkerSettings, config: ModelConfig, progress: Progress) -> str | None:
+    """The instruction set that computes; None: the kernels' own choice."""
+    if settings.isa != "auto":
+        return settings.isa
+    dtype = _dtype(settings, config)
+    if settings.backend != "cpu" or dtype != "bfloat16" or settings.quantize:
+        return None
+    return measured_isa(settings.weights_cache or settings.pool_root, progress)
 
 
 def _limits(settings: WorkerSettings, config: ModelConfig) -> Limits:
@@ -108,23 +119,8 @@ def _plan(settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype) -> 
     stored = getattr(torch, config.dtype).itemsize
     file_bytes = sum(path.stat().st_size for path in weight_files(settings.model))
     return MemoryPlan(
-        pool_bytes=_bytes("pool_memory", settings.pool_memory),
+        pool_bytes=settings.pool_bytes,
         num_expected_workers=settings.num_expected_workers,
         weight_bytes=file_bytes * dtype.itemsize // stored,
         activation_bytes=num_values * torch.float32.itemsize,
     )
-
-
-def _swap_bytes(settings: WorkerSettings) -> int | None:
-    """None: no colder pool."""
-    num_bytes = _bytes("swap_memory", settings.swap_memory)
-    if settings.preemption == "swap" and num_bytes is None:
-        raise StartupError("preemption is swap, but there is no swap_memory to swap to")
-    return None if settings.preemption == "recompute" else num_bytes
-
-
-def _bytes(name: str, size: str) -> int | None:
-    try:
-        return parse_size(size) if size else None
-    except ValueError as error:
-        raise StartupError(f"{name}: {error}") from error

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
 import pytest
@@ -54,6 +55,19 @@ async def serve(settings, stop):
     print("cleaned up", flush=True)
 
 run_service(CookSettings, serve)
+"""
+
+
+ENDLESS_IMPORT = """
+import sys, time
+
+class Endless:
+    def find_spec(self, name, path=None, target=None):
+        if name == "blockstore":
+            print("importing", flush=True)
+            time.sleep(60)
+
+sys.meta_path.insert(0, Endless())
 """
 
 
@@ -110,6 +124,26 @@ def test_a_second_signal_ends_what_does_not_stop() -> None:
         status, out, err = service.end()
     assert (status, out) == (0, "")
     assert "service_cancelled" in err
+
+
+@pytest.mark.parametrize("service", ["gateway", "block_manager", "prefill", "decode"])
+def test_a_service_that_still_imports_ends_at_once(service: str, tmp_path: Path) -> None:
+    """Even where signals without a handler are ignored, as for a container's first process."""
+    (tmp_path / "sitecustomize.py").write_text(ENDLESS_IMPORT)
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"services.{service}"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+    )
+    assert process.stdout is not None
+    with process:
+        try:
+            assert process.stdout.readline() == b"importing\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=LIMIT_S) == 0
+        finally:
+            process.kill()
 
 
 def test_what_does_not_stop_in_time_ends() -> None:

@@ -173,3 +173,26 @@ def test_one_that_waits_to_join_again_leaves_at_once(
     began = time.monotonic()
     assert worker.stop() == 0
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "said"),
+    [
+        ({}, 0, ""),
+        ({"POOL_MEMORY": "999TiB"}, 2, "error: pool memory and swap memory are 999.00 TiB "),
+        ({"SWAP_MEMORY": "999TiB"}, 2, "error: pool memory and swap memory are 999.00 TiB "),
+        ({"POOL_MEMORY": "much"}, 2, "error: pool_memory: 'much' is not a size"),
+        ({"MODEL": "/nowhere"}, 2, "error: /nowhere: no such checkpoint directory"),
+    ],
+)
+def test_a_check_says_whether_a_worker_could_start_here(
+    start: Callable[..., Worker], tmp_path: Path, changes: dict[str, str], status: int, said: str
+) -> None:
+    """Without a server, and without starting."""
+    (tmp_path / "pools").mkdir()
+    nobody = "redis://127.0.0.1:1/0"
+    worker = start("-m", "services.decode", "--check", REDIS_URL=nobody, **changes)
+    out, _ = worker.process.communicate(timeout=LIMIT_S)
+    assert worker.process.returncode == status
+    assert out.startswith(said)
+    assert len(out.splitlines()) == (1 if said else 0)

@@ -59,6 +59,15 @@ def test_an_instruction_set_that_is_not_here_is_refused() -> None:
         NativeCpu(isa="sse9")
 
 
+def test_a_backend_computes_with_the_instruction_set_that_it_is_told() -> None:
+    backend = kvops.backend("cpu", "portable")
+    assert backend.numerics(torch.float32)["isa"] == "portable"
+    with pytest.raises(kvops.BackendUnavailable, match="no kernels 'sse9' on this CPU; there are"):
+        kvops.backend("cpu", "sse9")
+    with pytest.raises(kvops.BackendUnavailable, match="'reference' has no instruction set"):
+        kvops.backend("reference", "portable")
+
+
 @pytest.mark.parametrize(
     ("lanes", "message"),
     [

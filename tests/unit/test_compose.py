@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from quire.cli import parser
 from services.block_manager.config import BlockManagerSettings
 from services.common.config import PoolServiceSettings, ServiceSettings, load_settings
 from services.decode.config import DecodeSettings
@@ -68,8 +68,9 @@ def settings(compose: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Service
     return loaded
 
 
-def test_the_compose_file_follows_the_specification() -> None:
-    command = ["check-jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.yml"]
+@pytest.mark.parametrize("file", ["docker-compose.yml", "deploy/start-interval.yml"])
+def test_the_compose_files_follow_the_specification(file: str) -> None:
+    command = ["check-jsonschema", "--builtin-schema", "vendor.compose-spec", file]
     _run(BIN / command[0], *command[1:])
 
 
@@ -120,8 +121,32 @@ def test_the_pool_directory_is_a_private_tmpfs_of_the_images_user(compose: Any) 
     options = compose["volumes"]["pools"]["driver_opts"]
     assert (options["type"], options["device"]) == ("tmpfs", "tmpfs")
     wanted = dict(item.split("=") for item in options["o"].split(","))
-    assert wanted == {"size": "2g", "uid": "10001", "gid": "10001", "mode": "0700"}
+    assert wanted == {"size": "100%", "uid": "10001", "gid": "10001", "mode": "0700"}
     assert "USER 10001:10001" in _dockerfile()
+
+
+def test_the_volumes_do_not_depend_on_settings() -> None:
+    """A volume keeps the options that it was made with, so a changed setting would do nothing."""
+    text = (ROOT / "docker-compose.yml").read_text()
+    assert "$" not in text.partition("\nvolumes:")[2]
+
+
+def test_the_store_can_write_its_working_directory(compose: Any) -> None:
+    redis = compose["services"]["redis"]
+    assert redis["user"] == "10001:10001"
+    assert redis["tmpfs"] == ["/data:uid=10001,gid=10001,mode=0700"]
+
+
+def test_workers_start_once_a_preflight_has_checked_the_settings_of_prefill(compose: Any) -> None:
+    services = compose["services"]
+    preflight, prefill = services["preflight"], services["prefill"]
+    assert preflight["command"] == [*prefill["command"], "--check"]
+    assert preflight["restart"] == "no"
+    for field in ("image", "environment", "volumes"):
+        assert preflight[field] == prefill[field], field
+    for name in ("prefill", "decode"):
+        condition = services[name]["depends_on"]["preflight"]
+        assert condition == {"condition": "service_completed_successfully"}
 
 
 def test_prefill_and_decode_make_the_same_pool(settings: dict[str, ServiceSettings]) -> None:
@@ -176,6 +201,7 @@ def test_only_workers_carry_torch(compose: Any) -> None:
 def test_every_service_is_checked_confined_and_given_time_to_end(compose: Any, name: str) -> None:
     service = compose["services"][name]
     assert service["restart"] == "unless-stopped"
+    assert service["init"] is True
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["stop_grace_period"] in ("5s", "20s")
@@ -183,13 +209,21 @@ def test_every_service_is_checked_confined_and_given_time_to_end(compose: Any, n
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_the_health_check_is_a_command_that_exists(
+def test_the_health_check_probes_the_port_of_the_service(
     compose: Any, settings: dict[str, ServiceSettings], name: str
 ) -> None:
     command = compose["services"][name]["healthcheck"]["test"]
-    assert command[:2] == ["CMD", "quire"]
-    arguments = parser().parse_args(command[2:])
-    assert arguments.address == f"127.0.0.1:{settings[name].port}"
+    assert command == ["CMD", "quire-probe", str(settings[name].port)]
+    assert "quire/probe.py /package/usr/local/bin/quire-probe" in _dockerfile()
+
+
+def test_only_the_file_for_newer_engines_has_a_start_interval() -> None:
+    """Compose refuses it for an engine before 25."""
+    assert "start_interval:" not in (ROOT / "docker-compose.yml").read_text()
+    services = yaml.safe_load((ROOT / "deploy" / "start-interval.yml").read_text())["services"]
+    assert services.keys() == {"redis", *OURS}
+    for service in services.values():
+        assert service == {"healthcheck": {"interval": "30s", "start_interval": "1s"}}
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -242,13 +276,21 @@ def test_the_control_image_has_a_complete_wheel_and_needs_no_compiler(sources: P
 
 
 @pytest.mark.full
-def test_the_worker_image_has_a_wheel_with_the_native_kernels(sources: Path) -> None:
-    """And the flags of its compiler are for no machine in particular."""
-    wheel = _wheel(sources, CMAKE_EXPORT_COMPILE_COMMANDS="ON")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert f"kvops/_native{sysconfig.get_config_var('EXT_SUFFIX')}" in names
-    (commands,) = sources.glob("build/*/compile_commands.json")
-    assert "-march=native" not in commands.read_text()
+def test_the_native_kernels_are_built_without_python_sources(tmp_path: Path) -> None:
+    """From what their stage copies, as it builds them; with flags for no machine in particular."""
+    stage = _stages()["kernels"][1]
+    for path, target in re.findall(r"^COPY kernels/(\S+) (\S+)$", stage, re.MULTILINE):
+        source, place = ROOT / "kernels" / path, tmp_path / target
+        shutil.copytree(source, place) if source.is_dir() else shutil.copy(source, place)
+    built, installed = tmp_path / "built", tmp_path / "installed"
+    nanobind = subprocess.check_output([sys.executable, "-m", "nanobind", "--cmake_dir"], text=True)
+    choices = (f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_ROOT={nanobind.strip()}")
+    commands = "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"
+    _run(BIN / "cmake", "-S", tmp_path, "-B", built, *choices, commands)
+    _run(BIN / "cmake", "--build", built, "--parallel", "2")
+    _run(BIN / "cmake", "--install", built, "--prefix", installed)
+    assert (installed / f"kvops/_native{sysconfig.get_config_var('EXT_SUFFIX')}").is_file()
+    assert "-march=native" not in (built / "compile_commands.json").read_text()
 
 
 def _wheel(sources: Path, **environment: str) -> Path:
@@ -276,16 +318,48 @@ def _copied() -> list[str]:
 @pytest.mark.parametrize("image", ["control", "worker"])
 def test_no_image_carries_a_compiler(image: str) -> None:
     """Its stages, down to the base, install nothing; only what it copies from was built."""
-    stages = re.findall(r"^FROM (\S+) AS (\S+)\n(.*?)(?=^FROM|\Z)", _dockerfile(), re.M | re.S)
-    parents = {name: parent for parent, name, _ in stages}
-    bodies = {name: body for _, name, body in stages}
+    stages = _stages()
     stage = image
-    while stage in parents:
-        assert "apt-get" not in bodies[stage], stage
-        stage = parents[stage]
+    while stage in stages:
+        parent, body = stages[stage]
+        assert "apt-get" not in body, stage
+        stage = parent
     assert stage == "python:3.11-slim-bookworm"
-    assert "apt-get" in bodies["build-worker"]
-    assert "apt-get" not in bodies["build-control"]
+    assert "apt-get" in stages["kernels"][1]
+
+
+@pytest.mark.parametrize(
+    "stage", ["dependencies-control", "dependencies-worker", "kernels", "build"]
+)
+def test_an_edit_of_python_sources_builds_neither_dependencies_nor_kernels(stage: str) -> None:
+    """Nothing that these stages stand on copies Python sources, or pyproject.toml as a whole."""
+    stages = _stages()
+    copied = []
+    while stage in stages:
+        stage, body = stages[stage]
+        copied += re.findall(r"^COPY (.+) \S+$", body, re.MULTILINE)
+    for line in copied:
+        for path in line.removeprefix("--from=requirements ").split():
+            assert path.startswith(("/requirements-", "deploy/", "kernels/C", "kernels/csrc")), path
+
+
+def test_the_lists_of_requirements_are_those_of_the_project() -> None:
+    def listed(what: str) -> list[str]:
+        script = str(ROOT / "deploy" / "requirements.py")
+        out: str = subprocess.check_output([sys.executable, script, what], text=True)
+        return out.splitlines()
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert listed("build") == project["build-system"]["requires"]
+    assert listed("project") == project["project"]["dependencies"]
+    assert listed("worker") == project["project"]["optional-dependencies"]["worker"]
+
+
+def _stages() -> dict[str, tuple[str, str]]:
+    """Of the Dockerfile, by name: what each stands on, and its lines."""
+    pattern = r"^FROM (\S+) AS (\S+)\n(.*?)(?=^FROM|\Z)"
+    found = re.findall(pattern, _dockerfile(), re.MULTILINE | re.DOTALL)
+    return {name: (parent, body) for parent, name, body in found}
 
 
 def _dockerfile() -> str:

@@ -1,12 +1,19 @@
 """Sizing: bytes as users write them, memory as the host has it, blocks as they fit."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from services.common.errors import StartupError
 from services.common.pool.memory import available_bytes
-from services.common.pool.sizing import MemoryPlan, format_size, num_blocks_for, parse_size
+from services.common.pool.sizing import (
+    MemoryPlan,
+    check_capacity,
+    format_size,
+    num_blocks_for,
+    parse_size,
+)
 
 GIB = 1 << 30
 
@@ -113,3 +120,16 @@ def test_in_a_container_the_mounts_root_is_its_own_cgroup(host: Path) -> None:
     write(host / "cgroup/memory/memory.usage_in_bytes", "100000")
     write(host / "cgroup/memory/memory.stat", "total_inactive_file 30000\n")
     assert measure(host) == 20_000
+
+
+def test_what_a_file_system_can_hold_counts_what_pools_take_there_now(tmp_path: Path) -> None:
+    """So that a check beside running workers says the same as one before them."""
+    size = os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
+    check_capacity(1 << 20, tmp_path)
+    with pytest.raises(StartupError, match=r"are .* together: .* can hold .* on this host"):
+        check_capacity(2 * size + (1 << 60), tmp_path)
+
+
+def test_a_root_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="nowhere, where pools are to be: No such file"):
+        check_capacity(1, tmp_path / "nowhere")

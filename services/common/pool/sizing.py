@@ -1,9 +1,12 @@
 """How many blocks a pool gets: what `--pool-memory` says, or half of the memory that is left."""
 
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.common.errors import StartupError
+from services.common.pool.memory import available_bytes
 
 MIN_BLOCKS = 4
 """A pool below this cannot run two short sequences."""
@@ -51,6 +54,21 @@ class MemoryPlan:
         """What this host's workers will still take, once the asking one has its weights."""
         num_to_come = self.num_expected_workers - 1
         return num_to_come * self.weight_bytes + self.num_expected_workers * self.activation_bytes
+
+
+def check_capacity(asked_bytes: int, root: Path) -> None:
+    """Whether pools of so many bytes could be under `root` if there were no others. StartupError,
+    with the numbers."""
+    try:
+        disk = os.statvfs(root)
+    except OSError as error:
+        raise StartupError(f"{root}, where pools are to be: {error.strerror}") from error
+    used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+    if asked_bytes > (capacity := available_bytes(root) + used):
+        raise StartupError(
+            f"pool memory and swap memory are {format_size(asked_bytes)} together: "
+            f"{root} can hold {format_size(capacity)} on this host"
+        )
 
 
 def num_blocks_for(plan: MemoryPlan, bytes_per_block: int, available: int) -> int:

@@ -118,6 +118,19 @@ def test_a_run_leaves_nothing_behind(start: Callable[..., Run], number: signal.S
     assert not run.root.exists()
 
 
+def test_services_are_groups_of_their_own_in_one_session(start: Callable[..., Run]) -> None:
+    """Ctrl-C on a terminal reaches the supervisor alone; and Linux, which gives each session its
+    own share of a CPU, lets workers that share one take turns within milliseconds."""
+    run = start()
+    run.wait_until_serving()
+    services = [pid for pid in run.everyone() if pid != run.process.pid]
+    assert services
+    for pid in services:
+        assert os.getpgid(pid) == pid
+        assert os.getsid(pid) == os.getsid(run.process.pid)
+    assert run.end() == 0
+
+
 def test_it_says_how_to_talk_to_it(start: Callable[..., Run]) -> None:
     run = start()
     run.wait_until_serving()

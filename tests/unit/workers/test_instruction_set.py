@@ -1,0 +1,150 @@
+"""The instruction set is measured once for a kind of CPU; all workers of a host have the same."""
+
+import json
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from kvops import contest
+from services.common.errors import StartupError
+from services.common.text.model_config import ModelConfig
+from services.worker import loading
+from services.worker.config import WorkerSettings
+from services.worker.instruction_set import measured_isa
+
+EMBEDDED = Path(__file__).parents[3] / "quire" / "embedded"
+
+SLOWER: contest.Timings = [(1.2, 1.0), (9.0, 8.0)]
+"""As on a Xeon, where the first one is the slower one."""
+FASTER: contest.Timings = [(0.6, 1.0), (4.0, 8.0)]
+
+CPUINFO = """processor\t: 0
+vendor_id\t: GenuineIntel
+cpu family\t: 6
+model\t\t: 143
+model name\t: Intel(R) Xeon(R) Platinum 8481C
+stepping\t: 8
+microcode\t: 0xffffffff
+cpu MHz\t\t: 2700.000
+
+processor\t: 1
+stepping\t: 9
+"""
+
+
+class Host:
+    """Counts measurements, each of which says what it is told."""
+
+    def __init__(self, path: Path) -> None:
+        self.cache = path / "cache"
+        self.cpuinfo = path / "cpuinfo"
+        self.cpuinfo.write_text(CPUINFO)
+        self.timings = SLOWER
+        self.num_measured = 0
+
+    def isa(self) -> str | None:
+        return measured_isa(self.cache, lambda: None, self.cpuinfo, self._measure)
+
+    def kept(self) -> list[Path]:
+        return sorted(self.cache.glob("isa-*.json"))
+
+    def _measure(self, isas: tuple[str, str]) -> contest.Timings:
+        assert isas == ("avx512_bf16", "avx512")
+        self.num_measured += 1
+        return self.timings
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    every = ["avx512_bf16", "avx512", "avx2", "portable"]
+    monkeypatch.setattr(contest, "usable_kernels", lambda: every)
+    return Host(tmp_path)
+
+
+def test_a_measurement_decides_once_and_for_all(host: Host) -> None:
+    """Later ones would say otherwise; nobody asks them."""
+    assert host.isa() == "avx512"
+    host.timings = FASTER
+    assert host.isa() == "avx512"
+    assert host.num_measured == 1
+
+
+def test_the_set_that_the_kernels_prefer_is_kept_where_it_is_as_fast(host: Host) -> None:
+    host.timings = FASTER
+    assert host.isa() == "avx512_bf16"
+
+
+def test_the_file_says_what_was_measured_on_which_cpu(host: Host) -> None:
+    host.isa()
+    (path,) = host.kept()
+    kept = json.loads(path.read_text())
+    assert kept["times_ms"] == {"avx512_bf16": [1200, 9000], "avx512": [1000, 8000]}
+    assert (kept["model name"], kept["stepping"]) == ("Intel(R) Xeon(R) Platinum 8481C", "8")
+
+
+def test_another_cpu_is_measured_for_itself(host: Host) -> None:
+    """And one of the same kind is not, whatever else of it differs."""
+    host.isa()
+    host.cpuinfo.write_text(CPUINFO.replace("2700.000", "3100.000"))
+    host.isa()
+    assert host.num_measured == 1
+    host.cpuinfo.write_text(CPUINFO.replace("0xffffffff", "0x2b000590"))
+    host.timings = FASTER
+    assert host.isa() == "avx512_bf16"
+    assert (host.num_measured, len(host.kept())) == (2, 2)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"isa": "sse9"}'])
+def test_a_damaged_file_is_made_again(host: Host, text: str) -> None:
+    host.isa()
+    (path,) = host.kept()
+    path.write_text(text)
+    assert host.isa() == "avx512"
+    assert host.num_measured == 2
+    assert json.loads(path.read_text())["isa"] == "avx512"
+
+
+def test_of_workers_that_start_at_once_one_measures(host: Host) -> None:
+    found: list[str | None] = []
+    workers = [Thread(target=lambda: found.append(host.isa())) for _ in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert found == ["avx512"] * 8
+    assert host.num_measured == 1
+
+
+def test_a_directory_that_cannot_be_written_ends_the_start(host: Host) -> None:
+    host.cache.write_text("a file")
+    with pytest.raises(StartupError, match=r"the choice of instructions .*: File exists"):
+        host.isa()
+
+
+def test_where_nothing_competes_nothing_is_measured(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contest, "usable_kernels", lambda: ["avx2", "portable"])
+    assert host.isa() is None
+    assert (host.num_measured, host.cache.exists()) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"dtype": "bfloat16"}, "measured"),
+        ({"dtype": "bfloat16", "isa": "avx2"}, "avx2"),
+        # Nothing competes there.
+        ({"dtype": "float32"}, None),
+        ({"dtype": "bfloat16", "quantize": "int8"}, None),
+        ({"dtype": "bfloat16", "backend": "reference"}, None),
+    ],
+)
+def test_what_computes_bf16_in_cpp_is_measured_unless_a_setting_names_it(
+    given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "measured_isa", lambda *_: "measured")
+    settings = WorkerSettings.model_validate({"model": "/model", **given})
+    config = ModelConfig.from_directory(EMBEDDED)
+    assert loading.chosen_isa(settings, config, lambda: None) == expected
