@@ -89,6 +89,8 @@ def _gateway(
         "HTTP_PORT": str(options.http_port + index),
         "SUPERVISOR": supervisor,
     }
+    if options.operations_port is not None:
+        settings["OPERATIONS_PORT"] = str(options.operations_port + index)
     return _service(
         "gateway", f"gateway-{index + 1}" if index else "gateway", Stage.GATEWAY, settings
     )

@@ -15,8 +15,9 @@ from blockstore.registry import Member
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
 from services.common.bundle import Outbox, bundled
-from services.common.errors import VersionMismatch
+from services.common.errors import Unauthenticated, VersionMismatch
 from services.common.logging import get_logger
+from services.common.proof import Proof
 from services.common.rpc import open_channel
 from services.common.version import PROTOCOL_VERSION
 from services.common.wire import load_from_wire
@@ -68,11 +69,17 @@ class Peer:
     how loaded it is, is stuck: its stream is given up, and with it what runs there."""
 
     def __init__(
-        self, member: Member, gateway_id: str, sink: PeerSink, silence_s: float = SILENCE_S
+        self,
+        member: Member,
+        gateway_id: str,
+        rpc_key: bytes,
+        sink: PeerSink,
+        silence_s: float = SILENCE_S,
     ) -> None:
         self.worker = Worker(member, self._send)
         self._dialect = PREFILL if member.role == "prefill" else DECODE
         self._gateway_id = gateway_id
+        self._rpc_key = rpc_key
         self._sink = sink
         self._silence_s = silence_s
         self._heard = False
@@ -88,7 +95,8 @@ class Peer:
     def _send(self, command: Command) -> None:
         # Not bounded by itself: a request has at most a few commands under way, and those are.
         # Encoded here: what cannot be is the fault of one request, and must not end the stream.
-        if self._outgoing is not None:
+        # Nor before the worker has proven the secret.
+        if self._outgoing is not None and self.worker.connected:
             self._outgoing.put(self._dialect.command(command))
 
     async def _keep_connected(self) -> None:
@@ -104,6 +112,8 @@ class Peer:
                 reason = "the worker closed the stream"
             except Garbled as error:
                 reason = f"it sent {error}"
+            except Unauthenticated as error:
+                reason = str(error)
             except TimeoutError:
                 reason = "no answer to the handshake"
             except aio.AioRpcError as error:
@@ -120,13 +130,14 @@ class Peer:
 
     async def _session(self) -> NoReturn:
         """One stream, from Hello to its end: Closed, AioRpcError, TimeoutError, Silent, Garbled,
-        VersionMismatch."""
+        VersionMismatch, Unauthenticated."""
+        proof = Proof(self._rpc_key, self._dialect.method, self.worker.id)
         self._outgoing = outgoing = Outbox[Any](lambda command: int(command.ByteSize()))
         async with open_channel(self.worker.member.address) as channel:
-            stream = self._dialect.connect(channel, self._requests(outgoing))
+            stream = self._dialect.connect(channel, self._requests(outgoing), proof.metadata)
             broke = False
             try:
-                await self._shake_hands(stream)
+                await self._shake_hands(stream, proof)
                 await self._listen_while_it_speaks(stream)
             except aio.AioRpcError:
                 broke = True
@@ -151,10 +162,12 @@ class Peer:
         while commands := await outgoing.take():
             yield bundled(commands)
 
-    async def _shake_hands(self, stream: Stream) -> None:
+    async def _shake_hands(self, stream: Stream, proof: Proof) -> None:
+        """Nothing of a request goes to a worker before this has ended well."""
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 message = await read(stream)
+                proof.check(await stream.initial_metadata())
         except aio.AioRpcError as error:
             if error.code() is StatusCode.FAILED_PRECONDITION:
                 raise VersionMismatch(error.details() or "the worker refused us") from error

@@ -18,7 +18,9 @@ from blockstore.store import BlockStore
 from services.common.board import Board
 from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics, metrics_endpoint
+from services.common.proof import Guard
 from services.common.rpc import RpcServer
+from services.common.secret import deployment_secret
 from services.engine.engine import ForwardPass
 from services.engine.membership import Membership, join, join_colder
 from services.engine.runner import Runner
@@ -212,7 +214,8 @@ async def _listen(
     role: WorkerRole, settings: WorkerSettings, worker: PoolWorker, stack: AsyncExitStack
 ) -> tuple[RpcServer, str]:
     """Ready for gateways; the address that they reach it by."""
-    server = RpcServer(role.service_name)
+    guard = Guard(deployment_secret(settings).rpc_key, worker.worker_id)
+    server = RpcServer(role.service_name, guard=guard)
     role.serve(worker, server)
     address = settings.address(await server.start(settings.host, settings.port))
     stack.push_async_exit(partial(_end_streams, worker, server))
