@@ -9,7 +9,7 @@ from blockstore.registry import Member
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from services.common.bundle import each_of
-from services.common.errors import Unavailable, UnknownWorker
+from services.common.errors import Unavailable
 from services.common.proof import Proof
 from services.common.rpc import open_channel, translated
 from services.common.version import PROTOCOL_VERSION
@@ -21,8 +21,8 @@ else:
 
 
 async def drain(worker: Member, peer_id: str, rpc_key: bytes) -> int:
-    """How many requests the worker still runs. UnknownWorker: another one is at its address;
-    VersionMismatch; Unauthenticated; Unavailable: it does not answer."""
+    """How many requests the worker still runs. Unauthenticated: another process is at its address;
+    VersionMismatch; Unavailable: it does not answer."""
     async with open_channel(worker.address) as channel:
         with translated():
             return await _drain(worker, channel, peer_id, rpc_key)
@@ -45,7 +45,6 @@ async def _drain(worker: Member, channel: aio.Channel, peer_id: str, rpc_key: by
                 match message.WhichOneof("event"):
                     case "welcome":
                         proof.check(await stream.initial_metadata())
-                        _check(worker, message.welcome)
                         # Not before: what is sent to one who refuses the hello hides his reason.
                         await stream.write(request(drain=worker_pb2.Drain()))
                     case "draining":
@@ -62,14 +61,6 @@ async def _raise_status(stream: _Stream) -> None:
     if code is not StatusCode.OK:
         metadata = await stream.trailing_metadata()
         raise aio.AioRpcError(code, aio.Metadata(), metadata, await stream.details())
-
-
-def _check(worker: Member, welcome: worker_pb2.Welcome) -> None:
-    """The registry may be seconds old, and the address another's by now."""
-    if welcome.worker_id != worker.member_id:
-        raise UnknownWorker(
-            f"at {worker.address} is {welcome.worker_id!r}, no longer {worker.member_id!r}"
-        )
 
 
 def _connect(

@@ -15,13 +15,14 @@ from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
 from blockstore.store import FUNCTION_LIBRARY
 from tests.conftest import Valkey
+from tests.secret import SECRET
 
 SUITABLE = {"redis_version": "7.2.4", "role": "master", "maxmemory_policy": "noeviction"}
 
 
 async def test_the_run_id_is_the_servers(valkey: Valkey) -> None:
     store = await RedisStore.connect(valkey.url)
-    registry = await RedisRegistry.connect(valkey.url)
+    registry = await RedisRegistry.connect(valkey.url, SECRET.registry_key)
     assert store.run_id == registry.run_id
     assert valkey.command("INFO", "server")["run_id"] == store.run_id
     await store.close()

@@ -18,6 +18,7 @@ from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
 from quire.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from services.common.rpc import open_channel
+from tests.secret import SECRET
 
 from .conftest import LIMIT_S, PROMPT, SPEC, until
 from .fakes import FakeDecode, FakePrefill, expected, member, start
@@ -73,6 +74,7 @@ async def launch(stack: AsyncExitStack, redis_url: str, run_dir: Path) -> Gatewa
     settings = {
         "REDIS_URL": redis_url,
         "RUN_DIR": str(run_dir),
+        "SECRET": SECRET.root.decode(),
         "PORT": str(port),
         "HTTP_PORT": str(http_port),
         "POLL_S": "0.05",
@@ -113,7 +115,7 @@ async def join(
     store = await RedisStore.connect(redis_url)
     stack.push_async_callback(store.close)
     await store.register_pool(SPEC)
-    registry = await RedisRegistry.connect(redis_url)
+    registry = await RedisRegistry.connect(redis_url, SECRET.registry_key)
     stack.push_async_callback(registry.close)
     members = []
     for worker in workers:
@@ -146,7 +148,7 @@ async def test_both_doors_serve_once_there_are_workers(
     assert answer.json()["choices"][0]["text"] == bytes(tokens).decode()
     assert "quire:generation_tokens_total" in (await gateway.http.get("/metrics")).text
 
-    registry = await RedisRegistry.connect(valkey.url)
+    registry = await RedisRegistry.connect(valkey.url, SECRET.registry_key)
     stack.push_async_callback(registry.close)
 
     async def states() -> list[str]:

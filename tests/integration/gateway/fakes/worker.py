@@ -15,6 +15,7 @@ from services.common.errors import Unavailable
 from services.common.rpc import RpcServer
 from services.common.version import PROTOCOL_VERSION
 from services.worker.trials import Trials
+from tests.secret import guard
 
 
 class Session:
@@ -193,7 +194,7 @@ class FakeWorker:
 
 async def start(worker: FakeWorker) -> tuple[RpcServer, str]:
     """The worker's server and its address."""
-    server = RpcServer(worker.service)
+    server = RpcServer(worker.service, guard=guard(worker.worker_id))
     worker.register(server.aio)
     port = await server.start("127.0.0.1", 0)
     return server, f"127.0.0.1:{port}"
