@@ -108,7 +108,7 @@ async def _until(client: AsyncClient, holds: Callable[[list[Worker]], bool]) -> 
 
 async def measure(deployment: Deployment, num_streams: int) -> str:
     """A row of the table."""
-    async with AsyncClient(deployment.address) as client:
+    async with AsyncClient(deployment.address, operations=deployment.operations) as client:
         (leaving,) = await decoders(client)
         streams = [Stream(number) for number in range(num_streams)]
         reading = [asyncio.create_task(stream.read(client)) for stream in streams]

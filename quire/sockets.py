@@ -1,8 +1,10 @@
 """Sockets of gateways that serve operations: one a gateway, in the run's directory.
 
-A gateway that was killed leaves its socket behind; the next gateway of the run removes it.
+A gateway that starts again has the same socket. What others leave behind (a container that was
+killed and made anew) is removed by the next gateway that starts.
 """
 
+import hashlib
 import socket
 import time
 from pathlib import Path
@@ -13,8 +15,11 @@ _NEW_S = 10.0
 """A socket is there a moment before somebody listens on it."""
 
 
-def operations_socket(run: Path, gateway: str) -> Path:
-    return run / f"operations-{gateway}.sock"
+def operations_socket(run: Path, host: str, port: int) -> Path:
+    """Of the gateway whose gRPC server listens there: `host` tells apart those of containers that
+    share the directory. A path of a socket has 107 bytes at most, so the name is short."""
+    name = hashlib.sha256(f"{host}:{port}".encode()).hexdigest()[:8]
+    return run / f"operations-{name}.sock"
 
 
 def living_sockets(run: Path) -> list[Path]:

@@ -5,6 +5,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from socket import gethostname
 
 from prometheus_client import CollectorRegistry
 
@@ -64,7 +65,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             )
         )
         server, port = await _grpc_server(settings, assembly, stack)
-        operations = await _operations_server(settings, assembly, secret, stack)
+        operations = await _operations_server(settings, assembly, secret, port, stack)
         http = await stack.enter_async_context(AsyncExitStack())
         http_port = await _http_server(settings, assembly, metrics, http)
         # Whatever ends the process: clients hear of it before their connections break.
@@ -119,7 +120,11 @@ async def _grpc_server(
 
 
 async def _operations_server(
-    settings: GatewaySettings, assembly: Assembly, secret: Secret, stack: AsyncExitStack
+    settings: GatewaySettings,
+    assembly: Assembly,
+    secret: Secret,
+    public_port: int,
+    stack: AsyncExitStack,
 ) -> RpcServer:
     """What operators ask, on a socket of the run directory, and on a port where one is set."""
     server = RpcServer(BLOCK_MANAGER.name, SUPERVISOR.name)
@@ -130,7 +135,7 @@ async def _operations_server(
     ):
         stack.push_async_callback(relay.close)
         server.aio.add_generic_rpc_handlers((relay.handlers(),))
-    socket = operations_socket(settings.run_dir, assembly.gateway_id.rpartition("-")[2])
+    socket = operations_socket(settings.run_dir, gethostname(), public_port)
     remove_dead_sockets(settings.run_dir)
     port = await server.start_local(socket, settings.operations_host, settings.operations_port)
     stack.push_async_callback(server.stop, _FAREWELL_S)
