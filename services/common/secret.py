@@ -54,19 +54,15 @@ def deployment_secret(settings: ServiceSettings) -> Secret:
     if file is not None:
         # The operator who names a file answers for its mode: secrets of a container are often 0444.
         return _usable(_read(file), str(file))
-    return _usable(_shared(settings.run_dir / FILE_NAME), str(settings.run_dir / FILE_NAME))
+    return _usable(shared_secret(settings.run_dir / FILE_NAME), str(settings.run_dir / FILE_NAME))
 
 
-def _shared(path: Path) -> bytes:
+def shared_secret(path: Path) -> bytes:
     """The secret in `path`, made if it is not there. Written whole under a name of our own and then
-    linked: of several who come at once one wins, and nobody reads half a secret."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    linked: of several who come at once one wins, and nobody reads half a secret. StartupError."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
-            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(fd, "w") as file:
-                file.write(secrets.token_hex(_NUM_BYTES))
+            draft = _draft(path, secrets.token_hex(_NUM_BYTES).encode())
             try:
                 os.link(draft, path)
             except FileExistsError:
@@ -79,6 +75,24 @@ def _shared(path: Path) -> bytes:
     if mode & 0o077:
         raise StartupError(f"{path} may be read by others (mode {mode:04o}); it must be 0600")
     return _read(path)
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Replace a file that only this user may read. StartupError."""
+    try:
+        _draft(path, content).replace(path)
+    except OSError as error:
+        raise StartupError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _draft(path: Path, content: bytes) -> Path:
+    """The content whole, under a name beside the path that nobody else has."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+    return draft
 
 
 def _read(path: Path) -> bytes:
