@@ -86,9 +86,9 @@ class RpcServer:
         """Listen on a Unix socket that only processes of this user may open, and on a port where
         one is given. StartupError."""
         try:
-            socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            usual = os.umask(0o177)  # a mode that is set after the bind would come too late
+            usual = os.umask(0o077)  # a mode that is set after the bind would come too late
             try:
+                socket.parent.mkdir(parents=True, exist_ok=True)
                 self.aio.add_insecure_port(f"unix:{socket}")
             finally:
                 os.umask(usual)

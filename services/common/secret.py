@@ -87,7 +87,11 @@ def write_private(path: Path, content: bytes) -> None:
 
 def _draft(path: Path, content: bytes) -> Path:
     """The content whole, under a name beside the path that nobody else has."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    usual = os.umask(0o077)  # for each of the directories; `mkdir(mode=...)` is for the last one
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    finally:
+        os.umask(usual)
     draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(fd, "wb") as file:

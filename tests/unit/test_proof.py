@@ -3,6 +3,8 @@
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.common.errors import Unauthenticated
 from services.common.proof import MAX_AGE_S, METADATA, Guard, Proof
@@ -53,6 +55,17 @@ def test_a_proof_is_for_one_secret_one_server_and_one_method() -> None:
         assert "another secret, or not for" in refusal(
             guard, Proof(key, method, server_id).metadata
         )
+
+
+@given(where=st.integers(0, 200), character=st.characters(codec="utf-8"), cut=st.booleans())
+def test_a_proof_that_was_changed_anywhere_is_refused(
+    where: int, character: str, cut: bool
+) -> None:
+    ((_, value),) = Proof(KEY, METHOD, "decode-1").metadata
+    where %= len(value)
+    changed = value[:where] if cut else value[:where] + character + value[where + 1 :]
+    if changed != value:
+        assert refusal(Guard(KEY, "decode-1"), ((METADATA, changed),))
 
 
 def test_a_proof_counts_once() -> None:
