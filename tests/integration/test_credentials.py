@@ -14,10 +14,10 @@ from blockstore.errors import StoreUnsuitable
 from blockstore.records import PoolSpec
 from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
-from services.block_manager.config import BlockManagerSettings
 from services.common.config import resolved
 from services.common.errors import StartupError
 from services.common.redis import location
+from services.gateway.config import GatewaySettings
 from tests.conftest import Valkey
 from tests.secret import SECRET
 
@@ -80,7 +80,7 @@ def locked(tmp_path: Path) -> Iterator[Valkey]:
 class LockedValkey(Valkey):
     def __init__(self, directory: Path, *options: str) -> None:
         super().__init__(directory, *options)
-        settings = BlockManagerSettings(
+        settings = GatewaySettings(
             redis_url=f"unix://quire@{self.socket}",
             redis_password_file=directory / "run" / "redis-password",
         )
@@ -155,16 +155,16 @@ def test_a_password_that_cannot_be_used_stops_the_start(
     if content is not None:
         file.write_text(content)
     with pytest.raises(StartupError, match=text) as told:
-        location(BlockManagerSettings(redis_url=url, redis_password_file=file))
+        location(GatewaySettings(redis_url=url, redis_password_file=file))
     assert "pw" not in str(told.value).replace(str(file), "")
 
 
 def test_a_password_of_any_characters_arrives_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("a b&c=d%20?#/@:+\n")
-    settings = BlockManagerSettings(
+    settings = GatewaySettings(
         redis_url="redis://quire@host:7/2?socket_timeout=3", redis_password_file=file
     )
-    options = redis.connection.parse_url(location(settings))
+    options = redis.connection.parse_url(location(settings))  # type: ignore[no-untyped-call]
     assert options["password"] == "a b&c=d%20?#/@:+"
     assert (options["username"], options["host"], options["db"]) == ("quire", "host", 2)
