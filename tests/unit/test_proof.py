@@ -5,6 +5,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from services.common.errors import Unauthenticated
 from services.common.proof import MAX_AGE_S, METADATA, Guard, Proof
@@ -104,3 +105,38 @@ def test_a_server_that_cannot_answer_is_found_out() -> None:
     for metadata in (None, (), ((METADATA, overheard),), second.metadata):
         with pytest.raises(Unauthenticated, match="decode-1 does not prove"):
             second.check(metadata)
+
+
+class Call:
+    """What a guard sees of a call without a proof."""
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    def peer(self) -> str:
+        return self._peer
+
+
+async def test_a_host_that_knocks_on_and_on_is_logged_once_a_minute() -> None:
+    clock = Clock()
+    guard = Guard(KEY, "decode-1", clock)
+
+    async def knock(host: str, times: int) -> None:
+        for port in range(times):
+            with pytest.raises(Unauthenticated):
+                await guard.admit(METHOD, Call(f"ipv4:{host}:{40000 + port}"))  # type: ignore[arg-type]
+
+    with capture_logs() as lines:
+        await knock("10.0.0.1", 100)
+        await knock("10.0.0.2", 1)
+        clock.now += 61
+        await knock("10.0.0.1", 2)
+    told = [(line["peer"], line["num_refused"]) for line in lines]
+    assert told == [
+        ("ipv4:10.0.0.1:40000", 1),
+        ("ipv4:10.0.0.2:40000", 1),
+        ("ipv4:10.0.0.1:40000", 100),
+    ]
