@@ -109,6 +109,8 @@ async def _until(client: AsyncClient, holds: Callable[[list[Worker]], bool]) -> 
 async def measure(deployment: Deployment, num_streams: int) -> str:
     """A row of the table."""
     async with AsyncClient(deployment.address, operations=deployment.operations) as client:
+        await client.scale(num_decode=1)  # the one that was drained before has been replaced
+        await _until(client, lambda there: [w.state for w in there] == ["serving"])
         (leaving,) = await decoders(client)
         streams = [Stream(number) for number in range(num_streams)]
         reading = [asyncio.create_task(stream.read(client)) for stream in streams]
@@ -118,7 +120,7 @@ async def measure(deployment: Deployment, num_streams: int) -> str:
         await asyncio.sleep(_CONNECTED_S)
         began = time.perf_counter()
         await client.drain(leaving.worker_id)
-        await _until(client, lambda there: len(there) == 1)
+        await _until(client, lambda there: leaving.worker_id not in {w.worker_id for w in there})
         left = time.perf_counter()
         await asyncio.sleep(_WATCHED_S)
         assert not any(task.done() for task in reading), "the streams were too short"
