@@ -109,8 +109,6 @@ async def _until(client: AsyncClient, holds: Callable[[list[Worker]], bool]) -> 
 async def measure(deployment: Deployment, num_streams: int) -> str:
     """A row of the table."""
     async with AsyncClient(deployment.address, operations=deployment.operations) as client:
-        await client.scale(num_decode=1)  # the one that was drained before has been replaced
-        await _until(client, lambda there: [w.state for w in there] == ["serving"])
         (leaving,) = await decoders(client)
         streams = [Stream(number) for number in range(num_streams)]
         reading = [asyncio.create_task(stream.read(client)) for stream in streams]
