@@ -11,9 +11,9 @@ on from the server's clock in milliseconds, which is ahead of every number that 
 less than a thousand a second).
 
 An entry whose signature was not made with this deployment's key is left out and reported. The
-signature covers the key's name and the whole member, its address too. A server that is replayed an
-old entry cannot be told from one that keeps it, so whoever connects to a member asks it for a proof
-of its own (docs/adr/0098).
+signature covers the key's name and the whole member, its address too. It does not tell an entry of
+now from an old one that somebody has put back, so a service that connects to a member asks it for a
+proof of its own (docs/adr/0098).
 """
 
 import asyncio

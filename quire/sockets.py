@@ -1,7 +1,7 @@
 """Sockets of gateways that serve operations: one a gateway, in the run's directory.
 
-A gateway that starts again has the same socket. What others leave behind (a container that was
-killed and made anew) is removed by the next gateway that starts.
+A gateway that starts again has the same socket. The next gateway that starts removes sockets that
+others left behind, such as a container that was killed and made anew.
 """
 
 import hashlib

@@ -28,7 +28,8 @@ def run_address(name: str | None, runs: Path) -> str:
 
 
 def _require_no_other_gateway(name: str | None) -> None:
-    """Who names a gateway does not mean just any run of this host."""
+    """NoSuchRun: the environment names a gateway, which may be another deployment's than the run of
+    this host."""
     gateway = os.environ.get("QUIRE_ADDRESS")
     if gateway and name is None:
         raise NoSuchRun(

@@ -59,7 +59,7 @@ def deployment_secret(settings: ServiceSettings) -> Secret:
 
 def shared_secret(path: Path) -> bytes:
     """The secret in `path`, made if it is not there. Written whole under a name of our own and then
-    linked: of several who come at once one wins, and nobody reads half a secret. StartupError."""
+    linked: of several services that start at once one wins, and no reader gets half a secret. StartupError."""
     try:
         if not path.exists():
             draft = _draft(path, secrets.token_hex(_NUM_BYTES).encode())

@@ -5,7 +5,7 @@ RUN_DIR/secret           the deployment's secret
 RUN_DIR/redis-password   of the user `quire` of Redis
 RUN_DIR/valkey.acl       makes that user, for the server (--aclfile)
 
-What is configured is written; what is not is made once, and stays as it is from then on.
+A configured secret or password is written; one that is not configured is made once and kept.
 """
 
 import asyncio
