@@ -58,8 +58,11 @@ def deployment_secret(settings: ServiceSettings) -> Secret:
 
 
 def shared_secret(path: Path) -> bytes:
-    """The secret in `path`, made if it is not there. Written whole under a name of our own and then
-    linked: of several services that start at once one wins, and no reader gets half a secret. StartupError."""
+    """The secret in `path`, made if it is not there. StartupError.
+
+    It is written whole under a name of our own and then linked: of several services that start at
+    once one wins, and no reader gets half a secret.
+    """
     try:
         if not path.exists():
             draft = _draft(path, secrets.token_hex(_NUM_BYTES).encode())
