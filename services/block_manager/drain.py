@@ -1,6 +1,8 @@
 """Tells a worker to drain, as a peer on a stream of its own."""
 
+import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from grpc import StatusCode, aio
@@ -39,7 +41,8 @@ async def _drain(worker: Member, channel: aio.Channel, peer_id: str, rpc_key: by
     )
     response: Any
     try:
-        await stream.write(request(hello=hello))
+        with suppress(asyncio.InvalidStateError):  # refused already: `read` says why
+            await stream.write(request(hello=hello))
         while (response := await stream.read()) is not aio.EOF:
             for message in each_of(response):
                 match message.WhichOneof("event"):

@@ -33,15 +33,10 @@ class Drains:
             worker = _worker(members, worker_id)
             if not force:
                 await self._require_another(connection, members, worker)
+            # Also where no answer comes: the worker may have heard it.
             self._told[worker_id] = asyncio.get_running_loop().time() + _LAG_S
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    return await drain(worker, self._peer_id, self._rpc_key)
-            except TimeoutError:
-                raise
-            except BaseException:
-                del self._told[worker_id]
-                raise
+            async with asyncio.timeout(self._timeout_s):
+                return await drain(worker, self._peer_id, self._rpc_key)
 
     async def _require_another(
         self, connection: Connection, members: tuple[Member, ...], worker: Member
@@ -54,14 +49,8 @@ class Drains:
         with suppress(UnknownPool):
             fenced = (await connection.store.stats(worker.pool_id)).fenced_worker_ids
         peers = [m for m in members if (m.role, m.pool_id) == (worker.role, worker.pool_id)]
-        serving = {
-            member.member_id
-            for member in peers
-            if member.state == "serving"
-            and member.member_id not in self._told
-            and member.member_id not in fenced
-        }
-        if serving == {worker.member_id}:
+        serving = {m.member_id for m in peers if m.state == "serving"} - set(fenced)
+        if worker.member_id in serving and serving - self._told.keys() <= {worker.member_id}:
             raise LastWorker(
                 f"{worker.member_id} is the last {worker.role} worker that serves {worker.model} "
                 f"on pool {worker.pool_id} (of {len(peers)} there, 1 serves): start another one "
