@@ -85,6 +85,7 @@ class Peer:
         self._heard = False
         self._outgoing: Outbox[Any] | None = None
         self._backoff_s = _FIRST_BACKOFF_S
+        self._last_reason = ""
         self._task = asyncio.create_task(self._keep_connected(), name=f"peer {member.member_id}")
 
     async def close(self) -> None:
@@ -121,8 +122,9 @@ class Peer:
             except Exception as error:  # a fault of ours must not lose the worker for ever
                 log.error("worker_stream_failed", worker_id=self.worker.id, exc_info=error)
                 reason = "a fault of this gateway"
-            first = self._backoff_s == _FIRST_BACKOFF_S  # of a row of failures only that is news
-            (log.warning if first else log.debug)(
+            is_news = reason != self._last_reason  # the same again, while it tries, is none
+            self._last_reason = reason
+            (log.warning if is_news else log.debug)(
                 "worker_disconnected", worker_id=self.worker.id, reason=reason
             )
             await asyncio.sleep(self._backoff_s * random.uniform(0.75, 1.25))
@@ -174,7 +176,7 @@ class Peer:
             raise
         self._check(message.welcome)
         report = LoadReport(*load_from_wire(message.welcome.load))
-        self._backoff_s = _FIRST_BACKOFF_S
+        self._backoff_s, self._last_reason = _FIRST_BACKOFF_S, ""
         self.worker.connected = True
         self.worker.report(report)
         log.info("worker_connected", worker_id=self.worker.id, pool_id=message.welcome.pool_id)

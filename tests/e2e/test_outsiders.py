@@ -201,12 +201,12 @@ async def until_replaced(client: AsyncClient, gone: Worker) -> None:
         await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("answers", [False, True])
+@pytest.mark.parametrize("guarded", [False, True])
 async def test_a_replayed_entry_of_a_dead_worker_gets_a_hello_and_nothing_else(
-    deployment: Deployment, client: AsyncClient, answers: bool
+    deployment: Deployment, client: AsyncClient, guarded: bool
 ) -> None:
     """A process took over the port that a dead worker had, and writes the entry that it once had,
-    which is signed, again and again. `answers`: it proves another deployment's secret."""
+    which is signed, again and again. `guarded`: by another deployment's secret."""
     dead = await worker_of(client, "prefill")
     async with AsyncExitStack() as stack, asyncio.timeout(LIMIT_S):
         store = await stack.enter_async_context(store_of(deployment))
@@ -216,7 +216,7 @@ async def test_a_replayed_entry_of_a_dead_worker_gets_a_hello_and_nothing_else(
             await asyncio.sleep(0.05)
         impostor = Impostor(member)
         port = int(member.address.rpartition(":")[2])
-        await listening(impostor, stack, port, guard(member.member_id) if answers else None)
+        await listening(impostor, stack, port, guard(member.member_id) if guarded else None)
         for _ in range(6):
             await store.set(f"{{quire}}:member:{member.member_id}", raw, px=3000)
             await store.sadd("{quire}:members", member.member_id)
@@ -224,6 +224,6 @@ async def test_a_replayed_entry_of_a_dead_worker_gets_a_hello_and_nothing_else(
         await until_replaced(client, dead)
         await client.complete([300, 301], GREEDY, timeout_s=LIMIT_S)
     assert set(impostor.heard) <= {"hello"}
-    assert answers or impostor.heard
-    told = "made with another secret" if answers else "does not prove this deployment's secret"
+    assert guarded or impostor.heard
+    told = "made with another secret" if guarded else "does not prove this deployment's secret"
     assert told in deployment.log.read_text()
