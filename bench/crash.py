@@ -154,7 +154,7 @@ def computed_tokens(port: int) -> float:
 async def measure(
     deployment: Deployment, metrics: int, number: int, repeats: int, sampled: bool
 ) -> None:
-    client = AsyncClient(deployment.address)
+    client = AsyncClient(deployment.address, operations=deployment.operations)
     await until_healed(client)
     crashes, num_wrong = [], 0
     for repeat in range(repeats):

@@ -108,7 +108,7 @@ async def _until(client: AsyncClient, holds: Callable[[list[Worker]], bool]) -> 
 
 async def measure(deployment: Deployment, num_streams: int) -> str:
     """A row of the table."""
-    async with AsyncClient(deployment.address) as client:
+    async with AsyncClient(deployment.address, operations=deployment.operations) as client:
         (leaving,) = await decoders(client)
         streams = [Stream(number) for number in range(num_streams)]
         reading = [asyncio.create_task(stream.read(client)) for stream in streams]
@@ -118,7 +118,7 @@ async def measure(deployment: Deployment, num_streams: int) -> str:
         await asyncio.sleep(_CONNECTED_S)
         began = time.perf_counter()
         await client.drain(leaving.worker_id)
-        await _until(client, lambda there: len(there) == 1)
+        await _until(client, lambda there: leaving.worker_id not in {w.worker_id for w in there})
         left = time.perf_counter()
         await asyncio.sleep(_WATCHED_S)
         assert not any(task.done() for task in reading), "the streams were too short"

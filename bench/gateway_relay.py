@@ -37,7 +37,9 @@ from quire.v1 import (
     worker_pb2,
 )
 from services.common.bundle import each_of
+from services.common.proof import Guard
 from services.common.rpc import RpcServer, open_channel
+from services.common.secret import Secret
 from services.common.version import PROTOCOL_VERSION
 from services.gateway.assembly import assembled
 from services.gateway.dispatcher import Limits
@@ -45,6 +47,7 @@ from services.gateway.figures import Figures
 from services.gateway.service import SERVICE_NAME, InferenceService
 
 SPEC = PoolSpec("pool", "toy", "fingerprint", num_blocks=1 << 20, block_size=16, block_bytes=1)
+SECRET = Secret(b"the secret of a deployment that is measured")
 TOKEN = 97
 _GOES_ON = sampling_pb2.FINISH_REASON_UNSPECIFIED
 _HEADER = (
@@ -155,7 +158,9 @@ class CountingDecode(decode_pb2_grpc.DecodeServicer):
 
 
 async def run_workers(pipe: Connection, num_slots: int, step_s: float) -> None:
-    prefill, decode = RpcServer(), RpcServer()
+    prefill, decode = (
+        RpcServer(guard=Guard(SECRET.rpc_key, f"{role}-1")) for role in ("prefill", "decode")
+    )
     prefill_pb2_grpc.add_PrefillServicer_to_server(CountingPrefill(), prefill.aio)
     decode_pb2_grpc.add_DecodeServicer_to_server(CountingDecode(num_slots, step_s), decode.aio)
     pipe.send([await server.start("127.0.0.1", 0) for server in (prefill, decode)])
@@ -170,7 +175,7 @@ async def run_gateway(pipe: Connection, ports: list[int], num_slots: int, model_
     for role, port in zip(roles, ports, strict=True):
         await registry.announce(_member(role, port, num_slots, model_dir), ttl_s=1e6)
     figures = Figures(CollectorRegistry())
-    async with assembled(store, registry, b"secret", Limits(), figures) as assembly:
+    async with assembled(store, registry, SECRET, Limits(), figures) as assembly:
         while not assembly.gateway.ready():
             await assembly.changes.wait(assembly.changes.rings, 0.1)
         server = RpcServer(SERVICE_NAME)

@@ -150,7 +150,7 @@ class Bench:
     async def _run(
         self, what: str, deployment: Deployment, load: Load, at_once: int, seed: int
     ) -> Run:
-        client = AsyncClient(deployment.address)
+        client = AsyncClient(deployment.address, operations=deployment.operations)
         limit = asyncio.Semaphore(at_once)
 
         async def one(prompt: Prompt, num_tokens: int) -> Completion:

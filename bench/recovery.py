@@ -90,7 +90,7 @@ async def _both_run(client: AsyncClient) -> bool:
 
 
 async def measure(deployment: Deployment, repeats: int) -> None:
-    client = AsyncClient(deployment.address)
+    client = AsyncClient(deployment.address, operations=deployment.operations)
     print("| what | median, s | worst, s |\n|---|---:|---:|")
     for victim in _VICTIMS:
         times = [await after_kill(deployment, client, victim) for _ in range(repeats)]

@@ -147,7 +147,7 @@ async def compare(
     store = await RedisStore.connect(f"unix://{socket}")
     (pool_id,) = await store.pool_ids()
     pool = Pool(store, pool_id)
-    async with AsyncClient(deployment.address) as client:
+    async with AsyncClient(deployment.address, operations=deployment.operations) as client:
         for ways, number in kinds:
             for way in ways(prompts.one(args.prompt), number, 8).values():
                 await measure(client, pool, way)  # warm-up

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from itertools import pairwise
 
+from quire.cli.runs import run_address
 from quire.client import DEFAULT_ADDRESS, AsyncClient
+from quire.supervisor import RUNS
 from quire.types import Sampling
 
 _PROMPT = list(range(300, 364))
@@ -77,8 +79,8 @@ def shown(seconds: Sequence[float]) -> str:
     return f"{median} ms (p99 {1000 * statistics.quantiles(seconds, n=100)[98]:.1f})"
 
 
-async def measure(address: str) -> None:
-    client = AsyncClient(address)
+async def measure(address: str, operations: str) -> None:
+    client = AsyncClient(address, operations=operations)
     await throughput(client, 4, 16)  # connections and caches are warm from here on
     first, gaps = await one_after_another(client, 20)
     rows = [("first token, one stream", shown(first)), ("between tokens, one stream", shown(gaps))]
@@ -98,7 +100,9 @@ async def measure(address: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--address", default=DEFAULT_ADDRESS)
-    asyncio.run(measure(parser.parse_args().address))
+    parser.add_argument("--run", help="its gRPC port, or its directory; default: the only run")
+    args = parser.parse_args()
+    asyncio.run(measure(args.address, run_address(args.run, RUNS)))
 
 
 if __name__ == "__main__":

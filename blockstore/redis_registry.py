@@ -1,17 +1,25 @@
 """The registry in Redis: plain keys under `{quire}`.
 
 {quire}:members         SET     ids of members, also of some whose time has run out
-{quire}:member:<id>     STRING  one member as JSON, expires with its time to live
+{quire}:member:<id>     STRING  one member, signed: HMAC-SHA256 in hex, a space, the member as JSON;
+                                expires with its time to live
 {quire}:arrivals        ZSET    "arrivals" -> the last arrival: the server's clock in ms, or 1 more
                                 than the arrival before (a sorted set, since ZADD GT only ever
                                 raises it)
 
 A server that has lost all this is followed: members announce themselves again, and the server's
 clock is ahead of every arrival before (at less than a thousand a second).
+
+An entry whose signature was not made with this deployment's key is left out and reported. The
+signature covers the key's name and the whole member, its address too. It does not tell an entry of
+now from an old one that somebody has put back, so a service that connects to a member asks it for a
+proof of its own (docs/adr/0098).
 """
 
 import asyncio
+import hmac
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from typing import Any, Self
 
@@ -22,16 +30,24 @@ from blockstore.registry import Load, Member
 from blockstore.stream import CommandStream
 
 
-def encode(member: Member) -> str:
-    return json.dumps(asdict(member), separators=(",", ":"))
+def encode(member: Member, key: bytes) -> str:
+    text = json.dumps(asdict(member), separators=(",", ":"))
+    return f"{_signature(key, member.member_id, text.encode())} {text}"
 
 
-def decode(text: bytes) -> Member:
-    """A member as it was announced; fields that a newer member has and we do not know are left
-    out."""
+def decode(member_id: str, entry: bytes, key: bytes) -> Member | None:
+    """A member as it was announced; None: the entry is not signed with `key`, or not as this
+    member's. Fields that a newer member has and we do not know are left out."""
+    signature, _, text = entry.partition(b" ")
+    if not hmac.compare_digest(signature, _signature(key, member_id, text).encode()):
+        return None
     values = json.loads(text)
     load = Load(**_known(Load, values.pop("load", {})))
     return Member(**_known(Member, values), load=load)
+
+
+def _signature(key: bytes, member_id: str, text: bytes) -> str:
+    return hmac.digest(key, keys.member(member_id).encode() + b"\n" + text, "sha256").hex()
 
 
 def _known(cls: type[Load] | type[Member], values: dict[str, Any]) -> dict[str, Any]:
@@ -40,21 +56,39 @@ def _known(cls: type[Load] | type[Member], values: dict[str, Any]) -> dict[str, 
 
 
 class RedisRegistry:
-    """See `blockstore.registry.Registry`."""
+    """See `blockstore.registry.Registry`. `refused`: ids of entries that were left out of the last
+    answer of `members`; `on_refused` is called with each new one."""
 
-    def __init__(self, server: Server, stream: CommandStream) -> None:
+    def __init__(
+        self,
+        server: Server,
+        stream: CommandStream,
+        key: bytes,
+        on_refused: Callable[[str], None] = lambda member_id: None,
+    ) -> None:
         """Use `connect`."""
         self._server = server
         self._stream = stream
+        self._key = key
+        self._on_refused = on_refused
+        self.refused: frozenset[str] = frozenset()
         self._last_arrival = 0
         server.renewed_by(_follow)
 
     @classmethod
-    async def connect(cls, url: str, *, retry_for_s: float = 5.0) -> Self:
-        """Raises StoreUnavailable, StoreUnsuitable."""
+    async def connect(
+        cls,
+        url: str,
+        key: bytes,
+        *,
+        retry_for_s: float = 5.0,
+        on_refused: Callable[[str], None] = lambda member_id: None,
+    ) -> Self:
+        """`key` signs entries. Raises StoreUnavailable, StoreUnsuitable."""
         server = Server(url, timeout_s=min(2.0, retry_for_s / 2))
         await vet(server)
-        return cls(server, CommandStream(server, retry_for_s, renews=True))
+        stream = CommandStream(server, retry_for_s, renews=True)
+        return cls(server, stream, key, on_refused)
 
     @property
     def run_id(self) -> str:
@@ -62,9 +96,9 @@ class RedisRegistry:
         return self._server.run_id
 
     async def announce(self, member: Member, ttl_s: float) -> None:
-        key = keys.member(member.member_id)
+        key, entry = keys.member(member.member_id), encode(member, self._key)
         await asyncio.gather(
-            self._stream.submit(("SET", key, encode(member), "PX", max(1, round(ttl_s * 1000)))),
+            self._stream.submit(("SET", key, entry, "PX", max(1, round(ttl_s * 1000)))),
             self._stream.submit(("SADD", keys.MEMBERS, member.member_id)),
         )
 
@@ -76,7 +110,8 @@ class RedisRegistry:
 
     async def members(self) -> tuple[Member, ...]:
         ids = sorted(
-            member_id.decode() for member_id in await self._stream.send("SMEMBERS", keys.MEMBERS)
+            member_id.decode(errors="replace")
+            for member_id in await self._stream.send("SMEMBERS", keys.MEMBERS)
         )
         if not ids:
             return ()
@@ -85,7 +120,19 @@ class RedisRegistry:
         # One that comes back just now loses its id, and has it again with its next heartbeat.
         if expired := [member_id for member_id, value in found.items() if value is None]:
             await self._stream.send("SREM", keys.MEMBERS, *expired)
-        return tuple(decode(value) for value in values if value is not None)
+        there = {
+            member_id: decode(member_id, value, self._key)
+            for member_id, value in found.items()
+            if value is not None
+        }
+        self._refuse(member_id for member_id, member in there.items() if member is None)
+        return tuple(member for member in there.values() if member is not None)
+
+    def _refuse(self, member_ids: Iterable[str]) -> None:
+        refused = frozenset(member_ids)
+        for member_id in sorted(refused - self.refused):
+            self._on_refused(member_id)
+        self.refused = refused
 
     async def next_arrival(self) -> int:
         """After a lost answer a number may be left out; none is given twice."""

@@ -95,12 +95,20 @@ class Client:
     """A connection to a gateway at `address` (host:port), or to several of one deployment
     (host:port,host:port): one is used, and the next one when it goes. A stream that breaks goes on
     at another gateway, or at the same one if it is back within `resume_window_s`. Safe to share
-    between threads."""
+    between threads.
+
+    `pools`, `workers`, `audit`, `drain` and `scale` are operations: a gateway serves them at an
+    address of their own, `operations` (unix:PATH or host:port); default: `address` is that one."""
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, *, resume_window_s: float = RESUME_WINDOW_S
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        resume_window_s: float = RESUME_WINDOW_S,
+        operations: str | None = None,
     ) -> None:
         self._links = Links(address, Link)
+        self._operations = Links(operations, Link) if operations else self._links
         self._resume_window_s = resume_window_s
 
     @property
@@ -154,32 +162,33 @@ class Client:
         return messages.models(response)
 
     def pools(self) -> tuple[Pool, ...]:
-        with translated(self.address):
-            response = self._links.current.block_manager.ListPools(
+        with translated(self._operations.current.address):
+            response = self._operations.current.block_manager.ListPools(
                 ListPoolsRequest(), timeout=OPERATIONS_TIMEOUT_S
             )
         return messages.pools(response)
 
     def workers(self) -> tuple[Worker, ...]:
-        with translated(self.address):
-            response = self._links.current.block_manager.ListWorkers(
+        with translated(self._operations.current.address):
+            response = self._operations.current.block_manager.ListWorkers(
                 ListWorkersRequest(), timeout=OPERATIONS_TIMEOUT_S
             )
         return messages.workers(response)
 
     def audit(self, pool_id: str = "", timeout_s: float = 60.0) -> tuple[PoolAudit, ...]:
         """Recount the references of one pool, or of all."""
-        with translated(self.address):
-            response = self._links.current.block_manager.Audit(
+        with translated(self._operations.current.address):
+            response = self._operations.current.block_manager.Audit(
                 AuditRequest(pool_id=pool_id), timeout=timeout_s
             )
         return messages.audits(response)
 
-    def drain(self, worker_id: str) -> int:
-        """Tell a worker to finish what it runs and exit; how many requests it still runs."""
-        with translated(self.address):
-            response = self._links.current.block_manager.DrainWorker(
-                DrainWorkerRequest(worker_id=worker_id), timeout=OPERATIONS_TIMEOUT_S
+    def drain(self, worker_id: str, *, force: bool = False) -> int:
+        """Tell a worker to finish what it runs and exit; how many requests it still runs. The last
+        one of its role on its pool needs `force`."""
+        with translated(self._operations.current.address):
+            response = self._operations.current.block_manager.DrainWorker(
+                DrainWorkerRequest(worker_id=worker_id, force=force), timeout=OPERATIONS_TIMEOUT_S
             )
         return response.num_running
 
@@ -187,12 +196,14 @@ class Client:
         """Have `quire serve` start or drain workers; None leaves a role as it is. Returns at
         once."""
         request = ScaleRequest(num_prefill=num_prefill, num_decode=num_decode)
-        with translated(self.address):
-            response = self._links.current.supervisor.Scale(request, timeout=OPERATIONS_TIMEOUT_S)
+        with translated(self._operations.current.address):
+            response = self._operations.current.supervisor.Scale(
+                request, timeout=OPERATIONS_TIMEOUT_S
+            )
         return messages.scaled(response)
 
     def close(self) -> None:
-        for link in self._links:
+        for link in (*self._links, *self._operations):
             link.channel.close()
 
     def __enter__(self) -> Self:
@@ -211,9 +222,14 @@ class AsyncClient:
     """`Client` for asyncio. Make it inside a running loop."""
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, *, resume_window_s: float = RESUME_WINDOW_S
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        resume_window_s: float = RESUME_WINDOW_S,
+        operations: str | None = None,
     ) -> None:
         self._links = Links(address, AsyncLink)
+        self._operations = Links(operations, AsyncLink) if operations else self._links
         self._resume_window_s = resume_window_s
 
     @property
@@ -283,30 +299,30 @@ class AsyncClient:
         return messages.models(response)
 
     async def pools(self) -> tuple[Pool, ...]:
-        with translated(self.address):
-            response = await self._links.current.block_manager.ListPools(
+        with translated(self._operations.current.address):
+            response = await self._operations.current.block_manager.ListPools(
                 ListPoolsRequest(), timeout=OPERATIONS_TIMEOUT_S
             )
         return messages.pools(response)
 
     async def workers(self) -> tuple[Worker, ...]:
-        with translated(self.address):
-            response = await self._links.current.block_manager.ListWorkers(
+        with translated(self._operations.current.address):
+            response = await self._operations.current.block_manager.ListWorkers(
                 ListWorkersRequest(), timeout=OPERATIONS_TIMEOUT_S
             )
         return messages.workers(response)
 
     async def audit(self, pool_id: str = "", timeout_s: float = 60.0) -> tuple[PoolAudit, ...]:
-        with translated(self.address):
-            response = await self._links.current.block_manager.Audit(
+        with translated(self._operations.current.address):
+            response = await self._operations.current.block_manager.Audit(
                 AuditRequest(pool_id=pool_id), timeout=timeout_s
             )
         return messages.audits(response)
 
-    async def drain(self, worker_id: str) -> int:
-        with translated(self.address):
-            response = await self._links.current.block_manager.DrainWorker(
-                DrainWorkerRequest(worker_id=worker_id), timeout=OPERATIONS_TIMEOUT_S
+    async def drain(self, worker_id: str, *, force: bool = False) -> int:
+        with translated(self._operations.current.address):
+            response = await self._operations.current.block_manager.DrainWorker(
+                DrainWorkerRequest(worker_id=worker_id, force=force), timeout=OPERATIONS_TIMEOUT_S
             )
         return response.num_running
 
@@ -314,13 +330,13 @@ class AsyncClient:
         self, *, num_prefill: int | None = None, num_decode: int | None = None
     ) -> Scaled:
         request = ScaleRequest(num_prefill=num_prefill, num_decode=num_decode)
-        with translated(self.address):
-            call = self._links.current.supervisor.Scale(request, timeout=OPERATIONS_TIMEOUT_S)
+        with translated(self._operations.current.address):
+            call = self._operations.current.supervisor.Scale(request, timeout=OPERATIONS_TIMEOUT_S)
             response = await call
         return messages.scaled(response)
 
     async def close(self) -> None:
-        for link in self._links:
+        for link in (*self._links, *self._operations):
             await link.channel.close()
 
     async def __aenter__(self) -> Self:

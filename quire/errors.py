@@ -97,6 +97,11 @@ def _from_rpc(error: grpc.RpcError, address: str) -> QuireError:
     code = trailers.get(ERROR_CODE_TRAILER)
     if status in _NOBODYS and code is None:
         return Unreachable(f"nobody answers at {address}", "unreachable")
+    if status is grpc.StatusCode.UNIMPLEMENTED:
+        message = (
+            f"{address} does not serve this call; operations are served at an address of their own "
+            "(`quire workers --help`)"
+        )
     code = code or status.name.lower()
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
         delay_ms = trailers.get(RETRY_TRAILER)

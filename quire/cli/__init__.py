@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except Unreachable as error:
-        hint = "is `quire serve` running? --address or QUIRE_ADDRESS names another gateway"
+        hint = "is `quire serve` running? --address names another gateway, see --help"
         return _fail(f"{error} ({hint})", EXIT_UNREACHABLE)
     except (QuireError, ServeError) as error:
         return _fail(str(error), EXIT_FAILED)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from quire.cli.terminal import (
     Columns,
     add_client_command,
+    add_operations_command,
     connect,
     percent,
     print_json,
@@ -71,24 +72,29 @@ def add_commands(commands: "Commands") -> None:
         commands, "health", health, help_text="exit status 0 when the service at the address serves"
     )
     add_client_command(commands, "models", models, help_text="list the models being served")
-    add_client_command(commands, "workers", workers, help_text="list the workers and their load")
-    add_client_command(commands, "pools", pools, help_text="list the pools and their blocks")
-    audit_command = add_client_command(
+    add_operations_command(
+        commands, "workers", workers, help_text="list the workers and their load"
+    )
+    add_operations_command(commands, "pools", pools, help_text="list the pools and their blocks")
+    audit_command = add_operations_command(
         commands,
         "audit",
         audit,
         help_text="recount every block reference; exit status 1 when a law is broken",
     )
     audit_command.add_argument("--pool", default="", metavar="ID", help="default: all pools")
-    drain_command = add_client_command(
+    drain_command = add_operations_command(
         commands, "drain", drain, help_text="move what a worker runs to others, then let it exit"
     )
     drain_command.add_argument("worker", metavar="WORKER", help="its id, as `quire workers` says")
+    drain_command.add_argument(
+        "--force", action="store_true", help="even if it is the last of its role on its pool"
+    )
     drain_command.add_argument("--wait", action="store_true", help="until the worker has left")
     drain_command.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="limit of --wait; %(default)s"
     )
-    scale_command = add_client_command(
+    scale_command = add_operations_command(
         commands, "scale", scale, help_text="start or drain workers of the `quire serve` there"
     )
     scale_command.add_argument(
@@ -189,7 +195,7 @@ def _laws(found: PoolAudit) -> str:
 
 def drain(args: argparse.Namespace) -> int:
     with connect(args) as client:
-        num_running = client.drain(args.worker)
+        num_running = client.drain(args.worker, force=args.force)
         if not args.json:
             print(f"{args.worker} takes no new work; it still runs {num_running} requests")
         if args.wait:

@@ -149,6 +149,13 @@ def _add_network(command: argparse.ArgumentParser) -> None:
         help="%(default)s; 0 takes a free one",
     )
     group.add_argument(
+        "--operations-port",
+        type=_port,
+        metavar="PORT",
+        help="serve drain, scale, audit and the like on this port of 127.0.0.1 too; default: only "
+        "on a socket of this user",
+    )
+    group.add_argument(
         "--redis-url",
         metavar="URL",
         help="redis://, rediss:// or unix://; default: an embedded Valkey",
@@ -185,6 +192,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         host=args.host,
         grpc_port=args.grpc_port or free_port(args.host),
         http_port=args.http_port or free_port(args.host),
+        operations_port=args.operations_port,
         redis_url=args.redis_url,
         pool_memory=args.pool_memory or default_memory,
         swap_memory=args.swap_memory,

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from quire.cli.runs import run_address
 from quire.client import DEFAULT_ADDRESS, Client
+from quire.supervisor import RUNS
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -43,8 +45,34 @@ def add_client_command(
     return command
 
 
+def add_operations_command(
+    commands: "Commands", name: str, run: Run, *, help_text: str
+) -> argparse.ArgumentParser:
+    """A command that asks for an operation, at a gateway's listener for operations."""
+    command = add_command(commands, name, run, help_text=help_text)
+    command.add_argument(
+        "--address",
+        metavar="ADDRESS",
+        default=os.environ.get("QUIRE_OPERATIONS_ADDRESS"),
+        help="where a gateway serves operations: HOST:PORT (--operations-port of `quire serve`) or "
+        "unix:PATH; default: $QUIRE_OPERATIONS_ADDRESS, else the run of this user on this host",
+    )
+    command.add_argument(
+        "--run",
+        dest="run_name",
+        metavar="PORT|DIR",
+        default=os.environ.get("QUIRE_RUN"),
+        help="which run of this host: its gRPC port, or its directory; default: $QUIRE_RUN, else "
+        "the only one",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON for scripts")
+    return command
+
+
 def connect(args: argparse.Namespace) -> Client:
-    return Client(args.address)
+    if not hasattr(args, "run_name"):
+        return Client(args.address)
+    return Client(args.address or run_address(args.run_name, RUNS))
 
 
 def print_json(value: "DataclassInstance | Sequence[DataclassInstance]") -> None:

@@ -107,8 +107,8 @@ class Child:
         self._send(signal.SIGTERM)
 
     async def run(self) -> None:
-        """Keep the service running until `stop`; a worker, until it leaves by itself (drained:
-        status 0). Everybody else is needed, and told to end (say by SIGTERM) starts again.
+        """Keep the service running until `stop` or `leave`. A service that ends by itself is needed
+        and starts again, a worker that was drained too: only `leave` makes the run smaller.
 
         GaveUp: it cannot start.
         """
@@ -116,9 +116,6 @@ class Child:
             while not self._stopping.is_set():
                 ended = await self._run_once()
                 if self._stopping.is_set():
-                    break
-                if ended.status == 0 and self.spec.stage is Stage.WORKER:
-                    self._console.note(f"{self.name} has left")
                     break
                 await self._pause_after(ended)
         finally:
@@ -184,7 +181,8 @@ class Child:
 
     async def _pause_after(self, ended: Exit) -> None:
         delay_s = self._restarts.delay_after(ended)
-        self._failure = (ended.last_line or str(ended)) if self._restarts.hopeless else ""
+        hopeless = bool(ended.status) and self._restarts.hopeless
+        self._failure = (ended.last_line or str(ended)) if hopeless else ""
         if self._failure and not self._is_steady():
             raise GaveUp(f"{self.name} cannot start: {self._failure}")
         self._console.note(f"{self.name} ended ({ended}); it starts again")

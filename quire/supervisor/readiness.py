@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire.client import AsyncClient
 from quire.errors import QuireError, Unreachable
+from quire.sockets import living_sockets
 from quire.types import Model, Pool, Worker
 
 _POLL_S = 0.1
@@ -29,16 +31,19 @@ class Serving:
 
 
 async def wait_until_serving(
-    address: str, expected: Expected, report: Callable[[str], None]
+    address: str, run: Path, expected: Expected, report: Callable[[str], None]
 ) -> Serving:
     """Return when every expected worker serves and the gateway says SERVING; reports what it waits
-    for whenever that changes, and every ten seconds."""
+    for whenever that changes, and every ten seconds. `run`: the directory where gateways have
+    their sockets for operations."""
     loop = asyncio.get_running_loop()
     last_missing, reported_at = "", loop.time()
     while True:
         # A new channel each time: an old one would wait longer and longer before it connects again.
-        async with AsyncClient(address) as client:
-            missing = await _missing(client, expected)
+        sockets = living_sockets(run)
+        operations = f"unix:{sockets[0]}" if sockets else None
+        async with AsyncClient(address, operations=operations) as client:
+            missing = await _missing(client, expected) if operations else "the gateway"
             if not missing:
                 return Serving(await client.models(), await client.pools())
         if missing != last_missing or loop.time() - reported_at > _REMIND_S:

@@ -65,6 +65,7 @@ class Supervisor:
             self._start(spec)
         serving = await wait_until_serving(
             f"{self._options.host}:{self._options.grpc_port}",
+            self._directory,
             Expected(self._options.num_prefill, self._options.num_decode),
             self._console.note,
         )

@@ -94,6 +94,8 @@ def _gateway(
         "HTTP_PORT": str(options.http_port + index),
         "SUPERVISOR": supervisor,
     }
+    if options.operations_port is not None:
+        settings["OPERATIONS_PORT"] = str(options.operations_port + index)
     if options.client_priority:
         settings["CLIENT_PRIORITY"] = "true"
     name = f"gateway-{index + 1}" if index else "gateway"

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class BlockManagerStub:
-    """Operations on the block store and its workers; served by the block manager, relayed unchanged by every gateway.
+    """Operations on the block store and its workers; served by the block manager, relayed unchanged by every gateway, on its
+    listener for operations.
     """
 
     def __init__(self, channel):
@@ -63,7 +64,8 @@ class BlockManagerStub:
 
 
 class BlockManagerServicer:
-    """Operations on the block store and its workers; served by the block manager, relayed unchanged by every gateway.
+    """Operations on the block store and its workers; served by the block manager, relayed unchanged by every gateway, on its
+    listener for operations.
     """
 
     def ListPools(self, request, context):
@@ -92,7 +94,8 @@ class BlockManagerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Tells a worker to finish what it runs and exit. NOT_FOUND: no such worker.
+        """Tells a worker to finish what it runs and exit. NOT_FOUND: no such worker. FAILED_PRECONDITION: it is the last of
+        its role on its pool.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,7 +138,8 @@ def add_BlockManagerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BlockManager:
-    """Operations on the block store and its workers; served by the block manager, relayed unchanged by every gateway.
+    """Operations on the block store and its workers; served by the block manager, relayed unchanged by every gateway, on its
+    listener for operations.
     """
 
     @staticmethod

@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class BlockManagerStub:
-    """Operations on the block store and its workers; served by the block manager, relayed unchanged by every gateway."""
+    """Operations on the block store and its workers; served by the block manager, relayed unchanged by every gateway, on its
+    listener for operations.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -39,11 +41,15 @@ class BlockManagerStub:
     Audit: _grpc.UnaryUnaryMultiCallable[_block_manager_pb2.AuditRequest, _block_manager_pb2.AuditResponse]
     """Recounts every reference from the ledger and compares."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_block_manager_pb2.DrainWorkerRequest, _block_manager_pb2.DrainWorkerResponse]
-    """Tells a worker to finish what it runs and exit. NOT_FOUND: no such worker."""
+    """Tells a worker to finish what it runs and exit. NOT_FOUND: no such worker. FAILED_PRECONDITION: it is the last of
+    its role on its pool.
+    """
 
 @_typing.type_check_only
 class BlockManagerAsyncStub(BlockManagerStub):
-    """Operations on the block store and its workers; served by the block manager, relayed unchanged by every gateway."""
+    """Operations on the block store and its workers; served by the block manager, relayed unchanged by every gateway, on its
+    listener for operations.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListPools: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.ListPoolsRequest, _block_manager_pb2.ListPoolsResponse]  # type: ignore[assignment]
@@ -52,10 +58,14 @@ class BlockManagerAsyncStub(BlockManagerStub):
     Audit: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.AuditRequest, _block_manager_pb2.AuditResponse]  # type: ignore[assignment]
     """Recounts every reference from the ledger and compares."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_block_manager_pb2.DrainWorkerRequest, _block_manager_pb2.DrainWorkerResponse]  # type: ignore[assignment]
-    """Tells a worker to finish what it runs and exit. NOT_FOUND: no such worker."""
+    """Tells a worker to finish what it runs and exit. NOT_FOUND: no such worker. FAILED_PRECONDITION: it is the last of
+    its role on its pool.
+    """
 
 class BlockManagerServicer(metaclass=_abc_1.ABCMeta):
-    """Operations on the block store and its workers; served by the block manager, relayed unchanged by every gateway."""
+    """Operations on the block store and its workers; served by the block manager, relayed unchanged by every gateway, on its
+    listener for operations.
+    """
 
     @_abc_1.abstractmethod
     def ListPools(
@@ -92,6 +102,8 @@ class BlockManagerServicer(metaclass=_abc_1.ABCMeta):
         request: _block_manager_pb2.DrainWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_block_manager_pb2.DrainWorkerResponse, _abc.Awaitable[_block_manager_pb2.DrainWorkerResponse]]:
-        """Tells a worker to finish what it runs and exit. NOT_FOUND: no such worker."""
+        """Tells a worker to finish what it runs and exit. NOT_FOUND: no such worker. FAILED_PRECONDITION: it is the last of
+        its role on its pool.
+        """
 
 def add_BlockManagerServicer_to_server(servicer: BlockManagerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class SupervisorStub:
-    """Operations on a run of `quire serve`; served by its supervisor, relayed unchanged by its gateways.
+    """Operations on a run of `quire serve`; served by its supervisor, relayed unchanged by its gateways, on their listeners
+    for operations.
     """
 
     def __init__(self, channel):
@@ -43,7 +44,8 @@ class SupervisorStub:
 
 
 class SupervisorServicer:
-    """Operations on a run of `quire serve`; served by its supervisor, relayed unchanged by its gateways.
+    """Operations on a run of `quire serve`; served by its supervisor, relayed unchanged by its gateways, on their listeners
+    for operations.
     """
 
     def Scale(self, request, context):
@@ -71,7 +73,8 @@ def add_SupervisorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Supervisor:
-    """Operations on a run of `quire serve`; served by its supervisor, relayed unchanged by its gateways.
+    """Operations on a run of `quire serve`; served by its supervisor, relayed unchanged by its gateways, on their listeners
+    for operations.
     """
 
     @staticmethod

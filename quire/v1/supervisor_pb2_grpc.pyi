@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SupervisorStub:
-    """Operations on a run of `quire serve`; served by its supervisor, relayed unchanged by its gateways."""
+    """Operations on a run of `quire serve`; served by its supervisor, relayed unchanged by its gateways, on their listeners
+    for operations.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -40,7 +42,9 @@ class SupervisorStub:
 
 @_typing.type_check_only
 class SupervisorAsyncStub(SupervisorStub):
-    """Operations on a run of `quire serve`; served by its supervisor, relayed unchanged by its gateways."""
+    """Operations on a run of `quire serve`; served by its supervisor, relayed unchanged by its gateways, on their listeners
+    for operations.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Scale: _aio.UnaryUnaryMultiCallable[_supervisor_pb2.ScaleRequest, _supervisor_pb2.ScaleResponse]  # type: ignore[assignment]
@@ -49,7 +53,9 @@ class SupervisorAsyncStub(SupervisorStub):
     """
 
 class SupervisorServicer(metaclass=_abc_1.ABCMeta):
-    """Operations on a run of `quire serve`; served by its supervisor, relayed unchanged by its gateways."""
+    """Operations on a run of `quire serve`; served by its supervisor, relayed unchanged by its gateways, on their listeners
+    for operations.
+    """
 
     @_abc_1.abstractmethod
     def Scale(

@@ -12,7 +12,6 @@ from contextlib import suppress
 from prometheus_client import CollectorRegistry
 
 from blockstore.errors import BlockStoreError, StoreUnavailable
-from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
 from blockstore.registry import Member
 from quire.v1 import block_manager_pb2_grpc
@@ -20,12 +19,15 @@ from services.block_manager.config import BlockManagerSettings
 from services.block_manager.link import Connection, Link
 from services.block_manager.manager import BlockManager
 from services.block_manager.service import SERVICE_NAME, BlockManagerService
+from services.common import redis
 from services.common.exposition import metrics_endpoint
 from services.common.logging import get_logger
 from services.common.metrics import PoolMetrics
 from services.common.pool.names import new_worker_id
 from services.common.process import run_service, with_patience
+from services.common.proof import Guard
 from services.common.rpc import RpcServer
+from services.common.secret import deployment_secret
 from services.common.version import PROTOCOL_VERSION
 
 log = get_logger(__name__)
@@ -39,24 +41,28 @@ def main() -> None:
 
 
 async def serve(settings: BlockManagerSettings, stop: asyncio.Event) -> None:
+    metrics = CollectorRegistry()
+    pool_metrics = PoolMetrics(metrics)
+
     async def open_connection() -> Connection:
-        return await connect(settings.redis_url)
+        return await connect(settings, pool_metrics)
 
     first = await with_patience(open_connection, "the block store", settings.redis_patience_s)
     link = Link(first, open_connection)
-    metrics = CollectorRegistry()
     try:
         with metrics_endpoint(settings, metrics):
-            await _serve(settings, link, PoolMetrics(metrics), stop)
+            await _serve(settings, link, pool_metrics, stop)
     finally:
         await link.close()
 
 
-async def connect(url: str) -> Connection:
+async def connect(settings: BlockManagerSettings, metrics: PoolMetrics) -> Connection:
     """Store and registry of one server. StoreUnavailable, StoreUnsuitable."""
-    store = await RedisStore.connect(url)
+    store = await RedisStore.connect(redis.location(settings))
     try:
-        registry = await RedisRegistry.connect(url)
+        registry = await redis.open_registry(
+            settings, on_refused=lambda member_id: metrics.members_refused.inc()
+        )
     except BaseException:
         await store.close()
         raise
@@ -71,8 +77,9 @@ async def _serve(
     settings: BlockManagerSettings, link: Link, metrics: PoolMetrics, stop: asyncio.Event
 ) -> None:
     member_id = new_worker_id("block_manager")
-    server = RpcServer(SERVICE_NAME)
-    service = BlockManagerService(link, member_id, settings.drain_timeout_s)
+    rpc_key = deployment_secret(settings).rpc_key
+    server = RpcServer(SERVICE_NAME, guard=Guard(rpc_key, member_id))
+    service = BlockManagerService(link, member_id, rpc_key, settings.drain_timeout_s)
     block_manager_pb2_grpc.add_BlockManagerServicer_to_server(service, server.aio)
     port = await server.start(settings.host, settings.port)
     member = Member(

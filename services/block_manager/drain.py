@@ -1,6 +1,8 @@
 """Tells a worker to drain, as a peer on a stream of its own."""
 
+import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from grpc import StatusCode, aio
@@ -9,7 +11,8 @@ from blockstore.registry import Member
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from services.common.bundle import each_of
-from services.common.errors import Unavailable, UnknownWorker
+from services.common.errors import Unavailable
+from services.common.proof import Proof
 from services.common.rpc import open_channel, translated
 from services.common.version import PROTOCOL_VERSION
 
@@ -19,21 +22,18 @@ else:
     _Stream = aio.StreamStreamCall
 
 
-async def drain(members: tuple[Member, ...], worker_id: str, peer_id: str) -> int:
-    """How many requests the worker still runs. UnknownWorker: not in the registry, or no worker;
+async def drain(worker: Member, peer_id: str, rpc_key: bytes) -> int:
+    """How many requests the worker still runs. Unauthenticated: another process is at its address;
     VersionMismatch; Unavailable: it does not answer."""
-    worker = next((member for member in members if member.member_id == worker_id), None)
-    if worker is None or worker.role not in ("prefill", "decode"):
-        raise UnknownWorker(f"no worker {worker_id!r}")
-    if worker.state == "starting":
-        raise Unavailable(f"{worker_id} has not started yet; try again")
     async with open_channel(worker.address) as channel:
         with translated():
-            return await _drain(worker, channel, peer_id)
+            return await _drain(worker, channel, peer_id, rpc_key)
 
 
-async def _drain(worker: Member, channel: aio.Channel, peer_id: str) -> int:
-    stream, request = _connect(worker, channel)
+async def _drain(worker: Member, channel: aio.Channel, peer_id: str, rpc_key: bytes) -> int:
+    method = f"/quire.v1.{worker.role.capitalize()}/Connect"
+    proof = Proof(rpc_key, method, worker.member_id)
+    stream, request = _connect(worker, channel, proof)
     hello = worker_pb2.Hello(
         peer_id=peer_id,
         protocol_version=PROTOCOL_VERSION,
@@ -41,12 +41,13 @@ async def _drain(worker: Member, channel: aio.Channel, peer_id: str) -> int:
     )
     response: Any
     try:
-        await stream.write(request(hello=hello))
+        with suppress(asyncio.InvalidStateError):  # refused already: `read` says why
+            await stream.write(request(hello=hello))
         while (response := await stream.read()) is not aio.EOF:
             for message in each_of(response):
                 match message.WhichOneof("event"):
                     case "welcome":
-                        _check(worker, message.welcome)
+                        proof.check(await stream.initial_metadata())
                         # Not before: what is sent to one who refuses the hello hides his reason.
                         await stream.write(request(drain=worker_pb2.Drain()))
                     case "draining":
@@ -65,19 +66,13 @@ async def _raise_status(stream: _Stream) -> None:
         raise aio.AioRpcError(code, aio.Metadata(), metadata, await stream.details())
 
 
-def _check(worker: Member, welcome: worker_pb2.Welcome) -> None:
-    """The registry may be seconds old, and the address another's by now."""
-    if welcome.worker_id != worker.member_id:
-        raise UnknownWorker(
-            f"at {worker.address} is {welcome.worker_id!r}, no longer {worker.member_id!r}"
-        )
-
-
-def _connect(worker: Member, channel: aio.Channel) -> tuple[_Stream, Callable[..., Any]]:
+def _connect(
+    worker: Member, channel: aio.Channel, proof: Proof
+) -> tuple[_Stream, Callable[..., Any]]:
     """A stream to the worker, and its type of requests."""
     stub: Any
     if worker.role == "prefill":
         stub = prefill_pb2_grpc.PrefillStub(channel)
-        return stub.Connect(), prefill_pb2.PrefillConnectRequest
+        return stub.Connect(metadata=proof.metadata), prefill_pb2.PrefillConnectRequest
     stub = decode_pb2_grpc.DecodeStub(channel)
-    return stub.Connect(), decode_pb2.DecodeConnectRequest
+    return stub.Connect(metadata=proof.metadata), decode_pb2.DecodeConnectRequest

@@ -1,6 +1,5 @@
 """quire.v1.BlockManager: what operators ask; protobuf at the edge."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from itertools import chain
 from typing import Any, TypeVar
@@ -9,7 +8,7 @@ from blockstore.records import AuditReport, HolderInfo, PoolStats
 from blockstore.registry import Member
 from quire.v1 import block_manager_pb2 as pb
 from quire.v1 import block_manager_pb2_grpc
-from services.block_manager.drain import drain
+from services.block_manager.drains import Drains
 from services.block_manager.link import Connection, Link
 from services.common.wire import load_to_wire
 
@@ -27,10 +26,9 @@ _STATES = {
 class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
     """Errors are the store's and the domain's; `services.common.rpc` maps them."""
 
-    def __init__(self, link: Link, member_id: str, drain_timeout_s: float) -> None:
+    def __init__(self, link: Link, member_id: str, rpc_key: bytes, drain_timeout_s: float) -> None:
         self._link = link
-        self._member_id = member_id
-        self._drain_timeout_s = drain_timeout_s
+        self._drains = Drains(member_id, rpc_key, drain_timeout_s)
 
     async def ListPools(self, request: pb.ListPoolsRequest, context: Any) -> pb.ListPoolsResponse:
         connection = self._link.connection
@@ -80,9 +78,9 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
     async def DrainWorker(
         self, request: pb.DrainWorkerRequest, context: Any
     ) -> pb.DrainWorkerResponse:
-        members = await self._link.connection.registry.members()
-        async with asyncio.timeout(self._drain_timeout_s):
-            num_running = await drain(members, request.worker_id, self._member_id)
+        num_running = await self._drains.drain(
+            self._link.connection, request.worker_id, force=request.force
+        )
         return pb.DrainWorkerResponse(num_running=num_running)
 
 

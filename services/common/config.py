@@ -48,6 +48,9 @@ class ServiceSettings(BaseSettings):
         default="redis://127.0.0.1:6379/0",
         description="Redis or Valkey; redis://, rediss:// or unix://",
     )
+    redis_password_file: Path | None = Field(
+        default=None, description="file with the password for redis_url; none: as the URL says"
+    )
     redis_patience_s: float = Field(
         default=10.0, ge=0, description="how long the start waits for Redis to answer"
     )
@@ -72,6 +75,12 @@ class ServiceSettings(BaseSettings):
     )
     run_dir: Path = Field(
         default_factory=_default_run_dir, description="directory of this deployment on this host"
+    )
+    secret: SecretStr | None = Field(
+        default=None, description="the deployment's secret, the same for all of its services"
+    )
+    secret_file: Path | None = Field(
+        default=None, description="file with the secret; default: run_dir/secret, made when missing"
     )
 
     @property

@@ -4,6 +4,7 @@ table.
 QuireError
 ├── InvalidRequest
 │   └── PromptTooLong      longer than the context, or can never fit the pool
+├── Unauthenticated        a peer that does not prove the deployment's secret
 ├── UnknownModel
 ├── UnknownWorker
 ├── DuplicateRequest
@@ -17,6 +18,7 @@ QuireError
 ├── PoisonRequest          it fails by itself, wherever it is computed
 ├── KVCorrupt              a block does not say what its hash promised
 ├── VersionMismatch        a peer speaks another protocol
+├── LastWorker             draining it would leave its pool without its role
 ├── NoSupervisor           nobody here starts and ends workers
 └── StartupError           bad configuration, model, memory or server; the process ends with its
 text
@@ -37,6 +39,10 @@ class InvalidRequest(QuireError):
 
 class PromptTooLong(InvalidRequest):
     code = "prompt_too_long"
+
+
+class Unauthenticated(QuireError):
+    code = "unauthenticated"
 
 
 class UnknownModel(QuireError):
@@ -93,6 +99,10 @@ class KVCorrupt(QuireError):
 
 class VersionMismatch(QuireError):
     code = "version_mismatch"
+
+
+class LastWorker(QuireError):
+    code = "last_worker"
 
 
 class NoSupervisor(QuireError):

@@ -65,6 +65,7 @@ _NO_STORE = "the block store is not there; try again"
 FAULTS: dict[type[Exception], Fault] = {
     domain.InvalidRequest: _domain(domain.InvalidRequest, _INVALID, 400),
     domain.PromptTooLong: _domain(domain.PromptTooLong, _INVALID, 400),
+    domain.Unauthenticated: _domain(domain.Unauthenticated, StatusCode.UNAUTHENTICATED, 401),
     domain.UnknownModel: _domain(domain.UnknownModel, _MISSING, 404),
     domain.UnknownWorker: _domain(domain.UnknownWorker, _MISSING, 404),
     domain.DuplicateRequest: _domain(domain.DuplicateRequest, StatusCode.ALREADY_EXISTS, 409),
@@ -77,6 +78,7 @@ FAULTS: dict[type[Exception], Fault] = {
     domain.DeadlineExceeded: _domain(domain.DeadlineExceeded, StatusCode.DEADLINE_EXCEEDED, 504),
     domain.PoisonRequest: _domain(domain.PoisonRequest, StatusCode.INTERNAL, 500),
     domain.KVCorrupt: _domain(domain.KVCorrupt, StatusCode.DATA_LOSS, 500),
+    domain.LastWorker: _domain(domain.LastWorker, _PRECONDITION, 409),
     domain.NoSupervisor: _domain(domain.NoSupervisor, _PRECONDITION, 501),
     domain.VersionMismatch: _domain(domain.VersionMismatch, _PRECONDITION, 500),
     domain.StartupError: _domain(domain.StartupError, _PRECONDITION, 500),

@@ -1,4 +1,5 @@
-"""Maps a handler's exceptions to gRPC statuses, for unary and streaming handlers.
+"""Admits calls, where a server has a guard, and maps a handler's exceptions to gRPC statuses, for
+unary and streaming handlers.
 
 Trailers of a failed call: `quire-error-code`, and where trying again makes sense
 `grpc-retry-pushback-ms`. Cancellation passes through untouched: it is no error.
@@ -7,6 +8,7 @@ Trailers of a failed call: `quire-error-code`, and where trying again makes sens
 import inspect
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -14,6 +16,7 @@ from grpc import aio
 
 from services.common.faults import Failure, failure_of
 from services.common.logging import bind_request_id
+from services.common.proof import Guard
 
 CODE_TRAILER = "quire-error-code"
 RETRY_TRAILER = "grpc-retry-pushback-ms"
@@ -26,10 +29,17 @@ else:
     _Handler, _Context = grpc.RpcMethodHandler, aio.ServicerContext
 _Call = Callable[[Any, _Context], Awaitable[Any]]
 _Decode = Callable[[bytes], Any]
+_Admit = Callable[[_Context], Awaitable[None]]
+
+_OPEN = "/grpc."
+"""Health checks and reflection, which a guarded server answers to everybody."""
 
 
 class ErrorInterceptor(aio.ServerInterceptor):
-    """Wraps every handler of the server."""
+    """Wraps every handler of the server; a `guard` admits their calls first."""
+
+    def __init__(self, guard: Guard | None = None) -> None:
+        self._guard = guard
 
     async def intercept_service(
         self,
@@ -37,7 +47,12 @@ class ErrorInterceptor(aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
         handler = await continuation(handler_call_details)
-        return handler and _wrapped(handler)
+        return handler and _wrapped(handler, self._admit(handler_call_details.method))
+
+    def _admit(self, method: str) -> _Admit | None:
+        if self._guard is None or method.startswith(_OPEN):
+            return None
+        return partial(self._guard.admit, method)
 
 
 def trailers(failure: Failure) -> tuple[tuple[str, str], ...]:
@@ -48,11 +63,11 @@ def trailers(failure: Failure) -> tuple[tuple[str, str], ...]:
     return (*code, (RETRY_TRAILER, str(round(failure.retry_delay_s * 1000))))
 
 
-def _wrapped(handler: _Handler) -> _Handler:
+def _wrapped(handler: _Handler, admit: _Admit | None) -> _Handler:
     # A single request is decoded inside of the guard: gRPC itself would answer a malformed one with
     # UNKNOWN and the decoder's text. A stream's messages are decoded while the method reads them.
     decode_inside = None if handler.request_streaming else handler.request_deserializer
-    call = _guarded(_call_of(handler), decode_inside)
+    call = _guarded(_call_of(handler), decode_inside, admit)
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
@@ -80,10 +95,12 @@ def _call_of(handler: _Handler) -> _Call:
     return write_all
 
 
-def _guarded(call: _Call, decode: _Decode | None) -> _Call:
+def _guarded(call: _Call, decode: _Decode | None, admit: _Admit | None) -> _Call:
     async def guarded(request: Any, context: _Context) -> Any:
         _bind_request_id(context)
         try:
+            if admit is not None:
+                await admit(context)
             return await call(decode(request) if decode else request, context)
         except aio.BaseError:  # the handler aborted by itself, or gRPC's own
             raise

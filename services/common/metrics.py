@@ -198,6 +198,11 @@ class PoolMetrics:
         self.workers_fenced = Counter(
             "quire:workers_fenced", "Workers that were alive but stuck.", registry=registry
         )
+        self.members_refused = Counter(
+            "quire:members_refused",
+            "Registry entries without this deployment's signature.",
+            registry=registry,
+        )
         self._seen: dict[str, tuple[int, int]] = {}
 
     def observe(self, stats: PoolStats) -> None:

@@ -1,8 +1,10 @@
 """gRPC as every service uses it: a server with limits, error mapping, health and reflection; a
 channel with the same limits; and the way back from a status to a domain error."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import grpc
 from grpc import StatusCode, aio
@@ -14,6 +16,7 @@ from services.common.config import join_host_port
 from services.common.errors import QuireError, StartupError
 from services.common.faults import PeerFailed
 from services.common.interceptor import CODE_TRAILER, RETRY_TRAILER, ErrorInterceptor
+from services.common.proof import Guard
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """So large that a too long prompt gets our own error, not gRPC's."""
@@ -60,11 +63,12 @@ class RpcServer:
     """A grpc.aio server. Register servicers on `.aio`, then `start`; it is NOT_SERVING until
     `set_serving(True)`.
 
-    `services` are full names (`quire.v1.Inference`), for health checks and reflection.
+    `services` are full names (`quire.v1.Inference`), for health checks and reflection. A server
+    with a `guard` is for services of this deployment only.
     """
 
-    def __init__(self, *services: str) -> None:
-        self.aio = aio.server(interceptors=[ErrorInterceptor()], options=_SERVER_OPTIONS)
+    def __init__(self, *services: str, guard: Guard | None = None) -> None:
+        self.aio = aio.server(interceptors=[ErrorInterceptor(guard)], options=_SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         self._services = services
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.aio)
@@ -77,16 +81,38 @@ class RpcServer:
 
         StartupError: the address cannot be listened on.
         """
-        await self.set_serving(False)
+        bound = self._bind(host, port)
+        await self._start()
+        return bound
+
+    async def start_local(self, socket: Path, host: str, port: int | None) -> int | None:
+        """Listen on a Unix socket that only processes of this user may open, and on a port where
+        one is given. StartupError."""
+        try:
+            usual = os.umask(0o077)  # a mode that is set after the bind would come too late
+            try:
+                socket.parent.mkdir(parents=True, exist_ok=True)
+                self.aio.add_insecure_port(f"unix:{socket}")
+            finally:
+                os.umask(usual)
+        except (OSError, RuntimeError) as error:
+            raise StartupError(f"cannot listen on the socket {socket}: {error}") from error
+        bound = None if port is None else self._bind(host, port)
+        await self._start()
+        return bound
+
+    def _bind(self, host: str, port: int) -> int:
         address = join_host_port(host, port)
         try:
-            bound = self.aio.add_insecure_port(address)
+            return self.aio.add_insecure_port(address)
         except RuntimeError as error:
             raise StartupError(
                 f"cannot listen on {address}: in use, or not this host's address"
             ) from error
+
+    async def _start(self) -> None:
+        await self.set_serving(False)
         await self.aio.start()
-        return bound
 
     async def set_serving(self, serving: bool) -> None:
         """What health checks of the server and of each of its services answer from now on."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ from blockstore.registry import Load, Member, Registry, State
 from blockstore.store import BlockStore
 from services.common.presence import Presence
 from services.common.rpc import RpcServer
+from services.common.secret import Secret
 from services.common.version import PROTOCOL_VERSION
 from services.gateway.bell import Bell
 from services.gateway.catalog import load_model
@@ -51,7 +52,7 @@ class Assembly:
 async def assembled(
     store: BlockStore,
     registry: Registry,
-    secret: bytes,
+    secret: Secret,
     limits: Limits,
     figures: Figures,
     poll_s: float = 1.0,
@@ -66,14 +67,14 @@ async def assembled(
     fleet = Fleet(
         registry,
         store,
-        connect=lambda member: Peer(member, gateway_id, dispatcher, silence_s),
+        connect=lambda member: Peer(member, gateway_id, secret.rpc_key, dispatcher, silence_s),
         load=load_model,
         on_change=changes.ring,
         poll_s=poll_s,
         gateway_id=gateway_id,
     )
     dispatcher = Dispatcher(
-        fleet, Router(store, secret), registry, limits, changes, figures.has_ended
+        fleet, Router(store, secret.root), registry, limits, changes, figures.has_ended
     )
     figures.watch(lambda: dispatcher.num_running, lambda: dispatcher.num_waiting)
     gateway = Gateway(
@@ -97,7 +98,7 @@ async def assembled(
                 task.cancel()
 
 
-async def keep_health(assembly: Assembly, server: RpcServer, presence: Presence) -> None:
+async def keep_health(assembly: Assembly, servers: Sequence[RpcServer], presence: Presence) -> None:
     """Health checks and the registry say that it serves while there are workers of each kind.
     Until cancelled."""
     serving = False
@@ -105,6 +106,7 @@ async def keep_health(assembly: Assembly, server: RpcServer, presence: Presence)
         heard = assembly.changes.rings
         if (ready := assembly.gateway.ready()) != serving:
             serving = ready
-            await server.set_serving(serving)
+            for server in servers:
+                await server.set_serving(serving)
             presence.changed()
         await assembly.changes.wait(heard)

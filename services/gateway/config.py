@@ -1,9 +1,8 @@
 """Settings of the gateway, from QUIRE_GATEWAY_* variables."""
 
-from pathlib import Path
 from typing import ClassVar
 
-from pydantic import Field, SecretStr
+from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from services.common.config import ServiceSettings
@@ -19,11 +18,14 @@ class GatewaySettings(ServiceSettings):
         le=65535,
         description="OpenAI-compatible HTTP; 0 takes a free port, none: no HTTP",
     )
-    secret: SecretStr | None = Field(
-        default=None, description="the deployment's secret, which roots all prefix hashes"
+    operations_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="gRPC port for operations; 0 takes a free one, none: just run_dir's socket",
     )
-    secret_file: Path | None = Field(
-        default=None, description="file with the secret; default: run_dir/secret, made when missing"
+    operations_host: str = Field(
+        default="127.0.0.1", description="address that operations_port listens on"
     )
     supervisor: str | None = Field(
         default=None, description="gRPC address of who scales the workers; none: nobody does"

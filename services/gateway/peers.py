@@ -15,8 +15,9 @@ from blockstore.registry import Member
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
 from services.common.bundle import Outbox, bundled
-from services.common.errors import VersionMismatch
+from services.common.errors import Unauthenticated, VersionMismatch
 from services.common.logging import get_logger
+from services.common.proof import Proof
 from services.common.rpc import open_channel
 from services.common.ticks import until_tick
 from services.common.version import PROTOCOL_VERSION
@@ -69,16 +70,23 @@ class Peer:
     how loaded it is, is stuck: its stream is given up, and with it what runs there."""
 
     def __init__(
-        self, member: Member, gateway_id: str, sink: PeerSink, silence_s: float = SILENCE_S
+        self,
+        member: Member,
+        gateway_id: str,
+        rpc_key: bytes,
+        sink: PeerSink,
+        silence_s: float = SILENCE_S,
     ) -> None:
         self.worker = Worker(member, self._send)
         self._dialect = PREFILL if member.role == "prefill" else DECODE
         self._gateway_id = gateway_id
+        self._rpc_key = rpc_key
         self._sink = sink
         self._silence_s = silence_s
         self._heard = False
         self._outgoing: Outbox[Any] | None = None
         self._backoff_s = _FIRST_BACKOFF_S
+        self._last_reason = ""
         self._task = asyncio.create_task(self._keep_connected(), name=f"peer {member.member_id}")
 
     async def close(self) -> None:
@@ -89,7 +97,8 @@ class Peer:
     def _send(self, command: Command) -> None:
         # Not bounded by itself: a request has at most a few commands under way, and those are.
         # Encoded here: what cannot be is the fault of one request, and must not end the stream.
-        if self._outgoing is not None:
+        # Nor before the worker has proven the secret.
+        if self._outgoing is not None and self.worker.connected:
             self._outgoing.put(self._dialect.command(command))
 
     async def _keep_connected(self) -> None:
@@ -105,6 +114,8 @@ class Peer:
                 reason = "the worker closed the stream"
             except Garbled as error:
                 reason = f"it sent {error}"
+            except Unauthenticated as error:
+                reason = str(error)
             except TimeoutError:
                 reason = "no answer to the handshake"
             except aio.AioRpcError as error:
@@ -112,8 +123,9 @@ class Peer:
             except Exception as error:  # a fault of ours must not lose the worker for ever
                 log.error("worker_stream_failed", worker_id=self.worker.id, exc_info=error)
                 reason = "a fault of this gateway"
-            first = self._backoff_s == _FIRST_BACKOFF_S  # of a row of failures only that is news
-            (log.warning if first else log.debug)(
+            is_news = reason != self._last_reason  # the same again, while it tries, is none
+            self._last_reason = reason
+            (log.warning if is_news else log.debug)(
                 "worker_disconnected", worker_id=self.worker.id, reason=reason
             )
             await asyncio.sleep(self._backoff_s * random.uniform(0.75, 1.25))
@@ -121,13 +133,14 @@ class Peer:
 
     async def _session(self) -> NoReturn:
         """One stream, from Hello to its end: Closed, AioRpcError, TimeoutError, Silent, Garbled,
-        VersionMismatch."""
+        VersionMismatch, Unauthenticated."""
+        proof = Proof(self._rpc_key, self._dialect.method, self.worker.id)
         self._outgoing = outgoing = Outbox[Any](lambda command: int(command.ByteSize()))
         async with open_channel(self.worker.member.address) as channel:
-            stream = self._dialect.connect(channel, self._requests(outgoing))
+            stream = self._dialect.connect(channel, self._requests(outgoing), proof.metadata)
             broke = False
             try:
-                await self._shake_hands(stream)
+                await self._shake_hands(stream, proof)
                 await self._listen_while_it_speaks(stream)
             except aio.AioRpcError:
                 broke = True
@@ -152,17 +165,19 @@ class Peer:
         while commands := await outgoing.take():
             yield bundled(commands)
 
-    async def _shake_hands(self, stream: Stream) -> None:
+    async def _shake_hands(self, stream: Stream, proof: Proof) -> None:
+        """Nothing of a request goes to a worker before this has ended well."""
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 message = await read(stream)
+                proof.check(await stream.initial_metadata())
         except aio.AioRpcError as error:
             if error.code() is StatusCode.FAILED_PRECONDITION:
                 raise VersionMismatch(error.details() or "the worker refused us") from error
             raise
         self._check(message.welcome)
         report = LoadReport(*load_from_wire(message.welcome.load))
-        self._backoff_s = _FIRST_BACKOFF_S
+        self._backoff_s, self._last_reason = _FIRST_BACKOFF_S, ""
         self.worker.connected = True
         self.worker.report(report)
         log.info("worker_connected", worker_id=self.worker.id, pool_id=message.welcome.pool_id)

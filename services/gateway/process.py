@@ -1,19 +1,23 @@
-"""The gateway's process: connect to Redis, open both front doors, follow the workers, leave."""
+"""The gateway's process: connect to Redis, listen for clients and for operations, follow the
+workers, leave."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from socket import gethostname
 
 from prometheus_client import CollectorRegistry
 
 from blockstore.registry import Member
+from quire.sockets import operations_socket, remove_dead_sockets
 from quire.v1 import inference_pb2_grpc
 from services.common import redis
 from services.common.exposition import metrics_endpoint
 from services.common.logging import get_logger
 from services.common.presence import Presence
 from services.common.rpc import RpcServer
+from services.common.secret import Secret, deployment_secret
 from services.gateway import service
 from services.gateway.assembly import Assembly, assembled, keep_health
 from services.gateway.config import GatewaySettings
@@ -21,8 +25,7 @@ from services.gateway.dispatcher import Limits
 from services.gateway.figures import Figures
 from services.gateway.http.app import create_app
 from services.gateway.http.server import http_server
-from services.gateway.relay import BLOCK_MANAGER, SUPERVISOR, Relay
-from services.gateway.secret import deployment_secret
+from services.gateway.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.gateway.service import InferenceService
 
 _HINT_LIMIT_S = 0.5
@@ -37,8 +40,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     """Until `stop`; then what runs gets its grace. Raises when the store is lost: another gateway
     process begins with the new one."""
     metrics = CollectorRegistry()
-    configured = settings.secret.get_secret_value() if settings.secret else None
-    secret = deployment_secret(configured, settings.secret_file, settings.run_dir)
+    secret = deployment_secret(settings)
     limits = Limits(
         settings.max_waiting,
         settings.patience_s,
@@ -64,6 +66,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             )
         )
         server, port = await _grpc_server(settings, assembly, stack)
+        operations = await _operations_server(settings, assembly, secret, port, stack)
         http = await stack.enter_async_context(AsyncExitStack())
         http_port = await _http_server(settings, assembly, metrics, http)
         # Whatever ends the process: clients hear of it before their connections break.
@@ -76,7 +79,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             ),
         )
         log.info("gateway_listening", port=port, http_port=http_port)
-        async with _in_background(presence, assembly, server):
+        async with _in_background(presence, assembly, (server, operations)):
             await stop.wait()
             presence.changed()
             await _leave(assembly, server, http, settings.request_grace_s)
@@ -94,12 +97,12 @@ async def _leave(
 
 @asynccontextmanager
 async def _in_background(
-    presence: Presence, assembly: Assembly, server: RpcServer
+    presence: Presence, assembly: Assembly, servers: Sequence[RpcServer]
 ) -> AsyncIterator[None]:
     async with asyncio.TaskGroup() as tasks:
         running = [
             tasks.create_task(presence.keep(), name="presence"),
-            tasks.create_task(keep_health(assembly, server, presence), name="health"),
+            tasks.create_task(keep_health(assembly, servers, presence), name="health"),
         ]
         yield
         for task in running:
@@ -109,22 +112,40 @@ async def _in_background(
 async def _grpc_server(
     settings: GatewaySettings, assembly: Assembly, stack: AsyncExitStack
 ) -> tuple[RpcServer, int]:
-    server = RpcServer(service.SERVICE_NAME, BLOCK_MANAGER.name, SUPERVISOR.name)
+    server = RpcServer(service.SERVICE_NAME)
     inference = InferenceService(assembly.gateway)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.aio)
-    for relay in (
-        Relay(BLOCK_MANAGER, lambda: _address(assembly.fleet.block_manager)),
-        Relay(SUPERVISOR, lambda: settings.supervisor),
-    ):
-        stack.push_async_callback(relay.close)
-        server.aio.add_generic_rpc_handlers((relay.handlers(),))
     port = await server.start(settings.host, settings.port)
     stack.push_async_callback(server.stop, _FAREWELL_S)
     return server, port
 
 
-def _address(member: Member | None) -> str | None:
-    return member.address if member else None
+async def _operations_server(
+    settings: GatewaySettings,
+    assembly: Assembly,
+    secret: Secret,
+    public_port: int,
+    stack: AsyncExitStack,
+) -> RpcServer:
+    """What operators ask, on a socket of the run directory, and on a port where one is set."""
+    server = RpcServer(BLOCK_MANAGER.name, SUPERVISOR.name)
+    supervisor = Target(settings.supervisor) if settings.supervisor else None
+    for relay in (
+        Relay(BLOCK_MANAGER, lambda: _target(assembly.fleet.block_manager), secret.rpc_key),
+        Relay(SUPERVISOR, lambda: supervisor),
+    ):
+        stack.push_async_callback(relay.close)
+        server.aio.add_generic_rpc_handlers((relay.handlers(),))
+    socket = operations_socket(settings.run_dir, gethostname(), public_port)
+    remove_dead_sockets(settings.run_dir)
+    port = await server.start_local(socket, settings.operations_host, settings.operations_port)
+    stack.push_async_callback(server.stop, _FAREWELL_S)
+    log.info("operations_listening", socket=str(socket), port=port)
+    return server
+
+
+def _target(member: Member | None) -> Target | None:
+    return Target(member.address, member.member_id) if member else None
 
 
 async def _http_server(

@@ -1,5 +1,5 @@
-"""Passes operations on, unchanged, to who serves them: the block manager of the registry, and the
-supervisor of this run.
+"""Passes operations on, unchanged, to the service that has them: the block manager of the registry,
+and the supervisor of this run. They are served on a listener of their own, never on the public one.
 
 Messages go on as the bytes that came, once it is clear that they are messages: what an operation of
 a later version has, needs nothing here but its name in the service's description.
@@ -16,6 +16,7 @@ from grpc import aio
 from quire.v1 import block_manager_pb2, supervisor_pb2
 from services.common.errors import NoSupervisor, QuireError, Unavailable
 from services.common.interceptor import CODE_TRAILER
+from services.common.proof import Proof
 from services.common.rpc import from_rpc_error, open_channel
 
 _PASSED_ON = ("x-request-id",)
@@ -49,11 +50,23 @@ SUPERVISOR = Relayed(
 )
 
 
-class Relay:
-    """`find` answers the address of the moment; None: nobody is there."""
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where the service is now. `member_id`: of a service that takes calls with a proof for it
+    only; empty: its socket is open to its own user only, and needs no proof."""
 
-    def __init__(self, relayed: Relayed, find: Callable[[], str | None]) -> None:
+    address: str
+    member_id: str = ""
+
+
+class Relay:
+    """`find` answers where the service is at the moment; None: nobody is there."""
+
+    def __init__(
+        self, relayed: Relayed, find: Callable[[], Target | None], rpc_key: bytes = b""
+    ) -> None:
         self._relayed = relayed
+        self._rpc_key = rpc_key
         self._find = find
         self._address = ""
         self._channel: aio.Channel | None = None
@@ -74,26 +87,28 @@ class Relay:
 
     def _operation(self, method: Any) -> Callable[[bytes, Any], Any]:
         message = GetMessageClass(method.input_type)
+        name = f"/{self._relayed.name}/{method.name}"
 
         async def call(request: bytes, context: aio.ServicerContext[bytes, bytes]) -> bytes:
             message.FromString(request)  # DecodeError is the client's
-            channel = await self._connected()
-            relayed: Any = channel.unary_unary(f"/{self._relayed.name}/{method.name}")
+            target = self._find()
+            if target is None:
+                raise self._relayed.absent()
+            relayed: Any = (await self._connected(target.address)).unary_unary(name)
+            proof = Proof(self._rpc_key, name, target.member_id) if target.member_id else None
+            metadata = _metadata(context) + (proof.metadata if proof else ())
+            running = relayed(request, timeout=context.time_remaining(), metadata=metadata)
             try:
-                answer: bytes = await relayed(
-                    request, timeout=context.time_remaining(), metadata=_metadata(context)
-                )
+                answer: bytes = await running
             except aio.AioRpcError as error:
                 raise self._as_ours(error) from error
+            if proof is not None:
+                proof.check(await running.initial_metadata())
             return answer
 
         return call
 
-    async def _connected(self) -> aio.Channel:
-        """Raises what is said when nobody is there."""
-        address = self._find()
-        if address is None:
-            raise self._relayed.absent()
+    async def _connected(self, address: str) -> aio.Channel:
         if self._channel is None or address != self._address:
             await self.close()
             self._address = address

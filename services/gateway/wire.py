@@ -46,6 +46,7 @@ from services.gateway.messages import (
 _RETRY_DELAY_S = 1.0
 
 Stream = aio.StreamStreamCall[Any, Any]
+Metadata = tuple[tuple[str, str], ...]
 
 _REASONS = {
     worker_pb2.Requeue.REASON_PREEMPTED: RequeueReason.PREEMPTED,
@@ -63,10 +64,12 @@ class Garbled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """`connect` opens the stream; `request` is its message type; `parse` gives the events of one
-    message without those in it (none for a kind that this version does not know)."""
+    """`method` is the stream's full name, and `connect` opens it; `request` is its message type;
+    `parse` gives the events of one message without those in it (none for a kind that this version
+    does not know)."""
 
-    connect: Callable[[aio.Channel, AsyncIterator[Any]], Stream]
+    method: str
+    connect: Callable[[aio.Channel, AsyncIterator[Any], Metadata], Stream]
     request: Callable[..., Any]
     parse: Callable[[Any], Iterator[Event]]
 
@@ -106,12 +109,16 @@ class Dialect:
                 return self.request(resume=decode_pb2.Resume(ticket=ticket_to_wire(ticket)))
 
 
-def _connect_prefill(channel: aio.Channel, requests: AsyncIterator[Any]) -> Stream:
-    return prefill_pb2_grpc.PrefillStub(channel).Connect(requests)
+def _connect_prefill(
+    channel: aio.Channel, requests: AsyncIterator[Any], metadata: Metadata
+) -> Stream:
+    return prefill_pb2_grpc.PrefillStub(channel).Connect(requests, metadata=metadata)
 
 
-def _connect_decode(channel: aio.Channel, requests: AsyncIterator[Any]) -> Stream:
-    return decode_pb2_grpc.DecodeStub(channel).Connect(requests)
+def _connect_decode(
+    channel: aio.Channel, requests: AsyncIterator[Any], metadata: Metadata
+) -> Stream:
+    return decode_pb2_grpc.DecodeStub(channel).Connect(requests, metadata=metadata)
 
 
 def _prefill_events(message: prefill_pb2.PrefillConnectResponse) -> Iterator[Event]:
@@ -192,8 +199,15 @@ def _requeued(message: worker_pb2.Requeue) -> Requeued | Malformed:
         return Malformed(ticket.request_id, ticket.attempt, str(error))
 
 
-PREFILL = Dialect(_connect_prefill, prefill_pb2.PrefillConnectRequest, _prefill_events)
-DECODE = Dialect(_connect_decode, decode_pb2.DecodeConnectRequest, _decode_events)
+PREFILL = Dialect(
+    "/quire.v1.Prefill/Connect",
+    _connect_prefill,
+    prefill_pb2.PrefillConnectRequest,
+    _prefill_events,
+)
+DECODE = Dialect(
+    "/quire.v1.Decode/Connect", _connect_decode, decode_pb2.DecodeConnectRequest, _decode_events
+)
 
 
 def error_of(code: str, message: str) -> QuireError:

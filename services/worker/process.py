@@ -19,7 +19,9 @@ from services.common.board import Board
 from services.common.exposition import metrics_endpoint
 from services.common.logging import get_logger
 from services.common.metrics import WorkerMetrics
+from services.common.proof import Guard
 from services.common.rpc import RpcServer
+from services.common.secret import deployment_secret
 from services.common.ticks import until_tick
 from services.engine.engine import ForwardPass
 from services.engine.membership import Membership, join, join_colder
@@ -214,7 +216,8 @@ async def _listen(
     role: WorkerRole, settings: WorkerSettings, worker: PoolWorker, stack: AsyncExitStack
 ) -> tuple[RpcServer, str]:
     """Ready for gateways; the address that they reach it by."""
-    server = RpcServer(role.service_name)
+    guard = Guard(deployment_secret(settings).rpc_key, worker.worker_id)
+    server = RpcServer(role.service_name, guard=guard)
     role.serve(worker, server)
     address = settings.address(await server.start(settings.host, settings.port))
     stack.push_async_exit(partial(_end_streams, worker, server))

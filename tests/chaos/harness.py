@@ -148,7 +148,7 @@ async def unleash(
             )
             for number, client in enumerate(clients)
         ]
-        operator = Operator(deployment.address)
+        operator = Operator(deployment.operations)
         stack.push_async_callback(operator.close)
         processes = stack.enter_context(
             closing(Processes(deployment, operator, prefill=NUM_PREFILL, decode=NUM_DECODE))

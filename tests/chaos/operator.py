@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 
 class Operator:
-    """`addresses`: of all gateways, with commas between them. Use as a context."""
+    """`addresses`: where all gateways serve operations, with commas between them. Use as a
+    context."""
 
     def __init__(self, addresses: str) -> None:
         self._clients = [AsyncClient(address) for address in addresses.split(",")]

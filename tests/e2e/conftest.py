@@ -81,6 +81,6 @@ def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 async def client(deployment: Deployment) -> AsyncIterator[AsyncClient]:
-    client = AsyncClient(deployment.address)
+    client = AsyncClient(deployment.address, operations=deployment.operations)
     yield client
     await client.close()

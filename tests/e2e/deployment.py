@@ -14,6 +14,7 @@ from pathlib import Path
 
 from quire.client import Client
 from quire.errors import QuireError
+from quire.sockets import living_sockets
 from quire.supervisor.run_directory import free_port
 
 START_LIMIT_S = 90.0
@@ -28,6 +29,12 @@ class Deployment:
     http: str
     run_root: Path
     log: Path
+
+    @property
+    def operations(self) -> str:
+        """Where its gateways serve operations, with commas between them."""
+        (run,) = self.run_root.glob(f"{self.address.split(',')[0].rpartition(':')[2]}-*")
+        return ",".join(f"unix:{path}" for path in living_sockets(run))
 
     def children(self, module: str = "") -> list[int]:
         """Pids of its processes; `module` such as services.decode, or valkey."""

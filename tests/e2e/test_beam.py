@@ -127,7 +127,7 @@ async def test_its_worker_goes(checkpoint: Path, tmp_path: Path, model: Any, way
     prompt = prompt_of(5)
     sampling = Sampling(beam=Beam(WIDTH), n=3, max_tokens=400, ignore_eos=True)
     with serving(checkpoint, tmp_path, "--decode", "2", "--pool-memory", "32MiB") as deployment:
-        client = AsyncClient(deployment.address)
+        client = AsyncClient(deployment.address, operations=deployment.operations)
         async with asyncio.timeout(LIMIT_S):
             while [worker.state for worker in await decoders(client)] != ["serving"] * 2:
                 await asyncio.sleep(0.05)

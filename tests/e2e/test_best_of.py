@@ -37,7 +37,10 @@ def deployment(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.fixture
 async def client(deployment: Deployment) -> AsyncIterator[AsyncClient]:
     """With two decode workers before, and nothing held and nothing wrong after."""
-    async with AsyncClient(deployment.address) as client, asyncio.timeout(2 * LIMIT_S):
+    async with (
+        AsyncClient(deployment.address, operations=deployment.operations) as client,
+        asyncio.timeout(2 * LIMIT_S),
+    ):
         while [worker.state for worker in await decoders(client)] != ["serving"] * 2:
             await client.scale(num_decode=2)
             await asyncio.sleep(0.05)

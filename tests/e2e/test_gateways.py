@@ -45,7 +45,10 @@ async def test_streams_outlive_their_gateway(deployment: Deployment, oracle: Ora
             started.release()
         return tokens
 
-    async with AsyncClient(deployment.address) as client, asyncio.timeout(90):
+    async with (
+        AsyncClient(deployment.address, operations=deployment.operations) as client,
+        asyncio.timeout(90),
+    ):
         undisturbed = await stream(client, SAMPLED)
         started = asyncio.Semaphore(0)
         streams = [

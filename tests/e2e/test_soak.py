@@ -93,7 +93,7 @@ async def test_no_wrong_token_and_nothing_lost(
     nothing is held."""
     args = ("--prefill", "2", "--decode", "2", "--pool-memory", "1200KiB")
     with serving(checkpoint, tmp_path, *args) as deployment:
-        client = AsyncClient(deployment.address)
+        client = AsyncClient(deployment.address, operations=deployment.operations)
         users = Users(client, oracle)
         end = asyncio.get_running_loop().time() + SOAK_S
         async with asyncio.timeout(SOAK_S + 90), asyncio.TaskGroup() as tasks:

@@ -44,7 +44,7 @@ async def test_an_engine_that_hangs_is_a_pause_and_no_more(
     monkeypatch.setenv("QUIRE_DECODE_STEP_LIMIT_S", "2")
     options = ("--prefill", "2", "--decode", "2", "--pool-memory", str(2 * POOL_MEMORY))
     with serving(checkpoint, tmp_path, *options) as running:
-        client = AsyncClient(running.address)
+        client = AsyncClient(running.address, operations=running.operations)
         await all_serve(client)
         undisturbed = [await stream.run(client) for stream in streams(1)]
         disturbed = streams(1)

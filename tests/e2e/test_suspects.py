@@ -51,7 +51,7 @@ async def test_a_prompt_that_kills_at_once_is_found_among_others(
     monkeypatch.setenv("DEADLY_TOKEN", str(DEADLY))
     options = ("--prefill", "3", "--decode", "1", "--pool-memory", str(2 * POOL_MEMORY))
     with serving(checkpoint, tmp_path, *options) as running:
-        client = AsyncClient(running.address)
+        client = AsyncClient(running.address, operations=running.operations)
         good = [
             asyncio.create_task(client.complete(prompt, GREEDY, timeout_s=LIMIT_S))
             for prompt in PROMPTS

@@ -37,7 +37,7 @@ async def swapping(
     memory = ("--pool-memory", str(SIZE), "--swap-memory", str(swap_bytes))
     options = ("--prefill", "2", "--decode", "2", *memory, "--preemption", "swap")
     with serving(checkpoint, folder, *options) as running:
-        client = AsyncClient(running.address)
+        client = AsyncClient(running.address, operations=running.operations)
         async with asyncio.timeout(60):
             while [len(pool.worker_ids) for pool in await client.pools()] != [4, 4]:
                 await asyncio.sleep(0.05)

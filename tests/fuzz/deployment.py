@@ -40,12 +40,13 @@ from services.gateway.dispatcher import Limits as GatewayLimits
 from services.gateway.figures import Figures
 from services.gateway.http.app import create_app
 from services.gateway.http.server import http_server
-from services.gateway.relay import BLOCK_MANAGER, SUPERVISOR, Relay
+from services.gateway.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.gateway.service import InferenceService
 from services.prefill.service import PrefillService
 from services.prefill.worker import PrefillWorker
 from services.worker.pool_worker import Limits
 from tests.integration.gateway.conftest import write_model
+from tests.secret import SECRET, guard
 from tests.unit.workers.conftest import running
 from tests.unit.workers.fakes import Arena, FakeForward, join, make_pool, make_stamps
 from tests.unit.workers.fakes import next_token as any_token
@@ -123,7 +124,7 @@ class Deployment:
             assembled(
                 self.store,
                 self.registry,
-                b"secret",
+                SECRET,
                 GatewayLimits(),
                 Figures(CollectorRegistry()),
                 poll_s=0.05,
@@ -171,11 +172,13 @@ class Deployment:
             worker = make(self.store, membership, Letters(arena), limits, metrics)
             await self.stack.enter_async_context(running(worker))
             self.workers.append(worker)
-            address = await self._serve(register, serve(worker))
+            address = await self._serve(f"{role}-1", register, serve(worker))
             await self._announce(f"{role}-1", role, address)
 
-    async def _serve(self, register: Callable[[Any, aio.Server], None], service: Any) -> str:
-        server = RpcServer()
+    async def _serve(
+        self, member_id: str, register: Callable[[Any, aio.Server], None], service: Any
+    ) -> str:
+        server = RpcServer(guard=guard(member_id))
         register(service, server.aio)
         port = await server.start("127.0.0.1", 0)
         self.stack.push_async_callback(server.stop)
@@ -204,8 +207,11 @@ class Deployment:
             return connection
 
         manager = await self._serve(
+            "block_manager-1",
             block_manager_pb2_grpc.add_BlockManagerServicer_to_server,
-            BlockManagerService(Link(connection, connect), "block_manager-1", LIMIT_S),
+            BlockManagerService(
+                Link(connection, connect), "block_manager-1", SECRET.rpc_key, LIMIT_S
+            ),
         )
         children: Any = [Child(ChildSpec(f"{role}-1")) for role in ("prefill", "decode")]
         workforce = Workforce(children, lambda spec: children.append(Child(spec)))  # type: ignore[arg-type]
@@ -215,7 +221,11 @@ class Deployment:
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         self.stack.push_async_callback(server.stop, None)
-        return Relay(BLOCK_MANAGER, lambda: manager), Relay(SUPERVISOR, lambda: f"127.0.0.1:{port}")
+        found = Target(manager, "block_manager-1")
+        return (
+            Relay(BLOCK_MANAGER, lambda: found, SECRET.rpc_key),
+            Relay(SUPERVISOR, lambda: Target(f"127.0.0.1:{port}")),
+        )
 
     async def _open_doors(self, relays: tuple[Relay, ...]) -> None:
         server = RpcServer()

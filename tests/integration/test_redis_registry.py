@@ -1,6 +1,7 @@
 """The registry on a real server."""
 
 import asyncio
+import hmac
 import json
 import time
 from collections.abc import AsyncIterator
@@ -8,9 +9,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from blockstore.redis_registry import RedisRegistry, decode
+from blockstore.redis_registry import RedisRegistry, decode, encode
 from blockstore.registry import Load, Member
 from tests.conftest import Valkey
+from tests.secret import OTHER, SECRET
+
+KEY = SECRET.registry_key
 
 WORKER = Member(
     member_id="w1",
@@ -32,7 +36,7 @@ GATEWAY = Member("g1", "gateway", "127.0.0.1:50051", "starting", 1, 1)
 
 @pytest.fixture
 async def registry(valkey: Valkey) -> AsyncIterator[RedisRegistry]:
-    registry = await RedisRegistry.connect(valkey.url)
+    registry = await RedisRegistry.connect(valkey.url, KEY)
     yield registry
     await registry.close()
 
@@ -73,7 +77,7 @@ async def test_a_member_without_heartbeats_is_gone_and_its_id_is_forgotten(
 async def test_arrivals_are_counted_for_all_gateways_together(
     registry: RedisRegistry, valkey: Valkey
 ) -> None:
-    other = await RedisRegistry.connect(valkey.url)
+    other = await RedisRegistry.connect(valkey.url, KEY)
     numbers = [await each.next_arrival() for each in (registry, other, registry, other)]
     assert numbers == sorted(set(numbers))
     for _ in range(2):
@@ -99,14 +103,14 @@ def wait_for_the_clock(arrival: int) -> None:
 
 async def test_an_old_counter_is_left_behind(own_valkey: Valkey) -> None:
     """One that came back from a file."""
-    registry = await RedisRegistry.connect(own_valkey.url)
+    registry = await RedisRegistry.connect(own_valkey.url, KEY)
     before = await registry.next_arrival()
     own_valkey.command("SAVE")
     before = [before, *[await registry.next_arrival() for _ in range(100)]][-1]
     wait_for_the_clock(before)
     own_valkey.kill()
     own_valkey.start()
-    other = await RedisRegistry.connect(own_valkey.url)
+    other = await RedisRegistry.connect(own_valkey.url, KEY)
     assert own_valkey.command("ZSCORE", "{quire}:arrivals", "arrivals") < before
     numbers = [await each.next_arrival() for each in (other, registry, other)]
     assert numbers == sorted(set(numbers))
@@ -119,4 +123,47 @@ def test_unknown_fields_of_a_newer_member_are_ignored() -> None:
     """A newer release may announce more than this one knows."""
     newer = asdict(WORKER) | {"gpu_uuid": "GPU-1"}
     newer["load"] |= {"num_parked": 2}
-    assert decode(json.dumps(newer).encode()) == WORKER
+    text = json.dumps(newer).encode()
+    code = hmac.digest(KEY, b"{quire}:member:w1\n" + text, "sha256").hex()
+    assert decode("w1", f"{code} ".encode() + text, KEY) == WORKER
+
+
+def forged(member: Member) -> dict[str, str]:
+    """Entries that somebody without the secret could write, by what is wrong with them."""
+    text = json.dumps(asdict(member))
+    elsewhere = encode(member, KEY).replace(member.address, "127.0.0.1:6666")
+    return {
+        "not signed": text,
+        "an empty signature": f" {text}",
+        "another deployment's": encode(member, OTHER.registry_key),
+        "signed with another key of this deployment": encode(member, SECRET.rpc_key),
+        "another address": elsewhere,
+        "nothing": "",
+        "no text at all": "\x00\udcff",
+        "another member's entry": encode(replace(member, member_id="w2"), KEY),
+    }
+
+
+@pytest.mark.parametrize("what", forged(WORKER))
+async def test_an_entry_without_the_signature_is_left_out_and_reported_once(
+    valkey: Valkey, what: str
+) -> None:
+    reported: list[str] = []
+    registry = await RedisRegistry.connect(valkey.url, KEY, on_refused=reported.append)
+    await registry.announce(GATEWAY, ttl_s=60)
+    entry = forged(WORKER)[what].encode(errors="surrogateescape")
+    valkey.command("SET", "{quire}:member:w1", entry)
+    valkey.command("SADD", "{quire}:members", "w1")
+    assert [await registry.members() for _ in range(3)] == 3 * [(GATEWAY,)]
+    assert reported == ["w1"]
+    await registry.announce(WORKER, ttl_s=60)
+    assert await registry.members() == (GATEWAY, WORKER)
+    await registry.close()
+
+
+async def test_ids_that_are_no_text_do_not_stop_readers(
+    registry: RedisRegistry, valkey: Valkey
+) -> None:
+    await registry.announce(WORKER, ttl_s=60)
+    valkey.command("SADD", "{quire}:members", b"\xff\xfe")
+    assert await registry.members() == (WORKER,)

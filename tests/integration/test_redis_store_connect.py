@@ -15,13 +15,14 @@ from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
 from blockstore.store import FUNCTION_LIBRARY
 from tests.conftest import Valkey
+from tests.secret import SECRET
 
 SUITABLE = {"redis_version": "7.2.4", "role": "master", "maxmemory_policy": "noeviction"}
 
 
 async def test_the_run_id_is_the_servers(valkey: Valkey) -> None:
     store = await RedisStore.connect(valkey.url)
-    registry = await RedisRegistry.connect(valkey.url)
+    registry = await RedisRegistry.connect(valkey.url, SECRET.registry_key)
     assert store.run_id == registry.run_id
     assert valkey.command("INFO", "server")["run_id"] == store.run_id
     await store.close()
@@ -70,9 +71,13 @@ async def test_functions_that_go_as_soon_as_they_are_loaded_are_loaded_again(
 
 async def test_an_evicting_server_is_refused_with_what_to_set(own_valkey: Valkey) -> None:
     own_valkey.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
-    for connect in (RedisStore.connect, RedisRegistry.connect):
+    url = own_valkey.url
+    for connected in (
+        RedisStore.connect(url),
+        RedisRegistry.connect(url, SECRET.registry_key),
+    ):
         with pytest.raises(StoreUnsuitable, match=r"allkeys-lru.*--maxmemory-policy noeviction"):
-            await connect(own_valkey.url)
+            await connected
 
 
 def test_a_server_without_functions_is_refused() -> None:

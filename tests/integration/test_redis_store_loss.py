@@ -9,6 +9,7 @@ from blockstore.records import PoolSpec
 from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
 from tests.conftest import Valkey
+from tests.secret import SECRET
 
 POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, block_bytes=64)
 
@@ -29,7 +30,7 @@ async def assert_lost(store: RedisStore) -> None:
 
 async def test_a_server_that_was_restarted_has_lost_the_store(own_valkey: Valkey) -> None:
     store = await RedisStore.connect(own_valkey.url)
-    registry = await RedisRegistry.connect(own_valkey.url)
+    registry = await RedisRegistry.connect(own_valkey.url, SECRET.registry_key)
     await store.register_pool(POOL)
     arrival = await registry.next_arrival()
     own_valkey.kill()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,8 +13,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from quire.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from services.common import errors
 from services.common.faults import PeerFailed
+from services.common.proof import Proof
 from services.common.rpc import MAX_MESSAGE_BYTES, RpcServer, from_rpc_error, open_channel
 from tests.proxy import Proxy
+from tests.secret import SECRET, guard
 
 SERVICE = "quire.v1.Inference"
 
@@ -239,3 +242,51 @@ async def test_a_server_that_is_slow_to_answer_is_waited_for() -> None:
             answer = await check(health_pb2.HealthCheckRequest())
             assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
     await server.stop()
+
+
+async def test_a_guarded_server_admits_calls_with_a_proof_and_health_checks() -> None:
+    server = RpcServer(SERVICE, "quire.v1.Prefill", guard=guard("p-1"))
+    inference_pb2_grpc.add_InferenceServicer_to_server(Inference(), server.aio)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(Prefill(), server.aio)
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    await server.set_serving(True)
+    async with open_channel(address) as channel:
+        error = await list_models(channel)
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert isinstance(from_rpc_error(error), errors.Unauthenticated)
+        stream = prefill_pb2_grpc.PrefillStub(channel).Connect()
+        assert await stream.code() is grpc.StatusCode.UNAUTHENTICATED
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+        method = f"/{SERVICE}/ListModels"
+        proof = Proof(SECRET.rpc_key, method, "p-1")
+        call = inference_pb2_grpc.InferenceStub(channel).ListModels(
+            inference_pb2.ListModelsRequest(), metadata=proof.metadata
+        )
+        await call
+        proof.check(await call.initial_metadata())
+    await server.stop()
+
+
+async def test_a_local_server_is_for_processes_of_its_user(tmp_path: Path) -> None:
+    """And on a port only where one is given."""
+    socket = tmp_path / "run" / "a.sock"
+    server = RpcServer(SERVICE)
+    assert await server.start_local(socket, "127.0.0.1", None) is None
+    assert socket.stat().st_mode & 0o077 == socket.parent.stat().st_mode & 0o077 == 0
+    async with open_channel(f"unix:{socket}") as channel:
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    await server.stop()
+    server = RpcServer(SERVICE)
+    port = await server.start_local(socket, "127.0.0.1", 0)
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    await server.stop()
+
+
+async def test_a_socket_that_cannot_be_made_stops_the_start(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 120)
+    with pytest.raises(errors.StartupError, match="cannot listen on the socket"):
+        await RpcServer(SERVICE).start_local(path, "127.0.0.1", None)

@@ -81,6 +81,7 @@ def start(valkey: Valkey, checkpoint: Path, tmp_path: Path) -> Iterator[Callable
     def start(*command: str, **changes: str) -> Worker:
         settings = {
             "REDIS_URL": valkey.url,
+            "RUN_DIR": str(tmp_path / "run"),
             "POOL_ROOT": str(tmp_path / "pools"),
             "MODEL": str(checkpoint),
             "WEIGHTS_CACHE": str(tmp_path / "cache"),

@@ -18,6 +18,7 @@ import yaml  # type: ignore[import-untyped]
 
 from services.block_manager.config import BlockManagerSettings
 from services.common.config import PoolServiceSettings, ServiceSettings, load_settings
+from services.credentials.__main__ import ACL_FILE, PASSWORD_FILE, CredentialsSettings
 from services.decode.config import DecodeSettings
 from services.gateway.config import GatewaySettings
 from services.prefill.config import PrefillSettings
@@ -85,12 +86,48 @@ def _run(*command: str | Path) -> None:
 
 def test_the_store_keeps_nothing_and_evicts_nothing(compose: Any) -> None:
     command = " ".join(compose["services"]["redis"]["command"])
-    assert command == "valkey-server --save  --appendonly no --maxmemory-policy noeviction"
+    assert command.startswith(
+        "valkey-server --save  --appendonly no --maxmemory-policy noeviction "
+    )
+
+
+def test_credentials_are_made_before_anybody_needs_them(
+    compose: Any, settings: dict[str, ServiceSettings]
+) -> None:
+    """One service writes them into a volume that all others may only read, but for the gateway,
+    whose socket for operations is there too."""
+    maker = compose["services"]["credentials"]
+    assert (maker["volumes"], maker["restart"]) == (["run:/run/quire"], "no")
+    redis = compose["services"]["redis"]
+    # A service that stays has to wait for it, or `up --wait` takes its end for a failure.
+    assert redis["depends_on"] == {"credentials": {"condition": "service_completed_successfully"}}
+    run_dir = Path(maker["environment"]["QUIRE_CREDENTIALS_RUN_DIR"])
+    assert redis["command"][-2:] == ["--aclfile", str(run_dir / ACL_FILE)]
+    assert redis["user"] == "10001:10001"  # the images' user, who wrote it for himself only
+    for name, loaded in settings.items():
+        assert (loaded.run_dir, loaded.secret, loaded.secret_file) == (run_dir, None, None), name
+        assert loaded.redis_password_file == run_dir / PASSWORD_FILE, name
+    for name in ("redis", "block-manager", "prefill", "decode"):
+        assert "run:/run/quire:ro" in compose["services"][name]["volumes"]
+    assert "run:/run/quire" in compose["services"]["gateway"]["volumes"]
+    assert compose["services"]["gateway"]["environment"]["QUIRE_RUN"] == str(run_dir)
+
+
+@pytest.mark.parametrize("given", [{}, {"QUIRE_SECRET": 32 * "s", "QUIRE_REDIS_PASSWORD": "pw"}])
+def test_the_credentials_service_understands_its_environment(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    environment = interpolated(file, given)["services"]["credentials"]["environment"]
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    loaded = load_settings(CredentialsSettings)
+    assert (loaded.secret is None, loaded.redis_password is None) == (not given, not given)
 
 
 def test_every_service_understands_its_environment(settings: dict[str, ServiceSettings]) -> None:
     for name, loaded in settings.items():
-        assert loaded.redis_url == "redis://redis:6379/0", name
+        assert loaded.redis_url == "redis://quire@redis:6379/0", name
         # Others reach it by its container's name on the network, which is its hostname.
         assert (loaded.host, loaded.advertise_host) == ("0.0.0.0", None), name
         assert loaded.address(50051).partition(":")[0] == os.uname().nodename

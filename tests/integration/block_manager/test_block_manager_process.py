@@ -22,8 +22,10 @@ from quire.v1 import block_manager_pb2 as pb
 from quire.v1 import block_manager_pb2_grpc
 from services.common.pool.directory import pool_directories
 from services.common.rpc import open_channel
+from tests.secret import SECRET, proven
 
 LIMIT_S = 60.0
+SERVICE = "quire.v1.BlockManager"
 # Joins, takes three blocks of which the first is finished but not committed, and sits there.
 WORKER = """
 import asyncio, sys
@@ -76,6 +78,7 @@ class Processes:
     def start_manager(self, url: str, **settings: str) -> subprocess.Popen[str]:
         usual = {
             "REDIS_URL": url,
+            "SECRET": SECRET.root.decode(),
             "POOL_ROOT": str(self.root),
             "POOL_GRACE_S": "0.3",
             "FENCE_AFTER_S": "600",  # These workers do not announce themselves.
@@ -135,7 +138,7 @@ async def announced(url: str) -> Member:
 
     async def there() -> bool:
         try:
-            registry = await RedisRegistry.connect(url)
+            registry = await RedisRegistry.connect(url, SECRET.registry_key)
         except BlockStoreError:
             return False
         try:
@@ -171,11 +174,15 @@ async def test_it_serves_reaps_and_ends_cleanly(
 
     async with open_channel(member.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        answer = await health.Check(health_pb2.HealthCheckRequest(service="quire.v1.BlockManager"))
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=SERVICE))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
         stub = block_manager_pb2_grpc.BlockManagerStub(channel)
-        (pool,) = (await stub.ListPools(pb.ListPoolsRequest())).pools
+        (pool,) = (
+            await stub.ListPools(
+                pb.ListPoolsRequest(), metadata=proven(f"/{SERVICE}/ListPools", member.member_id)
+            )
+        ).pools
         assert (pool.pool_id, pool.num_held, pool.num_holders) == (pool_id, 6, 2)
 
         worker.kill()
@@ -186,7 +193,11 @@ async def test_it_serves_reaps_and_ends_cleanly(
         killed_at = asyncio.get_running_loop().time()
         await until(reaped)
         reaped_after_s = asyncio.get_running_loop().time() - killed_at
-        (audit,) = (await stub.Audit(pb.AuditRequest())).pools
+        (audit,) = (
+            await stub.Audit(
+                pb.AuditRequest(), metadata=proven(f"/{SERVICE}/Audit", member.member_id)
+            )
+        ).pools
     # Tens of milliseconds, on a machine that has time for us.
     assert reaped_after_s < 2.0, reaped_after_s
     assert (audit.num_held, audit.num_cached, list(audit.violations)) == (3, 1, [])
@@ -198,7 +209,7 @@ async def test_it_serves_reaps_and_ends_cleanly(
     manager.send_signal(signal.SIGTERM)
     _, log = await asyncio.to_thread(manager.communicate)
     assert manager.returncode == 0, log
-    registry = await RedisRegistry.connect(valkey.url)
+    registry = await RedisRegistry.connect(valkey.url, SECRET.registry_key)
     assert await registry.members() == ()
     await registry.close()
 

@@ -23,11 +23,13 @@ from quire.v1 import (
     worker_pb2,
 )
 from quire.v1 import block_manager_pb2 as pb
+from services.block_manager.drain import drain
 from services.block_manager.link import Connection, Link
 from services.block_manager.service import SERVICE_NAME, BlockManagerService
-from services.common.errors import VersionMismatch
+from services.common.errors import Unauthenticated, VersionMismatch
 from services.common.rpc import RpcServer, open_channel
 from services.common.version import PROTOCOL_VERSION
+from tests.secret import OTHER, SECRET, guard
 
 SPEC = PoolSpec("tiny-1", "tiny", "f00d", num_blocks=11, block_size=4, block_bytes=64)
 H0 = bytes(16)
@@ -57,12 +59,17 @@ class Served:
         await self.registry.announce(member, ttl_s=600)
         return member
 
-    async def start_worker(self, worker: Any, register: Any, role: str) -> None:
-        server = RpcServer()
+    async def start_worker(
+        self, worker: Any, register: Any, role: str, worker_id: str = ""
+    ) -> None:
+        """An idle worker of the role is beside it, so that it may be drained."""
+        worker_id = worker_id or f"{role}-1"
+        await self.announce(f"{role}-idle", role, "nowhere:1")
+        server = RpcServer(guard=guard(getattr(worker, "worker_id", worker_id)))
         register(worker, server.aio)
         self.servers.append(server)
         port = await server.start("127.0.0.1", 0)
-        await self.announce(f"{role}-1", role, f"127.0.0.1:{port}")
+        await self.announce(worker_id, role, f"127.0.0.1:{port}")
 
 
 @pytest.fixture
@@ -73,8 +80,10 @@ async def served() -> AsyncIterator[Served]:
     async def connect() -> Connection:
         return connection
 
-    server = RpcServer(SERVICE_NAME)
-    service = BlockManagerService(Link(connection, connect), "block_manager-1", DRAIN_TIMEOUT_S)
+    server = RpcServer(SERVICE_NAME)  # Its guard has a test of its own.
+    service = BlockManagerService(
+        Link(connection, connect), "block_manager-1", SECRET.rpc_key, DRAIN_TIMEOUT_S
+    )
     block_manager_pb2_grpc.add_BlockManagerServicer_to_server(service, server.aio)
     port = await server.start("127.0.0.1", 0)
     async with open_channel(f"127.0.0.1:{port}") as channel:
@@ -246,9 +255,8 @@ async def test_a_worker_that_still_starts_cannot_be_drained_yet(served: Served) 
 
 async def test_another_worker_at_the_address_is_not_drained(served: Served) -> None:
     worker = await start(served, "decode", "decode-2")
-    assert await drain_status(served, "decode-1") is grpc.StatusCode.NOT_FOUND
-    async with asyncio.timeout(10):
-        await worker.closed.wait()
+    assert await drain_status(served, "decode-1") is grpc.StatusCode.UNAUTHENTICATED
+    assert worker.hello is None
     assert worker.drains == 0
 
 
@@ -275,3 +283,73 @@ class Refusing(decode_pb2_grpc.DecodeServicer):
 async def test_a_worker_of_another_version_is_a_failed_precondition(served: Served) -> None:
     await served.start_worker(Refusing(), decode_pb2_grpc.add_DecodeServicer_to_server, "decode")
     assert await drain_status(served, "decode-1") is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_the_last_worker_of_a_role_stays_unless_the_operator_insists(served: Served) -> None:
+    worker = await start(served, "decode")
+    await served.registry.withdraw("decode-idle")
+    await served.announce("prefill-1", "prefill")
+    await served.registry.announce(
+        replace(await served.announce("decode-2"), pool_id="another"), ttl_s=600
+    )
+    await served.registry.announce(
+        replace(await served.announce("decode-3"), state="draining"), ttl_s=600
+    )
+    with pytest.raises(grpc.aio.AioRpcError, match="last decode worker") as raised:
+        await served.stub.DrainWorker(pb.DrainWorkerRequest(worker_id="decode-1"))
+    assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "of 2 there, 1 serves" in (raised.value.details() or "")
+    assert worker.drains == 0
+    await served.stub.DrainWorker(pb.DrainWorkerRequest(worker_id="decode-1", force=True))
+    assert worker.drains == 1
+
+
+async def test_a_fenced_worker_serves_nobody_and_counts_for_nobody(served: Served) -> None:
+    await start(served, "decode")
+    await served.store.register_pool(SPEC)
+    await served.store.register_worker(SPEC, "decode-idle")
+    await served.store.fence("tiny-1", "decode-idle")
+    assert await drain_status(served, "decode-1") is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_of_two_drains_at_once_that_leave_nobody_one_is_refused(served: Served) -> None:
+    """The registry still says of both that they serve."""
+    workers = []
+    for worker_id in ("decode-1", "decode-2"):
+        worker = DrainableDecode(decode_pb2, "decode", worker_id)
+        register = decode_pb2_grpc.add_DecodeServicer_to_server
+        await served.start_worker(worker, register, "decode", worker_id)
+        workers.append(worker)
+    await served.registry.withdraw("decode-idle")
+    answers = await asyncio.gather(
+        *(
+            served.stub.DrainWorker(pb.DrainWorkerRequest(worker_id=worker.worker_id))
+            for worker in workers
+        ),
+        return_exceptions=True,
+    )
+    refused = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
+    assert [error.code() for error in refused] == [grpc.StatusCode.FAILED_PRECONDITION]
+    assert sorted(worker.drains for worker in workers) == [0, 1]
+
+
+async def test_a_worker_is_not_told_to_drain_by_who_has_another_secret(served: Served) -> None:
+    """As its own guard sees it: neither hello nor drain arrives."""
+    worker = await start(served, "decode")
+    (member,) = [m for m in await served.registry.members() if m.member_id == "decode-1"]
+    with pytest.raises(Unauthenticated):
+        await drain(member, "somebody", OTHER.rpc_key)
+    assert (worker.hello, worker.drains) == (None, 0)
+
+
+async def test_a_process_at_a_workers_address_hears_no_drain(served: Served) -> None:
+    """It answers the hello, but not the proof."""
+    worker = DrainableDecode(decode_pb2, "decode", "decode-1")
+    server = RpcServer()
+    decode_pb2_grpc.add_DecodeServicer_to_server(worker, server.aio)
+    served.servers.append(server)
+    port = await server.start("127.0.0.1", 0)
+    member = await served.announce("decode-1", address=f"127.0.0.1:{port}")
+    with pytest.raises(Unauthenticated, match="does not prove this deployment's secret"):
+        await drain(member, "block_manager-1", SECRET.rpc_key)
+    assert worker.drains == 0

@@ -24,6 +24,7 @@ from services.gateway.dispatcher import Limits
 from services.gateway.figures import Figures
 from services.gateway.gateway import Gateway
 from services.gateway.service import SERVICE_NAME, InferenceService
+from tests.secret import SECRET
 
 from .fakes import FakeDecode, FakePrefill, member, start
 
@@ -111,7 +112,7 @@ class House:
             assembled(
                 self.store,
                 self.registry,
-                b"secret",
+                SECRET,
                 limits,
                 Figures(self.figures),
                 poll_s=0.01,

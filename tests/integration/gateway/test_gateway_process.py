@@ -13,11 +13,17 @@ import httpx
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
+from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
+from quire.sockets import living_sockets
 from quire.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from quire.v1.block_manager_pb2 import ListWorkersRequest
+from quire.v1.block_manager_pb2_grpc import BlockManagerStub
 from services.common.rpc import open_channel
+from tests.secret import SECRET
 
 from .conftest import LIMIT_S, PROMPT, SPEC, until
 from .fakes import FakeDecode, FakePrefill, expected, member, start
@@ -29,7 +35,10 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 class GatewayProcess:
     """`python -m services.gateway`, and clients of both of its doors."""
 
-    def __init__(self, process: asyncio.subprocess.Process, channel: aio.Channel, url: str) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, address: str, channel: aio.Channel, url: str
+    ) -> None:
+        self.address = address
         self.process = process
         self.inference = inference_pb2_grpc.InferenceStub(channel)
         self.health = health_pb2_grpc.HealthStub(channel)
@@ -68,25 +77,30 @@ async def free_port() -> int:
     return port
 
 
-async def launch(stack: AsyncExitStack, redis_url: str, run_dir: Path) -> GatewayProcess:
+async def launch(
+    stack: AsyncExitStack, redis_url: str, run_dir: Path, **more: str
+) -> GatewayProcess:
     port, http_port = await free_port(), await free_port()
     settings = {
         "REDIS_URL": redis_url,
         "RUN_DIR": str(run_dir),
+        "SECRET": SECRET.root.decode(),
         "PORT": str(port),
         "HTTP_PORT": str(http_port),
         "POLL_S": "0.05",
         "STOP_GRACE_S": "5.2",
         "PATIENCE_S": "1",
+        **more,
     }
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.gateway"),
         env={f"QUIRE_GATEWAY_{name}": value for name, value in settings.items()},
     )
     stack.push_async_callback(_kill, process)
-    channel = open_channel(f"127.0.0.1:{port}")
+    address = f"127.0.0.1:{port}"
+    channel = open_channel(address)
     stack.push_async_callback(channel.close)
-    gateway = GatewayProcess(process, channel, f"http://127.0.0.1:{http_port}")
+    gateway = GatewayProcess(process, address, channel, f"http://127.0.0.1:{http_port}")
     stack.push_async_callback(gateway.http.aclose)
     async with asyncio.timeout(LIMIT_S):
         await channel.channel_ready()
@@ -113,7 +127,7 @@ async def join(
     store = await RedisStore.connect(redis_url)
     stack.push_async_callback(store.close)
     await store.register_pool(SPEC)
-    registry = await RedisRegistry.connect(redis_url)
+    registry = await RedisRegistry.connect(redis_url, SECRET.registry_key)
     stack.push_async_callback(registry.close)
     members = []
     for worker in workers:
@@ -146,7 +160,7 @@ async def test_both_doors_serve_once_there_are_workers(
     assert answer.json()["choices"][0]["text"] == bytes(tokens).decode()
     assert "quire:generation_tokens_total" in (await gateway.http.get("/metrics")).text
 
-    registry = await RedisRegistry.connect(valkey.url)
+    registry = await RedisRegistry.connect(valkey.url, SECRET.registry_key)
     stack.push_async_callback(registry.close)
 
     async def states() -> list[str]:
@@ -210,3 +224,34 @@ async def test_a_misspelt_setting_is_told_and_it_does_not_start(tmp_path: Path) 
     _, stderr = await process.communicate()
     assert process.returncode == 2
     assert b"did you mean QUIRE_GATEWAY_MAX_WAITING?" in stderr
+
+
+async def test_operations_are_served_where_operators_are_and_nowhere_else(
+    stack: AsyncExitStack, valkey: Any, tmp_path: Path
+) -> None:
+    """There is no block manager here: who relays says so, the public port has no such service."""
+    port = await free_port()
+    gateway = await launch(stack, valkey.url, tmp_path, OPERATIONS_PORT=str(port))
+    (socket,) = living_sockets(tmp_path)
+    answers = {}
+    for address in (gateway.address, f"unix:{socket}", f"127.0.0.1:{port}"):
+        async with open_channel(address) as channel:
+            with pytest.raises(aio.AioRpcError) as error:
+                await BlockManagerStub(channel).ListWorkers(ListWorkersRequest())
+            answers[address] = error.value.code(), await services_at(channel)
+    assert list(answers.values()) == [
+        (grpc.StatusCode.UNIMPLEMENTED, {"quire.v1.Inference"}),
+        (grpc.StatusCode.UNAVAILABLE, {"quire.v1.BlockManager", "quire.v1.Supervisor"}),
+        (grpc.StatusCode.UNAVAILABLE, {"quire.v1.BlockManager", "quire.v1.Supervisor"}),
+    ]
+
+
+async def services_at(channel: aio.Channel) -> set[str]:
+    """Those of ours, by reflection."""
+    stub = ServerReflectionStub(channel)
+    stream = stub.ServerReflectionInfo()
+    await stream.write(ServerReflectionRequest(list_services=""))
+    answer = await stream.read()
+    stream.cancel()
+    names = {service.name for service in answer.list_services_response.service}
+    return {name for name in names if name.startswith("quire.")}

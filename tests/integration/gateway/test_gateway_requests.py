@@ -31,7 +31,8 @@ from services.common.rpc import RpcServer, from_rpc_error, open_channel
 from services.common.version import PROTOCOL_VERSION
 from services.gateway import admission, output
 from services.gateway.api import ChatMessage, GenerationRequest, RequestedSampling
-from services.gateway.relay import BLOCK_MANAGER, SUPERVISOR, Relay
+from services.gateway.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
+from tests.secret import SECRET, guard
 
 from .conftest import PROMPT, SPEC, Call, asked, until
 from .fakes import FakeDecode, FakePrefill, Verbatim, expected
@@ -387,8 +388,8 @@ class OneOperation(block_manager_pb2_grpc.BlockManagerServicer):
         return block_manager_pb2.DrainWorkerResponse(num_running=3)
 
 
-def address_of(member: Member | None) -> str | None:
-    return member.address if member else None
+def target_of(member: Member | None) -> Target | None:
+    return Target(member.address, member.member_id) if member else None
 
 
 async def test_without_a_supervisor_scaling_says_who_else_may_do_it(house: Any) -> None:
@@ -405,7 +406,11 @@ async def test_without_a_supervisor_scaling_says_who_else_may_do_it(house: Any) 
 
 async def test_operations_are_relayed_to_the_block_manager(house: Any) -> None:
     relay, front = (
-        Relay(BLOCK_MANAGER, lambda: address_of(house.assembly.fleet.block_manager)),
+        Relay(
+            BLOCK_MANAGER,
+            lambda: target_of(house.assembly.fleet.block_manager),
+            SECRET.rpc_key,
+        ),
         RpcServer(BLOCK_MANAGER.name),
     )
     front.aio.add_generic_rpc_handlers((relay.handlers(),))
@@ -418,7 +423,7 @@ async def test_operations_are_relayed_to_the_block_manager(house: Any) -> None:
         await stub.DrainWorker(request)
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
 
-    manager, server = OneOperation(), RpcServer()  # type: ignore[abstract]
+    manager, server = OneOperation(), RpcServer(guard=guard("bm"))  # type: ignore[abstract]
     block_manager_pb2_grpc.add_BlockManagerServicer_to_server(manager, server.aio)
     port = await server.start("127.0.0.1", 0)
     house.stack.push_async_callback(server.stop)

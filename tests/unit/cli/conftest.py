@@ -98,7 +98,7 @@ def response(*texts: str, **fields: Any) -> inference.GenerateResponse:
 
 @pytest.fixture
 def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterable[FakeGateway]:
-    """Reached through QUIRE_ADDRESS by whatever the test runs."""
+    """Whatever the test runs finds it, for requests and for operations."""
     fake = FakeGateway()
     server = grpc.server(ThreadPoolExecutor(max_workers=4))
     add_InferenceServicer_to_server(fake, server)
@@ -109,6 +109,7 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterable[FakeGateway]:
     fake.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     monkeypatch.setenv("QUIRE_ADDRESS", fake.address)
+    monkeypatch.setenv("QUIRE_OPERATIONS_ADDRESS", fake.address)
     yield fake
     fake.cancelled.set()
     server.stop(grace=None).wait(timeout=5)

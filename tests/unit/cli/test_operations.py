@@ -127,8 +127,13 @@ def test_a_broken_law_exits_1_and_is_named(gateway: Any, capsys: Any, flags: lis
 
 def test_drain_tells_what_still_runs(gateway: Any, capsys: Any) -> None:
     assert main(["drain", "decode-1"]) == 0
-    assert gateway.requests[0].worker_id == "decode-1"
+    assert gateway.requests == [bm.DrainWorkerRequest(worker_id="decode-1")]
     assert capsys.readouterr().out == "decode-1 takes no new work; it still runs 3 requests\n"
+
+
+def test_the_last_worker_is_drained_by_force(gateway: Any, capsys: Any) -> None:
+    assert main(["drain", "decode-1", "--force"]) == 0
+    assert gateway.requests == [bm.DrainWorkerRequest(worker_id="decode-1", force=True)]
 
 
 def test_drain_waits_until_the_worker_has_left(gateway: Any, capsys: Any) -> None:

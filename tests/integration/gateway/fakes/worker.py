@@ -17,6 +17,7 @@ from services.common.rpc import RpcServer
 from services.common.version import PROTOCOL_VERSION
 from services.gateway.identity import client_id
 from services.worker.trials import Trials
+from tests.secret import guard
 
 
 class Names:
@@ -240,7 +241,7 @@ class FakeWorker:
 
 async def start(worker: FakeWorker) -> tuple[RpcServer, str]:
     """The worker's server and its address."""
-    server = RpcServer(worker.service)
+    server = RpcServer(worker.service, guard=guard(worker.worker_id))
     worker.register(server.aio)
     port = await server.start("127.0.0.1", 0)
     return server, f"127.0.0.1:{port}"

@@ -9,6 +9,7 @@ from grpc_health.v1.health import HealthServicer
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
+from quire.sockets import operations_socket
 from quire.v1 import block_manager_pb2 as bm
 from quire.v1 import inference_pb2 as inference
 from quire.v1.block_manager_pb2_grpc import (
@@ -51,10 +52,13 @@ def _workers() -> Any:
 
 server = grpc.server(ThreadPoolExecutor(max_workers=4))
 add_InferenceServicer_to_server(Gateway(), server)
-add_BlockManagerServicer_to_server(Gateway(), server)
 health = HealthServicer()
 health.set("", HealthCheckResponse.SERVING)
 add_HealthServicer_to_server(health, server)
 server.add_insecure_port(f"127.0.0.1:{os.environ['QUIRE_GATEWAY_PORT']}")
 server.start()
+operations = grpc.server(ThreadPoolExecutor(max_workers=4))
+add_BlockManagerServicer_to_server(Gateway(), operations)
+operations.add_insecure_port(f"unix:{operations_socket(run_dir('gateway'), 'toy', 1)}")
+operations.start()
 run("gateway")

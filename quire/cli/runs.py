@@ -1,0 +1,49 @@
+"""Finds where a run of this host serves operations: by the sockets in the directories of runs."""
+
+import os
+from pathlib import Path
+
+from quire.errors import Unreachable
+from quire.sockets import living_sockets
+from quire.supervisor import NoSuchRun
+
+
+def run_address(name: str | None, runs: Path) -> str:
+    """The address of the run that `name` chooses: a gRPC port or a directory; None: the only run.
+
+    NoSuchRun: there are several, or the choice is not clear. Unreachable: nobody listens there.
+    """
+    if name is not None and not name.isdecimal():
+        return _address_in(Path(name))
+    _require_no_other_gateway(name)
+    living = [path for path in _directories(runs) if living_sockets(path)]
+    chosen = [path for path in living if name is None or path.name.startswith(f"{name}-")]
+    if len(chosen) == 1:
+        return _address_in(chosen[0])
+    if not living:
+        raise Unreachable(f"no run of this user serves operations in {runs}", "unreachable")
+    which = "several runs of this user are" if name is None else f"not one run on port {name} is"
+    there = ", ".join(str(path) for path in living)
+    raise NoSuchRun(f"{which} there ({there}): choose one with --run PORT or --run DIRECTORY")
+
+
+def _require_no_other_gateway(name: str | None) -> None:
+    """NoSuchRun: the environment names a gateway, which may be another deployment's than the run of
+    this host."""
+    gateway = os.environ.get("QUIRE_ADDRESS")
+    if gateway and name is None:
+        raise NoSuchRun(
+            f"QUIRE_ADDRESS names {gateway}, where a gateway serves its clients and no operations: "
+            "choose a run of this host with --run PORT, or set QUIRE_OPERATIONS_ADDRESS"
+        )
+
+
+def _address_in(run: Path) -> str:
+    sockets = living_sockets(run)
+    if not sockets:
+        raise Unreachable(f"no gateway serves operations in {run}", "unreachable")
+    return f"unix:{sockets[0]}"
+
+
+def _directories(runs: Path) -> list[Path]:
+    return sorted(path for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []

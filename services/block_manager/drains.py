@@ -1,0 +1,67 @@
+"""Decides which worker may be drained: one drain after the other, and never the last of its role on
+a pool, unless the operator insists."""
+
+import asyncio
+from contextlib import suppress
+
+from blockstore.errors import UnknownPool
+from blockstore.registry import Member
+from services.block_manager.drain import drain
+from services.block_manager.link import Connection
+from services.common.errors import LastWorker, Unavailable, UnknownWorker
+
+_LAG_S = 5.0
+"""After this time the registry says of a worker that was told to drain that it drains."""
+
+
+class Drains:
+    """`peer_id` and `rpc_key`: of this block manager, for the workers. A worker has `timeout_s` to
+    answer."""
+
+    def __init__(self, peer_id: str, rpc_key: bytes, timeout_s: float) -> None:
+        self._peer_id = peer_id
+        self._rpc_key = rpc_key
+        self._timeout_s = timeout_s
+        self._turn = asyncio.Lock()
+        self._told: dict[str, float] = {}  # worker -> when its entry counts again
+
+    async def drain(self, connection: Connection, worker_id: str, *, force: bool) -> int:
+        """How many requests the worker still runs. UnknownWorker: not in the registry, or no
+        worker; LastWorker; Unavailable; TimeoutError: it does not answer, and may drain."""
+        async with self._turn:  # of two drains at once, the second sees the first
+            members = await connection.registry.members()
+            worker = _worker(members, worker_id)
+            if not force:
+                await self._require_another(connection, members, worker)
+            # Also where no answer comes: the worker may have heard it.
+            self._told[worker_id] = asyncio.get_running_loop().time() + _LAG_S
+            async with asyncio.timeout(self._timeout_s):
+                return await drain(worker, self._peer_id, self._rpc_key)
+
+    async def _require_another(
+        self, connection: Connection, members: tuple[Member, ...], worker: Member
+    ) -> None:
+        """LastWorker: no other worker could do what this one does. A worker that drains already
+        takes nothing away."""
+        now = asyncio.get_running_loop().time()
+        self._told = {told: until for told, until in self._told.items() if until > now}
+        fenced: tuple[str, ...] = ()
+        with suppress(UnknownPool):
+            fenced = (await connection.store.stats(worker.pool_id)).fenced_worker_ids
+        peers = [m for m in members if (m.role, m.pool_id) == (worker.role, worker.pool_id)]
+        serving = {m.member_id for m in peers if m.state == "serving"} - set(fenced)
+        if worker.member_id in serving and serving - self._told.keys() <= {worker.member_id}:
+            raise LastWorker(
+                f"{worker.member_id} is the last {worker.role} worker that serves {worker.model} "
+                f"on pool {worker.pool_id} (of {len(peers)} there, 1 serves): start another one "
+                "first, or drain it with --force, and requests wait until there is another one"
+            )
+
+
+def _worker(members: tuple[Member, ...], worker_id: str) -> Member:
+    worker = next((member for member in members if member.member_id == worker_id), None)
+    if worker is None or worker.role not in ("prefill", "decode"):
+        raise UnknownWorker(f"no worker {worker_id!r}")
+    if worker.state == "starting":
+        raise Unavailable(f"{worker_id} has not started yet; try again")
+    return worker

@@ -1,0 +1,52 @@
+"""`python -m services.credentials`: writes what the services of a deployment need to trust each
+other, before any of them starts, for a deployment without `quire serve` (docker-compose.yml).
+
+RUN_DIR/secret           the deployment's secret
+RUN_DIR/redis-password   of the user `quire` of Redis
+RUN_DIR/valkey.acl       makes that user, for the server (--aclfile)
+
+A configured secret or password is written; one that is not configured is made once and kept.
+"""
+
+import asyncio
+from typing import ClassVar
+
+from pydantic import Field, SecretStr
+from pydantic_settings import SettingsConfigDict
+
+from blockstore.acl import acl_file
+from services.common.config import ServiceSettings
+from services.common.logging import get_logger
+from services.common.process import run_service
+from services.common.secret import FILE_NAME, deployment_secret, shared_secret, write_private
+
+log = get_logger(__name__)
+
+PASSWORD_FILE = "redis-password"
+ACL_FILE = "valkey.acl"
+
+
+class CredentialsSettings(ServiceSettings):
+    model_config = SettingsConfigDict(env_prefix="QUIRE_CREDENTIALS_")
+    service: ClassVar[str] = "credentials"
+
+    redis_password: SecretStr | None = Field(
+        default=None, description="of the user `quire` of Redis; none: made when missing"
+    )
+
+
+async def write(settings: CredentialsSettings, stop: asyncio.Event) -> None:
+    """StartupError: a file cannot be written, or others may read it."""
+    secret = deployment_secret(settings)
+    if settings.secret is not None or settings.secret_file is not None:
+        write_private(settings.run_dir / FILE_NAME, secret.root)
+    file = settings.run_dir / PASSWORD_FILE
+    if settings.redis_password is not None:
+        write_private(file, settings.redis_password.get_secret_value().encode())
+    password = shared_secret(file).decode()
+    write_private(settings.run_dir / ACL_FILE, acl_file(password).encode())
+    log.info("credentials_written", run_dir=str(settings.run_dir))
+
+
+if __name__ == "__main__":
+    run_service(CredentialsSettings, write)

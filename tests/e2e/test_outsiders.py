@@ -1,0 +1,229 @@
+"""Processes of this host that do not have the deployment's secret, at the ports of its services and
+in its registry: no ticket is taken from them, no worker leaves, and nothing is sent to them."""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import redis.asyncio
+from grpc import StatusCode, aio
+
+from blockstore.redis_registry import encode
+from blockstore.registry import Member
+from blockstore.store import FUNCTION_LIBRARY
+from quire.client import AsyncClient
+from quire.types import Sampling, Worker
+from quire.v1 import (
+    block_manager_pb2,
+    block_manager_pb2_grpc,
+    decode_pb2,
+    decode_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    supervisor_pb2,
+    supervisor_pb2_grpc,
+    ticket_pb2,
+    worker_pb2,
+)
+from services.common.bundle import each_of
+from services.common.proof import Guard
+from services.common.rpc import RpcServer, open_channel
+from services.common.version import PROTOCOL_VERSION
+from tests.secret import OTHER, guard
+
+from .deployment import Deployment
+
+LIMIT_S = 60.0
+GREEDY = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
+HELLO = worker_pb2.Hello(
+    peer_id="outsider", protocol_version=PROTOCOL_VERSION, function_library=FUNCTION_LIBRARY
+)
+
+
+async def worker_of(client: AsyncClient, role: str) -> Worker:
+    return next(worker for worker in await client.workers() if worker.role == role)
+
+
+async def talk(stub: Any, request: Any, **command: Any) -> tuple[StatusCode, list[str]]:
+    """How a stream ends on which somebody says hello and a command, and what it heard."""
+    heard: list[str] = []
+
+    async def requests() -> AsyncIterator[Any]:
+        yield request(hello=HELLO)
+        yield request(**command)
+        await asyncio.Event().wait()
+
+    stream = stub.Connect(requests())
+    with suppress(aio.AioRpcError):
+        async for message in stream:
+            heard += [one.WhichOneof("event") for one in each_of(message)]
+    return await stream.code(), heard
+
+
+async def test_an_outsider_at_the_workers_ports_is_refused(
+    deployment: Deployment, client: AsyncClient
+) -> None:
+    ticket = ticket_pb2.Ticket(request_id="r1", attempt=1)
+    commands: list[tuple[str, Any, Any, dict[str, Any]]] = [
+        (
+            "prefill",
+            prefill_pb2_grpc.PrefillStub,
+            prefill_pb2.PrefillConnectRequest,
+            {"submit": prefill_pb2.PrefillSubmit(ticket=ticket)},
+        ),
+        (
+            "decode",
+            decode_pb2_grpc.DecodeStub,
+            decode_pb2.DecodeConnectRequest,
+            {"drain": worker_pb2.Drain()},
+        ),
+    ]
+    for role, stub, request, command in commands:
+        worker = await worker_of(client, role)
+        async with open_channel(worker.address) as channel, asyncio.timeout(LIMIT_S):
+            told = await talk(stub(channel), request, **command)
+        assert told == (StatusCode.UNAUTHENTICATED, [])
+        assert "peer_refused" in deployment.log.read_text()
+    assert {worker.state for worker in await client.workers()} == {"serving"}
+    await client.complete([300, 301], GREEDY, timeout_s=LIMIT_S)
+
+
+async def test_the_public_port_serves_no_operations(
+    deployment: Deployment, client: AsyncClient
+) -> None:
+    worker = await worker_of(client, "decode")
+    async with open_channel(deployment.address) as channel:
+        manager = block_manager_pb2_grpc.BlockManagerStub(channel)
+        scaling = supervisor_pb2_grpc.SupervisorStub(channel)
+        drain = block_manager_pb2.DrainWorkerRequest(worker_id=worker.worker_id, force=True)
+        for call in (
+            manager.DrainWorker(drain),
+            manager.ListWorkers(block_manager_pb2.ListWorkersRequest()),
+            scaling.Scale(supervisor_pb2.ScaleRequest(num_decode=1)),
+        ):
+            with pytest.raises(aio.AioRpcError) as refused:
+                await call
+            assert refused.value.code() is StatusCode.UNIMPLEMENTED
+        inference = inference_pb2_grpc.InferenceStub(channel)
+        assert (await inference.ListModels(inference_pb2.ListModelsRequest())).models
+    (socket,) = deployment.operations.split(",")
+    assert os.stat(socket.removeprefix("unix:")).st_mode & 0o077 == 0
+
+
+class Impostor(prefill_pb2_grpc.PrefillServicer):
+    """Speaks as a worker does to whoever calls, and keeps what it is sent."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self.heard: list[str] = []
+
+    async def Connect(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async for request in requests:
+            self.heard += [one.WhichOneof("command") for one in each_of(request)]
+            yield prefill_pb2.PrefillConnectResponse(
+                welcome=worker_pb2.Welcome(
+                    worker_id=self._member.member_id,
+                    protocol_version=PROTOCOL_VERSION,
+                    function_library=FUNCTION_LIBRARY,
+                    pool_id=self._member.pool_id,
+                    load=worker_pb2.WorkerLoad(num_free_slots=64),
+                )
+            )
+
+
+async def listening(
+    impostor: Impostor, stack: AsyncExitStack, port: int = 0, proves: Guard | None = None
+) -> int:
+    server = RpcServer(guard=proves)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(impostor, server.aio)
+    stack.push_async_callback(server.stop)
+    return await server.start("127.0.0.1", port)
+
+
+def store_of(deployment: Deployment) -> "redis.asyncio.Redis":
+    (socket,) = deployment.run_root.glob("*/redis.sock")
+    return redis.asyncio.Redis.from_url(f"unix://{socket}")
+
+
+async def entry_of(store: "redis.asyncio.Redis", worker_id: str) -> tuple[bytes, Member]:
+    raw = await store.get(f"{{quire}}:member:{worker_id}")
+    assert isinstance(raw, bytes)
+    values = json.loads(raw.partition(b" ")[2])
+    values.pop("load")
+    return raw, Member(**values)
+
+
+async def test_a_forged_registry_entry_is_never_used(
+    deployment: Deployment, client: AsyncClient
+) -> None:
+    """Of what somebody could write who reads and writes Redis, but does not have the secret."""
+    real = await worker_of(client, "prefill")
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(store_of(deployment))
+        raw, member = await entry_of(store, real.worker_id)
+        ours = replace(member, member_id="prefill-0000forged")
+        impostor = Impostor(ours)
+        address = f"127.0.0.1:{await listening(impostor, stack)}"
+        ours = replace(ours, address=address)
+        for entry in (
+            json.dumps(asdict(ours)).encode(),
+            encode(ours, OTHER.registry_key).encode(),
+            raw,
+            raw.replace(member.address.encode(), address.encode()),
+        ):
+            await store.set(f"{{quire}}:member:{ours.member_id}", entry)
+            await store.sadd("{quire}:members", ours.member_id)
+            await asyncio.sleep(1.5)  # gateways look twice a second
+            assert ours.member_id not in {worker.worker_id for worker in await client.workers()}
+            await client.complete([300, 301], GREEDY, timeout_s=LIMIT_S)
+        await store.delete(f"{{quire}}:member:{ours.member_id}")
+    assert impostor.heard == []
+    log = deployment.log.read_text()
+    refused = [line for line in log.splitlines() if "member_refused" in line]
+    assert any(ours.member_id in line and '"gateway"' in line for line in refused)
+
+
+async def until_replaced(client: AsyncClient, gone: Worker) -> None:
+    """Another worker of the role serves, and the entry of the one that is gone has run out."""
+    while True:
+        workers = [worker for worker in await client.workers() if worker.role == gone.role]
+        if [worker.state for worker in workers] == ["serving"] and workers[
+            0
+        ].worker_id != gone.worker_id:
+            return
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+async def test_a_replayed_entry_of_a_dead_worker_gets_a_hello_and_nothing_else(
+    deployment: Deployment, client: AsyncClient, guarded: bool
+) -> None:
+    """A process took over the port that a dead worker had, and writes the entry that it once had,
+    which is signed, again and again. `guarded`: by another deployment's secret."""
+    dead = await worker_of(client, "prefill")
+    async with AsyncExitStack() as stack, asyncio.timeout(LIMIT_S):
+        store = await stack.enter_async_context(store_of(deployment))
+        raw, member = await entry_of(store, dead.worker_id)
+        await client.drain(dead.worker_id, force=True)
+        while dead.worker_id in {worker.worker_id for worker in await client.workers()}:
+            await asyncio.sleep(0.05)
+        impostor = Impostor(member)
+        port = int(member.address.rpartition(":")[2])
+        await listening(impostor, stack, port, guard(member.member_id) if guarded else None)
+        for _ in range(6):
+            await store.set(f"{{quire}}:member:{member.member_id}", raw, px=3000)
+            await store.sadd("{quire}:members", member.member_id)
+            await asyncio.sleep(0.5)
+        await until_replaced(client, dead)
+        await client.complete([300, 301], GREEDY, timeout_s=LIMIT_S)
+    assert set(impostor.heard) <= {"hello"}
+    assert guarded or impostor.heard
+    told = "made with another secret" if guarded else "does not prove this deployment's secret"
+    assert told in deployment.log.read_text()

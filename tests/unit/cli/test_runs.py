@@ -1,0 +1,112 @@
+"""How operations find a run of this host: by the sockets in its directory."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cli import main
+from quire.cli.runs import run_address
+from quire.errors import Unreachable
+from quire.sockets import living_sockets, operations_socket, remove_dead_sockets
+from quire.supervisor import NoSuchRun
+
+
+class Runs:
+    """Directories of runs, and gateways that only listen."""
+
+    def __init__(self, root: Path, stack: ExitStack) -> None:
+        self.root = root
+        self._stack = stack
+
+    def add(self, name: str) -> Path:
+        run = self.root / name
+        run.mkdir(exist_ok=True)
+        listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(operations_socket(run, "here", 1)))
+        listener.listen()
+        return run
+
+    def add_dead(self, name: str) -> Path:
+        with socket.socket(socket.AF_UNIX) as listener:
+            (self.root / name).mkdir(exist_ok=True)
+            path = operations_socket(self.root / name, "another container", 1)
+            listener.bind(str(path))
+        return path
+
+
+def address(run: Path) -> str:
+    return f"unix:{operations_socket(run, 'here', 1)}"
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
+    for name in ("QUIRE_ADDRESS", "QUIRE_OPERATIONS_ADDRESS", "QUIRE_RUN"):
+        monkeypatch.delenv(name, raising=False)
+    with ExitStack() as stack:
+        yield Runs(tmp_path, stack)
+
+
+def test_the_only_run_needs_no_name(runs: Runs) -> None:
+    run = runs.add("50051-aa")
+    (runs.root / "50052-bb").mkdir()
+    runs.add_dead("50053-cc")
+    assert run_address(None, runs.root) == address(run)
+
+
+def test_several_runs_are_told_and_one_is_chosen_by_port_or_directory(runs: Runs) -> None:
+    one, two = runs.add("50051-aa"), runs.add("5005-bb")
+    with pytest.raises(NoSuchRun) as told:
+        run_address(None, runs.root)
+    assert str(told.value) == (
+        f"several runs of this user are there ({two}, {one}): choose one with --run PORT or --run "
+        "DIRECTORY"
+    )
+    assert run_address("5005", runs.root) == address(two)
+    assert run_address(str(one), runs.root) == address(one)
+    with pytest.raises(NoSuchRun, match="not one run on port 50052 is there"):
+        run_address("50052", runs.root)
+
+
+def test_where_nobody_serves_operations_nobody_is_asked(runs: Runs) -> None:
+    for root in (runs.root, runs.root / "gone"):
+        with pytest.raises(Unreachable, match="no run of this user serves operations"):
+            run_address(None, root)
+    with pytest.raises(Unreachable, match="no gateway serves operations in /gone"):
+        run_address("/gone", runs.root)
+
+
+def test_who_has_named_a_gateway_does_not_get_another_ones_run(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = runs.add("50051-aa")
+    monkeypatch.setenv("QUIRE_ADDRESS", "elsewhere:50051")
+    with pytest.raises(NoSuchRun, match="QUIRE_ADDRESS names elsewhere:50051"):
+        run_address(None, runs.root)
+    assert run_address("50051", runs.root) == address(run)
+
+
+def test_sockets_of_dead_gateways_are_removed_once_they_are_old(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, dead = runs.add("50051-aa"), runs.add_dead("50051-aa")
+    remove_dead_sockets(run)
+    assert dead.exists()
+    made_at = dead.stat().st_mtime
+    monkeypatch.setattr("quire.sockets.time.time", lambda: made_at + 11)
+    remove_dead_sockets(run)
+    assert not dead.exists()
+    assert living_sockets(run) == [operations_socket(run, "here", 1)]
+
+
+def test_commands_take_the_run_of_the_environment(
+    runs: Runs, gateway: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.delenv("QUIRE_OPERATIONS_ADDRESS")
+    monkeypatch.setenv("QUIRE_RUN", "/gone")
+    assert main(["workers"]) == 3
+    assert "no gateway serves operations in /gone" in capsys.readouterr().err
+    assert main(["workers", "--address", gateway.address]) == 0
