@@ -15,7 +15,8 @@ FILE_NAME = "secret"
 
 
 def deployment_secret(configured: str | None, file: Path | None, run_dir: Path) -> bytes:
-    """StartupError: configured twice, or the file is missing, empty or open to others."""
+    """StartupError: configured twice, or the file is missing, empty, another user's or open to
+    others."""
     if configured is not None and file is not None:
         raise StartupError("QUIRE_GATEWAY_SECRET and QUIRE_GATEWAY_SECRET_FILE are both set")
     if configured is not None:
@@ -42,12 +43,32 @@ def _shared(path: Path) -> bytes:
                 pass  # somebody was faster; theirs it is
             finally:
                 draft.unlink()
-        mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
         raise StartupError(f"cannot make the secret {path}: {error.strerror}") from error
+    return _not_empty(_read_own(path), str(path))
+
+
+def _read_own(path: Path) -> bytes:
+    """StartupError: another user made the file, and so may know or change it, or may read it."""
+    try:
+        # What is checked is what is read; not a link, which names a file of whoever made it.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            status = os.fstat(fd)
+            content = file.read() if stat.S_ISREG(status.st_mode) else None
+    except OSError as error:
+        raise StartupError(f"cannot read the secret {path}: {error.strerror}") from error
+    if content is None:
+        raise StartupError(f"{path} is not a file")
+    if status.st_uid != os.geteuid():
+        raise StartupError(
+            f"{path} belongs to user {status.st_uid}; it must belong to user {os.geteuid()}, who "
+            "runs the gateway"
+        )
+    mode = stat.S_IMODE(status.st_mode)
     if mode & 0o077:
         raise StartupError(f"{path} may be read by others (mode {mode:04o}); it must be 0600")
-    return _not_empty(_read(path), str(path))
+    return content.strip()
 
 
 def _read(path: Path) -> bytes:

@@ -79,6 +79,11 @@ async def url(generator: FakeGenerator) -> AsyncIterator[str]:
 
 
 @pytest.fixture
+def port(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+@pytest.fixture
 async def http(url: str) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False) as client:
         yield client

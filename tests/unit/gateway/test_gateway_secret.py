@@ -42,6 +42,33 @@ def test_a_secret_that_others_may_read_is_refused(tmp_path: Path) -> None:
         deployment_secret(None, None, tmp_path)
 
 
+def test_a_secret_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever made the file knows what is in it, whatever its mode is."""
+    deployment_secret(None, None, tmp_path)
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(StartupError, match=f"belongs to user {owner}; it must .* {owner + 1}"):
+        deployment_secret(None, None, tmp_path)
+
+
+def test_a_secret_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    """Its target may be exchanged."""
+    (tmp_path / "other").write_text("known")
+    (tmp_path / "other").chmod(0o600)
+    (tmp_path / FILE_NAME).symlink_to("other")
+    with pytest.raises(StartupError, match="cannot read the secret"):
+        deployment_secret(None, None, tmp_path)
+
+
+def test_a_secret_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    """Reading it does not wait for a writer either."""
+    os.mkfifo(tmp_path / FILE_NAME, 0o600)
+    with pytest.raises(StartupError, match="is not a file"):
+        deployment_secret(None, None, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("configured", "file", "text"),
     [("a", "given", "both set"), ("", None, "is empty"), (None, "missing", "cannot read")],
