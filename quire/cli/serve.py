@@ -143,6 +143,11 @@ def _add_network(command: argparse.ArgumentParser) -> None:
         help="%(default)s; 0 takes a free one",
     )
     group.add_argument(
+        "--allowed-hosts",
+        metavar="LIST",
+        help="hosts that HTTP requests may be for, such as localhost,*.example.com; default: any",
+    )
+    group.add_argument(
         "--redis-url",
         metavar="URL",
         help="redis://, rediss:// or unix://; default: an embedded Valkey",
@@ -173,6 +178,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         host=args.host,
         grpc_port=args.grpc_port or free_port(args.host),
         http_port=args.http_port or free_port(args.host),
+        allowed_hosts=args.allowed_hosts,
         redis_url=args.redis_url,
         pool_memory=args.pool_memory or default_memory,
         swap_memory=args.swap_memory,

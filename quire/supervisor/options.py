@@ -24,6 +24,7 @@ class ServeOptions:
     host: str = DEFAULT_HOST
     grpc_port: int = DEFAULT_GRPC_PORT
     http_port: int = DEFAULT_HTTP_PORT
+    allowed_hosts: str | None = None
     redis_url: str | None = None
     pool_memory: str | None = None
     swap_memory: str | None = None

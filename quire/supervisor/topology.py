@@ -89,6 +89,8 @@ def _gateway(
         "HTTP_PORT": str(options.http_port + index),
         "SUPERVISOR": supervisor,
     }
+    if options.allowed_hosts is not None:
+        settings["ALLOWED_HOSTS"] = options.allowed_hosts
     return _service(
         "gateway", f"gateway-{index + 1}" if index else "gateway", Stage.GATEWAY, settings
     )

@@ -96,7 +96,11 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             return
         self._lingers = True
         self._num_discarded = self._num_discarded or 0
-        self._socket.write_eof()
+        try:
+            self._socket.write_eof()
+        except OSError:  # the client has reset the connection; asyncio has not seen that yet
+            self._socket.abort()
+            return
         self._socket.resume_reading()
         self._set_timer(_LINGER_S, self._socket.abort)
 

@@ -75,3 +75,18 @@ async def test_what_pauses_may_lose_its_blocks(make_house: Any, decode: FakeDeco
     tokens = [token async for delta in deltas for token in delta.token_ids]
     assert tokens == expected(PROMPT, NUM_TOKENS)[1:]
     assert [ticket.request_id for ticket in prefill.submitted] == ["r1", "r2", "r1"]
+
+
+async def test_who_reads_nothing_for_a_while_pauses(
+    make_house: Any, decode: FakeDecode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with few tokens unread: a slow decode would keep its slot for minutes until there are
+    many. It goes on when it reads."""
+    monkeypatch.setattr(output, "PAUSE_UNREAD_TOKENS", 1_000_000)
+    monkeypatch.setattr(output, "PAUSE_AFTER_S", 0.0)
+    house = await make_house(FakePrefill(), decode)
+    async with aclosing(await stalled(house, decode)) as deltas:
+        await Call(house.gateway, asked("r2")).result()
+        assert not decode.running
+        tokens = [token async for delta in deltas for token in delta.token_ids]
+    assert tokens == expected(PROMPT, NUM_TOKENS)[1:]

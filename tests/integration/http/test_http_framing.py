@@ -1,11 +1,18 @@
 """How requests begin and end, byte by byte: what two parsers could read in two ways is refused."""
 
+import asyncio
+import errno
 import json
+import random
+import socket
+import struct
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from .conftest import FakeGenerator
-from .raw import HEALTH, connected, post
+from .raw import HEALTH, Connection, connected, post
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -144,3 +151,79 @@ async def test_an_unknown_path_is_named(port: int) -> None:
         assert answer.error["message"] == "there is no /v1/nothing"
         connection.send(HEALTH)
         assert (await connection.answer()).status == 200
+
+
+async def test_garbage_leaves_the_server_as_it_was(port: int) -> None:
+    """Requests with random mistakes, in random pieces, some of clients that reset the connection:
+    nothing fails, and the next request is answered."""
+    problems = caught_by_loop()
+    chance = random.Random(14)
+    requests = [
+        *(HEALTH, post(PROMPT), CHUNKED + b"5;a=b\r\nhello\r\n0\r\nA: b\r\n\r\n"),
+        *(post(b"", length=2**40), post(PROMPT, headers="Upgrade: h2c\r\nConnection: Upgrade\r\n")),
+        *(b"CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n", b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n"),
+    ]
+    mistakes = [
+        b"\r\n",
+        b"\n",
+        b"\0",
+        b" ",
+        b":",
+        b"\xff",
+        b"A" * 5000,
+        b"Host: y\r\n",
+        b"ffff\r\n",
+    ]
+    mistakes += [
+        b"Content-Length: 5\r\n",
+        b"Transfer-Encoding: chunked\r\n",
+        b"Connection: close\r\n",
+    ]
+    with capture_logs() as logs:
+        for _ in range(300):
+            sent = b"".join(chance.choices(requests, k=chance.choice((1, 3, 60))))
+            for _ in range(chance.randrange(4)):
+                at = chance.randrange(len(sent))
+                sent = sent[:at] + chance.choice(mistakes) + sent[at + chance.randrange(4) :]
+            async with connected(port) as connection:
+                middle = chance.randrange(len(sent))
+                connection.send(sent[:middle])
+                await asyncio.sleep(0)
+                connection.send(sent[middle:])
+                if chance.random() < 0.5:
+                    reset_on_close(connection)
+                await asyncio.sleep(0)
+        async with connected(port) as connection:
+            connection.send(HEALTH)
+            assert (await connection.answer()).status == 200
+    assert (problems, logs) == ([], [])
+
+
+async def test_a_reset_right_after_an_answer_is_no_error(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the kernel has seen it, but not yet the event loop, the socket cannot be shut down."""
+
+    def write_eof(_: Any) -> None:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    problems = caught_by_loop()
+    async with connected(port) as connection:
+        transport = type(connection.writer.transport)
+        monkeypatch.setattr(transport, "write_eof", write_eof)
+        connection.send(b"garbage\r\n" * 500)
+        await connection.closed()
+    assert problems == []
+
+
+def caught_by_loop() -> list[dict[str, Any]]:
+    """What is raised in callbacks and tasks from now on, where nobody sees it."""
+    problems: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+    return problems
+
+
+def reset_on_close(connection: Connection) -> None:
+    """In place of an end."""
+    raw = connection.writer.get_extra_info("socket")
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
