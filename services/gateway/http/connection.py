@@ -9,6 +9,8 @@ turn of the event loop may have with it.
 """
 
 import asyncio
+import socket
+import struct
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -34,6 +36,8 @@ _LINGER_S = 1.0
 _MAX_DISCARDED_BYTES = 32 * 1024 * 1024
 """A client that is cut off while it sends may not get to read why: so long, and so many bytes, of
 what it still sends are read and dropped."""
+_RESET = struct.pack("ii", 1, 0)
+"""For SO_LINGER."""
 
 
 class _Refused(Exception):
@@ -268,11 +272,14 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().resume_writing()
 
     def _watch_writing(self, num_unsent_bytes: int) -> None:
-        """End the connection of a client that reads nothing for `write_timeout_s`."""
+        """End the connection of a client that reads nothing for `write_timeout_s`: by a reset, or
+        the kernel would go on with what it was to send."""
 
         def check() -> None:
             num_now = self._socket.get_write_buffer_size()
             if num_now >= num_unsent_bytes:
+                raw = self._socket.get_extra_info("socket")
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 self._socket.abort()
             else:
                 self._watch_writing(num_now)
