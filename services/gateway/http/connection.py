@@ -17,7 +17,7 @@ from typing import Any, cast
 import httptools
 from pydantic_core import to_json
 from starlette.types import Message, Receive, Scope, Send
-from uvicorn.protocols.http.flow_control import CLOSE_HEADER, FlowControl
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -26,6 +26,7 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from services.gateway.http.connections import Connections
 from services.gateway.http.failures import http_error
+from services.gateway.http.flow import ClosingTransport, Flow
 
 _MAX_HEAD_BYTES = 64 * 1024
 """Of a request's line and headers. What frames a body (chunk sizes, trailers) may have as much, and
@@ -58,7 +59,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._application: Any = self.app
         self.app: Any = self._answer
         self._socket: asyncio.Transport
-        self._reading: _Flow
+        self._reading: Flow
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._num_framing_bytes = 0
@@ -75,8 +76,9 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._socket = transport
         transport.set_write_buffer_limits(high=self._limits.max_unsent_bytes)
-        super().connection_made(cast(asyncio.Transport, _Closing(self)))
-        self.flow = self._reading = _Flow(self)
+        seen = ClosingTransport(transport, self.close, self._is_closing)
+        super().connection_made(cast(asyncio.Transport, seen))
+        self.flow = self._reading = Flow(transport, self.pipeline)
         self._set_timer(self._limits.header_timeout_s)
         if not self._connections.add(self):
             self._refuse(503, "too many connections; try again")
@@ -108,8 +110,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._socket.resume_reading()
         self._set_timer(_LINGER_S, self._socket.abort)
 
-    @property
-    def is_closing(self) -> bool:
+    def _is_closing(self) -> bool:
         return self._lingers or self._socket.is_closing()
 
     def evict(self) -> None:
@@ -236,7 +237,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def on_response_complete(self) -> None:
         self._answering = None
         super().on_response_complete()
-        if self._answering is None and not self.is_closing:
+        if self._answering is None and not self._is_closing():
             self._connections.is_idle(self)
 
     def send_400_response(self, msg: str) -> None:
@@ -310,45 +311,6 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._refuse(408, f"the body did not arrive in {self._limits.body_timeout_s:g} s")
         else:
             self._refuse(408, f"the headers did not arrive in {self._limits.header_timeout_s:g} s")
-
-
-class _Closing:
-    """The transport as uvicorn sees it: `Connection` decides how it is closed."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def is_closing(self) -> bool:
-        return self._connection.is_closing
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connection._socket, name)
-
-
-class _Flow(FlowControl):
-    """Reads nothing while requests wait behind the one that is answered, or while what was read
-    waits for its turn."""
-
-    def __init__(self, connection: Connection) -> None:
-        super().__init__(connection._socket)
-        self._pipeline = connection.pipeline
-        self._is_held = False
-
-    def resume_reading(self) -> None:
-        if not self._is_held and not self._pipeline:
-            super().resume_reading()
-
-    def hold(self) -> None:
-        self._is_held = True
-        self._transport.pause_reading()
-
-    def release(self) -> None:
-        self._is_held = False
-        if not self.read_paused:
-            self._transport.resume_reading()
 
 
 def _error_response(status: int, message: str, headers: list[tuple[bytes, bytes]]) -> bytes:
