@@ -156,6 +156,11 @@ def _add_network(command: argparse.ArgumentParser) -> None:
         "on a socket of this user",
     )
     group.add_argument(
+        "--allowed-hosts",
+        metavar="LIST",
+        help="hosts that HTTP requests may be for, such as localhost,*.example.com; default: any",
+    )
+    group.add_argument(
         "--redis-url",
         metavar="URL",
         help="redis://, rediss:// or unix://; default: an embedded Valkey",
@@ -193,6 +198,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         grpc_port=args.grpc_port or free_port(args.host),
         http_port=args.http_port or free_port(args.host),
         operations_port=args.operations_port,
+        allowed_hosts=args.allowed_hosts,
         redis_url=args.redis_url,
         pool_memory=args.pool_memory or default_memory,
         swap_memory=args.swap_memory,

@@ -25,6 +25,7 @@ class ServeOptions:
     grpc_port: int = DEFAULT_GRPC_PORT
     http_port: int = DEFAULT_HTTP_PORT
     operations_port: int | None = None
+    allowed_hosts: str | None = None
     redis_url: str | None = None
     pool_memory: str | None = None
     swap_memory: str | None = None

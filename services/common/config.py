@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
@@ -160,17 +160,28 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown: its password replaced by `***`."""
+    """The URL as it may be shown: `***` for its password, also for one in its query."""
     parts = urlsplit(url)
-    if parts.password is None:
+    query = "&".join(map(_without_value, parts.query.split("&")))
+    if parts.password is None and query == parts.query:
         return url
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+    credentials, at, host = parts.netloc.rpartition("@")
+    if parts.password is not None:
+        credentials = f"{parts.username or ''}:***"
+    return urlunsplit(parts._replace(netloc=credentials + at + host, query=query))
+
+
+def _without_value(field: str) -> str:
+    """Of a query; redis-py takes a password, and one of a TLS key, from there."""
+    name, is_, _ = field.partition("=")
+    return f"{name}=***" if is_ and "password" in unquote(name).lower() else field
 
 
 def _shown(value: object) -> str:
-    if value is None:
+    if value is None or value == ():
         return "none"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
     if isinstance(value, SecretStr):
         return str(value)
     return without_password(value) if isinstance(value, str) else str(value)

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
 from blockstore.errors import StoreUnavailable, StoreUnsuitable
+from services.common import open_files
 from services.common.config import S, ServiceSettings, load_settings, resolved, variables
 from services.common.errors import StartupError
 from services.common.logging import configure_logging, get_logger
@@ -48,6 +49,7 @@ def run_service(
         _follow_parent()
         settings = _settings(settings_class)
         set_up_openmp(settings.num_threads)
+        open_files.raise_limit()
         configure_logging(settings.service, settings.log_level, settings.log_format)
         log.info("service_starting", pid=os.getpid(), **_log_keys(settings))
         asyncio.run(_until_stopped(serve, settings))

@@ -38,6 +38,8 @@ _SERVER_OPTIONS = (
     *_LIMITS,
     *_KEEPALIVE,
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # A connection on which nobody speaks HTTP/2 keeps its file descriptor for so long.
+    ("grpc.server_handshake_timeout_ms", 5_000),
     # Two services on one port would each get some of the connections; the second must fail.
     ("grpc.so_reuseport", 0),
 )
@@ -56,6 +58,8 @@ _CHANNEL_OPTIONS = (
     # One connection per channel: the stream of one peer must not ride on another's.
     ("grpc.use_local_subchannel_pool", 1),
 )
+_IDLE_CONNECTION_MS = 300_000
+"""A client's channel connects again when it is used again."""
 _DEFAULT_RETRY_DELAY_S = 1.0
 
 
@@ -64,11 +68,15 @@ class RpcServer:
     `set_serving(True)`.
 
     `services` are full names (`quire.v1.Inference`), for health checks and reflection. A server
-    with a `guard` is for services of this deployment only.
+    with a `guard` is for services of this deployment only. `max_connections`: for a port that
+    strangers reach; more are closed at once.
     """
 
-    def __init__(self, *services: str, guard: Guard | None = None) -> None:
-        self.aio = aio.server(interceptors=[ErrorInterceptor(guard)], options=_SERVER_OPTIONS)
+    def __init__(
+        self, *services: str, guard: Guard | None = None, max_connections: int | None = None
+    ) -> None:
+        options = (*_SERVER_OPTIONS, *_bounds(max_connections))
+        self.aio = aio.server(interceptors=[ErrorInterceptor(guard)], options=options)
         self._health = health.aio.HealthServicer()
         self._services = services
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.aio)
@@ -125,6 +133,15 @@ class RpcServer:
         """Refuse new calls, give those that run `grace_s`, then cancel them."""
         await self._health.enter_graceful_shutdown()
         await self.aio.stop(grace_s)
+
+
+def _bounds(max_connections: int | None) -> tuple[tuple[str, int], ...]:
+    if max_connections is None:
+        return ()
+    return (
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.max_connection_idle_ms", _IDLE_CONNECTION_MS),
+    )
 
 
 def open_channel(address: str) -> aio.Channel:

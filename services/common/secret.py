@@ -72,12 +72,32 @@ def shared_secret(path: Path) -> bytes:
                 pass  # somebody was faster; theirs it is
             finally:
                 draft.unlink()
-        mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
         raise StartupError(f"cannot make the secret {path}: {error.strerror}") from error
+    return _read_own(path)
+
+
+def _read_own(path: Path) -> bytes:
+    """StartupError: another user made the file, and so may know or change it, or may read it."""
+    try:
+        # What is checked is what is read; not a link, which names a file of whoever made it.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            status = os.fstat(fd)
+            content = file.read() if stat.S_ISREG(status.st_mode) else None
+    except OSError as error:
+        raise StartupError(f"cannot read the secret {path}: {error.strerror}") from error
+    if content is None:
+        raise StartupError(f"{path} is not a file")
+    if status.st_uid != os.geteuid():
+        raise StartupError(
+            f"{path} belongs to user {status.st_uid}; it must belong to user {os.geteuid()}, who "
+            "runs the service"
+        )
+    mode = stat.S_IMODE(status.st_mode)
     if mode & 0o077:
         raise StartupError(f"{path} may be read by others (mode {mode:04o}); it must be 0600")
-    return _read(path)
+    return content.strip()
 
 
 def write_private(path: Path, content: bytes) -> None:

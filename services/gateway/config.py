@@ -1,11 +1,12 @@
 """Settings of the gateway, from QUIRE_GATEWAY_* variables."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic import Field, field_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from services.common.config import ServiceSettings
+from services.gateway.http.bodies import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
 
 
 class GatewaySettings(ServiceSettings):
@@ -17,6 +18,28 @@ class GatewaySettings(ServiceSettings):
         ge=0,
         le=65535,
         description="OpenAI-compatible HTTP; 0 takes a free port, none: no HTTP",
+    )
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="hosts, by commas, that HTTP requests may be for: a name, an address, or "
+        "*.example.com; none: any",
+    )
+    max_connections: int = Field(
+        default=4096,
+        ge=1,
+        description="connections that HTTP has at a time, and gRPC; fewer where the limit of open "
+        "files is low",
+    )
+    header_timeout_s: float = Field(
+        default=10.0, gt=0, description="how long an HTTP client may take to send its headers"
+    )
+    body_timeout_s: float = Field(
+        default=60.0, gt=0, description="how long an HTTP client may take to send its body"
+    )
+    body_memory: int = Field(
+        default=DEFAULT_BODY_MEMORY_BYTES,
+        ge=MAX_BODY_BYTES,
+        description="bytes that all HTTP bodies may take which have not arrived yet",
     )
     operations_port: int | None = Field(
         default=None,
@@ -63,3 +86,10 @@ class GatewaySettings(ServiceSettings):
         ge=0,
         description="how long a request pauses for a client that does not read it",
     )
+
+    @field_validator("allowed_hosts", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return () if value is None else value
+        return tuple(host.strip() for host in value.split(",") if host.strip())

@@ -21,6 +21,10 @@ from services.gateway.turnstile import Turnstile
 PAUSE_UNREAD_TOKENS = 1024
 """A client that leaves more than this of a sequence unread does not keep up: its request pauses."""
 
+PAUSE_AFTER_S = 5.0
+"""A client that has taken nothing for so long, seconds, although there is more for it, does not
+keep up either."""
+
 MAX_UNREAD_TOKENS = 8192
 """More than this is cancelled, should a worker not let go of what is to pause."""
 
@@ -100,6 +104,8 @@ class Output:
         self._closed = False
         self._error: Exception | None = None
         self._readable = asyncio.Event()
+        self._given_at: float | None = None
+        """Since when the reader has had a delta and not asked for the next one."""
         self.on_read: Callable[[], None] = lambda: None
         """Called when the reader has taken all that there was."""
 
@@ -109,11 +115,16 @@ class Output:
 
     @property
     def congested(self) -> bool:
-        return self._backlog > PAUSE_UNREAD_TOKENS
+        return self._backlog > PAUSE_UNREAD_TOKENS or self._is_stalled
 
     @property
     def overflowing(self) -> bool:
         return self._backlog > MAX_UNREAD_TOKENS
+
+    @property
+    def _is_stalled(self) -> bool:
+        given_at = self._given_at
+        return given_at is not None and self._clock() - given_at > PAUSE_AFTER_S
 
     @property
     def _backlog(self) -> int:
@@ -196,7 +207,9 @@ class Output:
                 await self._turnstile.wait()
             sequence = self._next_with_news()
             if sequence is not None and self._error is None:
+                self._given_at = self._clock()
                 yield self._take(sequence)
+                self._given_at = None
 
     def _part_with_the_ended(self) -> None:
         self.living = tuple(sequence for sequence in self.living if not sequence.has_ended)

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from blockstore.registry import Member
 from quire.sockets import operations_socket, remove_dead_sockets
 from quire.v1 import inference_pb2_grpc
-from services.common import redis
+from services.common import open_files, redis
 from services.common.exposition import metrics_endpoint
 from services.common.logging import get_logger
 from services.common.presence import Presence
@@ -24,7 +24,9 @@ from services.gateway.config import GatewaySettings
 from services.gateway.dispatcher import Limits
 from services.gateway.figures import Figures
 from services.gateway.http.app import create_app
+from services.gateway.http.connections import ConnectionLimits
 from services.gateway.http.server import http_server
+from services.gateway.output import PAUSE_AFTER_S
 from services.gateway.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.gateway.service import InferenceService
 
@@ -112,7 +114,7 @@ async def _in_background(
 async def _grpc_server(
     settings: GatewaySettings, assembly: Assembly, stack: AsyncExitStack
 ) -> tuple[RpcServer, int]:
-    server = RpcServer(service.SERVICE_NAME)
+    server = RpcServer(service.SERVICE_NAME, max_connections=_max_connections(settings))
     inference = InferenceService(assembly.gateway)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.aio)
     port = await server.start(settings.host, settings.port)
@@ -156,8 +158,19 @@ async def _http_server(
 ) -> int | None:
     if settings.http_port is None:
         return None
-    app = create_app(assembly.gateway, metrics)
-    serving = http_server(
-        app, settings.host, settings.http_port, settings.request_grace_s + _FAREWELL_S
+    app = create_app(assembly.gateway, metrics, settings.allowed_hosts, settings.body_memory)
+    limits = ConnectionLimits(
+        _max_connections(settings),
+        settings.header_timeout_s,
+        settings.body_timeout_s,
+        # After the client's request was cancelled: until then it may come back.
+        write_timeout_s=PAUSE_AFTER_S + settings.read_window_s + _FAREWELL_S,
     )
+    grace_s = settings.request_grace_s + _FAREWELL_S
+    serving = http_server(app, settings.host, settings.http_port, grace_s, limits)
     return await stack.enter_async_context(serving)
+
+
+def _max_connections(settings: GatewaySettings) -> int:
+    """Of each of the two front doors."""
+    return min(settings.max_connections, open_files.room_for_connections(2))

@@ -115,6 +115,11 @@ def test_others_get_an_address_that_they_can_reach(
         ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379/0"),
         ("unix:///run/redis.sock", "unix:///run/redis.sock"),
         ("redis://:p%40ss@h:1", "redis://:***@h:1"),
+        ("redis://h:1/0?db=2", "redis://h:1/0?db=2"),
+        ("redis://h:1/0?password=p&db=2", "redis://h:1/0?password=***&db=2"),
+        ("redis://u:p@h:1?Pass%77ord=p", "redis://u:***@h:1?Pass%77ord=***"),
+        ("rediss://h:1?ssl_password=p", "rediss://h:1?ssl_password=***"),
+        ("unix://u@/run/r.sock?password=p%26q", "unix://u@/run/r.sock?password=***"),
     ],
 )
 def test_passwords_are_blanked(url: str, shown: str) -> None:

@@ -66,6 +66,33 @@ def test_a_secret_that_others_may_read_is_refused(tmp_path: Path) -> None:
         secret_of(tmp_path)
 
 
+def test_a_secret_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user who made the file knows its content, whatever its mode is."""
+    secret_of(tmp_path)
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(StartupError, match=f"belongs to user {owner}; it must .* {owner + 1}"):
+        secret_of(tmp_path)
+
+
+def test_a_secret_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    """Its target may be exchanged."""
+    (tmp_path / "other").write_text("known")
+    (tmp_path / "other").chmod(0o600)
+    (tmp_path / FILE_NAME).symlink_to("other")
+    with pytest.raises(StartupError, match="cannot read the secret"):
+        secret_of(tmp_path)
+
+
+def test_a_secret_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    """Reading it does not wait for a writer either."""
+    os.mkfifo(tmp_path / FILE_NAME, 0o600)
+    with pytest.raises(StartupError, match="is not a file"):
+        secret_of(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("configured", "file", "text"),
     [

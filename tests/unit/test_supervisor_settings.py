@@ -8,7 +8,7 @@ import pytest
 from quire.supervisor import topology
 from quire.supervisor.options import ServeOptions
 from services.block_manager.config import BlockManagerSettings
-from services.common.config import ServiceSettings, load_settings
+from services.common.config import ServiceSettings, load_settings, resolved
 from services.decode.config import DecodeSettings
 from services.gateway.config import GatewaySettings
 from services.prefill.config import PrefillSettings
@@ -30,6 +30,7 @@ def test_every_service_understands_what_it_is_told(monkeypatch: pytest.MonkeyPat
         model_name="tiny",
         pool_memory="2GiB",
         swap_memory="1GiB",
+        allowed_hosts="quire.example, *.example.com",
         preemption="swap",
         block_size=32,
         dtype="float32",
@@ -48,6 +49,10 @@ def test_every_service_understands_what_it_is_told(monkeypatch: pytest.MonkeyPat
             settings = load_settings(CLASSES[spec.name])
         assert settings.run_dir == RUN
         assert settings.redis_url == f"unix://{RUN}/redis.sock"
+        if isinstance(settings, GatewaySettings):
+            assert settings.allowed_hosts == ("quire.example", "*.example.com")
+            (shown,) = (v for k, v in resolved(settings).items() if k.endswith("ALLOWED_HOSTS"))
+            assert shown == "quire.example,*.example.com"
         if isinstance(settings, WorkerSettings):
             assert (settings.model, settings.model_name) == (Path("/models/tiny"), "tiny")
             assert (settings.block_size, settings.threads, settings.max_num_seqs) == (32, 3, 8)

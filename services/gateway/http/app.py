@@ -1,6 +1,7 @@
 """The application: its routes, and the walk of one HTTP request to the generator and back."""
 
 import time
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from services.common.exposition import exposition
 from services.common.faults import failure_of
 from services.gateway.api import Generator, ServedModel
 from services.gateway.http.answers import Answer, Asked
+from services.gateway.http.bodies import DEFAULT_BODY_MEMORY_BYTES, BodyLimits
 from services.gateway.http.body import read_body
 from services.gateway.http.dialects import ChatDialect, Dialect, Envelope, TextDialect
 from services.gateway.http.failures import (
@@ -25,6 +27,7 @@ from services.gateway.http.failures import (
     error_body,
     refusal_of,
 )
+from services.gateway.http.hosts import AllowedHosts
 from services.gateway.http.merge import merged
 from services.gateway.http.responses import CLIENT_GONE, EventStream, Json, unless_disconnected
 from services.gateway.http.schema import ChatBody, CompletionBody
@@ -35,8 +38,14 @@ RESUME_TOKEN_HEADER = "X-Quire-Resume-Token"
 Body = TypeVar("Body", CompletionBody, ChatBody)
 
 
-def create_app(generator: Generator, metrics: CollectorRegistry) -> Starlette:
-    """The HTTP front door of `generator`; `/metrics` shows what is in `metrics`."""
+def create_app(
+    generator: Generator,
+    metrics: CollectorRegistry,
+    allowed_hosts: Sequence[str] = (),
+    max_body_memory_bytes: int = DEFAULT_BODY_MEMORY_BYTES,
+) -> Starlette:
+    """The HTTP front door of `generator`; `/metrics` shows what is in `metrics`. `allowed_hosts`:
+    those of `AllowedHosts`; `max_body_memory_bytes`: of all bodies that are not read yet."""
     endpoints = _Endpoints(generator, metrics)
     return Starlette(
         routes=[
@@ -47,7 +56,11 @@ def create_app(generator: Generator, metrics: CollectorRegistry) -> Starlette:
             Route("/health", endpoints.health),
             Route("/metrics", endpoints.metrics),
         ],
-        middleware=[Middleware(FrontDoor)],
+        middleware=[
+            Middleware(FrontDoor),
+            Middleware(AllowedHosts, allowed_hosts),
+            Middleware(BodyLimits, max_body_memory_bytes),
+        ],
         exception_handlers={HTTPException: answer_http_exception},
     )
 

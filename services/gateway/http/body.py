@@ -1,48 +1,28 @@
-"""Reads a request's body: bounded, strict JSON, every field checked and every mistake named."""
+"""Reads a request's body: strict JSON, every field checked and every mistake named. How large it
+may be is for `services.gateway.http.bodies`."""
 
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from services.common.errors import InvalidRequest
-from services.common.rpc import MAX_MESSAGE_BYTES
 from services.gateway.http.failures import InvalidField
 
-MAX_BODY_BYTES = MAX_MESSAGE_BYTES
-# So much of a too large body is read and dropped: a client that is cut off while it sends
-# does not get to read why.
-_MAX_DRAINED_BYTES = 8 * MAX_BODY_BYTES
 _MAX_PROBLEMS = 5
 
 M = TypeVar("M", bound=BaseModel)
 
 
 async def read_body(request: Request, model: type[M]) -> M:
-    """InvalidRequest names what is wrong; HTTPException 413: more than MAX_BODY_BYTES."""
-    fields = _parsed(await _content(request))
+    """InvalidRequest names what is wrong."""
+    # Not `request.body()`, which keeps it as long as the answer takes.
+    fields = _parsed(b"".join([part async for part in request.stream()]))
     try:
         return model.model_validate(fields)
     except ValidationError as error:
         raise _invalid(error) from error
-
-
-async def _content(request: Request) -> bytes:
-    parts: list[bytes] = []
-    num_bytes = 0
-    async for part in request.stream():
-        num_bytes += len(part)
-        if num_bytes > _MAX_DRAINED_BYTES:
-            break
-        if num_bytes > MAX_BODY_BYTES:
-            parts.clear()
-        else:
-            parts.append(part)
-    if num_bytes > MAX_BODY_BYTES:
-        raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-    return b"".join(parts)
 
 
 def _parsed(content: bytes) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import InvalidRequest
@@ -16,7 +16,13 @@ from services.gateway.http.responses import Json
 REQUEST_ID_HEADER = "X-Request-Id"
 _MAX_REQUEST_ID_LENGTH = 128
 
-_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+_CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "request_too_large",
+    503: "unavailable",
+}
 
 
 class InvalidField(InvalidRequest):
@@ -46,24 +52,38 @@ def error_response(error: Exception) -> Json:
     return Json(body, failure.http_status, _retry_headers(failure.retry_delay_s))
 
 
+def http_error(status: int, message: str) -> dict[str, Any]:
+    """`{"error": {...}}` for what HTTP itself refuses, before there is a request to Quire."""
+    return {
+        "error": {
+            "message": message,
+            "type": _type_of(status),
+            "param": None,
+            "code": _code_of(status),
+        }
+    }
+
+
+def _code_of(status: int) -> str:
+    return _CODES.get(status, InvalidRequest.code)
+
+
 def refusal_of(error: InvalidRequest | HTTPException) -> tuple[str, str]:
     """Code and text."""
     if isinstance(error, InvalidRequest):
         return error.code, str(error)
-    return _CODES.get(error.status_code, InvalidRequest.code), error.detail
+    return _code_of(error.status_code), error.detail
 
 
-async def answer_http_exception(_request: Request, error: Exception) -> Json:
+async def answer_http_exception(request: Request, error: Exception) -> Json:
     """Starlette's own errors (no such path, no such method) and a too large body."""
     assert isinstance(error, HTTPException)
-    code, text = refusal_of(error)
-    body = {
-        "message": text,
-        "type": _type_of(error.status_code),
-        "param": None,
-        "code": code,
-    }
-    return Json({"error": body}, error.status_code, error.headers)
+    status, text = error.status_code, error.detail
+    if status == 404:
+        text = f"there is no {request.url.path}"
+    elif status == 405:
+        text = f"{request.url.path} does not support the method {request.method}"
+    return Json(http_error(status, text), status, error.headers)
 
 
 class FrontDoor:
@@ -93,6 +113,8 @@ class FrontDoor:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            return  # nobody reads an answer
         except Exception as error:
             if started:
                 raise

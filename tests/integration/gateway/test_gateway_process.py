@@ -1,6 +1,7 @@
 """The gateway as a process of its own, on a real Valkey, with fake workers beside it."""
 
 import asyncio
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -36,12 +37,14 @@ class GatewayProcess:
     """`python -m services.gateway`, and clients of both of its doors."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, address: str, channel: aio.Channel, url: str
+        self, process: asyncio.subprocess.Process, channel: aio.Channel, port: int, http_port: int
     ) -> None:
-        self.address = address
+        self.address = f"127.0.0.1:{port}"
         self.process = process
+        self.port, self.http_port = port, http_port
         self.inference = inference_pb2_grpc.InferenceStub(channel)
         self.health = health_pb2_grpc.HealthStub(channel)
+        url = f"http://127.0.0.1:{http_port}"
         self.http = httpx.AsyncClient(base_url=url, timeout=LIMIT_S)
 
     async def until_health(self, state: Any) -> None:
@@ -78,8 +81,13 @@ async def free_port() -> int:
 
 
 async def launch(
-    stack: AsyncExitStack, redis_url: str, run_dir: Path, **more: str
+    stack: AsyncExitStack,
+    redis_url: str,
+    run_dir: Path,
+    options: Mapping[str, Any] | None = None,
+    **more: str,
 ) -> GatewayProcess:
+    """`options`: of the process; `more`: settings."""
     port, http_port = await free_port(), await free_port()
     settings = {
         "REDIS_URL": redis_url,
@@ -95,12 +103,13 @@ async def launch(
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.gateway"),
         env={f"QUIRE_GATEWAY_{name}": value for name, value in settings.items()},
+        **(options or {}),
     )
     stack.push_async_callback(_kill, process)
     address = f"127.0.0.1:{port}"
     channel = open_channel(address)
     stack.push_async_callback(channel.close)
-    gateway = GatewayProcess(process, address, channel, f"http://127.0.0.1:{http_port}")
+    gateway = GatewayProcess(process, channel, port, http_port)
     stack.push_async_callback(gateway.http.aclose)
     async with asyncio.timeout(LIMIT_S):
         await channel.channel_ready()
@@ -255,3 +264,43 @@ async def services_at(channel: aio.Channel) -> set[str]:
     stream.cancel()
     names = {service.name for service in answer.list_services_response.service}
     return {name for name in names if name.startswith("quire.")}
+
+
+async def test_idle_connections_leave_both_doors_open(
+    stack: AsyncExitStack, valkey: Any, model_dir: Path, tmp_path: Path
+) -> None:
+    """More of them than the process may have open files: HTTP serves all the while, gRPC closes
+    what says nothing, and the log has a few lines at most."""
+    num_connections = 600
+    log = tmp_path / "log"
+
+    def limit_open_files() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
+
+    with log.open("w") as stderr:
+        gateway = await launch(
+            stack,
+            valkey.url,
+            tmp_path / "run",
+            {"preexec_fn": limit_open_files, "stderr": stderr},
+        )
+    await join(stack, valkey.url, model_dir, FakePrefill(), FakeDecode())
+    await gateway.until_health(SERVING)
+    for port in (gateway.http_port, gateway.port):
+        idle = [await open_idle(stack, port) for _ in range(num_connections)]
+        async with httpx.AsyncClient(base_url=gateway.http.base_url, timeout=LIMIT_S) as another:
+            assert (await another.get("/health")).status_code == 200
+        tokens = [t async for r in gateway.generate("r1", 8) for d in r.deltas for t in d.token_ids]
+        assert tokens == expected(PROMPT, 8)
+        channel = open_channel(f"127.0.0.1:{gateway.port}")
+        async with channel, asyncio.timeout(LIMIT_S):
+            await channel.channel_ready()
+        for writer in idle:
+            writer.transport.abort()
+    assert len(log.read_text().splitlines()) < 20
+
+
+async def open_idle(stack: AsyncExitStack, port: int) -> asyncio.StreamWriter:
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    stack.callback(writer.transport.abort)
+    return writer

@@ -1,14 +1,22 @@
 """A client that does not read holds no slot, and loses nothing if it reads on in time."""
 
+import asyncio
+import json
+import socket
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from services.common.errors import Overloaded
 from services.gateway import output
 from services.gateway.api import Delta
+from services.gateway.http.app import create_app
+from services.gateway.http.connections import ConnectionLimits
+from services.gateway.http.server import http_server
 
 from .conftest import PROMPT, Call, House, asked, until
 from .fakes import FakeDecode, FakePrefill, expected
@@ -75,3 +83,56 @@ async def test_what_pauses_may_lose_its_blocks(make_house: Any, decode: FakeDeco
     tokens = [token async for delta in deltas for token in delta.token_ids]
     assert tokens == expected(PROMPT, NUM_TOKENS)[1:]
     assert [ticket.request_id for ticket in prefill.submitted] == ["r1", "r2", "r1"]
+
+
+async def test_who_reads_nothing_for_a_while_pauses(
+    make_house: Any, decode: FakeDecode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with few tokens unread: a slow decode would keep its slot for minutes until there are
+    many. It goes on when it reads."""
+    monkeypatch.setattr(output, "PAUSE_UNREAD_TOKENS", 1_000_000)
+    monkeypatch.setattr(output, "PAUSE_AFTER_S", 0.0)
+    house = await make_house(FakePrefill(), decode)
+    async with aclosing(await stalled(house, decode)) as deltas:
+        await Call(house.gateway, asked("r2")).result()
+        assert not decode.running
+        tokens = [token async for delta in deltas for token in delta.token_ids]
+    assert tokens == expected(PROMPT, NUM_TOKENS)[1:]
+
+
+async def test_clients_of_http_that_never_read_keep_no_slot(
+    make_house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the kernel nor a slow decode takes all of a long stream before they are noticed;
+    their requests are cancelled, and then their connections are closed."""
+    monkeypatch.setattr(output, "PAUSE_AFTER_S", 0.1)
+    max_tokens, num_clients = 4000, 4
+    decode = FakeDecode(num_slots=num_clients)
+    decode.pause_after = 1
+    house = await make_house(FakePrefill(), decode, read_window_s=0.1)
+    app = create_app(house.gateway, CollectorRegistry())
+    limits = ConnectionLimits(write_timeout_s=0.3)
+    http = http_server(app, "127.0.0.1", 0, grace_s=0, limits=limits)
+    port = await house.stack.enter_async_context(http)
+    body = {"prompt": list(PROMPT), "max_tokens": max_tokens, "stream": True, "logprobs": 5}
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(num_clients)]
+    for client in clients:
+        client.sendall(head.encode() + content)
+    await until(lambda: len(decode.running) == num_clients)
+    num_tokens = 1
+    while decode.running and num_tokens < max_tokens:
+        num_tokens += 1
+        decode.go_on(pause_after=num_tokens)
+        await asyncio.sleep(0.001)
+    assert num_tokens < max_tokens
+    await until(lambda: house.assembly.dispatcher.num_running == 0)
+    assert not decode.slots
+    for client in clients:
+        await until(partial(has_failed, client))
+        client.close()
+
+
+def has_failed(client: socket.socket) -> bool:
+    return client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0

@@ -21,7 +21,8 @@ HI = {"messages": [{"role": "user", "content": "Hi"}]}
 
 class FakeGenerator:
     """Says `TEXTS`, a token each, unless told otherwise. `pause_at`: the delta before which it
-    waits until it is closed."""
+    waits until it is closed; `delay_s`: how long it takes to begin; `is_endless`: it says the first
+    text again and again."""
 
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
@@ -29,6 +30,9 @@ class FakeGenerator:
         self.error: Exception | None = None
         self.error_at = 0
         self.pause_at: int | None = None
+        self.delay_s = 0.0
+        self.is_endless = False
+        self.num_deltas = 0
         self.paused = asyncio.Event()
         self.closed = asyncio.Event()
         self.is_ready = True
@@ -36,6 +40,11 @@ class FakeGenerator:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         self.requests.append(request)
         try:
+            await asyncio.sleep(self.delay_s)
+            while self.is_endless:
+                self.num_deltas += 1
+                yield self._delta(request, 0, TEXTS[0], 0)
+                await asyncio.sleep(0)
             for position, text in enumerate(TEXTS):
                 if self.error is not None and position == self.error_at:
                     raise self.error
@@ -81,6 +90,11 @@ async def url(generator: FakeGenerator) -> AsyncIterator[str]:
     Counter("quire:prompt_tokens", "of all", registry=metrics).inc(7)
     async with http_server(create_app(generator, metrics), "127.0.0.1", 0, grace_s=1) as port:
         yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def port(url: str) -> int:
+    return int(url.rpartition(":")[2])
 
 
 @pytest.fixture

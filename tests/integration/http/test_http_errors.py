@@ -3,8 +3,10 @@
 import httpx
 import openai
 import pytest
+from prometheus_client import CollectorRegistry
 
 from services.common import errors
+from services.gateway.http.app import create_app
 
 from .conftest import HI, TEXTS, FakeGenerator
 
@@ -116,3 +118,28 @@ async def test_unknown_paths_have_the_same_shape(
     answer = await http.request(method, path)
     assert answer.status_code == status
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("quire.example", True),
+        ("QUIRE.example:8000", True),
+        ("a.b.example.com", True),
+        ("[::1]:8000", True),
+        ("example.com", False),
+        ("quire.example.evil", False),
+        ("evil.example:8000", False),
+        ("quire.example:80@evil", False),
+        ("", False),
+    ],
+)
+async def test_other_hosts_are_refused(generator: FakeGenerator, host: str, allowed: bool) -> None:
+    hosts = ("quire.example", "*.example.com", "[::1]")
+    app = create_app(generator, CollectorRegistry(), allowed_hosts=hosts)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        answer = await client.get("/health", headers={"Host": host})
+    assert answer.status_code == (200 if allowed else 400)
+    if not allowed:
+        assert f"host {host.partition(':8000')[0]!r}" in answer.json()["error"]["message"]

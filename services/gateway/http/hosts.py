@@ -1,0 +1,36 @@
+"""Refuses requests for other hosts than those that this server is."""
+
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.common.errors import InvalidRequest
+
+
+class AllowedHosts:
+    """Middleware: the Host header names one of `hosts`, with any port. `*.example.com` stands for
+    all hosts below that one; without `hosts` nothing is checked.
+
+    A web page whose name was pointed at this server's address (DNS rebinding) has its own name
+    there.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
+        self._app = app
+        self._hosts = frozenset(host.lower() for host in hosts if not host.startswith("*."))
+        self._suffixes = tuple(host[1:].lower() for host in hosts if host.startswith("*."))
+        self._allows_all = not hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._allows_all:
+            host = _without_port(Headers(scope=scope).get("host", "")).lower()
+            if host not in self._hosts and not host.endswith(self._suffixes):
+                raise InvalidRequest(f"host {host!r} is not one of the allowed hosts")
+        await self._app(scope, receive, send)
+
+
+def _without_port(host: str) -> str:
+    """An IPv6 address has brackets, with and without a port."""
+    name, colon, port = host.rpartition(":")
+    return name if colon and (port.isdecimal() or not port) else host

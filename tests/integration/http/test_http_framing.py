@@ -1,0 +1,229 @@
+"""How requests begin and end, byte by byte: what two parsers could read in two ways is refused."""
+
+import asyncio
+import errno
+import json
+import random
+import socket
+import struct
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from .conftest import FakeGenerator
+from .raw import HEALTH, Connection, connected, post
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+PROMPT = b'{"prompt": "Hi"}'
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        pytest.param(HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n", id="cl-te"),
+        pytest.param(HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n", id="te-cl"),
+        pytest.param(HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n", id="two lengths"),
+        pytest.param(HEAD + b"Content-Length: +5\r\n\r\n", id="signed length"),
+        pytest.param(HEAD + b"Content-Length: 5, 5\r\n\r\n", id="list of lengths"),
+        pytest.param(HEAD + b"Content-Length : 5\r\n\r\n", id="space before colon"),
+        pytest.param(b"GET /health HTTP/1.1\nHost: x\n\n", id="bare LF"),
+        pytest.param(b"GET /health HTTP/1.1\r\nHost: x\nA: b\r\n\r\n", id="bare LF in headers"),
+        pytest.param(b"GET /health HTTP/1.1\r\nHost: x\rA: b\r\n\r\n", id="bare CR in headers"),
+        pytest.param(b"GET /health HTTP/1.1\r\nHost: x\r\nA: b\r\n c\r\n\r\n", id="obs-fold"),
+        pytest.param(b"GET /health HTTP/1.1\r\nHost: x\r\n\tA: b\r\n\r\n", id="leading fold"),
+        pytest.param(b"GET /health HTTP/1.1\r\n\r\n", id="no host"),
+        pytest.param(b"GET /health HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", id="two hosts"),
+        pytest.param(b"GET /health HTTP/1.1\r\nHost: a\0b\r\n\r\n", id="NUL"),
+        pytest.param(CHUNKED + b"1\na\r\n0\r\n\r\n", id="bare LF after chunk size"),
+        pytest.param(CHUNKED + b"1\r\na\n0\r\n\r\n", id="bare LF after chunk"),
+        pytest.param(CHUNKED + b"0x1\r\na\r\n0\r\n\r\n", id="chunk size with 0x"),
+        pytest.param(CHUNKED + b"fffffffffffffffff\r\n", id="huge chunk size"),
+        pytest.param(b"\x16\x03\x01\x02\x00\x01\x00", id="TLS"),
+        pytest.param(b"hello\r\n\r\n", id="no HTTP"),
+    ],
+)
+async def test_ambiguous_requests_are_refused(
+    port: int, generator: FakeGenerator, request_bytes: bytes
+) -> None:
+    """In OpenAI's shape, and the connection closes: what follows is not read as a request."""
+    async with connected(port) as connection:
+        connection.send(request_bytes)
+        answer = await connection.answer()
+        connection.send(HEALTH)
+        assert await connection.closed() == b""
+    assert answer.status == 400
+    assert answer.headers["connection"] == "close"
+    assert answer.error["type"] == "invalid_request_error"
+    assert answer.error["message"]
+    assert generator.requests == []
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET /health HTTP/2.7\r\nHost: x\r\n\r\n", 400),
+        (b"GET /health\r\n\r\n", 505),
+        (b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n", 405),
+        (HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501),
+        (b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 501),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"b" * 100_000, 431),
+        (b"GET /" + b"a" * 100_000, 431),
+    ],
+)
+async def test_what_is_not_supported_is_refused(
+    port: int, request_bytes: bytes, status: int
+) -> None:
+    async with connected(port) as connection:
+        connection.send(request_bytes)
+        answer = await connection.answer()
+        assert (answer.status, answer.headers["connection"]) == (status, "close")
+        assert answer.error["message"]
+        assert await connection.closed() == b""
+
+
+async def test_chunk_extensions_are_bounded(port: int) -> None:
+    """They are no part of the body, whose size is limited elsewhere."""
+    async with connected(port) as connection:
+        connection.send(CHUNKED + b"1;" + b"x" * 100_000)
+        answer = await connection.answer()
+    assert answer.status == 400
+    assert "framing of the body" in answer.error["message"]
+
+
+async def test_a_body_in_chunks_of_one_byte_is_read(port: int, generator: FakeGenerator) -> None:
+    prompt = "x" * 50_000
+    content = json.dumps({"prompt": prompt}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in content)
+    async with connected(port) as connection:
+        connection.send(CHUNKED + chunks + b"0\r\n\r\n")
+        assert (await connection.answer()).status == 200
+        connection.send(HEALTH)
+        assert (await connection.answer()).status == 200
+    assert generator.requests[0].prompt == prompt
+
+
+async def test_pipelined_requests_are_answered_in_order(port: int) -> None:
+    """Also many of them, in one write; garbage behind them ends the connection, not the answers."""
+    async with connected(port) as connection:
+        connection.send((HEALTH + post(PROMPT)) * 200 + b"garbage\r\n\r\n")
+        for _ in range(200):
+            assert json.loads((await connection.answer()).body) == {"status": "serving"}
+            answer = await connection.answer()
+            assert json.loads(answer.body)["object"] == "text_completion"
+        assert await connection.closed() == b""
+
+
+async def test_an_upgrade_is_declined(port: int, generator: FakeGenerator) -> None:
+    """Clients that would like HTTP/2 ask for it on every request, with its body."""
+    headers = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    async with connected(port) as connection:
+        for _ in range(2):
+            connection.send(post(PROMPT, headers=headers))
+            assert (await connection.answer()).status == 200
+        connection.send(post(PROMPT, headers=headers)[:-3])
+        connection.send(PROMPT[-3:])
+        assert (await connection.answer()).status == 200
+    assert [request.prompt for request in generator.requests] == ["Hi"] * 3
+
+
+async def test_an_absolute_target_is_taken(port: int) -> None:
+    async with connected(port) as connection:
+        connection.send(b"GET http://x/health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await connection.answer()).status == 200
+
+
+async def test_a_client_may_ask_before_it_sends_its_body(port: int) -> None:
+    async with connected(port) as connection:
+        head = post(b"", headers="Expect: 100-continue\r\n", length=len(PROMPT))
+        connection.send(head)
+        assert (await connection.answer()).status == 100
+        connection.send(PROMPT)
+        assert (await connection.answer()).status == 200
+
+
+async def test_an_unknown_path_is_named(port: int) -> None:
+    async with connected(port) as connection:
+        connection.send(post(b"{}", "/v1/nothing"))
+        answer = await connection.answer()
+        assert (answer.status, answer.error["code"]) == (404, "not_found")
+        assert answer.error["message"] == "there is no /v1/nothing"
+        connection.send(HEALTH)
+        assert (await connection.answer()).status == 200
+
+
+async def test_garbage_leaves_the_server_as_it_was(port: int) -> None:
+    """Requests with random mistakes, in random pieces, some of clients that reset the connection:
+    nothing fails, and the next request is answered."""
+    problems = caught_by_loop()
+    chance = random.Random(14)
+    requests = [
+        *(HEALTH, post(PROMPT), CHUNKED + b"5;a=b\r\nhello\r\n0\r\nA: b\r\n\r\n"),
+        *(post(b"", length=2**40), post(PROMPT, headers="Upgrade: h2c\r\nConnection: Upgrade\r\n")),
+        *(b"CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n", b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n"),
+    ]
+    mistakes = [
+        b"\r\n",
+        b"\n",
+        b"\0",
+        b" ",
+        b":",
+        b"\xff",
+        b"A" * 5000,
+        b"Host: y\r\n",
+        b"ffff\r\n",
+    ]
+    mistakes += [
+        b"Content-Length: 5\r\n",
+        b"Transfer-Encoding: chunked\r\n",
+        b"Connection: close\r\n",
+    ]
+    with capture_logs() as logs:
+        for _ in range(300):
+            sent = b"".join(chance.choices(requests, k=chance.choice((1, 3, 60))))
+            for _ in range(chance.randrange(4)):
+                at = chance.randrange(len(sent))
+                sent = sent[:at] + chance.choice(mistakes) + sent[at + chance.randrange(4) :]
+            async with connected(port) as connection:
+                middle = chance.randrange(len(sent))
+                connection.send(sent[:middle])
+                await asyncio.sleep(0)
+                connection.send(sent[middle:])
+                if chance.random() < 0.5:
+                    reset_on_close(connection)
+                await asyncio.sleep(0)
+        async with connected(port) as connection:
+            connection.send(HEALTH)
+            assert (await connection.answer()).status == 200
+    assert (problems, logs) == ([], [])
+
+
+async def test_a_reset_right_after_an_answer_is_no_error(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the kernel has seen it, but not yet the event loop, the socket cannot be shut down."""
+
+    def write_eof(_: Any) -> None:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    problems = caught_by_loop()
+    async with connected(port) as connection:
+        transport = type(connection.writer.transport)
+        monkeypatch.setattr(transport, "write_eof", write_eof)
+        connection.send(b"garbage\r\n" * 500)
+        await connection.closed()
+    assert problems == []
+
+
+def caught_by_loop() -> list[dict[str, Any]]:
+    """What is raised in callbacks and tasks from now on, where nobody sees it."""
+    problems: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+    return problems
+
+
+def reset_on_close(connection: Connection) -> None:
+    """In place of an end."""
+    raw = connection.writer.get_extra_info("socket")
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
