@@ -12,6 +12,8 @@ from services.common.ticket import EarlyStopping, FinishReason
 class ChatMessage:
     role: str
     content: str
+    name: str = ""
+    """For chat templates that know several speakers of a role; "" where it has none."""
 
 
 Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]

@@ -12,6 +12,9 @@ from services.gateway.catalog import Model
 _SHORT_CHARS = 2048
 """Up to here tokenizing takes less than passing it to a thread and back."""
 
+MAX_MESSAGES = 16_384
+"""Of a chat; rendering takes some 20 us for each."""
+
 _FIRST_LOOK_CHARS = 1 << 17
 _NUM_THREADS = 2
 
