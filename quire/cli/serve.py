@@ -147,6 +147,12 @@ def _add_network(command: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="redis://, rediss:// or unix://; default: an embedded Valkey",
     )
+    group.add_argument(
+        "--report-cached-tokens",
+        action="store_true",
+        help="tell every client how many of its prompt's tokens were cached, by whomever; default: "
+        "only one with a cache_salt",
+    )
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
 
 
@@ -189,6 +195,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         park_window_s=args.park_window,
+        report_cached_tokens=args.report_cached_tokens,
         log_level=args.log_level,
     )
 

@@ -40,6 +40,7 @@ class ServeOptions:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     park_window_s: float | None = None
+    report_cached_tokens: bool = False
     log_level: str = "info"
 
     @property

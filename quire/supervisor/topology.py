@@ -89,6 +89,8 @@ def _gateway(
         "HTTP_PORT": str(options.http_port + index),
         "SUPERVISOR": supervisor,
     }
+    if options.report_cached_tokens:
+        settings["REPORT_CACHED_TOKENS"] = "true"
     return _service(
         "gateway", f"gateway-{index + 1}" if index else "gateway", Stage.GATEWAY, settings
     )

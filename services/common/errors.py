@@ -36,11 +36,11 @@ class InvalidRequest(QuireError):
 
 
 class PromptTooLong(InvalidRequest):
-    code = "prompt_too_long"
+    code = "context_length_exceeded"
 
 
 class UnknownModel(QuireError):
-    code = "unknown_model"
+    code = "model_not_found"
 
 
 class UnknownWorker(QuireError):

@@ -4,6 +4,7 @@ Trailers of a failed call: `quire-error-code`, and where trying again makes sens
 `grpc-retry-pushback-ms`. Cancellation passes through untouched: it is no error.
 """
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -14,6 +15,7 @@ from grpc import aio
 
 from services.common.faults import Failure, failure_of
 from services.common.logging import bind_request_id
+from services.common.message_bounds import SMALL_BYTES, check_counts
 
 CODE_TRAILER = "quire-error-code"
 RETRY_TRAILER = "grpc-retry-pushback-ms"
@@ -84,7 +86,7 @@ def _guarded(call: _Call, decode: _Decode | None) -> _Call:
     async def guarded(request: Any, context: _Context) -> Any:
         _bind_request_id(context)
         try:
-            return await call(decode(request) if decode else request, context)
+            return await call(await _decoded(request, decode) if decode else request, context)
         except aio.BaseError:  # the handler aborted by itself, or gRPC's own
             raise
         except Exception as error:
@@ -92,6 +94,14 @@ def _guarded(call: _Call, decode: _Decode | None) -> _Call:
         await context.abort(failure.status, failure.text, trailers(failure))
 
     return guarded
+
+
+async def _decoded(data: bytes, decode: _Decode) -> Any:
+    """InvalidRequest: it would become too many objects."""
+    message = getattr(decode, "__self__", None)  # the generated class, whose FromString this is
+    if message is not None and len(data) > SMALL_BYTES:
+        await asyncio.to_thread(check_counts, data, message.DESCRIPTOR)
+    return decode(data)
 
 
 def _bind_request_id(context: _Context) -> None:

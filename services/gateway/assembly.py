@@ -56,6 +56,8 @@ async def assembled(
     figures: Figures,
     poll_s: float = 0.5,
     silence_s: float = SILENCE_S,
+    *,
+    report_cached_tokens: bool = False,
 ) -> AsyncIterator[Assembly]:
     """A gateway that follows the registry, until the block is left. What fails in the background
     (StoreLost) is raised in the block, as an exception group."""
@@ -74,7 +76,10 @@ async def assembled(
         fleet, Router(store, secret), registry, limits, changes, figures.has_ended
     )
     figures.watch(lambda: dispatcher.num_running, lambda: dispatcher.num_waiting)
-    gateway = Gateway(fleet, dispatcher, changes, figures.meter, limits.patience_s)
+    gateway = Gateway(
+        *(fleet, dispatcher, changes, figures.meter, limits.patience_s),
+        report_cached_tokens=report_cached_tokens,
+    )
     async with asyncio.TaskGroup() as tasks:
         mover = Mover(fleet, changes, limits.reserve_timeout_s)
         background = [

@@ -32,12 +32,15 @@ class Gateway:
         changes: Bell,
         meter: Callable[[str], Meter],
         patience_s: float = 5.0,
+        *,
+        report_cached_tokens: bool = False,
     ) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._changes = changes
         self._meter = meter
         self._patience_s = patience_s
+        self._report_cached_tokens = report_cached_tokens
         self._turnstile = Turnstile()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
@@ -126,13 +129,19 @@ class Gateway:
         )
         output = kind(
             request.request_id,
-            Tally(len(request.prompt_token_ids), request.arrived_at),
+            Tally(
+                len(request.prompt_token_ids),
+                request.arrived_at,
+                # Under a salt that others have too, they would tell what others have sent.
+                reports_cached=self._report_cached_tokens or bool(request.cache_salt),
+            ),
             sequences,
             self._meter(request.model),
             asyncio.get_running_loop().time,
             teller if tells_prompt else None,
             self._turnstile,
         )
+        output.tells_usage = asked.running_usage
         output.replay(request.received or ())
         return output
 

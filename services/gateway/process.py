@@ -60,6 +60,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 Figures(metrics),
                 settings.poll_s,
                 settings.silence_s,
+                report_cached_tokens=settings.report_cached_tokens,
             )
         )
         server, port = await _grpc_server(settings, assembly, stack)

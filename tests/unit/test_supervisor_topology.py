@@ -38,6 +38,13 @@ def test_each_gateway_has_the_ports_after_the_one_before() -> None:
     assert ports == [("7000", "8000"), ("7001", "8001"), ("7002", "8002")]
 
 
+def test_cached_tokens_are_reported_where_that_is_asked_for() -> None:
+    name = "QUIRE_GATEWAY_REPORT_CACHED_TOKENS"
+    assert name not in topology.services(options(), RUN)[-1].environment
+    asked = options(report_cached_tokens=True)
+    assert topology.services(asked, RUN)[-1].environment[name] == "true"
+
+
 def test_the_embedded_store_is_for_this_run_alone() -> None:
     store = topology.store(options(), RUN)
     assert store is not None

@@ -41,9 +41,13 @@ _EARLY_STOPPING = {
     True: EarlyStopping.WHEN_FULL,
     "never": EarlyStopping.WHEN_IMPOSSIBLE,
 }
+USUAL_TOKENS = 16
+"""Of a text completion without max_tokens, as OpenAI has it."""
+
 
 class GenerationBody(Body):
-    """What both bodies have. `user` is accepted, and used for nothing."""
+    """What both bodies have. `metadata` to `user` are notes to a provider, accepted as vLLM accepts
+    them, and used for nothing."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -57,6 +61,12 @@ class GenerationBody(Body):
     logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(biases_of)] = ()
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
     user: str | None = None
 
     allowed_token_ids: Integers | None = None
@@ -120,9 +130,20 @@ class GenerationBody(Body):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def running_usage(self) -> bool:
+        """Whether every part of a stream has the usage so far."""
+        options = self.stream_options
+        return self.include_usage and bool(options and options.continuous_usage_stats)
+
+    @property
     def most_tokens(self) -> int | None:
         """Most tokens to generate, as asked for."""
         return self.max_tokens
+
+    @property
+    def usual_tokens(self) -> int | None:
+        """Most tokens where nothing is asked for; None: what context and pool leave."""
+        return None
 
     @property
     def num_choices(self) -> int:
@@ -146,6 +167,11 @@ class GenerationBody(Body):
         return False
 
     @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        return {}
+
+    @property
     def only_prompt(self) -> bool:
         """Whether nothing that is generated is told."""
         return False
@@ -167,6 +193,7 @@ class GenerationBody(Body):
                 min_p=self.min_p,
                 seed=self.seed,
                 max_tokens=self.most_tokens,
+                usual_tokens=self.usual_tokens,
                 stop=self.stop,
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 ignore_eos=bool(self.ignore_eos),
@@ -189,6 +216,8 @@ class GenerationBody(Body):
             cache_salt=self.cache_salt or "",
             received=None if self.received is None else tuple(r.told() for r in self.received),
             echo=self.echoes,
+            template_arguments=self.template_arguments,
+            running_usage=self.running_usage,
         )
 
     def _beams(self) -> RequestedBeams | None:
@@ -235,6 +264,10 @@ class CompletionBody(GenerationBody):
         return 1 if self.only_prompt else self.max_tokens
 
     @property
+    def usual_tokens(self) -> int | None:
+        return USUAL_TOKENS
+
+    @property
     def asked_prompt_logprobs(self) -> int | None:
         """An echoed token has logprobs like a generated one."""
         of_echo = self.logprobs if self.echoes else None
@@ -256,6 +289,8 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
     @model_validator(mode="after")
     def _chats_are_not_chosen_from(self) -> Self:
@@ -273,6 +308,11 @@ class ChatBody(GenerationBody):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:

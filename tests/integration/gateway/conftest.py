@@ -84,6 +84,7 @@ class House:
     registry: MemoryRegistry = field(default_factory=MemoryRegistry)
     figures: CollectorRegistry = field(default_factory=CollectorRegistry)
     silence_s: float = 5.0
+    report_cached_tokens: bool = True
     assembly: Assembly = field(init=False)
 
     @property
@@ -113,6 +114,7 @@ class House:
                 Figures(self.figures),
                 poll_s=0.01,
                 silence_s=self.silence_s,
+                report_cached_tokens=self.report_cached_tokens,
             )
         )
 
@@ -218,9 +220,16 @@ async def make_house(model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
     async with AsyncExitStack() as stack:
 
         async def make(
-            *workers: FakePrefill | FakeDecode, silence_s: float = 5.0, **limits: Any
+            *workers: FakePrefill | FakeDecode,
+            silence_s: float = 5.0,
+            report_cached_tokens: bool = True,
+            **limits: Any,
         ) -> House:
-            house = House(model_dir, stack, silence_s=silence_s)
+            house = House(
+                *(model_dir, stack),
+                silence_s=silence_s,
+                report_cached_tokens=report_cached_tokens,
+            )
             await house.open(Limits(**limits))
             await house.add(*workers)
             return house

@@ -73,7 +73,7 @@ async def refused(house: Any, request: GenerationRequest) -> Exception:
         ({"seed": 1 << 64}, "seed is 18446744073709551616"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": -5}, "max_tokens is -5"),
-        ({"max_tokens": 4096 - len(PROMPT) + 1}, "the model's context is 4096"),
+        ({"max_tokens": 4096 - len(PROMPT) + 1}, "maximum context length is 4096 tokens. However, you requested 4097"),
         ({"stop": ("",)}, "a stop string is empty"),
         ({"stop": ("x",) * 65}, "65 stop strings"),
         ({"stop": ("x" * 1025,)}, "1025 characters"),
@@ -270,12 +270,12 @@ async def test_text_and_chat_are_tokenized_as_the_model_has_it(house: Any) -> No
         (
             inference_pb2.GenerateRequest(text="x", model="nope"),
             grpc.StatusCode.NOT_FOUND,
-            "unknown_model",
+            "model_not_found",
         ),
         (
             inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1] * 5000)),
             grpc.StatusCode.INVALID_ARGUMENT,
-            "prompt_too_long",
+            "context_length_exceeded",
         ),
     ],
 )

@@ -30,6 +30,14 @@ async def test_a_chat_completion(client: openai.AsyncOpenAI, generator: FakeGene
     assert answer.id == f"chatcmpl-{request.request_id}"
 
 
+async def test_cached_tokens_that_the_client_may_not_know_are_null(
+    http: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    generator.num_cached_tokens = None
+    answer = await http.post("/v1/chat/completions", json=HI)
+    assert answer.json()["usage"]["prompt_tokens_details"] is None
+
+
 async def test_a_streamed_chat_completion(client: openai.AsyncOpenAI) -> None:
     """Role first, then text as it comes, the reason with the last of it, then the usage."""
     stream = await client.chat.completions.create(
