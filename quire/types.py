@@ -92,8 +92,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """`num_cached_tokens`: None unless the request has a `cache_salt`, or the gateway tells everybody
-    (`quire serve --report-cached-tokens`)."""
+    """`num_cached_tokens`: None unless the request has a `cache_salt`, or the gateway reports it
+    for every request (`quire serve --report-cached-tokens`)."""
 
     num_prompt_tokens: int
     num_cached_tokens: int | None

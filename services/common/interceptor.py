@@ -100,7 +100,7 @@ async def _decoded(data: bytes, decode: _Decode) -> Any:
     """InvalidRequest: it would become too many objects."""
     message = getattr(decode, "__self__", None)  # the generated class, whose FromString this is
     if message is not None and len(data) > SMALL_BYTES:
-        await asyncio.to_thread(check_counts, data, message.DESCRIPTOR)
+        await asyncio.to_thread(check_counts, data, message)
     return decode(data)
 
 

@@ -5,9 +5,10 @@ first one too many, so that its own work is bounded too.
 """
 
 from functools import cache
+from typing import cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from services.common.errors import InvalidRequest
 
@@ -23,10 +24,10 @@ _CONTINUED = bytes(range(128, 256))
 """Bytes of a varint after which it goes on."""
 
 
-def check_counts(data: bytes, message: Descriptor) -> None:
+def check_counts(data: bytes, message: type[Message]) -> None:
     """InvalidRequest: `data` has too many fields or values; DecodeError: it is no message."""
     try:
-        _walk(data, message)
+        _walk(data, cast("Descriptor", message.DESCRIPTOR))
     except IndexError as error:
         raise DecodeError("truncated") from error
 

@@ -1,5 +1,8 @@
-"""Server reflection, in both of its versions: grpcio-reflection serves v1alpha only, and clients ask
-for v1 first. The two have the same messages under other names."""
+"""Server reflection in both of its versions.
+
+grpcio-reflection serves v1alpha only; clients ask for v1 first. The two versions have the same
+messages under different names.
+"""
 
 from collections.abc import Sequence
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from blockstore.records import PoolSpec
-from services.common.errors import InvalidRequest, PromptTooLong
+from services.common.errors import PromptTooLong
 from services.common.logprobs import MAX_LOGPROBS
 from services.common.ticket import MAX_SEQUENCES, PRIORITY_CLASSES, SamplingParams, TicketSequence
 from services.gateway.api import GenerationRequest, Received
@@ -168,7 +168,9 @@ def check_received(
         "a sampled request goes on with its seed only",
     )
     num_sequences, num_received = request.sampling.n, len(request.received)
-    require(num_received <= num_sequences, f"{num_received} sequences received; n is {num_sequences}")
+    require(
+        num_received <= num_sequences, f"{num_received} sequences received; n is {num_sequences}"
+    )
     indices = [told.index for told in request.received]
     require(
         len(set(indices)) == len(indices) and all(0 <= index < num_sequences for index in indices),
@@ -248,7 +250,7 @@ def misfit(num_prompt: int, max_tokens: int, spec: PoolSpec, num_sequences: int)
         return ""
     times = f", {num_sequences} times," if num_sequences > 1 else ""
     return (
-        f"{context_length(spec.num_blocks * spec.block_size)} That is what its KV pool has room for: "
+        f"{context_length(spec.num_blocks * spec.block_size)} That is the room of its KV pool: "
         f"prompt ({num_prompt} tokens) and max_tokens ({max_tokens}){times} need {num_blocks} "
         f"blocks of {spec.block_size} tokens; the pool has {spec.num_blocks}"
     )

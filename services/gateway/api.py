@@ -158,7 +158,8 @@ class PromptReport:
 class Delta:
     """What a sequence gained. `text` has whole characters only and nothing of a stop string. The
     last delta of a sequence has its `finish_reason` and, where a stop ended it, `stopped_by`; the
-    last of the request has `usage`, or each, where asked for. `logprobs`: of each token, where asked for.
+    last of the request has `usage`, or each, where asked for. `logprobs`: of each token, where
+    asked for.
     `prompt`: in the request's first delta, where asked for. `score`: of a sequence that was chosen,
     the mean of its logprobs; of one that a beam search found, that search's."""
 

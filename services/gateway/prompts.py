@@ -125,8 +125,8 @@ def _encode(
 
 def prompt_too_long(num_tokens: str, max_model_len: int) -> PromptTooLong:
     return PromptTooLong(
-        f"{context_length(max_model_len)} However, the prompt has {num_tokens} tokens, which leaves "
-        "room for none to generate"
+        f"{context_length(max_model_len)} However, the prompt has {num_tokens} tokens; there must "
+        "be room for one more"
     )
 
 

@@ -161,7 +161,7 @@ def test_a_hostile_message_is_refused_before_it_is_decoded(tag: int, unit: bytes
     tracemalloc.start()
     try:
         with pytest.raises(InvalidRequest, match=f"more than {MAX_FIELDS} fields"):
-            check_message(data, inference_pb2.GenerateRequest.DESCRIPTOR)
+            check_message(data, inference_pb2.GenerateRequest)
         assert tracemalloc.get_traced_memory()[1] < 1 << 24
     finally:
         tracemalloc.stop()
@@ -170,10 +170,10 @@ def test_a_hostile_message_is_refused_before_it_is_decoded(tag: int, unit: bytes
 def test_packed_numbers_are_counted() -> None:
     request = inference_pb2.GenerateRequest()
     request.token_ids.ids.extend([300] * MAX_PACKED_VALUES)
-    check_message(request.SerializeToString(), request.DESCRIPTOR)
+    check_message(request.SerializeToString(), type(request))
     request.token_ids.ids.append(300)
     with pytest.raises(InvalidRequest, match=f"{MAX_PACKED_VALUES + 1} values"):
-        check_message(request.SerializeToString(), request.DESCRIPTOR)
+        check_message(request.SerializeToString(), type(request))
 
 
 def test_a_large_honest_message_passes() -> None:
@@ -192,10 +192,10 @@ def test_a_large_honest_message_passes() -> None:
     )
     for _ in range(MAX_MESSAGES):
         request.chat.messages.add(role="user", content="What is a block table?")
-    check_message(request.SerializeToString(), request.DESCRIPTOR)
+    check_message(request.SerializeToString(), type(request))
 
 
 @pytest.mark.parametrize("data", [b"\x1a\x7f", b"\x1a", b"\x08" + b"\x80" * 100_000, b"\x0b"])
 def test_what_is_no_message_is_not_decoded(data: bytes) -> None:
     with pytest.raises(DecodeError):
-        check_message(data, inference_pb2.GenerateRequest.DESCRIPTOR)
+        check_message(data, inference_pb2.GenerateRequest)

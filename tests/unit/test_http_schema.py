@@ -132,6 +132,23 @@ def test_content_is_text_or_text_parts() -> None:
     )
 
 
+def test_a_message_may_have_a_name_and_no_content() -> None:
+    messages = [{"role": "user", "content": None, "name": "Ann"}]
+    assert chat(messages=messages).prompt == (ChatMessage("user", "", "Ann"),)
+
+
+def test_a_chat_template_gets_its_arguments() -> None:
+    kwargs = {"enable_thinking": False, "style": ["short"]}
+    given = chat(chat_template_kwargs=kwargs, reasoning_effort="low").template_arguments
+    assert given == {**kwargs, "reasoning_effort": "low"}
+    assert chat().template_arguments == {}
+
+
+def test_a_text_completion_has_16_tokens_unless_it_says_how_many() -> None:
+    assert CompletionBody.model_validate({"prompt": "Hi"}).usual_tokens == 16
+    assert chat().sampling.usual_tokens is None
+
+
 def test_an_answer_can_be_sent_back_as_a_message() -> None:
     """With all the null fields that OpenAI's own client puts into it."""
     message = {
@@ -191,6 +208,13 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
         ({"skip_special_tokens": 1}, "skip_special_tokens: Input should be a valid boolean"),
         ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
         ({"tempratur": 1}, "tempratur is not supported"),
+        ({"reasoning_effort": "most"}, "reasoning_effort: Input should be 'none', "),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs: Input should be a valid dictionary"),
+        ({"metadata": "x"}, "metadata: Input should be a valid dictionary"),
+        (
+            {"messages": [{**USER[0], "name": 7}]},
+            "messages[0].name: Input should be a valid string",
+        ),
         ({"temperature": "hot"}, "temperature: Input should be a valid number"),
         ({"temperature": True}, "temperature: Input should be a valid number"),
         ({"max_tokens": 1.5}, "max_tokens: Input should be a valid integer"),

@@ -77,7 +77,8 @@ class SpecialTokens:
         for char, literal in hidden.items():
             text = text.replace(char, literal)
         ids = encoding_of(self._encoder, text).ids
-        if not self._ids.isdisjoint(set(ids) - {self._unknown_id}):
+        of_text = set(ids) - self._id_of.keys() - {self._unknown_id}
+        if not self._ids.isdisjoint(of_text):
             raise InvalidRequest("a message holds a special token that cannot be told as text")
         return tuple(self._id_of.get(token_id, token_id) for token_id in ids)
 
@@ -102,7 +103,9 @@ class SpecialTokens:
                 normalized=token.normalized and not token.special,
             )
             second.add_tokens([as_text])
-            ids[second.token_to_id(name)] = token_id
+            own_id = second.token_to_id(name)
+            assert own_id is not None
+            ids[own_id] = token_id
         return second, ids
 
     def _to_hide(self, text: str) -> list[tuple[int, int, str]]:

@@ -75,9 +75,9 @@ class Tokenizer:
 
         InvalidRequest.
         """
-        return self.special.encode(text, hidden) if hidden else self.encode(
-            text, add_special_tokens=False
-        )
+        if hidden:
+            return self.special.encode(text, hidden)
+        return self.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence; to stream one, see `detokenizer`."""

@@ -1,4 +1,4 @@
-"""Reads a request's body: bounded, strict JSON, every field checked and the first mistakes named."""
+"""Reads a request's body: bounded, strict JSON, all fields checked and the first mistakes named."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor

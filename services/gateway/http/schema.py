@@ -41,6 +41,7 @@ _EARLY_STOPPING = {
     True: EarlyStopping.WHEN_FULL,
     "never": EarlyStopping.WHEN_IMPOSSIBLE,
 }
+
 USUAL_TOKENS = 16
 """Of a text completion without max_tokens, as OpenAI has it."""
 
@@ -311,7 +312,9 @@ class ChatBody(GenerationBody):
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        effort = (
+            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        )
         return {**effort, **(self.chat_template_kwargs or {})}
 
     @model_validator(mode="after")

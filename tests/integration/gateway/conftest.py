@@ -63,7 +63,8 @@ def write_model(directory: Path) -> None:
         "eos_token_id": 0,
     }
     (directory / "config.json").write_text(json.dumps(config))
-    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    said = "{% if m.name %}{{ m.name }}@{% endif %}{{ m.role }}:{{ m.content }}{{ mark }};"
+    template = "{% for m in messages %}" + said + "{% endfor %}"
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 

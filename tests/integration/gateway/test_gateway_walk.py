@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from blockstore.registry import Load
-from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
+from quire.v1 import decode_pb2, inference_pb2, prefill_pb2, worker_pb2
 from services.common.errors import QueueFull
 from services.common.ticket import FinishReason
 
