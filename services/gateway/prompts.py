@@ -71,6 +71,8 @@ def _token_ids(
     if isinstance(prompt, str):
         return _encode(prompt, model, max_model_len, model.tokenizer.encode) if prompt else ()
     if messages := _messages(prompt):
+        if _num_chars(prompt) > max_model_len * model.tokenizer.longest_token:
+            raise prompt_too_long(f"more than {max_model_len}", max_model_len)
         text, hidden = _render(messages, model, arguments)
         encode = partial(model.tokenizer.encode_chat, hidden=hidden)
         return _encode(text, model, max_model_len, encode)

@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, models
+from tokenizers import AddedToken, models, pre_tokenizers
 
 from services.common.errors import InvalidRequest
 
@@ -58,14 +58,18 @@ class SpecialTokens:
     def hide(self, values: Any) -> tuple[Any, Mapping[str, str]]:
         """`values`, of JSON's types, with every special token's text hidden in its strings; and
         what each character stands for. InvalidRequest: there is a lone surrogate in it."""
-        hidden: dict[str, str] = {}
-        found = {text for string in _strings(values) for _, _, text in self._to_hide(string)}
-        if found:
-            used = set(chain.from_iterable(_strings(values)))
-            free = (chr(code) for code in _STAND_INS if chr(code) not in used)
-            hidden = dict(zip(sorted(found), free, strict=False))
-            values = self._replaced(values, hidden)
-        return values, {char: text for text, char in hidden.items()}
+        matches = {string: self._to_hide(string) for string in _strings(values)}
+        found = {text for each in matches.values() for _, _, text in each}
+        if not found:
+            return values, {}
+        used = set(chain.from_iterable(matches))
+        free = (chr(code) for code in _STAND_INS if chr(code) not in used)
+        hidden = dict(zip(sorted(found), free, strict=False))
+        new = {
+            string: _with(string, [(begin, end, hidden[text]) for begin, end, text in each])
+            for string, each in matches.items()
+        }
+        return _replaced(values, new), {char: text for text, char in hidden.items()}
 
     def encode(self, text: str, hidden: Mapping[str, str]) -> tuple[int, ...]:
         """Token ids of a rendered chat. InvalidRequest: the vocabulary has a special token that is
@@ -92,21 +96,24 @@ class SpecialTokens:
             second.normalizer = tokenizer.normalizer
         if tokenizer.pre_tokenizer is not None:
             second.pre_tokenizer = tokenizer.pre_tokenizer
-        ids: dict[int, int] = {}
-        for token_id, token in added.items():
-            name = self._stand_ins.get(token.content, token.content)
-            as_text = AddedToken(
-                name,
-                single_word=token.single_word,
-                lstrip=token.lstrip,
-                rstrip=token.rstrip,
-                normalized=token.normalized and not token.special,
-            )
-            second.add_tokens([as_text])
-            own_id = second.token_to_id(name)
-            assert own_id is not None
-            ids[own_id] = token_id
-        return second, ids
+        names = {
+            token_id: self._stand_ins.get(token.content, token.content)
+            for token_id, token in added.items()
+        }
+        second.add_tokens(
+            [
+                AddedToken(
+                    names[token_id],
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=token.normalized and not token.special,
+                )
+                for token_id, token in added.items()
+            ]
+        )
+        own_ids = {token_id: second.token_to_id(name) for token_id, name in names.items()}
+        return second, {own: token_id for token_id, own in own_ids.items() if own is not None}
 
     def _to_hide(self, text: str) -> list[tuple[int, int, str]]:
         """Whole special tokens, and at either end parts, which a template might make whole."""
@@ -124,19 +131,11 @@ class SpecialTokens:
                 break
         return _disjoint(found)
 
-    def _replaced(self, values: Any, hidden: Mapping[str, str]) -> Any:
-        if isinstance(values, str):
-            return _with(values, ((b, e, hidden[text]) for b, e, text in self._to_hide(values)))
-        if isinstance(values, Mapping):
-            return {name: self._replaced(value, hidden) for name, value in values.items()}
-        if isinstance(values, list | tuple):
-            return [self._replaced(value, hidden) for value in values]
-        return values
-
 
 def _finder(texts: Iterable[str]) -> tokenizers.Tokenizer:
     """Finds these texts as a tokenizer finds its added tokens, in time linear in the text."""
     finder = tokenizers.Tokenizer(models.BPE())
+    finder.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]+"), "removed")
     finder.add_tokens([AddedToken(text, normalized=False) for text in texts])
     return finder
 
@@ -161,6 +160,16 @@ def _with(text: str, replacements: Iterable[tuple[int, int, str]]) -> str:
         parts += [text[position:begin], new]
         position = end
     return "".join([*parts, text[position:]])
+
+
+def _replaced(values: Any, new: Mapping[str, str]) -> Any:
+    if isinstance(values, str):
+        return new[values]
+    if isinstance(values, Mapping):
+        return {name: _replaced(value, new) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_replaced(value, new) for value in values]
+    return values
 
 
 def _strings(values: Any) -> Iterator[str]:

@@ -41,7 +41,8 @@ class Tokenizer:
         except Exception as error:  # tokenizers raises plain Exception for whatever it cannot read
             raise StartupError(f"cannot read {path}: {error}") from error
         tokenizer = cls(loaded, _special_tokens(read_tokenizer_config(directory)))
-        _ = tokenizer.pieces  # what cannot be streamed is told now, not at the first request
+        # What cannot be streamed is told now, not at the first request, which need not wait either.
+        _ = tokenizer.pieces, tokenizer.special
         return tokenizer
 
     @cached_property
@@ -61,6 +62,11 @@ class Tokenizer:
     @cached_property
     def all_pieces(self) -> Pieces:
         return pieces_of(self._tokenizer)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """In bytes of its text: no token stands for more characters."""
+        return max((len(piece) for piece in self.all_pieces.following if piece), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of `text`. A rendered chat has its special tokens already: False there.

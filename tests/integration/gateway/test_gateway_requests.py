@@ -157,6 +157,14 @@ async def test_a_prompt_of_ten_megabytes_is_refused_and_the_loop_goes_on(house: 
     assert longest_s < 1.0
 
 
+async def test_a_chat_that_fits_no_context_is_refused_before_it_is_rendered(house: Any) -> None:
+    """No token of this model stands for more than one character."""
+    house.assembly.fleet.served("toy").model.chat_template.__dict__["_template"] = None
+    prompt = (ChatMessage("user", "<" * 3000), ChatMessage("user", "<" * 3000))
+    with pytest.raises(PromptTooLong, match="more than 4096 tokens"):
+        await Call(house.gateway, asked("r", prompt=prompt)).result()
+
+
 async def test_what_can_never_fit_the_pool_is_told_the_numbers(make_house: Any) -> None:
     house = await make_house(FakePrefill(max_model_len=8192), FakeDecode(max_model_len=8192))
     error = await refused(house, asked("r", max_tokens=POOL_TOKENS - len(PROMPT) + 1))
