@@ -17,7 +17,8 @@ from contextlib import contextmanager
 import grpc
 
 ERROR_CODE_TRAILER = "quire-error-code"
-"""The server's own code for an error, e.g. prompt_too_long; absent when gRPC itself failed."""
+"""The server's own code for an error, e.g. context_length_exceeded; absent when gRPC itself
+failed."""
 RETRY_TRAILER = "grpc-retry-pushback-ms"
 
 

@@ -126,7 +126,8 @@ def _set_prompt(message: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
     elif prompt and all(isinstance(item, ChatMessage) for item in prompt):
         chat = cast("list[ChatMessage]", prompt)
         message.chat.messages.extend(
-            inference_pb2.ChatMessage(role=item.role, content=item.content) for item in chat
+            inference_pb2.ChatMessage(role=item.role, content=item.content, name=item.name)
+            for item in chat
         )
     else:
         strange = next((item for item in prompt if not hasattr(item, "__index__")), None)
@@ -176,7 +177,7 @@ def _stopped_by(delta: inference_pb2.SequenceDelta) -> str | int | None:
 def _usage(usage: inference_pb2.Usage) -> Usage:
     return Usage(
         num_prompt_tokens=usage.num_prompt_tokens,
-        num_cached_tokens=usage.num_cached_tokens,
+        num_cached_tokens=usage.num_cached_tokens if usage.HasField("num_cached_tokens") else None,
         num_generated_tokens=usage.num_generated_tokens,
         time_to_first_token_ms=usage.time_to_first_token_ms,
         num_preemptions=usage.num_preemptions,

@@ -10,10 +10,12 @@ WorkerState = Literal["unknown", "starting", "serving", "draining", "fenced"]
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """`role` as the model's chat template knows it: system, user, assistant ..."""
+    """`role` as the model's chat template knows it: system, user, assistant ... `name`: for chat
+    templates that know several speakers of a role."""
 
     role: str
     content: str
+    name: str = ""
 
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
@@ -90,8 +92,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """`num_cached_tokens`: None unless the request has a `cache_salt`, or the gateway reports it
+    for every request (`quire serve --report-cached-tokens`)."""
+
     num_prompt_tokens: int
-    num_cached_tokens: int
+    num_cached_tokens: int | None
     num_generated_tokens: int
     time_to_first_token_ms: float
     num_preemptions: int

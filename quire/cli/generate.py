@@ -191,8 +191,10 @@ class Samples:
 
     def show_usage(self, usage: Usage) -> None:
         """What it took, to stderr."""
+        num_cached = usage.num_cached_tokens
+        cached = "" if num_cached is None else f", {num_cached} of them cached"
         print(
-            f"[{usage.num_prompt_tokens} prompt tokens, {usage.num_cached_tokens} of them cached; "
+            f"[{usage.num_prompt_tokens} prompt tokens{cached}; "
             f"{usage.num_generated_tokens} generated, the first after "
             f"{usage.time_to_first_token_ms:.0f} ms; {', '.join(self._reasons)}]",
             file=sys.stderr,

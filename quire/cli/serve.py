@@ -170,6 +170,12 @@ def _add_network(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="requests may set a priority; without, one other than 0 is refused",
     )
+    group.add_argument(
+        "--report-cached-tokens",
+        action="store_true",
+        help="tell every client how many of its prompt's tokens were cached, by whomever; default: "
+        "only one with a cache_salt",
+    )
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
 
 
@@ -217,6 +223,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         max_num_batched_tokens=args.max_num_batched_tokens,
         park_window_s=args.park_window,
         client_priority=args.client_priority,
+        report_cached_tokens=args.report_cached_tokens,
         log_level=args.log_level,
     )
 

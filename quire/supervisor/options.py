@@ -44,6 +44,7 @@ class ServeOptions:
     max_num_batched_tokens: int | None = None
     park_window_s: float | None = None
     client_priority: bool = False
+    report_cached_tokens: bool = False
     log_level: str = "info"
 
     @property

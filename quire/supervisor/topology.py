@@ -94,6 +94,8 @@ def _gateway(
         "HTTP_PORT": str(options.http_port + index),
         "SUPERVISOR": supervisor,
     }
+    if options.report_cached_tokens:
+        settings["REPORT_CACHED_TOKENS"] = "true"
     if options.allowed_hosts is not None:
         settings["ALLOWED_HOSTS"] = options.allowed_hosts
     if options.operations_port is not None:

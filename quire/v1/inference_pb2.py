@@ -26,7 +26,7 @@ from quire.v1 import logprobs_pb2 as quire_dot_v1_dot_logprobs__pb2
 from quire.v1 import sampling_pb2 as quire_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/inference.proto\x12\x08quire.v1\x1a\x17quire/v1/logprobs.proto\x1a\x17quire/v1/sampling.proto\"\xaa\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0e.quire.v1.ChatH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12$\n\x08received\x18\n \x01(\x0b\x32\x12.quire.v1.Received\x12\x14\n\x0cresume_token\x18\x10 \x01(\tB\x07\n\x05inputJ\x04\x08\t\x10\n\"9\n\x08Received\x12-\n\tsequences\x18\x01 \x03(\x0b\x32\x1a.quire.v1.ReceivedSequence\"c\n\x10ReceivedSequence\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.quire.v1.FinishReason\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.quire.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb7\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x17.quire.v1.SequenceDelta\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\x14\n\x0cresume_token\x18\x10 \x01(\t\x12\x30\n\x0fprompt_logprobs\x18\x14 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\"\xf5\x01\n\rSequenceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12)\n\x08logprobs\x18\x14 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x12\n\x05score\x18\x30 \x01(\x02H\x01\x88\x01\x01\x42\x0c\n\nstopped_byB\x08\n\x06_score\"\x94\x01\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x03 \x01(\r\x12\x1e\n\x16time_to_first_token_ms\x18\x04 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\r\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.quire.v1.Model\"M\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t2\x99\x01\n\tInference\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12G\n\nListModels\x12\x1b.quire.v1.ListModelsRequest\x1a\x1c.quire.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/inference.proto\x12\x08quire.v1\x1a\x17quire/v1/logprobs.proto\x1a\x17quire/v1/sampling.proto\"\xaa\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0e.quire.v1.ChatH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12$\n\x08received\x18\n \x01(\x0b\x32\x12.quire.v1.Received\x12\x14\n\x0cresume_token\x18\x10 \x01(\tB\x07\n\x05inputJ\x04\x08\t\x10\n\"9\n\x08Received\x12-\n\tsequences\x18\x01 \x03(\x0b\x32\x1a.quire.v1.ReceivedSequence\"c\n\x10ReceivedSequence\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.quire.v1.FinishReason\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.quire.v1.ChatMessage\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xb7\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x17.quire.v1.SequenceDelta\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\x14\n\x0cresume_token\x18\x10 \x01(\t\x12\x30\n\x0fprompt_logprobs\x18\x14 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\"\xf5\x01\n\rSequenceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12)\n\x08logprobs\x18\x14 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x12\n\x05score\x18\x30 \x01(\x02H\x01\x88\x01\x01\x42\x0c\n\nstopped_byB\x08\n\x06_score\"\xaf\x01\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1e\n\x11num_cached_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x14num_generated_tokens\x18\x03 \x01(\r\x12\x1e\n\x16time_to_first_token_ms\x18\x04 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\rB\x14\n\x12_num_cached_tokens\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.quire.v1.Model\"M\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t2\x99\x01\n\tInference\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12G\n\nListModels\x12\x1b.quire.v1.ListModelsRequest\x1a\x1c.quire.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,19 +44,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAT']._serialized_start=574
   _globals['_CHAT']._serialized_end=621
   _globals['_CHATMESSAGE']._serialized_start=623
-  _globals['_CHATMESSAGE']._serialized_end=667
-  _globals['_GENERATERESPONSE']._serialized_start=670
-  _globals['_GENERATERESPONSE']._serialized_end=853
-  _globals['_SEQUENCEDELTA']._serialized_start=856
-  _globals['_SEQUENCEDELTA']._serialized_end=1101
-  _globals['_USAGE']._serialized_start=1104
-  _globals['_USAGE']._serialized_end=1252
-  _globals['_LISTMODELSREQUEST']._serialized_start=1254
-  _globals['_LISTMODELSREQUEST']._serialized_end=1273
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1275
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1328
-  _globals['_MODEL']._serialized_start=1330
-  _globals['_MODEL']._serialized_end=1407
-  _globals['_INFERENCE']._serialized_start=1410
-  _globals['_INFERENCE']._serialized_end=1563
+  _globals['_CHATMESSAGE']._serialized_end=681
+  _globals['_GENERATERESPONSE']._serialized_start=684
+  _globals['_GENERATERESPONSE']._serialized_end=867
+  _globals['_SEQUENCEDELTA']._serialized_start=870
+  _globals['_SEQUENCEDELTA']._serialized_end=1115
+  _globals['_USAGE']._serialized_start=1118
+  _globals['_USAGE']._serialized_end=1293
+  _globals['_LISTMODELSREQUEST']._serialized_start=1295
+  _globals['_LISTMODELSREQUEST']._serialized_end=1314
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1316
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1369
+  _globals['_MODEL']._serialized_start=1371
+  _globals['_MODEL']._serialized_end=1448
+  _globals['_INFERENCE']._serialized_start=1451
+  _globals['_INFERENCE']._serialized_end=1604
 # @@protoc_insertion_point(module_scope)

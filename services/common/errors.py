@@ -38,7 +38,7 @@ class InvalidRequest(QuireError):
 
 
 class PromptTooLong(InvalidRequest):
-    code = "prompt_too_long"
+    code = "context_length_exceeded"
 
 
 class Unauthenticated(QuireError):
@@ -46,7 +46,7 @@ class Unauthenticated(QuireError):
 
 
 class UnknownModel(QuireError):
-    code = "unknown_model"
+    code = "model_not_found"
 
 
 class UnknownWorker(QuireError):

@@ -5,6 +5,7 @@ Trailers of a failed call: `quire-error-code`, and where trying again makes sens
 `grpc-retry-pushback-ms`. Cancellation passes through untouched: it is no error.
 """
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -16,6 +17,7 @@ from grpc import aio
 
 from services.common.faults import Failure, failure_of
 from services.common.logging import bind_request_id
+from services.common.message_bounds import SMALL_BYTES, check_counts
 from services.common.proof import Guard
 
 CODE_TRAILER = "quire-error-code"
@@ -101,7 +103,7 @@ def _guarded(call: _Call, decode: _Decode | None, admit: _Admit | None) -> _Call
         try:
             if admit is not None:
                 await admit(context)
-            return await call(decode(request) if decode else request, context)
+            return await call(await _decoded(request, decode) if decode else request, context)
         except aio.BaseError:  # the handler aborted by itself, or gRPC's own
             raise
         except Exception as error:
@@ -109,6 +111,14 @@ def _guarded(call: _Call, decode: _Decode | None, admit: _Admit | None) -> _Call
         await context.abort(failure.status, failure.text, trailers(failure))
 
     return guarded
+
+
+async def _decoded(data: bytes, decode: _Decode) -> Any:
+    """InvalidRequest: it would become too many objects."""
+    message = getattr(decode, "__self__", None)  # the generated class, whose FromString this is
+    if message is not None and len(data) > SMALL_BYTES:
+        await asyncio.to_thread(check_counts, data, message)
+    return decode(data)
 
 
 def _bind_request_id(context: _Context) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import grpc
 from grpc import StatusCode, aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from services.common import errors
 from services.common.config import join_host_port
@@ -17,6 +16,7 @@ from services.common.errors import QuireError, StartupError
 from services.common.faults import PeerFailed
 from services.common.interceptor import CODE_TRAILER, RETRY_TRAILER, ErrorInterceptor
 from services.common.proof import Guard
+from services.common.reflection import enable_reflection
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """So large that a too long prompt gets our own error, not gRPC's."""
@@ -80,9 +80,7 @@ class RpcServer:
         self._health = health.aio.HealthServicer()
         self._services = services
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.aio)
-        reflection.enable_server_reflection(
-            (*services, health.SERVICE_NAME, reflection.SERVICE_NAME), self.aio
-        )
+        enable_reflection((*services, health.SERVICE_NAME), self.aio)
 
     async def start(self, host: str, port: int) -> int:
         """Listen; the port that it is (another one than asked for when `port` is 0).

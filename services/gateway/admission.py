@@ -6,13 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from blockstore.records import PoolSpec
-from services.common.errors import InvalidRequest, PromptTooLong
+from services.common.errors import PromptTooLong
 from services.common.logprobs import MAX_LOGPROBS
 from services.common.ticket import MAX_SEQUENCES, PRIORITIES, SamplingParams, TicketSequence
 from services.gateway.api import GenerationRequest, Received
 from services.gateway.checks import check_text, require
 from services.gateway.fleet import Served
-from services.gateway.prompts import check_token_ids, token_ids_of
+from services.gateway.prompts import (
+    check_token_ids,
+    context_length,
+    prompt_too_long,
+    token_ids_of,
+)
 from services.gateway.sampling import resolve_sampling
 
 MAX_SALT_CHARS = 1024
@@ -93,9 +98,12 @@ async def admit(
     check_num_sequences(asked.n, asked.best_of)
     sampling = await resolve_sampling(asked, served.model)
     check_slots(asked.width, served.most_slots)
-    prompt = await token_ids_of(request.prompt, served.model, served.max_model_len)
+    prompt = await token_ids_of(
+        request.prompt, served.model, served.max_model_len, request.template_arguments
+    )
     max_tokens = resolve_max_tokens(
-        len(prompt), asked.max_tokens, served.max_model_len, served.specs, asked.width
+        *(len(prompt), asked.max_tokens, served.max_model_len, served.specs, asked.width),
+        usual=asked.usual_tokens,
     )
     check_logprobs_at_once("prompt_logprobs", len(prompt), asked.prompt_logprobs)
     if asked.chooses:
@@ -161,7 +169,11 @@ def check_received(
         not temperature or request.sampling.seed is not None,
         "a sampled request goes on with its seed only",
     )
-    num_sequences, indices = request.sampling.n, [told.index for told in request.received]
+    num_sequences, num_received = request.sampling.n, len(request.received)
+    require(
+        num_received <= num_sequences, f"{num_received} sequences received; n is {num_sequences}"
+    )
+    indices = [told.index for told in request.received]
     require(
         len(set(indices)) == len(indices) and all(0 <= index < num_sequences for index in indices),
         f"received is of sequences {indices}; n is {num_sequences}",
@@ -207,23 +219,24 @@ def resolve_max_tokens(
     max_model_len: int,
     specs: Sequence[PoolSpec],
     num_sequences: int,
+    *,
+    usual: int | None = None,
 ) -> int:
-    """As asked for, where it fits; absent: all that context and largest pool leave."""
+    """As asked for, where it fits; absent: all that context and largest pool leave, at most the
+    `usual` number."""
     if num_prompt + 1 > max_model_len:
-        raise PromptTooLong(
-            f"the prompt has {num_prompt} tokens; the model's context of {max_model_len} leaves "
-            "room for none to generate"
-        )
+        raise prompt_too_long(str(num_prompt), max_model_len)
     if asked is not None and num_prompt + asked > max_model_len:
-        raise InvalidRequest(
-            f"the prompt's {num_prompt} tokens and max_tokens {asked} are {num_prompt + asked}; "
-            f"the model's context is {max_model_len}"
+        raise PromptTooLong(
+            f"{context_length(max_model_len)} However, you requested {num_prompt + asked} tokens: "
+            f"the prompt's {num_prompt} and max_tokens {asked}"
         )
     pool = max(specs, key=lambda spec: spec.num_blocks * spec.block_size)
     num_shared = num_prompt // pool.block_size
     num_own = (pool.num_blocks - num_shared) // num_sequences
     room = (num_shared + num_own) * pool.block_size - num_prompt
-    max_tokens = min(max_model_len - num_prompt, max(room, 1)) if asked is None else asked
+    left = min(max_model_len - num_prompt, max(room, 1))
+    max_tokens = asked or (left if usual is None else min(left, usual))
     if problem := misfit(num_prompt, max_tokens, pool, num_sequences):
         raise PromptTooLong(problem)
     return max_tokens
@@ -239,6 +252,7 @@ def misfit(num_prompt: int, max_tokens: int, spec: PoolSpec, num_sequences: int)
         return ""
     times = f", {num_sequences} times," if num_sequences > 1 else ""
     return (
+        f"{context_length(spec.num_blocks * spec.block_size)} That is the room of its KV pool: "
         f"prompt ({num_prompt} tokens) and max_tokens ({max_tokens}){times} need {num_blocks} "
         f"blocks of {spec.block_size} tokens; the pool has {spec.num_blocks}"
     )

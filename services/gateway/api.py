@@ -1,9 +1,9 @@
 """What the gateway does, free of gRPC and HTTP: both front doors speak to `Generator` in these
 types."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.common.ticket import EarlyStopping, FinishReason
 
@@ -12,10 +12,15 @@ from services.common.ticket import EarlyStopping, FinishReason
 class ChatMessage:
     role: str
     content: str
+    name: str = ""
+    """For chat templates that know several speakers of a role; "" where it has none."""
 
 
 Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 """Text, token ids, or a conversation for the model's chat template."""
+
+TemplateArguments = Mapping[str, Any]
+"""What a client tells the chat template beside the messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,8 @@ class RequestedSampling:
     min_tokens: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    usual_tokens: int | None = None
+    """Most tokens where `max_tokens` is None; None: what context and pool leave."""
     beam: RequestedBeams | None = None
 
     @property
@@ -88,7 +95,9 @@ class GenerationRequest:
     """`request_id` is drawn when empty; `timeout_s` is what the client gave it, None for no
     deadline. `received`: what the client has of a call that broke, of each sequence of which it has
     anything; None: a new request. `resume_token`: the secret that a client needs to go on with the
-    request; a front door draws it when empty. `echo`: tell the prompt too."""
+    request; a front door draws it when empty. `echo`: tell the prompt too. `template_arguments`:
+    variables of the chat template. `running_usage`: every delta has the usage so far, not only the
+    last."""
 
     prompt: Prompt
     request_id: str = ""
@@ -100,12 +109,16 @@ class GenerationRequest:
     received: tuple[Received, ...] | None = None
     resume_token: str = ""
     echo: bool = False
+    template_arguments: TemplateArguments = field(default_factory=dict)
+    running_usage: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """`num_cached_tokens`: None where the client may not know."""
+
     num_prompt_tokens: int
-    num_cached_tokens: int
+    num_cached_tokens: int | None
     num_generated_tokens: int
     time_to_first_token_ms: float
     num_preemptions: int
@@ -147,7 +160,8 @@ class PromptReport:
 class Delta:
     """What a sequence gained. `text` has whole characters only and nothing of a stop string. The
     last delta of a sequence has its `finish_reason` and, where a stop ended it, `stopped_by`; the
-    last of the request has `usage`. `logprobs`: of each token, where asked for.
+    last of the request has `usage`, or each, where asked for. `logprobs`: of each token, where
+    asked for.
     `prompt`: in the request's first delta, where asked for. `score`: of a sequence that was chosen,
     the mean of its logprobs; of one that a beam search found, that search's."""
 

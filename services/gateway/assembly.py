@@ -59,6 +59,7 @@ async def assembled(
     silence_s: float = SILENCE_S,
     *,
     client_priority: bool = False,
+    report_cached_tokens: bool = False,
 ) -> AsyncIterator[Assembly]:
     """A gateway that follows the registry, until the block is left. What fails in the background
     (StoreLost) is raised in the block, as an exception group."""
@@ -80,6 +81,7 @@ async def assembled(
     gateway = Gateway(
         *(fleet, dispatcher, changes, figures, limits.patience_s),
         client_priority=client_priority,
+        report_cached_tokens=report_cached_tokens,
     )
     async with asyncio.TaskGroup() as tasks:
         mover = Mover(fleet, changes, limits.reserve_timeout_s)

@@ -59,6 +59,10 @@ class GatewaySettings(ServiceSettings):
     max_waiting: int = Field(
         default=1024, ge=1, description="requests in the queue; more are refused"
     )
+    report_cached_tokens: bool = Field(
+        default=False,
+        description="usage tells every client its cached tokens, not only one with a cache_salt",
+    )
     patience_s: float = Field(
         default=5.0, ge=0, description="how long a request waits while no worker can take any"
     )

@@ -38,6 +38,7 @@ class Gateway:
         patience_s: float = 5.0,
         *,
         client_priority: bool = False,
+        report_cached_tokens: bool = False,
     ) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
@@ -45,6 +46,7 @@ class Gateway:
         self._figures = figures
         self._patience_s = patience_s
         self._client_priority = client_priority
+        self._report_cached_tokens = report_cached_tokens
         self._turnstile = Turnstile()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
@@ -150,13 +152,19 @@ class Gateway:
         )
         output = kind(
             client_id(request.request_id),
-            Tally(len(request.prompt_token_ids), request.arrived_at),
+            Tally(
+                len(request.prompt_token_ids),
+                request.arrived_at,
+                # Under a salt that others have too, they would tell what others have sent.
+                reports_cached=self._report_cached_tokens or bool(request.cache_salt),
+            ),
             sequences,
             self._figures.meter(request.model),
             asyncio.get_running_loop().time,
             teller if tells_prompt else None,
             self._turnstile,
         )
+        output.tells_usage = asked.running_usage
         output.replay(request.received or ())
         return output
 

@@ -45,6 +45,8 @@ class Tally:
 
     num_prompt_tokens: int
     arrived_at: float
+    reports_cached: bool = True
+    """Whether the client may know `num_cached_tokens`."""
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
@@ -65,7 +67,7 @@ class Tally:
     def usage(self) -> Usage:
         return Usage(
             num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=self.num_cached_tokens,
+            num_cached_tokens=self.num_cached_tokens if self.reports_cached else None,
             num_generated_tokens=self.num_generated_tokens,
             time_to_first_token_ms=self.time_to_first_token_s * 1000,
             num_preemptions=self.num_preemptions,
@@ -92,6 +94,8 @@ class Output:
         """Those that have not ended."""
         self.finish_reason: FinishReason | None = None
         """Of the sequence that ended last, once all have."""
+        self.tells_usage = False
+        """With every delta, not only the last."""
         self._request_id = request_id
         self._turns = deque(sequences)
         """Those that its client is told of, in turn."""
@@ -227,7 +231,7 @@ class Output:
         is_last = not self.living and not any(
             other.has_news for other in self._turns if other is not sequence
         )
-        usage = self.tally.usage() if is_last else None
+        usage = self.tally.usage() if is_last or self.tells_usage else None
         delta = sequence.take(self._request_id, usage, self._told_prompt())
         if not self._num_unread:
             self.on_read()

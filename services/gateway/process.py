@@ -65,6 +65,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 settings.poll_s,
                 settings.silence_s,
                 client_priority=settings.client_priority,
+                report_cached_tokens=settings.report_cached_tokens,
             )
         )
         server, port = await _grpc_server(settings, assembly, stack)

@@ -27,6 +27,7 @@ from services.gateway.api import (
     Usage,
 )
 from services.gateway.identity import with_resume_token
+from services.gateway.prompts import check_num_messages
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
@@ -103,7 +104,8 @@ def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:
         case "token_ids":
             return tuple(message.token_ids.ids)
         case "chat":
-            return tuple(ChatMessage(m.role, m.content) for m in message.chat.messages)
+            check_num_messages(len(message.chat.messages))
+            return tuple(ChatMessage(m.role, m.content, m.name) for m in message.chat.messages)
     raise InvalidRequest("no input: one of text, token_ids and chat is needed")
 
 

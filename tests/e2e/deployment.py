@@ -101,7 +101,7 @@ def start(model: Path | str, tmp_path: Path, *args: str, num_gateways: int = 1) 
     log = tmp_path / "serve.log"
     command = [sys.executable, "-m", "quire.cli", "serve", "--model", str(model), "--threads", "1"]
     command += ["--grpc-port", str(grpc_port), "--http-port", str(http_port)]
-    command += ["--run-root", str(run_root), *args]
+    command += ["--run-root", str(run_root), "--report-cached-tokens", *args]
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     addresses = ",".join(f"127.0.0.1:{grpc_port + index}" for index in range(num_gateways))

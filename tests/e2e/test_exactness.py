@@ -148,7 +148,7 @@ async def test_with_cached_prompts(client: AsyncClient, alone: Answers) -> None:
         assert await prefix_hits(client) - before == num_blocks
         for name, answer in answers.items():
             tells_prompt = STRATEGIES[name].prompt_logprobs is not None  # which it has to compute
-            assert (answer.usage.num_cached_tokens > 0) != tells_prompt
+            assert bool(answer.usage.num_cached_tokens) != tells_prompt
         await quiet(client)
 
 

@@ -103,7 +103,7 @@ async def test_streams_go_on_when_redis_loses_everything(
         lose(server)
     completion = await client.complete(PROMPTS[0], GREEDY, timeout_s=LIMIT_S)
     assert list(completion.token_ids) == expected[0]
-    assert completion.usage.num_cached_tokens >= 32
+    assert (completion.usage.num_cached_tokens or 0) >= 32
     await quiet(client)
     assert pids(deployment) == before
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from quire.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from services.common import errors
@@ -203,12 +204,29 @@ async def test_health_follows_set_serving() -> None:
     await server.stop()
 
 
-async def test_reflection_lists_the_services(start: Start) -> None:
+REFLECTION = "grpc.reflection.{}.ServerReflection"
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_tells_of_the_services(start: Start, version: str) -> None:
+    """In both versions, whose messages are the same; of itself too."""
     channel = await start(Inference())
-    call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+    ask: Any = channel.stream_stream(
+        f"/{REFLECTION.format(version)}/ServerReflectionInfo",
+        reflection_pb2.ServerReflectionRequest.SerializeToString,
+        reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    call = ask()
     await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
     names = {service.name for service in (await read(call)).list_services_response.service}
-    assert {SERVICE, "quire.v1.Prefill", "grpc.health.v1.Health"} <= names
+    both = {REFLECTION.format("v1"), REFLECTION.format("v1alpha")}
+    assert {SERVICE, "quire.v1.Prefill", "grpc.health.v1.Health", *both} <= names
+    for name in (SERVICE, *both):
+        request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=name)
+        await call.write(request)
+        (file, *_) = (await read(call)).file_descriptor_response.file_descriptor_proto
+        descriptor = descriptor_pb2.FileDescriptorProto.FromString(file)
+        assert f"{descriptor.package}.{descriptor.service[0].name}" == name
     call.cancel()
 
 

@@ -80,7 +80,7 @@ def test_the_most_specific_class_decides() -> None:
         pass
 
     assert fault_of(EmptyPrompt("empty")) is FAULTS[domain.InvalidRequest]
-    assert failure_of(domain.PromptTooLong("long")).code == "prompt_too_long"
+    assert failure_of(domain.PromptTooLong("long")).code == "context_length_exceeded"
 
 
 def test_an_error_of_ours_is_logged_and_hidden() -> None:

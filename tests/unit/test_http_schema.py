@@ -87,6 +87,7 @@ def test_every_field_arrives() -> None:
                 include_stop_str_in_output=True,
                 skip_special_tokens=False,
                 n=2,
+                usual_tokens=16,
             ),
             priority=-3,
             cache_salt="s",
@@ -97,7 +98,8 @@ def test_every_field_arrives() -> None:
 def test_null_is_as_good_as_absent() -> None:
     names = CompletionBody.model_fields.keys() - {"prompt"}
     body = CompletionBody.model_validate({"prompt": "Hi", **dict.fromkeys(names)})
-    assert body.requests("r") == [GenerationRequest("Hi", "r")]
+    sampling = RequestedSampling(usual_tokens=16)
+    assert body.requests("r") == [GenerationRequest("Hi", "r", sampling=sampling)]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +130,23 @@ def test_content_is_text_or_text_parts() -> None:
     assert chat(messages=[{"role": "user", "content": parts}]).prompt == (
         ChatMessage("user", "Hi\nthere"),
     )
+
+
+def test_a_message_may_have_a_name_and_no_content() -> None:
+    messages = [{"role": "user", "content": None, "name": "Ann"}]
+    assert chat(messages=messages).prompt == (ChatMessage("user", "", "Ann"),)
+
+
+def test_a_chat_template_gets_its_arguments() -> None:
+    kwargs = {"enable_thinking": False, "style": ["short"]}
+    given = chat(chat_template_kwargs=kwargs, reasoning_effort="low").template_arguments
+    assert given == {**kwargs, "reasoning_effort": "low"}
+    assert chat().template_arguments == {}
+
+
+def test_a_text_completion_has_16_tokens_unless_it_says_how_many() -> None:
+    assert CompletionBody.model_validate({"prompt": "Hi"}).usual_tokens == 16
+    assert chat().sampling.usual_tokens is None
 
 
 def test_an_answer_can_be_sent_back_as_a_message() -> None:
@@ -161,7 +180,9 @@ def test_the_limit_has_two_names(limits: dict[str, int], max_tokens: int | None)
         {"echo": False, "spaces_between_special_tokens": True},
         {"spaces_between_special_tokens": False},
         {"logit_bias": {}, "tools": [], "tool_choice": "none", "parallel_tool_calls": True},
-        {"response_format": {"type": "text"}, "metadata": None, "store": False},
+        {"response_format": {"type": "text"}, "metadata": {"run": "1"}, "store": True},
+        {"prompt_cache_key": "k", "service_tier": "flex", "safety_identifier": "s", "user": "u"},
+        {"stream_options": None, "reasoning_effort": None, "chat_template_kwargs": None},
     ],
 )
 def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
@@ -187,6 +208,13 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
         ({"skip_special_tokens": 1}, "skip_special_tokens: Input should be a valid boolean"),
         ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
         ({"tempratur": 1}, "tempratur is not supported"),
+        ({"reasoning_effort": "most"}, "reasoning_effort: Input should be 'none', "),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs: Input should be a valid dictionary"),
+        ({"metadata": "x"}, "metadata: Input should be a valid dictionary"),
+        (
+            {"messages": [{**USER[0], "name": 7}]},
+            "messages[0].name: Input should be a valid string",
+        ),
         ({"temperature": "hot"}, "temperature: Input should be a valid number"),
         ({"temperature": True}, "temperature: Input should be a valid number"),
         ({"max_tokens": 1.5}, "max_tokens: Input should be a valid integer"),
@@ -203,7 +231,7 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
         ({"messages": [{"role": "user"}]}, "messages[0].content: Field required"),
         ({"messages": [{"role": "", "content": ""}]}, "messages[0].role: String should have"),
         (
-            {"messages": [*USER, {"role": "user", "content": None}]},
+            {"messages": [*USER, {"role": "user", "content": 7}]},
             "messages[1].content: must be text or a list of text parts",
         ),
         (
@@ -281,7 +309,7 @@ async def test_every_wrong_field_is_named() -> None:
         b'{"prompt": "a", "temperature": NaN}',
         b'{"prompt": "a", "temperature": -Infinity}',
         b'{"prompt": "\\ud800"}',
-        b"[" * 100_000,
+        b"[" * 60_000,
     ],
 )
 async def test_what_is_no_json_object_is_refused(body: bytes) -> None:

@@ -46,6 +46,8 @@ def test_priorities_are_refused_unless_they_are_asked_for() -> None:
         for asked in (False, True)
     ]
     assert [each.get("QUIRE_GATEWAY_CLIENT_PRIORITY") for each in settings] == [None, "true"]
+
+
 def test_a_port_of_a_role_is_that_of_its_first_member(monkeypatch: pytest.MonkeyPatch) -> None:
     """0 is any free port for each; what a flag says goes before."""
     monkeypatch.setenv("QUIRE_DECODE_METRICS_PORT", "9092")
@@ -71,6 +73,13 @@ def test_a_port_of_a_role_is_that_of_its_first_member(monkeypatch: pytest.Monkey
         "gateway": ["GATEWAY_PORT=7000", "GATEWAY_HTTP_PORT=8000", "GATEWAY_METRICS_PORT=9200"],
         "gateway-2": ["GATEWAY_PORT=7001", "GATEWAY_HTTP_PORT=8001", "GATEWAY_METRICS_PORT=9201"],
     }
+
+
+def test_cached_tokens_are_reported_where_that_is_asked_for() -> None:
+    name = "QUIRE_GATEWAY_REPORT_CACHED_TOKENS"
+    assert name not in topology.services(options(), RUN)[-1].environment
+    asked = options(report_cached_tokens=True)
+    assert topology.services(asked, RUN)[-1].environment[name] == "true"
 
 
 def test_the_embedded_store_is_for_this_run_alone() -> None:

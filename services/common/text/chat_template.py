@@ -17,6 +17,9 @@ from services.common.text.tokenizer import TOKENIZER_CONFIG_FILE, read_tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 
+_RESERVED = ("chat_template", "continue_final_message", "conversation", "self", "tokenize")
+"""Parameters of transformers' `apply_chat_template` that are no variables, and jinja2's own."""
+
 
 @dataclass(frozen=True)
 class ChatTemplate:
@@ -39,21 +42,30 @@ class ChatTemplate:
             raise StartupError(f"the chat template is not valid: {error}") from error
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt of a conversation of `{"role": ..., "content": ...}`; special tokens are in
-        it, so encode it without adding more.
+        it, so encode it without adding more. `arguments`: variables that a client sets.
 
-        InvalidRequest: the template does not accept these messages.
+        InvalidRequest: the template does not accept these messages, or a client may not set one of
+        the variables.
         """
+        given = {
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self.special_tokens,
+        }
+        for name in arguments or {}:
+            if name in given or name in _RESERVED or name in self._template.globals:
+                raise InvalidRequest(f"chat_template_kwargs: {name!r} is not for clients to set")
         try:
-            return self._template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
-            )
+            return self._template.render(**given, **(arguments or {}))
         # A template is a program, and a client's messages may bring it to any error there is.
         except Exception as error:
             raise InvalidRequest(f"the chat template refuses the messages: {error}") from error

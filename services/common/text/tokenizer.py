@@ -1,7 +1,7 @@
 """A checkpoint's tokenizer: text to token ids, and the tables that token ids become text by."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,9 +9,10 @@ from typing import Any, Self
 
 import tokenizers
 
-from services.common.errors import InvalidRequest, StartupError
+from services.common.errors import StartupError
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.pieces import Pieces, check_decoder, pieces_of, special_token_ids
+from services.common.text.special_tokens import SpecialTokens, encoding_of
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -33,7 +34,7 @@ class Tokenizer:
     def from_directory(cls, directory: Path) -> Self:
         """StartupError: tokenizer.json is missing, broken, or of a kind that cannot be streamed."""
         tokenizer = cls(read_tokenizer(directory), special_tokens(directory))
-        _ = tokenizer.pieces  # computed now, not at the first request
+        _ = tokenizer.pieces, tokenizer.special  # computed now, not at the first request
         return tokenizer
 
     @cached_property
@@ -47,19 +48,34 @@ class Tokenizer:
         return self.all_pieces.without(special_token_ids(self._tokenizer))
 
     @cached_property
+    def special(self) -> SpecialTokens:
+        return SpecialTokens(self._tokenizer)
+
+    @cached_property
     def all_pieces(self) -> Pieces:
         return pieces_of(self._tokenizer)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """In bytes of its text: no token stands for more characters."""
+        return max((len(piece) for piece in self.all_pieces.following if piece), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of `text`. A rendered chat has its special tokens already: False there.
 
         InvalidRequest: the text holds lone surrogates.
         """
-        try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except (TypeError, UnicodeEncodeError) as error:
-            raise InvalidRequest("the text is not valid Unicode: a lone surrogate") from error
+        encoding = encoding_of(self._tokenizer, text, add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
+
+    def encode_chat(self, text: str, hidden: Mapping[str, str]) -> tuple[int, ...]:
+        """Token ids of a rendered chat, with what `special.hide` has hidden in its messages.
+
+        InvalidRequest.
+        """
+        if hidden:
+            return self.special.encode(text, hidden)
+        return self.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence; to stream one, see `detokenizer`."""

@@ -1,7 +1,7 @@
 """What the generator's deltas become: one answer, or a stream of its parts."""
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -31,6 +31,8 @@ class Asked:
     num_prompt_logprobs: int | None = None
     usage_in_stream: bool = False
     """As a part of its own; one answer always has it."""
+    usage_in_parts: bool = False
+    """And in each part, so far."""
     echo: bool = False
     """The text begins with the prompt's."""
     only_prompt: bool = False
@@ -73,14 +75,14 @@ class Answer:
 
     async def parts(self, deltas: Deltas) -> AsyncGenerator[JSON, None]:
         """Each delta as a part of the answer, as it comes."""
-        usages: list[Usage] = []
-        openings = self._openings()
+        usages: dict[int, Usage] = {}
         prompts: dict[int, PromptReport] = {}
         num_echoed: dict[int, int] = {}
         async with aclosing(deltas):
             async for number, delta in deltas:
-                for part in openings:
-                    yield part
+                if not num_echoed:
+                    for part in self._openings(delta.usage):
+                        yield part
                 if delta.prompt is not None:
                     prompts[number] = delta.prompt
                 index, gained = self._index(number, delta), Transcript()
@@ -88,23 +90,24 @@ class Answer:
                 gained.prompt = None if index in num_echoed else prompts.get(number)
                 num_echoed.setdefault(index, self._num_echoed(gained.prompt))
                 said = self._choice(index, gained, self.dialect.gained, num_echoed[index])
-                yield self._part([said])
                 if delta.usage is not None:
-                    usages.append(delta.usage)
+                    usages[number] = delta.usage
+                yield self._part([said], usages.values())
         if self.asked.usage_in_stream:
-            yield {**self._part([]), "usage": self._usage(usages)}
+            yield {**self._part([]), "usage": self._usage(usages.values())}
 
     def _index(self, number: int, delta: Delta) -> int:
         return number * self.choices_per_prompt + delta.index
 
-    def _openings(self) -> Iterator[JSON]:
-        """What a stream begins with, once there is a first delta."""
+    def _openings(self, first: Usage | None) -> Iterator[JSON]:
+        """What a stream begins with, once there is a first delta, with its usage."""
         opening = self.dialect.opening()
         if opening is None:
             return
         for index in range(self.num_prompts * self.choices_per_prompt):
             if index not in self.asked.begun:
-                yield self._part([choice(index, opening, None, self._ids([]), None)])
+                usages = () if first is None else (replace(first, num_generated_tokens=0),)
+                yield self._part([choice(index, opening, None, self._ids([]), None)], usages)
 
     def _choice(
         self, index: int, told: Transcript, say: Callable[[str], JSON], num_echoed: int
@@ -138,14 +141,16 @@ class Answer:
             told = None if prompt is None else prompt_logprobs(prompt, num_top)
             place["prompt_logprobs"] = told
 
-    def _usage(self, usages: Sequence[Usage]) -> JSON:
+    def _usage(self, usages: Iterable[Usage]) -> JSON:
         if self.asked.only_prompt:
             usages = [replace(usage, num_generated_tokens=0) for usage in usages]
         return usage_of(usages)
 
-    def _part(self, choices: list[JSON]) -> JSON:
+    def _part(self, choices: list[JSON], usages: Iterable[Usage] = ()) -> JSON:
         part = self.envelope.around(self.dialect.chunk_kind, choices)
-        return {**part, "usage": None} if self.asked.usage_in_stream else part
+        if not self.asked.usage_in_stream:
+            return part
+        return {**part, "usage": self._usage(usages) if self.asked.usage_in_parts else None}
 
     def _ids(self, token_ids: list[int]) -> list[int] | None:
         return list(token_ids) if self.asked.token_ids else None

@@ -100,6 +100,7 @@ class _Endpoints:
                 num_logprobs=body.num_logprobs,
                 num_prompt_logprobs=body.prompt_logprobs,
                 usage_in_stream=body.include_usage,
+                usage_in_parts=body.running_usage,
                 echo=body.echoes,
                 only_prompt=body.only_prompt,
                 begun={told.index for told in body.received or ()},

@@ -1,6 +1,8 @@
-"""Reads a request's body: strict JSON, every field checked and every mistake named. How large it
-may be is for `services.gateway.http.bodies`."""
+"""Reads a request's body: strict JSON, its counts bounded, all fields checked and the first
+mistakes named. How large it may be is for `services.gateway.http.bodies`."""
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -8,9 +10,17 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from services.common.errors import InvalidRequest
+from services.gateway.http.bounds import check_counts
 from services.gateway.http.failures import InvalidField
 
 _MAX_PROBLEMS = 5
+
+_SMALL_BYTES = 1 << 16
+"""A body up to here is parsed within a millisecond or two, whatever it contains."""
+
+# One thread: large bodies are parsed one after another, so that their objects are there once and
+# the event loop competes with one thread for the interpreter's lock.
+_parsing = ThreadPoolExecutor(1, thread_name_prefix="parse")
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -18,7 +28,21 @@ M = TypeVar("M", bound=BaseModel)
 async def read_body(request: Request, model: type[M]) -> M:
     """InvalidRequest names what is wrong."""
     # Not `request.body()`, which keeps it as long as the answer takes.
-    fields = _parsed(b"".join([part async for part in request.stream()]))
+    content = b"".join([part async for part in request.stream()])
+    if len(content) <= _SMALL_BYTES:
+        return _validated(content, model)
+    return await asyncio.get_running_loop().run_in_executor(
+        _parsing, _validated_within_bounds, content, model
+    )
+
+
+def _validated_within_bounds(content: bytes, model: type[M]) -> M:
+    check_counts(content)
+    return _validated(content, model)
+
+
+def _validated(content: bytes, model: type[M]) -> M:
+    fields = _parsed(content)
     try:
         return model.model_validate(fields)
     except ValidationError as error:

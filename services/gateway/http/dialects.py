@@ -131,9 +131,10 @@ def usage_of(usages: Iterable[Usage]) -> JSON:
     usages = tuple(usages)
     num_prompt = sum(usage.num_prompt_tokens for usage in usages)
     num_generated = sum(usage.num_generated_tokens for usage in usages)
+    cached = [usage.num_cached_tokens for usage in usages if usage.num_cached_tokens is not None]
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
-        "prompt_tokens_details": {"cached_tokens": sum(u.num_cached_tokens for u in usages)},
+        "prompt_tokens_details": {"cached_tokens": sum(cached)} if cached else None,
     }

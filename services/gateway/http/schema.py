@@ -6,25 +6,28 @@ gRPC and HTTP alike.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
-from services.common.ticket import EarlyStopping, FinishReason
+from services.common.ticket import EarlyStopping
 from services.gateway.api import (
-    ChatMessage,
     GenerationRequest,
     Prompt,
-    Received,
     RequestedBeams,
     RequestedSampling,
 )
-from services.gateway.http.inert import without_inert
+from services.gateway.http.fields import (
+    Body,
+    Integers,
+    Messages,
+    ReceivedBody,
+    StreamOptions,
+    Strings,
+    biases_of,
+    optional_tuple,
+    prompts,
+    texts,
+    unless_false,
+)
 
 _BEAM_FIELDS: dict[str, object] = {
     "beam_width": 1,
@@ -39,66 +42,13 @@ _EARLY_STOPPING = {
     "never": EarlyStopping.WHEN_IMPOSSIBLE,
 }
 
-MAX_PROMPTS = 128
-"""Prompts of one body; each is a request of its own."""
+USUAL_TOKENS = 16
+"""Of a text completion without max_tokens, as OpenAI has it."""
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_inert(cls, fields: Any) -> Any:
-        return without_inert(fields, cls.model_fields) if isinstance(fields, dict) else fields
-
-
-class StreamOptions(_Body):
-    include_usage: bool | None = None
-
-
-class ReceivedBody(_Body):
-    """What the client has got of one choice, with the end if it has that."""
-
-    index: int
-    token_ids: list[int]
-    finish_reason: Literal["stop", "length"] | None = None
-
-    def told(self) -> Received:
-        finish = None if self.finish_reason is None else FinishReason(self.finish_reason)
-        return Received(self.index, tuple(self.token_ids), finish)
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError("must be a string or a list of strings")
-    return tuple(texts)
-
-
-def _biases(value: Any) -> tuple[tuple[int, float], ...]:
-    """By rising token id; JSON's keys are strings."""
-    biases = {} if value is None else value
-    if not isinstance(biases, dict) or any(
-        isinstance(bias, bool) or not isinstance(bias, int | float) for bias in biases.values()
-    ):
-        raise ValueError("must be an object of token ids and numbers")
-    for token_id in biases:
-        if not token_id.isdecimal():
-            raise ValueError(f"{token_id!r} is not a token id")
-    try:
-        return tuple(sorted((int(token_id), float(bias)) for token_id, bias in biases.items()))
-    except OverflowError as error:
-        raise ValueError("a bias is too large") from error
-
-
-def _tuple(values: list[int] | None) -> tuple[int, ...] | None:
-    return None if values is None else tuple(values)
-
-
-class GenerationBody(_Body):
-    """What both bodies have. `user` is accepted, and used for nothing."""
+class GenerationBody(Body):
+    """What both bodies have. `metadata` to `user` are notes to a provider, accepted as vLLM accepts
+    them, and used for nothing."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -106,16 +56,22 @@ class GenerationBody(_Body):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: Annotated[tuple[str, ...], PlainValidator(_texts)] = ()
+    stop: Annotated[tuple[str, ...], PlainValidator(texts)] = ()
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(_biases)] = ()
+    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(biases_of)] = ()
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
     user: str | None = None
 
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Integers | None = None
+    bad_words: Strings | None = None
     beam_width: int | None = None
     best_of: int | None = None
     cache_salt: str | None = None
@@ -127,13 +83,13 @@ class GenerationBody(_Body):
     min_tokens: int | None = None
     priority: int | None = None
     prompt_logprobs: int | None = None
-    received: list[ReceivedBody] | None = None
+    received: Annotated[list[ReceivedBody], Field(fail_fast=True)] | None = None
     repetition_penalty: float | None = None
     request_id: str | None = None
     resume_token: str | None = None
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Integers | None = None
     top_k: int | None = None
     use_beam_search: bool | None = None
 
@@ -179,9 +135,20 @@ class GenerationBody(_Body):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def running_usage(self) -> bool:
+        """Whether every part of a stream has the usage so far."""
+        options = self.stream_options
+        return self.include_usage and bool(options and options.continuous_usage_stats)
+
+    @property
     def most_tokens(self) -> int | None:
         """Most tokens to generate, as asked for."""
         return self.max_tokens
+
+    @property
+    def usual_tokens(self) -> int | None:
+        """Most tokens where nothing is asked for; None: what context and pool leave."""
+        return None
 
     @property
     def num_choices(self) -> int:
@@ -205,6 +172,11 @@ class GenerationBody(_Body):
         return False
 
     @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        return {}
+
+    @property
     def only_prompt(self) -> bool:
         """Whether nothing that is generated is told."""
         return False
@@ -226,6 +198,7 @@ class GenerationBody(_Body):
                 min_p=self.min_p,
                 seed=self.seed,
                 max_tokens=self.most_tokens,
+                usual_tokens=self.usual_tokens,
                 stop=self.stop,
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 ignore_eos=bool(self.ignore_eos),
@@ -237,7 +210,7 @@ class GenerationBody(_Body):
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
                 logit_bias=self.logit_bias,
-                allowed_token_ids=_tuple(self.allowed_token_ids),
+                allowed_token_ids=optional_tuple(self.allowed_token_ids),
                 bad_words=tuple(self.bad_words or ()),
                 min_tokens=self.min_tokens,
                 include_stop_str_in_output=bool(self.include_stop_str_in_output),
@@ -249,6 +222,8 @@ class GenerationBody(_Body):
             received=None if self.received is None else tuple(r.told() for r in self.received),
             resume_token=self.resume_token or "",
             echo=self.echoes,
+            template_arguments=self.template_arguments,
+            running_usage=self.running_usage,
         )
 
     def _beams(self) -> RequestedBeams | None:
@@ -259,33 +234,9 @@ class GenerationBody(_Body):
         return RequestedBeams(next(widths, 1), self.length_penalty, early_stopping)
 
 
-def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, list) and _are_token_ids(value):
-        return (tuple(value),)
-    if not isinstance(value, list) or not all(
-        isinstance(prompt, str) or _are_token_ids(prompt) for prompt in value
-    ):
-        raise ValueError("must be text, token ids, or a list of either")
-    if len(value) > MAX_PROMPTS:
-        raise ValueError(f"{len(value)} prompts, at most {MAX_PROMPTS}")
-    return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in value)
-
-
-def _unless_false(value: Any) -> Any:
-    """In a chat it is a flag; standard clients send an idle one here too."""
-    return None if value is False else value
-
-
-def _are_token_ids(value: Any) -> bool:
-    """An empty list is an empty prompt."""
-    return isinstance(value, list) and all(type(token_id) is int for token_id in value)
-
-
 class CompletionBody(GenerationBody):
-    prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(_prompts)]
-    logprobs: Annotated[int | None, BeforeValidator(_unless_false)] = None
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(prompts)]
+    logprobs: Annotated[int | None, BeforeValidator(unless_false)] = None
     echo: bool | None = None
 
     @model_validator(mode="after")
@@ -319,6 +270,10 @@ class CompletionBody(GenerationBody):
         return 1 if self.only_prompt else self.max_tokens
 
     @property
+    def usual_tokens(self) -> int | None:
+        return USUAL_TOKENS
+
+    @property
     def asked_prompt_logprobs(self) -> int | None:
         """An echoed token has logprobs like a generated one."""
         of_echo = self.logprobs if self.echoes else None
@@ -335,34 +290,13 @@ class CompletionBody(GenerationBody):
         ]
 
 
-def _content(value: Any) -> str:
-    """Text, or parts of type text, which are lines."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be text or a list of text parts")
-    return "\n".join(map(_part, value))
-
-
-def _part(part: Any) -> str:
-    match part:
-        case {"type": "text", "text": str(text), **others} if not others:
-            return text
-        case {"type": str(kind)} if kind != "text":
-            raise ValueError(f"content parts of type {kind!r} are not supported, only 'text'")
-    raise ValueError('a text part is {"type": "text", "text": "..."}')
-
-
-class MessageBody(_Body):
-    role: str = Field(min_length=1)
-    content: Annotated[str, PlainValidator(_content)]
-
-
 class ChatBody(GenerationBody):
-    messages: list[MessageBody]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
     @model_validator(mode="after")
     def _chats_are_not_chosen_from(self) -> Self:
@@ -381,6 +315,13 @@ class ChatBody(GenerationBody):
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        effort = (
+            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        )
+        return {**effort, **(self.chat_template_kwargs or {})}
+
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
         if None not in (both := (self.max_tokens, self.max_completion_tokens)) and (
@@ -394,5 +335,5 @@ class ChatBody(GenerationBody):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def requests(self, request_id: str) -> list[GenerationRequest]:
-        messages = tuple(ChatMessage(message.role, message.content) for message in self.messages)
+        messages = tuple(message.message() for message in self.messages)
         return [self.request(messages, request_id)]

@@ -66,7 +66,8 @@ def write_model(directory: Path) -> None:
         "eos_token_id": 0,
     }
     (directory / "config.json").write_text(json.dumps(config))
-    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    said = "{% if m.name %}{{ m.name }}@{% endif %}{{ m.role }}:{{ m.content }}{{ mark }};"
+    template = "{% for m in messages %}" + said + "{% endfor %}"
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 
@@ -88,6 +89,7 @@ class House:
     figures: CollectorRegistry = field(default_factory=CollectorRegistry)
     silence_s: float = 5.0
     client_priority: bool = True
+    report_cached_tokens: bool = True
     assembly: Assembly = field(init=False)
 
     @property
@@ -118,6 +120,7 @@ class House:
                 poll_s=0.01,
                 silence_s=self.silence_s,
                 client_priority=self.client_priority,
+                report_cached_tokens=self.report_cached_tokens,
             )
         )
 
@@ -225,9 +228,15 @@ async def make_house(model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
             *workers: FakePrefill | FakeDecode,
             silence_s: float = 5.0,
             client_priority: bool = True,
+            report_cached_tokens: bool = True,
             **limits: Any,
         ) -> House:
-            house = House(model_dir, stack, silence_s=silence_s, client_priority=client_priority)
+            house = House(
+                *(model_dir, stack),
+                silence_s=silence_s,
+                client_priority=client_priority,
+                report_cached_tokens=report_cached_tokens,
+            )
             await house.open(Limits(**limits))
             await house.add(*workers)
             return house

@@ -31,7 +31,9 @@ from services.common.rpc import RpcServer, from_rpc_error, open_channel
 from services.common.version import PROTOCOL_VERSION
 from services.gateway import admission, output
 from services.gateway.api import ChatMessage, GenerationRequest, RequestedSampling
+from services.gateway.prompts import MAX_MESSAGES
 from services.gateway.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
+from services.gateway.service import SERVICE_NAME
 from tests.secret import SECRET, guard
 
 from .conftest import PROMPT, SPEC, Call, asked, until
@@ -74,7 +76,10 @@ async def refused(house: Any, request: GenerationRequest) -> Exception:
         ({"seed": 1 << 64}, "seed is 18446744073709551616"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": -5}, "max_tokens is -5"),
-        ({"max_tokens": 4096 - len(PROMPT) + 1}, "the model's context is 4096"),
+        (
+            {"max_tokens": 4096 - len(PROMPT) + 1},
+            "maximum context length is 4096 tokens. However, you requested 4097",
+        ),
         ({"stop": ("",)}, "a stop string is empty"),
         ({"stop": ("x",) * 65}, "65 stop strings"),
         ({"stop": ("x" * 1025,)}, "1025 characters"),
@@ -166,6 +171,14 @@ async def test_a_prompt_of_ten_megabytes_is_refused_and_the_loop_goes_on(house: 
     assert longest_s < 1.0
 
 
+async def test_a_chat_that_fits_no_context_is_refused_before_it_is_rendered(house: Any) -> None:
+    """No token of this model stands for more than one character."""
+    house.assembly.fleet.served("toy").model.chat_template.__dict__["_template"] = None
+    prompt = (ChatMessage("user", "<" * 3000), ChatMessage("user", "<" * 3000))
+    with pytest.raises(PromptTooLong, match="more than 4096 tokens"):
+        await Call(house.gateway, asked("r", prompt=prompt)).result()
+
+
 async def test_what_can_never_fit_the_pool_is_told_the_numbers(make_house: Any) -> None:
     house = await make_house(FakePrefill(max_model_len=8192), FakeDecode(max_model_len=8192))
     error = await refused(house, asked("r", max_tokens=POOL_TOKENS - len(PROMPT) + 1))
@@ -186,6 +199,47 @@ async def test_an_absent_max_tokens_is_what_context_and_pool_leave(
     await call.cancel()
 
 
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(10, 16), (4090, 6)])
+async def test_an_absent_max_tokens_may_have_a_usual_number(
+    make_house: Any, num_prompt: int, max_tokens: int
+) -> None:
+    """Less, where the context leaves less."""
+    prefill = FakePrefill()
+    house = await make_house(prefill, FakeDecode())
+    prefill.holds = True
+    prompt, sampling = (65,) * num_prompt, {"usual_tokens": 16}
+    call = Call(house.gateway, asked(max_tokens=None, prompt=prompt, sampling=sampling))
+    await until(lambda: bool(prefill.held))
+    assert prefill.held[0][1].sampling.max_tokens == max_tokens
+    await call.cancel()
+
+
+async def test_too_many_messages_are_refused_before_they_are_looked_at(house: Any) -> None:
+    stub = await house.serve()
+    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage()] * (MAX_MESSAGES + 1))
+    with pytest.raises(aio.AioRpcError, match=f"at most {MAX_MESSAGES}"):
+        await stub.Generate(inference_pb2.GenerateRequest(chat=chat)).read()
+    hostile = b"\x2a\x80\x80\x80\x06" + b"\x0a\x00" * (6 << 20)
+    channel = open_channel(await house.listen())
+    house.stack.push_async_callback(channel.close)
+    call: Any = channel.unary_stream(f"/{SERVICE_NAME}/Generate")
+    with pytest.raises(aio.AioRpcError, match="more than 65536 fields") as error:
+        await call(hostile).read()
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_template_gets_what_its_client_tells_it(house: Any) -> None:
+    """Names, and variables that are not the template's own."""
+    told = ChatMessage("user", "hi", "Ann")
+    call = Call(house.gateway, asked("a", prompt=(told,), template_arguments={"mark": "!"}))
+    last = await call.result()
+    assert last.usage is not None
+    assert last.usage.num_prompt_tokens == len("Ann@user:hi!;")
+    for name in ("messages", "add_generation_prompt", "range", "raise_exception", "tokenize"):
+        request = asked("b", prompt=(told,), template_arguments={name: 1})
+        assert f"'{name}' is not for clients to set" in str(await refused(house, request))
+
+
 async def test_an_absent_seed_is_drawn_and_a_given_one_kept(house: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(secrets, "randbits", lambda bits: bits)
     prefill = FakePrefill("prefill-2")
@@ -203,7 +257,7 @@ async def test_what_fits_no_pool_any_more_is_told_so_and_holds_nobody_up(
 ) -> None:
     """It was admitted for a pool that is gone since."""
     with monkeypatch.context() as before:
-        before.setattr(admission, "resolve_max_tokens", lambda *_: POOL_TOKENS)
+        before.setattr(admission, "resolve_max_tokens", lambda *_, usual: POOL_TOKENS)
         with pytest.raises(PromptTooLong, match="the pool has"):
             await Call(house.gateway, asked()).result()
     await Call(house.gateway, asked("next")).result()
@@ -316,12 +370,12 @@ async def test_text_and_chat_are_tokenized_as_the_model_has_it(house: Any) -> No
         (
             inference_pb2.GenerateRequest(text="x", model="nope"),
             grpc.StatusCode.NOT_FOUND,
-            "unknown_model",
+            "model_not_found",
         ),
         (
             inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1] * 5000)),
             grpc.StatusCode.INVALID_ARGUMENT,
-            "prompt_too_long",
+            "context_length_exceeded",
         ),
     ],
 )

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from blockstore.registry import Load
-from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
+from quire.v1 import decode_pb2, inference_pb2, prefill_pb2, worker_pb2
 from services.common.errors import QueueFull
 from services.common.ticket import FinishReason
 
@@ -89,6 +89,26 @@ async def test_cached_tokens_are_those_of_the_first_prefill(make_house: Any) -> 
     last = await call.result()
     assert last.usage is not None
     assert last.usage.num_cached_tokens == 3
+
+
+async def test_cached_tokens_are_reported_only_to_a_client_with_a_salt(make_house: Any) -> None:
+    """Among requests that share prefixes they would tell what others have sent. The gateway's own
+    figures have them in any case."""
+    prefill = FakePrefill()
+    house = await make_house(prefill, FakeDecode(), report_cached_tokens=False)
+    prefill.num_cached = 3
+    for request_id, salt, reported in (("r1", "", None), ("r2", "my own", 3)):
+        last = await Call(house.gateway, asked(request_id, cache_salt=salt)).result()
+        assert last.usage is not None
+        assert last.usage.num_cached_tokens == reported
+    labels = {"model_name": "toy"}
+    assert house.figures.get_sample_value("quire:prompt_tokens_cached_total", labels) == 6
+    stub = await house.serve()
+    for salt in ("", "my own"):
+        request = inference_pb2.GenerateRequest(text="hello", cache_salt=salt)
+        request.sampling.max_tokens = 2
+        usage = [response.usage async for response in stub.Generate(request)][-1]
+        assert usage.HasField("num_cached_tokens") == bool(salt)
 
 
 async def test_a_stale_ticket_is_computed_again(make_house: Any) -> None:

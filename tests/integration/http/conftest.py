@@ -36,6 +36,7 @@ class FakeGenerator:
         self.paused = asyncio.Event()
         self.closed = asyncio.Event()
         self.is_ready = True
+        self.num_cached_tokens: int | None = 4
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         self.requests.append(request)
@@ -58,6 +59,9 @@ class FakeGenerator:
 
     def _delta(self, request: GenerationRequest, position: int, text: str, index: int) -> Delta:
         n, last = request.sampling.n, position == len(TEXTS) - 1
+        is_end = last and index == n - 1
+        num_generated = n * position + index + 1
+        usage = Usage(7, self.num_cached_tokens, num_generated, 1.5, 0)
         return Delta(
             request.request_id,
             index,
@@ -65,7 +69,7 @@ class FakeGenerator:
             text,
             FinishReason.STOP if last else None,
             "END" if last else None,
-            Usage(7, 4, n * len(TEXTS), 1.5, 0) if last and index == n - 1 else None,
+            usage if is_end or request.running_usage else None,
         )
 
     def refused(self, request_id: str, model: str, code: str, reason: str) -> None:

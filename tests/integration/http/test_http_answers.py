@@ -11,6 +11,8 @@ from services.gateway.api import ChatMessage, Received
 
 from .conftest import HI, TEXTS, FakeGenerator
 
+TEXT = {"prompt": "Hi"}
+
 
 async def test_a_chat_completion(client: openai.AsyncOpenAI, generator: FakeGenerator) -> None:
     answer = await client.chat.completions.create(
@@ -29,6 +31,27 @@ async def test_a_chat_completion(client: openai.AsyncOpenAI, generator: FakeGene
     assert request.prompt == (ChatMessage("user", "Hi"),)
     assert (request.model, request.sampling.max_tokens) == ("org/tiny", 9)
     assert answer.id == f"chatcmpl-{request.request_id}"
+
+
+@pytest.mark.parametrize("kind", ["chat/completions", "completions"])
+async def test_usage_so_far_comes_with_every_part(http: httpx.AsyncClient, kind: str) -> None:
+    """As vLLM has it: with include_usage, and nothing generated yet in the opening of a chat."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"stream": True, "stream_options": options, "n": 2, **(HI if "chat" in kind else TEXT)}
+    answer = await http.post(f"/v1/{kind}", json=body)
+    parts = [json.loads(line[6:]) for line in answer.text.split("\n\n") if "choices" in line]
+    told = [part["usage"]["completion_tokens"] for part in parts]
+    assert told == [0] * (2 if "chat" in kind else 0) + [1, 2, 3, 4, 5, 6, 6]
+    assert {part["usage"]["prompt_tokens"] for part in parts} == {7}
+    assert {part["usage"]["total_tokens"] - 7 for part in parts} == set(told)
+
+
+async def test_cached_tokens_that_the_client_may_not_know_are_null(
+    http: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    generator.num_cached_tokens = None
+    answer = await http.post("/v1/chat/completions", json=HI)
+    assert answer.json()["usage"]["prompt_tokens_details"] is None
 
 
 async def test_a_streamed_chat_completion(client: openai.AsyncOpenAI) -> None:

@@ -15,8 +15,8 @@ from .conftest import HI, TEXTS, FakeGenerator
 @pytest.mark.parametrize(
     ("error", "status", "kind", "code"),
     [
-        (errors.PromptTooLong("9 > 8"), 400, "invalid_request_error", "prompt_too_long"),
-        (errors.UnknownModel("no model m"), 404, "invalid_request_error", "unknown_model"),
+        (errors.PromptTooLong("9 > 8"), 400, "invalid_request_error", "context_length_exceeded"),
+        (errors.UnknownModel("no model m"), 404, "invalid_request_error", "model_not_found"),
         (errors.DuplicateRequest("runs"), 409, "invalid_request_error", "duplicate_request"),
         (errors.QueueFull("full", 1.2), 429, "rate_limit_error", "queue_full"),
         (errors.NoWorker("none"), 503, "server_error", "no_worker"),

@@ -1,0 +1,181 @@
+"""Special tokens that a client writes into a chat are text, not tokens.
+
+Only what the chat template itself puts into a prompt may become a special token. A template is a
+program: it may trim, cut and join what a client wrote, so that nobody can say afterwards which
+characters are whose. Therefore:
+
+1. `hide`: before rendering, a special token's text in what the client wrote is replaced by a
+   character that occurs nowhere in it.
+2. The template is rendered. Every special token's text in the result is the template's.
+3. `encode`: that text is replaced by a stand-in, a string that cannot be guessed; the client's
+   text comes back; a second tokenizer, whose special tokens are the stand-ins, encodes it all.
+
+A chat in which nothing had to be hidden is encoded by the checkpoint's own tokenizer.
+"""
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, models, pre_tokenizers
+
+from services.common.errors import InvalidRequest
+
+_STAND_INS = range(0x10FFFD, 0x100000, -1)
+"""Characters for private use, which are text to every template."""
+
+
+def encoding_of(
+    tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False
+) -> tokenizers.Encoding:
+    """InvalidRequest: the text holds lone surrogates."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except (TypeError, UnicodeEncodeError) as error:
+        raise InvalidRequest("the text is not valid Unicode: a lone surrogate") from error
+
+
+class SpecialTokens:
+    """Those of one tokenizer. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        special = {token.content: token_id for token_id, token in added.items() if token.special}
+        self._ids = frozenset(special.values())
+        self._beginnings = {text[:size] for text in special for size in range(1, len(text))}
+        self._endings = {text[size:] for text in special for size in range(1, len(text))}
+        self._longest = max(map(len, special), default=0)
+        self._first_chars = {text[0] for text in special}
+        self._special = _finder(special)
+        self._added = _finder(token.content for token in added.values())
+        self._nonce = secrets.token_hex(8)
+        self._stand_ins = {text: f"<{self._nonce}-{number}>" for number, text in enumerate(special)}
+        self._encoder, self._id_of = self._second_tokenizer(tokenizer, added)
+        self._unknown_id = tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
+
+    def hide(self, values: Any) -> tuple[Any, Mapping[str, str]]:
+        """`values`, of JSON's types, with every special token's text hidden in its strings; and
+        what each character stands for. InvalidRequest: there is a lone surrogate in it."""
+        matches = {string: self._to_hide(string) for string in _strings(values)}
+        found = {text for each in matches.values() for _, _, text in each}
+        if not found:
+            return values, {}
+        used = set(chain.from_iterable(matches))
+        free = (chr(code) for code in _STAND_INS if chr(code) not in used)
+        hidden = dict(zip(sorted(found), free, strict=False))
+        new = {
+            string: _with(string, [(begin, end, hidden[text]) for begin, end, text in each])
+            for string, each in matches.items()
+        }
+        return _replaced(values, new), {char: text for text, char in hidden.items()}
+
+    def encode(self, text: str, hidden: Mapping[str, str]) -> tuple[int, ...]:
+        """Token ids of a rendered chat. InvalidRequest: the vocabulary has a special token that is
+        text by all its rules."""
+        matches = _matches(self._added, text)
+        text = _with(
+            text, ((begin, end, self._stand_ins.get(name, name)) for begin, end, name in matches)
+        )
+        for char, literal in hidden.items():
+            text = text.replace(char, literal)
+        ids = encoding_of(self._encoder, text).ids
+        of_text = set(ids) - self._id_of.keys() - {self._unknown_id}
+        if not self._ids.isdisjoint(of_text):
+            raise InvalidRequest("a message holds a special token that cannot be told as text")
+        return tuple(self._id_of.get(token_id, token_id) for token_id in ids)
+
+    def _second_tokenizer(
+        self, tokenizer: tokenizers.Tokenizer, added: Mapping[int, AddedToken]
+    ) -> tuple[tokenizers.Tokenizer, Mapping[int, int]]:
+        """With stand-ins for special tokens, and the ids of its added tokens by its own. The model
+        is shared."""
+        second = tokenizers.Tokenizer(tokenizer.model)
+        if tokenizer.normalizer is not None:
+            second.normalizer = tokenizer.normalizer
+        if tokenizer.pre_tokenizer is not None:
+            second.pre_tokenizer = tokenizer.pre_tokenizer
+        names = {
+            token_id: self._stand_ins.get(token.content, token.content)
+            for token_id, token in added.items()
+        }
+        second.add_tokens(
+            [
+                AddedToken(
+                    names[token_id],
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=token.normalized and not token.special,
+                )
+                for token_id, token in added.items()
+            ]
+        )
+        own_ids = {token_id: second.token_to_id(name) for token_id, name in names.items()}
+        return second, {own: token_id for token_id, own in own_ids.items() if own is not None}
+
+    def _to_hide(self, text: str) -> list[tuple[int, int, str]]:
+        """Whole special tokens, and at either end parts, which a template might make whole."""
+        found = []
+        if any(char in text for char in self._first_chars):
+            found = _matches(self._special, text)
+        begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
+        for size in range(min(self._longest, end - begin), 0, -1):
+            if text[begin : begin + size] in self._endings:
+                found.append((begin, begin + size, text[begin : begin + size]))
+                break
+        for size in range(min(self._longest, end - begin), 0, -1):
+            if text[end - size : end] in self._beginnings:
+                found.append((end - size, end, text[end - size : end]))
+                break
+        return _disjoint(found)
+
+
+def _finder(texts: Iterable[str]) -> tokenizers.Tokenizer:
+    """Finds these texts as a tokenizer finds its added tokens, in time linear in the text."""
+    finder = tokenizers.Tokenizer(models.BPE())
+    finder.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]+"), "removed")
+    finder.add_tokens([AddedToken(text, normalized=False) for text in texts])
+    return finder
+
+
+def _matches(finder: tokenizers.Tokenizer, text: str) -> list[tuple[int, int, str]]:
+    """Where each text begins and ends, in characters."""
+    return [(begin, end, text[begin:end]) for begin, end in encoding_of(finder, text).offsets]
+
+
+def _disjoint(matches: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+    """In order, without those that overlap one before them."""
+    kept: list[tuple[int, int, str]] = []
+    for match in sorted(matches, key=lambda match: (match[0], -match[1])):
+        if not kept or match[0] >= kept[-1][1]:
+            kept.append(match)
+    return kept
+
+
+def _with(text: str, replacements: Iterable[tuple[int, int, str]]) -> str:
+    parts, position = [], 0
+    for begin, end, new in replacements:
+        parts += [text[position:begin], new]
+        position = end
+    return "".join([*parts, text[position:]])
+
+
+def _replaced(values: Any, new: Mapping[str, str]) -> Any:
+    if isinstance(values, str):
+        return new[values]
+    if isinstance(values, Mapping):
+        return {name: _replaced(value, new) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_replaced(value, new) for value in values]
+    return values
+
+
+def _strings(values: Any) -> Iterator[str]:
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, Mapping):
+        yield from chain.from_iterable(map(_strings, values.values()))
+    elif isinstance(values, list | tuple):
+        yield from chain.from_iterable(map(_strings, values))
