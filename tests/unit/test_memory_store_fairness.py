@@ -119,7 +119,7 @@ async def test_urgent_waiters_without_end_delay_a_default_one_by_less_than_a_min
     with pytest.raises(OutOfBlocks):
         await store.allocate("pool", "default", "w", place_in_line(0, 1), [], 11)
     for second in range(1, 60):
-        urgent = "pool", str(second), "v", place_in_line(-128, 1000 * second), [], 11
+        urgent = "pool", str(second), "v", place_in_line(-128, 1000 * second), (), 11
         with pytest.raises(OutOfBlocks):
             await store.allocate(*urgent)
         await store.release("pool", str(second - 1), 1)
