@@ -64,7 +64,7 @@ async def test_a_ticket_that_is_refused_leaves_no_slot_taken(bench: Bench) -> No
     [
         {"resume": decode_pb2.Resume(ticket=ticket_pb2.Ticket(request_id="r2", attempt=3))},
         {"admit": decode_pb2.Admit(ticket=ticket_pb2.Ticket(request_id="r2", attempt=3))},
-        {"reserve": decode_pb2.Reserve(request_id="r" * 300, attempt=3, num_sequences=1)},
+        {"reserve": decode_pb2.Reserve(request_id="r" * 400, attempt=3, num_sequences=1)},
     ],
     ids=lambda command: next(iter(command)),
 )
@@ -82,7 +82,7 @@ async def test_what_makes_no_sense_ends_its_own_request_only(
     service: Any = DecodeService(bench.decode)
     async with aclosing(service.Connect(gateway, None)) as responses:
         failed = await first_failed(responses)
-        assert failed.request_id in ("r2", "r" * 300)
+        assert failed.request_id in ("r2", "r" * 400)
         assert (failed.attempt, failed.code) == (3, "invalid_request")
         assert bench.decode.load().num_free_slots == 15
 
