@@ -33,10 +33,10 @@ from bench import floors
 from bench.engine_kernels import kernels
 from bench.engine_sampling import Rows, sampling
 from kvops.native import Lane
-from services.common.ticket import SamplingParams
 from services.engine.batch import Draw, Drawn, Row
 from services.engine.models import Model, load_model
 from services.engine.runner import Runner
+from services.protocol.ticket import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
 BLOCK_SIZE = 16

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from services.common.ticket import SamplingParams
 from services.engine.batch import Draw, Row
-from services.engine.history import History
 from services.engine.models import Model
 from services.engine.runner import Runner
-from services.engine.telling import queries
+from services.engine.sampling.logit_queries import queries
+from services.engine.sequences.penalty_state import PenaltyState
+from services.protocol.ticket import SamplingParams
 
 _PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
 _RANKED = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
@@ -63,7 +63,7 @@ class Rows:
             runner.run([Row(tokens[:-1], 0, table(row))])
 
     def measured(self, what: str, params: SamplingParams, rounds: int) -> Result:
-        histories = [History(params, tokens, self.context // 2, [0]) for tokens in self.tokens]
+        histories = [PenaltyState(params, tokens, self.context // 2, [0]) for tokens in self.tokens]
 
         def rows() -> list[Row]:
             draws = [

@@ -36,15 +36,15 @@ from quire.v1 import (
     sampling_pb2,
     worker_pb2,
 )
-from services.common.bundle import each_of
-from services.common.proof import Guard
-from services.common.rpc import RpcServer, open_channel
-from services.common.secret import Secret
-from services.common.version import PROTOCOL_VERSION
-from services.gateway.assembly import assembled
-from services.gateway.dispatcher import Limits
-from services.gateway.figures import Figures
-from services.gateway.service import SERVICE_NAME, InferenceService
+from services.common.rpc.message_batching import each_of
+from services.common.rpc.proof import Guard
+from services.common.rpc.transport import RpcServer, open_channel
+from services.common.runtime.secret import Secret
+from services.gateway.frontend.service import SERVICE_NAME, InferenceService
+from services.gateway.request_metrics import RequestMetrics
+from services.gateway.scheduling.dispatcher import Limits
+from services.gateway.wiring import assembled
+from services.protocol.version import PROTOCOL_VERSION
 
 SPEC = PoolSpec("pool", "toy", "fingerprint", num_blocks=1 << 20, block_size=16, block_bytes=1)
 SECRET = Secret(b"the secret of a deployment that is measured")
@@ -174,10 +174,10 @@ async def run_gateway(pipe: Connection, ports: list[int], num_slots: int, model_
     roles: tuple[Role, Role] = ("prefill", "decode")
     for role, port in zip(roles, ports, strict=True):
         await registry.announce(_member(role, port, num_slots, model_dir), ttl_s=1e6)
-    figures = Figures(CollectorRegistry())
-    async with assembled(store, registry, SECRET, Limits(), figures) as assembly:
+    request_metrics = RequestMetrics(CollectorRegistry())
+    async with assembled(store, registry, SECRET, Limits(), request_metrics) as assembly:
         while not assembly.gateway.ready():
-            await assembly.changes.wait(assembly.changes.rings, 0.1)
+            await assembly.changes.wait(assembly.changes.num_changes, 0.1)
         server = RpcServer(SERVICE_NAME)
         service = InferenceService(assembly.gateway)
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server.aio)

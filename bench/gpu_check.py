@@ -31,12 +31,12 @@ import kvops
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from kvops import Backend
 from services.common.pool.layout import PoolLayout
-from services.common.ticket import SamplingParams
 from services.engine.batch import Draw, Drawn, Row
 from services.engine.models import Model, load_model
 from services.engine.models.decoder import Layer, Linear
 from services.engine.pool import KVPool
 from services.engine.runner import Runner
+from services.protocol.ticket import SamplingParams
 
 SPECS = {
     "grouped queries": CheckpointSpec(head_dim=64, num_layers=3, dtype="bfloat16"),

@@ -24,15 +24,15 @@ from prometheus_client import CollectorRegistry
 from bench.make_checkpoint import SHAPES, make_checkpoint
 from blockstore.memory_store import MemoryStore
 from blockstore.records import Allocation
-from services.common.metrics import WorkerMetrics
-from services.common.ticket import SamplingParams, Ticket, TicketSequence
+from services.common.runtime.metrics import WorkerMetrics
 from services.engine.batch import Row
-from services.engine.contents import Contents
-from services.engine.membership import Membership, join, join_colder
 from services.engine.runner import Runner
+from services.engine.sequences.block_keys import BlockKeys
 from services.prefill.config import PrefillSettings
-from services.worker.colder import ColderPool
+from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
 from services.worker.loading import LoadedModel, load
+from services.worker.membership import Membership, join, join_swap_pool
+from services.worker.swap.pool import SwapPool
 
 CHUNK = 512
 ROOT_HASH = bytes(16)
@@ -42,16 +42,16 @@ GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, 
 class Bench:
     """One worker on a pool and its colder one; sequences come one after another."""
 
-    def __init__(self, loaded: LoadedModel, own: Membership, colder: Membership) -> None:
+    def __init__(self, loaded: LoadedModel, own: Membership, swap_pool: Membership) -> None:
         self._store, self._spec = own.store, own.spec
         self._pool_id, self._worker_id = own.spec.pool_id, own.worker_id
         self._runner = Runner(loaded.model, own.pool.kv, loaded.layout.block_size, loaded.ops)
-        self._colder = ColderPool(
+        self._swap_pool = SwapPool(
             own.store,
             own,
-            colder,
-            partial(colder.pool.copy_from, own.pool, loaded.ops),
-            partial(own.pool.copy_from, colder.pool, loaded.ops),
+            swap_pool,
+            partial(swap_pool.pool.copy_from, own.pool, loaded.ops),
+            partial(own.pool.copy_from, swap_pool.pool, loaded.ops),
             WorkerMetrics(CollectorRegistry()),
         )
         self._draw = random.Random(0)
@@ -67,14 +67,14 @@ class Bench:
             sequences=(sequence,),
         )
         began = time.perf_counter()
-        swapped = await self._colder.put(ticket)
+        swapped = await self._swap_pool.put(ticket)
         out_s = time.perf_counter() - began
         assert swapped is not None
 
         began = time.perf_counter()
         back = replace(ticket, swapped=swapped)
-        contents = Contents.of(back, self._spec.block_size)
-        fetched = await self._colder.fetch(back, blocks, contents)
+        contents = BlockKeys.of(back, self._spec.block_size)
+        fetched = await self._swap_pool.fetch(back, blocks, contents)
         back_s = time.perf_counter() - began
         assert fetched.begun[0].num_tokens == num_tokens
 
@@ -96,7 +96,7 @@ class Bench:
             self._runner.run([Row(tokens[start : start + CHUNK], start, block_ids)])
 
     def close(self) -> None:
-        self._colder.close()
+        self._swap_pool.close()
 
 
 async def run(settings: PrefillSettings, lengths: Sequence[int], rounds: int) -> None:
@@ -106,8 +106,8 @@ async def run(settings: PrefillSettings, lengths: Sequence[int], rounds: int) ->
         store, "run", settings.pool_root, loaded.layout, "prefill-1", loaded.plan, watermark=0.0
     )
     assert loaded.swap_bytes is not None
-    colder = await join_colder(own, loaded.swap_bytes)
-    bench = Bench(loaded, own, colder)
+    swap_pool = await join_swap_pool(own, loaded.swap_bytes)
+    bench = Bench(loaded, own, swap_pool)
     await bench.measure(max(lengths))
     print("| tokens | MiB | out, ms | back, ms | computed again, ms | ratio |\n|" + "---:|" * 6)
     for num_tokens in lengths:
@@ -120,7 +120,7 @@ async def run(settings: PrefillSettings, lengths: Sequence[int], rounds: int) ->
             flush=True,
         )
     bench.close()
-    for member in (colder, own):
+    for member in (swap_pool, own):
         await member.leave()
 
 

@@ -13,9 +13,9 @@ from typing import Any, Self
 from blockstore import keys
 from blockstore.connection import Argument, Command, Server
 from blockstore.errors import Recovering, StoreLost, UnknownPool
-from blockstore.holdings import Holdings
+from blockstore.free_block_notifier import FreeBlockNotifier
+from blockstore.held_blocks_mirror import HeldBlocksMirror
 from blockstore.library import install
-from blockstore.rooms import Rooms
 from blockstore.store import FUNCTION_LIBRARY
 from blockstore.stream import CommandStream, Learn
 
@@ -30,8 +30,10 @@ class RedisCalls(ABC):
         self._server = server
         self._mutations = CommandStream(server, retry_for_s, renews=True)
         self._reads = CommandStream(server, retry_for_s)
-        self._rooms = Rooms(server)
-        self._joined: dict[str, list[Holdings]] = {}  # pools that are there, or the store is lost
+        self._free_block_notifier = FreeBlockNotifier(server)
+        self._joined: dict[
+            str, list[HeldBlocksMirror]
+        ] = {}  # pools that are there, or the store is lost
 
     @classmethod
     async def connect(cls, url: str, *, retry_for_s: float = 5.0) -> Self:
@@ -58,7 +60,7 @@ class RedisCalls(ABC):
         return self._server.run_id
 
     async def close(self) -> None:
-        await self._rooms.close()
+        await self._free_block_notifier.close()
         await self._mutations.close()
         await self._reads.close()
 
@@ -70,15 +72,15 @@ class RedisCalls(ABC):
         pool_id: str,
         *args: Argument,
         about: Collection[str] | None = None,
-        learn: Callable[[Holdings, Any], None] | None = None,
+        learn: Callable[[HeldBlocksMirror, Any], None] | None = None,
     ) -> Any:
         """`about`: the holders that it changes; None: the pool or a worker as a whole. `learn`:
         what its answer means to each worker's holdings on the pool."""
 
         def learn_all(reply: object) -> None:
-            for holdings in self._of(pool_id):
+            for held_blocks in self._of(pool_id):
                 assert learn is not None
-                learn(holdings, reply)
+                learn(held_blocks, reply)
 
         command = _fcall("FCALL", function, pool_id, args)
         return await self._submit(self._mutations, pool_id, command, about, learn and learn_all)
@@ -114,7 +116,7 @@ class RedisCalls(ABC):
                 raise self._server.lose(f"pool {pool_id} is gone") from error
             raise
 
-    def _of(self, pool_id: str) -> list[Holdings]:
+    def _of(self, pool_id: str) -> list[HeldBlocksMirror]:
         return self._joined.get(pool_id, [])
 
     def _join(self, pool_id: str, run_id: bytes) -> None:

@@ -16,7 +16,7 @@ from blockstore.errors import (
     UnknownWorker,
     WorkerFenced,
 )
-from blockstore.holdings import Holdings
+from blockstore.held_blocks_mirror import HeldBlocksMirror
 from blockstore.records import (
     Allocation,
     Asserted,
@@ -93,7 +93,7 @@ class RedisStore(RedisCalls):
         )
         self._join(spec.pool_id, run_id)
         if all(joined.worker_id != worker_id for joined in self._joined[spec.pool_id]):
-            self._joined[spec.pool_id].append(Holdings(spec, worker_id, recovery, own))
+            self._joined[spec.pool_id].append(HeldBlocksMirror(spec, worker_id, recovery, own))
 
     async def fence(self, pool_id: str, worker_id: str) -> None:
         await self._mutate("fence", pool_id, worker_id)
@@ -320,7 +320,7 @@ class RedisStore(RedisCalls):
             with self._known(pool_id):
                 raise UnknownPool(f"pool {pool_id} is not there")
 
-        await self._rooms.wait(keys.room_channel(pool_id), timeout_s, require_pool)
+        await self._free_block_notifier.wait(keys.room_channel(pool_id), timeout_s, require_pool)
 
     # When the server has lost its data
 
@@ -332,11 +332,11 @@ class RedisStore(RedisCalls):
             raise self._server.lose("it was restarted, or replaced by another one")
         fresh = await self._on(self._url, MAX_ANSWER_S)
         try:
-            members = [holdings for pool in self._joined.values() for holdings in pool]
-            for holdings in members:  # all of them before waiting for others, who wait for these
-                await _tell(fresh, holdings)
-            for holdings in members:
-                await _until_whole(fresh, holdings)
+            members = [held_blocks for pool in self._joined.values() for held_blocks in pool]
+            for held_blocks in members:  # all of them before waiting for others, who wait for these
+                await _tell(fresh, held_blocks)
+            for held_blocks in members:
+                await _until_whole(fresh, held_blocks)
         except (WorkerFenced, UnknownWorker, PoolGone):
             raise
         except (LedgerError, StoreLost) as error:  # it was lost again, or somebody else was faster
@@ -345,18 +345,18 @@ class RedisStore(RedisCalls):
             await fresh.close()
 
 
-async def _tell(fresh: RedisStore, holdings: Holdings) -> None:
-    assert holdings.recovery is not None
-    await holdings.recovery.begin(fresh, fresh.run_id)
-    await fresh.reassert(holdings.spec, holdings.worker_id, *holdings.told())
+async def _tell(fresh: RedisStore, held_blocks: HeldBlocksMirror) -> None:
+    assert held_blocks.recovery is not None
+    await held_blocks.recovery.begin(fresh, fresh.run_id)
+    await fresh.reassert(held_blocks.spec, held_blocks.worker_id, *held_blocks.told())
 
 
-async def _until_whole(fresh: RedisStore, holdings: Holdings) -> None:
-    assert holdings.recovery is not None
-    while (stats := await fresh.stats(holdings.spec.pool_id)).recovering:
-        if holdings.worker_id in stats.missing_worker_ids:
+async def _until_whole(fresh: RedisStore, held_blocks: HeldBlocksMirror) -> None:
+    assert held_blocks.recovery is not None
+    while (stats := await fresh.stats(held_blocks.spec.pool_id)).recovering:
+        if held_blocks.worker_id in stats.missing_worker_ids:
             raise StoreUnavailable("it was lost again")
         if stats.missing_worker_ids:
             await asyncio.sleep(_LOOK_AGAIN_S)
         else:
-            await holdings.recovery.finish(fresh)
+            await held_blocks.recovery.finish(fresh)

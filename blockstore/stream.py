@@ -29,8 +29,8 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import RedisError, ResponseError
 
 from blockstore.connection import Command, Server, ask, read_reply, translate, translated
-from blockstore.ending import end
 from blockstore.errors import BlockStoreError, StoreUnavailable
+from blockstore.task_cancellation import end
 
 MAX_IN_FLIGHT = 128
 """Commands in one exchange: enough to hide the round trip, few enough to be sent again quickly."""

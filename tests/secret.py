@@ -1,7 +1,7 @@
 """The secret of deployments that tests put together by themselves."""
 
-from services.common.proof import Guard, Proof
-from services.common.secret import Secret
+from services.common.rpc.proof import Guard, Proof
+from services.common.runtime.secret import Secret
 
 SECRET = Secret(b"the secret of the tests' deployments")
 OTHER = Secret(b"the secret of another deployment")

@@ -28,7 +28,7 @@ from services.common.pool.directory import PoolDirectory
 from services.common.pool.layout import PoolLayout
 from services.common.pool.stamps import Stamp, Stamps, StampState, record_bytes
 from services.common.text.model_config import ModelConfig
-from services.common.ticket import parts_of_order
+from services.protocol.ticket import parts_of_order
 from tests.e2e.deployment import Deployment, serving
 
 BLOCK_SIZE = 16

@@ -1,5 +1,5 @@
 // What changes a row's logits before anything is chosen from them:
-// `services/engine/adjustment.py` in native code, which says what it is.
+// `services/engine/sampling/adjustment.py` in native code, which says what it is.
 #pragma once
 
 #include <cstddef>

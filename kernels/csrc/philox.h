@@ -1,4 +1,4 @@
-// Random numbers (Salmon et al., 2011: Philox4x64-10), laid out as `services/engine/philox.py`
+// Random numbers (Salmon et al., 2011: Philox4x64-10), laid out as `services/engine/sampling/philox.py`
 // says.
 #pragma once
 

@@ -1,4 +1,4 @@
-// One token of a row of logits: `services/engine/sampler.py` in native code, which says what is
+// One token of a row of logits: `services/engine/sampling/sampler.py` in native code, which says what is
 // computed and why, and is what this is tested against.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What rows of logits say of tokens: `services/engine/logprobs.py` in native code, which says what
+// What rows of logits say of tokens: `services/engine/sampling/logprobs.py` in native code, which says what
 // is computed and why, and is what this is tested against.
 #pragma once
 

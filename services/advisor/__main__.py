@@ -15,7 +15,7 @@ from blockstore.errors import BlockStoreError
 from services.advisor.memory import DoesNotFit
 from services.advisor.workload import WorkloadError, read_workload
 from services.common.errors import StartupError
-from services.common.process import set_up_openmp
+from services.common.runtime.process import set_up_openmp
 
 
 def main() -> None:

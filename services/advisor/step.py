@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 
 import kvops
-from services.common.ticket import SamplingParams
 from services.engine.batch import Draw, Row
 from services.engine.models import Model
 from services.engine.runner import Runner
+from services.protocol.ticket import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
 _KV_BYTES = 1 << 30

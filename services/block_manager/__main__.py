@@ -1,6 +1,6 @@
 """`python -m services.block_manager`: serve until SIGTERM."""
 
-from services.common.starting import end_on_signals
+from services.common.runtime.starting import end_on_signals
 
 if __name__ == "__main__":
     end_on_signals()
@@ -19,16 +19,16 @@ from services.block_manager.config import BlockManagerSettings
 from services.block_manager.link import Connection, Link
 from services.block_manager.manager import BlockManager
 from services.block_manager.service import SERVICE_NAME, BlockManagerService
-from services.common import redis
-from services.common.exposition import metrics_endpoint
-from services.common.logging import get_logger
-from services.common.metrics import PoolMetrics
 from services.common.pool.names import new_worker_id
-from services.common.process import run_service, with_patience
-from services.common.proof import Guard
-from services.common.rpc import RpcServer
-from services.common.secret import deployment_secret
-from services.common.version import PROTOCOL_VERSION
+from services.common.rpc.proof import Guard
+from services.common.rpc.transport import RpcServer
+from services.common.runtime import redis
+from services.common.runtime.exposition import metrics_endpoint
+from services.common.runtime.logging import get_logger
+from services.common.runtime.metrics import PoolMetrics
+from services.common.runtime.process import run_service, with_patience
+from services.common.runtime.secret import deployment_secret
+from services.protocol.version import PROTOCOL_VERSION
 
 log = get_logger(__name__)
 

@@ -2,8 +2,8 @@
 
 from services.block_manager.link import Connection
 from services.block_manager.survey import Survey
-from services.common.logging import get_logger
-from services.common.metrics import PoolMetrics
+from services.common.runtime.logging import get_logger
+from services.common.runtime.metrics import PoolMetrics
 
 log = get_logger(__name__)
 

@@ -10,11 +10,11 @@ from grpc import StatusCode, aio
 from blockstore.registry import Member
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
-from services.common.bundle import each_of
 from services.common.errors import Unavailable
-from services.common.proof import Proof
-from services.common.rpc import open_channel, translated
-from services.common.version import PROTOCOL_VERSION
+from services.common.rpc.message_batching import each_of
+from services.common.rpc.proof import Proof
+from services.common.rpc.transport import open_channel, translated
+from services.protocol.version import PROTOCOL_VERSION
 
 if TYPE_CHECKING:  # generic in the stubs only
     _Stream = aio.StreamStreamCall[Any, Any]

@@ -10,11 +10,11 @@ from blockstore.errors import UnknownPool, UnknownWorker
 from blockstore.records import PoolStats
 from services.block_manager.link import Connection
 from services.block_manager.survey import Survey
-from services.common.logging import get_logger
-from services.common.metrics import PoolMetrics
-from services.common.overdue import Overdue
 from services.common.pool.directory import PoolDirectory, pool_directories
 from services.common.pool.locks import give_up, is_held
+from services.common.runtime.grace_timer import GraceTimer
+from services.common.runtime.logging import get_logger
+from services.common.runtime.metrics import PoolMetrics
 
 log = get_logger(__name__)
 
@@ -23,7 +23,7 @@ class Fencer:
     def __init__(self, root: Path, fence_after_s: float, metrics: PoolMetrics) -> None:
         self._root = root
         self._metrics = metrics
-        self._silent = Overdue[tuple[str, str]](fence_after_s)
+        self._silent = GraceTimer[tuple[str, str]](fence_after_s)
         self._announced: set[str] = set()
 
     @property

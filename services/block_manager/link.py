@@ -13,8 +13,8 @@ from typing import NoReturn, TypeVar
 from blockstore.errors import Recovering, StoreLost, StoreUnavailable, StoreUnsuitable, UnknownPool
 from blockstore.registry import Registry
 from blockstore.store import BlockStore
-from services.common.logging import get_logger
-from services.common.ticks import until_tick
+from services.common.runtime.logging import get_logger
+from services.common.runtime.ticks import until_tick
 
 log = get_logger(__name__)
 

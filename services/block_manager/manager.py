@@ -14,8 +14,8 @@ from services.block_manager.reaper import reap
 from services.block_manager.survey import Survey, survey
 from services.block_manager.sweeper import Sweeper
 from services.block_manager.watcher import Watcher
-from services.common.metrics import PoolMetrics
 from services.common.pool.directory import PoolDirectory
+from services.common.runtime.metrics import PoolMetrics
 
 IDLE_SCANS = 8
 """Between two rounds over pools that nobody uses lies the time of so many."""

@@ -10,7 +10,7 @@ from quire.v1 import block_manager_pb2 as pb
 from quire.v1 import block_manager_pb2_grpc
 from services.block_manager.drains import Drains
 from services.block_manager.link import Connection, Link
-from services.common.wire import load_to_wire
+from services.protocol.codec import load_to_wire
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ _STATES = {
 
 
 class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
-    """Errors are the store's and the domain's; `services.common.rpc` maps them."""
+    """Errors are the store's and the domain's; `services.common.rpc.transport` maps them."""
 
     def __init__(self, link: Link, member_id: str, rpc_key: bytes, drain_timeout_s: float) -> None:
         self._link = link

@@ -14,8 +14,6 @@ from blockstore.errors import UnknownPool
 from blockstore.records import PoolStats
 from services.block_manager.link import Connection
 from services.block_manager.survey import Survey
-from services.common.logging import get_logger
-from services.common.overdue import Overdue
 from services.common.pool.directory import (
     PoolDirectory,
     half_pools,
@@ -24,6 +22,8 @@ from services.common.pool.directory import (
 )
 from services.common.pool.locks import host_lock
 from services.common.pool.recovery import PoolRecovery
+from services.common.runtime.grace_timer import GraceTimer
+from services.common.runtime.logging import get_logger
 
 log = get_logger(__name__)
 
@@ -31,8 +31,8 @@ log = get_logger(__name__)
 class Sweeper:
     def __init__(self, root: Path, grace_s: float) -> None:
         self._root = root
-        self._empty = Overdue[str](grace_s)
-        self._homeless = Overdue[str](grace_s)
+        self._empty = GraceTimer[str](grace_s)
+        self._homeless = GraceTimer[str](grace_s)
 
     @property
     def suspects(self) -> bool:

@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NoReturn
 
-from services.common.logging import get_logger
 from services.common.pool.directory import PoolDirectory, pool_directories
 from services.common.pool.locks import wait_until_dropped
-from services.common.ticks import until_tick
+from services.common.runtime.logging import get_logger
+from services.common.runtime.ticks import until_tick
 
 log = get_logger(__name__)
 

@@ -1,5 +1,5 @@
-"""The domain's errors. They know nothing of gRPC or HTTP; `services.common.rpc` maps them in one
-table.
+"""The domain's errors. They know nothing of gRPC or HTTP; `services.common.rpc.transport` maps
+them in one table.
 
 QuireError
 ├── InvalidRequest

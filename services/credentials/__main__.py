@@ -15,10 +15,15 @@ from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
 
 from blockstore.acl import acl_file
-from services.common.config import ServiceSettings
-from services.common.logging import get_logger
-from services.common.process import run_service
-from services.common.secret import FILE_NAME, deployment_secret, shared_secret, write_private
+from services.common.runtime.config import ServiceSettings
+from services.common.runtime.logging import get_logger
+from services.common.runtime.process import run_service
+from services.common.runtime.secret import (
+    FILE_NAME,
+    deployment_secret,
+    shared_secret,
+    write_private,
+)
 
 log = get_logger(__name__)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from services.common.ticket import Ticket
+from services.protocol.ticket import Ticket
 from services.worker.events import HANDED_OVER, Ending, Session
 
 

@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from quire.v1 import decode_pb2, decode_pb2_grpc
-from services.common.rpc import RpcServer
-from services.common.wire import check_request_id, ticket_from_wire
+from services.common.rpc.transport import RpcServer
 from services.decode.worker import DecodeWorker
+from services.protocol.codec import check_request_id, ticket_from_wire
 from services.worker.events import Event, Reserved, Step
 from services.worker.process import WorkerRole
 from services.worker.stream import Fields, StreamSession, WorkerStream, output_to_wire

@@ -7,8 +7,8 @@ from itertools import chain
 
 from blockstore.records import Claim, PoolSpec
 from services.common.errors import InvalidRequest
-from services.common.ticket import Ticket, TicketSequence
 from services.engine.engine import BlockStamps
+from services.protocol.ticket import Ticket, TicketSequence
 
 _Place = tuple[int, int | None, tuple[int, ...]]
 """Of a block: its number in a table, the block before it, and the tokens in it that are

@@ -1,5 +1,5 @@
 """The decode worker: tickets at rest in, tokens out, one continuously running batch; and tickets at
-rest again, for another one to go on with (`services.decode.resting`)."""
+rest again, for another one to go on with (`services.decode.detached_tickets`)."""
 
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
@@ -11,20 +11,18 @@ from blockstore.records import Claim, PrefixHash
 from blockstore.registry import Load
 from blockstore.store import BlockStore
 from services.common.errors import DuplicateRequest, InvalidRequest
-from services.common.logging import get_logger
-from services.common.metrics import WorkerMetrics
-from services.common.ticket import Swapped, Ticket
-from services.decode.grower import Grower
+from services.common.runtime.logging import get_logger
+from services.common.runtime.metrics import WorkerMetrics
+from services.decode.block_extender import BlockExtender
+from services.decode.detached_tickets import DetachedTickets
 from services.decode.job import Job, State, living_of, ticket_of
-from services.decode.resting import Resting
 from services.decode.swapping import Swapping
 from services.decode.tables import check_at_rest, in_no_table
 from services.engine import messages
-from services.engine.beam_group import kind_of_group
 from services.engine.engine import ForwardPass
-from services.engine.membership import Membership
 from services.engine.messages import Advance, Broken, Removed, StepOutcome
-from services.worker.colder import ColderPool
+from services.engine.sequences.beam_group import kind_of_group
+from services.protocol.ticket import Swapped, Ticket
 from services.worker.events import (
     ABORTED,
     DRAINED,
@@ -46,7 +44,9 @@ from services.worker.events import (
     report,
 )
 from services.worker.jobs import Jobs
+from services.worker.membership import Membership
 from services.worker.pool_worker import Limits, PoolWorker
+from services.worker.swap.pool import SwapPool
 
 log = get_logger(__name__)
 
@@ -62,11 +62,11 @@ class DecodeWorker(PoolWorker):
         forward: ForwardPass,
         limits: Limits,
         metrics: WorkerMetrics,
-        colder: ColderPool | None = None,
+        swap_pool: SwapPool | None = None,
     ) -> None:
-        super().__init__(store, membership, forward, limits, metrics, colder, one_token=False)
-        self._swapping = None if colder is None else Swapping(colder, self._on_copied)
-        self._grower = Grower(
+        super().__init__(store, membership, forward, limits, metrics, swap_pool, one_token=False)
+        self._swapping = None if swap_pool is None else Swapping(swap_pool, self._on_copied)
+        self._extender = BlockExtender(
             store,
             self.pool_id,
             self.worker_id,
@@ -75,7 +75,7 @@ class DecodeWorker(PoolWorker):
         )
         self._jobs: Jobs[Job] = Jobs(self._end)
         self._running: dict[str, Job] = {}
-        self._resting = Resting(self, self._jobs)
+        self._detached = DetachedTickets(self, self._jobs)
 
     # What gateways ask.
 
@@ -143,7 +143,7 @@ class DecodeWorker(PoolWorker):
                 self._drop(job, index)
         self._jobs.add(job)
         if job.state is State.AT_REST:
-            self._resting.offer(job)
+            self._detached.offer(job)
         else:
             self._end(job, HANDED_OVER)
 
@@ -195,8 +195,8 @@ class DecodeWorker(PoolWorker):
             report(job.session, ticket_of(job), ending or refused)
             return
         job.ticket = replace(living_of(job), holder_epoch=claim.epoch)
-        if ours := self._resting.get(ticket.holder_id):
-            self._resting.forget(ours)  # it was claimed, and has come back
+        if ours := self._detached.get(ticket.holder_id):
+            self._detached.forget(ours)  # it was claimed, and has come back
         if job.ending:
             self._leave(job, job.ticket, job.ending)
         else:
@@ -217,8 +217,8 @@ class DecodeWorker(PoolWorker):
         job.state = State.RUNNING
         self._running[key] = job
         self._give_back(ticket, finished)
-        self._grower.add(key, epoch, claim.num_acquired)
-        self._grower.want(key, group.total_wanted(self.limits.look_ahead))
+        self._extender.add(key, epoch, claim.num_acquired)
+        self._extender.want(key, group.total_wanted(self.limits.look_ahead))
         self.engine.send(messages.Admit(group, is_started=False))
         self.begin(key, job.session, (job.request_id, job.attempt), suspect=job.suspect)
 
@@ -231,7 +231,7 @@ class DecodeWorker(PoolWorker):
         for session, mine in outputs.items():
             session.send(Step(tuple(mine)))
         for advance in outcome.advances:
-            self.trials.leave(advance.key)
+            self.suspects.leave(advance.key)
         for broken in outcome.broken:
             self._break(self._running[broken.key], broken)
         for removed in outcome.removed:
@@ -244,7 +244,7 @@ class DecodeWorker(PoolWorker):
             self.writer.put(lambda: self._commit(ticket, advance.completed))
         if advance.left is None:
             self._give_back(ticket, advance.freed)
-            self._grower.want(advance.key, advance.wanted_blocks)
+            self._extender.want(advance.key, advance.wanted_blocks)
         else:
             self._finish(job)
         if job.ending == ABORTED:
@@ -289,10 +289,10 @@ class DecodeWorker(PoolWorker):
         elif job.state is State.RESERVED:
             self._forget(job)
         elif job.state is State.RUNNING:
-            self.trials.withdraw(ticket_of(job).holder_id)
+            self.suspects.withdraw(ticket_of(job).holder_id)
             self.engine.send(messages.Remove(ticket_of(job).holder_id))
         elif job.state is State.AT_REST:
-            self._resting.take_back(job, ending)
+            self._detached.take_back(job, ending)
 
     def _drop(self, job: Job, index: int) -> None:
         """One of several sequences is wanted by nobody any more."""
@@ -316,7 +316,7 @@ class DecodeWorker(PoolWorker):
         the colder pool before they go."""
         if ending is HANDED_OVER:
             self._stop_running(job)
-            self._resting.put(job, ticket)
+            self._detached.put(job, ticket)
         elif ending is PREEMPTED and self._is_worth_swapping(job, ticket):
             self._swap_out(job, ticket)
         else:
@@ -344,13 +344,13 @@ class DecodeWorker(PoolWorker):
             self.metrics.num_swaps_refused.inc()
             self._release(job, ticket_of(job), job.ending or PREEMPTED)
         else:
-            self._resting.put_swapped(job, swapped)
+            self._detached.put_swapped(job, swapped)
 
     def _release(self, job: Job, ticket: Ticket, ending: Ending) -> None:
         async def release() -> None:
             await self.release(ticket, ending)
             report(job.session, ticket, ending)
-            self.trials.leave(ticket.holder_id)
+            self.suspects.leave(ticket.holder_id)
 
         self._forget(job)
         self.writer.put(release)
@@ -363,17 +363,17 @@ class DecodeWorker(PoolWorker):
     def _stop_running(self, job: Job) -> None:
         if job.state is State.RUNNING:
             del self._running[ticket_of(job).holder_id]
-            self._grower.remove(ticket_of(job).holder_id)
+            self._extender.remove(ticket_of(job).holder_id)
 
     def _on_demands(self, holder_ids: Sequence[str]) -> None:
         for holder_id in holder_ids:
-            job = self._running.get(holder_id) or self._resting.get(holder_id)
+            job = self._running.get(holder_id) or self._detached.get(holder_id)
             if job and not job.ending:
                 self.metrics.num_preemptions.inc()
                 self._end(job, PREEMPTED)
 
     def _loops(self) -> Sequence[Coroutine[Any, Any, None]]:
-        loops: list[Coroutine[Any, Any, None]] = [self._grower.run()]
+        loops: list[Coroutine[Any, Any, None]] = [self._extender.run()]
         return loops if self._swapping is None else [*loops, self._swapping.run()]
 
     def _check(self, ticket: Ticket, num_slots: int) -> None:

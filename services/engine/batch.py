@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from services.common.logprobs import Logprobs
-from services.common.ticket import SamplingParams
-from services.engine.adjustment import Adjustment
+from services.engine.sampling.adjustment import Adjustment
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import SamplingParams
 
 Pause = Callable[[float], object]
 """Returns after so many seconds, or sooner, when somebody waits for a step."""

@@ -5,8 +5,6 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from services.engine.batch import Drawn, Fault, Pause, Row, Told
-from services.engine.gathering import Gathering
-from services.engine.group import Group
 from services.engine.messages import (
     Admit,
     Advance,
@@ -19,8 +17,10 @@ from services.engine.messages import (
     Start,
     StepOutcome,
 )
+from services.engine.prefill_batching_delay import PrefillBatchingDelay
 from services.engine.scheduler import Batch, Scheduler
-from services.engine.sequence import Stamps
+from services.engine.sequences.group import Group
+from services.engine.sequences.sequence import Stamps
 
 
 class ForwardPass(Protocol):
@@ -71,14 +71,14 @@ class Engine:
         self._one_token = one_token
         self._look_ahead = 1 if one_token else look_ahead
         self._pruned: dict[str, Group] = {}
-        self._gathering = Gathering(scheduler.budget)
+        self._batching_delay = PrefillBatchingDelay(scheduler.budget)
 
     def patience_s(self, waited_s: float) -> float:
         """How long to wait now for commands, before a step that has waited so long already; 0: not
         at all. A decoded token waits for nobody."""
         if not self._one_token:
             return 0.0
-        return self._gathering.patience_s(self._scheduler.num_uncomputed, waited_s)
+        return self._batching_delay.patience_s(self._scheduler.num_uncomputed, waited_s)
 
     def step(self, commands: Seq[Command] = ()) -> StepOutcome:
         """Take commands, run one batch, say what came of it."""
@@ -90,7 +90,7 @@ class Engine:
         drawn = self._compute(rows, self._scheduler.num_runnable - len(rows))
         advances, broken = self._retire(batch, drawn)
         num_tokens, duration_s = sum(run.num_tokens for run in batch), time.perf_counter() - began
-        self._gathering.observe(num_tokens, duration_s)
+        self._batching_delay.observe(num_tokens, duration_s)
         return StepOutcome(advances, broken, removed, num_tokens, duration_s)
 
     def give_way(self, pause: Pause) -> None:

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from blockstore.records import PrefixHash
-from services.common.logprobs import Logprobs
-from services.common.ticket import BeamState, Hypothesis, TicketSequence
 from services.engine.batch import Fault
-from services.engine.group import Group, Token
+from services.engine.sequences.group import Group, Token
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import BeamState, Hypothesis, TicketSequence
 
 
 @dataclass(frozen=True, slots=True)

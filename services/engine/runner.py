@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kvops import Backend
-from services.common.ticket import SamplingParams
 from services.engine.batch import Answer, Draw, Drawn, Fault, Pause, Query, Row
 from services.engine.models import Batch, Model
-from services.engine.telling import queries, told, wanted_states
+from services.engine.sampling.logit_queries import queries, told, wanted_states
+from services.protocol.ticket import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
 

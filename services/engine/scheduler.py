@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from services.engine.group import Group
-from services.engine.sequence import Sequence
+from services.engine.sequences.group import Group
+from services.engine.sequences.sequence import Sequence
 
 
 class Run(NamedTuple):

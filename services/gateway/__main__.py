@@ -1,11 +1,11 @@
 """`python -m services.gateway`: the gateway."""
 
-from services.common.starting import end_on_signals
+from services.common.runtime.starting import end_on_signals
 
 if __name__ == "__main__":
     end_on_signals()
 
-from services.common.process import run_service
+from services.common.runtime.process import run_service
 from services.gateway.config import GatewaySettings
 from services.gateway.process import serve
 

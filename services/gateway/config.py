@@ -5,8 +5,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from services.common.config import ServiceSettings
-from services.gateway.http.bodies import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
+from services.common.runtime.config import ServiceSettings
+from services.gateway.frontend.http.bodies import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
 
 
 class GatewaySettings(ServiceSettings):

@@ -7,22 +7,22 @@ from contextlib import aclosing
 from functools import partial
 
 from services.common.errors import DeadlineExceeded, InvalidRequest, NoWorker, UnknownModel
-from services.common.logging import bind_request_id
+from services.common.runtime.logging import bind_request_id
 from services.common.text.stop_strings import StopMatcher
-from services.gateway.admission import Admitted, admit, check_priority
-from services.gateway.api import Delta, GenerationRequest, ServedModel
-from services.gateway.bell import Bell
-from services.gateway.best_of import BestOf
-from services.gateway.dispatcher import Dispatcher
-from services.gateway.figures import Figures, code_of
-from services.gateway.fleet import Fleet, Served
-from services.gateway.identity import check_identity, client_id, scoped_id, with_resume_token
-from services.gateway.journey import Journey
-from services.gateway.output import Output, Tally
-from services.gateway.sequence import Sequence
-from services.gateway.spelling import PromptTeller, Speller
-from services.gateway.text import Text
-from services.gateway.turnstile import Turnstile
+from services.gateway.change_notifier import ChangeNotifier
+from services.gateway.frontend.api import Delta, GenerationRequest, ServedModel
+from services.gateway.intake.admission import Admitted, admit, check_priority
+from services.gateway.intake.identity import check_identity, client_id, scoped_id, with_resume_token
+from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.request_metrics import RequestMetrics, code_of
+from services.gateway.scheduling.dispatcher import Dispatcher
+from services.gateway.streaming.best_of import BestOf
+from services.gateway.streaming.logprob_text import LogprobText, PromptTeller
+from services.gateway.streaming.output import Output, RequestStats
+from services.gateway.streaming.pacer import StreamPacer
+from services.gateway.streaming.sequence import Sequence
+from services.gateway.streaming.text import Text
+from services.gateway.workers.directory import Served, WorkerDirectory
 
 
 class Gateway:
@@ -31,23 +31,23 @@ class Gateway:
 
     def __init__(
         self,
-        fleet: Fleet,
+        directory: WorkerDirectory,
         dispatcher: Dispatcher,
-        changes: Bell,
-        figures: Figures,
+        changes: ChangeNotifier,
+        request_metrics: RequestMetrics,
         patience_s: float = 5.0,
         *,
         client_priority: bool = False,
         report_cached_tokens: bool = False,
     ) -> None:
-        self._fleet = fleet
+        self._directory = directory
         self._dispatcher = dispatcher
         self._changes = changes
-        self._figures = figures
+        self._request_metrics = request_metrics
         self._patience_s = patience_s
         self._client_priority = client_priority
         self._report_cached_tokens = report_cached_tokens
-        self._turnstile = Turnstile()
+        self._pacer = StreamPacer()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """See `Generator.generate`. Also raises Unavailable when workers were lost too often,
@@ -56,7 +56,7 @@ class Gateway:
         try:
             check_identity(request)
             bind_request_id(name)
-            journey, output = await self._enter(request, name)
+            lifecycle, output = await self._enter(request, name)
         except Exception as error:
             self.refused(name, request.model, code_of(error), str(error))
             raise
@@ -65,9 +65,11 @@ class Gateway:
                 async for delta in deltas:
                     yield delta
         finally:
-            journey.leave(output)
+            lifecycle.leave(output)
 
-    async def _enter(self, request: GenerationRequest, name: str) -> tuple[Journey, Output]:
+    async def _enter(
+        self, request: GenerationRequest, name: str
+    ) -> tuple[RequestLifecycle, Output]:
         """Admit a request and put it in line; raises what refuses it."""
         arrived_at = asyncio.get_running_loop().time()
         deadline = None if request.timeout_s is None else arrived_at + request.timeout_s
@@ -89,20 +91,20 @@ class Gateway:
     def refused(self, request_id: str, model: str, code: str, reason: str) -> None:
         """See `Generator.refused`. Only a model that is served becomes a label: clients choose the
         names that they send, and each would be a time series of its own."""
-        names = self._fleet.names()
+        names = self._directory.names()
         only = names[0] if len(names) == 1 and not model else ""
-        self._figures.refused(request_id, model if model in names else only, code, reason)
+        self._request_metrics.refused(request_id, model if model in names else only, code, reason)
 
     def models(self) -> tuple[ServedModel, ...]:
         """The models that can be served now, sorted by name."""
-        names = [name for name in self._fleet.names() if self._fleet.complete_pools(name)]
+        names = [name for name in self._directory.names() if self._directory.complete_pools(name)]
         return tuple(self._describe(name) for name in names)
 
     def ready(self) -> bool:
-        return self._fleet.ready()
+        return self._directory.ready()
 
     def _describe(self, name: str) -> ServedModel:
-        served = self._fleet.served(name)
+        served = self._directory.served(name)
         assert served is not None
         member = next(pool for pool in served.pools if pool.complete).decode[0].member
         return ServedModel(
@@ -117,11 +119,11 @@ class Gateway:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._patience_s
         while True:
-            heard = self._changes.rings
-            names = self._fleet.names()
+            heard = self._changes.num_changes
+            names = self._directory.names()
             if names:
                 chosen = _choose(name, names)
-                served = self._fleet.served(chosen)
+                served = self._directory.served(chosen)
                 assert served is not None
                 return chosen, served
             if not await self._changes.wait(heard, max(0.0, until - loop.time())):
@@ -139,7 +141,7 @@ class Gateway:
                     shows_end=request.include_stop_str,
                 ),
                 frozenset(sampling.stop_token_ids),
-                None if asked.sampling.logprobs is None else Speller(tokenizer),
+                None if asked.sampling.logprobs is None else LogprobText(tokenizer),
             )
             for index in range(request.num_sequences)
         )
@@ -152,17 +154,17 @@ class Gateway:
         )
         output = kind(
             client_id(request.request_id),
-            Tally(
+            RequestStats(
                 len(request.prompt_token_ids),
                 request.arrived_at,
                 # Under a salt that others have too, they would tell what others have sent.
                 reports_cached=self._report_cached_tokens or bool(request.cache_salt),
             ),
             sequences,
-            self._figures.meter(request.model),
+            self._request_metrics.meter(request.model),
             asyncio.get_running_loop().time,
             teller if tells_prompt else None,
-            self._turnstile,
+            self._pacer,
         )
         output.tells_usage = asked.running_usage
         output.replay(request.received or ())

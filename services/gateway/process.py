@@ -12,23 +12,23 @@ from prometheus_client import CollectorRegistry
 from blockstore.registry import Member
 from quire.sockets import operations_socket, remove_dead_sockets
 from quire.v1 import inference_pb2_grpc
-from services.common import open_files, redis
-from services.common.exposition import metrics_endpoint
-from services.common.logging import get_logger
-from services.common.presence import Presence
-from services.common.rpc import RpcServer
-from services.common.secret import Secret, deployment_secret
-from services.gateway import service
-from services.gateway.assembly import Assembly, assembled, keep_health
+from services.common.rpc.transport import RpcServer
+from services.common.runtime import open_files, redis
+from services.common.runtime.exposition import metrics_endpoint
+from services.common.runtime.logging import get_logger
+from services.common.runtime.registry_heartbeat import RegistryHeartbeat
+from services.common.runtime.secret import Secret, deployment_secret
 from services.gateway.config import GatewaySettings
-from services.gateway.dispatcher import Limits
-from services.gateway.figures import Figures
-from services.gateway.http.app import create_app
-from services.gateway.http.connections import ConnectionLimits
-from services.gateway.http.server import http_server
-from services.gateway.output import PAUSE_AFTER_S
-from services.gateway.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
-from services.gateway.service import InferenceService
+from services.gateway.frontend import service
+from services.gateway.frontend.http.app import create_app
+from services.gateway.frontend.http.connections import ConnectionLimits
+from services.gateway.frontend.http.server import http_server
+from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
+from services.gateway.frontend.service import InferenceService
+from services.gateway.request_metrics import RequestMetrics
+from services.gateway.scheduling.dispatcher import Limits
+from services.gateway.streaming.output import PAUSE_AFTER_S
+from services.gateway.wiring import Wiring, assembled, keep_health
 
 _HINT_LIMIT_S = 0.5
 """For what the block store knows of prefixes; a request can be placed without it."""
@@ -55,57 +55,55 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             settings, stack, _HINT_LIMIT_S, settings.store_patience_s
         )
         stack.enter_context(metrics_endpoint(settings, metrics))
-        assembly = await stack.enter_async_context(
+        wiring = await stack.enter_async_context(
             assembled(
                 store,
                 registry,
                 secret,
                 limits,
-                Figures(metrics),
+                RequestMetrics(metrics),
                 settings.poll_s,
                 settings.silence_s,
                 client_priority=settings.client_priority,
                 report_cached_tokens=settings.report_cached_tokens,
             )
         )
-        server, port = await _grpc_server(settings, assembly, stack)
-        operations = await _operations_server(settings, assembly, secret, port, stack)
+        server, port = await _grpc_server(settings, wiring, stack)
+        operations = await _operations_server(settings, wiring, secret, port, stack)
         http = await stack.enter_async_context(AsyncExitStack())
-        http_port = await _http_server(settings, assembly, metrics, http)
+        http_port = await _http_server(settings, wiring, metrics, http)
         # Whatever ends the process: clients hear of it before their connections break.
-        stack.push_async_callback(assembly.dispatcher.close)
+        stack.push_async_callback(wiring.dispatcher.close)
         started_unix_ms = time.time_ns() // 1_000_000
-        presence = Presence(
+        heartbeat = RegistryHeartbeat(
             registry,
-            lambda: assembly.describe(
+            lambda: wiring.describe(
                 settings.address(port), started_unix_ms, stopping=stop.is_set()
             ),
         )
         log.info("gateway_listening", port=port, http_port=http_port)
-        async with _in_background(presence, assembly, (server, operations)):
+        async with _in_background(heartbeat, wiring, (server, operations)):
             await stop.wait()
-            presence.changed()
-            await _leave(assembly, server, http, settings.request_grace_s)
+            heartbeat.changed()
+            await _leave(wiring, server, http, settings.request_grace_s)
 
 
-async def _leave(
-    assembly: Assembly, server: RpcServer, http: AsyncExitStack, grace_s: float
-) -> None:
+async def _leave(wiring: Wiring, server: RpcServer, http: AsyncExitStack, grace_s: float) -> None:
     """Both front doors take nothing new; what is not done after the grace is told so."""
     closing = asyncio.gather(server.stop(grace_s + _FAREWELL_S), http.aclose())
     await asyncio.wait([closing], timeout=grace_s)
-    await assembly.dispatcher.close()
+    await wiring.dispatcher.close()
     await closing
 
 
 @asynccontextmanager
 async def _in_background(
-    presence: Presence, assembly: Assembly, servers: Sequence[RpcServer]
+    heartbeat: RegistryHeartbeat, wiring: Wiring, servers: Sequence[RpcServer]
 ) -> AsyncIterator[None]:
     async with asyncio.TaskGroup() as tasks:
         running = [
-            tasks.create_task(presence.keep(), name="presence"),
-            tasks.create_task(keep_health(assembly, servers, presence), name="health"),
+            tasks.create_task(heartbeat.keep(), name="presence"),
+            tasks.create_task(keep_health(wiring, servers, heartbeat), name="health"),
         ]
         yield
         for task in running:
@@ -113,10 +111,10 @@ async def _in_background(
 
 
 async def _grpc_server(
-    settings: GatewaySettings, assembly: Assembly, stack: AsyncExitStack
+    settings: GatewaySettings, wiring: Wiring, stack: AsyncExitStack
 ) -> tuple[RpcServer, int]:
     server = RpcServer(service.SERVICE_NAME, max_connections=_max_connections(settings))
-    inference = InferenceService(assembly.gateway)
+    inference = InferenceService(wiring.gateway)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.aio)
     port = await server.start(settings.host, settings.port)
     stack.push_async_callback(server.stop, _FAREWELL_S)
@@ -125,7 +123,7 @@ async def _grpc_server(
 
 async def _operations_server(
     settings: GatewaySettings,
-    assembly: Assembly,
+    wiring: Wiring,
     secret: Secret,
     public_port: int,
     stack: AsyncExitStack,
@@ -134,7 +132,7 @@ async def _operations_server(
     server = RpcServer(BLOCK_MANAGER.name, SUPERVISOR.name)
     supervisor = Target(settings.supervisor) if settings.supervisor else None
     for relay in (
-        Relay(BLOCK_MANAGER, lambda: _target(assembly.fleet.block_manager), secret.rpc_key),
+        Relay(BLOCK_MANAGER, lambda: _target(wiring.directory.block_manager), secret.rpc_key),
         Relay(SUPERVISOR, lambda: supervisor),
     ):
         stack.push_async_callback(relay.close)
@@ -153,13 +151,13 @@ def _target(member: Member | None) -> Target | None:
 
 async def _http_server(
     settings: GatewaySettings,
-    assembly: Assembly,
+    wiring: Wiring,
     metrics: CollectorRegistry,
     stack: AsyncExitStack,
 ) -> int | None:
     if settings.http_port is None:
         return None
-    app = create_app(assembly.gateway, metrics, settings.allowed_hosts, settings.body_memory)
+    app = create_app(wiring.gateway, metrics, settings.allowed_hosts, settings.body_memory)
     limits = ConnectionLimits(
         _max_connections(settings),
         settings.header_timeout_s,

@@ -1,15 +1,15 @@
 """`python -m services.prefill`: a prefill worker."""
 
-from services.common.starting import end_on_signals
+from services.common.runtime.starting import end_on_signals
 
 if __name__ == "__main__":
     end_on_signals()
 
 import asyncio
 
-from services.common.process import run_service
+from services.common.runtime.process import run_service
 from services.prefill.config import PrefillSettings
-from services.worker.lives import serve_worker
+from services.worker.liveness.rejoin import serve_worker
 
 
 async def serve(settings: PrefillSettings, stop: asyncio.Event) -> None:

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from blockstore.errors import MustWait, OutOfBlocks, StaleHolder
 from blockstore.store import BlockStore
-from services.common.logging import get_logger
 from services.common.pool.stamps import Stamps
-from services.common.ticket import successor_of
-from services.engine.contents import num_blocks_for
+from services.common.runtime.logging import get_logger
+from services.engine.sequences.block_keys import num_blocks_for
 from services.prefill.job import Job, State
 from services.prefill.prefixes import PrefixesUnderWay
+from services.protocol.ticket import successor_of
 
 _RETRY_S = 0.05
 log = get_logger(__name__)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from blockstore.records import Allocation, PrefixHash
-from services.common.logprobs import Logprobs
-from services.common.ticket import BeamState, Ticket, TicketSequence
-from services.engine.contents import Begun, Contents, num_tokens_of
+from services.engine.sequences.block_keys import Begun, BlockKeys, num_tokens_of
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import BeamState, Ticket, TicketSequence
 from services.worker.events import Ending, Found, Output, Session
 
 
@@ -31,7 +31,7 @@ class Job:
 
     session: Session
     ticket: Ticket
-    contents: Contents
+    contents: BlockKeys
     suspect: bool = False
     state: State = State.WAITING
     follows: PrefixHash | None = None

@@ -4,14 +4,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from quire.v1 import prefill_pb2, prefill_pb2_grpc
-from services.common.rpc import RpcServer
-from services.common.wire import (
+from services.common.rpc.transport import RpcServer
+from services.prefill.worker import PrefillWorker
+from services.protocol.codec import (
     logprobs_to_wire,
     num_top_from_wire,
     ticket_from_wire,
     ticket_to_wire,
 )
-from services.prefill.worker import PrefillWorker
 from services.worker.events import Event, Prefilled
 from services.worker.process import WorkerRole
 from services.worker.stream import Fields, StreamSession, WorkerStream, output_to_wire

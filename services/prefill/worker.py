@@ -9,18 +9,16 @@ from blockstore.records import PrefixHash
 from blockstore.registry import Load
 from blockstore.store import BlockStore
 from services.common.errors import InvalidRequest
-from services.common.metrics import WorkerMetrics
-from services.common.ticket import BeamState, Ticket, TicketSequence, first_of
+from services.common.runtime.metrics import WorkerMetrics
 from services.engine import messages
-from services.engine.beam_group import kind_of_group
-from services.engine.contents import Contents, num_blocks_for
 from services.engine.engine import ForwardPass
-from services.engine.membership import Membership
 from services.engine.messages import Advance, Broken, StepOutcome
+from services.engine.sequences.beam_group import kind_of_group
+from services.engine.sequences.block_keys import BlockKeys, num_blocks_for
 from services.prefill.admission import Admission
 from services.prefill.job import Job, State
 from services.prefill.prefixes import PrefixesUnderWay
-from services.worker.colder import ColderPool, Fetched
+from services.protocol.ticket import BeamState, Ticket, TicketSequence, first_of
 from services.worker.events import (
     ABORTED,
     DRAINED,
@@ -38,8 +36,10 @@ from services.worker.events import (
     report,
 )
 from services.worker.jobs import Jobs
+from services.worker.membership import Membership
 from services.worker.pool_worker import Limits, PoolWorker
-from services.worker.swap_cost import Pace
+from services.worker.swap.cost import Pace
+from services.worker.swap.pool import Fetched, SwapPool
 
 _STEPS_AHEAD = 2
 _LONG_SHARE = 4
@@ -58,9 +58,9 @@ class PrefillWorker(PoolWorker):
         forward: ForwardPass,
         limits: Limits,
         metrics: WorkerMetrics,
-        colder: ColderPool | None = None,
+        swap_pool: SwapPool | None = None,
     ) -> None:
-        super().__init__(store, membership, forward, limits, metrics, colder, one_token=True)
+        super().__init__(store, membership, forward, limits, metrics, swap_pool, one_token=True)
         self._pace = Pace()
         self._prefixes = PrefixesUnderWay(on_change=lambda: self._admission.wake())
         self._admission = Admission(
@@ -98,7 +98,7 @@ class PrefillWorker(PoolWorker):
         self._check(ticket)
         if self._jobs.get(session, *ticket.key):
             raise InvalidRequest(f"attempt {ticket.attempt} of this request is here already")
-        contents = Contents.of(ticket, self.spec.block_size)
+        contents = BlockKeys.of(ticket, self.spec.block_size)
         job = Job(session, ticket, contents, suspect, num_prompt_logprobs=num_prompt_logprobs)
         self._jobs.add(job)
         if ticket.timeout_ms:
@@ -155,7 +155,7 @@ class PrefillWorker(PoolWorker):
         self._computing[job.ticket.holder_id] = job
         self._prefixes.begin(job.ticket.holder_id, job.hashes[job.allocation.num_cached_blocks :])
         is_all_computed = job.num_prompt_logprobs is not None
-        if self.colder is None or is_all_computed or not self.colder.holds(job.ticket):
+        if self.swap_pool is None or is_all_computed or not self.swap_pool.holds(job.ticket):
             self._compute(job, Fetched(job.begun()))
             return
         job.state = State.FETCHING
@@ -164,11 +164,11 @@ class PrefillWorker(PoolWorker):
 
     async def _fetch_all(self) -> None:
         """Bring back what was swapped out, one after another."""
-        assert self.colder is not None
+        assert self.swap_pool is not None
         while True:
             job = await self._fetching.get()
             assert job.allocation is not None
-            fetched = await self.colder.fetch(job.ticket, job.allocation, job.contents)
+            fetched = await self.swap_pool.fetch(job.ticket, job.allocation, job.contents)
             if job.ending:
                 self._retire(job)
             else:
@@ -254,7 +254,7 @@ class PrefillWorker(PoolWorker):
             if not job.ending:
                 told = tuple(job.outputs), tuple(job.prompt_logprobs)
                 job.session.send(Prefilled(ticket, *told))
-                self.trials.leave(ticket.holder_id)
+                self.suspects.leave(ticket.holder_id)
 
         job.state = State.ISSUED
         job.ticket = ticket
@@ -269,7 +269,7 @@ class PrefillWorker(PoolWorker):
             await self.store.release(self.pool_id, holder_id, epoch)
             told = tuple(job.outputs), tuple(job.prompt_logprobs)
             job.session.send(Prefilled(job.finished(), *told))
-            self.trials.leave(holder_id)
+            self.suspects.leave(holder_id)
 
         self._forget(job)
         self.writer.put(release)
@@ -293,7 +293,7 @@ class PrefillWorker(PoolWorker):
             self._forget(job)
             report(job.session, job.ticket, ending)
         elif job.state is State.COMPUTING:
-            self.trials.withdraw(job.ticket.holder_id)
+            self.suspects.withdraw(job.ticket.holder_id)
             self.engine.send(messages.Remove(job.ticket.holder_id))
         elif job.state is State.ISSUED:
             self.writer.put(lambda: self._take_back(job, ending))
@@ -306,14 +306,14 @@ class PrefillWorker(PoolWorker):
         async def release() -> None:
             await self.release(ticket, ending)
             report(job.session, ticket, ending)
-            self.trials.leave(ticket.holder_id)
+            self.suspects.leave(ticket.holder_id)
 
         self._forget(job)
         self.writer.put(release)
 
     async def _take_back(self, job: Job, ending: Ending) -> None:
         await self.take_back(job.session, job.ticket, ending)
-        self.trials.leave(job.ticket.holder_id)
+        self.suspects.leave(job.ticket.holder_id)
         self._forget(job)
 
     def _forget(self, job: Job) -> None:
@@ -334,7 +334,7 @@ class PrefillWorker(PoolWorker):
 
     def _loops(self) -> Sequence[Coroutine[Any, Any, None]]:
         loops = [self._admission.run()]
-        return loops if self.colder is None else [*loops, self._fetch_all()]
+        return loops if self.swap_pool is None else [*loops, self._fetch_all()]
 
     def _check(self, ticket: Ticket) -> None:
         if ticket.pool_id != self.pool_id:

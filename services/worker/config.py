@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from services.common.config import PoolServiceSettings
 from services.common.errors import StartupError
 from services.common.pool.sizing import check_capacity, parse_size
+from services.common.runtime.config import PoolServiceSettings
 from services.common.text.model_config import ModelConfig
 
 _BATCHED_TOKENS = 512

@@ -6,10 +6,10 @@ from enum import Enum
 from typing import Protocol
 
 from services.common.errors import DeadlineExceeded, InvalidRequest, PoisonRequest
-from services.common.logprobs import Logprobs
-from services.common.ticket import FinishReason, Hypothesis, Ticket
 from services.engine.batch import Fault
-from services.engine.group import Token
+from services.engine.sequences.group import Token
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import FinishReason, Hypothesis, Ticket
 
 
 class RequeueReason(Enum):

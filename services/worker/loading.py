@@ -15,10 +15,10 @@ from services.common.text.model_config import ModelConfig
 from services.common.text.tokenizer import tokenizer_file
 from services.engine.fingerprint import fingerprint
 from services.engine.models import Model, load_model
-from services.engine.packed_file import Progress
 from services.engine.pool import DTYPES
+from services.engine.weights.packed_file import Progress
 from services.worker.config import WorkerSettings
-from services.worker.instruction_set import measured_isa
+from services.worker.cpu.instruction_set import measured_isa
 from services.worker.pool_worker import Limits
 
 

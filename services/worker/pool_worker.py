@@ -12,22 +12,22 @@ from blockstore.records import Heartbeat, PoolSpec
 from blockstore.registry import Load
 from blockstore.store import BlockStore
 from services.common.errors import InvalidRequest
-from services.common.logging import get_logger
-from services.common.metrics import WorkerMetrics
 from services.common.pool.allotment import LOOK_AHEAD
-from services.common.ticket import Ticket
-from services.common.ticks import until_tick
+from services.common.runtime.logging import get_logger
+from services.common.runtime.metrics import WorkerMetrics
+from services.common.runtime.ticks import until_tick
 from services.engine.engine import BlockStamps, Engine, ForwardPass
 from services.engine.messages import Broken, Start, StepOutcome
 from services.engine.scheduler import Scheduler
-from services.engine.sequence import Rules
+from services.engine.sequences.sequence import Rules
 from services.engine.thread import EngineThread
-from services.worker.colder import ColderPool
+from services.protocol.ticket import Ticket
 from services.worker.events import PREEMPTED, Began, Ending, Session, report
 from services.worker.jobs import Jobs
+from services.worker.liveness.wakefulness import Wakefulness
 from services.worker.store_writer import StoreWriter
-from services.worker.trials import Trials
-from services.worker.wakefulness import Wakefulness
+from services.worker.suspect_queue import SuspectQueue
+from services.worker.swap.pool import SwapPool
 
 _PULSE_S = 0.1
 _IDLE_PULSE_S = 1.0
@@ -87,12 +87,12 @@ class PoolWorker(ABC):
         forward: ForwardPass,
         limits: Limits,
         metrics: WorkerMetrics,
-        colder: ColderPool | None,
+        swap_pool: SwapPool | None,
         *,
         one_token: bool,
     ) -> None:
         self.store = store
-        self.colder = colder
+        self.swap_pool = swap_pool
         self.metrics = metrics
         self.spec = membership.spec
         self.pool_id = membership.spec.pool_id
@@ -103,7 +103,7 @@ class PoolWorker(ABC):
         self.drain_asked = asyncio.Event()
         self.sessions: set[Session] = set()
         """Of the gateways that are connected."""
-        self.trials = Trials()
+        self.suspects = SuspectQueue()
         loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
         self.writer = StoreWriter(self._fail)
@@ -208,7 +208,7 @@ class PoolWorker(ABC):
             session.send(Began(*whose), then=lambda: self.engine.send(Start(key)))
 
         if suspect:
-            self.trials.enter(key, begin)
+            self.suspects.enter(key, begin)
         else:
             begin()
 
@@ -290,8 +290,8 @@ class PoolWorker(ABC):
 
     @property
     def _pool_ids(self) -> tuple[str, ...]:
-        colder = () if self.colder is None else (self.colder.spec.pool_id,)
-        return self.pool_id, *colder
+        swap_pool = () if self.swap_pool is None else (self.swap_pool.spec.pool_id,)
+        return self.pool_id, *swap_pool
 
     async def release(self, ticket: Ticket, ending: Ending) -> None:
         """Let go of a ticket's blocks. The request of one that gave way keeps its place in line
@@ -309,8 +309,8 @@ class PoolWorker(ABC):
             if at_rest.swapped is None:
                 await self.release(at_rest, ending)
             else:
-                assert self.colder is not None
-                await self.colder.release(at_rest.swapped)
+                assert self.swap_pool is not None
+                await self.swap_pool.release(at_rest.swapped)
         except StaleHolder:
             return
         report(session, at_rest, ending)

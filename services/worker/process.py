@@ -15,27 +15,27 @@ from prometheus_client import CollectorRegistry
 from blockstore.errors import UnknownWorker, WorkerFenced
 from blockstore.registry import Role
 from blockstore.store import BlockStore
-from services.common.board import Board
-from services.common.exposition import metrics_endpoint
-from services.common.logging import get_logger
-from services.common.metrics import WorkerMetrics
-from services.common.proof import Guard
-from services.common.rpc import RpcServer
-from services.common.secret import deployment_secret
-from services.common.ticks import until_tick
+from services.common.rpc.proof import Guard
+from services.common.rpc.transport import RpcServer
+from services.common.runtime.exposition import metrics_endpoint
+from services.common.runtime.logging import get_logger
+from services.common.runtime.metrics import WorkerMetrics
+from services.common.runtime.secret import deployment_secret
+from services.common.runtime.ticks import until_tick
 from services.engine.engine import ForwardPass
-from services.engine.membership import Membership, join, join_colder
 from services.engine.runner import Runner
-from services.worker.colder import ColderPool
 from services.worker.config import WorkerSettings
-from services.worker.entry import Entry
-from services.worker.lanes import SharedCpus
+from services.worker.cpu.board import CpuBoard
+from services.worker.cpu.sharing import SharedCpus
+from services.worker.liveness.fence_guard import FenceGuard, GuardedForward
+from services.worker.liveness.registration import Registration
+from services.worker.liveness.step_watch import StepWatch
 from services.worker.loading import LoadedModel, load
-from services.worker.permit import Permit, PermittedForward
+from services.worker.membership import Membership, join, join_swap_pool
 from services.worker.pool_worker import Limits, PoolWorker
-from services.worker.step_watch import StepWatch
+from services.worker.swap.pool import SwapPool
 
-# What comes after the running requests' grace has ENDING_S in all (services.common.config).
+# What comes after the running requests' grace has ENDING_S in all (services.common.runtime.config).
 _GIVE_BACK_LIMIT_S = 2.0
 """How long a step in flight and the releases after it may take, when a grace period is over."""
 
@@ -57,7 +57,7 @@ _NUM_WARM_UP_TOKENS = 32
 log = get_logger(__name__)
 
 MakeWorker = Callable[
-    [BlockStore, Membership, ForwardPass, Limits, WorkerMetrics, ColderPool | None], PoolWorker
+    [BlockStore, Membership, ForwardPass, Limits, WorkerMetrics, SwapPool | None], PoolWorker
 ]
 
 
@@ -81,7 +81,7 @@ class WorkerProcess:
         self._stop = stop
         self._loaded: LoadedModel | None = None
 
-    async def live(self, entry: Entry) -> None:
+    async def live(self, entry: Registration) -> None:
         """Join, serve, leave: until `stop`, or until it is drained. Raises when engine, pool or
         store are lost, or when it was given up (WorkerFenced, UnknownWorker). However it ends,
         nothing of it runs, writes or is locked any more."""
@@ -96,17 +96,25 @@ class WorkerProcess:
             registry = CollectorRegistry()
             stack.enter_context(metrics_endpoint(settings, registry))
             metrics = WorkerMetrics(registry)
-            beside = await _join_colder(loaded, membership, stack)
+            beside = await _join_swap_pool(loaded, membership, stack)
             memberships = [membership] if beside is None else [beside, membership]
-            permit = Permit([one.lock for one in memberships])
-            colder = _colder_pool(settings, loaded, membership, beside, permit, metrics, stack)
+            fence_guard = FenceGuard([one.lock for one in memberships])
+            swap_pool = _swap_pool_settings(
+                settings, loaded, membership, beside, fence_guard, metrics, stack
+            )
             runner = await _warm(loaded, membership)
             forward = _on_its_cpus(runner, loaded, settings, entry, stack)
-            permitted = PermittedForward(forward, permit)
-            worker = role.make(entry.store, membership, permitted, loaded.limits, metrics, colder)
+            permitted = GuardedForward(forward, fence_guard)
+            worker = role.make(
+                entry.store, membership, permitted, loaded.limits, metrics, swap_pool
+            )
             watching = asyncio.create_task(StepWatch(worker.engine, settings.step_limit_s).keep())
             stack.callback(watching.cancel)  # only once the engine's thread has ended
-            working = [worker.run(), permit.keep(), *(one.complete_memory() for one in memberships)]
+            working = [
+                worker.run(),
+                fence_guard.keep(),
+                *(one.complete_memory() for one in memberships),
+            ]
             if isinstance(forward, SharedCpus):
                 working.append(_refresh(forward))
             tasks = [vital.create_task(work) for work in working]
@@ -115,7 +123,7 @@ class WorkerProcess:
             await _either(self._stop, worker.drain_asked)
 
             worker.drain()
-            entry.presence.changed()
+            entry.heartbeat.changed()
             await _finish(worker, server, self._stop, settings.request_grace_s)
             for task in tasks:
                 task.cancel()
@@ -143,39 +151,39 @@ class _Stopped(Exception):
     pass
 
 
-async def _join(settings: WorkerSettings, loaded: LoadedModel, entry: Entry) -> Membership:
+async def _join(settings: WorkerSettings, loaded: LoadedModel, entry: Registration) -> Membership:
     root, store = settings.pool_root, entry.store
     return await join(store, store.run_id, root, loaded.layout, entry.worker_id, loaded.plan)
 
 
-async def _join_colder(
+async def _join_swap_pool(
     loaded: LoadedModel, membership: Membership, stack: AsyncExitStack
 ) -> Membership | None:
     """None: requests that give way are computed again."""
     if loaded.swap_bytes is None:
         return None
-    colder = await join_colder(membership, loaded.swap_bytes)
-    stack.callback(colder.let_go)
-    return colder
+    swap_pool = await join_swap_pool(membership, loaded.swap_bytes)
+    stack.callback(swap_pool.let_go)
+    return swap_pool
 
 
-def _colder_pool(
+def _swap_pool_settings(
     settings: WorkerSettings,
     loaded: LoadedModel,
     own: Membership,
-    colder: Membership | None,
-    permit: Permit,
+    swap_pool: Membership | None,
+    fence_guard: FenceGuard,
     metrics: WorkerMetrics,
     stack: AsyncExitStack,
-) -> ColderPool | None:
-    if colder is None:
+) -> SwapPool | None:
+    if swap_pool is None:
         return None
-    pool = ColderPool(
+    pool = SwapPool(
         own.store,
         own,
-        colder,
-        copy_out=permit.for_copies(partial(colder.pool.copy_from, own.pool, loaded.ops)),
-        copy_back=permit.for_copies(partial(own.pool.copy_from, colder.pool, loaded.ops)),
+        swap_pool,
+        copy_out=fence_guard.for_copies(partial(swap_pool.pool.copy_from, own.pool, loaded.ops)),
+        copy_back=fence_guard.for_copies(partial(own.pool.copy_from, swap_pool.pool, loaded.ops)),
         metrics=metrics,
         compares_costs=settings.preemption == "auto",
     )
@@ -194,16 +202,16 @@ def _on_its_cpus(
     runner: Runner,
     loaded: LoadedModel,
     settings: WorkerSettings,
-    entry: Entry,
+    entry: Registration,
     stack: AsyncExitStack,
 ) -> ForwardPass:
     native, cpus = loaded.native, settings.divided_cpus
     if native is None or not cpus:
         return runner
-    board = Board(settings.pool_root / "board")
-    stack.callback(board.leave)
-    own = board.sit_down(entry.role, entry.worker_id)
-    return SharedCpus(runner, native, board, own, cpus, settings.max_gap_ms / 1000)
+    cpu_board = CpuBoard(settings.pool_root / "board")
+    stack.callback(cpu_board.leave)
+    own = cpu_board.sit_down(entry.role, entry.worker_id)
+    return SharedCpus(runner, native, cpu_board, own, cpus, settings.max_gap_ms / 1000)
 
 
 async def _refresh(forward: SharedCpus) -> NoReturn:

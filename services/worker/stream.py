@@ -10,17 +10,17 @@ from google.protobuf.message import Message
 from blockstore.registry import Load
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
-from services.common.bundle import Outbox, bundled, each_of
 from services.common.errors import InvalidRequest, VersionMismatch
-from services.common.logging import get_logger
-from services.common.ticks import until_tick
-from services.common.version import PROTOCOL_VERSION
-from services.common.wire import (
+from services.common.rpc.message_batching import Outbox, bundled, each_of
+from services.common.runtime.logging import get_logger
+from services.common.runtime.ticks import until_tick
+from services.protocol.codec import (
     finish_reason_to_wire,
     load_to_wire,
     logprobs_to_wire,
     ticket_to_wire,
 )
+from services.protocol.version import PROTOCOL_VERSION
 from services.worker.events import (
     Began,
     Draining,

@@ -32,10 +32,10 @@ from quire.v1 import (
     ticket_pb2,
     worker_pb2,
 )
-from services.common.bundle import each_of
-from services.common.proof import Guard
-from services.common.rpc import RpcServer, open_channel
-from services.common.version import PROTOCOL_VERSION
+from services.common.rpc.message_batching import each_of
+from services.common.rpc.proof import Guard
+from services.common.rpc.transport import RpcServer, open_channel
+from services.protocol.version import PROTOCOL_VERSION
 from tests.secret import OTHER, guard
 
 from .deployment import Deployment

@@ -45,8 +45,8 @@ async def swapping(
         assert beside == f"{name}-swap"
         yield running, client, beside
         await quiet(client)
-        (colder,) = [p for p in await client.pools() if p.model == beside]
-        assert colder.num_prefix_queries > 0
+        (swap_pool,) = [p for p in await client.pools() if p.model == beside]
+        assert swap_pool.num_prefix_queries > 0
         await client.close()
 
 

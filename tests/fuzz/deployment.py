@@ -28,22 +28,22 @@ from quire.v1 import (
 )
 from services.block_manager.link import Connection, Link
 from services.block_manager.service import BlockManagerService
-from services.common.metrics import WorkerMetrics
-from services.common.rpc import RpcServer, open_channel
+from services.common.rpc.transport import RpcServer, open_channel
+from services.common.runtime.metrics import WorkerMetrics
 from services.common.text.tokenizer import Tokenizer
-from services.common.version import PROTOCOL_VERSION
 from services.decode.service import DecodeService
 from services.decode.worker import DecodeWorker
 from services.engine.batch import Drawn, Row, Told
-from services.gateway.assembly import Assembly, assembled
-from services.gateway.dispatcher import Limits as GatewayLimits
-from services.gateway.figures import Figures
-from services.gateway.http.app import create_app
-from services.gateway.http.server import http_server
-from services.gateway.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
-from services.gateway.service import InferenceService
+from services.gateway.frontend.http.app import create_app
+from services.gateway.frontend.http.server import http_server
+from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
+from services.gateway.frontend.service import InferenceService
+from services.gateway.request_metrics import RequestMetrics
+from services.gateway.scheduling.dispatcher import Limits as GatewayLimits
+from services.gateway.wiring import Wiring, assembled
 from services.prefill.service import PrefillService
 from services.prefill.worker import PrefillWorker
+from services.protocol.version import PROTOCOL_VERSION
 from services.worker.pool_worker import Limits
 from tests.integration.gateway.conftest import write_model
 from tests.secret import SECRET, guard
@@ -101,7 +101,7 @@ class Child:
 @dataclass(frozen=True)
 class ChildSpec:
     name: str
-    stage: Stage = Stage.WORKER
+    status: Stage = Stage.WORKER
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Deployment:
     store: MemoryStore = field(default_factory=MemoryStore)
     registry: MemoryRegistry = field(default_factory=MemoryRegistry)
     workers: list[Any] = field(default_factory=list)
-    assembly: Assembly = field(init=False)
+    assembly: Wiring = field(init=False)
     channel: aio.Channel = field(init=False)
     http: httpx.AsyncClient = field(init=False)
     tokenizer: Tokenizer = field(init=False)
@@ -126,7 +126,7 @@ class Deployment:
                 self.registry,
                 SECRET,
                 GatewayLimits(),
-                Figures(CollectorRegistry()),
+                RequestMetrics(CollectorRegistry()),
                 poll_s=0.05,
                 silence_s=60.0,
                 client_priority=True,
@@ -147,10 +147,10 @@ class Deployment:
         await self.until(lambda: not (ledger.holders or ledger.waiters))
         await self.until(lambda: not any(worker.num_busy for worker in self.workers))
         assert (await self.store.audit("pool")).violations == ()
-        (pool,) = self.assembly.fleet.complete_pools("toy")
+        (pool,) = self.assembly.directory.complete_pools("toy")
         for worker in (*pool.prefill, *pool.decode):
             assert not worker.guests
-            assert not worker.errands
+            assert not worker.prefill_loads
 
     async def _start_workers(self) -> None:
         spec = await make_pool(self.store, 64, 4)

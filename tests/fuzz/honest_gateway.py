@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
-from services.common.ticket import BeamParams, Ticket, TicketSequence
-from services.common.wire import ticket_from_wire, ticket_to_wire
 from services.engine.batch import Draw
+from services.protocol.codec import ticket_from_wire, ticket_to_wire
+from services.protocol.ticket import BeamParams, Ticket, TicketSequence
 from tests.fuzz.hostile_gateway import HONEST_PROMPT
 from tests.fuzz.pool_workers import HELLO, Workers
 from tests.unit.workers.fakes import GREEDY, SAMPLED, expected, ticket

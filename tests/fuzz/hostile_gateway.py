@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2, worker_pb2
-from services.common.ticket import MAX_BEAM_WIDTH, BeamParams, TicketSequence
+from services.protocol.ticket import MAX_BEAM_WIDTH, BeamParams, TicketSequence
 from tests.fuzz.forging import NUMBERS, REQUESTS, Changes, changes, forge
 from tests.fuzz.pool_workers import HELLO, Stream
 from tests.unit.workers.fakes import GREEDY, SAMPLED, ticket

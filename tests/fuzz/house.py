@@ -13,17 +13,17 @@ from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from quire.v1 import decode_pb2, prefill_pb2
-from services.gateway.bell import Bell
-from services.gateway.catalog import load_model
-from services.gateway.dispatcher import Dispatcher, Limits
-from services.gateway.figures import Figures
-from services.gateway.fleet import Served
+from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.gateway import Gateway
-from services.gateway.messages import Command, DrainNotice, LoadReport
-from services.gateway.mover import Mover
-from services.gateway.router import Pool, Router
-from services.gateway.wire import DECODE, PREFILL, Garbled
-from services.gateway.worker import Worker
+from services.gateway.intake.catalog import load_model
+from services.gateway.request_metrics import RequestMetrics
+from services.gateway.scheduling.dispatcher import Dispatcher, Limits
+from services.gateway.scheduling.migration import Migration
+from services.gateway.scheduling.router import Pool, Router
+from services.gateway.workers.directory import Served
+from services.gateway.workers.messages import Command, DrainNotice, LoadReport
+from services.gateway.workers.wire import DECODE, PREFILL, MalformedMessage
+from services.gateway.workers.worker import Worker
 from tests.integration.gateway.conftest import SPEC
 from tests.integration.gateway.fakes import FakeDecode, FakePrefill, Session, member
 
@@ -51,8 +51,8 @@ class Wire(Session):
 
 
 class Line:
-    """A connection without gRPC: `services.gateway.peers.Peer`'s part. A garbled message ends the
-    stream, and it is made again at once."""
+    """A connection without gRPC: `services.gateway.workers.connection.Peer`'s part. A garbled
+    message ends the stream, and it is made again at once."""
 
     def __init__(self, fake: FakePrefill | FakeDecode, directory: str) -> None:
         self.fake = fake
@@ -103,7 +103,7 @@ class Line:
                         self.worker.draining = True
                     case _:
                         self.sink.on_event(self.worker, event)
-        except Garbled:
+        except MalformedMessage:
             spoil = self.session.spoil
             self.lose()
             self.open(self.sink)
@@ -158,20 +158,25 @@ class House:
     dispatcher: Dispatcher = field(init=False)
 
     async def open(self, *fakes: FakePrefill | FakeDecode) -> None:
-        store, registry, bell = MemoryStore(), MemoryRegistry(), Bell()
+        store, registry, changes = MemoryStore(), MemoryRegistry(), ChangeNotifier()
         await store.register_pool(SPEC)
         self.lines = [Line(fake, str(self.directory)) for fake in fakes]
-        fleet: Any = Fleet(self.lines, load_model(str(self.directory)))
-        figures = Figures(CollectorRegistry())
+        directory: Any = Fleet(self.lines, load_model(str(self.directory)))
+        request_metrics = RequestMetrics(CollectorRegistry())
         limits = Limits(reserve_timeout_s=0.5)
         self.dispatcher = Dispatcher(
-            fleet, Router(store, b"secret"), registry, limits, bell, figures.has_ended
+            directory,
+            Router(store, b"secret"),
+            registry,
+            limits,
+            changes,
+            request_metrics.has_ended,
         )
         for line in self.lines:
             line.open(self.dispatcher)
-        self.gateway = Gateway(fleet, self.dispatcher, bell, figures)
-        mover = Mover(fleet, bell, limits.reserve_timeout_s)
-        self._moving = asyncio.create_task(mover.clear_out())
+        self.gateway = Gateway(directory, self.dispatcher, changes, request_metrics)
+        migration = Migration(directory, changes, limits.reserve_timeout_s)
+        self._moving = asyncio.create_task(migration.clear_out())
 
     def line(self, fake: FakePrefill | FakeDecode) -> Line:
         return next(line for line in self.lines if line.fake is fake)

@@ -15,18 +15,18 @@ from blockstore.ledger import Ledger
 from blockstore.memory_store import MemoryStore
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
-from services.common.bundle import each_of
 from services.common.errors import InvalidRequest, VersionMismatch
-from services.common.metrics import WorkerMetrics
-from services.common.version import PROTOCOL_VERSION
+from services.common.rpc.message_batching import each_of
+from services.common.runtime.metrics import WorkerMetrics
 from services.decode.service import DecodeService
 from services.decode.worker import DecodeWorker
 from services.engine.batch import Drawn, Row
-from services.engine.group import Group
+from services.engine.sequences.group import Group
 from services.prefill.service import PrefillService
 from services.prefill.worker import PrefillWorker
-from services.worker.colder import ColderPool
+from services.protocol.version import PROTOCOL_VERSION
 from services.worker.pool_worker import Limits
+from services.worker.swap.pool import SwapPool
 from tests.unit.workers.fakes import VOCAB, Arena, FakeForward, join, make_pool, make_stamps
 
 LIMIT_S = 20.0
@@ -128,28 +128,28 @@ class Workers:
         self.store = store
         self.models: list[GuardedForward] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._colder: list[ColderPool] = []
+        self._swap_pool: list[SwapPool] = []
 
     async def open(self, directory: Path) -> None:
         pools = [await make_pool(self.store, NUM_BLOCKS, 4, name) for name in POOLS]
         spec, colder_spec = pools
         arena = Arena(4, make_stamps(directory / "stamps", spec))
-        colder = Arena(4, make_stamps(directory / "colder", colder_spec))
+        swap_pool = Arena(4, make_stamps(directory / "colder", colder_spec))
         workers: list[Any] = []
         for cls in (PrefillWorker, DecodeWorker):
             membership = await join(self.store, spec, cls.__name__, arena.stamps)
             self.models.append(GuardedForward(arena, self.store.ledger("pool")))
             metrics = WorkerMetrics(CollectorRegistry())
-            beside = ColderPool(
+            beside = SwapPool(
                 self.store,
                 membership,
-                await join(self.store, colder_spec, cls.__name__, colder.stamps),
-                partial(colder.copy_from, arena),
-                partial(arena.copy_from, colder),
+                await join(self.store, colder_spec, cls.__name__, swap_pool.stamps),
+                partial(swap_pool.copy_from, arena),
+                partial(arena.copy_from, swap_pool),
                 metrics,
                 compares_costs=False,
             )
-            self._colder.append(beside)
+            self._swap_pool.append(beside)
             worker = cls(self.store, membership, self.models[-1], LIMITS, metrics, beside)
             self.models[-1].groups = partial(_groups_at, worker)
             workers.append(worker)
@@ -189,5 +189,5 @@ class Workers:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for colder in self._colder:
-            colder.close()
+        for swap_pool in self._swap_pool:
+            swap_pool.close()

@@ -67,7 +67,7 @@ class SearchingPrefill(FakePrefill):
             ticket.ClearField("sequences")
             ticket.ClearField("beams")
         session.send(prefilled=prefill_pb2.Prefilled(ticket=ticket, outputs=outputs))
-        self.trials.leave(ticket.request_id)
+        self.suspects.leave(ticket.request_id)
 
 
 @dataclass(eq=False)
@@ -124,7 +124,7 @@ class SearchingDecode(FakeDecode):
         while self.searches:
             for request_id, search in tuple(self.searches.items()):
                 _step(search.ticket)
-                self.trials.leave(request_id)
+                self.suspects.leave(request_id)
                 outputs = _found(search.ticket)
                 if outputs:
                     del self.searches[request_id]

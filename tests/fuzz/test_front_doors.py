@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.v1 import block_manager_pb2, inference_pb2, supervisor_pb2
-from services.common.interceptor import CODE_TRAILER
-from services.gateway.api import GenerationRequest, RequestedSampling
-from services.gateway.service import SERVICE_NAME
+from services.common.rpc.interceptor import CODE_TRAILER
+from services.gateway.frontend.api import GenerationRequest, RequestedSampling
+from services.gateway.frontend.service import SERVICE_NAME
 from tests.fuzz.deployment import LIMIT_S, VOCAB, Deployment, deployed, expected
 
 pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")

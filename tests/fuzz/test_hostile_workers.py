@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2
 from services.common.errors import QuireError
-from services.gateway.api import Delta, RequestedBeams
+from services.gateway.frontend.api import Delta, RequestedBeams
 from tests.fuzz.hostile_workers import MISCHIEFS, Mischief
 from tests.fuzz.house import VOCAB, House, Wire
 from tests.fuzz.nonsense import IDS
@@ -157,10 +157,10 @@ async def live(directory: Path, mischiefs: Sequence[Mischief], at_once: bool) ->
 def check_nothing_left(house: House, honest: tuple[SearchingPrefill, SearchingDecode]) -> None:
     dispatcher = house.dispatcher
     assert (dispatcher.num_waiting, dispatcher.num_running) == (0, 0)
-    assert not dispatcher._journeys
+    assert not dispatcher._lifecycles
     for line in house.lines:
         assert not line.worker.guests, line.worker
-        assert not line.worker.errands, line.worker
+        assert not line.worker.prefill_loads, line.worker
     prefill, decode = honest
     assert not prefill.held
     assert not decode.running

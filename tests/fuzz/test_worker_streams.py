@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from blockstore.memory_store import MemoryStore
 from quire.v1 import prefill_pb2
-from services.common.ticket import Ticket
-from services.common.wire import ticket_to_wire
+from services.protocol.codec import ticket_to_wire
+from services.protocol.ticket import Ticket
 from tests.fuzz.honest_gateway import HONEST, NUM_TOKENS, Answer, Gateway, expected_of
 from tests.fuzz.hostile_gateway import MINE, SAYINGS, SWAPPED, Say, utter, without_secrets
 from tests.fuzz.pool_workers import HELLO, Workers

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from services.common.board import Seat
+from services.worker.cpu.board import CpuBoardEntry
 
 LIMIT_S = 30.0
 
 _GUEST = """
 import sys
 from pathlib import Path
-from services.common.board import Board
+from services.worker.cpu.board import Board
 
 board = Board(Path(sys.argv[1]))
 print(board.sit_down(sys.argv[2], sys.argv[3]).index, flush=True)
@@ -27,14 +27,14 @@ board.leave()
 class Guest:
     """Sits from its construction on, until it leaves or is killed."""
 
-    def __init__(self, board: Path, role: str, worker_id: str) -> None:
+    def __init__(self, cpu_board: Path, role: str, worker_id: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _GUEST, str(board), role, worker_id],
+            [sys.executable, "-c", _GUEST, str(cpu_board), role, worker_id],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.seat = Seat(worker_id, role, int(self._read()))
+        self.entry = CpuBoardEntry(worker_id, role, int(self._read()))
 
     def set_backlog(self, num_sequences: int) -> None:
         assert self._process.stdin is not None
@@ -55,8 +55,8 @@ class Guest:
 
 
 @contextmanager
-def guest(board: Path, role: str, worker_id: str) -> Iterator[Guest]:
-    sitting = Guest(board, role, worker_id)
+def guest(cpu_board: Path, role: str, worker_id: str) -> Iterator[Guest]:
+    sitting = Guest(cpu_board, role, worker_id)
     try:
         yield sitting
     finally:

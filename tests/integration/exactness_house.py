@@ -24,28 +24,28 @@ from quire import messages
 from quire.messages import Request
 from quire.types import Delta
 from quire.v1 import worker_pb2
-from services.common.metrics import WorkerMetrics
-from services.common.version import PROTOCOL_VERSION
-from services.common.wire import load_from_wire
+from services.common.runtime.metrics import WorkerMetrics
 from services.decode.service import DecodeService
 from services.decode.worker import DecodeWorker
-from services.gateway.bell import Bell
-from services.gateway.dispatcher import Dispatcher
-from services.gateway.dispatcher import Limits as GatewayLimits
-from services.gateway.figures import Figures
-from services.gateway.fleet import Fleet
+from services.gateway.change_notifier import ChangeNotifier
+from services.gateway.frontend.service import InferenceService
 from services.gateway.gateway import Gateway
-from services.gateway.messages import Began, Command, LoadReport
-from services.gateway.mover import Mover
-from services.gateway.router import Router
-from services.gateway.service import InferenceService
-from services.gateway.wire import DECODE, PREFILL, Dialect
-from services.gateway.worker import Worker
+from services.gateway.request_metrics import RequestMetrics
+from services.gateway.scheduling.dispatcher import Dispatcher
+from services.gateway.scheduling.dispatcher import Limits as GatewayLimits
+from services.gateway.scheduling.migration import Migration
+from services.gateway.scheduling.router import Router
+from services.gateway.workers.directory import WorkerDirectory
+from services.gateway.workers.messages import Began, Command, LoadReport
+from services.gateway.workers.wire import DECODE, PREFILL, Dialect
+from services.gateway.workers.worker import Worker
 from services.prefill.service import PrefillService
 from services.prefill.worker import PrefillWorker
-from services.worker.colder import ColderPool
+from services.protocol.codec import load_from_wire
+from services.protocol.version import PROTOCOL_VERSION
 from services.worker.events import HANDED_OVER
 from services.worker.pool_worker import Limits
+from services.worker.swap.pool import SwapPool
 from tests.exactness import Answer
 from tests.unit.workers.fakes import join, make_pool, make_stamps
 
@@ -92,8 +92,8 @@ class ForgetfulStore(MemoryStore):
 
 
 class Line:
-    """A stream to a worker without gRPC: `services.gateway.peers.Peer`'s part. `connect`: the
-    service's. Of one that `is_cut` nobody hears anything more."""
+    """A stream to a worker without gRPC: `services.gateway.workers.connection.Peer`'s part.
+    `connect`: the service's. Of one that `is_cut` nobody hears anything more."""
 
     def __init__(self, member: Member, connect: Callable[..., Any], sink: Dispatcher) -> None:
         self.worker = Worker(member, self._send)
@@ -153,12 +153,12 @@ class Resident:
     worker: Any
     forward: Watched
     service: Any
-    figures: CollectorRegistry
-    colder: ColderPool | None
+    request_metrics: CollectorRegistry
+    swap_pool: SwapPool | None
     running: "asyncio.Task[None]"
 
     def figure(self, name: str) -> float:
-        value = self.figures.get_sample_value(f"quire:{name}_total")
+        value = self.request_metrics.get_sample_value(f"quire:{name}_total")
         assert value is not None
         return value
 
@@ -191,7 +191,7 @@ class House:
         self.store, self.registry = ForgetfulStore(), MemoryRegistry()
         self.prefills: list[Resident] = []
         self.decoders: list[Resident] = []
-        self.figures = CollectorRegistry()
+        self.request_metrics = CollectorRegistry()
         self._directory = directory
         self._models = models
         self._prompt = prompt
@@ -210,23 +210,23 @@ class House:
                 stamps = make_stamps(self._directory / pool_id, spec)
                 arena = torch.full((num_blocks, *shape), float("nan"), dtype=torch.bfloat16)
                 self._pools[pool_id] = spec, stamps, arena
-        bell, figures = Bell(), Figures(self.figures)
-        self.fleet = Fleet(
-            *(self.registry, self.store, self._connect, lambda _: self._models.text, bell.ring)
+        changes, request_metrics = ChangeNotifier(), RequestMetrics(self.request_metrics)
+        self.directory = WorkerDirectory(
+            *(self.registry, self.store, self._connect, lambda _: self._models.text, changes.notify)
         )
         router, limits = Router(self.store, b"secret"), GatewayLimits()
         self.dispatcher = Dispatcher(
-            self.fleet, router, self.registry, limits, bell, figures.has_ended
+            self.directory, router, self.registry, limits, changes, request_metrics.has_ended
         )
         for number in range(setting.num_prefills):
             self.prefills.append(await self._add("prefill", number))
         for number in range(setting.num_decoders):
             self.decoders.append(await self._add("decode", number))
-        await self.fleet.refresh()
-        gateway = Gateway(self.fleet, self.dispatcher, bell, figures)
+        await self.directory.refresh()
+        gateway = Gateway(self.directory, self.dispatcher, changes, request_metrics)
         self._service = InferenceService(gateway)
-        mover = Mover(self.fleet, bell, limits.reserve_timeout_s)
-        self._moving = asyncio.create_task(mover.clear_out())
+        migration = Migration(self.directory, changes, limits.reserve_timeout_s)
+        self._moving = asyncio.create_task(migration.clear_out())
         await self.until(lambda: all(line.worker.connected for line in self._lines.values()))
 
     async def close(self) -> None:
@@ -243,8 +243,8 @@ class House:
         for line in self._lines.values():
             await line.close()
         for resident in self._residents.values():
-            if resident.colder:
-                resident.colder.close()
+            if resident.swap_pool:
+                resident.swap_pool.close()
 
     # ── its workers ──────────────────────────────────────────────────────────────────────────────
 
@@ -252,15 +252,15 @@ class House:
         name, setting = f"{role}-{number}", self.setting
         spec, stamps, arena = self._pools["pool"]
         membership = await join(self.store, spec, name, stamps)
-        figures = CollectorRegistry()
-        metrics = WorkerMetrics(figures)
+        request_metrics = CollectorRegistry()
+        metrics = WorkerMetrics(request_metrics)
         model, ops = self._models.of(name, setting.num_threads)
         forward = Watched(model, arena, setting.block_size, ops)
         forward.prompt = self._prompt
-        colder: ColderPool | None = None
+        swap_pool: SwapPool | None = None
         if "colder" in self._pools:
             colder_spec, colder_stamps, colder_arena = self._pools["colder"]
-            colder = ColderPool(
+            swap_pool = SwapPool(
                 self.store,
                 membership,
                 await join(self.store, colder_spec, name, colder_stamps),
@@ -278,9 +278,9 @@ class House:
         make, serve = (
             (PrefillWorker, PrefillService) if role == "prefill" else (DecodeWorker, DecodeService)
         )
-        worker: Any = make(self.store, membership, forward, limits, metrics, colder)
+        worker: Any = make(self.store, membership, forward, limits, metrics, swap_pool)
         running = asyncio.create_task(worker.run())
-        resident = Resident(worker, forward, serve(worker), figures, colder, running)
+        resident = Resident(worker, forward, serve(worker), request_metrics, swap_pool, running)
         self._residents[name] = resident
         member = Member(
             member_id=name,
@@ -350,7 +350,9 @@ class House:
 
     @property
     def num_moves(self) -> float:
-        moved = self.figures.get_sample_value("quire:num_moves_total", {"model_name": MODEL})
+        moved = self.request_metrics.get_sample_value(
+            "quire:num_moves_total", {"model_name": MODEL}
+        )
         return moved or 0.0
 
     def logits(self) -> Logits:
@@ -399,7 +401,7 @@ class House:
         await asyncio.wait([there.running])
         for pool_id in self._pools:
             await self.store.reap(pool_id, there.worker.worker_id)
-        await self.fleet.refresh()
+        await self.directory.refresh()
         self.go_on()
 
 

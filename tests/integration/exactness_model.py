@@ -16,8 +16,8 @@ from kvops.native import Lane
 from services.engine.batch import Draw, Drawn, Row
 from services.engine.models import Model, load_model
 from services.engine.runner import Runner
-from services.engine.telling import queries
-from services.gateway import catalog
+from services.engine.sampling.logit_queries import queries
+from services.gateway.intake import catalog
 from tests.exactness import SEED
 
 LIMIT_S = 30.0

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 import kvops
 from bench.make_checkpoint import CheckpointSpec
 from kvops.native import Lane
-from services.common.ticket import SamplingParams
 from services.engine.batch import Draw, Row
 from services.engine.models import load_model
 from services.engine.runner import Runner
+from services.protocol.ticket import SamplingParams
 
 NUM_NEW_TOKENS = 6
 GREEDY = Draw(
@@ -193,10 +193,10 @@ class Rig(Runner):
             prompt, [*adopted, *own], num_cached, num_computed=min(num_cached, len(prompt) - 1)
         )
 
-    def decode_all(self, trials: Iterable[Trial], chunk: int, late: int = 0) -> None:
+    def decode_all(self, suspects: Iterable[Trial], chunk: int, late: int = 0) -> None:
         """Step until all have finished. Trial i joins at step i * `late`, so that with late > 0
         rows of prompts and of single tokens meet in one batch."""
-        waiting, running = list(trials), list[Trial]()
+        waiting, running = list(suspects), list[Trial]()
         for step in count():
             while waiting and step >= late * len(running):
                 running.append(waiting.pop(0))
@@ -206,11 +206,11 @@ class Rig(Runner):
             elif not waiting:
                 return
 
-    def _step(self, trials: list[Trial], chunk: int) -> None:
-        rows = [trial.next_row(chunk) for trial in trials]
+    def _step(self, suspects: list[Trial], chunk: int) -> None:
+        rows = [trial.next_row(chunk) for trial in suspects]
         drawn = self.run(rows)
         logits = iter(self.last_logits)
-        for trial, row, tokens in zip(trials, rows, drawn, strict=True):
+        for trial, row, tokens in zip(suspects, rows, drawn, strict=True):
             trial.num_computed += len(row.token_ids)
             if isinstance(tokens, tuple) and tokens:
                 trial.new_tokens += tokens

@@ -18,16 +18,16 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from bench.make_checkpoint import make_checkpoint
-from services.common.logprobs import Logprobs
-from services.common.ticket import (
+from services.engine.batch import Draw, Row, Told
+from services.engine.sequences.beam import FIRST, Beam, BeamSearch, num_deciding
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import (
     BeamParams,
     EarlyStopping,
     FinishReason,
     Hypothesis,
     SamplingParams,
 )
-from services.engine.batch import Draw, Row, Told
-from services.engine.beam import FIRST, Beam, BeamSearch, num_deciding
 
 from .models_oracle import SPECS, Rig, random_prompt
 

@@ -15,8 +15,8 @@ from bench.make_checkpoint import make_checkpoint
 from quire.supervisor.errors import ModelUnusable
 from quire.supervisor.model_source import ModelSource, check_model, find_model
 from quire.supervisor.run_directory import free_port
-from services.common.config import load_settings
 from services.common.errors import StartupError
+from services.common.runtime.config import load_settings
 from services.prefill.config import PrefillSettings
 from services.worker.loading import load
 

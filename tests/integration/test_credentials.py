@@ -14,9 +14,9 @@ from blockstore.errors import StoreUnsuitable
 from blockstore.records import PoolSpec
 from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
-from services.common.config import resolved
 from services.common.errors import StartupError
-from services.common.redis import location
+from services.common.runtime.config import resolved
+from services.common.runtime.redis import location
 from services.gateway.config import GatewaySettings
 from tests.conftest import Valkey
 from tests.secret import SECRET

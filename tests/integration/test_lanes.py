@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kvops.native import Lane, NativeCpu
-from services.common.board import SEAT_WORDS, Board, Seat
 from services.engine.batch import Drawn, Row
 from services.engine.runner import Runner
-from services.worker.lanes import SharedCpus
+from services.worker.cpu.board import SEAT_WORDS, CpuBoard, CpuBoardEntry
+from services.worker.cpu.sharing import SharedCpus
 
 from .board_guest import Guest, guest
 
@@ -29,8 +29,8 @@ class RecordingCpu(NativeCpu):
         super().__init__()
         self.told: list[tuple[Lane, ...]] = []
 
-    def assign(self, lanes: Sequence[Lane], board: Tensor | None = None) -> None:
-        super().assign(lanes, board)
+    def assign(self, lanes: Sequence[Lane], cpu_board: Tensor | None = None) -> None:
+        super().assign(lanes, cpu_board)
         self.told.append(tuple(lanes))
 
 
@@ -43,11 +43,11 @@ class Linear:
         self._weights = native.pack("float32", torch.randn(1024, 512))
         self.expected = self._product()
         self.backlogs: list[int] = []
-        self.board: Board | None = None
+        self.cpu_board: CpuBoard | None = None
 
     def run(self, rows: Sequence[Row]) -> list[Drawn]:
-        assert self.board is not None
-        self.backlogs.append(self.board.backlog(self.board.seats()[0]))
+        assert self.cpu_board is not None
+        self.backlogs.append(self.cpu_board.backlog(self.cpu_board.entries()[0]))
         assert torch.equal(self._product(), self.expected)
         return [(len(rows),)]
 
@@ -64,23 +64,23 @@ class Worker:
         self.path = path
         self.native = RecordingCpu()
         self.linear = Linear(self.native)
-        self.board = self.linear.board = Board(path)
-        self.own = self.board.sit_down(role, "own")
+        self.cpu_board = self.linear.cpu_board = CpuBoard(path)
+        self.own = self.cpu_board.sit_down(role, "own")
         runner = cast(Runner, self.linear)
         self.pauses: list[tuple[float, int]] = []
         self.cpus = SharedCpus(
-            runner, self.native, self.board, self.own, CPUS, MAX_GAP_S, self.pause
+            runner, self.native, self.cpu_board, self.own, CPUS, MAX_GAP_S, self.pause
         )
 
     def pause(self, pause_s: float) -> None:
         self.pauses.append((pause_s, self.backlog()))
 
-    def backlog(self, seat: Seat | None = None) -> int:
-        return self.board.backlog(seat or self.own)
+    def backlog(self, entry: CpuBoardEntry | None = None) -> int:
+        return self.cpu_board.backlog(entry or self.own)
 
     def division(self, *guests: Guest) -> tuple[Lane, ...]:
         """What a step is computed on when it has looked around, with these guests on the board."""
-        assert self.board.seats() == tuple(sorted([self.own, *(g.seat for g in guests)]))
+        assert self.cpu_board.entries() == tuple(sorted([self.own, *(g.entry for g in guests)]))
         self.cpus.refresh()
         self.cpus.run(ROWS)
         return self.native.told[-1]
@@ -92,7 +92,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     usable = os.sched_getaffinity(0)
     worker = Worker(tmp_path / "board")
     yield worker
-    worker.board.leave()
+    worker.cpu_board.leave()
     os.sched_setaffinity(0, usable)
 
 
@@ -132,7 +132,7 @@ def test_a_killed_workers_cpus_go_to_the_others(worker: Worker) -> None:
         prefill.set_backlog(1)
         prefill.kill()
         assert worker.division() == ALONE
-        assert worker.backlog(prefill.seat) == 0
+        assert worker.backlog(prefill.entry) == 0
 
 
 def test_a_division_takes_effect_with_the_next_step(worker: Worker) -> None:
@@ -199,7 +199,7 @@ def test_prompts_pause_for_nobody(tmp_path: Path) -> None:
         worker.cpus.run(ROWS)
         worker.cpus.give_way(worker.pause)
         assert worker.pauses == []
-    worker.board.leave()
+    worker.cpu_board.leave()
 
 
 def test_a_lent_lane_follows_the_other_process(worker: Worker) -> None:
@@ -208,6 +208,6 @@ def test_a_lent_lane_follows_the_other_process(worker: Worker) -> None:
         worker.division(prefill)
         for backlog in (1, 0, 4):
             prefill.set_backlog(backlog)
-            assert worker.backlog(prefill.seat) == backlog
+            assert worker.backlog(prefill.entry) == backlog
             for _ in range(20):
                 worker.cpus.run(ROWS)

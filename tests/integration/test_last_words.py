@@ -14,9 +14,9 @@ from grpc import aio
 from blockstore.registry import Load
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import prefill_pb2, prefill_pb2_grpc, ticket_pb2, worker_pb2
-from services.common.bundle import each_of
-from services.common.rpc import RpcServer, open_channel
-from services.common.version import PROTOCOL_VERSION
+from services.common.rpc.message_batching import each_of
+from services.common.rpc.transport import RpcServer, open_channel
+from services.protocol.version import PROTOCOL_VERSION
 from services.worker.events import Began, Session
 from services.worker.stream import StreamSession, WorkerStream
 

@@ -112,9 +112,9 @@ def test_whatever_else_is_in_the_batch(sequence: Sequence, batch: int, chunk: in
     come."""
     rig = sequence.rig()
     others = [random_prompt(1 + i * 37 % 100, seed=i) for i in range(1, batch)]
-    trials = [rig.place(prompt) for prompt in others]
-    trials.insert(batch // 2, own := rig.place(PROMPT))
-    rig.decode_all(trials, chunk, late=1)
+    suspects = [rig.place(prompt) for prompt in others]
+    suspects.insert(batch // 2, own := rig.place(PROMPT))
+    rig.decode_all(suspects, chunk, late=1)
     outcome(rig, own).assert_equals(sequence.expected)
 
 

@@ -11,13 +11,13 @@ import torch
 from bench.make_checkpoint import make_checkpoint
 from blockstore.records import PoolSpec
 from services.common.pool.stamps import Stamps, record_bytes
-from services.common.ticket import SamplingParams, Ticket, TicketSequence
-from services.engine.contents import Begun, num_blocks_for
 from services.engine.engine import Engine
-from services.engine.group import Group
 from services.engine.messages import Admit, Command, Grow
 from services.engine.scheduler import Scheduler
-from services.engine.sequence import Rules
+from services.engine.sequences.block_keys import Begun, num_blocks_for
+from services.engine.sequences.group import Group
+from services.engine.sequences.sequence import Rules
+from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
 
 from .models_oracle import Rig, random_prompt
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
-from services.common.logprobs import Logprobs
-from services.common.ticket import SamplingParams
 from services.engine.batch import Draw, Row, Scoring, Told
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import SamplingParams
 
 from .models_oracle import Rig, random_prompt
 

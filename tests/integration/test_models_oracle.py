@@ -71,17 +71,17 @@ def check(
         placed = [rig.place(donor_prompt(prompt, cached)) for prompt in prompts]
         rig.decode_all(placed, chunk)
         donors = [*placed]
-    trials = [rig.place(p, donor) for p, donor in zip(prompts, donors, strict=True)]
-    adopted = [t.block_table[: t.num_cached // block_size] for t in trials]
+    suspects = [rig.place(p, donor) for p, donor in zip(prompts, donors, strict=True)]
+    adopted = [t.block_table[: t.num_cached // block_size] for t in suspects]
     before = [rig.arena[blocks].clone() for blocks in adopted]
-    rig.decode_all(trials, chunk, late=1)
-    for trial, blocks, content in zip(trials, adopted, before, strict=True):
+    rig.decode_all(suspects, chunk, late=1)
+    for trial, blocks, content in zip(suspects, adopted, before, strict=True):
         answer = oracle.answer(trial.prompt)
         assert trial.new_tokens == answer.token_ids
         torch.testing.assert_close(torch.stack(trial.logits), answer.logits, rtol=0, atol=1e-4)
         assert torch.equal(rig.arena[blocks], content), "an adopted block was written"
     if cached == "all of it":
-        assert trials[0].num_cached == length // block_size * block_size
+        assert suspects[0].num_cached == length // block_size * block_size
 
 
 @pytest.mark.parametrize(

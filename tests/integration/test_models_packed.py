@@ -16,9 +16,9 @@ from services.common.errors import StartupError
 from services.engine.batch import Row
 from services.engine.models import fused, load_model
 from services.engine.models.fused import FusedModel
-from services.engine.models.sections import alternated
-from services.engine.packed_file import packed_file
-from services.engine.weights import weights_digest
+from services.engine.weights.checkpoint import weights_digest
+from services.engine.weights.fused_weights import alternated
+from services.engine.weights.packed_file import packed_file
 
 from .models_oracle import GREEDY, Rig
 

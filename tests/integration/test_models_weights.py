@@ -18,7 +18,7 @@ from services.common.text.model_config import ModelConfig
 from services.engine.batch import Row
 from services.engine.fingerprint import fingerprint
 from services.engine.models import Model, load_model
-from services.engine.weights import load_weights, weights_digest
+from services.engine.weights.checkpoint import load_weights, weights_digest
 
 from .models_oracle import GREEDY, Rig
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from services.common.errors import StartupError
-from services.engine.packed_file import Contents, Facts, PackedFile, packed_file
+from services.engine.weights.packed_file import Contents, Facts, PackedFile, packed_file
 
 SIZES = {"first": 5000, "empty": 0, "second": 64}
 FACTS = {"made_of": "rice"}
@@ -240,7 +240,7 @@ COOK = """
 import sys
 from pathlib import Path
 import torch
-from services.engine.packed_file import packed_file
+from services.engine.weights.packed_file import packed_file
 
 def only(name):
     print("filling", flush=True)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from quire import probe
-from services.common.rpc import RpcServer
+from services.common.rpc.transport import RpcServer
 
 LIMIT_S = 30
 

@@ -16,17 +16,17 @@ from blockstore.errors import StoreLost, StoreUnavailable, StoreUnsuitable
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.registry import Load, Member
 from services.common.errors import StartupError
-from services.common.presence import Presence
-from services.common.process import with_patience
+from services.common.runtime.process import with_patience
+from services.common.runtime.registry_heartbeat import RegistryHeartbeat
 
 LIMIT_S = 20
 COOK = """
 import asyncio, os, sys
 from typing import ClassVar
 from pydantic_settings import SettingsConfigDict
-from services.common.config import ServiceSettings
+from services.common.runtime.config import ServiceSettings
 from services.common.errors import StartupError
-from services.common.process import run_service
+from services.common.runtime.process import run_service
 
 class CookSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="QUIRE_COOK_")
@@ -252,12 +252,14 @@ class Watched(MemoryRegistry):
 async def test_presence_announces_and_withdraws() -> None:
     """A change is announced at once, the load is that of the moment, the end is told."""
     registry, running = Watched(), [1]
-    presence = Presence(registry, lambda: member("serving", Load(running[0])), interval_s=60)
-    task = asyncio.create_task(presence.keep())
+    heartbeat = RegistryHeartbeat(
+        registry, lambda: member("serving", Load(running[0])), interval_s=60
+    )
+    task = asyncio.create_task(heartbeat.keep())
     async with asyncio.timeout(LIMIT_S):
         assert (await registry.announced.get()).load.num_running == 1
         running[0] = 2
-        presence.changed()
+        heartbeat.changed()
         assert (await registry.announced.get()).load.num_running == 2
     assert [m.member_id for m in await registry.members()] == ["d-1"]
     task.cancel()
@@ -269,7 +271,7 @@ async def test_presence_outlives_a_server_that_is_away() -> None:
     registry = Watched()
     registry.error = StoreUnavailable("refused")
     task = asyncio.create_task(
-        Presence(registry, lambda: member("serving", Load()), interval_s=0.001).keep()
+        RegistryHeartbeat(registry, lambda: member("serving", Load()), interval_s=0.001).keep()
     )
     async with asyncio.timeout(LIMIT_S):
         await registry.announced.get()
@@ -284,4 +286,4 @@ async def test_presence_does_not_outlive_a_lost_server() -> None:
     registry = Watched()
     registry.error = StoreLost("another run_id")
     with pytest.raises(StoreLost):
-        await Presence(registry, lambda: member("serving", Load())).keep()
+        await RegistryHeartbeat(registry, lambda: member("serving", Load())).keep()

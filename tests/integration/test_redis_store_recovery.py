@@ -101,8 +101,8 @@ async def assert_whole(workers: list[Worker]) -> None:
     heard yet of a claim)."""
     known: dict[str, Asserted] = {}
     for worker in workers:
-        (holdings,) = worker.store._joined["pool"]
-        for held in holdings.told()[0]:
+        (held_blocks,) = worker.store._joined["pool"]
+        for held in held_blocks.told()[0]:
             if held.holder_id not in known or known[held.holder_id].epoch < held.epoch:
                 known[held.holder_id] = held
     store = await RedisStore.connect(workers[0].url)

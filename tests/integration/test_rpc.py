@@ -13,9 +13,9 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from quire.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from services.common import errors
-from services.common.faults import PeerFailed
-from services.common.proof import Proof
-from services.common.rpc import MAX_MESSAGE_BYTES, RpcServer, from_rpc_error, open_channel
+from services.common.rpc.error_table import PeerFailed
+from services.common.rpc.proof import Proof
+from services.common.rpc.transport import MAX_MESSAGE_BYTES, RpcServer, from_rpc_error, open_channel
 from tests.proxy import Proxy
 from tests.secret import SECRET, guard
 

@@ -17,9 +17,9 @@ from transformers.generation.logits_process import (
 )
 
 from bench.make_checkpoint import make_checkpoint
-from services.common.ticket import SamplingParams
 from services.engine.batch import Draw, Row
-from services.engine.history import History
+from services.engine.sequences.penalty_state import PenaltyState
+from services.protocol.ticket import SamplingParams
 
 from .models_oracle import GREEDY, Rig, random_prompt
 
@@ -30,7 +30,7 @@ ENDS = (7, 8)
 
 def ours(logits: torch.Tensor, **changes: Any) -> torch.Tensor:
     p = replace(GREEDY.sampling, **changes)
-    adjustment = History(p, [*PROMPT, *OUTPUT], len(PROMPT), ENDS).adjustment()
+    adjustment = PenaltyState(p, [*PROMPT, *OUTPUT], len(PROMPT), ENDS).adjustment()
     return logits if adjustment is None else adjustment.applied(logits)
 
 
@@ -84,7 +84,7 @@ def decoded(
     """All in one batch, each with a history of its own that grows."""
     tokens = [list(prompt) for prompt in prompts]
     histories = [
-        History(p, mine, len(prompt), [])
+        PenaltyState(p, mine, len(prompt), [])
         for p, mine, prompt in zip(params, tokens, prompts, strict=True)
     ]
     starts = [0] * len(tokens)
@@ -148,7 +148,7 @@ def test_tokens_are_the_same_alone_in_a_batch_and_after_a_recompute(rig: Rig) ->
     for i, (prompt, p, tokens) in enumerate(zip(prompts, params, together, strict=True)):
         for length in (0, 5, 11):
             so_far = [*prompt, *tokens[:length]]
-            draw = Draw(p, i % 3, History(p, so_far, len(prompt), []).adjustment())
+            draw = Draw(p, i % 3, PenaltyState(p, so_far, len(prompt), []).adjustment())
             again = rig.run([Row(so_far, 0, range(200, 210), draws=(draw,))])
             assert again == [(tokens[length],)]
     assert len({tuple(tokens) for tokens in together}) == len(together)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kvops.native import Kind, Lane, NativeCpu, usable_kernels
-from services.common.ticket import SamplingParams
-from services.engine.answering import answer
 from services.engine.batch import Answer, Draw, Fault, Query
-from services.engine.history import History
 from services.engine.models.fused import native_answers
+from services.engine.sampling.sampling_head import answer
+from services.engine.sequences.penalty_state import PenaltyState
+from services.protocol.ticket import SamplingParams
 
 HIDDEN, VOCAB = 60, 1003
 PLAIN = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=5, max_tokens=1)
@@ -48,7 +48,7 @@ def states(num: int) -> Tensor:
 
 def draw(**changes: Any) -> Draw:
     params = replace(PLAIN, **changes)
-    return Draw(params, 0, History(params, [3, 4, 3], 2, [7]).adjustment())
+    return Draw(params, 0, PenaltyState(params, [3, 4, 3], 2, [7]).adjustment())
 
 
 WISHES: list[tuple[Draw | int, int | None]] = [

@@ -1,5 +1,5 @@
-"""Native draws against `services.engine.sampler`, which says what they are, and against what each
-filter leaves."""
+"""Native draws against `services.engine.sampling.sampler`, which says what they are, and against
+what each filter leaves."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kvops import _native
-from services.common.ticket import SamplingParams
 from services.engine.batch import Draw, Fault
-from services.engine.history import History
 from services.engine.models.fused import native_draw
-from services.engine.sampler import filtered_probs, sample
+from services.engine.sampling.sampler import filtered_probs, sample
+from services.engine.sequences.penalty_state import PenaltyState
+from services.protocol.ticket import SamplingParams
 
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
 ISAS = pytest.mark.parametrize("isa", _native.usable_kernels())
@@ -123,7 +123,7 @@ def test_adjusted_draws_are_those_of_the_sampler(
         p = replace(PLAIN, seed=row, **kind, **{**ADJUSTMENTS[name], "logit_bias": logit_bias})
         tokens = torch.randint(0, 4, (60,), generator=generator).tolist()
         tokens[-1] = row % 7
-        draws.append(Draw(p, 0, History(p, tokens, row, [0, 4]).adjustment()))
+        draws.append(Draw(p, 0, PenaltyState(p, tokens, row, [0, 4]).adjustment()))
     positions = list(range(40))
     found = of_draws(isa, logits, draws, positions)
     assert found == sample(logits, draws, positions)
@@ -135,7 +135,7 @@ def test_what_is_not_finite_is_told_whatever_is_allowed(isa: str) -> None:
     logits = torch.zeros(2, 70)
     logits[0, 69] = float("nan")
     p = replace(PLAIN, allowed_token_ids=(3,))
-    draws = [Draw(p, 0, History(p, [1], 1, []).adjustment())] * 2
+    draws = [Draw(p, 0, PenaltyState(p, [1], 1, []).adjustment())] * 2
     assert of_draws(isa, logits, draws, [0, 0]) == [-1, 3]
     assert sample(logits, draws, [0, 0]) == [Fault.NOT_FINITE, 3]
 

@@ -1,14 +1,14 @@
-"""Native scores against `services.engine.logprobs`, which says what they are, and both against
-torch's log_softmax in double precision."""
+"""Native scores against `services.engine.sampling.logprobs`, which says what they are, and both
+against torch's log_softmax in double precision."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvops import _native
-from services.common.logprobs import Logprobs
 from services.engine.batch import Fault
-from services.engine.logprobs import score, scores_of
+from services.engine.sampling.logprobs import score, scores_of
+from services.protocol.logprobs import Logprobs
 
 ISAS = pytest.mark.parametrize("isa", _native.usable_kernels())
 VOCABS = pytest.mark.parametrize("vocab_size", [1, 7, 64, 1000, 8191, 8192, 8193, 40_011])

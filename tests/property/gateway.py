@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from services.common.errors import InvalidRequest
-from services.common.ticket import Ticket, TicketSequence
 from services.decode.worker import DecodeWorker
+from services.protocol.ticket import Ticket, TicketSequence
 from services.worker.events import (
     Began,
     Event,
@@ -133,7 +133,8 @@ def _is_last(event: Event) -> bool:
 
 
 class Gateway:
-    """Walks requests through the workers as `services.gateway.journey` does, without a deadline of
+    """Walks requests through the workers as `services.gateway.request.lifecycle` does, without a
+    deadline of
     its own: workers must tell. An attempt's number says which decode worker it is for."""
 
     def __init__(self, pair: "Pair") -> None:

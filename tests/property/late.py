@@ -14,7 +14,7 @@ from blockstore.recount import audit
 from services.engine.engine import Engine
 from services.engine.messages import Command, StepOutcome
 from services.worker import pool_worker
-from services.worker.colder import ColderPool
+from services.worker.swap.pool import SwapPool
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -156,7 +156,7 @@ class LateEngine:
             self._outcomes.put(lambda: self._on_outcome(outcome))
 
 
-class LateColderPool(ColderPool):
+class LateColderPool(SwapPool):
     """Copies without a thread: they take their time."""
 
     chance: random.Random

@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from blockstore.memory_store import MemoryStore
-from services.common.metrics import WorkerMetrics
+from services.common.runtime.metrics import WorkerMetrics
 from services.decode.worker import DecodeWorker
 from services.prefill.worker import PrefillWorker
 from services.worker.pool_worker import Limits
@@ -32,7 +32,7 @@ class Pair:
         self.prefill: PrefillWorker
         self.decode: tuple[DecodeWorker, ...]
         self.arena: Arena
-        self.colder: Arena | None = None
+        self.swap_pool: Arena | None = None
         self.draining = False
         self.gateways: tuple[Gateway, ...] = ()
         self._holders = itertools.count(1)
@@ -53,7 +53,7 @@ class Pair:
         if num_swap_blocks:
             colder_spec = await make_pool(self.store, num_swap_blocks, block_size, "colder")
             stamps = make_stamps(directory / "colder", colder_spec)
-            self.colder = Arena(block_size, stamps)
+            self.swap_pool = Arena(block_size, stamps)
         stamps = make_stamps(directory / "stamps", spec)
         self.arena = Arena(block_size, stamps)
         model = FakeForward(self.arena)
@@ -64,13 +64,13 @@ class Pair:
             late: Any = LateStore(self.store, self.chance)
             metrics = WorkerMetrics(CollectorRegistry())
             beside: LateColderPool | None = None
-            if self.colder:
+            if self.swap_pool:
                 there = await join(
-                    self.store, colder_spec, membership.worker_id, self.colder.stamps
+                    self.store, colder_spec, membership.worker_id, self.swap_pool.stamps
                 )
                 copies = (
-                    partial(self.colder.copy_from, self.arena),
-                    partial(self.arena.copy_from, self.colder),
+                    partial(self.swap_pool.copy_from, self.arena),
+                    partial(self.arena.copy_from, self.swap_pool),
                 )
                 beside = LateColderPool(late, membership, there, *copies, metrics, False)
                 beside.chance = self.chance
@@ -119,13 +119,15 @@ class Pair:
             "line": len(prefill._admission),
             "prefixes": prefill._prefixes._leaders,
         }
-        if self.colder:
+        if self.swap_pool:
             places["swapped out"] = self.store.ledger("colder").stats().num_held
             places["fetching"] = prefill._fetching.qsize()
         for number, decode in enumerate(self.decode):
-            grower = decode._grower
-            places[f"decode {number}"] = decode._jobs or decode._running or decode._resting._on_pool
+            extender = decode._extender
+            places[f"decode {number}"] = (
+                decode._jobs or decode._running or decode._detached._on_pool
+            )
             places[f"timers {number}"] = decode._jobs._timers
-            places[f"grower {number}"] = grower._holders or grower._wanting
+            places[f"grower {number}"] = extender._holders or extender._wanting
             places[f"slots {number}"] = decode.limits.max_num_seqs - decode.load().num_free_slots
         return {place: what for place, what in places.items() if what}

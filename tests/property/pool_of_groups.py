@@ -15,16 +15,16 @@ from blockstore.errors import MustWait, OutOfBlocks
 from blockstore.ledger import Ledger
 from blockstore.records import Growth, PoolSpec
 from blockstore.recount import audit
-from services.common.ticket import Ticket
 from services.engine.batch import Draw
-from services.engine.beam import FIRST, Beam
-from services.engine.beam_group import kind_of_group
-from services.engine.contents import Contents, num_blocks_for
 from services.engine.engine import Engine
-from services.engine.group import Group
 from services.engine.messages import Admit, Advance, Command, Grow, Remove
 from services.engine.scheduler import Scheduler
-from services.engine.sequence import Rules, Sequence
+from services.engine.sequences.beam import FIRST, Beam
+from services.engine.sequences.beam_group import kind_of_group
+from services.engine.sequences.block_keys import BlockKeys, num_blocks_for
+from services.engine.sequences.group import Group
+from services.engine.sequences.sequence import Rules, Sequence
+from services.protocol.ticket import Ticket
 from tests.unit.workers.fakes import SAMPLED, Arena, FakeForward, make_stamps, next_token
 from tests.unit.workers.searches import right, steps_of
 
@@ -95,7 +95,7 @@ class PoolOfGroups(RuleBasedStateMachine):
         return self.live[data.draw(st.sampled_from(sorted(self.live)), "group")]
 
     def _compute(self, asked: Ticket, next_index: int) -> None:
-        key, contents = asked.holder_id, Contents.of(asked, self.size)
+        key, contents = asked.holder_id, BlockKeys.of(asked, self.size)
         hashes, branches = contents.chains
         num_blocks = num_blocks_for(asked, self.size)
         if num_blocks > NUM_BLOCKS:

@@ -7,9 +7,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.logprobs import Logprobs
-from services.common.ticket import BeamParams, EarlyStopping, FinishReason, Hypothesis
-from services.engine.beam import FIRST, Beam, BeamSearch, num_deciding
+from services.engine.sequences.beam import FIRST, Beam, BeamSearch, num_deciding
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import BeamParams, EarlyStopping, FinishReason, Hypothesis
 
 VOCAB = 24
 

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from services.common.ticket import BeamParams, EarlyStopping, TicketSequence
 from services.engine.messages import End
+from services.protocol.ticket import BeamParams, EarlyStopping, TicketSequence
 from tests.property.pool_of_groups import DECODERS, Live, PoolOfGroups
 from tests.unit.workers.fakes import GREEDY, SAMPLED, ticket
 

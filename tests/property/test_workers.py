@@ -11,8 +11,8 @@ from typing import Protocol
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from services.common.ticket import BeamParams, Ticket, TicketSequence
 from services.engine.batch import Draw
+from services.protocol.ticket import BeamParams, Ticket, TicketSequence
 from services.worker.pool_worker import Limits
 from tests.property.gateway import Request
 from tests.property.late import LateEngine, VirtualLoop
@@ -150,15 +150,15 @@ class Demand:
 @dataclass(frozen=True)
 class Corrupt:
     """Whatever is published says something else now; what nobody holds is something else, too.
-    `colder`: in the colder pool."""
+    `swap_pool`: in the colder pool."""
 
-    colder: bool
+    swap_pool: bool
 
     def do(self, pair: Pair) -> None:
-        arena = pair.colder if self.colder else pair.arena
+        arena = pair.swap_pool if self.swap_pool else pair.arena
         if arena is None:
             return
-        blocks = pair.store.ledger("colder" if self.colder else "pool").blocks
+        blocks = pair.store.ledger("colder" if self.swap_pool else "pool").blocks
         arena.stamps.own(tuple(blocks.hash_of), "nobody")
         for block_id in blocks.cached:
             arena.wipe(block_id)

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.ticket import SamplingParams
-from services.engine.adjustment import Adjustment
-from services.engine.history import History
+from services.engine.sampling.adjustment import Adjustment
+from services.engine.sequences.penalty_state import PenaltyState
+from services.protocol.ticket import SamplingParams
 
 unhurried = settings(deadline=None, max_examples=200)  # how fast the machine is, is no property
 
@@ -34,7 +34,7 @@ def adjusted(
     output: Sequence[int] = (),
     ends: Sequence[int] = (),
 ) -> list[float]:
-    adjustment = History(p, [*prompt, *output], len(prompt), ends).adjustment()
+    adjustment = PenaltyState(p, [*prompt, *output], len(prompt), ends).adjustment()
     if adjustment is None:
         return list(logits)
     found: list[float] = adjustment.applied(torch.tensor(logits)).tolist()
@@ -116,9 +116,9 @@ def test_it_is_a_function_of_the_tokens_alone(
         return found
 
     growing = list(prompt)
-    kept = History(p, growing, len(prompt), ends)
+    kept = PenaltyState(p, growing, len(prompt), ends)
     for length in range(len(output) + 1):
-        new = History(p, [*prompt, *output[:length]], len(prompt), ends)
+        new = PenaltyState(p, [*prompt, *output[:length]], len(prompt), ends)
         assert applied(kept.adjustment()) == applied(new.adjustment())
         growing.extend(output[length : length + 1])
 
@@ -176,11 +176,11 @@ def test_bans_that_leave_nothing_are_left_out() -> None:
     ],
 )
 def test_who_asks_for_nothing_has_no_history(p: SamplingParams) -> None:
-    assert not History.matters(p)
+    assert not PenaltyState.matters(p)
 
 
 def test_a_draw_that_nothing_changes_has_no_adjustment() -> None:
     """It is the model's likeliest token, without logits in memory."""
     waiting = params(frequency_penalty=1.0, bad_words=((1, 2),), min_tokens=1)
-    assert History(waiting, [5, 6], 2, []).adjustment() is None
-    assert History(params(min_tokens=1), [5, 6], 1, [3]).adjustment() is None
+    assert PenaltyState(waiting, [5, 6], 2, []).adjustment() is None
+    assert PenaltyState(params(min_tokens=1), [5, 6], 1, [3]).adjustment() is None

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import torch
 
-from services.common.ticket import SamplingParams
-from services.engine.answering import LOGITS_AT_ONCE, answer, parts
 from services.engine.batch import Answer, Draw, Fault, Query
-from services.engine.logprobs import score
-from services.engine.sampler import sample
+from services.engine.sampling.logprobs import score
+from services.engine.sampling.sampler import sample
+from services.engine.sampling.sampling_head import LOGITS_AT_ONCE, answer, parts
+from services.protocol.ticket import SamplingParams
 
 GREEDY = Draw(SamplingParams(0.0, 0, 1.0, 0.0, seed=1, max_tokens=8), 0)
 DRAWN = replace(GREEDY, sampling=replace(GREEDY.sampling, temperature=1.0))

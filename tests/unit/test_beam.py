@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from services.common.logprobs import Logprobs
-from services.common.ticket import BeamParams, EarlyStopping, FinishReason, Hypothesis
-from services.engine.beam import FIRST, Beam, BeamSearch, Continuation, num_deciding
+from services.engine.sequences.beam import FIRST, Beam, BeamSearch, Continuation, num_deciding
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import BeamParams, EarlyStopping, FinishReason, Hypothesis
 
 EOS = 9
 

@@ -12,14 +12,19 @@ from starlette.types import Message
 
 from quire.v1 import inference_pb2, sampling_pb2
 from services.common.errors import InvalidRequest
-from services.common.message_bounds import MAX_FIELDS, MAX_PACKED_VALUES
-from services.common.message_bounds import check_counts as check_message
-from services.gateway.http.bodies import MAX_BODY_BYTES
-from services.gateway.http.body import read_body
-from services.gateway.http.bounds import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, check_counts
-from services.gateway.http.fields import MAX_FIELDS as MAX_FIELDS_OF_OBJECT
-from services.gateway.http.schema import ChatBody, CompletionBody
-from services.gateway.prompts import MAX_MESSAGES
+from services.common.rpc.message_bounds import MAX_FIELDS, MAX_PACKED_VALUES
+from services.common.rpc.message_bounds import check_counts as check_message
+from services.gateway.frontend.http.bodies import MAX_BODY_BYTES
+from services.gateway.frontend.http.body import read_body
+from services.gateway.frontend.http.bounds import (
+    MAX_CONTAINERS,
+    MAX_STRINGS,
+    MAX_VALUES,
+    check_counts,
+)
+from services.gateway.frontend.http.fields import MAX_FIELDS as MAX_FIELDS_OF_OBJECT
+from services.gateway.frontend.http.schema import ChatBody, CompletionBody
+from services.gateway.intake.prompts import MAX_MESSAGES
 
 
 def full(begin: str, item: str, end: str, separator: str = ",") -> bytes:

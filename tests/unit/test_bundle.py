@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from quire.v1 import decode_pb2
-from services.common import bundle
-from services.common.bundle import Outbox, bundled, each_of
+from services.common.rpc import message_batching as bundle
+from services.common.rpc.message_batching import Outbox, bundled, each_of
 
 
 def _reserve(name: str) -> decode_pb2.DecodeConnectRequest:

@@ -17,7 +17,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from services.block_manager.config import BlockManagerSettings
-from services.common.config import PoolServiceSettings, ServiceSettings, load_settings
+from services.common.runtime.config import PoolServiceSettings, ServiceSettings, load_settings
 from services.credentials.__main__ import ACL_FILE, PASSWORD_FILE, CredentialsSettings
 from services.decode.config import DecodeSettings
 from services.gateway.config import GatewaySettings

@@ -7,7 +7,8 @@ import pytest
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import SettingsConfigDict
 
-from services.common.config import (
+from services.common.errors import StartupError
+from services.common.runtime.config import (
     PoolServiceSettings,
     ServiceSettings,
     load_settings,
@@ -15,7 +16,6 @@ from services.common.config import (
     variables,
     without_password,
 )
-from services.common.errors import StartupError
 
 
 class CookSettings(PoolServiceSettings):

@@ -10,7 +10,7 @@ import pytest
 
 from quire.cli import parser
 from services.block_manager.config import BlockManagerSettings
-from services.common.config import ServiceSettings
+from services.common.runtime.config import ServiceSettings
 from services.gateway.config import GatewaySettings
 from services.worker.config import WorkerSettings
 

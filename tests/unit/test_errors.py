@@ -9,8 +9,8 @@ from grpc import StatusCode
 
 from blockstore import errors as store
 from services.common import errors as domain
-from services.common.faults import FAULTS, PeerFailed, failure_of, fault_of
-from services.common.interceptor import trailers
+from services.common.rpc.error_table import FAULTS, PeerFailed, failure_of, fault_of
+from services.common.rpc.interceptor import trailers
 
 
 def descendants(cls: type[Exception]) -> Iterator[type[Exception]]:

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.common.ticket import EarlyStopping
-from services.gateway.api import RequestedBeams, RequestedSampling
-from services.gateway.http.schema import ChatBody, CompletionBody
+from services.gateway.frontend.api import RequestedBeams, RequestedSampling
+from services.gateway.frontend.http.schema import ChatBody, CompletionBody
+from services.protocol.ticket import EarlyStopping
 
 USER = [{"role": "user", "content": "Hi"}]
 

@@ -11,16 +11,16 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from services.common.errors import InvalidRequest
-from services.common.ticket import FinishReason
-from services.gateway.api import (
+from services.gateway.frontend.api import (
     ChatMessage,
     GenerationRequest,
     Received,
     RequestedSampling,
 )
-from services.gateway.http.body import read_body
-from services.gateway.http.merge import merged
-from services.gateway.http.schema import ChatBody, CompletionBody
+from services.gateway.frontend.http.body import read_body
+from services.gateway.frontend.http.merge import merged
+from services.gateway.frontend.http.schema import ChatBody, CompletionBody
+from services.protocol.ticket import FinishReason
 
 USER = [{"role": "user", "content": "Hi"}]
 

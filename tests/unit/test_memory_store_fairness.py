@@ -8,7 +8,7 @@ from blockstore.errors import MustWait, OutOfBlocks
 from blockstore.memory_store import MemoryStore
 from blockstore.records import Grown, Growth, PoolSpec
 from blockstore.store import BlockStore
-from services.common.ticket import place_in_line
+from services.protocol.ticket import queue_order
 
 POOL = PoolSpec("pool", "model", "fingerprint", num_blocks=11, block_size=4, block_bytes=64)
 A = b"a" * 16
@@ -115,19 +115,19 @@ async def test_urgent_waiters_without_end_delay_a_default_one_by_less_than_a_min
 ) -> None:
     """Each second a request of priority -128 asks for the whole pool, which the one before it then
     releases. Priority -128 is a head start of 59.534 s."""
-    await store.allocate("pool", "0", "v", place_in_line(-128, 0), [], 11)
+    await store.allocate("pool", "0", "v", queue_order(-128, 0), [], 11)
     with pytest.raises(OutOfBlocks):
-        await store.allocate("pool", "default", "w", place_in_line(0, 1), [], 11)
+        await store.allocate("pool", "default", "w", queue_order(0, 1), [], 11)
     for second in range(1, 60):
-        urgent = "pool", str(second), "v", place_in_line(-128, 1000 * second), (), 11
+        urgent = "pool", str(second), "v", queue_order(-128, 1000 * second), (), 11
         with pytest.raises(OutOfBlocks):
             await store.allocate(*urgent)
         await store.release("pool", str(second - 1), 1)
         await store.allocate(*urgent)
     with pytest.raises(MustWait):
-        await store.allocate("pool", "60", "v", place_in_line(-128, 60_000), [], 11)
+        await store.allocate("pool", "60", "v", queue_order(-128, 60_000), [], 11)
     await store.release("pool", "59", 1)
-    await store.allocate("pool", "default", "w", place_in_line(0, 1), [], 11)
+    await store.allocate("pool", "default", "w", queue_order(0, 1), [], 11)
 
 
 async def test_a_fenced_or_dead_worker_holds_nobody_up(store: BlockStore) -> None:

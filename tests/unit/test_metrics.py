@@ -10,10 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families as prometheu
 
 from blockstore.records import PoolSpec, PoolStats
 from blockstore.registry import Load
-from services.common.config import ServiceSettings
 from services.common.errors import StartupError
-from services.common.exposition import exposition, metrics_endpoint
-from services.common.metrics import GatewayMetrics, PoolMetrics, WorkerMetrics
+from services.common.runtime.config import ServiceSettings
+from services.common.runtime.exposition import exposition, metrics_endpoint
+from services.common.runtime.metrics import GatewayMetrics, PoolMetrics, WorkerMetrics
 
 LABELS = {"pool_id": "p-1", "model_name": "tiny"}
 

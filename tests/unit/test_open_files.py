@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.common import open_files
+from services.common.runtime import open_files
 
 
 @pytest.fixture

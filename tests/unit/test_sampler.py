@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.common.ticket import SamplingParams
 from services.engine.batch import Draw, Fault
-from services.engine.history import History
-from services.engine.philox import uniforms
-from services.engine.sampler import filtered_probs, sample
+from services.engine.sampling.philox import uniforms
+from services.engine.sampling.sampler import filtered_probs, sample
+from services.engine.sequences.penalty_state import PenaltyState
+from services.protocol.ticket import SamplingParams
 
 
 def params(**changes: Any) -> SamplingParams:
@@ -185,7 +185,7 @@ def test_draws_follow_what_the_parameters_make_of_the_logits(
     """20,000 draws; token 4 ends a sequence. The limit is that of the test before."""
     num_draws = 20_000
     p = params(**changes)
-    adjustment = History(p, [3, 4, 3, 1, 1], 2, [4]).adjustment()
+    adjustment = PenaltyState(p, [3, 4, 3, 1, 1], 2, [4]).adjustment()
     logits = torch.tensor([LN]).repeat(num_draws, 1)
     tokens = sample(logits, [Draw(p, 0, adjustment)] * num_draws, range(num_draws))
     counts, expected = counts_of(tokens), np.array(shares) / sum(shares) * num_draws

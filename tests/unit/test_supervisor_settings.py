@@ -8,7 +8,7 @@ import pytest
 from quire.supervisor import topology
 from quire.supervisor.options import ServeOptions
 from services.block_manager.config import BlockManagerSettings
-from services.common.config import ServiceSettings, load_settings, resolved
+from services.common.runtime.config import ServiceSettings, load_settings, resolved
 from services.decode.config import DecodeSettings
 from services.gateway.config import GatewaySettings
 from services.prefill.config import PrefillSettings

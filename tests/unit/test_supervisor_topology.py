@@ -7,7 +7,7 @@ import pytest
 
 from quire.supervisor import child, supervisor, tether, topology, valkey
 from quire.supervisor.options import ServeOptions
-from services.common import process
+from services.common.runtime import process
 
 RUN = Path("/dev/shm/quire-1000/50051-a1b2c3d4")
 

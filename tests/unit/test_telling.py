@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from services.common.logprobs import Logprobs
-from services.common.ticket import SamplingParams
 from services.engine.batch import Answer, Draw, Fault, Query, Row, Scoring, Told
-from services.engine.telling import queries, told, wanted_states
+from services.engine.sampling.logit_queries import queries, told, wanted_states
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import SamplingParams
 
 
 def draw(logprobs: int | None = None) -> Draw:

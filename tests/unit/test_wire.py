@@ -13,8 +13,18 @@ from quire.v1.logprobs_pb2 import Logprobs as LogprobsMessage
 from quire.v1.ticket_pb2 import Ticket as Message
 from quire.v1.worker_pb2 import WorkerLoad
 from services.common.errors import InvalidRequest
-from services.common.logprobs import Logprobs
-from services.common.ticket import (
+from services.protocol.codec import (
+    finish_reason_from_wire,
+    finish_reason_to_wire,
+    load_from_wire,
+    load_to_wire,
+    logprobs_from_wire,
+    logprobs_to_wire,
+    ticket_from_wire,
+    ticket_to_wire,
+)
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import (
     MAX_BEAM_WIDTH,
     MAX_LENGTH_PENALTY,
     BeamParams,
@@ -27,16 +37,6 @@ from services.common.ticket import (
     SwappedTable,
     Ticket,
     TicketSequence,
-)
-from services.common.wire import (
-    finish_reason_from_wire,
-    finish_reason_to_wire,
-    load_from_wire,
-    load_to_wire,
-    logprobs_from_wire,
-    logprobs_to_wire,
-    ticket_from_wire,
-    ticket_to_wire,
 )
 
 unhurried = settings(deadline=None)  # how fast the machine is, is no property

@@ -19,17 +19,17 @@ from dataclasses import replace
 from blockstore.errors import PoolGone, UnknownPool
 from blockstore.records import Content
 from blockstore.store import BlockStore
-from services.common.logging import get_logger
 from services.common.pool.directory import PoolDirectory
 from services.common.pool.header import BadHeader, PoolHeader
 from services.common.pool.locks import file_lock
 from services.common.pool.stamps import Stamps
+from services.common.runtime.logging import get_logger
 
 log = get_logger(__name__)
 
 
 class PoolRecovery:
-    """Of one pool; see `blockstore.holdings.Recovery`."""
+    """Of one pool; see `blockstore.held_blocks_mirror.Recovery`."""
 
     def __init__(self, directory: PoolDirectory) -> None:
         self._directory = directory

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kvops import Backend
 from services.common.text.model_config import ModelConfig
-from services.engine.answering import answer, parts
 from services.engine.batch import Answer, Fault, Query
 from services.engine.models.model import Batch
-from services.engine.rope import rope_tables
+from services.engine.models.rope import rope_tables
+from services.engine.sampling.sampling_head import answer, parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,15 +36,15 @@ from services.common.checkpoint.layout import (
 from services.common.checkpoint.weights import weight_files
 from services.common.errors import StartupError
 from services.common.text.model_config import ModelConfig
-from services.engine.answering import answers
 from services.engine.batch import Answer, Draw, Fault, Query
-from services.engine.logprobs import scores_of
 from services.engine.models.model import Batch
-from services.engine.models.sections import Section, all_sections, layer_sections
-from services.engine.packed_file import Contents, Facts, Progress, packed_file
-from services.engine.rope import rope_tables
-from services.engine.sampler import SMALLEST_TEMPERATURE
-from services.engine.weights import load_weights, weights_digest
+from services.engine.models.rope import rope_tables
+from services.engine.sampling.logprobs import scores_of
+from services.engine.sampling.sampler import SMALLEST_TEMPERATURE
+from services.engine.sampling.sampling_head import answers
+from services.engine.weights.checkpoint import load_weights, weights_digest
+from services.engine.weights.fused_weights import Section, all_sections, layer_sections
+from services.engine.weights.packed_file import Contents, Facts, Progress, packed_file
 
 _NO_TOKEN = -1
 """To the native head: a token that is to come. From it: logits that are not finite."""

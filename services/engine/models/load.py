@@ -22,8 +22,8 @@ from services.common.text.model_config import ModelConfig
 from services.engine.models.decoder import ComposedModel, Layer, Linear
 from services.engine.models.fused import load_fused
 from services.engine.models.model import Model
-from services.engine.packed_file import Progress
-from services.engine.weights import load_weights, weights_digest
+from services.engine.weights.checkpoint import load_weights, weights_digest
+from services.engine.weights.packed_file import Progress
 
 
 def load_model(

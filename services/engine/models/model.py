@@ -49,6 +49,7 @@ class Model(Protocol):
         ...
 
     def answer(self, hidden: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
-        """What `services.engine.answering` says of the states [N, hidden_size] that `queries` ask,
+        """What `services.engine.sampling.sampling_head` says of the states [N, hidden_size] that
+        `queries` ask,
         which are all of them; the head's weights are read once for those that draw."""
         ...

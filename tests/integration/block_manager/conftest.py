@@ -18,12 +18,12 @@ from blockstore.registry import Member
 from services.block_manager.config import BlockManagerSettings
 from services.block_manager.link import Connection, Link
 from services.block_manager.manager import BlockManager
-from services.common.metrics import PoolMetrics
 from services.common.pool.arena import make_file
 from services.common.pool.directory import PoolDirectory, new_directory
 from services.common.pool.header import PoolHeader
 from services.common.pool.layout import PoolLayout
 from services.common.pool.stamps import record_bytes
+from services.common.runtime.metrics import PoolMetrics
 
 LIMIT_S = 10.0
 NUM_BLOCKS = 11

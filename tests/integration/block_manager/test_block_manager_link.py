@@ -9,7 +9,7 @@ from blockstore.errors import StoreLost, StoreUnavailable, StoreUnsuitable, Unkn
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from services.block_manager.link import Connection, Link
-from services.common.overdue import Overdue
+from services.common.runtime.grace_timer import GraceTimer
 from tests.clock import Clock
 
 LIMIT_S = 10.0
@@ -110,7 +110,7 @@ async def test_other_errors_are_ours_and_end_the_loop() -> None:
 
 def test_what_is_wrong_look_after_look_is_overdue_at_the_limit() -> None:
     clock = Clock()
-    overdue = Overdue[str](3.0, clock)
+    overdue = GraceTimer[str](3.0, clock)
     assert overdue.look(["a"]) == set()
     clock.now_s += 2
     assert overdue.look(["a", "b"]) == set()
@@ -122,7 +122,7 @@ def test_what_is_wrong_look_after_look_is_overdue_at_the_limit() -> None:
 
 def test_what_was_right_once_in_between_starts_anew() -> None:
     clock = Clock()
-    overdue = Overdue[str](3.0, clock)
+    overdue = GraceTimer[str](3.0, clock)
     overdue.look(["a"])
     clock.now_s += 2
     overdue.look([])
@@ -132,7 +132,7 @@ def test_what_was_right_once_in_between_starts_anew() -> None:
 
 def test_time_in_which_nobody_looked_does_not_count() -> None:
     clock = Clock()
-    overdue = Overdue[str](3.0, clock)
+    overdue = GraceTimer[str](3.0, clock)
     overdue.look(["a"])
     clock.now_s += 60
     assert overdue.look(["a"]) == set()

@@ -21,7 +21,7 @@ from blockstore.registry import Member
 from quire.v1 import block_manager_pb2 as pb
 from quire.v1 import block_manager_pb2_grpc
 from services.common.pool.directory import pool_directories
-from services.common.rpc import open_channel
+from services.common.rpc.transport import open_channel
 from tests.secret import SECRET, proven
 
 LIMIT_S = 60.0
@@ -34,7 +34,7 @@ from pathlib import Path
 from blockstore.redis_store import RedisStore
 from services.common.pool.layout import PoolLayout
 from services.common.pool.sizing import MemoryPlan
-from services.engine.membership import join
+from services.worker.membership import join
 
 async def beat(store, pool_id, worker_id):
     while True:

@@ -11,7 +11,7 @@ from blockstore.records import PoolStats
 from services.block_manager.config import BlockManagerSettings
 from services.block_manager.link import Link
 from services.block_manager.manager import IDLE_SCANS, BlockManager
-from services.common.metrics import PoolMetrics
+from services.common.runtime.metrics import PoolMetrics
 
 from .conftest import Host
 

@@ -27,8 +27,8 @@ from services.block_manager.drain import drain
 from services.block_manager.link import Connection, Link
 from services.block_manager.service import SERVICE_NAME, BlockManagerService
 from services.common.errors import Unauthenticated, VersionMismatch
-from services.common.rpc import RpcServer, open_channel
-from services.common.version import PROTOCOL_VERSION
+from services.common.rpc.transport import RpcServer, open_channel
+from services.protocol.version import PROTOCOL_VERSION
 from tests.secret import OTHER, SECRET, guard
 
 SPEC = PoolSpec("tiny-1", "tiny", "f00d", num_blocks=11, block_size=4, block_bytes=64)

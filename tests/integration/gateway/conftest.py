@@ -17,13 +17,13 @@ from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from quire.v1 import inference_pb2_grpc
-from services.common.rpc import RpcServer, open_channel
-from services.gateway.api import Delta, GenerationRequest, RequestedSampling
-from services.gateway.assembly import Assembly, assembled
-from services.gateway.dispatcher import Limits
-from services.gateway.figures import Figures
+from services.common.rpc.transport import RpcServer, open_channel
+from services.gateway.frontend.api import Delta, GenerationRequest, RequestedSampling
+from services.gateway.frontend.service import SERVICE_NAME, InferenceService
 from services.gateway.gateway import Gateway
-from services.gateway.service import SERVICE_NAME, InferenceService
+from services.gateway.request_metrics import RequestMetrics
+from services.gateway.scheduling.dispatcher import Limits
+from services.gateway.wiring import Wiring, assembled
 from tests.secret import SECRET
 
 from .fakes import FakeDecode, FakePrefill, member, start
@@ -86,11 +86,11 @@ class House:
     stack: AsyncExitStack
     store: MemoryStore = field(default_factory=MemoryStore)
     registry: MemoryRegistry = field(default_factory=MemoryRegistry)
-    figures: CollectorRegistry = field(default_factory=CollectorRegistry)
+    request_metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
     silence_s: float = 5.0
     client_priority: bool = True
     report_cached_tokens: bool = True
-    assembly: Assembly = field(init=False)
+    assembly: Wiring = field(init=False)
 
     @property
     def gateway(self) -> Gateway:
@@ -116,7 +116,7 @@ class House:
                 self.registry,
                 SECRET,
                 limits,
-                Figures(self.figures),
+                RequestMetrics(self.request_metrics),
                 poll_s=0.01,
                 silence_s=self.silence_s,
                 client_priority=self.client_priority,
@@ -130,7 +130,7 @@ class House:
         await self.registry.announce(replace(found, state="draining"), ttl_s=1e6)
 
     def num_moves(self) -> float | None:
-        return self.figures.get_sample_value("quire:num_moves_total", {"model_name": "toy"})
+        return self.request_metrics.get_sample_value("quire:num_moves_total", {"model_name": "toy"})
 
     async def add(self, *workers: FakePrefill | FakeDecode) -> None:
         """Start workers and wait until the gateway uses them."""
@@ -152,7 +152,7 @@ class House:
         await until(lambda: not self.connected())
 
     def connected(self) -> set[str]:
-        served = self.assembly.fleet.served("toy")
+        served = self.assembly.directory.served("toy")
         pools = served.pools if served else ()
         return {worker.id for pool in pools for worker in (*pool.prefill, *pool.decode)}
 

@@ -11,8 +11,8 @@ from quire import InvalidRequest as Refused
 from quire.types import Beam, Completion, Sampling
 from quire.v1 import decode_pb2, worker_pb2
 from services.common.errors import DeadlineExceeded, DuplicateRequest, InvalidRequest
-from services.common.ticket import FinishReason
-from services.gateway.api import Received
+from services.gateway.frontend.api import Received
+from services.protocol.ticket import FinishReason
 from tests.proxy import Proxy
 
 from .conftest import PROMPT, Call, House, asked, until
@@ -263,7 +263,7 @@ async def test_more_logprobs_than_a_message_holds_are_refused(
     house: House, workers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sequence comes whole."""
-    monkeypatch.setattr("services.gateway.admission.MAX_LOGPROBS_AT_ONCE", 23)
+    monkeypatch.setattr("services.gateway.intake.admission.MAX_LOGPROBS_AT_ONCE", 23)
     with pytest.raises(InvalidRequest, match="logprobs 2 of 8 tokens are 24 logprobs, at most 23"):
         await Call(house.gateway, choosing(sampling={"logprobs": 2})).result()
     assert not workers[0].seen

@@ -6,7 +6,7 @@ import pytest
 
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
 from services.common.errors import DeadlineExceeded
-from services.common.ticket import FinishReason
+from services.protocol.ticket import FinishReason
 
 from .conftest import PROMPT, Call, asked, until
 from .fakes import FakeDecode, FakePrefill, expected

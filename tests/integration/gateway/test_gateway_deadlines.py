@@ -29,7 +29,7 @@ class Busy:
     def has_taken(self, seconds: float) -> None:
         """Let the gateway have seen a request that was at work for so long."""
         now = asyncio.get_running_loop().time()
-        forecast = self.house.assembly.dispatcher.lane("toy").forecast
+        forecast = self.house.assembly.dispatcher.model_queue("toy").forecast
         forecast.started("another", now - seconds)
         forecast.ended("another", 8, now)
 
@@ -43,7 +43,7 @@ async def busy(make_house: Any) -> AsyncIterator[Busy]:
     await until(lambda: len(first.tokens) == 2)
     busy.call("r1", timeout_s=60.0)
     await busy.house.num_waiting(1)
-    (worker,) = busy.house.assembly.fleet.decode_workers()["pool"]
+    (worker,) = busy.house.assembly.directory.decode_workers()["pool"]
     await until(lambda: not worker.is_open())
     yield busy
     for call in busy.calls:

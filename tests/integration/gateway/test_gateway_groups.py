@@ -10,8 +10,8 @@ from quire import AsyncClient
 from quire.types import Sampling
 from quire.v1 import decode_pb2, worker_pb2
 from services.common.errors import InvalidRequest, NoWorker, PromptTooLong
-from services.gateway import output
-from services.gateway.api import Delta
+from services.gateway.frontend.api import Delta
+from services.gateway.streaming import output
 from tests.proxy import Proxy
 
 from .conftest import PROMPT, SPEC, Call, House, asked, until

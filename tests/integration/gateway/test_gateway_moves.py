@@ -127,7 +127,7 @@ async def uneven(make_house: Any) -> tuple[House, FakeDecode, FakeDecode, list[C
 async def reported(house: House, decode: FakeDecode, num_running: int) -> None:
     """The gateway knows how many run there."""
     decode.report(Load(num_running=num_running, num_free_slots=64 - num_running))
-    there = house.assembly.fleet.decode_workers()["pool"]
+    there = house.assembly.directory.decode_workers()["pool"]
     (worker,) = [worker for worker in there if worker.id == decode.worker_id]
     await until(lambda: worker.num_running == num_running)
 
@@ -136,9 +136,9 @@ async def test_who_has_much_more_gives_half_the_difference_the_youngest_first(
     uneven: tuple[House, FakeDecode, FakeDecode, list[Call]],
 ) -> None:
     house, busy, idle, calls = uneven
-    await house.assembly.mover.look()
+    await house.assembly.migration.look()
     assert not idle.commands(decode_pb2.Reserve)  # it may be over by the next look
-    await house.assembly.mover.look()
+    await house.assembly.migration.look()
     await until(lambda: len(idle.running) == 3)
     assert set(idle.running) == {"r3", "r4", "r5"}
     assert set(busy.running) == {"r0", "r1", "r2"}
@@ -152,14 +152,14 @@ async def test_who_was_moved_is_not_moved_back_at_once(
 ) -> None:
     house, busy, idle, calls = uneven
     for _ in range(2):
-        await house.assembly.mover.look()
+        await house.assembly.migration.look()
     await until(lambda: len(idle.running) == 3)
     idle.go_on(pause_after=4)  # they are settled there
     await until(lambda: all(len(call.tokens) == 4 for call in calls[3:]))
     await reported(house, busy, 0)
     await reported(house, idle, 9)
     for _ in range(2):
-        await house.assembly.mover.look()
+        await house.assembly.migration.look()
     assert len(busy.commands(decode_pb2.Reserve)) == 6  # those of the beginning
     for worker in (busy, idle):
         worker.go_on(pause_after=8)
@@ -174,7 +174,7 @@ async def test_a_small_difference_moves_nobody(
     await reported(house, busy, most)
     await reported(house, idle, least)
     for _ in range(2):
-        await house.assembly.mover.look()
+        await house.assembly.migration.look()
     assert not idle.commands(decode_pb2.Reserve)
     busy.go_on(pause_after=8)
     await finish(*calls)
@@ -187,7 +187,7 @@ async def test_of_several_gateways_each_moves_its_share(
     house, busy, idle, calls = uneven
     await reported(house, busy, 18)
     for _ in range(2):
-        await house.assembly.mover.look()
+        await house.assembly.migration.look()
     await until(lambda: len(idle.running) == 3)
     assert len(busy.running) == 3
     for worker in (busy, idle):

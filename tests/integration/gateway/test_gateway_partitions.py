@@ -9,7 +9,7 @@ import pytest
 
 from quire import AsyncClient, links
 from quire.types import Sampling
-from services.common import rpc
+from services.common.rpc import transport as rpc
 from tests.proxy import Proxy
 
 from .conftest import PROMPT, Call, House, asked, until

@@ -7,9 +7,9 @@ import pytest
 
 from blockstore.registry import Member
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
-from services.common.version import PROTOCOL_VERSION
-from services.gateway.messages import Reserve
-from services.gateway.peers import Peer
+from services.gateway.workers.connection import WorkerConnection
+from services.gateway.workers.messages import Reserve
+from services.protocol.version import PROTOCOL_VERSION
 from tests.secret import SECRET
 
 from .conftest import PROMPT, Call, House, asked, until
@@ -102,7 +102,7 @@ async def test_what_makes_no_sense_ends_the_attempt_of_one_request(make_house: A
 async def test_who_is_cancelled_while_it_closes_a_stream_stays_cancelled(make_house: Any) -> None:
     house = await make_house(FakePrefill())
     member = Member("nobody", "decode", "127.0.0.1:1", "serving", 1, PROTOCOL_VERSION)
-    peer = Peer(member, "gateway", SECRET.rpc_key, house.assembly.dispatcher)
+    peer = WorkerConnection(member, "gateway", SECRET.rpc_key, house.assembly.dispatcher)
     await asyncio.sleep(0)
     closing = asyncio.create_task(peer.close())
     await asyncio.sleep(0)
@@ -112,4 +112,4 @@ async def test_who_is_cancelled_while_it_closes_a_stream_stays_cancelled(make_ho
 
 
 def _worker(house: House, worker_id: str) -> Any:
-    return house.assembly.fleet._connections[worker_id].worker
+    return house.assembly.directory._connections[worker_id].worker

@@ -15,7 +15,7 @@ from .fakes import FakeDecode, FakePrefill
 
 def num_failed(house: House, code: str, model: str = "toy") -> float | None:
     labels = {"model_name": model, "code": code}
-    return house.figures.get_sample_value("quire:request_failure_total", labels)
+    return house.request_metrics.get_sample_value("quire:request_failure_total", labels)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ async def test_names_that_clients_invent_make_no_time_series(make_house: Any) ->
     for number in range(50):
         with pytest.raises(UnknownModel):
             await Call(house.gateway, asked(f"r{number}", model=f"model-{number}")).result()
-    (family,) = [f for f in house.figures.collect() if f.name == "quire:request_failure"]
+    (family,) = [f for f in house.request_metrics.collect() if f.name == "quire:request_failure"]
     found = [s for s in family.samples if s.name.endswith("_total")]
     assert [(s.labels, s.value) for s in found] == [
         ({"model_name": "", "code": "unknown_model"}, 50)

@@ -27,13 +27,14 @@ from services.common.errors import (
     UnknownModel,
     UnknownWorker,
 )
-from services.common.rpc import RpcServer, from_rpc_error, open_channel
-from services.common.version import PROTOCOL_VERSION
-from services.gateway import admission, output
-from services.gateway.api import ChatMessage, GenerationRequest, RequestedSampling
-from services.gateway.prompts import MAX_MESSAGES
-from services.gateway.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
-from services.gateway.service import SERVICE_NAME
+from services.common.rpc.transport import RpcServer, from_rpc_error, open_channel
+from services.gateway.frontend.api import ChatMessage, GenerationRequest, RequestedSampling
+from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
+from services.gateway.frontend.service import SERVICE_NAME
+from services.gateway.intake import admission
+from services.gateway.intake.prompts import MAX_MESSAGES
+from services.gateway.streaming import output
+from services.protocol.version import PROTOCOL_VERSION
 from tests.secret import SECRET, guard
 
 from .conftest import PROMPT, SPEC, Call, asked, until
@@ -173,7 +174,7 @@ async def test_a_prompt_of_ten_megabytes_is_refused_and_the_loop_goes_on(house: 
 
 async def test_a_chat_that_fits_no_context_is_refused_before_it_is_rendered(house: Any) -> None:
     """No token of this model stands for more than one character."""
-    house.assembly.fleet.served("toy").model.chat_template.__dict__["_template"] = None
+    house.assembly.directory.served("toy").model.chat_template.__dict__["_template"] = None
     prompt = (ChatMessage("user", "<" * 3000), ChatMessage("user", "<" * 3000))
     with pytest.raises(PromptTooLong, match="more than 4096 tokens"):
         await Call(house.gateway, asked("r", prompt=prompt)).result()
@@ -462,7 +463,7 @@ async def test_operations_are_relayed_to_the_block_manager(house: Any) -> None:
     relay, front = (
         Relay(
             BLOCK_MANAGER,
-            lambda: target_of(house.assembly.fleet.block_manager),
+            lambda: target_of(house.assembly.directory.block_manager),
             SECRET.rpc_key,
         ),
         RpcServer(BLOCK_MANAGER.name),
@@ -484,7 +485,7 @@ async def test_operations_are_relayed_to_the_block_manager(house: Any) -> None:
     address = f"127.0.0.1:{port}"
     entry = Member("bm", "block_manager", address, "serving", 1, PROTOCOL_VERSION)
     await house.registry.announce(entry, ttl_s=1e6)
-    await until(lambda: house.assembly.fleet.block_manager is not None)
+    await until(lambda: house.assembly.directory.block_manager is not None)
     assert (await stub.DrainWorker(request, timeout=5)).num_running == 3
     assert 0 < manager.seconds_left < 6
     with pytest.raises(aio.AioRpcError) as error:

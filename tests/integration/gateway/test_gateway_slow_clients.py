@@ -12,11 +12,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.common.errors import Overloaded
-from services.gateway import output
-from services.gateway.api import Delta
-from services.gateway.http.app import create_app
-from services.gateway.http.connections import ConnectionLimits
-from services.gateway.http.server import http_server
+from services.gateway.frontend.api import Delta
+from services.gateway.frontend.http.app import create_app
+from services.gateway.frontend.http.connections import ConnectionLimits
+from services.gateway.frontend.http.server import http_server
+from services.gateway.streaming import output
 
 from .conftest import PROMPT, Call, House, asked, until
 from .fakes import FakeDecode, FakePrefill, expected

@@ -7,7 +7,7 @@ import pytest
 from blockstore.registry import Load
 from quire.v1 import decode_pb2, inference_pb2, prefill_pb2, worker_pb2
 from services.common.errors import QueueFull
-from services.common.ticket import FinishReason
+from services.protocol.ticket import FinishReason
 
 from .conftest import PROMPT, Call, asked, until
 from .fakes import FakeDecode, FakePrefill, expected
@@ -102,7 +102,7 @@ async def test_cached_tokens_are_reported_only_to_a_client_with_a_salt(make_hous
         assert last.usage is not None
         assert last.usage.num_cached_tokens == reported
     labels = {"model_name": "toy"}
-    assert house.figures.get_sample_value("quire:prompt_tokens_cached_total", labels) == 6
+    assert house.request_metrics.get_sample_value("quire:prompt_tokens_cached_total", labels) == 6
     stub = await house.serve()
     for salt in ("", "my own"):
         request = inference_pb2.GenerateRequest(text="hello", cache_salt=salt)
@@ -212,7 +212,7 @@ async def test_a_worker_that_answers_late_is_asked_again(make_house: Any) -> Non
     house = await make_house(FakePrefill(), silent, free, reserve_timeout_s=0.05)
     await Call(house.gateway, asked("r1")).result()
     silent.answer_at_last()
-    seen = house.assembly.fleet.decode_workers()["pool"]
+    seen = house.assembly.directory.decode_workers()["pool"]
     await until(lambda: not any(worker.unresponsive for worker in seen))
     await Call(house.gateway, asked("r2")).result()
     assert [c.request_id for c in silent.commands(decode_pb2.Reserve)] == ["r1", "r2"]

@@ -9,10 +9,10 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from services.common.ticket import FinishReason
-from services.gateway.api import Delta, GenerationRequest, ServedModel, Usage
-from services.gateway.http.app import create_app
-from services.gateway.http.server import http_server
+from services.gateway.frontend.api import Delta, GenerationRequest, ServedModel, Usage
+from services.gateway.frontend.http.app import create_app
+from services.gateway.frontend.http.server import http_server
+from services.protocol.ticket import FinishReason
 
 LIMIT_S = 10
 TEXTS = ["The", " block", " tables"]

@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.api import ChatMessage, Received
+from services.gateway.frontend.api import ChatMessage, Received
 
 from .conftest import HI, TEXTS, FakeGenerator
 

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.common import errors
-from services.gateway.http.app import create_app
+from services.gateway.frontend.http.app import create_app
 
 from .conftest import HI, TEXTS, FakeGenerator
 

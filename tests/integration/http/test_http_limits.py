@@ -11,11 +11,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from services.gateway.http import connections
-from services.gateway.http.app import create_app
-from services.gateway.http.bodies import MAX_BODY_BYTES
-from services.gateway.http.connections import ConnectionLimits
-from services.gateway.http.server import http_server
+from services.gateway.frontend.http import connections
+from services.gateway.frontend.http.app import create_app
+from services.gateway.frontend.http.bodies import MAX_BODY_BYTES
+from services.gateway.frontend.http.connections import ConnectionLimits
+from services.gateway.frontend.http.server import http_server
 
 from .conftest import FakeGenerator, soon
 from .raw import HEALTH, Connection, connected, post

@@ -10,8 +10,7 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.common.ticket import FinishReason
-from services.gateway.api import (
+from services.gateway.frontend.api import (
     Candidate,
     Delta,
     GenerationRequest,
@@ -20,8 +19,9 @@ from services.gateway.api import (
     TokenLogprobs,
     Usage,
 )
-from services.gateway.http.app import create_app
-from services.gateway.http.server import http_server
+from services.gateway.frontend.http.app import create_app
+from services.gateway.frontend.http.server import http_server
+from services.protocol.ticket import FinishReason
 
 LIMIT_S = 10
 EURO = "€".encode()

@@ -6,8 +6,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.common import errors
-from services.gateway.http.app import create_app
-from services.gateway.http.server import http_server
+from services.gateway.frontend.http.app import create_app
+from services.gateway.frontend.http.server import http_server
 
 from .conftest import HI, FakeGenerator
 

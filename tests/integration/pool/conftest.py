@@ -9,7 +9,7 @@ from blockstore.memory_store import MemoryStore
 from services.common.pool.layout import PoolLayout
 from services.common.pool.sizing import MemoryPlan
 from services.common.pool.stamps import record_bytes
-from services.engine.membership import Membership, join
+from services.worker.membership import Membership, join
 
 LAYOUT = PoolLayout(
     model="tiny",

@@ -14,7 +14,7 @@ from services.common.errors import StartupError
 from services.common.pool.directory import pool_directories
 from services.common.pool.layout import PoolLayout
 from services.common.pool.locks import is_held
-from services.engine.membership import join_colder
+from services.worker.membership import join_swap_pool
 
 from .conftest import LAYOUT, NUM_BLOCKS, PLAN, Join, die, names
 
@@ -57,16 +57,16 @@ async def test_a_colder_pool_is_a_pool_beside_the_one_whose_blocks_it_takes(
     """Both workers share it; who joins by the weights never gets into it; it ends with its last."""
     first, second = await joined("prefill-1"), await joined("decode-1")
     assert PLAN.pool_bytes is not None
-    colder = [await join_colder(member, PLAN.pool_bytes) for member in (first, second)]
-    assert colder[0].spec == colder[1].spec != first.spec
-    assert colder[0].header.colder_of == first.spec.pool_id
-    assert (colder[0].spec.num_blocks, colder[0].spec.watermark_blocks) == (NUM_BLOCKS, 0)
+    swap_pool = [await join_swap_pool(member, PLAN.pool_bytes) for member in (first, second)]
+    assert swap_pool[0].spec == swap_pool[1].spec != first.spec
+    assert swap_pool[0].header.colder_of == first.spec.pool_id
+    assert (swap_pool[0].spec.num_blocks, swap_pool[0].spec.watermark_blocks) == (NUM_BLOCKS, 0)
     third = await joined("decode-2")
     assert third.spec == first.spec
-    assert set(await store.pool_ids()) == {first.spec.pool_id, colder[0].spec.pool_id}
-    colder[0].pool.kv[10, 1, 1, 3, 2, 4] = 7.0
-    assert colder[1].pool.kv[10, 1, 1, 3, 2, 4] == 7.0
-    for member in colder:
+    assert set(await store.pool_ids()) == {first.spec.pool_id, swap_pool[0].spec.pool_id}
+    swap_pool[0].pool.kv[10, 1, 1, 3, 2, 4] = 7.0
+    assert swap_pool[1].pool.kv[10, 1, 1, 3, 2, 4] == 7.0
+    for member in swap_pool:
         await member.leave()
     assert await store.pool_ids() == (first.spec.pool_id,)
     assert [directory.pool_id for directory in pool_directories(tmp_path)] == [first.spec.pool_id]

@@ -19,7 +19,7 @@ from services.common.pool.arena import missing_bytes
 from services.common.pool.layout import Dtype
 from services.common.pool.sizing import MemoryPlan
 from services.common.pool.stamps import record_bytes
-from services.engine.membership import join_colder
+from services.worker.membership import join_swap_pool
 
 from .conftest import LAYOUT, Join, die, names
 
@@ -41,7 +41,7 @@ async def test_files_are_private_and_in_memory(joined: Join) -> None:
 async def test_swap_memory_that_is_not_there_is_named(joined: Join, store: MemoryStore) -> None:
     first = await joined("prefill-1")
     with pytest.raises(StartupError, match=r"swap memory: .* is not available"):
-        await join_colder(first, 1 << 60)
+        await join_swap_pool(first, 1 << 60)
     assert await store.pool_ids() == (first.spec.pool_id,)
 
 
@@ -58,7 +58,7 @@ async def test_memory_that_does_not_do_is_a_clear_error_and_leaves_nothing(
 async def test_measured_memory_is_used_when_none_is_given(
     joined: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.engine.membership.available_bytes", lambda root: 100_000)
+    monkeypatch.setattr("services.worker.membership.available_bytes", lambda root: 100_000)
     plan = MemoryPlan(None, num_expected_workers=2, weight_bytes=10_000, activation_bytes=5_000)
     member = await joined("decode-1", plan=plan)
     assert member.spec.num_blocks == 40_000 // (LAYOUT.block_bytes + record_bytes(4)) == 39
@@ -126,7 +126,7 @@ async def test_memory_that_another_pool_will_still_take_is_not_given_twice(
     first = await joined("decode-1")
     missing = missing_bytes(first.directory.kv)
     assert missing > 0
-    monkeypatch.setattr("services.engine.membership.available_bytes", lambda root: 100_000)
+    monkeypatch.setattr("services.worker.membership.available_bytes", lambda root: 100_000)
     second = await joined("decode-2", replace(LAYOUT, fingerprint="beef"), plan=MemoryPlan(None))
     bytes_per_block = LAYOUT.block_bytes + record_bytes(4)
     assert second.spec.num_blocks == (100_000 - missing) // 2 // bytes_per_block

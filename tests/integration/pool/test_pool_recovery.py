@@ -11,7 +11,7 @@ from blockstore.records import Growth
 from blockstore.redis_store import RedisStore
 from services.common.pool.locks import give_up
 from services.common.pool.stamps import StampState, owner_token
-from services.engine.membership import Membership, join
+from services.worker.membership import Membership, join
 from tests.conftest import Valkey
 
 from .conftest import LAYOUT, NUM_BLOCKS, PLAN

@@ -80,7 +80,7 @@ class FakeGateway(InferenceServicer, BlockManagerServicer, SupervisorServicer):
         return self.scaled
 
     def refuse(self, status: grpc.StatusCode, text: str) -> None:
-        """From now on, as `services.common.rpc` does it."""
+        """From now on, as `services.common.rpc.transport` does it."""
         self.refusal = status, text
 
     def _refuse(self, context: grpc.ServicerContext) -> None:

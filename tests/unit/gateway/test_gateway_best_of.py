@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from services.common.errors import DuplicateRequest
-from services.common.logprobs import Logprobs
-from services.common.ticket import FinishReason
-from services.gateway.api import Received
-from services.gateway.messages import Abort
-from services.gateway.output import MAX_UNREAD_TOKENS
-from services.gateway.stage import Stage
+from services.gateway.frontend.api import Received
+from services.gateway.request.status import RequestStatus
+from services.gateway.streaming.output import MAX_UNREAD_TOKENS
+from services.gateway.workers.messages import Abort
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import FinishReason
 
 from .walk import (
     MAX_TOKENS,
@@ -55,7 +55,7 @@ async def test_the_best_come_whole_and_best_first_when_all_have_ended() -> None:
     finish(walk, 2, 0, 3)
     assert not any(sequence.has_news for sequence in walk.output._turns)
     finish(walk, 1)
-    assert walk.journey.stage is Stage.ENDED
+    assert walk.lifecycle.status is RequestStatus.ENDED
     deltas = await deltas_of(walk)
     assert list(deltas) == [0, 1]
     for (delta,), tokens in zip(deltas.values(), BEST, strict=True):
@@ -104,10 +104,10 @@ async def test_who_has_nothing_to_read_is_not_too_slow() -> None:
     await walk.until_decoding()
     num_tokens = MAX_UNREAD_TOKENS + 1
     tokens, logprobs = (60,) * num_tokens, (Logprobs(-1.0, 1),) * num_tokens
-    walk.journey.client.write(0, tokens, None, logprobs)
-    assert not walk.journey.client.pauses
-    assert walk.journey.stage is Stage.DECODING
-    walk.journey.end()
+    walk.lifecycle.client.write(0, tokens, None, logprobs)
+    assert not walk.lifecycle.client.pauses
+    assert walk.lifecycle.status is RequestStatus.DECODING
+    walk.lifecycle.end()
 
 
 async def test_after_a_loss_nothing_is_counted_or_scored_twice() -> None:
@@ -115,11 +115,11 @@ async def test_after_a_loss_nothing_is_counted_or_scored_twice() -> None:
     await walk.until_decoding()
     finish(walk, 1)
     step(walk, 0, 2)
-    walk.journey.on_lost(walk.decode, died=True)
+    walk.lifecycle.on_lost(walk.decode, died=True)
     again = await walk.until_decoding()
     assert [sequence.index for sequence in again.sequences] == [0, 2, 3]
     finish(walk, 0, 2, 3)
-    usage = walk.output.tally.usage()
+    usage = walk.output.stats.usage()
     assert usage.num_generated_tokens == NUM * MAX_TOKENS
     assert await best_told(walk) == dict(enumerate(BEST))
 
@@ -130,9 +130,9 @@ async def test_what_was_at_rest_keeps_its_scores() -> None:
     finish(walk, 2)
     for index in (0, 1, 3):
         step(walk, index, 2)
-    walk.journey.on_event(walk.decode, requeued(walk, at_rest(walk, 0, 1, 3)))
+    walk.lifecycle.on_event(walk.decode, requeued(walk, at_rest(walk, 0, 1, 3)))
     assert await walk.reserve()
-    walk.journey.go_on()
+    walk.lifecycle.go_on()
     finish(walk, 0, 1, 3)
     assert len(walk.prefill.sent) == 2  # a submit, and the word that its ticket was claimed
     assert await best_told(walk) == dict(enumerate(BEST))
@@ -144,12 +144,12 @@ async def test_another_call_goes_on_with_all_that_there_is() -> None:
     await walk.until_decoding()
     finish(walk, 1)
     step(walk, 0, 3)
-    request, before = walk.journey.client.request, walk.output
+    request, before = walk.lifecycle.client.request, walk.output
     commands = [*walk.prefill.sent, *walk.decode.sent]
     walk.output = output_of(request)
-    walk.journey.resume(replace(request, received=()), walk.output)
+    walk.lifecycle.resume(replace(request, received=()), walk.output)
     assert [*walk.prefill.sent, *walk.decode.sent] == commands
-    assert walk.journey.stage is Stage.DECODING
+    assert walk.lifecycle.status is RequestStatus.DECODING
     finish(walk, 0, 2, 3)
     deltas = await deltas_of(walk)
     assert [list(delta.token_ids) for (delta,) in deltas.values()] == BEST
@@ -164,26 +164,26 @@ async def test_another_call_goes_on_with_all_that_there_is() -> None:
 async def test_nobody_has_one_of_the_best_of_what_still_runs() -> None:
     walk = choosing()
     await walk.until_decoding()
-    request = walk.journey.client.request
+    request = walk.lifecycle.client.request
     received = (Received(0, tuple(BEST[0]), FinishReason.LENGTH),)
     output = output_of(request)
     output.replay(received)
     with pytest.raises(DuplicateRequest):
-        walk.journey.resume(replace(request, received=received), output)
+        walk.lifecycle.resume(replace(request, received=received), output)
     with pytest.raises(DuplicateRequest):
-        walk.journey.resume(replace(request, num_best=3), output_of(request))
-    walk.journey.end()
+        walk.lifecycle.resume(replace(request, num_best=3), output_of(request))
+    walk.lifecycle.end()
 
 
-@pytest.mark.parametrize("place", [0, 1])
-async def test_who_has_one_of_the_best_gets_the_other(place: int) -> None:
+@pytest.mark.parametrize("position", [0, 1])
+async def test_who_has_one_of_the_best_gets_the_other(position: int) -> None:
     """All are computed again, since nobody knows which one it was."""
     walk = choosing()
-    walk.output.replay((Received(place, tuple(BEST[place]), FinishReason.LENGTH),))
+    walk.output.replay((Received(position, tuple(BEST[position]), FinishReason.LENGTH),))
     ticket = await walk.until_decoding()
     assert [sequence.token_ids for sequence in ticket.sequences] == [()] * NUM
     finish(walk, *range(NUM))
-    other = 1 - place
+    other = 1 - position
     (told,) = (await deltas_of(walk))[other]
     assert list(told.token_ids) == BEST[other]
     assert told.usage is not None
@@ -192,7 +192,7 @@ async def test_who_has_one_of_the_best_gets_the_other(place: int) -> None:
 
 async def test_what_goes_on_elsewhere_is_all_of_them() -> None:
     """Whoever looks for it looks for what was drawn, not for what is told."""
-    request = choosing().journey.client.request
+    request = choosing().lifecycle.client.request
     received = (Received(0, tuple(BEST[0]), FinishReason.LENGTH),)
     wanted = replace(request, received=received).to_go_on
     assert [(each.index, each.token_ids) for each in wanted] == [(i, ()) for i in range(NUM)]

@@ -11,11 +11,11 @@ from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Member, Role
 from services.common.errors import StartupError
-from services.gateway import fleet as fleets
-from services.gateway.bell import Bell
-from services.gateway.catalog import Model
-from services.gateway.fleet import Fleet
-from services.gateway.worker import Worker
+from services.gateway.change_notifier import ChangeNotifier
+from services.gateway.intake.catalog import Model
+from services.gateway.workers import directory as fleets
+from services.gateway.workers.directory import WorkerDirectory
+from services.gateway.workers.worker import Worker
 
 TTL_S = 1e6
 
@@ -36,12 +36,12 @@ class Harbour:
     """A fleet on a store with two pools, `a` and `b`; a model directory called `bad` is broken."""
 
     def __init__(self) -> None:
-        self.store, self.registry, self.changes = MemoryStore(), MemoryRegistry(), Bell()
+        self.store, self.registry, self.changes = MemoryStore(), MemoryRegistry(), ChangeNotifier()
         self.connections: dict[str, FakeConnection] = {}
         self.num_loads = 0
         self.now_s = 0.0
-        self.fleet = Fleet(
-            *(self.registry, self.store, self._connect, self._load, self.changes.ring),
+        self.directory = WorkerDirectory(
+            *(self.registry, self.store, self._connect, self._load, self.changes.notify),
             poll_s=0.001,
             clock=lambda: self.now_s,
         )
@@ -58,7 +58,7 @@ class Harbour:
     async def announce(self, *members: Member) -> None:
         for member in members:
             await self.registry.announce(member, TTL_S)
-        await self.fleet.refresh()
+        await self.directory.refresh()
 
 
 @pytest.fixture
@@ -79,23 +79,23 @@ def member(worker_id: str, role: Role, pool_id: str = "a", model: str = "one") -
 
 async def test_a_model_is_served_by_pools_with_workers_of_each_kind(harbour: Harbour) -> None:
     await harbour.announce(member("p1", "prefill"), member("d2", "decode", "b", "two"))
-    assert harbour.fleet.names() == ("one", "two")
-    assert not harbour.fleet.ready()
-    assert harbour.fleet.complete_pools("one") == ()
+    assert harbour.directory.names() == ("one", "two")
+    assert not harbour.directory.ready()
+    assert harbour.directory.complete_pools("one") == ()
     await harbour.announce(replace(member("d1", "decode"), max_model_len=2048))
-    assert harbour.fleet.ready()
-    (pool,) = harbour.fleet.complete_pools("one")
+    assert harbour.directory.ready()
+    (pool,) = harbour.directory.complete_pools("one")
     assert (pool.spec.pool_id, [w.id for w in pool.prefill]) == ("a", ["p1"])
-    served = harbour.fleet.served("one")
+    served = harbour.directory.served("one")
     assert served is not None
     assert served.max_model_len == 2048
     assert served.most_slots == 16
-    assert harbour.fleet.served("three") is None
+    assert harbour.directory.served("three") is None
 
 
 async def test_a_model_is_read_once_for_all_its_workers(harbour: Harbour) -> None:
     await harbour.announce(member("p1", "prefill"), member("d1", "decode"))
-    await harbour.fleet.refresh()
+    await harbour.directory.refresh()
     assert harbour.num_loads == 1
 
 
@@ -103,13 +103,13 @@ async def test_who_leaves_the_registry_is_disconnected_and_everybody_hears_of_it
     harbour: Harbour,
 ) -> None:
     await harbour.announce(member("p1", "prefill"), member("d1", "decode"))
-    heard = harbour.changes.rings
+    heard = harbour.changes.num_changes
     harbour.connections["d1"].worker.connected = False
     await harbour.registry.withdraw("d1")
-    await harbour.fleet.refresh()
+    await harbour.directory.refresh()
     assert harbour.connections["d1"].closed
-    assert not harbour.fleet.ready()
-    assert harbour.changes.rings > heard
+    assert not harbour.directory.ready()
+    assert harbour.changes.num_changes > heard
 
 
 async def test_a_registry_that_was_lost_costs_nobody_its_connection(harbour: Harbour) -> None:
@@ -117,12 +117,12 @@ async def test_a_registry_that_was_lost_costs_nobody_its_connection(harbour: Har
     await harbour.announce(member("p1", "prefill"), member("d1", "decode"))
     for worker_id in ("p1", "d1"):
         await harbour.registry.withdraw(worker_id)
-    await harbour.fleet.refresh()
-    assert harbour.fleet.ready()
+    await harbour.directory.refresh()
+    assert harbour.directory.ready()
     harbour.now_s += 3.0
     await harbour.announce(member("p1", "prefill"))
     harbour.now_s += 3.0
-    await harbour.fleet.refresh()
+    await harbour.directory.refresh()
     assert harbour.connections["d1"].closed
     assert not harbour.connections["p1"].closed
 
@@ -133,9 +133,9 @@ async def test_a_starting_worker_is_left_alone_and_a_draining_one_gets_nothing(
     await harbour.announce(replace(member("p1", "prefill"), state="starting"))
     assert not harbour.connections
     await harbour.announce(member("p1", "prefill"), member("d1", "decode"))
-    assert harbour.fleet.ready()
+    assert harbour.directory.ready()
     await harbour.announce(replace(member("d1", "decode"), state="draining"))
-    assert not harbour.fleet.ready()
+    assert not harbour.directory.ready()
     assert not harbour.connections["d1"].closed
 
 
@@ -147,7 +147,7 @@ async def test_a_model_is_read_while_its_workers_start(harbour: Harbour) -> None
     await harbour.announce(member("p1", "prefill"), member("d1", "decode"), broken)
     assert harbour.num_loads == 2
     assert set(harbour.connections) == {"p1", "d1"}
-    assert harbour.fleet.ready()
+    assert harbour.directory.ready()
 
 
 async def test_who_starts_is_looked_for_more_often(
@@ -164,11 +164,11 @@ async def test_who_starts_is_looked_for_more_often(
     monkeypatch.setattr(asyncio, "sleep", sleep)
     monkeypatch.setattr(fleets, "until_tick", lambda pause_s: pause_s)
     await harbour.registry.announce(replace(member("p1", "prefill"), state="starting"), TTL_S)
-    fleet = Fleet(
-        harbour.registry, harbour.store, harbour._connect, harbour._load, harbour.changes.ring
+    directory = WorkerDirectory(
+        harbour.registry, harbour.store, harbour._connect, harbour._load, harbour.changes.notify
     )
     with pytest.raises(asyncio.CancelledError):
-        await fleet.watch()
+        await directory.watch()
     assert pauses == [0.1, 0.5, 0.5]
 
 
@@ -176,25 +176,25 @@ async def test_a_broken_model_directory_makes_only_its_workers_unusable(harbour:
     broken = replace(member("p2", "prefill", "b"), model_dir="bad")
     await harbour.announce(member("p1", "prefill"), broken, member("d1", "decode"))
     assert set(harbour.connections) == {"p1", "d1"}
-    assert harbour.fleet.ready()
+    assert harbour.directory.ready()
 
 
 async def test_a_pool_that_the_store_does_not_know_yet_is_tried_again(harbour: Harbour) -> None:
     await harbour.announce(member("p1", "prefill", "c"))
     assert not harbour.connections
     await harbour.store.register_pool(PoolSpec("c", "one", "f", 64, 16, 1))
-    await harbour.fleet.refresh()
+    await harbour.directory.refresh()
     assert set(harbour.connections) == {"p1"}
 
 
 async def test_the_block_manager_is_known_while_it_is_there(harbour: Harbour) -> None:
     await harbour.announce(member("bm", "block_manager"), member("g", "gateway"))
-    assert harbour.fleet.block_manager is not None
-    assert harbour.fleet.block_manager.member_id == "bm"
+    assert harbour.directory.block_manager is not None
+    assert harbour.directory.block_manager.member_id == "bm"
     assert not harbour.connections
     await harbour.registry.withdraw("bm")
-    await harbour.fleet.refresh()
-    assert harbour.fleet.block_manager is None
+    await harbour.directory.refresh()
+    assert harbour.directory.block_manager is None
 
 
 async def test_a_silent_registry_changes_nothing_and_a_lost_one_ends_the_watch(
@@ -206,30 +206,30 @@ async def test_a_silent_registry_changes_nothing_and_a_lost_one_ends_the_watch(
     async def members() -> tuple[Member, ...]:
         nonlocal num_asked
         num_asked += 1
-        assert harbour.fleet.ready()
+        assert harbour.directory.ready()
         if num_asked < 3:
             raise StoreUnavailable("no answer")
         raise StoreLost("another one")
 
     monkeypatch.setattr(harbour.registry, "members", members)
     with pytest.raises(StoreLost):
-        await harbour.fleet.watch()
+        await harbour.directory.watch()
     assert num_asked == 3
     assert all(connection.closed for connection in harbour.connections.values())
 
 
 async def test_a_bell_that_rang_after_the_look_is_not_waited_for() -> None:
-    bell = Bell()
-    heard = bell.rings
-    bell.ring()
-    assert await bell.wait(heard, timeout_s=0)
-    assert not await bell.wait(bell.rings, timeout_s=0)
+    changes = ChangeNotifier()
+    heard = changes.num_changes
+    changes.notify()
+    assert await changes.wait(heard, timeout_s=0)
+    assert not await changes.wait(changes.num_changes, timeout_s=0)
 
 
 async def test_a_bell_wakes_everybody() -> None:
-    bell = Bell()
-    waiting = [asyncio.create_task(bell.wait(bell.rings)) for _ in range(3)]
+    changes = ChangeNotifier()
+    waiting = [asyncio.create_task(changes.wait(changes.num_changes)) for _ in range(3)]
     await asyncio.sleep(0)
-    bell.ring()
+    changes.notify()
     async with asyncio.timeout(5):
         assert await asyncio.gather(*waiting) == [True] * 3

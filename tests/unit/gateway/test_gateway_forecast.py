@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.gateway.forecast import Forecast
+from services.gateway.scheduling.forecast import Forecast
 
 
 def test_nothing_known_nobody_refused() -> None:

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from services.common.errors import DuplicateRequest
-from services.common.ticket import FinishReason, Ticket, TicketSequence
-from services.gateway.api import Received
-from services.gateway.messages import Abort, Admit, HandOver, Reserve, Reserved
-from services.gateway.possessions import Entrusted
-from services.gateway.stage import Stage
+from services.gateway.frontend.api import Received
+from services.gateway.request.leases import Entrusted
+from services.gateway.request.status import RequestStatus
+from services.gateway.workers.messages import Abort, Admit, HandOver, Reserve, Reserved
+from services.protocol.ticket import FinishReason, Ticket, TicketSequence
 
 from .walk import (
     MAX_TOKENS,
@@ -41,9 +41,9 @@ async def test_a_group_walks_as_one_and_ends_with_its_last() -> None:
     assert walk.decode.num_free_slots == 2  # its slot is another's
     step(walk, 0, 2)
     step(walk, 2, MAX_TOKENS - 1)
-    assert not walk.desk.ended
+    assert not walk.host.ended
     step(walk, 0, 3)
-    assert walk.desk.ended == [None]
+    assert walk.host.ended == [None]
     assert not walk.decode.guests
     assert [type(command) for command in walk.decode.sent] == [Reserve, Admit]
     deltas = await deltas_of(walk)
@@ -59,19 +59,19 @@ async def test_who_ends_with_the_first_token_is_not_in_the_ticket() -> None:
     walk = Walk(num_sequences=NUM)
     assert await walk.reserve()
     ticket = walk.start()
-    walk.journey.on_event(walk.prefill, walk.prefilled(ticket, None, FinishReason.STOP))
+    walk.lifecycle.on_event(walk.prefill, walk.prefilled(ticket, None, FinishReason.STOP))
     admit = walk.decode.sent[-1]
     assert isinstance(admit, Admit)
     assert [sequence.index for sequence in admit.ticket.sequences] == [0, 2]
-    assert walk.decode.guests == {walk.journey: 2}
+    assert walk.decode.guests == {walk.lifecycle: 2}
 
 
 async def test_all_that_end_with_the_first_token_go_nowhere() -> None:
     walk = Walk(num_sequences=2)
     assert await walk.reserve()
     ticket = walk.start()
-    walk.journey.on_event(walk.prefill, walk.prefilled(ticket, *[FinishReason.STOP] * 2))
-    assert walk.journey.stage is Stage.ENDED
+    walk.lifecycle.on_event(walk.prefill, walk.prefilled(ticket, *[FinishReason.STOP] * 2))
+    assert walk.lifecycle.status is RequestStatus.ENDED
     assert walk.prefill.sent == [walk.prefill.sent[0]]  # it knows
     assert walk.decode.sent[-1] == Abort("r1", 1)  # a slot
     assert await tokens_of(walk) == {index: expected(1, index) for index in range(2)}
@@ -84,12 +84,12 @@ async def test_a_stop_string_ends_its_own_sequence_only() -> None:
     await walk.until_decoding()
     step(walk, 1, 2)
     assert walk.decode.sent[-1] == Abort("r1", 1, 1)
-    assert walk.decode.guests == {walk.journey: 2}
-    walk.journey.on_event(walk.decode, generated(walk, 200, index=1))
-    walk.journey.on_event(walk.decode, generated(walk, 201, skip=7, index=1))
+    assert walk.decode.guests == {walk.lifecycle: 2}
+    walk.lifecycle.on_event(walk.decode, generated(walk, 200, index=1))
+    walk.lifecycle.on_event(walk.decode, generated(walk, 201, skip=7, index=1))
     for index in (0, 2):
         step(walk, index, MAX_TOKENS - 1)
-    assert walk.desk.ended == [None]
+    assert walk.host.ended == [None]
     assert Abort("r1", 1) not in walk.decode.sent
     deltas = await deltas_of(walk)
     assert "".join(d.text for d in deltas[1]) == text_of(stopping[:1])
@@ -113,7 +113,7 @@ async def test_the_last_that_a_stop_string_ends_is_the_request() -> None:
     await walk.until_decoding()
     step(walk, 1, MAX_TOKENS - 1)
     step(walk, 0)
-    assert walk.desk.ended == [None]
+    assert walk.host.ended == [None]
     assert walk.decode.sent[-1] == Abort("r1", 1)
 
 
@@ -122,7 +122,7 @@ async def test_after_a_loss_those_that_go_on_are_computed_from_what_each_has() -
     await walk.until_decoding()
     step(walk, 0, 3)
     step(walk, 1, MAX_TOKENS - 1)
-    walk.journey.on_lost(walk.decode, died=True)
+    walk.lifecycle.on_lost(walk.decode, died=True)
     assert await walk.reserve()
     assert walk.decode.sent[-1] == Reserve("r1", 2, 2)
     ticket = walk.start()
@@ -130,10 +130,10 @@ async def test_after_a_loss_those_that_go_on_are_computed_from_what_each_has() -
         TicketSequence(0, tuple(expected(4, 0))),
         TicketSequence(2, tuple(expected(1, 2))),
     )
-    walk.journey.on_event(walk.prefill, walk.prefilled(ticket))
+    walk.lifecycle.on_event(walk.prefill, walk.prefilled(ticket))
     step(walk, 0)
     step(walk, 2, 4)
-    assert walk.output.tally.usage().num_generated_tokens == NUM * MAX_TOKENS
+    assert walk.output.stats.usage().num_generated_tokens == NUM * MAX_TOKENS
     assert await tokens_of(walk) == {index: expected(MAX_TOKENS, index) for index in range(NUM)}
 
 
@@ -142,11 +142,11 @@ async def test_a_group_lost_between_its_first_tokens_is_whole_again() -> None:
     walk = Walk(num_sequences=2)
     await walk.until_decoding()
     step(walk, 0)
-    walk.journey.on_lost(walk.decode, died=True)
+    walk.lifecycle.on_lost(walk.decode, died=True)
     assert await walk.reserve()
     lengths = [len(sequence.token_ids) for sequence in walk.start().sequences]
     assert lengths == [2, 1]
-    walk.journey.end()
+    walk.lifecycle.end()
 
 
 async def test_a_group_moves_without_those_that_have_ended() -> None:
@@ -156,26 +156,26 @@ async def test_a_group_moves_without_those_that_have_ended() -> None:
     for index in range(NUM):
         step(walk, index)
     other = ScriptedWorker("other")
-    slot = walk.journey.ask_to_move(other)
+    slot = walk.lifecycle.ask_to_move(other)
     assert other.sent == [Reserve("r1", 2, NUM)]
-    walk.journey.on_event(other, Reserved("r1", 2, granted=True))
-    assert walk.journey.move(slot)
+    walk.lifecycle.on_event(other, Reserved("r1", 2, granted=True))
+    assert walk.lifecycle.move(slot)
     assert walk.decode.sent[-1] == HandOver("r1", 1)
     step(walk, 1)
-    assert other.guests == {walk.journey: 2}
-    walk.journey.on_event(walk.decode, requeued(walk, at_rest(walk, 0, 1, 2)))
+    assert other.guests == {walk.lifecycle: 2}
+    walk.lifecycle.on_event(walk.decode, requeued(walk, at_rest(walk, 0, 1, 2)))
     admit = other.sent[-1]
     assert isinstance(admit, Admit)
     assert [sequence.index for sequence in admit.ticket.sequences] == [0, 2]
     walk.decode = other
     for index in (0, 2):
         step(walk, index, MAX_TOKENS - 2)
-    assert walk.desk.ended == [None]
+    assert walk.host.ended == [None]
 
 
 async def test_whoever_has_it_is_asked_for_those_that_go_on_with_what_the_client_has() -> None:
     request = replace(
-        Walk(num_sequences=4).journey.client.request,
+        Walk(num_sequences=4).lifecycle.client.request,
         received=(Received(3, (5, 6)), Received(0, (7,), FinishReason.STOP), Received(1, (8,))),
     )
     assert request.to_go_on == (
@@ -199,18 +199,18 @@ async def test_what_another_gateway_left_goes_on_from_what_each_has() -> None:
         TicketSequence(index, tokens, (9, 10), len(PROMPT) + len(tokens) - 1)
         for index, tokens in there.items()
     )
-    sampling, issuer = walk.journey.client.request.sampling, ScriptedWorker("issuer")
+    sampling, issuer = walk.lifecycle.client.request.sampling, ScriptedWorker("issuer")
     ticket = Ticket("r1", 7, 5, "pool", "h", 4, ROOT, PROMPT, sampling, sequences)
-    walk.journey.adopt(Entrusted(ticket, issuer))
-    assert walk.journey.can_go_on
+    walk.lifecycle.adopt(Entrusted(ticket, issuer))
+    assert walk.lifecycle.can_go_on
     assert await walk.reserve()
-    walk.journey.go_on()
+    walk.lifecycle.go_on()
     admit = walk.decode.sent[-1]
     assert isinstance(admit, Admit)
     assert {s.index: s.token_ids for s in admit.ticket.sequences} == there
     for index in (0, 2):
         step(walk, index, MAX_TOKENS - len(there[index]))
-    assert walk.output.tally.usage().num_generated_tokens == NUM * MAX_TOKENS
+    assert walk.output.stats.usage().num_generated_tokens == NUM * MAX_TOKENS
     assert await tokens_of(walk) == {
         0: expected(MAX_TOKENS, 0)[2:],
         2: expected(MAX_TOKENS, 2)[1:],
@@ -225,7 +225,7 @@ async def test_another_call_goes_on_with_a_group() -> None:
     step(walk, 0, MAX_TOKENS - 1)
     step(walk, 1, 3)
     step(walk, 3, MAX_TOKENS - 1)
-    request, before = walk.journey.client.request, walk.output
+    request, before = walk.lifecycle.client.request, walk.output
     received = (
         Received(0, tuple(expected(MAX_TOKENS, 0)), FinishReason.LENGTH),
         Received(1, tuple(expected(2, 1))),
@@ -237,12 +237,12 @@ async def test_another_call_goes_on_with_a_group() -> None:
         output = output_of(request)
         output.replay(wrong)
         with pytest.raises(DuplicateRequest):
-            walk.journey.resume(replace(request, received=wrong), output)
+            walk.lifecycle.resume(replace(request, received=wrong), output)
     with pytest.raises(DuplicateRequest):
-        walk.journey.resume(replace(request, num_sequences=3), before)
+        walk.lifecycle.resume(replace(request, num_sequences=3), before)
     walk.output = output_of(request)
     walk.output.replay(received)
-    walk.journey.resume(replace(request, received=received), walk.output)
+    walk.lifecycle.resume(replace(request, received=received), walk.output)
     for index in (1, 2):
         step(walk, index, MAX_TOKENS - len(walk.output.sequences[index].tokens))
     deltas = await deltas_of(walk)

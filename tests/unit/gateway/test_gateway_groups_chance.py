@@ -5,9 +5,9 @@ import random
 import pytest
 
 from services.common.errors import PoisonRequest, Unavailable
-from services.common.ticket import FinishReason
-from services.gateway.messages import Abort, Requeued, RequeueReason, Reserve, Submit
-from services.gateway.stage import Stage
+from services.gateway.request.status import RequestStatus
+from services.gateway.workers.messages import Abort, Requeued, RequeueReason, Reserve, Submit
+from services.protocol.ticket import FinishReason
 
 from .walk import (
     MAX_TOKENS,
@@ -30,28 +30,28 @@ NUM = 3
 async def disturb(walk: Walk, chance: random.Random) -> bool:
     """Workers give back, hand over and vanish by chance, sequences end at other times; nothing is
     left behind. Whether all sequences came to their ends."""
-    journey = walk.journey
+    lifecycle = walk.lifecycle
     told: set[tuple[str, int]] = set()  # (worker, attempt) that ended by the worker's own word
     for _ in range(80):
-        if journey.stage is Stage.ENDED:
+        if lifecycle.status is RequestStatus.ENDED:
             break
-        attempt, last = journey.attempt, chance.random()
-        if journey.stage is Stage.QUEUED:
+        attempt, last = lifecycle.attempt, chance.random()
+        if lifecycle.status is RequestStatus.QUEUED:
             if not await walk.reserve(granted=last < 0.8):
                 told.add(("d", attempt))
-            elif journey.can_go_on:
-                journey.go_on()
-        elif journey.stage is Stage.RESERVING:
+            elif lifecycle.can_go_on:
+                lifecycle.go_on()
+        elif lifecycle.status is RequestStatus.RESERVING:
             walk.start()
         elif last < 0.05:
-            sender = walk.prefill if journey.stage is Stage.PREFILLING else walk.decode
+            sender = walk.prefill if lifecycle.status is RequestStatus.PREFILLING else walk.decode
             told.add((sender.id, attempt))
-            journey.on_event(sender, Requeued("r1", attempt, RequeueReason.PREEMPTED))
+            lifecycle.on_event(sender, Requeued("r1", attempt, RequeueReason.PREEMPTED))
         elif last < 0.1:
             lost = chance.choice([walk.prefill, walk.decode])
             told |= {(lost.id, number) for number in range(attempt + 1)}
-            journey.on_lost(lost, died=True)
-        elif journey.stage is Stage.PREFILLING:
+            lifecycle.on_lost(lost, died=True)
+        elif lifecycle.status is RequestStatus.PREFILLING:
             submit = next(c for c in reversed(walk.prefill.sent) if isinstance(c, Submit))
             ended = [
                 FinishReason.LENGTH if len(s.token_ids) + 1 == MAX_TOKENS else None
@@ -59,22 +59,22 @@ async def disturb(walk: Walk, chance: random.Random) -> bool:
             ]
             if all(ended):
                 told.add(("p", attempt))
-            journey.on_event(walk.prefill, walk.prefilled(submit.ticket, *ended))
-        elif last < 0.2 and journey.at_rest is None:
+            lifecycle.on_event(walk.prefill, walk.prefilled(submit.ticket, *ended))
+        elif last < 0.2 and lifecycle.at_rest is None:
             told.add(("d", attempt))  # of the slot; the ticket is its own to claim again
-            living = [s.index for s in journey.client.living]
-            journey.on_event(walk.decode, requeued(walk, at_rest(walk, *living)))
+            living = [s.index for s in lifecycle.client.living]
+            lifecycle.on_event(walk.decode, requeued(walk, at_rest(walk, *living)))
         else:
-            sequence = chance.choice(journey.client.living)
+            sequence = chance.choice(lifecycle.client.living)
             token = next_token([*PROMPT, *sequence.tokens], sequence.index)
             is_last = len(sequence.tokens) + 1 == MAX_TOKENS
-            if is_last and len(journey.client.living) == 1:
+            if is_last and len(lifecycle.client.living) == 1:
                 told.add(("d", attempt))
             finish = FinishReason.LENGTH if is_last else None
             event = generated(walk, token, finish=finish, index=sequence.index)
-            journey.on_event(walk.decode, event)
+            lifecycle.on_event(walk.decode, event)
     finished = walk.output.has_ended
-    journey.end()
+    lifecycle.end()
     for worker in (walk.prefill, walk.decode):
         begun = {c.attempt for c in worker.sent if isinstance(c, Reserve)}
         begun |= {c.ticket.attempt for c in worker.sent if isinstance(c, Submit)}
@@ -82,7 +82,7 @@ async def disturb(walk: Walk, chance: random.Random) -> bool:
         over |= {attempt for worker_id, attempt in told if worker_id == worker.id}
         assert begun <= over
         assert not worker.guests
-        assert not worker.errands
+        assert not worker.prefill_loads
     return finished
 
 

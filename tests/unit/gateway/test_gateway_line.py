@@ -7,33 +7,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockstore.memory_registry import MemoryRegistry
-from services.common.ticket import PRIORITIES, head_start_ms, parts_of_order
-from services.gateway.line import Line, Place, ServiceRate
+from services.gateway.scheduling.request_queue import QueuePosition, RequestQueue, ServiceRate
+from services.protocol.ticket import PRIORITIES, head_start_ms, parts_of_order
 from tests.clock import Clock
 
 
 @dataclass(frozen=True, eq=False)
 class Somebody:
-    place: Place
+    position: QueuePosition
     num_sequences: int = 1
 
 
 def somebody(arrival: int, priority: int = 0) -> Somebody:
-    return Somebody(Place(priority, arrival))
+    return Somebody(QueuePosition(priority, arrival))
 
 
-def line_of(*waiting: Somebody) -> Line[Somebody]:
-    line = Line[Somebody]()
+def line_of(*waiting: Somebody) -> RequestQueue[Somebody]:
+    line = RequestQueue[Somebody]()
     for one in waiting:
-        line.join(one, now=one.place.arrival / 1000)
+        line.join(one, now=one.position.arrival / 1000)
     return line
 
 
-def drained(line: Line[Somebody]) -> list[int]:
+def drained(line: RequestQueue[Somebody]) -> list[int]:
     """Arrivals in the order in which they are served."""
     served = []
     while (first := line.first()) is not None:
-        served.append(first.place.arrival)
+        served.append(first.position.arrival)
         line.leave(first)
     return served
 
@@ -44,7 +44,7 @@ def test_lower_priority_first_then_arrival() -> None:
 
 
 def test_a_request_that_comes_back_stands_where_it_stood() -> None:
-    line = Line[Somebody]()
+    line = RequestQueue[Somebody]()
     early, late = somebody(1), somebody(2)
     line.join(late, now=0)
     line.join(early, now=10)
@@ -52,7 +52,7 @@ def test_a_request_that_comes_back_stands_where_it_stood() -> None:
 
 
 def test_a_request_that_left_is_never_first_and_may_come_again() -> None:
-    line = Line[Somebody]()
+    line = RequestQueue[Somebody]()
     one, two = somebody(1), somebody(2)
     line.join(one, now=0)
     line.join(two, now=0)
@@ -92,18 +92,18 @@ PRIORITY = st.sampled_from(PRIORITIES)
 def test_an_order_names_one_priority_and_arrival(
     arrival: int, priority: int, another_arrival: int, another: int
 ) -> None:
-    order = Place(priority, arrival).order
+    order = QueuePosition(priority, arrival).order
     assert 0 <= order < 2**52
     assert parts_of_order(order) == (priority, arrival)
     if arrival != another_arrival:
-        assert order != Place(another, another_arrival).order
+        assert order != QueuePosition(another, another_arrival).order
 
 
 async def test_urgent_requests_without_end_delay_a_default_one_by_less_than_a_minute() -> None:
     """1,152 of priority -128 are there before five of priority 0, and one more comes for each
     that is served: ten a second. First come, first served, the five would wait for 115.2 s."""
     clock = Clock()
-    registry, line = MemoryRegistry(clock), Line[Somebody]()
+    registry, line = MemoryRegistry(clock), RequestQueue[Somebody]()
 
     async def comes(priority: int) -> None:
         line.join(somebody(await registry.next_arrival(), priority), clock.now_s)
@@ -117,7 +117,7 @@ async def test_urgent_requests_without_end_delay_a_default_one_by_less_than_a_mi
         assert first is not None
         line.leave(first)
         clock.now_s += 0.1
-        if first.place.priority == 0:
+        if first.position.priority == 0:
             waited_s.append(clock.now_s - began_s)
         await comes(-128)
     assert len(waited_s) == 5, "starved for an hour"
@@ -134,7 +134,7 @@ def test_the_sequences_that_go_first_are_counted() -> None:
     line.leave(people[0])
     line.leave(people[0])
     assert line.num_ahead(4, 0.004) == 2
-    assert Line[Somebody]().num_ahead(0, 0.0) == 0
+    assert RequestQueue[Somebody]().num_ahead(0, 0.0) == 0
 
 
 @pytest.mark.parametrize(("interval_s", "delay_s"), [(0.5, 5.0), (1e-6, 0.1), (60, 30.0)])

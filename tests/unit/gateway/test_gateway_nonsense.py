@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from services.common.errors import DuplicateRequest, InvalidRequest
-from services.common.ticket import FinishReason
-from services.gateway.messages import Abort, Failed, Requeued, RequeueReason
-from services.gateway.stage import Stage
+from services.gateway.request.status import RequestStatus
+from services.gateway.workers.messages import Abort, Failed, Requeued, RequeueReason
+from services.protocol.ticket import FinishReason
 
 from .walk import MAX_TOKENS, Walk, expected, generated
 
@@ -28,8 +28,8 @@ async def test_tokens_that_cannot_be_are_not_the_clients(
 ) -> None:
     walk = Walk()
     await walk.until_decoding()
-    walk.journey.on_event(walk.decode, generated(walk, *tokens, finish=finish))
-    assert walk.journey.stage is Stage.QUEUED
+    walk.lifecycle.on_event(walk.decode, generated(walk, *tokens, finish=finish))
+    assert walk.lifecycle.status is RequestStatus.QUEUED
     assert walk.output.sequences[0].tokens == expected(1)
 
 
@@ -38,37 +38,37 @@ async def test_a_ticket_that_is_refused_is_computed_again() -> None:
     it is about the request."""
     walk = Walk()
     await walk.until_decoding()
-    refused = Failed("r1", walk.journey.attempt, "invalid_request", "not those of its holder")
-    walk.journey.on_event(walk.decode, refused)
-    assert walk.journey.stage is Stage.QUEUED
+    refused = Failed("r1", walk.lifecycle.attempt, "invalid_request", "not those of its holder")
+    walk.lifecycle.on_event(walk.decode, refused)
+    assert walk.lifecycle.status is RequestStatus.QUEUED
     assert walk.prefill.sent[-1] == Abort("r1", 1)
     assert not walk.decode.guests
     ticket = await walk.until_decoding()
     assert ticket.sequences[0].token_ids == tuple(expected(1))
-    walk.journey.on_event(walk.decode, generated(walk, *expected(3)[2:]))
-    walk.journey.on_event(walk.decode, replace(refused, attempt=walk.journey.attempt))
-    assert isinstance(walk.desk.ended[0], InvalidRequest)
+    walk.lifecycle.on_event(walk.decode, generated(walk, *expected(3)[2:]))
+    walk.lifecycle.on_event(walk.decode, replace(refused, attempt=walk.lifecycle.attempt))
+    assert isinstance(walk.host.ended[0], InvalidRequest)
 
 
 async def test_a_ticket_that_nobody_was_sent_is_refused() -> None:
     """By the worker where only a slot was asked for."""
     walk, other = Walk(), Walk()
     await other.until_decoding()
-    rest = other.journey.at_rest
+    rest = other.lifecycle.at_rest
     assert rest is not None
-    asking = asyncio.create_task(walk.journey.reserve(walk.decode, timeout_s=5))
+    asking = asyncio.create_task(walk.lifecycle.reserve(walk.decode, timeout_s=5))
     await asyncio.sleep(0)
-    asked = replace(rest.ticket, attempt=walk.journey.attempt)
-    handed_over = Requeued("r1", walk.journey.attempt, RequeueReason.HANDED_OVER, asked)
-    walk.journey.on_event(walk.decode, handed_over)
+    asked = replace(rest.ticket, attempt=walk.lifecycle.attempt)
+    handed_over = Requeued("r1", walk.lifecycle.attempt, RequeueReason.HANDED_OVER, asked)
+    walk.lifecycle.on_event(walk.decode, handed_over)
     assert not await asking
-    assert walk.journey.stage is Stage.QUEUED
-    assert not walk.desk.ended
+    assert walk.lifecycle.status is RequestStatus.QUEUED
+    assert not walk.host.ended
 
 
 async def test_a_request_goes_on_only_for_the_same_model() -> None:
     """Token ids of one say nothing to another."""
     walk = Walk()
-    request = replace(walk.journey.client.request, model="another", received=())
+    request = replace(walk.lifecycle.client.request, model="another", received=())
     with pytest.raises(DuplicateRequest):
-        walk.journey.resume(request, walk.output)
+        walk.lifecycle.resume(request, walk.output)

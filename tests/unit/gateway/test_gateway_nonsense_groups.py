@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.ticket import FinishReason, TicketSequence
-from services.gateway.messages import Abort, Generated
-from services.gateway.stage import Stage
+from services.gateway.request.status import RequestStatus
+from services.gateway.workers.messages import Abort, Generated
+from services.protocol.ticket import FinishReason, TicketSequence
 
 from .walk import PROMPT, Walk, at_rest, requeued, step
 
@@ -63,21 +63,21 @@ async def test_a_wrong_answer_to_a_group_is_nobodys(spoil: object) -> None:
     assert await walk.reserve()
     event = walk.prefilled(walk.start())
     assert callable(spoil)
-    walk.journey.on_event(walk.prefill, spoil(event))
-    assert walk.journey.stage is Stage.QUEUED
+    walk.lifecycle.on_event(walk.prefill, spoil(event))
+    assert walk.lifecycle.status is RequestStatus.QUEUED
     assert all(not sequence.tokens for sequence in walk.output.sequences)
     assert Abort("r1", 1) in walk.prefill.sent
-    walk.journey.end()
+    walk.lifecycle.end()
 
 
 async def test_a_step_of_a_sequence_that_there_is_not_sets_back() -> None:
     walk = Walk(num_sequences=2)
     await walk.until_decoding()
-    walk.journey.on_event(
-        walk.decode, Generated("r1", walk.journey.attempt, 2, len(PROMPT) + 1, (5,), None)
+    walk.lifecycle.on_event(
+        walk.decode, Generated("r1", walk.lifecycle.attempt, 2, len(PROMPT) + 1, (5,), None)
     )
-    assert walk.journey.stage is Stage.QUEUED
-    walk.journey.end()
+    assert walk.lifecycle.status is RequestStatus.QUEUED
+    walk.lifecycle.end()
 
 
 async def test_a_ticket_at_rest_lacks_none_that_goes_on() -> None:
@@ -85,6 +85,6 @@ async def test_a_ticket_at_rest_lacks_none_that_goes_on() -> None:
     await walk.until_decoding()
     for index in range(2):
         step(walk, index)
-    walk.journey.on_event(walk.decode, requeued(walk, at_rest(walk, 1)))
-    assert (walk.journey.stage, walk.journey.at_rest) == (Stage.QUEUED, None)
-    walk.journey.end()
+    walk.lifecycle.on_event(walk.decode, requeued(walk, at_rest(walk, 1)))
+    assert (walk.lifecycle.status, walk.lifecycle.at_rest) == (RequestStatus.QUEUED, None)
+    walk.lifecycle.end()

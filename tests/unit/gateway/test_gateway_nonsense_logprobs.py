@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.common.logprobs import Logprobs
-from services.gateway.tickets import problem_of
+from services.gateway.request.tickets import problem_of
+from services.protocol.logprobs import Logprobs
 
 VOCAB = 300
 

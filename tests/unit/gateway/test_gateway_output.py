@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidRequest, Unavailable
-from services.common.logprobs import Logprobs
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.pieces import Pieces
 from services.common.text.stop_strings import StopMatcher
-from services.common.ticket import FinishReason
-from services.gateway.api import Candidate, Delta, Received
-from services.gateway.output import MAX_UNREAD_TOKENS, Output, Tally
-from services.gateway.sequence import Sequence
-from services.gateway.spelling import Speller
-from services.gateway.text import Text
+from services.gateway.frontend.api import Candidate, Delta, Received
+from services.gateway.streaming.logprob_text import LogprobText
+from services.gateway.streaming.output import MAX_UNREAD_TOKENS, Output, RequestStats
+from services.gateway.streaming.sequence import Sequence
+from services.gateway.streaming.text import Text
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import FinishReason
 
 BYTES = [bytes([byte]) for byte in range(256)]
 END = 0
@@ -38,7 +38,7 @@ def make(
     *stops: str,
     stop_token_ids: tuple[int, ...] = (),
     meter: CountingMeter | None = None,
-    speller: Speller | None = None,
+    logprob_text: LogprobText | None = None,
     num_sequences: int = 1,
     shows_end: bool = False,
     min_tokens: int = 0,
@@ -55,13 +55,13 @@ def make(
                 shows_end=shows_end,
             ),
             frozenset(stop_token_ids),
-            speller,
+            logprob_text,
         )
         for index in range(num_sequences)
     ]
     return Output(
         "r1",
-        Tally(num_prompt_tokens=5, arrived_at=0.0),
+        RequestStats(num_prompt_tokens=5, arrived_at=0.0),
         sequences,
         meter or CountingMeter(),
         lambda: next(ticks),
@@ -182,9 +182,9 @@ async def test_unread_tokens_have_a_limit() -> None:
 
 async def test_only_the_first_prefill_found_what_others_had_cached() -> None:
     output = make()
-    output.tally.saw_prefill(3)
-    output.tally.saw_prefill(64)
-    assert output.tally.num_cached_tokens == 3
+    output.stats.saw_prefill(3)
+    output.stats.saw_prefill(64)
+    assert output.stats.num_cached_tokens == 3
 
 
 async def test_times_are_measured_from_arrival_and_from_token_to_token() -> None:
@@ -204,7 +204,7 @@ class Letters:
 
 def telling(*stops: str) -> Output:
     tokenizer: Any = Letters()
-    return make(*stops, speller=Speller(tokenizer))
+    return make(*stops, logprob_text=LogprobText(tokenizer))
 
 
 def told(*values: float) -> tuple[Logprobs, ...]:

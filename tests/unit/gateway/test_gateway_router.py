@@ -6,9 +6,9 @@ from blockstore.hashing import prefix_hashes, root_hash
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Load, Member
-from services.gateway.messages import Abort, Command, LoadReport
-from services.gateway.router import Pool, Route, Router, choose_prefill
-from services.gateway.worker import Errand, Worker
+from services.gateway.scheduling.router import Pool, Route, Router, choose_prefill
+from services.gateway.workers.messages import Abort, Command, LoadReport
+from services.gateway.workers.worker import PrefillLoad, Worker
 
 PROMPT = tuple(range(64))
 SECRET = b"secret"
@@ -81,19 +81,19 @@ def route(*prefill: Worker, num_cached_blocks: int = 0) -> Route:
 
 def test_prefill_goes_to_the_least_pending_tokens() -> None:
     busy, idle = worker("p1", num_pending_tokens=100), worker("p2", num_pending_tokens=99)
-    assert choose_prefill(route(busy, idle), 64) == (idle, Errand(64, route().hashes))
+    assert choose_prefill(route(busy, idle), 64) == (idle, PrefillLoad(64, route().hashes))
 
 
 def test_prefill_follows_a_prefix_under_way() -> None:
     """The leader has 64 tokens before it, the follower's own last one is all that is left."""
     leader, idle = worker("p2"), worker("p1")
-    leader.errands["other"] = Errand(64, route().hashes)
-    assert choose_prefill(route(idle, leader), 65) == (leader, Errand(1, route().hashes))
+    leader.prefill_loads["other"] = PrefillLoad(64, route().hashes)
+    assert choose_prefill(route(idle, leader), 65) == (leader, PrefillLoad(1, route().hashes))
 
 
 def test_a_long_queue_outweighs_a_shared_prefix() -> None:
     leader, idle = worker("p1", num_pending_tokens=1000), worker("p2")
-    leader.errands["other"] = Errand(64, route().hashes)
+    leader.prefill_loads["other"] = PrefillLoad(64, route().hashes)
     chosen = choose_prefill(route(leader, idle), 65)
     assert chosen is not None
     assert chosen[0] is idle
@@ -102,10 +102,10 @@ def test_a_long_queue_outweighs_a_shared_prefix() -> None:
 def test_what_is_cached_is_no_reason_to_follow() -> None:
     """All of the prefix is in the pool, for every worker: the idle one takes it."""
     leader, idle = worker("p1"), worker("p2")
-    leader.errands["other"] = Errand(10, route().hashes)
+    leader.prefill_loads["other"] = PrefillLoad(10, route().hashes)
     assert choose_prefill(route(leader, idle, num_cached_blocks=4), 65) == (
         idle,
-        Errand(1, route().hashes),
+        PrefillLoad(1, route().hashes),
     )
 
 
@@ -131,7 +131,7 @@ def test_who_waits_for_its_store_is_the_last_choice() -> None:
 def test_the_common_prefix_with_what_is_under_way_is_counted_in_blocks(num_common: int) -> None:
     theirs = prefix_hashes(b"r" * 16, (*PROMPT[: 16 * num_common], *[7] * 48), 16)
     one = worker("p1")
-    one.errands = {"x": Errand(1, theirs), "y": Errand(1)}
+    one.prefill_loads = {"x": PrefillLoad(1, theirs), "y": PrefillLoad(1)}
     assert one.num_blocks_under_way(route().hashes) == num_common
 
 

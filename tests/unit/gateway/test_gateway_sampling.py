@@ -13,9 +13,9 @@ from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from services.common.errors import InvalidRequest
 from services.common.text.model_config import GenerationDefaults
 from services.common.text.tokenizer import Tokenizer
-from services.gateway.api import RequestedSampling
-from services.gateway.catalog import Model, load_model
-from services.gateway.sampling import resolve_sampling
+from services.gateway.frontend.api import RequestedSampling
+from services.gateway.intake.catalog import Model, load_model
+from services.gateway.intake.sampling import resolve_sampling
 
 WORDS = ["a", "b", "Ġ", "Ġa", "ab", "Ġb", "bb"]
 """Of a toy vocabulary: `ab` is a token, ` ab` is two; `a` and ` a` are one each."""

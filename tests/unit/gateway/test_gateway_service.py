@@ -6,8 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from quire.v1 import inference_pb2, sampling_pb2
-from services.common.ticket import FinishReason
-from services.gateway.api import (
+from services.gateway.frontend.api import (
     ChatMessage,
     Delta,
     GenerationRequest,
@@ -15,7 +14,8 @@ from services.gateway.api import (
     RequestedSampling,
     ServedModel,
 )
-from services.gateway.service import InferenceService
+from services.gateway.frontend.service import InferenceService
+from services.protocol.ticket import FinishReason
 
 
 class Recorder:

@@ -3,9 +3,9 @@
 import asyncio
 from typing import Any
 
-from services.common.ticket import FinishReason
-from services.gateway.output import Output
-from services.gateway.turnstile import LONGEST_REST_S, Turnstile
+from services.gateway.streaming.output import Output
+from services.gateway.streaming.pacer import LONGEST_REST_S, StreamPacer
+from services.protocol.ticket import FinishReason
 
 from .walk import Walk
 
@@ -22,12 +22,12 @@ class Turns:
         asyncio.get_running_loop().call_soon(self._next)
 
 
-async def passes(turnstile: Turnstile, count: int) -> list[int]:
+async def passes(pacer: StreamPacer, count: int) -> list[int]:
     """The turns in which those who wait go on, all from the same one on, the first being 0."""
     turns, passed = Turns(), []
 
     async def one() -> None:
-        await turnstile.wait()
+        await pacer.wait()
         passed.append(turns.number)
 
     await asyncio.gather(*(one() for _ in range(count)))
@@ -36,21 +36,21 @@ async def passes(turnstile: Turnstile, count: int) -> list[int]:
 
 async def test_a_few_go_on_in_each_turn() -> None:
     """Who waits is woken in the next turn, and goes on in the one after that."""
-    assert await passes(Turnstile(at_once=2), 7) == [0, 0, 2, 2, 3, 3, 4]
+    assert await passes(StreamPacer(at_once=2), 7) == [0, 0, 2, 2, 3, 3, 4]
 
 
 async def test_who_comes_alone_does_not_wait() -> None:
-    turnstile = Turnstile(at_once=1)
+    pacer = StreamPacer(at_once=1)
     for _ in range(3):
-        assert await passes(turnstile, 1) == [0]
+        assert await passes(pacer, 1) == [0]
         await asyncio.sleep(0)
 
 
 async def test_they_go_on_in_the_order_in_which_they_came() -> None:
-    turnstile, order = Turnstile(at_once=1), list[int]()
+    pacer, order = StreamPacer(at_once=1), list[int]()
 
     async def one(number: int) -> None:
-        await turnstile.wait()
+        await pacer.wait()
         order.append(number)
 
     async with asyncio.TaskGroup() as tasks:
@@ -62,8 +62,8 @@ async def test_they_go_on_in_the_order_in_which_they_came() -> None:
 
 
 async def test_who_is_cancelled_while_it_waits_holds_nobody_up() -> None:
-    turnstile = Turnstile(at_once=1)
-    waiting = [asyncio.create_task(turnstile.wait()) for _ in range(4)]
+    pacer = StreamPacer(at_once=1)
+    waiting = [asyncio.create_task(pacer.wait()) for _ in range(4)]
     await asyncio.sleep(0)
     for task in waiting[1:3]:
         task.cancel()
@@ -73,8 +73,8 @@ async def test_who_is_cancelled_while_it_waits_holds_nobody_up() -> None:
 
 async def test_what_comes_while_a_reader_waits_for_its_turn_is_read_together() -> None:
     """Whoever goes first: the one that waits for a turn costs nothing per token."""
-    turnstile = Turnstile(at_once=1)
-    outputs = [_watched(Walk().output, turnstile) for _ in range(2)]
+    pacer = StreamPacer(at_once=1)
+    outputs = [_watched(Walk().output, pacer) for _ in range(2)]
     read = [asyncio.create_task(_deltas(output)) for output in outputs]
     await asyncio.sleep(0)
     for output in outputs:
@@ -100,11 +100,11 @@ async def _turns(count: int = 8) -> None:
         await asyncio.sleep(0)
 
 
-async def _pass(turnstile: Turnstile, clock: Clock, takes_s: tuple[float, ...]) -> None:
+async def _pass(pacer: StreamPacer, clock: Clock, takes_s: tuple[float, ...]) -> None:
     """So many at once, and what each does until it waits again."""
 
     async def one(seconds: float) -> None:
-        await turnstile.wait()
+        await pacer.wait()
         clock.now += seconds
 
     await asyncio.gather(*map(one, takes_s))
@@ -113,9 +113,9 @@ async def _pass(turnstile: Turnstile, clock: Clock, takes_s: tuple[float, ...]) 
 
 async def test_when_all_are_out_it_rests_for_as_long_as_that_took() -> None:
     """Streams that have something all the time leave half of it to whatever else there is."""
-    clock, turnstile = Clock(), Turnstile(at_once=2, rest=1.0)
-    await _pass(turnstile, clock, (0.003, 0.004, 0.005))
-    late = asyncio.create_task(turnstile.wait())
+    clock, pacer = Clock(), StreamPacer(at_once=2, rest=1.0)
+    await _pass(pacer, clock, (0.003, 0.004, 0.005))
+    late = asyncio.create_task(pacer.wait())
     clock.now += 0.011
     await _turns()
     assert not late.done()
@@ -125,25 +125,25 @@ async def test_when_all_are_out_it_rests_for_as_long_as_that_took() -> None:
 
 
 async def test_who_comes_after_the_rest_does_not_wait() -> None:
-    clock, turnstile = Clock(), Turnstile(at_once=1, rest=1.0)
-    await _pass(turnstile, clock, (0.01,))
+    clock, pacer = Clock(), StreamPacer(at_once=1, rest=1.0)
+    await _pass(pacer, clock, (0.01,))
     clock.now += 0.011
     await _turns()
-    assert await passes(turnstile, 1) == [0]
+    assert await passes(pacer, 1) == [0]
 
 
 async def test_what_took_no_time_is_followed_by_no_rest() -> None:
-    clock, turnstile = Clock(), Turnstile(at_once=1, rest=1.0)
-    await _pass(turnstile, clock, (0.0004, 0.0004))
-    late = asyncio.create_task(turnstile.wait())
+    clock, pacer = Clock(), StreamPacer(at_once=1, rest=1.0)
+    await _pass(pacer, clock, (0.0004, 0.0004))
+    late = asyncio.create_task(pacer.wait())
     await _turns()
     assert late.done()
 
 
 async def test_a_loop_that_stood_still_rests_no_longer_than_others() -> None:
-    clock, turnstile = Clock(), Turnstile(at_once=1, rest=1.0)
-    await _pass(turnstile, clock, (30.0,))
-    late = asyncio.create_task(turnstile.wait())
+    clock, pacer = Clock(), StreamPacer(at_once=1, rest=1.0)
+    await _pass(pacer, clock, (30.0,))
+    late = asyncio.create_task(pacer.wait())
     clock.now += 1.01 * LONGEST_REST_S
     await _turns()
     assert late.done()
@@ -151,16 +151,16 @@ async def test_a_loop_that_stood_still_rests_no_longer_than_others() -> None:
 
 async def test_every_delta_waits_for_its_turn() -> None:
     """Also what was there already when the one before it was written."""
-    turnstile, num_waits = Turnstile(), 0
-    wait = turnstile.wait
+    pacer, num_waits = StreamPacer(), 0
+    wait = pacer.wait
 
     async def counted() -> None:
         nonlocal num_waits
         num_waits += 1
         await wait()
 
-    turnstile.wait = counted  # type: ignore[method-assign]
-    output = _watched(Walk().output, turnstile)
+    pacer.wait = counted  # type: ignore[method-assign]
+    output = _watched(Walk().output, pacer)
     output.write(0, (1,), None)
     deltas = output.deltas()
     assert [(await anext(deltas)).token_ids] == [(1,)]
@@ -170,8 +170,8 @@ async def test_every_delta_waits_for_its_turn() -> None:
     await deltas.aclose()
 
 
-def _watched(output: Output, turnstile: Turnstile) -> Output:
-    output._turnstile = turnstile
+def _watched(output: Output, pacer: StreamPacer) -> Output:
+    output._pacer = pacer
     return output
 
 

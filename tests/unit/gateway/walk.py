@@ -9,17 +9,18 @@ from dataclasses import replace
 from functools import partial
 
 from blockstore.registry import Load, Member, Role
-from services.common.logprobs import Logprobs
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.pieces import Pieces
 from services.common.text.stop_strings import StopMatcher
-from services.common.ticket import BeamParams, FinishReason, SamplingParams, Ticket, TicketSequence
-from services.gateway.admission import Admitted
-from services.gateway.api import Delta
-from services.gateway.best_of import BestOf
-from services.gateway.journey import Journey, Start
-from services.gateway.line import Place
-from services.gateway.messages import (
+from services.gateway.frontend.api import Delta
+from services.gateway.intake.admission import Admitted
+from services.gateway.request.lifecycle import RequestLifecycle, Start
+from services.gateway.scheduling.request_queue import QueuePosition
+from services.gateway.streaming.best_of import BestOf
+from services.gateway.streaming.output import Output, RequestStats
+from services.gateway.streaming.sequence import Sequence
+from services.gateway.streaming.text import Text
+from services.gateway.workers.messages import (
     Admit,
     Command,
     Generated,
@@ -29,10 +30,15 @@ from services.gateway.messages import (
     Reserved,
     Submit,
 )
-from services.gateway.output import Output, Tally
-from services.gateway.sequence import Sequence
-from services.gateway.text import Text
-from services.gateway.worker import Errand, Worker
+from services.gateway.workers.worker import PrefillLoad, Worker
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import (
+    BeamParams,
+    FinishReason,
+    SamplingParams,
+    Ticket,
+    TicketSequence,
+)
 
 PROMPT = (1, 2, 3)
 MAX_TOKENS = 6
@@ -50,10 +56,10 @@ class ScriptedDesk:
         self.ended: list[Exception | None] = []
         self.num_waits = 0
 
-    def waits_again(self, journey: Journey) -> None:
+    def waits_again(self, lifecycle: RequestLifecycle) -> None:
         self.num_waits += 1
 
-    def has_ended(self, journey: Journey, error: Exception | None) -> None:
+    def has_ended(self, lifecycle: RequestLifecycle, error: Exception | None) -> None:
         self.ended.append(error)
 
 
@@ -122,10 +128,10 @@ def output_of(request: Admitted) -> Output:
         )
         for index in range(request.num_sequences)
     ]
-    tally, clock = Tally(len(PROMPT), 0.0), asyncio.get_running_loop().time
+    stats, clock = RequestStats(len(PROMPT), 0.0), asyncio.get_running_loop().time
     num_best = request.num_best
     kind: Callable[..., Output] = Output if num_best is None else partial(BestOf, num_best=num_best)
-    return kind(request.request_id, tally, sequences, NoMeter(), clock)
+    return kind(request.request_id, stats, sequences, NoMeter(), clock)
 
 
 class Walk:
@@ -140,7 +146,7 @@ class Walk:
         num_best: int | None = None,
     ) -> None:
         self.prefill, self.decode = ScriptedWorker("p", "prefill"), ScriptedWorker("d")
-        self.desk = ScriptedDesk()
+        self.host = ScriptedDesk()
         logprobs = None if num_best is None else 0
         sampling = SamplingParams(*(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS), beam=beam, logprobs=logprobs)
         request = Admitted(
@@ -148,16 +154,18 @@ class Walk:
             *(num_sequences, num_best),
         )
         self.output = output_of(request)
-        self.journey = Journey(request, Place(0, 1), self.output, self.desk, itertools.count(1))
+        self.lifecycle = RequestLifecycle(
+            request, QueuePosition(0, 1), self.output, self.host, itertools.count(1)
+        )
 
     async def reserve(self, granted: bool = True) -> bool:
-        asking = asyncio.create_task(self.journey.reserve(self.decode, timeout_s=5))
+        asking = asyncio.create_task(self.lifecycle.reserve(self.decode, timeout_s=5))
         await asyncio.sleep(0)
-        self.journey.on_event(self.decode, Reserved("r1", self.journey.attempt, granted))
+        self.lifecycle.on_event(self.decode, Reserved("r1", self.lifecycle.attempt, granted))
         return await asking
 
     def start(self) -> Ticket:
-        self.journey.start(Start("pool", ROOT, self.prefill, Errand(3)))
+        self.lifecycle.start(Start("pool", ROOT, self.prefill, PrefillLoad(3)))
         submit = self.prefill.sent[-1]
         assert isinstance(submit, Submit)
         return submit.ticket
@@ -179,7 +187,7 @@ class Walk:
     async def until_decoding(self) -> Ticket:
         assert await self.reserve()
         ticket = self.start()
-        self.journey.on_event(self.prefill, self.prefilled(ticket))
+        self.lifecycle.on_event(self.prefill, self.prefilled(ticket))
         return ticket
 
     async def tokens(self) -> list[int]:
@@ -196,11 +204,11 @@ def generated(
     index: int = 0,
 ) -> Generated:
     """What the decode worker says of the attempt and position of the moment, `skip` tokens on."""
-    journey = walk.journey
-    before = [*PROMPT, *journey.client.output.sequences[index].tokens]
-    logprobs = logprobs_of(journey.client.request.sampling, before, tokens)
+    lifecycle = walk.lifecycle
+    before = [*PROMPT, *lifecycle.client.output.sequences[index].tokens]
+    logprobs = logprobs_of(lifecycle.client.request.sampling, before, tokens)
     position = len(before) + skip
-    return Generated("r1", journey.attempt, index, position, tokens, finish, logprobs)
+    return Generated("r1", lifecycle.attempt, index, position, tokens, finish, logprobs)
 
 
 def step(walk: Walk, index: int, num_tokens: int = 1) -> None:
@@ -208,7 +216,7 @@ def step(walk: Walk, index: int, num_tokens: int = 1) -> None:
     so_far = len(walk.output.sequences[index].tokens)
     tokens = expected(so_far + num_tokens, index)[so_far:]
     finish = FinishReason.LENGTH if so_far + num_tokens == MAX_TOKENS else None
-    walk.journey.on_event(walk.decode, generated(walk, *tokens, finish=finish, index=index))
+    walk.lifecycle.on_event(walk.decode, generated(walk, *tokens, finish=finish, index=index))
 
 
 def at_rest(walk: Walk, *indices: int) -> Ticket:
@@ -218,12 +226,12 @@ def at_rest(walk: Walk, *indices: int) -> Ticket:
     for index in indices:
         tokens = tuple(walk.output.sequences[index].tokens)
         sequences.append(TicketSequence(index, tokens, (9, 10), len(PROMPT) + len(tokens) - 1))
-    attempt = walk.journey.attempt
+    attempt = walk.lifecycle.attempt
     return replace(admits[-1].ticket, attempt=attempt, holder_epoch=4, sequences=tuple(sequences))
 
 
 def requeued(walk: Walk, ticket: Ticket) -> Requeued:
-    return Requeued("r1", walk.journey.attempt, RequeueReason.HANDED_OVER, ticket)
+    return Requeued("r1", walk.lifecycle.attempt, RequeueReason.HANDED_OVER, ticket)
 
 
 async def deltas_of(walk: Walk) -> dict[int, list[Delta]]:

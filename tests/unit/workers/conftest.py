@@ -13,11 +13,11 @@ from prometheus_client import CollectorRegistry
 
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
-from services.common.metrics import WorkerMetrics
+from services.common.runtime.metrics import WorkerMetrics
 from services.decode.worker import DecodeWorker
 from services.prefill.worker import PrefillWorker
-from services.worker.colder import ColderPool
 from services.worker.pool_worker import Limits, PoolWorker
+from services.worker.swap.pool import SwapPool
 
 from .fakes import Arena, FakeForward, FakeSession, join, make_pool, make_stamps
 
@@ -33,7 +33,7 @@ class Bench:
     decode_model: FakeForward
     session: FakeSession
     decode_figures: CollectorRegistry
-    colder: Arena | None = None
+    swap_pool: Arena | None = None
 
     async def until(self, condition: Callable[[], bool], limit_s: float = 10.0) -> None:
         async with asyncio.timeout(limit_s):
@@ -89,10 +89,10 @@ async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
             spec = await make_pool(store, num_blocks, block_size)
             stamps = make_stamps(tmp_path / "stamps", spec)
             arena = Arena(block_size, stamps)
-            colder: Arena | None = None
+            swap_pool: Arena | None = None
             if num_swap_blocks:
                 colder_spec = await make_pool(store, num_swap_blocks, block_size, "colder")
-                colder = Arena(block_size, make_stamps(tmp_path / "colder", colder_spec))
+                swap_pool = Arena(block_size, make_stamps(tmp_path / "colder", colder_spec))
             limits = Limits(
                 max_num_seqs,
                 max_num_batched_tokens,
@@ -108,14 +108,14 @@ async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
             for cls, model, registry in zip(classes, models, figures, strict=True):
                 membership = await join(store, spec, cls.__name__, stamps)
                 metrics = WorkerMetrics(registry)
-                beside: ColderPool | None = None
-                if colder:
-                    beside = ColderPool(
+                beside: SwapPool | None = None
+                if swap_pool:
+                    beside = SwapPool(
                         store,
                         membership,
-                        await join(store, colder_spec, cls.__name__, colder.stamps),
-                        partial(colder.copy_from, arena),
-                        partial(arena.copy_from, colder),
+                        await join(store, colder_spec, cls.__name__, swap_pool.stamps),
+                        partial(swap_pool.copy_from, arena),
+                        partial(arena.copy_from, swap_pool),
                         metrics,
                         compares_costs,
                     )
@@ -126,7 +126,17 @@ async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
                 stack.callback(model.gate.set)
             prefill, decode = workers
             return Bench(
-                *(store, spec, arena, prefill, decode, *models, FakeSession(), figures[1], colder)
+                *(
+                    store,
+                    spec,
+                    arena,
+                    prefill,
+                    decode,
+                    *models,
+                    FakeSession(),
+                    figures[1],
+                    swap_pool,
+                )
             )
 
         yield make  # type: ignore[misc]

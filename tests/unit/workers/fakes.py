@@ -14,10 +14,10 @@ import xxhash
 
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
-from services.common.logprobs import Logprobs
 from services.common.pool.stamps import Stamps, StampState, record_bytes
-from services.common.ticket import SamplingParams, Ticket, TicketSequence
 from services.engine.batch import Draw, Drawn, Fault, Pause, Row, Told
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
 from services.worker.events import Began, Draining, Event, Prefilled, Requeued, Step
 
 VOCAB = 50_000

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from services.common.ticket import Ticket, TicketSequence
 from services.engine.batch import Draw
+from services.protocol.ticket import Ticket, TicketSequence
 from services.worker.events import Output, Prefilled
 
 from .conftest import Bench

@@ -1,6 +1,6 @@
 """Requests on their way through the workers of a `Bench`, and what their client has."""
 
-from services.common.ticket import Ticket
+from services.protocol.ticket import Ticket
 from services.worker.events import Output, Prefilled, Step
 
 from .conftest import Bench

@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from services.common.ticket import BeamParams, Hypothesis, SamplingParams, Ticket
-from services.engine.beam import FIRST, Beam, BeamSearch, num_deciding
+from services.engine.sequences.beam import FIRST, Beam, BeamSearch, num_deciding
+from services.protocol.ticket import BeamParams, Hypothesis, SamplingParams, Ticket
 
 from .fakes import GREEDY, PROMPT, likeliest_tokens, ticket
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.common.ticket import (
+from services.protocol.ticket import (
     EarlyStopping,
     FinishReason,
     Hypothesis,

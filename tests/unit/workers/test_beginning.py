@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.common.ticket import Ticket
 from services.decode.job import State
+from services.protocol.ticket import Ticket
 from services.worker.events import Prefilled, Requeued
 
 from .conftest import Bench, MakeBench

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from blockstore.hashing import next_hash, prefix_hashes
-from services.common.ticket import Ticket, TicketSequence
-from services.engine.contents import Begun, Contents
+from services.engine.sequences.block_keys import Begun, BlockKeys
+from services.protocol.ticket import Ticket, TicketSequence
 
 from .fakes import PROMPT, ticket
 
@@ -24,7 +24,7 @@ def hashes(tokens: Sequence[int]) -> tuple[bytes, ...]:
 
 
 def test_one_sequence_is_a_trunk_and_a_tail() -> None:
-    contents = Contents.of(group((1, 2, 3)), SIZE)
+    contents = BlockKeys.of(group((1, 2, 3)), SIZE)
     tokens = (*PROMPT, 1, 2, 3)
     assert contents.chains == (hashes(tokens), ())
     assert contents.keys_of(0) == (*hashes(tokens), next_hash(hashes(tokens)[-1], (3,)))
@@ -33,7 +33,7 @@ def test_one_sequence_is_a_trunk_and_a_tail() -> None:
 def test_each_goes_on_behind_what_all_have() -> None:
     """10 tokens of prompt: 2 blocks are everybody's, then each has its own."""
     own = [(1, 2, 3, 4, 5, 6), (1, 2, 9), (7,)]
-    contents = Contents.of(group(*own), SIZE)
+    contents = BlockKeys.of(group(*own), SIZE)
     trunk, branches = contents.chains
     assert trunk == hashes(PROMPT[:8])
     assert branches == tuple(hashes((*PROMPT, *tokens))[2:] for tokens in own)
@@ -43,7 +43,7 @@ def test_each_goes_on_behind_what_all_have() -> None:
 
 def test_what_is_alike_has_one_key() -> None:
     """Full or not, and beside a longer one."""
-    alike = Contents.of(group((1, 2, 3), (1, 2, 3), (1, 2, 3, 4)), SIZE)
+    alike = BlockKeys.of(group((1, 2, 3), (1, 2, 3), (1, 2, 3, 4)), SIZE)
     assert alike.keys_of(0) == alike.keys_of(1)
     assert alike.keys_of(0)[:3] == alike.keys_of(2)[:3]
     assert alike.keys_of(0)[3] != alike.keys_of(2)[3]
@@ -53,7 +53,7 @@ def test_what_is_alike_has_one_key() -> None:
 def test_without_the_last_token(num_own: int) -> None:
     """Of a sequence that is its siblings' beginning the last full block is one no more."""
     long, short = tuple(range(1, 7)), tuple(range(1, 1 + num_own))
-    computed = Contents.of(group(long, short), SIZE, num_left_out=1)
+    computed = BlockKeys.of(group(long, short), SIZE, num_left_out=1)
     for number, own in enumerate((long, short)):
         tokens = (*PROMPT, *own)[:-1]
         full = len(tokens) // SIZE
@@ -64,13 +64,13 @@ def test_without_the_last_token(num_own: int) -> None:
 
 def test_equal_contents_are_one_block_wherever_they_stand() -> None:
     """0 and 1 have computed the same twice; that of the first counts."""
-    contents = Contents.of(group((1, 2, 3), (1, 2, 3), (4, 5, 6)), SIZE)
+    contents = BlockKeys.of(group((1, 2, 3), (1, 2, 3), (4, 5, 6)), SIZE)
     tables = [(0, 1, 2, 3), (0, 1, 4, 5), (0, 1, 6, 7)]
     assert list(contents.blocks(tables).values()) == [0, 1, 2, 3, 6, 7]
 
 
 def test_where_each_begins_with_what_is_found() -> None:
-    contents = Contents.of(group((1, 2, 3, 4, 5, 6), (1, 2), (7, 8, 9)), SIZE)
+    contents = BlockKeys.of(group((1, 2, 3, 4, 5, 6), (1, 2), (7, 8, 9)), SIZE)
     (h0, h1), (of_0, of_1, of_2) = contents.chains
     assert of_1 == of_0[:1]
     assert contents.begun({h0: 5}) == [Begun((5,), 4, 1)] * 3
@@ -86,7 +86,7 @@ def test_where_each_begins_with_what_is_found() -> None:
 def test_what_is_not_found_is_copied_once() -> None:
     """0 finds its own third block; 1 and 2 have theirs, and a tail in common, from elsewhere."""
     asked = group((1, 2, 3, 4, 5), (7, 8, 9, 9), (7, 8, 9, 6))
-    contents, computed = Contents.of(asked, SIZE), Contents.of(asked, SIZE, num_left_out=1)
+    contents, computed = BlockKeys.of(asked, SIZE), BlockKeys.of(asked, SIZE, num_left_out=1)
     (h0, h1), (of_0, _, _) = contents.chains
     tables = [(10, 11, 12, 13), (10, 11, 14, 15), (10, 11, 14, 16)]
     sources = computed.blocks(tables)
@@ -103,7 +103,7 @@ def test_what_is_not_found_is_copied_once() -> None:
 
 def test_what_is_gone_there_ends_the_way_of_all_who_have_it() -> None:
     asked = group((1, 2, 3, 4, 5, 6, 7), (1, 2, 9), (7, 8, 9))
-    contents, computed = Contents.of(asked, SIZE), Contents.of(asked, SIZE, num_left_out=1)
+    contents, computed = BlockKeys.of(asked, SIZE), BlockKeys.of(asked, SIZE, num_left_out=1)
     sources = computed.blocks([(0, 1, 2, 3), (0, 1, 2), (0, 1, 4)])
     del sources[computed.keys_of(1)[2]]
     begun, _ = contents.begun_with({}, computed, sources, range(10, 20))

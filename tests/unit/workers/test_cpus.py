@@ -8,23 +8,23 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvops.native import Lane
-from services.common.board import SEAT_WORDS, Seat
 from services.worker.config import WorkerSettings
-from services.worker.cpus import divide, lanes, pause_s
+from services.worker.cpu.board import SEAT_WORDS, CpuBoardEntry
+from services.worker.cpu.division import divide, lanes, pause_s
 
 
-def workers(text: str) -> list[Seat]:
+def workers(text: str) -> list[CpuBoardEntry]:
     """ "p d d" -> p0, d1, d2, in seats 0, 1, 2."""
     roles = {"p": "prefill", "d": "decode"}
-    return [Seat(f"{word}{i}", roles[word], i) for i, word in enumerate(text.split())]
+    return [CpuBoardEntry(f"{word}{i}", roles[word], i) for i, word in enumerate(text.split())]
 
 
 def homes(num_cpus: int, text: str) -> dict[str, tuple[int, ...]]:
-    return {seat.worker_id: cpus for seat, cpus in divide(range(num_cpus), workers(text)).items()}
+    return {entry.worker_id: cpus for entry, cpus in divide(range(num_cpus), workers(text)).items()}
 
 
 @pytest.mark.parametrize(
-    ("num_cpus", "seats", "expected"),
+    ("num_cpus", "entries", "expected"),
     [
         (1, "p d", {"p0": (0,), "d1": (0,)}),
         (2, "p d", {"p0": (1,), "d1": (0,)}),
@@ -54,9 +54,9 @@ def homes(num_cpus: int, text: str) -> dict[str, tuple[int, ...]]:
         (3, "p p", {"p0": (0,), "p1": (1, 2)}),
     ],
 )
-def test_division(num_cpus: int, seats: str, expected: dict[str, tuple[int, ...]]) -> None:
+def test_division(num_cpus: int, entries: str, expected: dict[str, tuple[int, ...]]) -> None:
     """Decode workers have the lower half, prefill workers the rest; one role alone has all."""
-    assert homes(num_cpus, seats) == expected
+    assert homes(num_cpus, entries) == expected
 
 
 def test_twenty_workers_on_two_cpus() -> None:
@@ -73,12 +73,12 @@ def test_cpus_need_not_begin_at_0() -> None:
 
 
 def lanes_of(num_cpus: int, text: str) -> list[tuple[Lane, ...]]:
-    seats = workers(text)
-    return [lanes(range(num_cpus), seats, own) for own in seats]
+    entries = workers(text)
+    return [lanes(range(num_cpus), entries, own) for own in entries]
 
 
-def byte(*seats: int) -> tuple[int, ...]:
-    return tuple(seat * SEAT_WORDS for seat in seats)
+def byte(*entries: int) -> tuple[int, ...]:
+    return tuple(entry * SEAT_WORDS for entry in entries)
 
 
 def test_two_workers_lend_each_other_their_cpus() -> None:
@@ -116,9 +116,9 @@ ROLES = st.lists(st.sampled_from("pd"), min_size=1, max_size=20).map(" ".join)
 
 @given(CPUS, ROLES)
 def test_every_worker_has_a_home_and_every_cpu_is_one(cpus: Sequence[int], roles: str) -> None:
-    seats = workers(roles)
-    found = divide(cpus, seats)
-    assert found.keys() == set(seats)
+    entries = workers(roles)
+    found = divide(cpus, entries)
+    assert found.keys() == set(entries)
     assert all(found.values())
     assert {cpu for home in found.values() for cpu in home} == set(cpus)
 
@@ -127,10 +127,10 @@ def test_every_worker_has_a_home_and_every_cpu_is_one(cpus: Sequence[int], roles
 def test_every_worker_may_use_every_cpu_once_and_its_home_first(
     cpus: Sequence[int], roles: str
 ) -> None:
-    seats = workers(roles)
-    found = divide(cpus, seats)
-    for own in seats:
-        mine = lanes(cpus, seats, own)
+    entries = workers(roles)
+    found = divide(cpus, entries)
+    for own in entries:
+        mine = lanes(cpus, entries, own)
         assert sorted(lane.cpu for lane in mine if lane.cpu is not None) == list(cpus)
         assert len(mine) == len(cpus)
         at_home = mine[: len(found[own])]
@@ -145,18 +145,18 @@ def test_a_cpu_is_lent_to_one_at_most_and_never_while_somebody_at_home_is_busy(
     cpus: Sequence[int], roles: str, data: st.DataObject
 ) -> None:
     """And whenever all who live there are idle, somebody busy has it."""
-    seats = workers(roles)
-    busy = data.draw(st.sets(st.sampled_from(seats)))
-    words = {seat.index * SEAT_WORDS for seat in busy}
-    found = divide(cpus, seats)
+    entries = workers(roles)
+    busy = data.draw(st.sets(st.sampled_from(entries)))
+    words = {entry.index * SEAT_WORDS for entry in busy}
+    found = divide(cpus, entries)
     for cpu in cpus:
         borrowers = [
             own
             for own in busy
-            for lane in lanes(cpus, seats, own)
+            for lane in lanes(cpus, entries, own)
             if lane.cpu == cpu and lane.owners and not words.intersection(lane.owners)
         ]
-        at_home = [seat for seat in busy if cpu in found[seat]]
+        at_home = [entry for entry in busy if cpu in found[entry]]
         assert len(borrowers) == (1 if busy and not at_home else 0)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.common.metrics import WorkerMetrics
-from services.common.ticket import Ticket
+from services.common.runtime.metrics import WorkerMetrics
 from services.decode.worker import DecodeWorker
+from services.protocol.ticket import Ticket
 from services.worker.events import Requeued, RequeueReason
 
 from .conftest import Bench, MakeBench, running
@@ -134,7 +134,7 @@ async def test_a_handed_over_sequence_may_come_back(bench: Bench) -> None:
     bench.decode.admit(bench.session, replace(at_rest, attempt=2))
     await bench.until(lambda: finished(bench.session, "r1"))
     assert tokens(bench.session, issued) == expected(PROMPT, 60)
-    assert not bench.decode._resting._on_pool
+    assert not bench.decode._detached._on_pool
     await bench.until_empty()
 
 
@@ -146,7 +146,7 @@ async def test_a_sequence_that_waits_for_its_next_block_is_handed_over_without_i
     await bench.store.allocate("pool", "in the way", "PrefillWorker", 9, [], 1)
     issued = await start(bench, ticket("r1", PROMPT, max_tokens=6))
     await bench.until(lambda: len(tokens(bench.session, issued)) == 3)
-    await bench.until(lambda: bool(bench.decode._grower._wanting))
+    await bench.until(lambda: bool(bench.decode._extender._wanting))
     at_rest = await handed_over(bench, "r1")
     assert len(at_rest.sequences[0].block_ids) == 3
     await bench.store.release("pool", "in the way", 1)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.common.ticket import TicketSequence
+from services.protocol.ticket import TicketSequence
 from services.worker.events import Failed, Requeued, RequeueReason
 
 from .conftest import Bench

@@ -7,9 +7,9 @@ from prometheus_client import CollectorRegistry
 from blockstore.errors import WorkerFenced
 from blockstore.hashing import prefix_hashes
 from services.common.errors import InvalidRequest
-from services.common.metrics import WorkerMetrics
-from services.common.ticket import FinishReason, TicketSequence
+from services.common.runtime.metrics import WorkerMetrics
 from services.decode.worker import DecodeWorker
+from services.protocol.ticket import FinishReason, TicketSequence
 from services.worker.events import Failed, Requeued, RequeueReason, Reserved, Step
 
 from .conftest import Bench, MakeBench

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from blockstore.records import PoolSpec
-from services.common.ticket import FinishReason, Ticket, TicketSequence
 from services.engine.batch import Draw, Fault
-from services.engine.contents import Begun, num_blocks_for, num_tokens_of, shared_tokens
 from services.engine.engine import Engine
-from services.engine.group import Group
 from services.engine.messages import Admit, Advance, Command, End, Grow, Remove, StepOutcome
 from services.engine.scheduler import Scheduler
-from services.engine.sequence import Rules
+from services.engine.sequences.block_keys import Begun, num_blocks_for, num_tokens_of, shared_tokens
+from services.engine.sequences.group import Group
+from services.engine.sequences.sequence import Rules
+from services.protocol.ticket import FinishReason, Ticket, TicketSequence
 
 from .fakes import PROMPT, SAMPLED, Arena, FakeForward, expected, make_stamps, next_token, ticket
 

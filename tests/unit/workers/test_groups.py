@@ -6,7 +6,7 @@ import pytest
 
 from blockstore.hashing import prefix_hashes
 from services.common.errors import InvalidRequest
-from services.common.ticket import FinishReason, TicketSequence
+from services.protocol.ticket import FinishReason, TicketSequence
 from services.worker.events import Failed, Output, Requeued, RequeueReason
 
 from .conftest import Bench, MakeBench

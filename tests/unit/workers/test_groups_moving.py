@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from services.common.ticket import TicketSequence
+from services.protocol.ticket import TicketSequence
 from services.worker.events import Requeued, RequeueReason
 
 from .conftest import Bench, MakeBench

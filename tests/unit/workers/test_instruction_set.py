@@ -11,7 +11,7 @@ from services.common.errors import StartupError
 from services.common.text.model_config import ModelConfig
 from services.worker import loading
 from services.worker.config import WorkerSettings
-from services.worker.instruction_set import measured_isa
+from services.worker.cpu.instruction_set import measured_isa
 
 EMBEDDED = Path(__file__).parents[3] / "quire" / "embedded"
 

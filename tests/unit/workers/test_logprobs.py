@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from services.common.logprobs import Logprobs
-from services.common.ticket import SamplingParams
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import SamplingParams
 from services.worker.events import Output, Prefilled, Requeued, RequeueReason, Step
 
 from .conftest import Bench, MakeBench

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.common.ticket import SamplingParams, Ticket, TicketSequence
+from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
 from services.worker.events import Failed, Output, Prefilled, Requeued, RequeueReason, Step
 
 from .conftest import Bench, MakeBench
@@ -67,7 +67,7 @@ async def goes_on(bench: Bench, session: FakeSession, given: Ticket) -> None:
 
 async def parked(bench: Bench) -> None:
     bench.decode.close(bench.session)
-    await bench.until(lambda: bool(bench.decode._resting._on_pool))
+    await bench.until(lambda: bool(bench.decode._detached._on_pool))
 
 
 async def test_a_parked_sequence_goes_on_at_another_gateway(bench: Bench) -> None:
@@ -176,7 +176,7 @@ async def test_only_who_draws_has_to_know_the_seed(
     bench.decode.reserve(session, "r1", 1, 1)
     bench.decode.admit(session, session.of(Prefilled)[0].ticket)
     bench.decode.close(session)
-    await bench.until(lambda: bool(bench.decode._resting._on_pool))
+    await bench.until(lambda: bool(bench.decode._detached._on_pool))
     given = await answer(
         bench, FakeSession(), wanted(1, sampling=replace(sampling, seed=6), holder_id="h-x")
     )

@@ -8,7 +8,7 @@ import pytest
 from blockstore.errors import WorkerFenced
 from services.common.pool.locks import WorkerLock, give_up
 from services.engine.batch import Drawn, Pause, Row
-from services.worker.permit import Permit, PermittedForward
+from services.worker.liveness.fence_guard import FenceGuard, GuardedForward
 
 
 class Forward:
@@ -39,7 +39,7 @@ def lock(tmp_path: Path) -> WorkerLock:
 
 def test_nothing_is_written_once_it_was_given_up(lock: WorkerLock) -> None:
     forward = Forward()
-    permitted = PermittedForward(forward, Permit([lock]))
+    permitted = GuardedForward(forward, FenceGuard([lock]))
     permitted.run(())
     give_up(lock.path)
     with pytest.raises(WorkerFenced):
@@ -51,17 +51,17 @@ def test_nothing_is_written_once_it_was_given_up(lock: WorkerLock) -> None:
 
 def test_what_was_computed_meanwhile_does_not_count(lock: WorkerLock) -> None:
     """What it read may have been somebody else's by then."""
-    permitted = PermittedForward(Forward(lambda: give_up(lock.path)), Permit([lock]))
+    permitted = GuardedForward(Forward(lambda: give_up(lock.path)), FenceGuard([lock]))
     with pytest.raises(WorkerFenced):
         permitted.run(())
 
 
 def test_copies_need_a_permit_of_every_pool(lock: WorkerLock, tmp_path: Path) -> None:
-    colder = WorkerLock.create(tmp_path / "colder.lock")
+    swap_pool = WorkerLock.create(tmp_path / "colder.lock")
     copied: list[tuple[int, int]] = []
-    copy = Permit([lock, colder]).for_copies(copied.extend)
+    copy = FenceGuard([lock, swap_pool]).for_copies(copied.extend)
     copy([(1, 2)])
-    give_up(colder.path)
+    give_up(swap_pool.path)
     with pytest.raises(WorkerFenced):
         copy([(3, 4)])
     assert copied == [(1, 2)]

@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 from blockstore.hashing import prefix_hashes
 from blockstore.memory_store import MemoryStore
 from blockstore.records import Heartbeat
-from services.common.metrics import WorkerMetrics
-from services.common.ticket import TicketSequence
+from services.common.runtime.metrics import WorkerMetrics
 from services.decode.worker import DecodeWorker
+from services.protocol.ticket import TicketSequence
 from services.worker import pool_worker
 from services.worker.events import Event, Step
 from services.worker.pool_worker import Limits

@@ -5,9 +5,9 @@ import pytest
 
 from blockstore.hashing import prefix_hashes
 from blockstore.records import Growth
-from services.common.ticket import FinishReason, SamplingParams
-from services.engine import gathering
-from services.engine.gathering import Gathering
+from services.engine import prefill_batching_delay as batching_delay
+from services.engine.prefill_batching_delay import PrefillBatchingDelay
+from services.protocol.ticket import FinishReason, SamplingParams
 from services.worker.events import Failed, Output, Prefilled, Requeued, RequeueReason
 
 from .conftest import Bench, MakeBench
@@ -117,9 +117,11 @@ async def test_who_waited_for_the_same_prefix_is_computed_in_one_step(
 ) -> None:
     """Where a step takes long: the first one waits for the others, which hear of their prefix a
     little later."""
-    observe = Gathering.observe
-    monkeypatch.setattr(Gathering, "observe", lambda self, n, _: observe(self, n, 1000.0))
-    monkeypatch.setattr(gathering, "_PAUSE_S", 0.5)  # however busy this machine is
+    observe = PrefillBatchingDelay.observe
+    monkeypatch.setattr(
+        PrefillBatchingDelay, "observe", lambda self, n, _: observe(self, n, 1000.0)
+    )
+    monkeypatch.setattr(batching_delay, "_PAUSE_S", 0.5)  # however busy this machine is
     shared = list(range(100, 132))
     for number in range(4):
         bench.prefill.submit(bench.session, ticket(f"r{number}", [*shared, number]))

@@ -1,6 +1,6 @@
-from services.engine.group import Group
 from services.engine.scheduler import Batch, Scheduler
-from services.engine.sequence import Branch, Rules, Sequence
+from services.engine.sequences.group import Group
+from services.engine.sequences.sequence import Branch, Rules, Sequence
 
 from .fakes import ticket
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.ticket import FinishReason, SamplingParams, TicketSequence
-from services.engine.sequence import Branch, Rules, Sequence
+from services.engine.sequences.sequence import Branch, Rules, Sequence
+from services.protocol.ticket import FinishReason, SamplingParams, TicketSequence
 
 from .fakes import ticket
 

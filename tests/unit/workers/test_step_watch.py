@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from services.worker.step_watch import Stepping, StepWatch
+from services.worker.liveness.step_watch import Stepping, StepWatch
 
 LIMIT_S = 0.05
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from blockstore.errors import StaleHolder
-from services.common.ticket import Swapped, SwappedTable, Ticket, TicketSequence
+from services.protocol.ticket import Swapped, SwappedTable, Ticket, TicketSequence
 from services.worker.events import Failed, Prefilled, Requeued, RequeueReason
-from services.worker.swap_cost import Pace, SwapCost
+from services.worker.swap.cost import Pace, SwapCost
 
 from .conftest import Bench, MakeBench
 from .fakes import PROMPT, FakeSession, expected, next_token, ticket
@@ -115,11 +115,11 @@ async def test_a_prefix_that_is_in_the_colder_pool_is_not_copied_again(
 ) -> None:
     """It stays there as cached blocks when its sequence has come back."""
     bench = await make_bench(num_swap_blocks=16)
-    assert bench.colder is not None
+    assert bench.swap_pool is not None
     await victim(bench)
     back = await give_way(bench)
     await bench.until_empty()
-    num_copied = bench.colder.num_copied
+    num_copied = bench.swap_pool.num_copied
     bench.session.events.clear()
     bench.decode_model.pause_after = bench.decode_model.num_steps + 2
     issued = await come_back(bench, back, FakeSession())
@@ -133,7 +133,7 @@ async def test_a_prefix_that_is_in_the_colder_pool_is_not_copied_again(
     assert back.swapped is not None
     num_shared = num_swapped(back) // 4
     assert again.block_ids[:num_shared] == back.swapped.block_ids[:num_shared]
-    assert bench.colder.num_copied - num_copied == len(again.block_ids) - num_shared
+    assert bench.swap_pool.num_copied - num_copied == len(again.block_ids) - num_shared
 
 
 async def test_without_room_in_the_colder_pool_it_is_computed_again(
@@ -162,16 +162,16 @@ async def test_who_aborts_while_it_is_at_rest_there_frees_it(make_bench: MakeBen
 
 async def test_who_aborts_while_it_is_copied_frees_both(make_bench: MakeBench) -> None:
     bench = await make_bench(num_swap_blocks=16)
-    assert bench.colder is not None
+    assert bench.swap_pool is not None
     await victim(bench)
-    bench.colder.copying.clear()
+    bench.swap_pool.copying.clear()
     bench.store.ledger("pool").demands.add("h-r9")
     await bench.until(lambda: bench.decode_figures.get_sample_value(PREEMPTIONS) == 1)
     bench.decode_model.gate.set()
     await bench.until(lambda: bench.decode.load().num_running == 0)
     bench.decode.abort(bench.session, "r9", 1)
     assert (await bench.store.stats("pool")).num_held > 0
-    bench.colder.copying.set()
+    bench.swap_pool.copying.set()
     await bench.until_empty()
     await bench.until_colder_is_empty()
     assert bench.decode.num_busy == 0
@@ -215,11 +215,11 @@ async def test_blocks_that_say_something_else_are_not_trusted(
     """From the wrong one on all is computed again: a full block is known by its tokens, the last
     one by its owner."""
     bench = await make_bench(num_swap_blocks=16)
-    assert bench.colder is not None
+    assert bench.swap_pool is not None
     await victim(bench, num_tokens=7)
     back = await give_way(bench)
     assert back.swapped is not None
-    bench.colder.stamps.own([back.swapped.block_ids[wrong]], "somebody")
+    bench.swap_pool.stamps.own([back.swapped.block_ids[wrong]], "somebody")
     evict_all(bench)
     num_computed = bench.arena.num_computed
     again = await come_back(bench, back, FakeSession())
@@ -294,8 +294,8 @@ async def test_only_what_nobody_else_has_counts_as_lost(make_bench: MakeBench) -
     bench = await make_bench(num_swap_blocks=16, compares_costs=True)
     swapping = bench.decode._swapping
     assert swapping is not None
-    assert bench.decode.colder is not None
-    bench.decode.colder.cost.observe(num_blocks=10, copying_s=0.010, total_s=0.010)
+    assert bench.decode.swap_pool is not None
+    bench.decode.swap_pool.cost.observe(num_blocks=10, copying_s=0.010, total_s=0.010)
     own = ticket("r1", PROMPT, sequences=(TicketSequence(0, (1,), (0, 1, 2), 10),))
     other = ticket("r2", PROMPT, sequences=(TicketSequence(0, (1,), (0, 1, 3), 10),))
     own = replace(own, prefill_ns_per_token=700_000)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.ticket import TicketSequence
+from services.protocol.ticket import TicketSequence
 
 from .conftest import Bench, MakeBench
 from .fakes import PROMPT, expected, ticket
@@ -64,13 +64,13 @@ async def test_each_block_is_copied_once_and_shared_again(make_bench: MakeBench)
     """2 blocks of the prompt and 2 of each of 3: 10 + 8 tokens, of which 17 are computed, so the
     last block of each has one."""
     bench = await make_bench(64, num_swap_blocks=32)
-    assert bench.colder is not None
+    assert bench.swap_pool is not None
     back = await swapped_out(bench, asked(3))
     assert back.swapped is not None
     assert {len(state.token_ids) for state in back.sequences} == {8}
     there = [table.block_ids for table in back.swapped.tables]
     assert there == [(0, 1, 2, 3, 4), (0, 1, 5, 6, 7), (0, 1, 8, 9, 10)]
-    assert bench.colder.num_copied == 2 + 3 * 3
+    assert bench.swap_pool.num_copied == 2 + 3 * 3
     assert (await bench.store.stats("colder")).num_held == 2 + 3 * 3
     evict_all(bench)
     num_copied = bench.arena.num_copied
@@ -97,17 +97,17 @@ async def test_what_is_in_the_colder_pool_is_not_copied_again(make_bench: MakeBe
     """Its full blocks stay there, cached, when it has come back: giving way twice copies what is
     new."""
     bench = await make_bench(64, num_swap_blocks=64)
-    assert bench.colder is not None
+    assert bench.swap_pool is not None
     back = await swapped_out(bench, asked(3))
     issued = await come_back(bench, back)
-    num_copied = bench.colder.num_copied
+    num_copied = bench.swap_pool.num_copied
     bench.decode_model.pause_after = bench.decode_model.num_steps + 2
     num_begun = bench.decode_model.num_begun
     admit(bench, issued)
     await bench.until(lambda: bench.decode_model.num_begun == num_begun + 3)
     again = await give_way(bench, "h-again")
     assert {len(state.token_ids) for state in again.sequences} == {12}
-    assert bench.colder.num_copied - num_copied == 3 * 2  # tokens 16 to 20 of each
+    assert bench.swap_pool.num_copied - num_copied == 3 * 2  # tokens 16 to 20 of each
     assert again.swapped is not None
     assert back.swapped is not None
     for before, now in zip(back.swapped.tables, again.swapped.tables, strict=True):
@@ -117,9 +117,9 @@ async def test_what_is_in_the_colder_pool_is_not_copied_again(make_bench: MakeBe
 async def test_greedy_sequences_are_one_until_they_differ(make_bench: MakeBench) -> None:
     """They hold the same tokens in blocks of their own; one copy of each is shared afterwards."""
     bench = await make_bench(64, num_swap_blocks=8)
-    assert bench.colder is not None
+    assert bench.swap_pool is not None
     back = await swapped_out(bench, asked(4, greedy=True))
-    assert bench.colder.num_copied == 5
+    assert bench.swap_pool.num_copied == 5
     evict_all(bench)
     num_computed = bench.arena.num_computed
     issued = await come_back(bench, back)
@@ -223,7 +223,7 @@ async def test_blocks_that_say_something_else_are_not_trusted(
 ) -> None:
     """From the wrong one on all is computed again, of those who have it."""
     bench = await make_bench(64, num_swap_blocks=32)
-    assert bench.colder is not None
+    assert bench.swap_pool is not None
     if which == "shared tail":
         await unstarted(bench, asked(3))
     else:
@@ -233,7 +233,7 @@ async def test_blocks_that_say_something_else_are_not_trusted(
     assert back.swapped is not None
     number = {"trunk": 1, "own": 2, "tail": 4, "shared tail": 2}[which]
     wrong = back.swapped.tables[1].block_ids[number]
-    bench.colder.stamps.own([wrong], "somebody")
+    bench.swap_pool.stamps.own([wrong], "somebody")
     evict_all(bench)
     num_computed = bench.arena.num_computed
     issued = await come_back(bench, back)
@@ -266,10 +266,10 @@ async def test_what_is_shared_is_copied_and_computed_once(make_bench: MakeBench)
     """2 blocks of prompt and 1 of each of 3: 5 blocks to copy out and back at 1 ms, or 8 + 3 x 2
     tokens to compute."""
     bench = await make_bench(num_swap_blocks=16, compares_costs=True)
-    swapping, colder = bench.decode._swapping, bench.decode.colder
+    swapping, swap_pool = bench.decode._swapping, bench.decode.swap_pool
     assert swapping is not None
-    assert colder is not None
-    colder.cost.observe(num_blocks=10, copying_s=0.010, total_s=0.010)
+    assert swap_pool is not None
+    swap_pool.cost.observe(num_blocks=10, copying_s=0.010, total_s=0.010)
     states = tuple(TicketSequence(i, (i, i, i), (0, 1, 2 + i), len(PROMPT) + 2) for i in range(3))
     group = ticket("r1", PROMPT, sequences=states)
     num_tokens = len(PROMPT) + 3 * 2

@@ -40,18 +40,18 @@ async def test_who_ends_while_it_is_swapped_out_is_not_brought_back(
 async def test_who_is_cancelled_leaves_nothing(make_bench: MakeBench, is_copied: bool) -> None:
     """At rest there, or while it is copied; one by one, too."""
     bench = await make_bench(64, num_swap_blocks=32)
-    assert bench.colder is not None
+    assert bench.swap_pool is not None
     await running(bench, asked(3), 6)
     if is_copied:
         await give_way(bench)
     else:
-        bench.colder.copying.clear()
+        bench.swap_pool.copying.clear()
         bench.decode._on_demands(["h-r1"])
         bench.decode_model.gate.set()
         await bench.until(lambda: bench.decode.load().num_running == 0)
     for index in (1, 0, 2):
         bench.decode.abort(bench.session, "r1", 1, index)
-    bench.colder.copying.set()
+    bench.swap_pool.copying.set()
     await bench.until_empty()
     await bench.until_colder_is_empty()
     await bench.until(lambda: not len(bench.decode._jobs))

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from blockstore.errors import WorkerFenced
-from services.worker.wakefulness import GAP_S, Wakefulness
+from services.worker.liveness.wakefulness import GAP_S, Wakefulness
 
 
 class Stopped:

@@ -10,12 +10,12 @@ import pytest
 
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2, worker_pb2
-from services.common.bundle import each_of
 from services.common.errors import InvalidRequest
-from services.common.version import PROTOCOL_VERSION
-from services.common.wire import ticket_to_wire
+from services.common.rpc.message_batching import each_of
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
+from services.protocol.codec import ticket_to_wire
+from services.protocol.version import PROTOCOL_VERSION
 from services.worker import stream
 
 from .conftest import Bench

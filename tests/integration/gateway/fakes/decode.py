@@ -9,7 +9,7 @@ from grpc import aio
 
 from blockstore.registry import Load, Role
 from quire.v1 import decode_pb2, decode_pb2_grpc, sampling_pb2, ticket_pb2, worker_pb2
-from services.common.wire import ticket_from_wire
+from services.protocol.codec import ticket_from_wire
 
 from .model import next_token, told
 from .worker import FakeWorker, Session
@@ -197,7 +197,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                     yield running, index
 
     def _step(self, running: Running, index: int) -> worker_pb2.SequenceOutput:
-        self.trials.leave(running.ticket.request_id)
+        self.suspects.leave(running.ticket.request_id)
         ticket, tokens = running.ticket, running.tokens[index]
         so_far = [*ticket.prompt_token_ids, *tokens]
         tokens.append(next_token(so_far, index))

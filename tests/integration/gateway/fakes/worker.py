@@ -11,12 +11,12 @@ from grpc import aio
 from blockstore.registry import Load, Member, Role
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
-from services.common.bundle import each_of
 from services.common.errors import Unavailable
-from services.common.rpc import RpcServer
-from services.common.version import PROTOCOL_VERSION
-from services.gateway.identity import client_id
-from services.worker.trials import Trials
+from services.common.rpc.message_batching import each_of
+from services.common.rpc.transport import RpcServer
+from services.gateway.intake.identity import client_id
+from services.protocol.version import PROTOCOL_VERSION
+from services.worker.suspect_queue import SuspectQueue
 from tests.secret import guard
 
 
@@ -114,7 +114,7 @@ class FakeWorker:
     begins: bool = True
     stalled: bool = False
     waiting: list[tuple[Session, Any]] = field(default_factory=list)
-    trials: Trials = field(default_factory=Trials)
+    suspects: SuspectQueue = field(default_factory=SuspectQueue)
     names: Names = field(default_factory=Names)
 
     async def serve(self, stream: AsyncIterator[Any], response: Callable[..., Any]) -> Any:
@@ -154,7 +154,7 @@ class FakeWorker:
         self.seen.append(command)
         if kind == "abort" and not command.HasField("index"):
             self.aborted.append((command.request_id, command.attempt))
-            self.trials.leave(command.request_id)
+            self.suspects.leave(command.request_id)
         getattr(self, f"on_{kind}")(session, command)
 
     async def _keep_reporting(self, session: Session) -> None:
@@ -187,7 +187,7 @@ class FakeWorker:
         if not self.begins:
             self.waiting.append((session, command))
         elif command.suspect:
-            self.trials.enter(ticket.request_id, begin)
+            self.suspects.enter(ticket.request_id, begin)
         else:
             begin()
 
@@ -211,7 +211,7 @@ class FakeWorker:
 
     def die(self) -> None:
         """As its gateways see it: all streams break. It is another one after that."""
-        self.trials = Trials()
+        self.suspects = SuspectQueue()
         for session in self.sessions:
             session.die()
 

@@ -1,0 +1,97 @@
+"""Waiting until blocks are freed: one subscription connection for all waiters of a store."""
+
+import asyncio
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import RedisError
+
+from blockstore.connection import Server, translated
+from blockstore.errors import BlockStoreError, StoreUnavailable
+from blockstore.task_cancellation import end
+
+RECONNECT_S = 0.05
+
+
+class FreeBlockNotifier:
+    """Wakes who waits on a channel when something is announced there.
+
+    Also when the subscription begins or begins again: what was announced before went unheard.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._waiting: dict[str, set[asyncio.Future[None]]] = defaultdict(set)
+        self._connection: AbstractConnection | None = None
+        self._subscribed: set[str] = set()  # on this connection
+        self._task: asyncio.Task[None] | None = None
+
+    async def wait(
+        self, channel: str, timeout_s: float, require: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Return when something is announced, or after the timeout. `require` is checked while
+        already listening. Raises what it raises, StoreLost, StoreUnsuitable."""
+        self._check()
+        announced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[channel].add(announced)
+        try:
+            await require()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._subscribe(channel)
+                    await announced
+        finally:
+            self._waiting[channel].discard(announced)
+        self._check()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            await end(self._task)
+
+    def _check(self) -> None:
+        """Raise why nobody listens any more."""
+        self._server.check()
+        if self._task is not None and self._task.done():
+            self._task.result()
+
+    async def _subscribe(self, channel: str) -> None:
+        """Unless it is; a new connection subscribes by itself to everything that is waited for."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._listen(), name="blockstore-rooms")
+        elif self._connection is not None and channel not in self._subscribed:
+            self._subscribed.add(channel)
+            with contextlib.suppress(RedisError):  # the listener finds it broken too
+                await self._connection.send_command("SUBSCRIBE", channel)
+
+    async def _listen(self) -> None:
+        """Until closed, or the store is lost."""
+        while True:
+            try:
+                await self._follow(await self._server.open())
+            except StoreUnavailable:
+                await asyncio.sleep(RECONNECT_S)
+            except BlockStoreError:  # every `wait` that wakes now finds out why
+                for channel in self._waiting:
+                    self._wake(channel)
+                raise
+
+    async def _follow(self, connection: AbstractConnection) -> None:
+        """Pass on announcements until the connection breaks, which raises StoreUnavailable."""
+        self._connection, self._subscribed = connection, set(self._waiting)
+        try:
+            with translated(self._server.url):
+                await connection.send_command("SUBSCRIBE", *self._subscribed)
+                while True:
+                    _kind, channel, _ = await connection.read_response(timeout=math.inf)
+                    self._wake(channel.decode())
+        finally:
+            self._connection = None
+            await connection.disconnect(nowait=True)
+
+    def _wake(self, channel: str) -> None:
+        for announced in self._waiting[channel]:
+            if not announced.done():
+                announced.set_result(None)

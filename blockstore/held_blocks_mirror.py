@@ -1,0 +1,125 @@
+"""What a worker holds and waits for, by what the store has answered it: what it tells a server that
+has lost everything.
+
+Kept by the store's client, in the order of the replies: a call without an answer is not in here,
+and is sent again after the recovery, to the new ledger. New blocks are marked as their holder's in
+the same moment: a recovery that hears of a holder never takes what its blocks held before for what
+they hold.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from blockstore.errors import MustWait, OutOfBlocks, StaleHolder
+from blockstore.records import Asserted, Growth, PoolSpec, Wait
+from blockstore.store import Own, Recovery
+
+
+@dataclass(slots=True)
+class _Holder:
+    epoch: int
+    order: int
+    num_cached: int
+    acquired: list[int]
+    given_back: set[int] = field(default_factory=set)
+
+
+class HeldBlocksMirror:
+    """One worker on one pool."""
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        worker_id: str,
+        recovery: Recovery | None = None,
+        own: Own | None = None,
+    ) -> None:
+        self.spec = spec
+        self.worker_id = worker_id
+        self.recovery = recovery
+        self._own: Own = own or _own_nothing
+        self._holders: dict[str, _Holder] = {}
+        self._waits: dict[str, Wait] = {}
+
+    def told(self) -> tuple[list[Asserted], list[Wait]]:
+        """All of it."""
+        holders = [
+            Asserted(
+                holder_id,
+                holder.epoch,
+                holder.order,
+                holder.num_cached,
+                tuple(holder.acquired),
+                tuple(sorted(holder.given_back)),
+            )
+            for holder_id, holder in self._holders.items()
+        ]
+        return holders, list(self._waits.values())
+
+    # What answers mean; `reply` is the server's, or an error
+
+    def allocated(self, worker_id: str, holder_id: str, order: int, reply: Any) -> None:
+        if worker_id != self.worker_id:
+            return
+        if isinstance(reply, MustWait | OutOfBlocks):
+            self._waits[holder_id] = Wait(holder_id, order)
+        elif not isinstance(reply, Exception):
+            self._waits.pop(holder_id, None)
+            if holder_id in self._holders:
+                return
+            epoch, num_cached, _runs, *blocks = reply
+            blocks = list(map(int, blocks))
+            self._own(holder_id, blocks[num_cached:])
+            self._holders[holder_id] = _Holder(epoch, order, num_cached, blocks)
+
+    def withdrew(self, holder_id: str, reply: Any) -> None:
+        if not isinstance(reply, Exception):
+            self._waits.pop(holder_id, None)
+
+    def grew(self, growths: Sequence[Growth], reply: Any) -> None:
+        if isinstance(reply, Exception):
+            return
+        for growth, (_, *answer) in zip(growths, reply[1:], strict=True):
+            if holder := self._holders.get(growth.holder_id):
+                new = [int(block) for block in answer[len(holder.acquired) - growth.have :]]
+                self._own(growth.holder_id, new)
+                holder.acquired += new
+                holder.given_back.difference_update(new)
+
+    def detached(self, holder_id: str, epoch: int, reply: Any) -> None:
+        holder = self._holders.get(holder_id)
+        if isinstance(reply, Exception):
+            self._went_stale(holder_id, epoch, reply)
+        elif holder:
+            holder.epoch = reply
+
+    def claimed(self, worker_id: str, holder_id: str, reply: Any) -> None:
+        if isinstance(reply, Exception):
+            return
+        self._holders.pop(holder_id, None)
+        if worker_id == self.worker_id:
+            epoch, order, num_cached, num_acquired, *blocks = map(int, reply)
+            acquired, given_back = blocks[:num_acquired], set(blocks[num_acquired:])
+            self._holders[holder_id] = _Holder(epoch, order, num_cached, acquired, given_back)
+
+    def gave_back(self, holder_id: str, block_ids: Iterable[int], reply: Any) -> None:
+        holder = self._holders.get(holder_id)
+        if holder and not isinstance(reply, Exception):
+            holder.given_back.update(set(holder.acquired).intersection(block_ids))
+
+    def released(self, holder_id: str, epoch: int, comes_back: bool, reply: Any) -> None:
+        if isinstance(reply, Exception):
+            self._went_stale(holder_id, epoch, reply)
+        elif (holder := self._holders.pop(holder_id, None)) and comes_back:
+            self._waits[holder_id] = Wait(holder_id, holder.order, epoch)
+
+    def _went_stale(self, holder_id: str, epoch: int, error: Exception) -> None:
+        """Somebody else has claimed it, or it was ended."""
+        holder = self._holders.get(holder_id)
+        if isinstance(error, StaleHolder) and holder and holder.epoch == epoch:
+            del self._holders[holder_id]
+
+
+def _own_nothing(holder_id: str, block_ids: Sequence[int]) -> None:
+    """Of a worker that writes into no blocks."""

@@ -1,0 +1,127 @@
+"""Admits calls, where a server has a guard, and maps a handler's exceptions to gRPC statuses, for
+unary and streaming handlers.
+
+Trailers of a failed call: `quire-error-code`, and where trying again makes sense
+`grpc-retry-pushback-ms`. Cancellation passes through untouched: it is no error.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc import aio
+
+from services.common.rpc.error_table import Failure, failure_of
+from services.common.rpc.message_bounds import SMALL_BYTES, check_counts
+from services.common.rpc.proof import Guard
+from services.common.runtime.logging import bind_request_id
+
+CODE_TRAILER = "quire-error-code"
+RETRY_TRAILER = "grpc-retry-pushback-ms"
+REQUEST_ID_METADATA = "x-request-id"
+
+if TYPE_CHECKING:  # generic in the stubs only
+    _Handler = grpc.RpcMethodHandler[Any, Any]
+    _Context = aio.ServicerContext[Any, Any]
+else:
+    _Handler, _Context = grpc.RpcMethodHandler, aio.ServicerContext
+_Call = Callable[[Any, _Context], Awaitable[Any]]
+_Decode = Callable[[bytes], Any]
+_Admit = Callable[[_Context], Awaitable[None]]
+
+_OPEN = "/grpc."
+"""Health checks and reflection, which a guarded server answers to everybody."""
+
+
+class ErrorInterceptor(aio.ServerInterceptor):
+    """Wraps every handler of the server; a `guard` admits their calls first."""
+
+    def __init__(self, guard: Guard | None = None) -> None:
+        self._guard = guard
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler | None:
+        handler = await continuation(handler_call_details)
+        return handler and _wrapped(handler, self._admit(handler_call_details.method))
+
+    def _admit(self, method: str) -> _Admit | None:
+        if self._guard is None or method.startswith(_OPEN):
+            return None
+        return partial(self._guard.admit, method)
+
+
+def trailers(failure: Failure) -> tuple[tuple[str, str], ...]:
+    """The trailing metadata of a failed call."""
+    code = ((CODE_TRAILER, failure.code),)
+    if failure.retry_delay_s is None:
+        return code
+    return (*code, (RETRY_TRAILER, str(round(failure.retry_delay_s * 1000))))
+
+
+def _wrapped(handler: _Handler, admit: _Admit | None) -> _Handler:
+    # A single request is decoded inside of the guard: gRPC itself would answer a malformed one with
+    # UNKNOWN and the decoder's text. A stream's messages are decoded while the method reads them.
+    decode_inside = None if handler.request_streaming else handler.request_deserializer
+    call = _guarded(_call_of(handler), decode_inside, admit)
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    decode = handler.request_deserializer if handler.request_streaming else None
+    return make(call, decode, handler.response_serializer)
+
+
+def _call_of(handler: _Handler) -> _Call:
+    """The handler's method as a coroutine function; a generator's messages are written as they
+    come, and a cancelled call closes the generator at once, not when it is garbage."""
+    method: Any = (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    )
+    if not inspect.isasyncgenfunction(method):
+        return method  # type: ignore[no-any-return]
+
+    async def write_all(request: Any, context: _Context) -> None:
+        async with aclosing(method(request, context)) as responses:
+            async for response in responses:
+                await context.write(response)
+
+    return write_all
+
+
+def _guarded(call: _Call, decode: _Decode | None, admit: _Admit | None) -> _Call:
+    async def guarded(request: Any, context: _Context) -> Any:
+        _bind_request_id(context)
+        try:
+            if admit is not None:
+                await admit(context)
+            return await call(await _decoded(request, decode) if decode else request, context)
+        except aio.BaseError:  # the handler aborted by itself, or gRPC's own
+            raise
+        except Exception as error:
+            failure = failure_of(error)
+        await context.abort(failure.status, failure.text, trailers(failure))
+
+    return guarded
+
+
+async def _decoded(data: bytes, decode: _Decode) -> Any:
+    """InvalidRequest: it would become too many objects."""
+    message = getattr(decode, "__self__", None)  # the generated class, whose FromString this is
+    if message is not None and len(data) > SMALL_BYTES:
+        await asyncio.to_thread(check_counts, data, message)
+    return decode(data)
+
+
+def _bind_request_id(context: _Context) -> None:
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_ID_METADATA and isinstance(value, str):
+            bind_request_id(value)

@@ -1,0 +1,86 @@
+"""The figures as Prometheus reads them, and the endpoint of services that have no other HTTP."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import ThreadingWSGIServer, choose_encoder
+
+from services.common.errors import StartupError
+from services.common.runtime.config import ServiceSettings
+from services.common.runtime.logging import get_logger
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+log = get_logger(__name__)
+
+
+def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
+    """The figures in the format that the header `accept` asks for (Prometheus text or OpenMetrics),
+    and its content type.
+
+    A name has its colon in both formats, so that a query does not depend on how it was scraped.
+    prometheus_client's other escapings write the TYPE line of `quire:x` and samples of `quire_x`,
+    which a parser takes for two metrics (client_python issue 1177). Every name here is one that
+    Prometheus has always allowed, so none needs to be escaped.
+    """
+    encoder, content_type = choose_encoder(accept)
+    encode = cast(Callable[..., bytes], encoder)
+    return encode(registry, escaping="allow-utf-8"), content_type.partition("; escaping=")[0]
+
+
+@contextmanager
+def metrics_endpoint(
+    settings: ServiceSettings, registry: CollectorRegistry
+) -> Iterator[int | None]:
+    """Serve `/metrics` from its own thread; gives the port, or None when none was asked for.
+
+    StartupError: the port is taken.
+    """
+    if settings.metrics_port is None:
+        yield None
+        return
+    try:
+        server = _server(settings.host, settings.metrics_port, _application(registry))
+    except OSError as error:
+        raise StartupError(
+            f"metrics: cannot listen on {settings.host}:{settings.metrics_port}: {error.strerror}"
+        ) from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+    log.info("metrics_listening", port=server.server_port)
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _application(registry: CollectorRegistry) -> "WSGIApplication":
+    def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> list[bytes]:
+        content, content_type = exposition(registry, environ.get("HTTP_ACCEPT", ""))
+        start_response("200 OK", [("Content-Type", content_type)])
+        return [content]
+
+    return answer
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Requests are not logged."""
+
+
+def _server(host: str, port: int, application: "WSGIApplication") -> ThreadingWSGIServer:
+    found, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = found
+
+    class Server(ThreadingWSGIServer):
+        address_family = family
+
+    return make_server(str(address[0]), port, application, Server, _QuietHandler)

@@ -1,0 +1,90 @@
+"""Structured logs on stderr: constant snake_case events with keys, for our own and foreign loggers.
+
+`request_id` and whatever else is bound with `structlog.contextvars` is on every line of its task;
+`services.common.rpc.transport` binds it from the gRPC metadata.
+"""
+
+import logging
+import sys
+from typing import TextIO, cast
+
+import structlog
+from structlog.types import EventDict, FilteringBoundLogger, Processor, WrappedLogger
+
+from services.common.runtime.config import LogFormat, LogLevel
+
+_FIRST_KEYS = ("timestamp", "level", "service", "event")
+
+
+def get_logger(name: str) -> FilteringBoundLogger:
+    """A module's logger; safe to take at import, before `configure_logging`."""
+    return cast(FilteringBoundLogger, structlog.get_logger(name))
+
+
+def configure_logging(
+    service: str,
+    level: LogLevel = "info",
+    log_format: LogFormat = "auto",
+    stream: TextIO | None = None,
+) -> None:
+    """Set up structlog and the standard library's logging; once, at the start of a process."""
+    stream = stream or sys.stderr
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        _Stamp(service),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=shared,
+        processors=[
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            *_renderers(log_format, stream),
+        ],
+    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=True,
+    )
+
+
+def bind_request_id(request_id: str) -> None:
+    """Put the id on every further line of the running task and those that it starts."""
+    structlog.contextvars.bind_contextvars(request_id=request_id)
+
+
+class _Stamp:
+    """Says which service wrote the line."""
+
+    def __init__(self, service: str) -> None:
+        self._service = service
+
+    def __call__(self, _logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        event.setdefault("service", self._service)
+        return event
+
+
+def _renderers(log_format: LogFormat, stream: TextIO) -> list[Processor]:
+    if log_format == "auto":
+        log_format = "console" if stream.isatty() else "json"
+    if log_format == "console":
+        # Plain: a traceback with the values of variables would show prompts and secrets.
+        plain = structlog.dev.plain_traceback
+        return [structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=plain)]
+    return [
+        structlog.processors.format_exc_info,
+        _what_first,
+        structlog.processors.JSONRenderer(),
+    ]
+
+
+def _what_first(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Every line begins alike: JSON is read by people, too."""
+    return {key: event.pop(key) for key in _FIRST_KEYS if key in event} | dict(event)

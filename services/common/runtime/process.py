@@ -1,0 +1,187 @@
+"""What every service's `__main__` does: settings, logs, OpenMP, signals, the parent's pipe, exit.
+
+    def main() -> None:
+        run_service(DecodeSettings, serve)
+
+    async def serve(settings: DecodeSettings, stop: asyncio.Event) -> None:
+        from services.decode.service import ...  # imports torch: only once OpenMP is set up
+        ... serve until `stop` is set, then end what runs ...
+
+Exit status: 0 after a stop, 1 after a fault, 2 when it cannot start (one line on stderr says why).
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, NoReturn, TypeVar
+
+from blockstore.errors import StoreUnavailable, StoreUnsuitable
+from services.common.errors import StartupError
+from services.common.runtime import open_files
+from services.common.runtime.config import S, ServiceSettings, load_settings, resolved, variables
+from services.common.runtime.logging import configure_logging, get_logger
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+EXIT_FAULT = 1
+EXIT_CANNOT_START = 2
+PARENT_FD = "QUIRE_PARENT_FD"
+"""Number of an inherited pipe's reading end; the process ends when the other end closes."""
+
+_RETRY_INTERVAL_S = 0.1
+
+
+def run_service(
+    settings_class: type[S], serve: Callable[[S, asyncio.Event], Coroutine[Any, Any, None]]
+) -> NoReturn:
+    """Run `serve(settings, stop)` to its end and leave the process.
+
+    SIGTERM and SIGINT set `stop`; a second one cancels `serve`. Whoever has not ended by then is
+    ended `stop_grace_s` after the first one.
+    """
+    try:
+        _follow_parent()
+        settings = _settings(settings_class)
+        set_up_openmp(settings.num_threads)
+        open_files.raise_limit()
+        configure_logging(settings.service, settings.log_level, settings.log_format)
+        log.info("service_starting", pid=os.getpid(), **_log_keys(settings))
+        asyncio.run(_until_stopped(serve, settings))
+    except asyncio.CancelledError:
+        log.warning("service_cancelled")
+    except BaseException as error:
+        sys.exit(_exit_status(error))
+    sys.exit(0)
+
+
+def set_up_openmp(num_threads: int | None) -> None:
+    """Set OpenMP's variables; they are read once, when torch is imported.
+
+    Idle threads that spin would take the cores from the workers beside this one.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    if num_threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+
+
+async def with_patience(connect: Callable[[], Awaitable[T]], what: str, patience_s: float) -> T:
+    """The answer of `connect`, tried again while it raises StoreUnavailable.
+
+    StartupError: patience is over, or the server is not one that Quire can use.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + patience_s
+    while True:
+        try:
+            return await connect()
+        except StoreUnsuitable as error:
+            raise StartupError(f"{what} cannot be used: {error}") from error
+        except StoreUnavailable as error:
+            if loop.time() >= deadline:
+                raise StartupError(f"{what} did not answer in {patience_s:g} s: {error}") from error
+        await asyncio.sleep(_RETRY_INTERVAL_S)
+
+
+async def _until_stopped(
+    serve: Callable[[S, asyncio.Event], Coroutine[Any, Any, None]], settings: S
+) -> None:
+    stop = asyncio.Event()
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+
+    def on_signal(name: str) -> None:
+        log.info("service_stopping", signal=name)
+        if stop.is_set():
+            task.cancel()
+        else:
+            loop.call_later(settings.stop_grace_s, _end_overdue, settings.stop_grace_s)
+        stop.set()
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, on_signal, signum.name)
+    await serve(settings, stop)
+    log.info("service_stopped")
+
+
+def _settings(cls: type[S]) -> S:
+    """Configuration is by environment only; the flags just show it or check it."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m services.{cls.service}",
+        description="Configured by environment variables:",
+        epilog="\n".join(f"  {name:<42}{text}" for name, text in variables(cls).items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print every setting as resolved, and exit"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 0 if the service could start here"
+    )
+    arguments = parser.parse_args()
+    settings = load_settings(cls)
+    if arguments.print_config:
+        print("\n".join(f"{name}={value}" for name, value in resolved(settings).items()))
+        sys.exit(0)
+    if arguments.check:
+        settings.check()
+        sys.exit(0)
+    return settings
+
+
+def _log_keys(settings: ServiceSettings) -> dict[str, str]:
+    prefix = str(settings.model_config.get("env_prefix", ""))
+    return {name.removeprefix(prefix).lower(): text for name, text in resolved(settings).items()}
+
+
+def _follow_parent() -> None:
+    """End at once, however busy the event loop is, when the supervisor's end of the pipe closes:
+    a killed supervisor leaves no orphans."""
+    number = os.environ.get(PARENT_FD)
+    if number is None:
+        return
+    try:
+        fd = int(number)
+        os.set_inheritable(fd, False)
+    except (ValueError, OSError) as error:
+        raise StartupError(f"{PARENT_FD}={number!r} is not an open file descriptor") from error
+    threading.Thread(target=_end_with, args=(fd,), name="parent-pipe", daemon=True).start()
+
+
+def _end_with(fd: int) -> NoReturn:
+    while os.read(fd, 1):
+        pass
+    os._exit(EXIT_FAULT)
+
+
+def _end_overdue(grace_s: float) -> NoReturn:
+    """Others wait for its end, and go on when its locks and connections are gone."""
+    log.error("stop_overdue", stop_grace_s=grace_s)
+    os._exit(EXIT_FAULT)
+
+
+def _exit_status(error: BaseException) -> int:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else EXIT_FAULT
+    reason = _startup_error(error)
+    if reason is not None:
+        print(f"error: {reason}", file=sys.stderr)
+        return EXIT_CANNOT_START
+    log.error("service_failed", exc_info=error)
+    return EXIT_FAULT
+
+
+def _startup_error(error: BaseException) -> StartupError | None:
+    """The StartupError that the error is, or the first in a task group's errors."""
+    if isinstance(error, StartupError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(_startup_error, error.exceptions)), None)
+    return None

@@ -1,0 +1,76 @@
+"""How a service comes to its block store and registry at start."""
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from urllib.parse import parse_qs, quote, urlsplit
+
+from blockstore.redis_registry import RedisRegistry
+from blockstore.redis_store import RedisStore
+from services.common.errors import StartupError
+from services.common.runtime.config import ServiceSettings, without_password
+from services.common.runtime.logging import get_logger
+from services.common.runtime.process import with_patience
+from services.common.runtime.secret import deployment_secret
+
+log = get_logger(__name__)
+
+
+async def connect(
+    settings: ServiceSettings,
+    stack: AsyncExitStack,
+    store_retry_for_s: float,
+    registry_retry_for_s: float = 5.0,
+    patience_s: float | None = None,
+) -> tuple[RedisStore, RedisRegistry]:
+    """Both of the server at `redis_url`, closed with `stack`; each sends an unanswered call again
+    for so long. StartupError: patience, that of the settings unless given, is over, or the server
+    cannot carry a block store."""
+    url = location(settings)
+    patience_s = settings.redis_patience_s if patience_s is None else patience_s
+    what = f"Redis at {without_password(settings.redis_url)}"
+    store = await with_patience(
+        lambda: RedisStore.connect(url, retry_for_s=store_retry_for_s), what, patience_s
+    )
+    stack.push_async_callback(store.close)
+    registry = await with_patience(
+        lambda: open_registry(settings, retry_for_s=registry_retry_for_s), what, patience_s
+    )
+    stack.push_async_callback(registry.close)
+    return store, registry
+
+
+async def open_registry(
+    settings: ServiceSettings,
+    *,
+    retry_for_s: float = 5.0,
+    on_refused: Callable[[str], None] = lambda member_id: None,
+) -> RedisRegistry:
+    """The registry of this deployment, whose secret signs the entries; others are reported.
+    StoreUnavailable, StoreUnsuitable, StartupError."""
+
+    def refused(member_id: str) -> None:
+        reason = "its entry is not signed with this deployment's secret"
+        log.error("member_refused", member_id=member_id, reason=reason)
+        on_refused(member_id)
+
+    key = deployment_secret(settings).registry_key
+    return await RedisRegistry.connect(
+        location(settings), key, retry_for_s=retry_for_s, on_refused=refused
+    )
+
+
+def location(settings: ServiceSettings) -> str:
+    """`redis_url` with the password of `redis_password_file`; never to be logged. StartupError."""
+    url, file = settings.redis_url, settings.redis_password_file
+    if file is None:
+        return url
+    parts = urlsplit(url)
+    if parts.password is not None or "password" in parse_qs(parts.query):
+        raise StartupError(f"redis_url has a password, and redis_password_file names {file}")
+    try:
+        password = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"cannot read the password of Redis in {file}: {error}") from error
+    if not password:
+        raise StartupError(f"the password of Redis in {file} is empty")
+    return f"{url}{'&' if parts.query else '?'}password={quote(password, safe='')}"

@@ -1,0 +1,91 @@
+"""Tickets at rest at a decode worker: handed over, parked or swapped out, for somebody to go on
+with. They are claimed by another worker, or by this one again; or they are taken back, when they
+are aborted, their blocks are wanted, or their time is over.
+
+See ADR 50 and ADR 63.
+"""
+
+from dataclasses import replace
+
+from blockstore.errors import StaleHolder
+from services.decode.job import Job, State, ticket_of
+from services.protocol.ticket import Swapped, Ticket
+from services.worker.events import PREEMPTED, STALE, Ending, Requeued, RequeueReason, report
+from services.worker.jobs import Jobs
+from services.worker.pool_worker import PoolWorker
+
+
+class DetachedTickets:
+    """Those of `worker`, of all `jobs` that it has."""
+
+    def __init__(self, worker: PoolWorker, jobs: Jobs[Job]) -> None:
+        self._worker = worker
+        self._jobs = jobs
+        self._on_pool: dict[str, Job] = {}
+        """By holder: those that are not swapped out."""
+
+    def get(self, holder_id: str) -> Job | None:
+        return self._on_pool.get(holder_id)
+
+    def put(self, job: Job, ticket: Ticket) -> None:
+        """Nobody writes its blocks until somebody claims them; blocks that the store gives it just
+        now are the claimer's, who asks from where the block table ends."""
+        job.state, job.ending = State.AT_REST, None
+        job.ticket = replace(ticket, holder_epoch=ticket.holder_epoch + 1)
+        self._on_pool[ticket.holder_id] = job
+        self.offer(job)
+
+    def offer(self, job: Job) -> None:
+        """Tell its gateway, once it is at rest in the store too, unless it is another's by then.
+        Writes may be under way side by side, so this one detaches again; the answer is the same."""
+        worker, session, ticket = self._worker, job.session, ticket_of(job)
+        holder = ticket.holder_id, ticket.holder_epoch - 1
+
+        async def offer() -> None:
+            try:
+                await worker.store.detach(worker.pool_id, *holder)
+            except StaleHolder:  # somebody has claimed it: there is nothing to offer
+                self.forget(job)
+                report(session, ticket, STALE)
+            else:
+                if not job.ending and job.session is session:
+                    session.send(Requeued(ticket_of(job), RequeueReason.HANDED_OVER))
+            worker.suspects.leave(ticket.holder_id)
+
+        self._jobs.end_after(worker.limits.ticket_ttl_s, job, STALE)
+        worker.writer.put(offer)
+
+    def put_swapped(self, job: Job, swapped: Swapped) -> None:
+        """At rest in the colder pool; in this one it gives way."""
+        worker, ticket, limits = self._worker, ticket_of(job), self._worker.limits
+        sequences = (replace(s, block_ids=(), num_computed_tokens=0) for s in ticket.sequences)
+        at_rest = replace(ticket, holder_epoch=0, sequences=tuple(sequences), swapped=swapped)
+
+        async def give_way() -> None:
+            await worker.release(ticket, job.ending or PREEMPTED)
+            if not job.ending:
+                job.session.send(Requeued(at_rest, RequeueReason.PREEMPTED))
+            worker.suspects.leave(ticket.holder_id)
+
+        job.state, job.ticket = State.AT_REST, at_rest
+        worker.writer.put(give_way)
+        if job.ending:
+            self.take_back(job, job.ending)
+        else:
+            ttl_s = limits.ticket_ttl_s if worker.draining else limits.swapped_ttl_s
+            self._jobs.end_after(ttl_s, job, STALE)
+
+    def take_back(self, job: Job, ending: Ending) -> None:
+        async def take_back() -> None:
+            await self._worker.take_back(job.session, ticket_of(job), ending)
+            self.forget(job)
+
+        self._worker.writer.put(take_back)
+
+    def forget(self, job: Job) -> None:
+        """It is somebody else's, or over. Again: no error."""
+        holder_id = ticket_of(job).holder_id
+        if self.get(holder_id) is job:
+            del self._on_pool[holder_id]
+        job.state = State.ENDED
+        self._jobs.remove(job)

@@ -1,0 +1,1 @@
+"""Sequences and groups of sequences while an engine has them."""

@@ -1,0 +1,126 @@
+"""Beam search, one step at a time: which continuations live on, which are finished, and when it is
+over.
+
+    beams, best first   candidates of each      ranked over all        what becomes of them
+      0  -1.2    ───▶   7: -0.1   3: -2.0   ─▶  0+7  -1.3              lives
+      1  -1.5    ───▶   7: -0.3   4: -0.9       1+7  -1.8              lives
+                                                1+4  -2.4 (eos)        not among the first `width`
+                                                0+3  -3.2              no room
+
+The results are those of transformers' `generate(num_beams=...)`, version 5: totals are added and
+scores divided in fp32 as there, a candidate that ends its sequence becomes a hypothesis only where
+it ranks among the first `width`, and as many others live on. Of equals the one of the better beam
+goes first, then the lower token; transformers leaves that open.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import BeamParams, EarlyStopping, FinishReason, Hypothesis
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """A living one: generated tokens, and the sum of their log-probabilities (an fp32)."""
+
+    token_ids: Sequence[int]
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A beam's continuation by one token; `parent`: the beam's place among the living."""
+
+    parent: int
+    token_id: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Both best first. Nobody living: it is over, and `finished` are its results."""
+
+    living: tuple[Continuation, ...]
+    finished: tuple[Hypothesis, ...]
+
+
+FIRST = Beam((), 0.0)
+"""Where a search begins, alone: after its prompt."""
+
+
+def num_deciding(params: BeamParams, stop_ids: frozenset[int]) -> int:
+    """So many candidates of each beam decide a step: of the best `width` that go on all may be one
+    beam's, and before those it has at most the tokens that stop."""
+    return params.width + len(stop_ids)
+
+
+class BeamSearch:
+    """The rules of one request; it remembers nothing of its steps."""
+
+    def __init__(self, params: BeamParams, stop_ids: frozenset[int], max_tokens: int) -> None:
+        self._params = params
+        self._stop_ids = stop_ids
+        self._max_tokens = max_tokens
+
+    def step(
+        self,
+        beams: Sequence[Beam],
+        finished: Iterable[Hypothesis],
+        candidates: Sequence[Logprobs],
+    ) -> Step:
+        """`candidates[i]`: the likeliest tokens after `beams[i]`. All beams are of one length, the
+        best one first."""
+        width = self._params.width
+        num_tokens = len(beams[0].token_ids) + 1
+        living, ended = [], []
+        for rank, branch in enumerate(_ranked(beams, candidates)):
+            finish = self._finish(branch.token_id, num_tokens)
+            if finish is None:
+                living.append(branch)
+            elif rank < width:
+                tokens = (*beams[branch.parent].token_ids, branch.token_id)
+                score = self._score(branch.score, num_tokens)
+                ended.append(Hypothesis(tokens, score, finish))
+        best = sorted([*finished, *ended], key=lambda one: one.score, reverse=True)[:width]
+        if self._is_over(living, best, num_tokens):
+            living = []
+        return Step(tuple(living[:width]), tuple(best))
+
+    def _finish(self, token_id: int, num_tokens: int) -> FinishReason | None:
+        if token_id in self._stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_tokens >= self._max_tokens else None
+
+    def _is_over(
+        self, living: Sequence[Continuation], finished: Sequence[Hypothesis], num_tokens: int
+    ) -> bool:
+        if not living:
+            return True
+        params = self._params
+        if len(finished) < params.width:
+            return False
+        if params.early_stopping is EarlyStopping.WHEN_FULL:
+            return True
+        if params.early_stopping is EarlyStopping.WHEN_IMPOSSIBLE and params.length_penalty > 0:
+            num_tokens = self._max_tokens
+        return self._score(living[0].score, num_tokens) <= finished[-1].score
+
+    def _score(self, total: float, num_tokens: int) -> float:
+        penalty = num_tokens**self._params.length_penalty
+        return float(np.float32(total) / np.float32(penalty))
+
+
+def _ranked(beams: Sequence[Beam], candidates: Sequence[Logprobs]) -> Iterator[Continuation]:
+    """All continuations, best first."""
+    scores = np.array([beam.score for beam in beams], dtype=np.float32)
+    logprobs = np.array([of_beam.top_logprobs for of_beam in candidates], dtype=np.float32)
+    token_ids = np.array([of_beam.top_token_ids for of_beam in candidates])
+    totals = scores[:, np.newaxis] + logprobs
+    parents = np.broadcast_to(np.arange(len(beams))[:, np.newaxis], totals.shape)
+    order = np.lexsort((token_ids.ravel(), parents.ravel(), -totals.ravel()))
+    for i in order:
+        parent, column = divmod(int(i), totals.shape[1])
+        yield Continuation(parent, int(token_ids[parent, column]), float(totals[parent, column]))

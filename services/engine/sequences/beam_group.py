@@ -1,0 +1,104 @@
+"""The group of a request that searches: its sequences are the living beams, sequence i the i-th
+best one. Each step every beam says what its likeliest next tokens are, and then all of them become
+the best of their continuations:
+
+    before   0 ─┬─▶ 0     the first continuation of a beam goes on in its place
+             1  └─▶ 1     others fork: the same blocks, until one of them writes
+             2 ───▶ 2
+             3            none: its blocks are given back, or are what the forks write to
+
+See ADR 78.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence as Seq
+
+from services.engine.sequences.beam import FIRST, Beam, BeamSearch, Continuation
+from services.engine.sequences.group import Group
+from services.engine.sequences.sequence import Sequence
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import BeamState, Hypothesis, Ticket
+
+_BEGIN = BeamState((FIRST.score,))
+
+
+class BeamGroup(Group):
+    """Of a ticket with `sampling.beam`."""
+
+    def __init__(
+        self, ticket: Ticket, sequences: Seq[Sequence], spare: Seq[int], num_acquired: int
+    ) -> None:
+        super().__init__(ticket, sequences, spare, num_acquired)
+        params, rules = ticket.sampling.beam, sequences[0].rules
+        assert params is not None
+        self._num_returned = params.num_returned
+        max_tokens = rules.max_len - rules.num_prompt_tokens
+        self._search = BeamSearch(params, rules.stop_ids, max_tokens)
+        self._num_prompt_tokens = rules.num_prompt_tokens
+        self._beams = ticket.beams or _BEGIN
+        self._candidates: dict[int, Logprobs] = {}
+        self._found: tuple[Hypothesis, ...] = ()
+
+    @property
+    def beams(self) -> BeamState:
+        return self._beams
+
+    def runnable(self) -> list[Sequence]:
+        """All that have something to compute, or none: nobody's candidates wait for others longer
+        than they must, and a ticket never leaves in between."""
+        able = super().runnable()
+        return able if len(able) == sum(one.num_uncomputed > 0 for one in self.sequences) else []
+
+    def prune(self, index: int) -> bool:
+        """Beams are nobody's to end."""
+        return False
+
+    def take_found(self) -> tuple[Hypothesis, ...]:
+        """The answer, once the search is over."""
+        found, self._found = self._found, ()
+        return found
+
+    def _take(
+        self, sequence: Sequence, token: int, logprobs: Logprobs | None, *, rests: bool
+    ) -> None:
+        assert logprobs is not None
+        self._candidates[sequence.index] = logprobs
+        if len(self._candidates) == len(self._beams.scores):
+            self._step()
+            if rests:
+                self.resting, self.sequences = self.sequences, []
+
+    def _step(self) -> None:
+        generated = (one.tokens[self._num_prompt_tokens :] for one in self.sequences)
+        step = self._search.step(
+            [
+                Beam(tokens, score)
+                for tokens, score in zip(generated, self._beams.scores, strict=True)
+            ],
+            self._beams.finished,
+            [self._candidates[one.index] for one in self.sequences],
+        )
+        self._candidates.clear()
+        self._beams = BeamState(tuple(one.score for one in step.living), step.finished)
+        self._become(step.living)
+        if not step.living:
+            self._found = step.finished[: self._num_returned]
+
+    def _become(self, living: Seq[Continuation]) -> None:
+        """First those end who have no continuation: the others fork into what they leave."""
+        ranks = defaultdict(list)
+        for rank, branch in enumerate(living):
+            ranks[branch.parent].append(rank)
+        beams = list(self.sequences)
+        for place, beam in enumerate(beams):
+            if place not in ranks:
+                self.end(beam)
+        for place, (first, *others) in ranks.items():
+            for rank in others:
+                self.fork(beams[place], rank).become(rank, living[rank].token_id)
+            beams[place].become(first, living[first].token_id)
+        self.sequences.sort(key=lambda one: one.index)
+
+
+def kind_of_group(ticket: Ticket) -> type[Group]:
+    return Group if ticket.sampling.beam is None else BeamGroup

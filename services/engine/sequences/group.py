@@ -1,0 +1,318 @@
+"""The sequences of one request while an engine has them: one holder of blocks, shared until they
+are written (copy-on-write).
+
+    sequence 0   |  b0 |  b1 |  b2 :   |            full blocks are shared, and never written again
+    sequence 1   |  b0 |  b1 |  b4 :   | b6  |      b4: a copy of b2, made before the first write
+    sequence 2   |  b0 |  b1 |  b2 :   |            0 and 2 share a tail that both are about to
+    spare        b7                                 write: 0 copies it to b7, 2 writes in place
+
+Every block of the group is its holder's, and in one of these places:
+
+    in block tables   as often as `_refs` says
+    spare             of nobody yet, or given up by somebody before it was finished: for whoever
+                      needs one next
+    given back        finished, and in no table any more; or spare, and not needed
+
+See ADR 76.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import chain
+
+from blockstore.hashing import prefix_hashes
+from blockstore.records import PrefixHash
+from services.engine.batch import Told
+from services.engine.sequences.block_keys import Begun
+from services.engine.sequences.sequence import (
+    Branch,
+    CompletedBlock,
+    Rules,
+    Sequence,
+    Stamps,
+    joined,
+)
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import BeamState, FinishReason, Hypothesis, Ticket, TicketSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Drawn by one sequence. `position`: counted from the start of the prompt."""
+
+    index: int
+    position: int
+    token: int
+    finish: FinishReason | None
+    logprobs: Logprobs | None = None
+
+
+class Group:
+    """`sequences`: those that run, by index. `resting`: those that have drawn, and go on
+    elsewhere. `num_acquired`: blocks that the holder ever got.
+
+    What happens is collected until it is taken (`take_tokens`, `take_completed`, ...).
+    """
+
+    def __init__(
+        self, ticket: Ticket, sequences: Seq[Sequence], spare: Seq[int], num_acquired: int
+    ) -> None:
+        self.key = ticket.holder_id
+        self.order = ticket.order
+        self.sequences = list(sequences)
+        self.resting: list[Sequence] = []
+        self.num_acquired = num_acquired
+        self.is_started = True
+        self._spare = deque(spare)
+        self._refs = Counter(block for one in sequences for block in one.block_table)
+        self._tokens: list[Token] = []
+        self._prompt_logprobs: list[Logprobs] = []
+        self._completed: list[CompletedBlock] = []
+        self._freed: list[int] = []
+
+    @classmethod
+    def to_compute(
+        cls,
+        ticket: Ticket,
+        rules: Rules,
+        new_block_ids: Seq[int],
+        begun: Seq[Begun] = (),
+        hashes: Seq[PrefixHash] = (),
+    ) -> "Group":
+        """From a prompt and tokens so far, each sequence from where it has `begun`. Those that have
+        begun in the same blocks are one, as long as they have tokens in common to be computed.
+        `hashes`: of leading blocks of all, if they are known."""
+        shares: dict[Begun, list[TicketSequence]] = defaultdict(list)
+        nowhere = [Begun()] * len(ticket.sequences)
+        for state, where in zip(ticket.sequences, begun or nowhere, strict=True):
+            shares[where].append(state)
+        sequences = [
+            one
+            for where, states in shares.items()
+            for one in _begin(rules, ticket.prompt_token_ids, states, where, hashes)
+        ]
+        sequences.sort(key=lambda one: one.index)
+        held = {*new_block_ids, *chain.from_iterable(where.block_ids for where in shares)}
+        return cls(ticket, sequences, new_block_ids, len(held))
+
+    @classmethod
+    def to_continue(
+        cls, ticket: Ticket, rules: Rules, spare: Seq[int], num_acquired: int
+    ) -> "Group":
+        """From a ticket with blocks."""
+        prompt = ticket.prompt_token_ids
+        hashes = prefix_hashes(rules.root, prompt, rules.block_size)
+        sequences = [
+            Sequence(
+                rules,
+                (Branch(state.index),),
+                prompt + state.token_ids,
+                block_ids=state.block_ids,
+                num_computed=state.num_computed_tokens,
+                hashes=hashes,
+            )
+            for state in ticket.sequences
+        ]
+        return cls(ticket, sequences, spare, num_acquired)
+
+    def is_stamped(self, stamps: Stamps) -> bool:
+        """Whether its blocks say what they have to (law 6)."""
+        first, *others = self.sequences
+        return first.is_stamped(stamps, self.key) and all(
+            other.is_stamped(stamps, self.key, beside=first) for other in others
+        )
+
+    # Blocks
+
+    def grow(self, block_ids: Seq[int]) -> None:
+        self._spare += block_ids
+        self.num_acquired += len(block_ids)
+
+    def place_spares(self, look_ahead: int) -> list[tuple[int, int]]:
+        """Give spare blocks to who needs one, by index: first those that could not run without,
+        then those that will need one for `look_ahead` more tokens. What is to be copied before
+        anybody writes, (source, target) each."""
+        copies = []
+        for ahead in (0, look_ahead) if self._spare else ():
+            for sequence in self.sequences:
+                if self._spare and self._must_copy(sequence):
+                    copies.append(self._copy_on_write(sequence))
+                while self._spare and sequence.num_missing(ahead):
+                    sequence.block_table.append(self._spare.popleft())
+                    self._refs[sequence.block_table[-1]] += 1
+        return copies
+
+    def _must_copy(self, sequence: Sequence) -> bool:
+        """Whether others refer to the block that it writes next. The last who does need not."""
+        block_id = sequence.next_block
+        return block_id is not None and self._refs[block_id] > 1
+
+    def _copy_on_write(self, sequence: Sequence) -> tuple[int, int]:
+        source, target = sequence.next_block, self._spare.popleft()
+        assert source is not None
+        sequence.replace_next_block(target)
+        self._refs[source] -= 1
+        self._refs[target] += 1
+        return source, target
+
+    def num_wanted(self, look_ahead: int) -> int:
+        """Blocks that its sequences will need soon, copies counted, beside those that they have."""
+        ways = [(one, look_ahead) for one in self.sequences] + [(one, 0) for one in self.resting]
+        num_blocks, shared = 0, set[int | None]()
+        for one, ahead in ways:
+            num_blocks += one.num_lacking(ahead)
+            if len(ways) > 1 and self._must_copy(one):
+                num_blocks += one.next_block in shared
+                shared.add(one.next_block)
+        return num_blocks
+
+    def total_wanted(self, look_ahead: int) -> int:
+        """Blocks to have acquired by now; 0 when it has them. Gives back what it has too many."""
+        num_missing = self.num_wanted(look_ahead) - len(self._spare)
+        for _ in range(-num_missing):
+            self._freed.append(self._spare.pop())
+        return self.num_acquired + num_missing if num_missing > 0 else 0
+
+    @property
+    def full_blocks(self) -> tuple[tuple[int, bytes], ...]:
+        """The finished ones in all its tables, each once."""
+        ways = (*self.sequences, *self.resting)
+        return tuple(dict.fromkeys(block for one in ways for block in one.full_blocks))
+
+    # Steps
+
+    def runnable(self) -> list[Sequence]:
+        """Those that have a slot that is theirs alone to write; none while the group waits."""
+        if not self.is_started:
+            return []
+        able = [one for one in self.sequences if one.num_runnable > 0]
+        if len(self.sequences) + len(self.resting) == 1:
+            return able
+        return [one for one in able if not self._must_copy(one)]
+
+    @property
+    def num_uncomputed(self) -> int:
+        own = sum(len(branch.own) for one in self.sequences for branch in one.branches)
+        return own + sum(one.num_uncomputed for one in self.sequences)
+
+    def advance(self, sequence: Sequence, num_tokens: int, told: Told, *, rests: bool) -> None:
+        """`num_tokens` of it were computed, and behind the last one tokens drawn. `rests`: who has
+        drawn goes on elsewhere."""
+        sequence.num_computed += num_tokens
+        self._completed += sequence.take_completed()
+        self._prompt_logprobs += told.prompt
+        if sequence.num_uncomputed:
+            return
+        heirs = sequence.split()
+        for heir in heirs[1:]:
+            self._add(heir)
+        tokens, logprobs = iter(told.tokens), iter(told.logprobs)
+        for heir in heirs:
+            if not heir.num_uncomputed:
+                self._take(heir, next(tokens), next(logprobs, None), rests=rests)
+
+    def _take(
+        self, sequence: Sequence, token: int, logprobs: Logprobs | None, *, rests: bool
+    ) -> None:
+        """What it drew."""
+        self.append(sequence, token, logprobs)
+        if rests and sequence in self.sequences:
+            self.sequences.remove(sequence)
+            self.resting.append(sequence)
+
+    def append(self, sequence: Sequence, token: int, logprobs: Logprobs | None = None) -> None:
+        """It goes on with this token, or ends with it."""
+        position = len(sequence.tokens)
+        finish = sequence.append(token)
+        self._tokens.append(Token(sequence.index, position, token, finish, logprobs))
+        if finish:
+            self.end(sequence)
+
+    def fork(self, sequence: Sequence, index: int) -> Sequence:
+        """One more, `index`, that goes on from where this one is computed."""
+        fork = sequence.fork((Branch(index),))
+        self._add(fork)
+        return fork
+
+    def end(self, sequence: Sequence) -> None:
+        """Let go of its blocks. Finished ones that nobody refers to any more go back: they are the
+        prefix cache's. Others can be written by a sibling."""
+        (self.sequences if sequence in self.sequences else self.resting).remove(sequence)
+        for number, block_id in enumerate(sequence.block_table):
+            self._refs[block_id] -= 1
+            if not self._refs[block_id]:
+                del self._refs[block_id]
+                is_finished = number < len(sequence.hashes)
+                (self._freed if is_finished else self._spare).append(block_id)
+
+    def prune(self, index: int) -> bool:
+        """End one that others decided to; whether it was there."""
+        for sequence in self.sequences:
+            if any(branch.index == index for branch in sequence.branches):
+                if not sequence.without(index):
+                    self.end(sequence)
+                return True
+        return False
+
+    def _add(self, sequence: Sequence) -> None:
+        self.sequences.append(sequence)
+        self.sequences.sort(key=lambda one: one.index)
+        self._refs.update(sequence.block_table)
+
+    # What happened
+
+    def take_tokens(self) -> tuple[Token, ...]:
+        tokens, self._tokens = tuple(self._tokens), []
+        return tokens
+
+    def take_prompt_logprobs(self) -> tuple[Logprobs, ...]:
+        told, self._prompt_logprobs = tuple(self._prompt_logprobs), []
+        return told
+
+    @property
+    def beams(self) -> BeamState | None:
+        """Where its search stands, if it is one."""
+        return None
+
+    def take_found(self) -> tuple[Hypothesis, ...]:
+        """What its search found, once that is over."""
+        return ()
+
+    def take_completed(self) -> list[CompletedBlock]:
+        """Each block once, whoever of its sequences refers to it."""
+        completed, self._completed = self._completed, []
+        return completed
+
+    def take_freed(self) -> tuple[int, ...]:
+        """Blocks that it has no use for any more."""
+        freed, self._freed = tuple(self._freed), []
+        return freed
+
+    def at_rest(self) -> tuple[TicketSequence, ...]:
+        """All that are left, by index."""
+        left = (state for one in (*self.sequences, *self.resting) for state in one.at_rest())
+        return tuple(sorted(left, key=lambda state: state.index))
+
+
+def _begin(
+    rules: Rules,
+    prompt: Seq[int],
+    states: Seq[TicketSequence],
+    begun: Begun,
+    hashes: Seq[PrefixHash],
+) -> list[Sequence]:
+    """Those that have begun in the same blocks."""
+    shared, branches = joined([Branch(state.index, state.token_ids) for state in states])
+    tokens = (*prompt, *shared)
+    is_drawing = not all(branch.own for branch in branches)
+    sequence = Sequence(
+        rules,
+        branches,
+        tokens,
+        block_ids=begun.block_ids,
+        num_computed=min(begun.num_tokens, len(tokens) - is_drawing),
+        num_adopted=begun.num_full * rules.block_size,
+        hashes=hashes,
+    )
+    return [sequence] if sequence.num_uncomputed else sequence.split()

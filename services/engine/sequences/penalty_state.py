@@ -1,0 +1,139 @@
+"""What a sequence's tokens so far make of its next draw; a function of the tokens alone (law 7).
+
+Only the counts are kept from draw to draw, and caught up with the tokens that have come since.
+
+See ADR 74.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+
+from services.engine.sampling.adjustment import Adjustment, Ids, Values
+from services.protocol.ticket import SamplingParams
+
+
+class PenaltyState:
+    """Of a sequence whose list `tokens` begins with `num_prompt` tokens of its prompt, and grows.
+    `end_token_ids`: those that end it."""
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        tokens: Sequence[int],
+        num_prompt: int,
+        end_token_ids: Collection[int],
+    ) -> None:
+        self._sampling = sampling
+        self._tokens = tokens
+        self._num_prompt = num_prompt
+        self._biased = _ids([token_id for token_id, _ in sampling.logit_bias])
+        self._biases = np.array([bias for _, bias in sampling.logit_bias], np.float32)
+        self._allowed = _ids(sampling.allowed_token_ids) if sampling.allowed_token_ids else None
+        self._words = _Words(sampling.bad_words)
+        self._ends = _ids(sorted(end_token_ids))
+        self._counts = _Counts(tokens[:num_prompt] if sampling.repetition_penalty != 1 else ())
+        self._num_counted = num_prompt
+
+    @staticmethod
+    def matters(sampling: SamplingParams) -> bool:
+        """Whether anything of a request looks at it."""
+        return bool(
+            sampling.logit_bias
+            or sampling.allowed_token_ids
+            or sampling.bad_words
+            or sampling.min_tokens
+            or _penalizes(sampling)
+        )
+
+    def adjustment(self) -> Adjustment | None:
+        """Of the draw that comes next; None where it changes nothing."""
+        sampling = self._sampling
+        seen, counts = self._seen()
+        banned = self._banned()
+        if self._allowed is None and not (len(self._biased) or len(seen) or len(banned)):
+            return None
+        return Adjustment(
+            biased=self._biased,
+            biases=self._biases,
+            seen=seen,
+            counts=counts,
+            repetition=sampling.repetition_penalty,
+            frequency=sampling.frequency_penalty,
+            presence=sampling.presence_penalty,
+            allowed=self._allowed,
+            banned=banned,
+        )
+
+    def _seen(self) -> tuple[Ids, Values]:
+        """Of what penalties look at; nothing where there is none."""
+        if not _penalizes(self._sampling):
+            return self._counts.arrays()
+        for position in range(self._num_counted, len(self._tokens)):
+            self._counts.add(self._tokens[position])
+        self._num_counted = len(self._tokens)
+        return self._counts.arrays()
+
+    def _banned(self) -> Ids:
+        banned = self._words.after(self._tokens, self._num_prompt)
+        if len(self._tokens) - self._num_prompt < self._sampling.min_tokens:
+            return np.concatenate([banned, self._ends])
+        return banned
+
+
+class _Counts:
+    """How often each token was added: those of `first` not yet, but they are there."""
+
+    def __init__(self, first: Iterable[int]) -> None:
+        self._slots = {token: slot for slot, token in enumerate(dict.fromkeys(first))}
+        self._ids = _ids(self._slots)
+        self._counts = np.zeros(len(self._slots), np.float32)
+
+    def add(self, token: int) -> None:
+        slot = self._slots.setdefault(token, len(self._slots))
+        if slot == len(self._ids):
+            more = max(64, slot)
+            self._ids = np.concatenate([self._ids, np.zeros(more, np.int64)])
+            self._counts = np.concatenate([self._counts, np.zeros(more, np.float32)])
+        self._ids[slot] = token
+        self._counts[slot] += 1
+
+    def arrays(self) -> tuple[Ids, Values]:
+        """Tokens, each once, and how often; they change with the next `add`."""
+        size = len(self._slots)
+        return self._ids[:size], self._counts[:size]
+
+
+class _Words:
+    """Token sequences that may not come: their last token, where the others were the last."""
+
+    def __init__(self, words: Iterable[Sequence[int]]) -> None:
+        self._alone: list[int] = []
+        self._by_last: dict[int, list[tuple[list[int], int]]] = {}
+        for *before, last in words:
+            if before:
+                self._by_last.setdefault(before[-1], []).append((before, last))
+            else:
+                self._alone.append(last)
+        self._always = _ids(self._alone)
+
+    def after(self, tokens: Sequence[int], begin: int) -> Ids:
+        """What may not follow; only tokens from `begin` on count."""
+        if len(tokens) == begin or not (candidates := self._by_last.get(tokens[-1])):
+            return self._always
+        completed = [
+            last
+            for before, last in candidates
+            if len(tokens) - len(before) >= begin and tokens[-len(before) :] == before
+        ]
+        return _ids([*self._alone, *completed])
+
+
+def _penalizes(sampling: SamplingParams) -> bool:
+    return bool(
+        sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
+    )
+
+
+def _ids(token_ids: Collection[int]) -> Ids:
+    return np.fromiter(token_ids, np.int64, len(token_ids))

@@ -1,0 +1,313 @@
+"""One sequence while an engine has it; touched by the engine's thread alone."""
+
+from collections import defaultdict
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from blockstore.hashing import next_hash
+from blockstore.records import PrefixHash
+from services.common.pool.allotment import blocks_to_go_on
+from services.engine.batch import Draw, Row, Scoring
+from services.engine.sequences.beam import num_deciding
+from services.engine.sequences.penalty_state import PenaltyState
+from services.protocol.ticket import FinishReason, SamplingParams, Ticket, TicketSequence
+
+
+class Stamps(Protocol):
+    """What blocks say of themselves (law 6)."""
+
+    def first_mismatch(
+        self, block_ids: Seq[int], parent: PrefixHash, hashes: Seq[PrefixHash], token_ids: Seq[int]
+    ) -> int | None: ...
+
+    def are_written_by(self, block_ids: Seq[int], owner: str) -> bool: ...
+
+
+CompletedBlock = tuple[int, PrefixHash, PrefixHash, tuple[int, ...]]
+"""(block id, its prefix hash, its parent's, its token ids)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What is the same for all sequences of a request: how they draw, where they end (with one of
+    `stop_ids`, or at `max_len` tokens, prompt included; `end_ids`: those that would end it, were
+    they not ignored), what their blocks are called. `prompt_logprobs`: tell those of the
+    prompt too, each with so many of the likeliest; then all of it has to be computed, adopted or
+    not."""
+
+    sampling: SamplingParams
+    stop_ids: frozenset[int]
+    end_ids: frozenset[int]
+    num_prompt_tokens: int
+    max_len: int
+    root: PrefixHash
+    block_size: int
+    prompt_logprobs: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        ticket: Ticket,
+        block_size: int,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        prompt_logprobs: int | None = None,
+    ) -> "Rules":
+        sampling, num_prompt_tokens = ticket.sampling, len(ticket.prompt_token_ids)
+        stop_ids = frozenset(sampling.stop_token_ids)
+        end_ids = stop_ids | eos_token_ids
+        stop_ids = stop_ids if sampling.ignore_eos else end_ids
+        if sampling.beam is not None:
+            num_candidates = num_deciding(sampling.beam, stop_ids)
+            sampling = replace(sampling, logprobs=num_candidates)
+        return cls(
+            sampling=sampling,
+            stop_ids=stop_ids,
+            end_ids=end_ids,
+            num_prompt_tokens=num_prompt_tokens,
+            max_len=min(num_prompt_tokens + sampling.max_tokens, max_model_len),
+            root=ticket.root_hash,
+            block_size=block_size,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """What comes where a sequence's tokens end: sequence `index` of the group, with `own` tokens
+    to compute, or a draw where it has none."""
+
+    index: int
+    own: tuple[int, ...] = ()
+
+
+def common(ways: Seq[tuple[int, ...]]) -> tuple[int, ...]:
+    """Tokens with which all of them begin."""
+    first, last = min(ways), max(ways)  # whatever stands between them begins as they do
+    pairs = enumerate(zip(first, last, strict=False))
+    num_same = next((i for i, (a, b) in pairs if a != b), min(len(first), len(last)))
+    return first[:num_same]
+
+
+def joined(branches: Seq[Branch]) -> tuple[tuple[int, ...], tuple[Branch, ...]]:
+    """What all of them begin with, and they behind it."""
+    shared = common([branch.own for branch in branches])
+    return shared, tuple(Branch(each.index, each.own[len(shared) :]) for each in branches)
+
+
+class Sequence:
+    """Where a sequence stands:
+
+    tokens        |------- prompt -------|---- generated ----|-- branches
+    KV computed   |==================================|          num_computed
+    KV adopted    |===========|                                 num_adopted: in shared blocks
+    block table   |  b0 |  b1 |  b2 |  b3 |  b4 |  b5 |  b6 |
+    blocks hashed |  b0 |  b1 |  b2 |  b3 |                     len(self.hashes)
+
+    KV of adopted positions is never stored again, even where a query is computed anew (law 2).
+    A sequence can be run while the slots of its uncomputed tokens are in its block table.
+
+    Sequences of a group that begin with the same tokens are one until those are computed: it has a
+    branch for each. Mostly it has one, its own next draw.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        branches: Seq[Branch],
+        tokens: Seq[int],
+        *,
+        block_ids: Seq[int],
+        num_computed: int,
+        num_adopted: int = 0,
+        hashes: Seq[PrefixHash] = (),
+    ) -> None:
+        """`hashes`: of leading blocks, if they are known."""
+        self.branches = tuple(branches)
+        self.tokens = list(tokens)
+        self.block_table = list(block_ids)
+        self.num_computed = num_computed
+        self.num_adopted = num_adopted
+        self._rules = rules
+        self._draws = _draws(rules, self.branches)
+        self._penalty_state: PenaltyState | None = None
+        if PenaltyState.matters(rules.sampling):
+            self._penalty_state = PenaltyState(
+                rules.sampling, self.tokens, rules.num_prompt_tokens, rules.end_ids
+            )
+        num_full = max(num_computed, num_adopted) // rules.block_size
+        self.hashes = list(hashes[:num_full])
+        self._hash_until(num_full * rules.block_size)
+
+    @property
+    def rules(self) -> Rules:
+        return self._rules
+
+    @property
+    def index(self) -> int:
+        """Its place in the group: that of its first branch."""
+        return self.branches[0].index
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_runnable(self) -> int:
+        """Uncomputed tokens that have a slot."""
+        slots = len(self.block_table) * self._rules.block_size
+        return min(len(self.tokens), slots) - self.num_computed
+
+    @property
+    def next_block(self) -> int | None:
+        """The block that it writes next, if it has one."""
+        number = self._next_number
+        return self.block_table[number] if number < len(self.block_table) else None
+
+    def replace_next_block(self, block_id: int) -> None:
+        self.block_table[self._next_number] = block_id
+
+    @property
+    def _next_number(self) -> int:
+        return max(self.num_computed, self.num_adopted) // self._rules.block_size
+
+    def is_stamped(self, stamps: Stamps, owner: str, beside: "Sequence | None" = None) -> bool:
+        """Whether its blocks say what they have to: its tokens, as far as they are full of computed
+        ones, and after that nothing but that `owner` writes them. What it shares with `beside` was
+        looked at there."""
+        first = 0 if beside is None else _num_shared(self.full_blocks, beside.full_blocks)
+        num_full, size = len(self.hashes), self._rules.block_size
+        full, rest = self.block_table[first:num_full], self.block_table[num_full:]
+        tokens = self.tokens[first * size : num_full * size]
+        parent = self.hashes[first - 1] if first else self._rules.root
+        wrong = stamps.first_mismatch(full, parent, self.hashes[first:], tokens)
+        return wrong is None and stamps.are_written_by(rest, owner)
+
+    def row(self, num_tokens: int) -> Row:
+        """The next `num_tokens` uncomputed tokens; they draw if they are the last."""
+        end = self.num_computed + num_tokens
+        return Row(
+            token_ids=self.tokens[self.num_computed : end],
+            start=self.num_computed,
+            block_table=self.block_table,
+            store_from=self.num_adopted,
+            draws=self._next_draws() if end == len(self.tokens) else (),
+            scoring=self._scoring(end),
+        )
+
+    def _next_draws(self) -> tuple[Draw, ...]:
+        if self._penalty_state is None:
+            return self._draws
+        adjustment = self._penalty_state.adjustment()
+        return tuple(replace(draw, adjustment=adjustment) for draw in self._draws)
+
+    def _scoring(self, end: int) -> Scoring | None:
+        """Each token but the first is told by the state of the one before it."""
+        num_top = self._rules.prompt_logprobs
+        if num_top is None:
+            return None
+        stop = min(end + 1, self._rules.num_prompt_tokens)
+        token_ids = self.tokens[self.num_computed + 1 : stop]
+        return Scoring(token_ids, num_top) if token_ids else None
+
+    def fork(self, branches: Seq[Branch], own: Seq[int] = ()) -> "Sequence":
+        """Another one that goes on from where this one is computed, with the same blocks so far."""
+        num_blocks = -(-self.num_computed // self._rules.block_size)
+        return Sequence(
+            self._rules,
+            branches,
+            (*self.tokens, *own),
+            block_ids=self.block_table[:num_blocks],
+            num_computed=self.num_computed,
+            num_adopted=self.num_adopted,
+            hashes=self.hashes,
+        )
+
+    def split(self) -> list["Sequence"]:
+        """All its tokens are computed: a sequence for each way that its branches take, the first
+        one itself. Those that take the same way are one further on."""
+        if len(self.branches) == 1 and not self.branches[0].own:
+            return [self]
+        ways = defaultdict[object, list[Branch]](list)
+        for branch in self.branches:
+            ways[branch.own[0] if branch.own else branch].append(branch)
+        (shared, branches), *others = map(joined, ways.values())
+        forks = [self.fork(them, own) for own, them in others]
+        self.tokens += shared
+        self.branches = branches
+        self._draws = _draws(self._rules, self.branches)
+        return [self, *forks]
+
+    def without(self, index: int) -> bool:
+        """Drop a branch; whether others are left."""
+        self.branches = tuple(branch for branch in self.branches if branch.index != index)
+        self._draws = _draws(self._rules, self.branches)
+        return bool(self.branches)
+
+    def become(self, index: int, token: int) -> None:
+        """Beam `index` of its group, which goes on with this token."""
+        self.branches = (Branch(index),)
+        self._draws = _draws(self._rules, self.branches)
+        self.tokens.append(token)
+
+    def append(self, token: int) -> FinishReason | None:
+        """A token was drawn after the last one; why the sequence ends."""
+        self.tokens.append(token)
+        if token in self._rules.stop_ids:
+            return FinishReason.STOP
+        if len(self.tokens) >= self._rules.max_len:
+            return FinishReason.LENGTH
+        return None
+
+    @property
+    def full_blocks(self) -> tuple[tuple[int, PrefixHash], ...]:
+        """Its finished blocks, adopted ones too, as they are or may be published."""
+        return tuple(zip(self.block_table, self.hashes, strict=False))
+
+    def take_completed(self) -> list[CompletedBlock]:
+        """Blocks whose KV became complete since the last call; never an adopted one."""
+        return self._hash_until(self.num_computed)
+
+    def _hash_until(self, num_tokens: int) -> list[CompletedBlock]:
+        size, completed = self._rules.block_size, []
+        for number in range(len(self.hashes), num_tokens // size):
+            parent = self.hashes[-1] if self.hashes else self._rules.root
+            token_ids = tuple(self.tokens[number * size : (number + 1) * size])
+            self.hashes.append(next_hash(parent, token_ids))
+            completed.append((self.block_table[number], self.hashes[-1], parent, token_ids))
+        return completed
+
+    def num_missing(self, look_ahead: int) -> int:
+        """Blocks that it lacks for its tokens and `look_ahead` more (never more than the whole
+        sequence needs)."""
+        return max(0, self._num_blocks(0, look_ahead) - len(self.block_table))
+
+    def num_lacking(self, look_ahead: int) -> int:
+        """The same, with what its branches will need behind the full blocks that they share."""
+        num_full = len(self.tokens) // self._rules.block_size
+        own = (self._num_blocks(len(b.own), look_ahead) - num_full for b in self.branches)
+        return max(0, num_full + sum(own) - len(self.block_table))
+
+    def _num_blocks(self, num_own: int, look_ahead: int) -> int:
+        num_tokens = len(self.tokens) + num_own
+        return blocks_to_go_on(num_tokens, look_ahead, self._rules.max_len, self._rules.block_size)
+
+    def at_rest(self) -> list[TicketSequence]:
+        """As a ticket says it, branch by branch."""
+        generated = tuple(self.tokens[self._rules.num_prompt_tokens :])
+        block_ids = tuple(self.block_table)
+        return [
+            TicketSequence(branch.index, generated + branch.own, block_ids, self.num_computed)
+            for branch in self.branches
+        ]
+
+
+def _draws(rules: Rules, branches: Seq[Branch]) -> tuple[Draw, ...]:
+    return tuple(Draw(rules.sampling, branch.index) for branch in branches if not branch.own)
+
+
+def _num_shared(these: Seq[tuple[int, PrefixHash]], those: Seq[tuple[int, PrefixHash]]) -> int:
+    """How many leading blocks are the same, and say the same."""
+    pairs = enumerate(zip(these, those, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(these), len(those)))

@@ -1,0 +1,1 @@
+"""Weights of a checkpoint: read, fused, packed."""

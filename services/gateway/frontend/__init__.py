@@ -1,0 +1,1 @@
+"""The front doors: gRPC, HTTP and the relay of operations."""

@@ -1,0 +1,163 @@
+"""What the generator's deltas become: one answer, or a stream of its parts."""
+
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from services.gateway.frontend.api import Delta, PromptReport, TokenLogprobs, Usage
+from services.gateway.frontend.http.dialects import (
+    Dialect,
+    Envelope,
+    Transcript,
+    choice,
+    usage_of,
+)
+from services.gateway.frontend.http.logprobs import JSON, echoed_logprobs, joined, prompt_logprobs
+from services.protocol.ticket import FinishReason
+
+Deltas = AsyncGenerator[tuple[int, Delta], None]
+"""With the number of the prompt that they belong to; closing it cancels them all. Choices are
+numbered prompt by prompt: those of the first, those of the second ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What an answer is to tell. `num_logprobs`, `num_prompt_logprobs`: of generated tokens and of
+    the prompt's, each with so many of the likeliest; None: none."""
+
+    token_ids: bool = False
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    usage_in_stream: bool = False
+    """As a part of its own; one answer always has it."""
+    usage_in_parts: bool = False
+    """And in each part, so far."""
+    echo: bool = False
+    """The text begins with the prompt's."""
+    only_prompt: bool = False
+    """Nothing that was generated is told."""
+    begun: Collection[int] = ()
+    """Choices of which the client has something, of a stream that broke."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How to say it, and what was asked to be told."""
+
+    dialect: Dialect
+    envelope: Envelope
+    num_prompts: int
+    choices_per_prompt: int
+    asked: Asked
+
+    async def whole(self, deltas: Deltas) -> JSON:
+        """All deltas as one answer."""
+        transcripts: defaultdict[int, Transcript] = defaultdict(Transcript)
+        prompts: dict[int, PromptReport] = {}
+        usages: list[Usage] = []
+        async with aclosing(deltas):
+            async for number, delta in deltas:
+                transcripts[self._index(number, delta)].add(delta)
+                if delta.prompt is not None:
+                    prompts[number] = delta.prompt
+                if delta.usage is not None:
+                    usages.append(delta.usage)
+        for index, told in transcripts.items():
+            told.prompt = prompts.get(index // self.choices_per_prompt)
+        choices = [
+            self._choice(index, told, self.dialect.said, self._num_echoed(told.prompt))
+            for index, told in sorted(transcripts.items())
+        ]
+        answer = self.envelope.around(self.dialect.kind, choices)
+        self._tell_prompts(answer, [told.prompt for _, told in sorted(transcripts.items())])
+        return {**answer, "usage": self._usage(usages)}
+
+    async def parts(self, deltas: Deltas) -> AsyncGenerator[JSON, None]:
+        """Each delta as a part of the answer, as it comes."""
+        usages: dict[int, Usage] = {}
+        prompts: dict[int, PromptReport] = {}
+        num_echoed: dict[int, int] = {}
+        async with aclosing(deltas):
+            async for number, delta in deltas:
+                if not num_echoed:
+                    for part in self._openings(delta.usage):
+                        yield part
+                if delta.prompt is not None:
+                    prompts[number] = delta.prompt
+                index, gained = self._index(number, delta), Transcript()
+                gained.add(delta)
+                gained.prompt = None if index in num_echoed else prompts.get(number)
+                num_echoed.setdefault(index, self._num_echoed(gained.prompt))
+                said = self._choice(index, gained, self.dialect.gained, num_echoed[index])
+                if delta.usage is not None:
+                    usages[number] = delta.usage
+                yield self._part([said], usages.values())
+        if self.asked.usage_in_stream:
+            yield {**self._part([]), "usage": self._usage(usages.values())}
+
+    def _index(self, number: int, delta: Delta) -> int:
+        return number * self.choices_per_prompt + delta.index
+
+    def _openings(self, first: Usage | None) -> Iterator[JSON]:
+        """What a stream begins with, once there is a first delta, with its usage."""
+        opening = self.dialect.opening()
+        if opening is None:
+            return
+        for index in range(self.num_prompts * self.choices_per_prompt):
+            if index not in self.asked.begun:
+                usages = () if first is None else (replace(first, num_generated_tokens=0),)
+                yield self._part([choice(index, opening, None, self._ids([]), None)], usages)
+
+    def _choice(
+        self, index: int, told: Transcript, say: Callable[[str], JSON], num_echoed: int
+    ) -> JSON:
+        """`num_echoed`: how many characters of the text are the prompt's."""
+        generated = Transcript(last=_cut(told.last)) if self.asked.only_prompt else told
+        echoed = told.prompt if self.asked.echo else None
+        text = generated.text if echoed is None else echoed.text + generated.text
+        logprobs = self._logprobs(echoed, generated.logprobs, num_echoed)
+        return choice(index, say(text), generated.last, self._ids(generated.token_ids), logprobs)
+
+    def _logprobs(
+        self, echoed: PromptReport | None, tokens: Sequence[TokenLogprobs], num_echoed: int
+    ) -> JSON | None:
+        num_top = self.asked.num_logprobs
+        if num_top is None or (echoed is None and not tokens):
+            return None
+        of_tokens = self.dialect.logprobs(tokens, num_echoed)
+        return of_tokens if echoed is None else joined(echoed_logprobs(echoed, num_top), of_tokens)
+
+    def _num_echoed(self, prompt: PromptReport | None) -> int:
+        return len(prompt.text) if prompt is not None and self.asked.echo else 0
+
+    def _tell_prompts(self, answer: JSON, prompts: Sequence[PromptReport | None]) -> None:
+        """vLLM's place for it is a text completion's choice, but the answer of a chat."""
+        num_top = self.asked.num_prompt_logprobs
+        if num_top is None:
+            return
+        places = answer["choices"] if self.dialect.tells_prompt_in_choice else [answer]
+        for place, prompt in zip(places, prompts, strict=False):  # a chat has but one
+            told = None if prompt is None else prompt_logprobs(prompt, num_top)
+            place["prompt_logprobs"] = told
+
+    def _usage(self, usages: Iterable[Usage]) -> JSON:
+        if self.asked.only_prompt:
+            usages = [replace(usage, num_generated_tokens=0) for usage in usages]
+        return usage_of(usages)
+
+    def _part(self, choices: list[JSON], usages: Iterable[Usage] = ()) -> JSON:
+        part = self.envelope.around(self.dialect.chunk_kind, choices)
+        if not self.asked.usage_in_stream:
+            return part
+        return {**part, "usage": self._usage(usages) if self.asked.usage_in_parts else None}
+
+    def _ids(self, token_ids: list[int]) -> list[int] | None:
+        return list(token_ids) if self.asked.token_ids else None
+
+
+def _cut(last: Delta | None) -> Delta | None:
+    """Of what is not told nothing is told: it ends where no more was asked for."""
+    if last is None or last.finish_reason is None:
+        return last
+    return replace(last, finish_reason=FinishReason.LENGTH, stopped_by=None)

@@ -1,0 +1,159 @@
+"""The application: its routes, and the walk of one HTTP request to the generator and back."""
+
+import time
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from services.common.errors import InvalidRequest, UnknownModel
+from services.common.rpc.error_table import failure_of
+from services.common.runtime.exposition import exposition
+from services.gateway.frontend.api import Generator, ServedModel
+from services.gateway.frontend.http.answers import Answer, Asked
+from services.gateway.frontend.http.bodies import DEFAULT_BODY_MEMORY_BYTES, BodyLimits
+from services.gateway.frontend.http.body import read_body
+from services.gateway.frontend.http.dialects import ChatDialect, Dialect, Envelope, TextDialect
+from services.gateway.frontend.http.failures import (
+    FrontDoor,
+    answer_http_exception,
+    error_body,
+    refusal_of,
+)
+from services.gateway.frontend.http.hosts import AllowedHosts
+from services.gateway.frontend.http.merge import merged
+from services.gateway.frontend.http.responses import (
+    CLIENT_GONE,
+    EventStream,
+    Json,
+    unless_disconnected,
+)
+from services.gateway.frontend.http.schema import ChatBody, CompletionBody
+from services.gateway.intake.identity import with_resume_token
+
+RESUME_TOKEN_HEADER = "X-Quire-Resume-Token"
+
+Body = TypeVar("Body", CompletionBody, ChatBody)
+
+
+def create_app(
+    generator: Generator,
+    metrics: CollectorRegistry,
+    allowed_hosts: Sequence[str] = (),
+    max_body_memory_bytes: int = DEFAULT_BODY_MEMORY_BYTES,
+) -> Starlette:
+    """The HTTP front door of `generator`; `/metrics` shows what is in `metrics`. `allowed_hosts`:
+    those of `AllowedHosts`; `max_body_memory_bytes`: of all bodies that are not read yet."""
+    endpoints = _Endpoints(generator, metrics)
+    return Starlette(
+        routes=[
+            Route("/v1/completions", endpoints.completions, methods=["POST"]),
+            Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
+            Route("/v1/models", endpoints.models),
+            Route("/v1/models/{model:path}", endpoints.model),
+            Route("/health", endpoints.health),
+            Route("/metrics", endpoints.metrics),
+        ],
+        middleware=[
+            Middleware(FrontDoor),
+            Middleware(AllowedHosts, allowed_hosts),
+            Middleware(BodyLimits, max_body_memory_bytes),
+        ],
+        exception_handlers={HTTPException: answer_http_exception},
+    )
+
+
+class _Endpoints:
+    def __init__(self, generator: Generator, metrics: CollectorRegistry) -> None:
+        self._generator = generator
+        self._metrics = metrics
+        self._started_unix_s = int(time.time())
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(request, await self._body(request, CompletionBody), TextDialect())
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._answer(request, await self._body(request, ChatBody), ChatDialect())
+
+    async def _body(self, request: Request, kind: type[Body]) -> Body:
+        """What the client asks for; the refusal of a body that cannot be read is counted."""
+        try:
+            return await read_body(request, kind)
+        except (InvalidRequest, HTTPException) as error:
+            self._generator.refused(request.state.request_id, "", *refusal_of(error))
+            raise
+
+    async def _answer(
+        self, request: Request, body: CompletionBody | ChatBody, dialect: Dialect
+    ) -> Response:
+        request_id = body.request_id or request.state.request_id
+        requests = [with_resume_token(each) for each in body.requests(request_id)]
+        answer = Answer(
+            dialect,
+            Envelope(f"{dialect.id_prefix}-{request_id}", int(time.time()), self._name(body.model)),
+            num_prompts=len(requests),
+            choices_per_prompt=body.num_choices,
+            asked=Asked(
+                token_ids=bool(body.return_token_ids),
+                num_logprobs=body.num_logprobs,
+                num_prompt_logprobs=body.prompt_logprobs,
+                usage_in_stream=body.include_usage,
+                usage_in_parts=body.running_usage,
+                echo=body.echoes,
+                only_prompt=body.only_prompt,
+                begun={told.index for told in body.received or ()},
+            ),
+        )
+        deltas = merged([self._generator.generate(each) for each in requests])
+        if body.stream:
+            # Only a stream of one prompt can go on. A client knows the token that it chose.
+            is_told = len(requests) == 1 and not body.resume_token
+            headers = {RESUME_TOKEN_HEADER: requests[0].resume_token} if is_told else {}
+            return EventStream(
+                answer.parts(deltas), lambda error: error_body(failure_of(error)), headers
+            )
+        whole = await unless_disconnected(request.receive, answer.whole(deltas))
+        return Response(status_code=CLIENT_GONE) if whole is None else Json(whole)
+
+    async def models(self, _request: Request) -> Response:
+        models = [self._model_json(model) for model in self._generator.models()]
+        return Json({"object": "list", "data": models})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        for model in self._generator.models():
+            if model.model == name:
+                return Json(self._model_json(model))
+        raise UnknownModel(f"model {name!r} is not served")
+
+    async def health(self, _request: Request) -> Response:
+        """200 while requests can be served, for load balancers."""
+        if self._generator.ready():
+            return Json({"status": "serving"})
+        return Json({"status": "not_serving"}, HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def metrics(self, request: Request) -> Response:
+        content, content_type = exposition(self._metrics, request.headers.get("accept", ""))
+        return Response(content, headers={"Content-Type": content_type})
+
+    def _name(self, asked_for: str | None) -> str:
+        """What the answer calls the model; a request without a model is for the only one."""
+        return asked_for or next((model.model for model in self._generator.models()), "")
+
+    def _model_json(self, model: ServedModel) -> dict[str, object]:
+        return {
+            "id": model.model,
+            "object": "model",
+            "created": self._started_unix_s,
+            "owned_by": "quire",
+            "max_model_len": model.max_model_len,
+            "block_size": model.block_size,
+            "dtype": model.dtype,
+        }

@@ -1,0 +1,93 @@
+"""Bounds what bodies of requests take in memory: each alone, and all that are not read yet."""
+
+import asyncio
+import ctypes
+from collections.abc import Callable
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.common.errors import Overloaded
+from services.common.rpc.transport import MAX_MESSAGE_BYTES
+
+MAX_BODY_BYTES = MAX_MESSAGE_BYTES
+DEFAULT_BODY_MEMORY_BYTES = 256 * 1024 * 1024
+_SMALL_BODY_BYTES = 64 * 1024
+"""So much of a body is always taken: large ones do not keep small ones out."""
+_TRIM_BYTES = 32 * 1024 * 1024
+_RETRY_DELAY_S = 1.0
+
+
+class BodyLimits:
+    """Middleware: `receive` raises HTTPException 413 for a body of more than MAX_BODY_BYTES, and
+    Overloaded when all bodies together would take more than `max_memory_bytes`.
+
+    A body counts from its first byte until the application asks for what comes after it, which it
+    does once it has parsed the body, or has ended.
+    """
+
+    def __init__(self, app: ASGIApp, max_memory_bytes: int) -> None:
+        self._app = app
+        self._max_memory_bytes = max_memory_bytes
+        self._num_bytes = 0
+        self._peak_bytes = 0
+        """Since freed memory was last given back to the kernel."""
+        self._give_back = _malloc_trim()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "0")
+        num_bytes, ended = 0, False
+
+        async def receive_counted() -> Message:
+            nonlocal num_bytes, ended
+            if ended:
+                self._release(num_bytes)
+                num_bytes = 0
+            elif int(declared) > MAX_BODY_BYTES:
+                raise _too_large()
+            message = await receive()
+            if message["type"] == "http.request":
+                size = len(message.get("body", b""))
+                if num_bytes + size > MAX_BODY_BYTES:
+                    raise _too_large()
+                self._take(size, is_small=num_bytes + size <= _SMALL_BODY_BYTES)
+                num_bytes += size
+                ended = not message.get("more_body", False)
+            return message
+
+        try:
+            await self._app(scope, receive_counted, send)
+        finally:
+            self._release(num_bytes)
+
+    def _take(self, num_bytes: int, *, is_small: bool) -> None:
+        total = self._num_bytes + num_bytes
+        if total > self._max_memory_bytes and not is_small:
+            raise Overloaded(
+                f"bodies that are being received take {self._num_bytes} bytes, and may take "
+                f"{self._max_memory_bytes}; try again",
+                _RETRY_DELAY_S,
+            )
+        self._num_bytes = total
+        self._peak_bytes = max(self._peak_bytes, total)
+
+    def _release(self, num_bytes: int) -> None:
+        """glibc keeps what is freed below something that is in use, unless it is asked."""
+        self._num_bytes -= num_bytes
+        if self._peak_bytes > _TRIM_BYTES and self._num_bytes < self._peak_bytes // 2:
+            self._peak_bytes = self._num_bytes
+            asyncio.get_running_loop().call_soon(self._give_back)  # once the body is freed
+
+
+def _too_large() -> HTTPException:
+    return HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+
+
+def _malloc_trim() -> Callable[[], None]:
+    """glibc's; other C libraries have none, and nothing is done there."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return (lambda: None) if trim is None else (lambda: trim(0))

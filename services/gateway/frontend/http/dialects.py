@@ -1,0 +1,140 @@
+"""The two shapes of an answer: OpenAI's text completion and its chat completion, with vLLM's
+`stop_reason` and `token_ids`."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from services.gateway.frontend.api import Delta, PromptReport, TokenLogprobs, Usage
+from services.gateway.frontend.http.logprobs import JSON, chat_logprobs, text_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What every part of one answer carries."""
+
+    answer_id: str
+    created_unix_s: int
+    model: str
+
+    def around(self, kind: str, choices: list[JSON]) -> JSON:
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created_unix_s,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+@dataclass(slots=True)
+class Transcript:
+    """All that came of one choice."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt: PromptReport | None = None
+    last: Delta | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.prompt = self.prompt or delta.prompt
+        self.texts.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        self.last = delta
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class Dialect(Protocol):
+    """How one endpoint says it. `kind` and `chunk_kind`: the `object` of an answer and of a part of
+    it. `tells_prompt_in_choice`: what is told of a prompt is in its choice, not in the answer."""
+
+    id_prefix: str
+    kind: str
+    chunk_kind: str
+    tells_prompt_in_choice: bool
+
+    def opening(self) -> JSON | None:
+        """The choice that a stream begins with."""
+
+    def gained(self, text: str) -> JSON:
+        """The fields for what a delta adds."""
+
+    def said(self, text: str) -> JSON:
+        """The fields for the whole text."""
+
+    def logprobs(self, tokens: Sequence[TokenLogprobs], begin: int) -> JSON:
+        """The tokens' logprobs; `begin`: how much of the text is not theirs."""
+
+
+class TextDialect:
+    id_prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+    tells_prompt_in_choice = True
+
+    def opening(self) -> None:
+        return None
+
+    def gained(self, text: str) -> JSON:
+        return {"text": text}
+
+    said = gained
+
+    def logprobs(self, tokens: Sequence[TokenLogprobs], begin: int) -> JSON:
+        return text_logprobs(tokens, begin)
+
+
+class ChatDialect:
+    id_prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    tells_prompt_in_choice = False
+
+    def opening(self) -> JSON:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def gained(self, text: str) -> JSON:
+        return {"delta": {"content": text}}
+
+    def said(self, text: str) -> JSON:
+        return {"message": {"role": "assistant", "content": text}}
+
+    def logprobs(self, tokens: Sequence[TokenLogprobs], begin: int) -> JSON:
+        return chat_logprobs(tokens)
+
+
+def choice(
+    index: int,
+    content: JSON,
+    delta: Delta | None,
+    token_ids: list[int] | None,
+    logprobs: JSON | None,
+) -> JSON:
+    """One choice of an answer. `token_ids`, `logprobs`: None where they were not asked for."""
+    reason = delta.finish_reason if delta else None
+    fields = {
+        "index": index,
+        **content,
+        "logprobs": logprobs,
+        "finish_reason": reason.value if reason else None,
+        "stop_reason": delta.stopped_by if delta else None,
+    }
+    return fields if token_ids is None else {**fields, "token_ids": token_ids}
+
+
+def usage_of(usages: Iterable[Usage]) -> JSON:
+    """Of all prompts of an answer together."""
+    usages = tuple(usages)
+    num_prompt = sum(usage.num_prompt_tokens for usage in usages)
+    num_generated = sum(usage.num_generated_tokens for usage in usages)
+    cached = [usage.num_cached_tokens for usage in usages if usage.num_cached_tokens is not None]
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+        "prompt_tokens_details": {"cached_tokens": sum(cached)} if cached else None,
+    }

@@ -1,0 +1,140 @@
+"""Errors as OpenAI's clients expect them: the right status, and one JSON shape."""
+
+import math
+import secrets
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.common.errors import InvalidRequest
+from services.common.rpc.error_table import Failure, failure_of
+from services.gateway.frontend.http.responses import Json
+
+REQUEST_ID_HEADER = "X-Request-Id"
+_MAX_REQUEST_ID_LENGTH = 128
+
+_CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "request_too_large",
+    503: "unavailable",
+}
+
+
+class InvalidField(InvalidRequest):
+    """`param` names the field that is wrong."""
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def error_body(failure: Failure, param: str | None = None) -> dict[str, Any]:
+    """`{"error": {...}}`, for an answer or the end of a stream."""
+    return {
+        "error": {
+            "message": failure.text,
+            "type": _type_of(failure.http_status),
+            "param": param,
+            "code": failure.code,
+        }
+    }
+
+
+def error_response(error: Exception) -> Json:
+    """The answer to a request that ended with this error."""
+    failure = failure_of(error)
+    body = error_body(failure, getattr(error, "param", None))
+    return Json(body, failure.http_status, _retry_headers(failure.retry_delay_s))
+
+
+def http_error(status: int, message: str) -> dict[str, Any]:
+    """`{"error": {...}}` for what HTTP itself refuses, before there is a request to Quire."""
+    return {
+        "error": {
+            "message": message,
+            "type": _type_of(status),
+            "param": None,
+            "code": _code_of(status),
+        }
+    }
+
+
+def _code_of(status: int) -> str:
+    return _CODES.get(status, InvalidRequest.code)
+
+
+def refusal_of(error: InvalidRequest | HTTPException) -> tuple[str, str]:
+    """Code and text."""
+    if isinstance(error, InvalidRequest):
+        return error.code, str(error)
+    return _code_of(error.status_code), error.detail
+
+
+async def answer_http_exception(request: Request, error: Exception) -> Json:
+    """Starlette's own errors (no such path, no such method) and a too large body."""
+    assert isinstance(error, HTTPException)
+    status, text = error.status_code, error.detail
+    if status == 404:
+        text = f"there is no {request.url.path}"
+    elif status == 405:
+        text = f"{request.url.path} does not support the method {request.method}"
+    return Json(http_error(status, text), status, error.headers)
+
+
+class FrontDoor:
+    """Middleware around everything: each request gets an id, each exception an answer.
+
+    The client's X-Request-Id comes back as it is. In `scope["state"]["request_id"]` it has a suffix
+    of ours: a proxy that tries again sends the same id while the first attempt may still run.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        drawn, given = secrets.token_hex(12), _given_request_id(scope)
+        scope.setdefault("state", {})["request_id"] = f"{given}-{drawn[:8]}" if given else drawn
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = given or drawn
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            return  # nobody reads an answer
+        except Exception as error:
+            if started:
+                raise
+            await error_response(error)(scope, receive, send_with_id)
+
+
+def _given_request_id(scope: Scope) -> str | None:
+    given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+    usable = given.isascii() and given.isprintable() and " " not in given
+    return given if given and usable and len(given) <= _MAX_REQUEST_ID_LENGTH else None
+
+
+def _type_of(http_status: int) -> str:
+    if http_status == 429:
+        return "rate_limit_error"
+    return "server_error" if http_status >= 500 else "invalid_request_error"
+
+
+def _retry_headers(delay_s: float | None) -> dict[str, str]:
+    """Whole seconds as HTTP has it, and milliseconds as OpenAI's clients read first."""
+    if delay_s is None:
+        return {}
+    return {"Retry-After": str(math.ceil(delay_s)), "Retry-After-Ms": str(round(delay_s * 1000))}

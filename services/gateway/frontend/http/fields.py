@@ -1,0 +1,143 @@
+"""Parts of the bodies: what single fields may be, and the objects in them.
+
+A list stops at its first wrong item, and an object with too many fields is refused as a whole: a
+body has few errors, however large it is.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+
+from services.gateway.frontend.api import ChatMessage, Received
+from services.gateway.frontend.http.ignored_fields import without_ignored
+from services.gateway.intake.prompts import MAX_MESSAGES
+from services.protocol.ticket import FinishReason
+
+MAX_FIELDS = 128
+"""Of one object of a body."""
+
+MAX_PROMPTS = 128
+"""Prompts of one body; each is a request of its own."""
+
+Integers = Annotated[list[int], Field(fail_fast=True)]
+Strings = Annotated[list[str], Field(fail_fast=True)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_ignored(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        if len(fields) > MAX_FIELDS:
+            raise ValueError(f"an object of {len(fields)} fields, at most {MAX_FIELDS}")
+        return without_ignored(fields, cls.model_fields)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ReceivedBody(Body):
+    """What the client has got of one choice, with the end if it has that."""
+
+    index: int
+    token_ids: Integers
+    finish_reason: Literal["stop", "length"] | None = None
+
+    def told(self) -> Received:
+        finish = None if self.finish_reason is None else FinishReason(self.finish_reason)
+        return Received(self.index, tuple(self.token_ids), finish)
+
+
+def texts(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("must be a string or a list of strings")
+    return tuple(texts)
+
+
+def biases_of(value: Any) -> tuple[tuple[int, float], ...]:
+    """By rising token id; JSON's keys are strings."""
+    biases = {} if value is None else value
+    if not isinstance(biases, dict) or any(
+        isinstance(bias, bool) or not isinstance(bias, int | float) for bias in biases.values()
+    ):
+        raise ValueError("must be an object of token ids and numbers")
+    for token_id in biases:
+        if not token_id.isdecimal():
+            raise ValueError(f"{token_id!r} is not a token id")
+    try:
+        return tuple(sorted((int(token_id), float(bias)) for token_id, bias in biases.items()))
+    except OverflowError as error:
+        raise ValueError("a bias is too large") from error
+
+
+def optional_tuple(values: list[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
+
+
+def prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and _are_token_ids(value):
+        return (tuple(value),)
+    wrong = ValueError("must be text, token ids, or a list of either")
+    if not isinstance(value, list) or not _types(value) <= {str, list}:
+        raise wrong
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"{len(value)} prompts, at most {MAX_PROMPTS}")
+    if not all(isinstance(prompt, str) or _are_token_ids(prompt) for prompt in value):
+        raise wrong
+    return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in value)
+
+
+def unless_false(value: Any) -> Any:
+    """In a chat it is a flag; standard clients send an idle one here too."""
+    return None if value is False else value
+
+
+def _are_token_ids(value: Any) -> bool:
+    """An empty list is an empty prompt."""
+    return isinstance(value, list) and _types(value) <= {int}
+
+
+def _types(values: list[Any]) -> set[type]:
+    return set(map(type, values))
+
+
+def _content(value: Any) -> str:
+    """Text, or parts of type text, which are lines. null is an empty text, as vLLM has it."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be text or a list of text parts")
+    return "\n".join(map(_part, value))
+
+
+def _part(part: Any) -> str:
+    match part:
+        case {"type": "text", "text": str(text), **others} if not others:
+            return text
+        case {"type": str(kind)} if kind != "text":
+            raise ValueError(f"content parts of type {kind!r} are not supported, only 'text'")
+    raise ValueError('a text part is {"type": "text", "text": "..."}')
+
+
+class MessageBody(Body):
+    role: str = Field(min_length=1)
+    content: Annotated[str, PlainValidator(_content)]
+    name: str | None = None
+
+    def message(self) -> ChatMessage:
+        return ChatMessage(self.role, self.content, self.name or "")
+
+
+Messages = Annotated[list[MessageBody], Field(fail_fast=True, max_length=MAX_MESSAGES)]

@@ -1,0 +1,91 @@
+"""Logprobs in the shapes of OpenAI's two endpoints."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.gateway.frontend.api import Candidate, PromptReport, TokenLogprobs
+from services.protocol.logprobs import MAX_LOGPROBS
+
+JSON = dict[str, Any]
+
+_LEAST = -9999.0
+"""For what has no number in JSON: the logarithm of 0. vLLM's."""
+
+
+def text_logprobs(
+    tokens: Sequence[TokenLogprobs], begin: int = 0, num_top: int = MAX_LOGPROBS
+) -> JSON:
+    """Of a text completion; their text begins at `begin`. The token that is there is among
+    `top_logprobs` too, so that there may be one more than was asked for."""
+    return {
+        "text_offset": [begin + token.text_offset for token in tokens],
+        "token_logprobs": [_number(token.chosen) for token in tokens],
+        "tokens": [_name(token.chosen) for token in tokens],
+        "top_logprobs": [
+            {_name(each): _number(each) for each in (token.chosen, *token.top[:num_top])}
+            for token in tokens
+        ],
+    }
+
+
+def echoed_logprobs(prompt: PromptReport, num_top: int) -> JSON:
+    """Of an echoed prompt. Nobody knows how likely its first token was."""
+    first = Candidate(prompt.token_ids[0], 0.0, 0, prompt.first_token)
+    nobody_knows: JSON = {
+        "text_offset": [0],
+        "token_logprobs": [None],
+        "tokens": [_name(first)],
+        "top_logprobs": [None],
+    }
+    return joined(nobody_knows, text_logprobs(prompt.logprobs, num_top=num_top))
+
+
+def joined(first: JSON, then: JSON) -> JSON:
+    return {name: first[name] + then[name] for name in first}
+
+
+def prompt_logprobs(prompt: PromptReport, num_top: int) -> list[JSON | None]:
+    """vLLM's, of either endpoint: by token id, with the `num_top` likeliest, null for the first."""
+    return [
+        None,
+        *(
+            {str(each.token_id): _named(each) for each in (token.chosen, *token.top[:num_top])}
+            for token in prompt.logprobs
+        ),
+    ]
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprobs]) -> JSON:
+    """Of a chat completion."""
+    content = [
+        {**_entry(token.chosen), "top_logprobs": list(map(_entry, token.top))} for token in tokens
+    ]
+    return {"content": content}
+
+
+def _named(candidate: Candidate) -> JSON:
+    return {
+        "logprob": _number(candidate),
+        "rank": candidate.rank,
+        "decoded_token": _name(candidate),
+    }
+
+
+def _entry(candidate: Candidate) -> JSON:
+    return {
+        "token": _name(candidate),
+        "logprob": _number(candidate),
+        "bytes": list(candidate.token),
+    }
+
+
+def _number(candidate: Candidate) -> float:
+    return max(candidate.logprob, _LEAST)
+
+
+def _name(candidate: Candidate) -> str:
+    """Part of a character is told by its bytes, so that tokens do not get one name."""
+    try:
+        return candidate.token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in candidate.token)

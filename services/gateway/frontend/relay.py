@@ -1,0 +1,128 @@
+"""Passes operations on, unchanged, to the service that has them: the block manager of the registry,
+and the supervisor of this run. They are served on a listener of their own, never on the public one.
+
+Messages go on as the bytes that came, once it is clear that they are messages: what an operation of
+a later version has, needs nothing here but its name in the service's description.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.message_factory import GetMessageClass
+from grpc import aio
+
+from quire.v1 import block_manager_pb2, supervisor_pb2
+from services.common.errors import NoSupervisor, QuireError, Unavailable
+from services.common.rpc.interceptor import CODE_TRAILER
+from services.common.rpc.proof import Proof
+from services.common.rpc.transport import from_rpc_error, open_channel
+
+_PASSED_ON = ("x-request-id",)
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """A service, and what is raised when nobody is there to serve it, or nobody answers."""
+
+    descriptor: Any
+    absent: Callable[[], QuireError]
+    silent: Callable[[], QuireError]
+
+    @property
+    def name(self) -> str:
+        return str(self.descriptor.full_name)
+
+
+BLOCK_MANAGER = Relayed(
+    block_manager_pb2.DESCRIPTOR.services_by_name["BlockManager"],
+    absent=lambda: Unavailable("the block manager is not there; try again"),
+    silent=lambda: Unavailable("the block manager does not answer; try again"),
+)
+SUPERVISOR = Relayed(
+    supervisor_pb2.DESCRIPTOR.services_by_name["Supervisor"],
+    absent=lambda: NoSupervisor(
+        "this gateway was not started by `quire serve`: scale with what started it, "
+        "e.g. docker compose up --scale decode=3"
+    ),
+    silent=lambda: Unavailable("the supervisor does not answer; try again"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where the service is now. `member_id`: of a service that takes calls with a proof for it
+    only; empty: its socket is open to its own user only, and needs no proof."""
+
+    address: str
+    member_id: str = ""
+
+
+class Relay:
+    """`find` answers where the service is at the moment; None: nobody is there."""
+
+    def __init__(
+        self, relayed: Relayed, find: Callable[[], Target | None], rpc_key: bytes = b""
+    ) -> None:
+        self._relayed = relayed
+        self._rpc_key = rpc_key
+        self._find = find
+        self._address = ""
+        self._channel: aio.Channel | None = None
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """One handler per operation, bytes in and bytes out."""
+        return grpc.method_handlers_generic_handler(
+            self._relayed.name,
+            {
+                method.name: grpc.unary_unary_rpc_method_handler(self._operation(method))
+                for method in self._relayed.descriptor.methods
+            },
+        )
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+
+    def _operation(self, method: Any) -> Callable[[bytes, Any], Any]:
+        message = GetMessageClass(method.input_type)
+        name = f"/{self._relayed.name}/{method.name}"
+
+        async def call(request: bytes, context: aio.ServicerContext[bytes, bytes]) -> bytes:
+            message.FromString(request)  # DecodeError is the client's
+            target = self._find()
+            if target is None:
+                raise self._relayed.absent()
+            relayed: Any = (await self._connected(target.address)).unary_unary(name)
+            proof = Proof(self._rpc_key, name, target.member_id) if target.member_id else None
+            metadata = _metadata(context) + (proof.metadata if proof else ())
+            running = relayed(request, timeout=context.time_remaining(), metadata=metadata)
+            try:
+                answer: bytes = await running
+            except aio.AioRpcError as error:
+                raise self._as_ours(error) from error
+            if proof is not None:
+                proof.check(await running.initial_metadata())
+            return answer
+
+        return call
+
+    async def _connected(self, address: str) -> aio.Channel:
+        if self._channel is None or address != self._address:
+            await self.close()
+            self._address = address
+            self._channel = open_channel(address)
+        return self._channel
+
+    def _as_ours(self, error: aio.AioRpcError) -> QuireError:
+        """Their own error as it is; gRPC's, when nobody answers, in words."""
+        said_by_it = any(key == CODE_TRAILER for key, _ in error.trailing_metadata() or ())
+        if error.code() is grpc.StatusCode.UNAVAILABLE and not said_by_it:
+            return self._relayed.silent()
+        return from_rpc_error(error)
+
+
+def _metadata(context: aio.ServicerContext[Any, Any]) -> tuple[tuple[str, str | bytes], ...]:
+    received = context.invocation_metadata() or ()
+    return tuple((key, value) for key, value in received if key in _PASSED_ON)

@@ -1,0 +1,180 @@
+"""The Inference service: protobuf at the edge of the gateway."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from grpc import aio
+
+from quire.v1 import inference_pb2, inference_pb2_grpc, logprobs_pb2, sampling_pb2
+from services.common.errors import InvalidRequest
+from services.gateway.frontend.api import (
+    Candidate,
+    ChatMessage,
+    Delta,
+    GenerationRequest,
+    Generator,
+    Prompt,
+    Received,
+    RequestedBeams,
+    RequestedSampling,
+    TokenLogprobs,
+    Usage,
+)
+from services.gateway.intake.identity import with_resume_token
+from services.gateway.intake.prompts import check_num_messages
+from services.protocol.codec import (
+    early_stopping_from_wire,
+    finish_reason_from_wire,
+    finish_reason_to_wire,
+)
+
+SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+
+_OPTIONAL_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "skip_special_tokens"),
+    *("n", "best_of", "logprobs", "prompt_logprobs"),
+)
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """Errors are raised as they are; the server's interceptor turns them into statuses."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        try:
+            asked = with_resume_token(_request_from_wire(request, context.time_remaining()))
+        except InvalidRequest as error:
+            self._generator.refused(request.request_id, request.model, error.code, str(error))
+            raise
+        untold_token = asked.resume_token
+        async with aclosing(self._generator.generate(asked)) as deltas:
+            async for delta in deltas:
+                yield _response(delta, untold_token)
+                untold_token = ""
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse(
+            models=[
+                inference_pb2.Model(
+                    id=model.model,
+                    max_model_len=model.max_model_len,
+                    block_size=model.block_size,
+                    dtype=model.dtype,
+                )
+                for model in self._generator.models()
+            ]
+        )
+
+
+def _request_from_wire(
+    message: inference_pb2.GenerateRequest, timeout_s: float | None
+) -> GenerationRequest:
+    return GenerationRequest(
+        prompt=_prompt(message),
+        request_id=message.request_id,
+        model=message.model,
+        sampling=_sampling(message.sampling),
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        timeout_s=timeout_s,
+        received=_received(message.received) if message.HasField("received") else None,
+        resume_token=message.resume_token,
+    )
+
+
+def _received(message: inference_pb2.Received) -> tuple[Received, ...]:
+    return tuple(
+        Received(s.index, tuple(s.token_ids), finish_reason_from_wire(s.finish_reason))
+        for s in message.sequences
+    )
+
+
+def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:
+    match message.WhichOneof("input"):
+        case "text":
+            return message.text
+        case "token_ids":
+            return tuple(message.token_ids.ids)
+        case "chat":
+            check_num_messages(len(message.chat.messages))
+            return tuple(ChatMessage(m.role, m.content, m.name) for m in message.chat.messages)
+    raise InvalidRequest("no input: one of text, token_ids and chat is needed")
+
+
+def _sampling(message: sampling_pb2.SamplingParams) -> RequestedSampling:
+    asked = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
+    return RequestedSampling(
+        **asked,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        allowed_token_ids=tuple(message.allowed_token_ids) or None,
+        bad_words=tuple(message.bad_words),
+        include_stop_str_in_output=message.include_stop_str_in_output,
+        beam=_beams(message.beam) if message.HasField("beam") else None,
+    )
+
+
+def _beams(message: sampling_pb2.BeamSearch) -> RequestedBeams:
+    return RequestedBeams(
+        width=message.width,
+        length_penalty=message.length_penalty if message.HasField("length_penalty") else None,
+        early_stopping=early_stopping_from_wire(message.early_stopping),
+    )
+
+
+def _response(delta: Delta, resume_token: str) -> inference_pb2.GenerateResponse:
+    sequence = inference_pb2.SequenceDelta(
+        index=delta.index,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        finish_reason=finish_reason_to_wire(delta.finish_reason),
+        logprobs=map(_token_logprobs, delta.logprobs),
+        score=delta.score,
+    )
+    if isinstance(delta.stopped_by, str):
+        sequence.stop_string = delta.stopped_by
+    elif delta.stopped_by is not None:
+        sequence.stop_token_id = delta.stopped_by
+    response = inference_pb2.GenerateResponse(
+        request_id=delta.request_id, deltas=(sequence,), resume_token=resume_token
+    )
+    if delta.prompt is not None:
+        response.prompt_logprobs.extend(map(_token_logprobs, delta.prompt.logprobs))
+    if delta.usage is not None:
+        response.usage.CopyFrom(_usage(delta.usage))
+    return response
+
+
+def _token_logprobs(logprobs: TokenLogprobs) -> logprobs_pb2.TokenLogprobs:
+    return logprobs_pb2.TokenLogprobs(
+        chosen=_candidate(logprobs.chosen), top=map(_candidate, logprobs.top)
+    )
+
+
+def _candidate(candidate: Candidate) -> logprobs_pb2.Candidate:
+    return logprobs_pb2.Candidate(
+        token_id=candidate.token_id,
+        logprob=candidate.logprob,
+        rank=candidate.rank,
+        token=candidate.token,
+    )
+
+
+def _usage(usage: Usage) -> inference_pb2.Usage:
+    return inference_pb2.Usage(
+        num_prompt_tokens=usage.num_prompt_tokens,
+        num_cached_tokens=usage.num_cached_tokens,
+        num_generated_tokens=usage.num_generated_tokens,
+        time_to_first_token_ms=usage.time_to_first_token_ms,
+        num_preemptions=usage.num_preemptions,
+    )

@@ -1,0 +1,258 @@
+"""What a request must be before it may wait: valid, tokenized, with every default resolved, and
+able to fit at all. Whatever is wrong is said here, at once, with the numbers."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from blockstore.records import PoolSpec
+from services.common.errors import PromptTooLong
+from services.gateway.frontend.api import GenerationRequest, Received
+from services.gateway.intake.checks import check_text, require
+from services.gateway.intake.prompts import (
+    check_token_ids,
+    context_length,
+    prompt_too_long,
+    token_ids_of,
+)
+from services.gateway.intake.sampling import resolve_sampling
+from services.gateway.workers.directory import Served
+from services.protocol.logprobs import MAX_LOGPROBS
+from services.protocol.ticket import MAX_SEQUENCES, PRIORITIES, SamplingParams, TicketSequence
+
+MAX_SALT_CHARS = 1024
+MAX_LOGPROBS_AT_ONCE = 1 << 18
+"""Of a prompt, or of a sequence that comes whole: some 7 MB of a message, which may have 16 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that may wait. `request_id`: what gateway and workers call it. `arrived_at` and
+    `deadline` are times of the event loop's clock; `received`: what its client has of a call that
+    broke; None: a new request. `num_best`: it is told of so many of its sequences, the best; None:
+    of all."""
+
+    request_id: str
+    model: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    priority: int
+    cache_salt: str
+    arrived_at: float
+    deadline: float | None
+    vocab_size: int
+    num_sequences: int = 1
+    num_best: int | None = None
+    received: tuple[Received, ...] | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str: bool = False
+    skip_special_tokens: bool = True
+
+    @property
+    def to_go_on(self) -> tuple[TicketSequence, ...]:
+        """The sequences that have not ended, with the tokens that the client has of them. Where
+        the best are chosen it has none: nobody knows yet which those are that it has."""
+        known = self.received if self.num_best is None else None
+        received = {told.index: told for told in known or ()}
+        told = (received.get(index, Received(index)) for index in range(self.num_sequences))
+        return tuple(TicketSequence(t.index, t.token_ids) for t in told if not t.finish_reason)
+
+    def continues(self, other: "Admitted") -> bool:
+        """Whether this is the same request as another one."""
+        return (
+            (self.model, self.prompt_token_ids) == (other.model, other.prompt_token_ids)
+            and self.sampling.draws_like(other.sampling)
+            and (self.stop, self.cache_salt) == (other.stop, other.cache_salt)
+            and self.prompt_logprobs == other.prompt_logprobs
+            and self.include_stop_str == other.include_stop_str
+            and self.skip_special_tokens == other.skip_special_tokens
+            and self.num_sequences == other.num_sequences
+            and self.num_best == other.num_best
+        )
+
+    @property
+    def width(self) -> int:
+        """How many sequences run for it at a time: those that it asks for, or its beams."""
+        return self.num_sequences if self.sampling.beam is None else self.sampling.beam.width
+
+    def misfit(self, spec: PoolSpec) -> str:
+        """Why it can never fit a pool; "" when it can."""
+        num_prompt, max_tokens = len(self.prompt_token_ids), self.sampling.max_tokens
+        return misfit(num_prompt, max_tokens, spec, self.width)
+
+
+async def admit(
+    request: GenerationRequest,
+    request_id: str,
+    name: str,
+    served: Served,
+    arrived_at: float,
+    deadline: float | None,
+) -> Admitted:
+    """InvalidRequest, PromptTooLong."""
+    asked = request.sampling
+    check_text("cache_salt", request.cache_salt, MAX_SALT_CHARS)
+    check_logprobs("logprobs", asked.logprobs)
+    check_logprobs("prompt_logprobs", asked.prompt_logprobs)
+    check_num_sequences(asked.n, asked.best_of)
+    sampling = await resolve_sampling(asked, served.model)
+    check_slots(asked.width, served.most_slots)
+    prompt = await token_ids_of(
+        request.prompt, served.model, served.max_model_len, request.template_arguments
+    )
+    max_tokens = resolve_max_tokens(
+        *(len(prompt), asked.max_tokens, served.max_model_len, served.specs, asked.width),
+        usual=asked.usual_tokens,
+    )
+    check_logprobs_at_once("prompt_logprobs", len(prompt), asked.prompt_logprobs)
+    if asked.chooses:
+        check_logprobs_at_once("logprobs", max_tokens, asked.logprobs)
+    require(
+        sampling.min_tokens <= max_tokens,
+        f"min_tokens is {sampling.min_tokens}, max_tokens only {max_tokens}",
+    )
+    check_received(request, max_tokens, sampling.temperature, served.model.config.vocab_size)
+    return Admitted(
+        request_id=request_id,
+        model=name,
+        prompt_token_ids=prompt,
+        sampling=replace(sampling, max_tokens=max_tokens),
+        stop=asked.stop,
+        include_stop_str=asked.include_stop_str_in_output,
+        skip_special_tokens=asked.skip_special_tokens,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        arrived_at=arrived_at,
+        deadline=deadline,
+        vocab_size=served.model.config.vocab_size,
+        num_sequences=asked.n if asked.best_of is None else asked.best_of,
+        num_best=asked.n if asked.chooses else None,
+        received=request.received,
+        prompt_logprobs=asked.prompt_logprobs,
+    )
+
+
+def check_priority(priority: int, *, client_priority: bool) -> None:
+    require(
+        priority == 0 or client_priority,
+        f"priority is {priority}, but this deployment takes no priority from clients; `quire serve "
+        "--client-priority`, or QUIRE_GATEWAY_CLIENT_PRIORITY=true, allows it",
+    )
+    low, high = PRIORITIES[0], PRIORITIES[-1]
+    require(low <= priority <= high, f"priority is {priority}, not in [{low}, {high}]")
+
+
+def check_logprobs(name: str, num_top: int | None) -> None:
+    require(
+        num_top is None or 0 <= num_top <= MAX_LOGPROBS,
+        f"{name} is {num_top}, not in [0, {MAX_LOGPROBS}]",
+    )
+
+
+def check_logprobs_at_once(name: str, num_tokens: int, num_top: int | None) -> None:
+    num_logprobs = 0 if num_top is None else num_tokens * (1 + num_top)
+    require(
+        num_logprobs <= MAX_LOGPROBS_AT_ONCE,
+        f"{name} {num_top} of {num_tokens} tokens are {num_logprobs} logprobs, at most "
+        f"{MAX_LOGPROBS_AT_ONCE} at once",
+    )
+
+
+def check_received(
+    request: GenerationRequest, max_tokens: int, temperature: float, vocab_size: int
+) -> None:
+    """What it takes to go on with a request that another call began."""
+    if request.received is None:
+        return
+    require(
+        not temperature or request.sampling.seed is not None,
+        "a sampled request goes on with its seed only",
+    )
+    num_sequences, num_received = request.sampling.n, len(request.received)
+    require(
+        num_received <= num_sequences, f"{num_received} sequences received; n is {num_sequences}"
+    )
+    indices = [told.index for told in request.received]
+    require(
+        len(set(indices)) == len(indices) and all(0 <= index < num_sequences for index in indices),
+        f"received is of sequences {indices}; n is {num_sequences}",
+    )
+    num_ended = sum(told.finish_reason is not None for told in request.received)
+    require(num_ended < num_sequences, "all that was asked for has been received")
+    for told in request.received:
+        num_received = len(told.token_ids)
+        require(
+            request.sampling.beam is None or told.finish_reason is not None,
+            "a beam search tells whole sequences; what was received of one has not ended",
+        )
+        require(
+            num_received < max_tokens + (told.finish_reason is not None),
+            f"{num_received} tokens received, max_tokens is {max_tokens}",
+        )
+        check_token_ids("received", told.token_ids, vocab_size)
+        require(
+            told.finish_reason is not None or not told.token_ids or not request.sampling.chooses,
+            f"part of sequence {told.index} received; with best_of each comes whole",
+        )
+
+
+def check_num_sequences(n: int, best_of: int | None) -> None:
+    require(1 <= n <= MAX_SEQUENCES, f"n is {n}, not in [1, {MAX_SEQUENCES}]")
+    require(
+        best_of is None or n <= best_of <= MAX_SEQUENCES,
+        f"best_of is {best_of}, not in [{n}, {MAX_SEQUENCES}]; n is {n}",
+    )
+
+
+def check_slots(width: int, most_slots: int | None) -> None:
+    """`most_slots`: of any decode worker; None: there is none now."""
+    require(
+        most_slots is None or width <= most_slots,
+        f"{width} sequences; the decode workers run at most {most_slots} at a time",
+    )
+
+
+def resolve_max_tokens(
+    num_prompt: int,
+    asked: int | None,
+    max_model_len: int,
+    specs: Sequence[PoolSpec],
+    num_sequences: int,
+    *,
+    usual: int | None = None,
+) -> int:
+    """As asked for, where it fits; absent: all that context and largest pool leave, at most the
+    `usual` number."""
+    if num_prompt + 1 > max_model_len:
+        raise prompt_too_long(str(num_prompt), max_model_len)
+    if asked is not None and num_prompt + asked > max_model_len:
+        raise PromptTooLong(
+            f"{context_length(max_model_len)} However, you requested {num_prompt + asked} tokens: "
+            f"the prompt's {num_prompt} and max_tokens {asked}"
+        )
+    pool = max(specs, key=lambda spec: spec.num_blocks * spec.block_size)
+    num_shared = num_prompt // pool.block_size
+    num_own = (pool.num_blocks - num_shared) // num_sequences
+    room = (num_shared + num_own) * pool.block_size - num_prompt
+    left = min(max_model_len - num_prompt, max(room, 1))
+    max_tokens = asked or (left if usual is None else min(left, usual))
+    if problem := misfit(num_prompt, max_tokens, pool, num_sequences):
+        raise PromptTooLong(problem)
+    return max_tokens
+
+
+def misfit(num_prompt: int, max_tokens: int, spec: PoolSpec, num_sequences: int) -> str:
+    """Why a request can never fit a pool; "" when it can. Its sequences share the prompt's full
+    blocks."""
+    num_shared = num_prompt // spec.block_size
+    num_own = math.ceil((num_prompt + max_tokens) / spec.block_size) - num_shared
+    num_blocks = num_shared + num_sequences * num_own
+    if num_blocks <= spec.num_blocks:
+        return ""
+    times = f", {num_sequences} times," if num_sequences > 1 else ""
+    return (
+        f"{context_length(spec.num_blocks * spec.block_size)} That is the room of its KV pool: "
+        f"prompt ({num_prompt} tokens) and max_tokens ({max_tokens}){times} need {num_blocks} "
+        f"blocks of {spec.block_size} tokens; the pool has {spec.num_blocks}"
+    )

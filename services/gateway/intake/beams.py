@@ -1,0 +1,53 @@
+"""What a beam search may be asked for, and with what it makes no sense."""
+
+from dataclasses import replace
+from typing import Any
+
+from services.common.errors import InvalidRequest
+from services.gateway.frontend.api import RequestedSampling
+from services.protocol.ticket import MAX_BEAM_WIDTH, MAX_LENGTH_PENALTY, BeamParams
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "temperature": (0, 1),
+    "top_k": (0, -1),
+    "top_p": (1,),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ((),),
+    "allowed_token_ids": ((),),
+    "bad_words": ((),),
+    "stop": ((),),
+    "best_of": (),
+    "logprobs": (),
+    "prompt_logprobs": (),
+}
+"""Parameters that a beam search does without, and what of them changes nothing; absent ones never
+do, whatever the model's generation_config says: it is about sampling."""
+
+
+def resolve_beam(asked: RequestedSampling) -> BeamParams | None:
+    """None: no beam search. InvalidRequest."""
+    beam = asked.beam
+    if beam is None:
+        return None
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(asked, name)
+        if value is not None and value not in neutral:
+            raise InvalidRequest(f"{name} is {value!r}: a beam search does without")
+    width, penalty = beam.width, 1.0 if beam.length_penalty is None else beam.length_penalty
+    if not 0 < width <= MAX_BEAM_WIDTH:
+        raise InvalidRequest(f"a beam width of {width}, not in [1, {MAX_BEAM_WIDTH}]")
+    if asked.n > width:
+        raise InvalidRequest(f"n is {asked.n}, the beam width only {width}")
+    if not abs(penalty) <= MAX_LENGTH_PENALTY:
+        most = MAX_LENGTH_PENALTY
+        raise InvalidRequest(f"length_penalty is {penalty}, not in [{-most:g}, {most:g}]")
+    return BeamParams(width, asked.n, penalty, beam.early_stopping)
+
+
+def neutral(asked: RequestedSampling) -> RequestedSampling:
+    """With nothing left to chance: the likeliest token is what a search of one beam takes."""
+    return replace(asked, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)

@@ -1,0 +1,137 @@
+"""Prompts to token ids. Work that grows with the prompt is done in threads, and bounded: a text is
+refused after a look at as much of it as fills the context, not after all of it."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import cast
+
+from services.common.errors import InvalidRequest, PromptTooLong
+from services.gateway.frontend.api import ChatMessage, Prompt, TemplateArguments
+from services.gateway.intake.catalog import Model
+
+_SHORT_CHARS = 2048
+"""Up to here tokenizing takes less than passing it to a thread and back."""
+
+MAX_MESSAGES = 16_384
+"""Of a chat; rendering takes some 20 us for each."""
+
+_FIRST_LOOK_CHARS = 1 << 17
+_NUM_THREADS = 2
+
+_threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
+
+
+async def token_ids_of(
+    prompt: Prompt, model: Model, max_model_len: int, arguments: TemplateArguments | None = None
+) -> tuple[int, ...]:
+    """At least one token, each in the vocabulary. `arguments`: of a chat's template.
+
+    InvalidRequest, PromptTooLong.
+    """
+    work = partial(_token_ids, prompt, model, max_model_len, arguments or {})
+    if _num_chars(prompt) <= _SHORT_CHARS and not arguments:
+        token_ids = work()
+    else:
+        token_ids = await asyncio.get_running_loop().run_in_executor(_threads, work)
+    if not token_ids:
+        raise InvalidRequest("the prompt is empty")
+    return token_ids
+
+
+def check_num_messages(number: int) -> None:
+    """InvalidRequest."""
+    if number > MAX_MESSAGES:
+        raise InvalidRequest(f"{number} messages, at most {MAX_MESSAGES}")
+
+
+def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """InvalidRequest names one that is not in the vocabulary."""
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"{name}: {token_id} is not in the vocabulary of {vocab_size}")
+
+
+def _num_chars(prompt: Prompt) -> int:
+    if messages := _messages(prompt):
+        return sum(len(message.role) + len(message.content) for message in messages)
+    return len(prompt)
+
+
+def _messages(prompt: Prompt) -> tuple[ChatMessage, ...]:
+    """Of a chat; of any other prompt none."""
+    is_chat = bool(prompt) and isinstance(prompt[0], ChatMessage)
+    return cast("tuple[ChatMessage, ...]", prompt) if is_chat else ()
+
+
+def _token_ids(
+    prompt: Prompt, model: Model, max_model_len: int, arguments: TemplateArguments
+) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        return _encode(prompt, model, max_model_len, model.tokenizer.encode) if prompt else ()
+    if messages := _messages(prompt):
+        if _num_chars(prompt) > max_model_len * model.tokenizer.longest_token:
+            raise prompt_too_long(f"more than {max_model_len}", max_model_len)
+        text, hidden = _render(messages, model, arguments)
+        encode = partial(model.tokenizer.encode_chat, hidden=hidden)
+        return _encode(text, model, max_model_len, encode)
+    token_ids = cast("tuple[int, ...]", prompt)
+    if len(token_ids) >= max_model_len:
+        raise prompt_too_long(str(len(token_ids)), max_model_len)
+    check_token_ids("prompt", token_ids, model.config.vocab_size)
+    return token_ids
+
+
+def _render(
+    messages: Sequence[ChatMessage], model: Model, arguments: TemplateArguments
+) -> tuple[str, Mapping[str, str]]:
+    """The template puts special tokens where they belong; those that a client wrote are hidden."""
+    if model.chat_template is None:
+        raise InvalidRequest("this model has no chat template; send text or token ids")
+    for number, message in enumerate(messages):
+        if not message.role:
+            raise InvalidRequest(f"message {number} has no role")
+    written = {"messages": list(map(_fields, messages)), "arguments": arguments}
+    given, hidden = model.tokenizer.special.hide(written)
+    return model.chat_template.render(given["messages"], arguments=given["arguments"]), hidden
+
+
+def _fields(message: ChatMessage) -> dict[str, str]:
+    fields = {"role": message.role, "content": message.content}
+    return {**fields, "name": message.name} if message.name else fields
+
+
+def _encode(
+    text: str, model: Model, max_model_len: int, encode: Callable[[str], tuple[int, ...]]
+) -> tuple[int, ...]:
+    """Tokenize, looking at twice as much of a long text each time while it may still fit.
+
+    Cutting a text changes its tokens near the cut only; a tenth more than fits is surely too much.
+    """
+    surely_too_many = max_model_len + max_model_len // 10 + 64
+    look = _FIRST_LOOK_CHARS
+    while look < len(text):
+        num_seen = len(model.tokenizer.encode(text[:look], add_special_tokens=False))
+        if num_seen > surely_too_many:
+            raise prompt_too_long(f"more than {max_model_len}", max_model_len)
+        look *= 2
+    token_ids = encode(text)
+    if token_ids and max(token_ids) >= model.config.vocab_size:
+        raise InvalidRequest(
+            f"the prompt has token {max(token_ids)}, and the model's vocabulary only "
+            f"{model.config.vocab_size}"
+        )
+    return token_ids
+
+
+def prompt_too_long(num_tokens: str, max_model_len: int) -> PromptTooLong:
+    return PromptTooLong(
+        f"{context_length(max_model_len)} However, the prompt has {num_tokens} tokens; there must "
+        "be room for one more"
+    )
+
+
+def context_length(num_tokens: int) -> str:
+    """The sentence by which clients of OpenAI's API know that a request is too long."""
+    return f"This model's maximum context length is {num_tokens} tokens."

@@ -1,0 +1,1 @@
+"""One request on its way through the workers: state machine, tickets, crash attribution."""

@@ -1,0 +1,110 @@
+"""What is counted and logged of every request."""
+
+import asyncio
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry
+
+from services.common.rpc.error_table import INTERNAL_CODE, fault_of
+from services.common.runtime.logging import get_logger
+from services.common.runtime.metrics import GatewayMetrics
+from services.gateway.intake.identity import client_id
+from services.gateway.request.lifecycle import RequestLifecycle
+
+log = get_logger(__name__)
+
+_MAX_TEXT_CHARS = 1000
+"""Of what a client wrote in one line of the log."""
+
+
+class ModelMeter:
+    """The figures of one model's tokens."""
+
+    def __init__(self, metrics: GatewayMetrics, model: str) -> None:
+        self._ttft = metrics.time_to_first_token_s.labels(model)
+        self._inter_token = metrics.inter_token_latency_s.labels(model)
+        self._generated = metrics.generation_tokens.labels(model)
+
+    def first_token(self, after_s: float) -> None:
+        self._ttft.observe(after_s)
+
+    def tokens(self, num_tokens: int, after_s: float | None) -> None:
+        if after_s is not None:
+            self._inter_token.observe(after_s / num_tokens)
+        self._generated.inc(num_tokens)
+
+
+class RequestMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._metrics = GatewayMetrics(registry)
+        self._meters: dict[str, ModelMeter] = {}
+
+    def meter(self, model: str) -> ModelMeter:
+        if model not in self._meters:
+            self._meters[model] = ModelMeter(self._metrics, model)
+        return self._meters[model]
+
+    def watch(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
+        """Where the gauges are read from, whenever somebody asks."""
+        self._metrics.num_requests_running.set_function(num_running)
+        self._metrics.num_requests_waiting.set_function(num_waiting)
+
+    def refused(self, request_id: str, model: str, code: str, reason: str) -> None:
+        """Count a request that was refused before it was in line, and write its one line. `model`:
+        one that is served, or empty."""
+        self._metrics.requests_failed.labels(model, code).inc()
+        log.info(
+            "request_refused",
+            request_id=request_id[:_MAX_TEXT_CHARS],
+            model=model,
+            outcome=code,
+            reason=reason[:_MAX_TEXT_CHARS],
+        )
+
+    def has_ended(self, lifecycle: RequestLifecycle, error: Exception | None) -> None:
+        """Count a request, and write its one line."""
+        request, stats = lifecycle.client.request, lifecycle.client.output.stats
+        now = asyncio.get_running_loop().time()
+        outcome = _outcome(lifecycle, error)
+        metrics, model = self._metrics, request.model
+        metrics.e2e_request_latency_s.labels(model).observe(now - request.arrived_at)
+        metrics.prompt_tokens.labels(model).inc(stats.num_prompt_tokens)
+        metrics.prompt_tokens_cached.labels(model).inc(stats.num_cached_tokens)
+        metrics.num_preemptions.labels(model).inc(stats.num_preemptions)
+        metrics.num_moves.labels(model).inc(stats.num_moves)
+        if lifecycle.started_at is not None:
+            queued_s = lifecycle.started_at - request.arrived_at
+            metrics.request_queue_time_s.labels(model).observe(queued_s)
+        if lifecycle.client.output.finish_reason is not None:
+            metrics.requests_finished.labels(model, outcome).inc()
+        else:
+            metrics.requests_failed.labels(model, outcome).inc()
+        log.info(
+            "request_ended",
+            request_id=client_id(request.request_id),
+            model=model,
+            outcome=outcome,
+            reason=None if error is None else str(error),
+            num_prompt_tokens=stats.num_prompt_tokens,
+            num_cached_tokens=stats.num_cached_tokens,
+            num_sequences=request.num_sequences,
+            num_generated_tokens=stats.num_generated_tokens,
+            num_preemptions=stats.num_preemptions,
+            num_moves=stats.num_moves,
+            num_attempts=lifecycle.num_attempts,
+            time_to_first_token_ms=round(stats.time_to_first_token_s * 1000, 1),
+            duration_ms=round((now - request.arrived_at) * 1000, 1),
+        )
+
+
+def code_of(error: Exception) -> str:
+    """An error's code, as clients and figures know it."""
+    fault = fault_of(error)
+    return fault.code if fault else INTERNAL_CODE
+
+
+def _outcome(lifecycle: RequestLifecycle, error: Exception | None) -> str:
+    """In a word: a finish reason, an error's code, or `cancelled`."""
+    if lifecycle.client.output.finish_reason is not None:
+        return lifecycle.client.output.finish_reason.value
+    return "cancelled" if error is None else code_of(error)

@@ -1,0 +1,1 @@
+"""Queues, and where and when a request goes to which worker."""

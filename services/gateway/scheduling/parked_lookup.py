@@ -1,0 +1,77 @@
+"""Looks at the decode workers for a request that another gateway left there.
+
+See ADR 63.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from blockstore.records import PoolSpec
+from services.gateway.intake.admission import Admitted
+from services.gateway.request.leases import Entrusted
+from services.gateway.request.tickets import is_what_was_wanted, new_ticket
+from services.gateway.scheduling.router import Router
+from services.gateway.workers.messages import (
+    Failed,
+    Generated,
+    Malformed,
+    RequestEvent,
+    Requeued,
+    Resume,
+)
+from services.gateway.workers.worker import Worker
+from services.protocol.ticket import FinishReason, Ticket
+
+
+class ParkedLookup:
+    """Every worker is asked at once; the first that has it is the one. Those that answer later, or
+    never, are told to let go."""
+
+    def __init__(self, request: Admitted, attempt: int) -> None:
+        self._request = request
+        self._attempt = attempt
+        self._asked: dict[Worker, Ticket] = {}
+        self._found: asyncio.Future[Entrusted | None] = asyncio.get_running_loop().create_future()
+
+    async def run(
+        self, workers: Sequence[tuple[Worker, PoolSpec]], router: Router, timeout_s: float
+    ) -> Entrusted | None:
+        """The ticket at rest; None: nobody has it, and it is computed again."""
+        request, to_go_on = self._request, self._request.to_go_on
+        for worker, spec in workers:
+            root_hash = router.root(spec, request.cache_salt)
+            wanted = new_ticket(request, self._attempt, 0, spec.pool_id, root_hash, to_go_on)
+            self._asked[worker] = wanted
+            worker.send(Resume(wanted))
+        if not workers:
+            return None
+        try:
+            await asyncio.wait([self._found], timeout=timeout_s)
+            return self._found.result() if self._found.done() else None
+        finally:
+            for worker in self._asked:
+                worker.abort(self._request.request_id, self._attempt)
+
+    def on_event(self, sender: Worker, event: RequestEvent) -> None:
+        if sender not in self._asked or event.attempt != self._attempt:
+            return
+        wanted = self._asked[sender]
+        match event:
+            case Requeued(ticket=Ticket() as ticket) if is_what_was_wanted(ticket, wanted):
+                self._has_answered(sender, Entrusted(ticket, sender))
+            case Requeued(ticket=None) | Failed() | Generated(finish_reason=FinishReason()):
+                self._has_answered(sender, None)
+            case Requeued() | Malformed():  # whatever it is that it keeps for us
+                self._has_answered(sender, None)
+                sender.abort(self._request.request_id, self._attempt)
+
+    def on_lost(self, worker: Worker) -> None:
+        if worker in self._asked:
+            self._has_answered(worker, None)
+
+    def _has_answered(self, worker: Worker, found: Entrusted | None) -> None:
+        self._asked.pop(worker, None)
+        if found and self._found.done():
+            worker.abort(self._request.request_id, self._attempt)
+        elif not self._found.done() and (found or not self._asked):
+            self._found.set_result(found)

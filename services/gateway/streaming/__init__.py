@@ -1,0 +1,1 @@
+"""From tokens to what a client reads: text, logprobs, pacing, backpressure."""

@@ -1,0 +1,81 @@
+"""What the client of a request gets that wants the best of several: nothing while any of them goes
+on, since which are best is known at the end only; then the best, whole.
+
+See ADR 81.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from services.gateway.frontend.api import Delta, Received
+from services.gateway.streaming.logprob_text import PromptTeller
+from services.gateway.streaming.output import Meter, Output, RequestStats
+from services.gateway.streaming.pacer import StreamPacer
+from services.gateway.streaming.sequence import Sequence
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import FinishReason
+
+
+class BestOf(Output):
+    """The `num_best` sequences whose tokens have the highest mean logprob, numbered best first; of
+    equals the one with the lower index. What is kept until then is bounded by their length, and not
+    by how fast their client reads: it has nothing to read."""
+
+    def __init__(
+        self,
+        request_id: str,
+        stats: RequestStats,
+        sequences: Seq[Sequence],
+        meter: Meter,
+        clock: Callable[[], float],
+        prompt: PromptTeller | None = None,
+        pacer: StreamPacer | None = None,
+        *,
+        num_best: int,
+    ) -> None:
+        super().__init__(request_id, stats, sequences, meter, clock, prompt, pacer)
+        self._turns = deque()
+        self._num_best = num_best
+        self._places: dict[Sequence, int] = {}
+        self._received: frozenset[int] = frozenset()
+
+    def replay(self, received: Seq[Received]) -> None:
+        """By their places among the best: those are whole, and not told again."""
+        self._received = frozenset(told.index for told in received if told.finish_reason)
+
+    def is_ahead_of(self, other: Output) -> bool:
+        assert isinstance(other, BestOf)
+        return not self._received <= other._received
+
+    def catch_up(self, other: Output) -> None:
+        """Nobody has read any of it: it is all there, logprobs too."""
+        self.stats, self.sequences, self.living = other.stats, other.sequences, other.living
+        self._num_unread, self._prompt_logprobs = other._num_unread, other._prompt_logprobs
+
+    @property
+    def _backlog(self) -> int:
+        return 0
+
+    def write(
+        self,
+        index: int,
+        token_ids: tuple[int, ...],
+        finish: FinishReason | None,
+        logprobs: tuple[Logprobs, ...] = (),
+        score: float | None = None,
+    ) -> None:
+        super().write(index, token_ids, finish, logprobs, score)
+        if not self.living:
+            self._choose()
+
+    def _choose(self) -> None:
+        likeliest_first = sorted(self.sequences, key=lambda one: -one.mean_logprob)
+        best = likeliest_first[: self._num_best]
+        self._places = {sequence: place for place, sequence in enumerate(best)}
+        self._turns.extend(s for s, place in self._places.items() if place not in self._received)
+
+    def _take(self, sequence: Sequence) -> Delta:
+        delta = super()._take(sequence)
+        return replace(delta, index=self._places[sequence], score=sequence.mean_logprob)

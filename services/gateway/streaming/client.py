@@ -1,0 +1,142 @@
+"""Whom a request is for: what it has got, its deadline, and whether it reads.
+
+Another call may go on for a client that has lost its stream; then that is the client.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from services.common.errors import DeadlineExceeded, DuplicateRequest, Overloaded
+from services.gateway.intake.admission import Admitted
+from services.gateway.streaming.backpressure import Backpressure
+from services.gateway.streaming.output import Output
+from services.gateway.streaming.sequence import Sequence
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import FinishReason
+
+
+class Client:
+    """`on_read`: it has read what there was after a pause. `give_up`: it is too late for it, or it
+    reads too slowly."""
+
+    def __init__(
+        self,
+        request: Admitted,
+        output: Output,
+        read_window_s: float,
+        on_read: Callable[[], None],
+        give_up: Callable[[Exception], None],
+    ) -> None:
+        self._on_read = on_read
+        self._give_up = give_up
+        self._pause = Backpressure(read_window_s, self._not_read)
+        self._alarm: asyncio.TimerHandle | None = None
+        self._attend(request, output)
+
+    def _attend(self, request: Admitted, output: Output) -> None:
+        self.request, self.output = request, output
+        output.on_read = self._has_read
+        if self._alarm is not None:
+            self._alarm.cancel()
+        deadline, loop = request.deadline, asyncio.get_running_loop()
+        self._alarm = None if deadline is None else loop.call_at(deadline, self._too_late)
+
+    def resume(self, request: Admitted, output: Output) -> bool:
+        """Go on with another call: `output`, which has what its client has received, gets the rest,
+        and its deadline holds. True: nobody keeps logprobs, and where they are asked for the rest
+        is forgotten, to be computed again. DuplicateRequest: that is another request."""
+        before = self.output
+        if not request.continues(self.request) or output.is_ahead_of(before):
+            raise DuplicateRequest("what is running is another request than the one to go on with")
+        before.close(DuplicateRequest("another call goes on with this request"))
+        self._attend(request, output)
+        forgets = self.wants_logprobs and before.is_ahead_of(output)
+        if not forgets:
+            output.catch_up(before)
+        self._has_read()
+        return forgets
+
+    def write(
+        self,
+        index: int,
+        token_ids: tuple[int, ...],
+        finish: FinishReason | None,
+        logprobs: tuple[Logprobs, ...] = (),
+        score: float | None = None,
+    ) -> None:
+        """Of a sequence that has not ended. Who is too far behind pauses, or is given up."""
+        self.output.write(index, token_ids, finish, logprobs, score)
+        if self.output.overflowing:
+            self._not_read()
+        elif self.output.congested:
+            self._pause.begin()
+
+    @property
+    def due_prompt_logprobs(self) -> int | None:
+        """With how many of the likeliest tokens the logprobs of its prompt are to be told; None:
+        they are not, or it has them."""
+        return None if self.output.has_begun else self.request.prompt_logprobs
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Of what it has not received yet: to be told them, or to have the best chosen by them."""
+        request = self.request
+        has_prompt = any(told.token_ids for told in request.received or ())
+        of_prompt = request.prompt_logprobs is not None and not has_prompt
+        return request.sampling.logprobs is not None or of_prompt
+
+    @property
+    def living(self) -> tuple[Sequence, ...]:
+        """The sequences that have not ended."""
+        return self.output.living
+
+    def living_sequence(self, index: int) -> Sequence | None:
+        """None: there is none of this index, or it has ended."""
+        sequence = self._sequence(index)
+        return None if sequence is None or sequence.has_ended else sequence
+
+    def is_over(self, index: int) -> bool:
+        """Whether there was such a sequence, and it has ended."""
+        sequence = self._sequence(index)
+        return sequence is not None and sequence.has_ended
+
+    def _sequence(self, index: int) -> Sequence | None:
+        sequences = self.output.sequences
+        return sequences[index] if index < len(sequences) else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt, and received so far of the sequences that have not ended."""
+        num_received = sum(len(sequence.tokens) for sequence in self.living)
+        return len(self.request.prompt_token_ids) + num_received
+
+    @property
+    def pauses(self) -> bool:
+        """It has not read what there is."""
+        return self._pause.is_on
+
+    def timeout_ms(self) -> int:
+        """What is left of its deadline; 0: it has none."""
+        if self.request.deadline is None:
+            return 0
+        left_s = self.request.deadline - asyncio.get_running_loop().time()
+        return max(1, round(left_s * 1000))
+
+    def close(self, error: Exception | None) -> None:
+        """Nothing more comes."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._pause.end()
+        self.output.close(error)
+
+    def _has_read(self) -> None:
+        if self._pause.is_on:
+            self._pause.end()
+            self._on_read()
+
+    def _not_read(self) -> None:
+        text = "the client reads too slowly; its request was cancelled"
+        self._give_up(Overloaded(text, 0.0))
+
+    def _too_late(self) -> None:
+        self._give_up(DeadlineExceeded("the request's deadline has passed"))

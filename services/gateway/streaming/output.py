@@ -1,0 +1,254 @@
+"""What the client of a request gets: deltas of its sequences as they come, from a bounded buffer.
+
+Workers write, the client reads; what it has not read yet of a sequence becomes one delta, so that a
+client (or an event loop) that is behind costs less per token, not more.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.gateway.frontend.api import Delta, PromptReport, Received, Usage
+from services.gateway.streaming.logprob_text import PromptTeller
+from services.gateway.streaming.pacer import StreamPacer
+from services.gateway.streaming.sequence import Sequence
+from services.protocol.logprobs import Logprobs
+from services.protocol.ticket import FinishReason
+
+PAUSE_UNREAD_TOKENS = 1024
+"""A client that leaves more than this of a sequence unread does not keep up: its request pauses."""
+
+PAUSE_AFTER_S = 5.0
+"""A client that has taken nothing for so long, seconds, although there is more for it, does not
+keep up either."""
+
+MAX_UNREAD_TOKENS = 8192
+"""More than this is cancelled, should a worker not let go of what is to pause."""
+
+
+class Meter(Protocol):
+    """Where figures go; `services.gateway.request_metrics`."""
+
+    def first_token(self, after_s: float) -> None:
+        """A request's, of whichever sequence."""
+
+    def tokens(self, num_tokens: int, after_s: float | None) -> None:
+        """Of one sequence, since its last one; None: it had none before."""
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """What usage is made of."""
+
+    num_prompt_tokens: int
+    arrived_at: float
+    reports_cached: bool = True
+    """Whether the client may know `num_cached_tokens`."""
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_moves: int = 0
+    first_token_at: float | None = None
+    prefilled: bool = False
+
+    def saw_prefill(self, num_cached_tokens: int) -> None:
+        """Only the first prefill found anything that others had computed."""
+        if not self.prefilled:
+            self.prefilled = True
+            self.num_cached_tokens = num_cached_tokens
+
+    @property
+    def time_to_first_token_s(self) -> float:
+        return 0.0 if self.first_token_at is None else self.first_token_at - self.arrived_at
+
+    def usage(self) -> Usage:
+        return Usage(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens if self.reports_cached else None,
+            num_generated_tokens=self.num_generated_tokens,
+            time_to_first_token_ms=self.time_to_first_token_s * 1000,
+            num_preemptions=self.num_preemptions,
+        )
+
+
+class Output:
+    """One request's; `sequences` by index. `prompt`: where its client is told of its prompt.
+    `pacer`: where its reader waits for its turn among those of others."""
+
+    def __init__(
+        self,
+        request_id: str,
+        stats: RequestStats,
+        sequences: Seq[Sequence],
+        meter: Meter,
+        clock: Callable[[], float],
+        prompt: PromptTeller | None = None,
+        pacer: StreamPacer | None = None,
+    ) -> None:
+        self.stats = stats
+        self.sequences = tuple(sequences)
+        self.living = self.sequences
+        """Those that have not ended."""
+        self.finish_reason: FinishReason | None = None
+        """Of the sequence that ended last, once all have."""
+        self.tells_usage = False
+        """With every delta, not only the last."""
+        self._request_id = request_id
+        self._turns = deque(sequences)
+        """Those that its client is told of, in turn."""
+        self._num_unread = 0
+        self._untold_prompt = prompt
+        self._prompt_logprobs: tuple[Logprobs, ...] = ()
+        self._pacer = pacer
+        self._meter = meter
+        self._clock = clock
+        self._closed = False
+        self._error: Exception | None = None
+        self._readable = asyncio.Event()
+        self._given_at: float | None = None
+        """Since when the reader has had a delta and not asked for the next one."""
+        self.on_read: Callable[[], None] = lambda: None
+        """Called when the reader has taken all that there was."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def congested(self) -> bool:
+        return self._backlog > PAUSE_UNREAD_TOKENS or self._is_stalled
+
+    @property
+    def overflowing(self) -> bool:
+        return self._backlog > MAX_UNREAD_TOKENS
+
+    @property
+    def _is_stalled(self) -> bool:
+        given_at = self._given_at
+        return given_at is not None and self._clock() - given_at > PAUSE_AFTER_S
+
+    @property
+    def _backlog(self) -> int:
+        """Of the sequence of which its client leaves most unread."""
+        return max((sequence.backlog for sequence in self.living), default=0)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any sequence has a token."""
+        return any(sequence.tokens for sequence in self.sequences)
+
+    @property
+    def num_steps(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(len(sequence.tokens) for sequence in self.sequences)
+
+    def replay(self, received: Seq[Received]) -> None:
+        """Take what the client has already of some sequences. InvalidRequest: nothing could
+        follow."""
+        for told in received:
+            self.sequences[told.index].replay(told)
+            self.stats.num_generated_tokens += len(told.token_ids)
+        self._part_with_the_ended()
+
+    def is_ahead_of(self, other: "Output") -> bool:
+        """Whether it has anything, a token or an end, that the other has not."""
+        pairs = zip(self.sequences, other.sequences, strict=True)
+        return not all(mine.goes_on_as(theirs) for mine, theirs in pairs)
+
+    def catch_up(self, other: "Output") -> None:
+        """Take what came for another call of the same request, from where this one is on."""
+        for sequence in self.living:
+            old = other.sequences[sequence.index]
+            rest = tuple(old.tokens[len(sequence.tokens) :])
+            self.write(sequence.index, rest, old.worker_finish)
+
+    def write(
+        self,
+        index: int,
+        token_ids: tuple[int, ...],
+        finish: FinishReason | None,
+        logprobs: tuple[Logprobs, ...] = (),
+        score: float | None = None,
+    ) -> None:
+        """Take the next tokens of a sequence that has not ended; `finish` comes with its last."""
+        sequence = self.sequences[index]
+        sequence.score = score
+        num_taken = sequence.write(token_ids, finish, logprobs)
+        self._num_unread += num_taken
+        self._count(sequence, num_taken)
+        if sequence.has_ended:
+            self._part_with_the_ended()
+            if not self.living:
+                self.finish_reason = sequence.finish_reason
+        self._readable.set()
+
+    def write_prompt(self, logprobs: tuple[Logprobs, ...]) -> None:
+        """Of the prompt; they come with the first token."""
+        self._prompt_logprobs = logprobs
+
+    def close(self, error: Exception | None) -> None:
+        """Nothing more comes. With an error the reader gets it in place of what it has not read."""
+        self._closed = True
+        self._error = error
+        self._readable.set()
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """What was written, until the end; of sequences that have something each in its turn.
+        Raises what `close` was given."""
+        while True:  # While the reader has a delta more may come, and the end.
+            if self._error is not None:
+                raise self._error
+            if not any(sequence.has_news for sequence in self._turns):
+                if self._closed:
+                    return
+                self._readable.clear()
+                await self._readable.wait()
+                continue
+            if self._pacer is not None:
+                await self._pacer.wait()
+            sequence = self._next_with_news()
+            if sequence is not None and self._error is None:
+                self._given_at = self._clock()
+                yield self._take(sequence)
+                self._given_at = None
+
+    def _part_with_the_ended(self) -> None:
+        self.living = tuple(sequence for sequence in self.living if not sequence.has_ended)
+
+    def _next_with_news(self) -> Sequence | None:
+        for _ in range(len(self._turns)):
+            sequence = self._turns[0]
+            self._turns.rotate(-1)
+            if sequence.has_news:
+                return sequence
+        return None
+
+    def _take(self, sequence: Sequence) -> Delta:
+        self._num_unread -= sequence.num_unread
+        is_last = not self.living and not any(
+            other.has_news for other in self._turns if other is not sequence
+        )
+        usage = self.stats.usage() if is_last or self.tells_usage else None
+        delta = sequence.take(self._request_id, usage, self._told_prompt())
+        if not self._num_unread:
+            self.on_read()
+        return delta
+
+    def _told_prompt(self) -> PromptReport | None:
+        prompt, logprobs = self._untold_prompt, self._prompt_logprobs
+        self._untold_prompt, self._prompt_logprobs = None, ()
+        return None if prompt is None else prompt.report(logprobs)
+
+    def _count(self, sequence: Sequence, num_tokens: int) -> None:
+        if not num_tokens:
+            return
+        stats, now, before = self.stats, self._clock(), sequence.last_token_at
+        if stats.first_token_at is None:
+            stats.first_token_at = now
+            self._meter.first_token(now - stats.arrived_at)
+        self._meter.tokens(num_tokens, None if before is None else now - before)
+        sequence.last_token_at = now
+        stats.num_generated_tokens += num_tokens

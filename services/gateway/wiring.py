@@ -1,0 +1,118 @@
+"""How the gateway's parts are put together."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from blockstore.registry import Load, Member, Registry, State
+from blockstore.store import BlockStore
+from services.common.rpc.transport import RpcServer
+from services.common.runtime.registry_heartbeat import RegistryHeartbeat
+from services.common.runtime.secret import Secret
+from services.gateway.change_notifier import ChangeNotifier
+from services.gateway.gateway import Gateway
+from services.gateway.intake.catalog import load_model
+from services.gateway.request_metrics import RequestMetrics
+from services.gateway.scheduling.dispatcher import Dispatcher, Limits
+from services.gateway.scheduling.migration import Migration
+from services.gateway.scheduling.router import Router
+from services.gateway.workers.connection import SILENCE_S, WorkerConnection
+from services.gateway.workers.directory import WorkerDirectory
+from services.protocol.version import PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    gateway_id: str
+    gateway: Gateway
+    directory: WorkerDirectory
+    dispatcher: Dispatcher
+    migration: Migration
+    changes: ChangeNotifier
+
+    def describe(self, address: str, started_unix_ms: int, *, stopping: bool) -> Member:
+        """The gateway's own entry in the registry."""
+        state: State = "serving" if self.gateway.ready() else "starting"
+        return Member(
+            member_id=self.gateway_id,
+            role="gateway",
+            address=address,
+            state="draining" if stopping else state,
+            started_unix_ms=started_unix_ms,
+            protocol_version=PROTOCOL_VERSION,
+            load=Load(
+                num_running=self.dispatcher.num_running, num_waiting=self.dispatcher.num_waiting
+            ),
+        )
+
+
+@asynccontextmanager
+async def assembled(
+    store: BlockStore,
+    registry: Registry,
+    secret: Secret,
+    limits: Limits,
+    request_metrics: RequestMetrics,
+    poll_s: float = 1.0,
+    silence_s: float = SILENCE_S,
+    *,
+    client_priority: bool = False,
+    report_cached_tokens: bool = False,
+) -> AsyncIterator[Wiring]:
+    """A gateway that follows the registry, until the block is left. What fails in the background
+    (StoreLost) is raised in the block, as an exception group."""
+    gateway_id = f"gateway-{secrets.token_hex(4)}"
+    changes = ChangeNotifier()
+    directory = WorkerDirectory(
+        registry,
+        store,
+        connect=lambda member: WorkerConnection(
+            member, gateway_id, secret.rpc_key, dispatcher, silence_s
+        ),
+        load=load_model,
+        on_change=changes.notify,
+        poll_s=poll_s,
+        gateway_id=gateway_id,
+    )
+    dispatcher = Dispatcher(
+        directory, Router(store, secret.root), registry, limits, changes, request_metrics.has_ended
+    )
+    request_metrics.watch(lambda: dispatcher.num_running, lambda: dispatcher.num_waiting)
+    gateway = Gateway(
+        *(directory, dispatcher, changes, request_metrics, limits.patience_s),
+        client_priority=client_priority,
+        report_cached_tokens=report_cached_tokens,
+    )
+    async with asyncio.TaskGroup() as tasks:
+        migration = Migration(directory, changes, limits.reserve_timeout_s)
+        background = [
+            tasks.create_task(directory.watch(), name="registry"),
+            tasks.create_task(migration.clear_out(), name="clear out"),
+        ]
+        if limits.rebalance_s:
+            moving = migration.rebalance(limits.rebalance_s)
+            background.append(tasks.create_task(moving, name="rebalance"))
+        try:
+            yield Wiring(gateway_id, gateway, directory, dispatcher, migration, changes)
+        finally:
+            await dispatcher.close()
+            for task in background:
+                task.cancel()
+
+
+async def keep_health(
+    wiring: Wiring, servers: Sequence[RpcServer], heartbeat: RegistryHeartbeat
+) -> None:
+    """Health checks and the registry say that it serves while there are workers of each kind.
+    Until cancelled."""
+    serving = False
+    while True:
+        heard = wiring.changes.num_changes
+        if (ready := wiring.gateway.ready()) != serving:
+            serving = ready
+            for server in servers:
+                await server.set_serving(serving)
+            heartbeat.changed()
+        await wiring.changes.wait(heard)

@@ -1,0 +1,1 @@
+"""The workers that the gateway knows: found, connected, spoken to."""

@@ -1,0 +1,253 @@
+"""The workers that there are: found in the registry, connected, and grouped by pool and model."""
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from blockstore.errors import BlockStoreError, StoreLost
+from blockstore.records import PoolSpec
+from blockstore.registry import Member, Registry
+from blockstore.store import BlockStore
+from services.common.errors import StartupError
+from services.common.runtime.grace_timer import GraceTimer
+from services.common.runtime.logging import get_logger
+from services.common.runtime.ticks import until_tick
+from services.gateway.intake.catalog import Model
+from services.gateway.scheduling.router import Pool
+from services.gateway.workers.worker import Worker
+
+log = get_logger(__name__)
+
+_WORKER_ROLES = ("prefill", "decode")
+
+_ABSENT_S = 5.0
+"""A worker that we are connected to may be out of the registry so long: that may have been lost."""
+
+_STARTING_POLL_S = 0.1
+"""While a worker starts, somebody waits for it."""
+
+
+class Connection(Protocol):
+    """A worker and what keeps it connected; `services.gateway.workers.connection.Peer`."""
+
+    worker: Worker
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model, and the pools that serve it whether or not all their workers are connected now."""
+
+    model: Model
+    max_model_len: int
+    pools: tuple[Pool, ...]
+
+    @property
+    def specs(self) -> tuple[PoolSpec, ...]:
+        return tuple(pool.spec for pool in self.pools)
+
+    @property
+    def most_slots(self) -> int | None:
+        """Of one decode worker; None: there is none now."""
+        return max((pool.most_slots for pool in self.pools if pool.decode), default=None)
+
+
+class WorkerDirectory:
+    """`connect` makes the connection to a worker, `load` reads a model's directory (StartupError),
+    `on_change` is called when a worker came or went."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        store: BlockStore,
+        connect: Callable[[Member], Connection],
+        load: Callable[[str], Model],
+        on_change: Callable[[], None],
+        poll_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        gateway_id: str = "",
+    ) -> None:
+        self._registry = registry
+        self._store = store
+        self._connect = connect
+        self._load = load
+        self._on_change = on_change
+        self._poll_s = poll_s
+        self._gateway_id = gateway_id
+        self.others_serve = False
+        """Whether there is another gateway, for clients of ours to go on at."""
+        self._connections: dict[str, Connection] = {}
+        self._specs: dict[str, PoolSpec] = {}
+        self._models: dict[str, Model] = {}
+        self._unusable: set[str] = set()
+        self._absent = GraceTimer[str](_ABSENT_S, clock)
+        self._starting = False
+        self.block_manager: Member | None = None
+
+    # ── what others ask ──────────────────────────────────────────────────────────────────────────
+
+    def served(self, name: str) -> Served | None:
+        """None: no worker of this model is there."""
+        members = [
+            c.worker.member for c in self._connections.values() if c.worker.member.model == name
+        ]
+        if not members:
+            return None
+        return Served(
+            self._models[members[0].model_dir],
+            min(member.max_model_len for member in members),
+            tuple(self._pool(pool_id) for pool_id in sorted({m.pool_id for m in members})),
+        )
+
+    def names(self) -> tuple[str, ...]:
+        """Models of which a worker is there, sorted."""
+        return tuple(sorted({c.worker.member.model for c in self._connections.values()}))
+
+    def complete_pools(self, name: str) -> tuple[Pool, ...]:
+        """Pools of a model with at least one prefill and one decode worker that take work."""
+        served = self.served(name)
+        return tuple(pool for pool in served.pools if pool.complete) if served else ()
+
+    def decode_workers(self) -> dict[str, tuple[Worker, ...]]:
+        """Decode workers that are connected, also when they take nothing new, by pool."""
+        pools: dict[str, tuple[Worker, ...]] = {}
+        for worker in (connection.worker for connection in self._connections.values()):
+            if worker.member.role == "decode" and worker.connected:
+                pools[worker.member.pool_id] = (*pools.get(worker.member.pool_id, ()), worker)
+        return pools
+
+    def who_may_have(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]:
+        """Everyone who may have something of a request, draining or not, and the pool it is on."""
+        workers = [connection.worker for connection in self._connections.values()]
+        return tuple(
+            (worker, self._specs[worker.member.pool_id])
+            for worker in workers
+            if (worker.member.role, worker.member.model) == ("decode", name)
+            and worker.connected
+            and not worker.unresponsive
+        )
+
+    def ready(self) -> bool:
+        return any(self.complete_pools(name) for name in self.names())
+
+    def forget_refusals(self) -> None:
+        """Ask every decode worker again: what freed a slot may have been another gateway's."""
+        for connection in self._connections.values():
+            connection.worker.forget_refusals()
+
+    def _pool(self, pool_id: str) -> Pool:
+        workers = [
+            c.worker
+            for c in self._connections.values()
+            if c.worker.member.pool_id == pool_id and c.worker.usable
+        ]
+        return Pool(
+            self._specs[pool_id],
+            tuple(w for w in workers if w.member.role == "prefill"),
+            tuple(w for w in workers if w.member.role == "decode"),
+        )
+
+    # ── following the registry ───────────────────────────────────────────────────────────────────
+
+    async def watch(self) -> None:
+        """Follow the registry until cancelled. StoreLost: this registry is another one now."""
+        try:
+            while True:
+                try:
+                    await self.refresh()
+                except StoreLost:
+                    raise
+                except BlockStoreError as error:
+                    log.warning("registry_unread", reason=str(error))
+                await asyncio.sleep(until_tick(self._pause_s()))
+        finally:
+            await self.close()
+
+    def _pause_s(self) -> float:
+        """Until the registry is read again. Requests may wait for whoever is missing."""
+        if self._starting:
+            return min(self._poll_s, _STARTING_POLL_S)
+        return self._poll_s if self.ready() else self._poll_s / 2
+
+    async def refresh(self) -> None:
+        """Bring the fleet up to what the registry says now. BlockStoreError."""
+        members = await self._registry.members()
+        managers = [member for member in members if member.role == "block_manager"]
+        self.block_manager = managers[0] if managers else None
+        self.others_serve = any(
+            (member.role, member.state) == ("gateway", "serving")
+            and member.member_id != self._gateway_id
+            for member in members
+        )
+        workers = [member for member in members if member.role in _WORKER_ROLES]
+        starting = [member for member in workers if member.state == "starting"]
+        present = {m.member_id: m for m in workers if m.state != "starting"}
+        self._starting = bool(starting)
+        absent = self._connections.keys() - present.keys()
+        unheard = {w for w in absent if not self._connections[w].worker.connected}
+        for worker_id in self._absent.look(absent) | unheard:
+            await self._part_with(worker_id)
+        for member in present.values():
+            await self._see(member)
+        for member in starting:
+            await self._prepare(member)
+
+    async def close(self) -> None:
+        for worker_id in tuple(self._connections):
+            await self._part_with(worker_id)
+
+    async def _see(self, member: Member) -> None:
+        known = self._connections.get(member.member_id)
+        if known is not None:
+            if member.state == "draining" and not known.worker.draining:
+                known.worker.draining = True
+                self._on_change()
+        elif await self._learn(member):
+            log.info("worker_found", worker_id=member.member_id, role=member.role)
+            self._connections[member.member_id] = self._connect(member)
+            self._on_change()
+
+    async def _part_with(self, worker_id: str) -> None:
+        log.info("worker_gone", worker_id=worker_id)
+        connection = self._connections.pop(worker_id)
+        self._forget_what_is_unused()
+        await connection.close()
+        self._on_change()
+
+    async def _prepare(self, member: Member) -> None:
+        """Read the model that a worker is loading, beside it. What is wrong with it is told once
+        the worker is there."""
+        with suppress(StartupError):
+            await self._read_model(member.model_dir)
+
+    async def _read_model(self, directory: str) -> None:
+        if directory not in self._models:
+            self._models[directory] = await asyncio.to_thread(self._load, directory)
+            gc.collect()
+            gc.freeze()  # or each full collection walks through all of it: 0.1 s of a standstill
+
+    async def _learn(self, member: Member) -> bool:
+        """Know the worker's pool and model before it gets work. False: not yet, or not possible."""
+        try:
+            if member.pool_id not in self._specs:
+                self._specs[member.pool_id] = (await self._store.stats(member.pool_id)).spec
+            await self._read_model(member.model_dir)
+        except StoreLost:
+            raise
+        except (BlockStoreError, StartupError) as error:
+            if member.member_id not in self._unusable:
+                self._unusable.add(member.member_id)
+                log.error("worker_unusable", worker_id=member.member_id, reason=str(error))
+            return False
+        self._unusable.discard(member.member_id)
+        return True
+
+    def _forget_what_is_unused(self) -> None:
+        members = [connection.worker.member for connection in self._connections.values()]
+        self._specs = {m.pool_id: self._specs[m.pool_id] for m in members}
+        self._models = {m.model_dir: self._models[m.model_dir] for m in members}

@@ -1,0 +1,1 @@
+"""The messages between services: each defined once."""

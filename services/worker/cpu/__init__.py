@@ -1,0 +1,1 @@
+"""How the CPUs of a host are divided among its workers."""

@@ -1,0 +1,114 @@
+"""Who computes on this host, and who is busy just now: a file of seats that all workers map.
+
+A seat is 64 bytes: a word that says how many sequences its worker wants to compute now (0: it needs
+no CPU), then the role and the name. The seat is locked by its worker (a POSIX record lock, which
+the kernel drops when the process dies), so a seat that can be locked is free, whatever it says.
+
+See ADR 45.
+"""
+
+import fcntl
+import mmap
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.errors import StartupError
+
+SEAT_BYTES = 64
+SEAT_WORDS = SEAT_BYTES // 4
+NUM_SEATS = 256
+_NAME = slice(4, SEAT_BYTES)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CpuBoardEntry:
+    """`index`: of the seat on the board, in units of SEAT_BYTES."""
+
+    worker_id: str
+    role: str
+    index: int
+
+
+class CpuBoard:
+    """One process's view, with at most one seat of its own.
+
+    The process must not open the file a second time: closing it would drop the seat's lock.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """OSError: the file cannot be made or mapped."""
+        self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.posix_fallocate(self._fd, 0, NUM_SEATS * SEAT_BYTES)
+        self.memory = mmap.mmap(self._fd, NUM_SEATS * SEAT_BYTES)
+        self._words = memoryview(self.memory).cast("i")
+        self._own: CpuBoardEntry | None = None
+
+    def sit_down(self, role: str, worker_id: str) -> CpuBoardEntry:
+        """Take a free seat. StartupError: there is none."""
+        for index in range(NUM_SEATS):
+            if self._lock(index):
+                self._own = CpuBoardEntry(worker_id, role, index)
+                self._write(index, f"{role} {worker_id}".encode())
+                return self._own
+        raise StartupError(f"all {NUM_SEATS} seats of this host's workers are taken")
+
+    def entries(self) -> tuple[CpuBoardEntry, ...]:
+        """All that are taken, by name."""
+        found = (self._entry(index) for index in range(NUM_SEATS) if self._text(index))
+        return tuple(sorted(entry for entry in found if entry is not None))
+
+    def backlog(self, entry: CpuBoardEntry) -> int:
+        return self._words[entry.index * SEAT_WORDS]
+
+    def set_backlog(self, num_sequences: int) -> None:
+        """Of the own seat; who has none wants nothing."""
+        if self._own is not None:
+            self._words[self._own.index * SEAT_WORDS] = num_sequences
+
+    def leave(self) -> None:
+        """Free the seat and close. Again: no error."""
+        if self._fd is None:
+            return
+        if self._own is not None:
+            self._write(self._own.index, b"")
+            self._own = None
+        os.close(self._fd)
+        self._fd = None
+
+    def _entry(self, index: int) -> CpuBoardEntry | None:
+        if self._own is not None and index == self._own.index:
+            return self._own
+        text = self._text(index)
+        if self._lock(index):
+            # Its worker died; a seat that is locked for this short time is not lost to others.
+            if self._text(index) == text:
+                self._write(index, b"")
+            self._unlock(index)
+            return None
+        role, _, worker_id = text.decode(errors="replace").partition(" ")
+        return CpuBoardEntry(worker_id, role, index)
+
+    def _text(self, index: int) -> bytes:
+        entry = self.memory[index * SEAT_BYTES : (index + 1) * SEAT_BYTES]
+        return entry[_NAME].rstrip(b"\0")
+
+    def _write(self, index: int, text: bytes) -> None:
+        """It wants nothing yet."""
+        size = _NAME.stop - _NAME.start
+        self._words[index * SEAT_WORDS] = 0
+        begin = index * SEAT_BYTES
+        self.memory[begin + _NAME.start : begin + _NAME.stop] = text[:size].ljust(size, b"\0")
+
+    def _lock(self, index: int) -> bool:
+        assert self._fd is not None
+        with suppress(BlockingIOError, PermissionError):
+            flags = fcntl.LOCK_EX | fcntl.LOCK_NB
+            fcntl.lockf(self._fd, flags, SEAT_BYTES, index * SEAT_BYTES)
+            return True
+        return False
+
+    def _unlock(self, index: int) -> None:
+        assert self._fd is not None
+        fcntl.lockf(self._fd, fcntl.LOCK_UN, SEAT_BYTES, index * SEAT_BYTES)

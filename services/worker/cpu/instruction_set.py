@@ -1,0 +1,84 @@
+"""The instruction set that a worker computes with.
+
+All workers of a host have to agree in it, since their sums differ in the last bits, and so should
+two starts of one deployment. So a measurement is made once and kept in a file, beside the packed
+weights; the file's name says for which CPU and which kernels.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import xxhash
+
+from kvops import contest
+from kvops.native import NUMERICS
+from services.common.errors import StartupError
+from services.common.runtime.logging import get_logger
+from services.engine.weights.packed_file import Progress, locked
+
+log = get_logger(__name__)
+
+_CPUINFO = Path("/proc/cpuinfo")
+_IDENTITY = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode")
+
+Measure = Callable[[tuple[str, str]], contest.Timings]
+
+
+def measured_isa(
+    directory: Path,
+    progress: Progress,
+    cpuinfo: Path = _CPUINFO,
+    measure: Measure = contest.measure,
+) -> str | None:
+    """For bf16: what the file in `directory` says, else what a measurement says, which is then
+    kept there. None: the kernels' own choice, because nothing competes with it on this CPU.
+
+    StartupError: the directory cannot be written.
+    """
+    isas = contest.contenders()
+    if isas is None:
+        return None
+    facts: dict[str, object] = {**_identity(cpuinfo), "kernels": NUMERICS, "contenders": list(isas)}
+    digest = xxhash.xxh3_64_hexdigest(json.dumps(facts, sort_keys=True).encode())
+    path = directory / f"isa-{digest}.json"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with locked(directory / "isa.lock", progress):
+            return _kept(path, isas) or _measured(path, isas, facts, measure)
+    except OSError as error:
+        raise StartupError(f"the choice of instructions {path}: {error.strerror}") from error
+
+
+def _kept(path: Path, isas: tuple[str, str]) -> str | None:
+    """None: there is no such file, or it is damaged."""
+    try:
+        isa = json.loads(path.read_text())["isa"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return isa if isa in isas else None
+
+
+def _measured(path: Path, isas: tuple[str, str], facts: dict[str, object], measure: Measure) -> str:
+    timings = measure(isas)
+    first, second = isas
+    isa = second if contest.second_is_faster(timings) else first
+    times_ms = {
+        name: [round(seconds[turn] * 1000, 3) for seconds in timings]
+        for turn, name in enumerate(isas)
+    }
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps({"isa": isa, "times_ms": times_ms, **facts}))
+    unfinished.rename(path)
+    log.info("instruction_set_measured", isa=isa, times_ms=times_ms, path=str(path))
+    return isa
+
+
+def _identity(cpuinfo: Path) -> dict[str, str]:
+    """Of the first CPU: what distinguishes models, and versions of one."""
+    found: dict[str, str] = {}
+    for line in cpuinfo.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in _IDENTITY:
+            found.setdefault(name.strip(), value.strip())
+    return found

@@ -1,0 +1,100 @@
+"""A runner on its worker's part of the host's CPUs, which is divided anew whenever a worker joins
+or leaves."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvops.native import Lane, NativeCpu, wake
+from services.common.runtime.logging import get_logger
+from services.engine.batch import Drawn, Pause, Row
+from services.engine.runner import Runner
+from services.worker.cpu.board import SEAT_WORDS, CpuBoard, CpuBoardEntry
+from services.worker.cpu.division import lanes, pause_s
+
+_NOTICE_S = 0.001
+"""A borrower leaves by itself within this; found on its CPU, it would have to share it for a time
+slice of the operating system, and whoever shares its loop would wait."""
+
+log = get_logger(__name__)
+
+
+class SharedCpus:
+    """`refresh` is anybody's, all else the engine thread's: a division takes effect with the next
+    step. `max_gap_s`: what decoding may take from step to step while prompts wait."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        native: NativeCpu,
+        cpu_board: CpuBoard,
+        own: CpuBoardEntry,
+        cpus: Sequence[int],
+        max_gap_s: float,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._runner = runner
+        self._native = native
+        self._cpu_board = cpu_board
+        self._own = own
+        self._cpus = cpus
+        self._max_gap_s = max_gap_s
+        self._words = torch.frombuffer(cpu_board.memory, dtype=torch.int32)
+        self._sleep = sleep
+        self._num_decoding = 0
+        self._step_s = 0.0
+        self._entries: tuple[CpuBoardEntry, ...] = ()
+        self._wanted: tuple[Lane, ...] | None = None
+        self.refresh()
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._runner.copy_blocks(pairs)
+
+    def run(self, rows: Sequence[Row], num_behind: int = 0) -> Sequence[Drawn]:
+        wanted, self._wanted = self._wanted, None
+        if wanted is not None:
+            self._native.assign(wanted, self._words)
+        began = time.perf_counter()
+        self._cpu_board.set_backlog(len(rows) + num_behind)
+        drawn = self._runner.run(rows)
+        self._num_decoding, self._step_s = len(rows), time.perf_counter() - began
+        return drawn
+
+    def give_way(self, pause: Pause) -> None:
+        """Streams wait for prompts; never the other way round, since prompts are computed on CPUs
+        of their own too."""
+        if self._own.role != "decode":
+            return
+        prompts = sum(
+            self._cpu_board.backlog(entry) for entry in self._entries if entry.role != "decode"
+        )
+        if not prompts:
+            return
+        num_workers = sum(entry.role == "decode" for entry in self._entries)
+        share = prompts / num_workers
+        lent_s = pause_s(self._step_s, self._num_decoding, share, self._max_gap_s) - _NOTICE_S
+        if lent_s < _NOTICE_S:
+            return
+        self.rest()
+        pause(lent_s)
+        self._cpu_board.set_backlog(self._num_decoding)
+        self._sleep(_NOTICE_S)
+
+    def rest(self) -> None:
+        self._cpu_board.set_backlog(0)
+        wake(self._words, self._own.index * SEAT_WORDS)
+
+    def refresh(self) -> None:
+        """Divide again if somebody came or went."""
+        entries = self._cpu_board.entries()
+        if entries == self._entries:
+            return
+        self._entries = entries
+        self._wanted = lanes(self._cpus, entries, self._own)
+        log.info(
+            "cpus_divided",
+            cpus=[lane.cpu for lane in self._wanted if not lane.owners],
+            borrowed=[lane.cpu for lane in self._wanted if lane.owners],
+            num_workers=len(entries),
+        )

@@ -1,0 +1,1 @@
+"""Whether this worker may still write: registration, fencing, joining again, stuck steps."""

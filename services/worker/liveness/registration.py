@@ -1,0 +1,97 @@
+"""A worker's entry in the registry, from before it imports and loads anything: gateways read the
+model's tokenizer meanwhile."""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from blockstore.redis_store import RedisStore
+from blockstore.registry import Member, Registry, Role, State
+from services.common.pool.names import new_worker_id
+from services.common.runtime import redis
+from services.common.runtime.registry_heartbeat import RegistryHeartbeat
+from services.protocol.version import PROTOCOL_VERSION
+from services.worker.config import WorkerSettings
+
+if TYPE_CHECKING:  # They import torch.
+    from services.worker.loading import LoadedModel
+    from services.worker.pool_worker import PoolWorker
+
+
+@asynccontextmanager
+async def announced(
+    role: Role, settings: WorkerSettings, patience_s: float
+) -> AsyncIterator["Registration"]:
+    """An entry under a new name that is kept up to date, and withdrawn at the end. `patience_s`:
+    how long to wait for the server at first. Raises, at once and within, when it is lost."""
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as vital:
+        # What runs holds blocks, and waits for the store for as long as it takes.
+        store, registry = await redis.connect(
+            settings, stack, store_retry_for_s=math.inf, patience_s=patience_s
+        )
+        entry = Registration(role, settings, store, registry)
+        announcing = vital.create_task(entry.heartbeat.keep())
+        yield entry
+        announcing.cancel()
+
+
+class Registration:
+    """The worker as the registry knows it at any moment, and the store that it works with."""
+
+    def __init__(
+        self, role: Role, settings: WorkerSettings, store: RedisStore, registry: Registry
+    ) -> None:
+        self.store = store
+        self.heartbeat = RegistryHeartbeat(registry, self._describe)
+        self._worker: PoolWorker | None = None
+        self._member = Member(
+            member_id=new_worker_id(role),
+            role=role,
+            address="",
+            state="starting",
+            started_unix_ms=time.time_ns() // 1_000_000,
+            protocol_version=PROTOCOL_VERSION,
+            model=settings.served_name,
+            model_dir=str(settings.model.resolve()),
+        )
+
+    @property
+    def worker_id(self) -> str:
+        return self._member.member_id
+
+    @property
+    def role(self) -> Role:
+        return self._member.role
+
+    @property
+    def serving(self) -> bool:
+        """Whether gateways may have something at it."""
+        return self._worker is not None
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it was asked to leave."""
+        return self._worker is not None and self._worker.draining
+
+    def serves(self, worker: "PoolWorker", address: str, loaded: "LoadedModel") -> None:
+        self._worker = worker
+        self._member = replace(
+            self._member,
+            address=address,
+            state="serving",
+            pool_id=worker.pool_id,
+            max_model_len=loaded.limits.max_model_len,
+            max_num_seqs=loaded.limits.max_num_seqs,
+            engine=loaded.engine,
+        )
+        self.heartbeat.changed()
+
+    def _describe(self) -> Member:
+        if self._worker is None:
+            return self._member
+        state: State = "draining" if self.leaving else "serving"
+        return replace(self._member, state=state, load=self._worker.load())

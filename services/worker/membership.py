@@ -1,0 +1,263 @@
+"""Joining a pool and leaving it: the first worker makes the pool, the last one takes it away.
+
+A worker's life on a pool, each step under the host's lock:
+
+    join    (make the pool) -> lock its file -> map -> register
+    leave   unmap -> leave the store -> unlink its file -> (drop the pool) -> let go of the lock
+
+Whatever dies in between is finished by the block manager, or by the next who joins.
+"""
+
+import asyncio
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from blockstore.errors import (
+    BlockStoreError,
+    FingerprintMismatch,
+    GeometryMismatch,
+    StoreLost,
+    StoreUnavailable,
+    UnknownPool,
+)
+from blockstore.records import PoolSpec
+from blockstore.store import BlockStore
+from services.common.errors import StartupError
+from services.common.pool.allotment import WATERMARK
+from services.common.pool.arena import complete_file, make_file, missing_bytes
+from services.common.pool.directory import (
+    PoolDirectory,
+    new_directory,
+    pool_directories,
+    remove_half_pools,
+)
+from services.common.pool.header import BadHeader, PoolHeader
+from services.common.pool.layout import PoolLayout
+from services.common.pool.locks import WorkerLock, host_lock
+from services.common.pool.memory import available_bytes
+from services.common.pool.names import new_pool_id
+from services.common.pool.recovery import PoolRecovery
+from services.common.pool.sizing import MemoryPlan, num_blocks_for
+from services.common.pool.stamps import Stamps, record_bytes
+from services.engine.pool import KVPool
+
+_LEAVE_LIMIT_S = 1.0
+"""Who waits for the store for longer goes without a word; the block manager does the rest."""
+
+_ALLOCATION_NICENESS = 10
+"""A tenth of a core beside workers that compute on all: some times faster than blocks get full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """One worker on one pool: what it maps, and the lock that says it lives."""
+
+    store: BlockStore
+    directory: PoolDirectory
+    header: PoolHeader
+    worker_id: str
+    lock: WorkerLock
+    pool: KVPool
+    stamps: Stamps
+
+    @property
+    def spec(self) -> PoolSpec:
+        return self.header.spec
+
+    async def complete_memory(self) -> None:
+        """Allocate what `join` left of the pool, beside the serving. Every worker does, so that it
+        does not matter who dies. StartupError: the memory is not there any more."""
+        stopped = threading.Event()
+        # A thread of its own: Linux has a niceness for each, and it can only rise.
+        thread = ThreadPoolExecutor(1, "arena", os.nice, (_ALLOCATION_NICENESS,))
+        loop = asyncio.get_running_loop()
+        try:
+            for path in (self.directory.stamps, self.directory.kv):
+                await loop.run_in_executor(thread, complete_file, path, stopped.is_set)
+        finally:
+            stopped.set()
+            thread.shutdown(wait=False)
+
+    async def leave(self) -> None:
+        """Go for good; the worker holds nothing any more and no step is in flight.
+
+        The last one out removes the pool. However it ends the lock is dropped, and the rest is then
+        the block manager's: WorkerNotEmpty, StoreUnavailable, StoreLost. Again: no error.
+        """
+        if self.lock.is_unlinked:
+            return
+        self.pool.close()
+        self.stamps.close()
+        try:
+            async with asyncio.timeout(_LEAVE_LIMIT_S), host_lock(self.directory.path.parent):
+                await self._take_off()
+        except TimeoutError as error:
+            raise StoreUnavailable(f"{self.worker_id} cannot leave its pool now") from error
+        finally:
+            self.lock.close()
+
+    def let_go(self) -> None:
+        """Go without a word; nothing of this worker may write any more. What it holds is the block
+        manager's to release. Again, or after `leave`: no error."""
+        self.pool.close()
+        self.stamps.close()
+        self.lock.close()
+
+    async def _take_off(self) -> None:
+        pool_id = self.spec.pool_id
+        try:
+            await self.store.leave(pool_id, self.worker_id)
+            ledger_is_there = True
+        except (UnknownPool, StoreLost):
+            ledger_is_there = False
+        # It holds nothing, so nobody needs this lock to reap it.
+        self.lock.unlink()
+        if not self.directory.is_live():
+            if ledger_is_there:
+                await self.store.drop_pool(pool_id)
+            await asyncio.to_thread(self.directory.remove)
+
+
+async def join(
+    store: BlockStore,
+    run_id: str,
+    root: Path,
+    layout: PoolLayout,
+    worker_id: str,
+    plan: MemoryPlan,
+    watermark: float = WATERMARK,
+    colder_of: str | None = None,
+) -> Membership:
+    """Join the live pool of these weights, or make one; `run_id` is the store's, which a live pool
+    that it has lost is told to again. With `colder_of` it is that pool's colder one.
+
+    StartupError: a live pool of the same weights has another geometry, or the memory for a new one
+    is not there. Errors of the store. Nothing is left behind by a join that fails.
+    """
+    async with host_lock(root):
+        await _remove_dead(store, root)
+        found = _find_live(root, layout, colder_of)
+        if found is not None:
+            return await _enter(store, run_id, found, worker_id)
+        made = await asyncio.to_thread(_make, root, layout, run_id, plan, watermark, colder_of)
+        try:
+            await store.register_pool(made.read_header().spec)
+            return await _enter(store, run_id, made, worker_id)
+        except BaseException:
+            await asyncio.to_thread(made.remove)
+            with suppress(BlockStoreError):
+                await store.drop_pool(made.pool_id)
+            raise
+
+
+async def join_swap_pool(hot: Membership, num_bytes: int) -> Membership:
+    """Join the pool that blocks of `hot` are swapped out to, or make it, of `num_bytes`. Like any
+    pool it has a directory, locks and a ledger of its own, and ends with its last worker. Errors
+    are those of `join`."""
+    root, header = hot.directory.path.parent, hot.header
+    plan = MemoryPlan(pool_bytes=num_bytes)
+    layout = replace(header.layout, model=f"{header.layout.model}-swap")
+    try:
+        return await join(
+            hot.store,
+            header.run_id,
+            root,
+            layout,
+            hot.worker_id,
+            plan,
+            watermark=0.0,
+            colder_of=header.pool_id,
+        )
+    except StartupError as error:
+        raise StartupError(f"swap memory: {error}") from error
+
+
+async def _remove_dead(store: BlockStore, root: Path) -> None:
+    """Pools whose workers are all gone: nobody is left who knows what their blocks hold."""
+    remove_half_pools(root)
+    for directory in pool_directories(root):
+        if not directory.is_live():
+            await store.drop_pool(directory.pool_id)
+            await asyncio.to_thread(directory.remove)
+
+
+def _find_live(root: Path, layout: PoolLayout, colder_of: str | None) -> PoolDirectory | None:
+    """The pool of these weights."""
+    wanted = layout.fingerprint, colder_of
+    for directory in pool_directories(root):
+        try:
+            header = directory.read_header()
+        except BadHeader:
+            continue  # Of another version of Quire, and alive.
+        if (header.layout.fingerprint, header.colder_of) == wanted:
+            if header.layout != layout:
+                raise StartupError(
+                    f"pool {header.pool_id} has the same weights but another geometry: "
+                    f"{header.layout}, this worker: {layout}"
+                )
+            return directory
+    return None
+
+
+def _make(
+    root: Path,
+    layout: PoolLayout,
+    run_id: str,
+    plan: MemoryPlan,
+    watermark: float,
+    colder_of: str | None,
+) -> PoolDirectory:
+    """A new incarnation; its memory is there, if not yet all allocated."""
+    stamp_bytes = record_bytes(layout.block_size)
+    promised = sum(missing_bytes(directory.kv) for directory in pool_directories(root))
+    available = max(0, available_bytes(root) - promised)
+    num_blocks = num_blocks_for(plan, layout.block_bytes + stamp_bytes, available)
+    header = PoolHeader(
+        pool_id=new_pool_id(layout.model),
+        run_id=run_id,
+        layout=layout,
+        num_blocks=num_blocks,
+        watermark_blocks=int(watermark * num_blocks),
+        colder_of=colder_of,
+    )
+    with new_directory(root, header.pool_id) as directory:
+        make_file(directory.kv, header.arena_bytes)
+        make_file(directory.stamps, num_blocks * stamp_bytes)
+        header.write(directory.header)
+    return PoolDirectory(root / header.pool_id)
+
+
+async def _enter(
+    store: BlockStore, run_id: str, directory: PoolDirectory, worker_id: str
+) -> Membership:
+    """Lock, map, register: in this order, so that whoever is registered can be seen to die."""
+    header, recovery = directory.read_header(), PoolRecovery(directory)
+    with ExitStack() as undo:
+        lock = WorkerLock.create(directory.lock_path(worker_id))
+        undo.callback(lock.close)
+        undo.callback(lock.unlink)
+        pool = KVPool(directory.kv, header.layout, header.num_blocks)
+        undo.callback(pool.close)
+        stamps = Stamps(directory.stamps, header.num_blocks, header.layout.block_size)
+        undo.callback(stamps.close)
+        try:
+            await recovery.begin(store, run_id)
+            own = partial(_own, stamps, lock)
+            await store.register_worker(header.spec, worker_id, recovery, own)
+        except (GeometryMismatch, FingerprintMismatch) as error:
+            raise StartupError(f"pool {header.pool_id} refuses {worker_id}: {error}") from error
+        undo.pop_all()
+    return Membership(store, directory, header, worker_id, lock, pool, stamps)
+
+
+def _own(stamps: Stamps, lock: WorkerLock, holder_id: str, block_ids: Sequence[int]) -> None:
+    """Stamp new blocks as the holder's, unless the worker was given up, or has let go: others may
+    have these blocks by now, and it writes into none."""
+    if not stamps.is_closed and not lock.is_given_up:
+        stamps.own(block_ids, holder_id)

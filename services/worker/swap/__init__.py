@@ -1,0 +1,1 @@
+"""The swap pool: KV of preempted requests, copied out and back."""

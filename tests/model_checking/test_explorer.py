@@ -1,0 +1,225 @@
+"""The protocol keeps its laws in every state; and the explorer sees it when a ledger does not."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from blockstore.ledger import Ledger
+from blockstore.records import Allocation, Asserted, Claim, Content, PrefixHash, Wait
+from tests.model_checking.actors import Faults
+from tests.model_checking.explorer import (
+    EXPLORED,
+    EXPLORED_IN_FULL,
+    RECOVERY_FAULTS,
+    explore,
+    explore_recovery,
+)
+from tests.model_checking.recovery_scenario import MakeRecovering
+from tests.model_checking.scenario import MakeLedger
+
+NONE = Faults()
+CRASH = Faults(crashes=1)
+LOSS = Faults(losses=1)
+FENCE = Faults(fences=1)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        *EXPLORED,
+        *(
+            pytest.param(faults, marks=pytest.mark.full)
+            for faults in EXPLORED_IN_FULL
+            if faults not in EXPLORED
+        ),
+    ],
+    ids=str,
+)
+def test_every_state_keeps_the_laws_and_can_end(faults: Faults) -> None:
+    found = explore(faults)
+
+    assert found.violation == "", "\n".join(found.trace)
+    assert found.num_states > 300_000
+    assert found.num_finished > 0
+
+
+def test_without_faults_both_requests_can_be_served() -> None:
+    """Not every end is a failure; and nothing is explored that nobody asked for."""
+    found = explore(NONE)
+
+    assert found.violation == ""
+    assert found.num_served > 0
+    assert found.num_states < 10_000
+
+
+class ClaimsFromTheRunning(Ledger):
+    """A claim does not look at the epoch."""
+
+    def claim(
+        self, holder_id: str, epoch: int, worker_id: str, block_ids: Sequence[int] = ()
+    ) -> Claim:
+        self._live(worker_id)
+        holder = self.holders.require(holder_id)
+        holder.epoch, holder.worker_id = epoch + 1, worker_id
+        return Claim.of(holder.epoch, holder.acquired, holder.held)
+
+
+class ReapForgetsOne(Ledger):
+    """The first of a dead worker's holders stays."""
+
+    def reap(self, worker_id: str) -> int:
+        forgotten = self.holders.of(worker_id)[:1]
+        num_holders = super().reap(worker_id)
+        for holder in forgotten:
+            self.holders[holder.holder_id] = holder
+            self.blocks.share(holder.acquired)
+            holder.held.update(holder.acquired)
+        return num_holders
+
+
+class ReapForgetsWaiters(Ledger):
+    """A dead worker's waiters stay."""
+
+    def reap(self, worker_id: str) -> int:
+        forgotten = self.waiters.copy()
+        num_holders = super().reap(worker_id)
+        self.waiters.update(forgotten)
+        return num_holders
+
+
+class ReleasesOnce(Ledger):
+    """A release that is sent again is an error."""
+
+    def release(self, holder_id: str, epoch: int, comes_back: bool = False) -> None:
+        self._end(self.holders.require(holder_id))
+
+
+class AllocatesTwice(Ledger):
+    """An allocation that is sent again gets new blocks."""
+
+    def allocate(
+        self,
+        holder_id: str,
+        worker_id: str,
+        order: int,
+        hashes: Sequence[PrefixHash],
+        num_blocks: int,
+        branches: Sequence[Sequence[PrefixHash]] = (),
+    ) -> Allocation:
+        self.holders.pop(holder_id, None)
+        return super().allocate(holder_id, worker_id, order, hashes, num_blocks, branches)
+
+
+class IgnoresFences(Ledger):
+    """Who is fenced goes on as if it were not."""
+
+    def _live(self, worker_id: str) -> None:
+        self._known(worker_id)
+
+
+class TakesFencedForDead(Ledger):
+    """A fence frees what the worker may still write."""
+
+    def fence(self, worker_id: str) -> None:
+        super().fence(worker_id)
+        for holder in self.holders.of(worker_id):
+            self._end(holder)
+
+
+class ListensToTheDead(Ledger):
+    """What a worker sent before it was reaped is carried out afterwards."""
+
+    def _live(self, worker_id: str) -> None:
+        if self.workers.get(worker_id):
+            super()._live(worker_id)
+
+
+class DemandsNobody(Ledger):
+    """Who is short waits for ever."""
+
+    def _demand_one(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("broken", "faults", "violation"),
+    [
+        (ClaimsFromTheRunning, CRASH, "runs r"),
+        (ReapForgetsOne, CRASH, "which is not there"),
+        (ReapForgetsWaiters, CRASH, "which is gone or fenced"),
+        (ReleasesOnce, LOSS, "release was answered"),
+        (AllocatesTwice, LOSS, "has 0 holders, but its ref count is 1"),
+        (IgnoresFences, FENCE, "is fenced, but"),
+        (TakesFencedForDead, FENCE, "which was released"),
+        (ListensToTheDead, CRASH, "which is not there"),
+        (DemandsNobody, NONE, "not all requests can come to an end"),
+    ],
+)
+def test_a_broken_ledger_is_found(broken: MakeLedger, faults: Faults, violation: str) -> None:
+    found = explore(faults, broken)
+
+    assert violation in found.violation
+    assert found.trace
+
+
+def test_a_recovery_keeps_the_laws_and_can_end() -> None:
+    """Whoever is stuck or dies, and whenever."""
+    found = explore_recovery(RECOVERY_FAULTS)
+
+    assert found.violation == "", "\n".join(found.trace)
+    assert found.num_states > 1_000
+    assert 0 < found.num_served < found.num_finished
+
+
+class QuarantinesNothing(Ledger):
+    """Who is stuck is forgotten."""
+
+    def fence(self, worker_id: str) -> None:
+        self.rebuilding.missing.discard(worker_id)
+        super().fence(worker_id)
+
+
+class WaitsForNobody(Ledger):
+    """Who has not spoken yet holds nothing."""
+
+    def restore(self, first: int, contents: Sequence[Content]) -> None:
+        self.rebuilding.missing.clear()
+        super().restore(first, contents)
+
+
+class BelievesTheLast(Ledger):
+    """Whoever speaks last is right."""
+
+    def reassert(
+        self, worker_id: str, holders: Sequence[Asserted], waits: Sequence[Wait]
+    ) -> tuple[str, ...]:
+        for asserted in holders:
+            if known := self.holders.pop(asserted.holder_id, None):
+                self._drop(known, set(known.held))
+        return super().reassert(worker_id, holders, waits)
+
+
+class FreesWhatIsHeld(Ledger):
+    """What is restored is free, whoever holds it."""
+
+    def restore(self, first: int, contents: Sequence[Content]) -> None:
+        before = self.blocks.next_unused
+        super().restore(first, contents)
+        restored = range(before, self.blocks.next_unused)
+        self.blocks.returned += [block for block in restored if block in self.blocks.refs]
+
+
+@pytest.mark.parametrize(
+    ("broken", "violation"),
+    [
+        (QuarantinesNothing, "which are to be had"),
+        (WaitsForNobody, "block 1 is in 2 places"),
+        (BelievesTheLast, "runs t, which is"),
+        (FreesWhatIsHeld, "in 2 places, not in 1"),
+    ],
+)
+def test_a_broken_recovery_is_found(broken: MakeRecovering, violation: str) -> None:
+    found = explore_recovery(RECOVERY_FAULTS, broken)
+
+    assert violation in found.violation
+    assert found.trace
