@@ -15,7 +15,8 @@ from services.gateway.config import GatewaySettings
 from services.worker.config import WorkerSettings
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ARCHITECTURE = [ROOT / "docs" / "architecture.md", *(ROOT / "docs" / "architecture").glob("*.md")]
 TREES = "blockstore|bench|deploy|docs|kernels|proto|quire|services|tests|tools"
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "Every service": ServiceSettings,
@@ -93,7 +94,7 @@ def test_every_setting_is_documented(section: str) -> None:
 
 
 def test_every_metric_is_documented() -> None:
-    code = (ROOT / "services" / "common" / "metrics.py").read_text()
+    code = (ROOT / "services" / "common" / "runtime" / "metrics.py").read_text()
     documented = (ROOT / "docs" / "operations.md").read_text()
     assert set(re.findall(r"`(quire:\w+)`", documented)) == set(re.findall(r'"(quire:\w+)"', code))
 
@@ -104,6 +105,51 @@ def test_every_law_has_a_test_or_says_that_it_has_none() -> None:
     assert [int(number) for number, _ in laws] == list(range(1, 11))
     for number, section in laws:
         assert re.search(r"`tests/[\w/]+\.py|not yet tested", section), f"law {number}"
+
+
+def test_architecture_is_one_page_with_a_link_to_every_part() -> None:
+    overview = ARCHITECTURE[0].read_text()
+    assert len(overview.splitlines()) <= 120
+    linked = set(
+        re.findall(r"^\| \[[^]]+\]\((architecture/[\w-]+\.md)\) \|", overview, re.MULTILINE)
+    )
+    assert linked == {f"architecture/{page.name}" for page in ARCHITECTURE[1:]}
+
+
+def test_methods_that_the_architecture_names_exist() -> None:
+    methods = {
+        f"{cls.name}.{method.name}"
+        for tree in ("blockstore", "services")
+        for path in (ROOT / tree).rglob("*.py")
+        for cls in ast.walk(ast.parse(path.read_text()))
+        if isinstance(cls, ast.ClassDef)
+        for method in cls.body
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    for page in ARCHITECTURE:
+        assert set(re.findall(r"`([A-Z]\w+\.\w+)`", page.read_text())) <= methods, page
+
+
+def test_architecture_names_a_file_of_every_package() -> None:
+    named = set(re.findall(r"`([\w./-]+)`", "\n".join(page.read_text() for page in ARCHITECTURE)))
+    folders = {str(Path(path).parent) for path in named} | {path.rstrip("/") for path in named}
+    packages = [
+        init.parent.relative_to(ROOT)
+        for tree in ("blockstore", "kernels/kvops", "quire", "services")
+        for init in (ROOT / tree).rglob("__init__.py")
+    ]
+    generated_or_empty = {"quire/v1", "services"}
+    assert {str(package) for package in packages} - generated_or_empty <= folders
+
+
+def test_changelog_has_one_line_for_each_change() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    _, *sections = re.split(r"^### (\w+)$", text, flags=re.MULTILINE)
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert set(sections[::2]) <= kinds
+    for section in sections[1::2]:
+        lines = section.partition("\n## ")[0].splitlines()
+        assert all(line.startswith("- ") and len(line) <= 160 for line in lines if line), lines
 
 
 def test_every_decision_is_in_the_index_with_its_title() -> None:
