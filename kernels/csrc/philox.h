@@ -1,5 +1,5 @@
-// Random numbers (Salmon et al., 2011: Philox4x64-10), laid out as `services/engine/sampling/philox.py`
-// says.
+// Random numbers (Salmon et al., 2011: Philox4x64-10), laid out as
+// `services/engine/sampling/philox.py` says.
 #pragma once
 
 #include "kernels.h"

@@ -1,5 +1,5 @@
-// One token of a row of logits: `services/engine/sampling/sampler.py` in native code, which says what is
-// computed and why, and is what this is tested against.
+// One token of a row of logits: `services/engine/sampling/sampler.py` in native code, which says
+// what is computed and why, and is what this is tested against.
 #pragma once
 
 #include <cstdint>

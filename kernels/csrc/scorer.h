@@ -1,5 +1,5 @@
-// What rows of logits say of tokens: `services/engine/sampling/logprobs.py` in native code, which says what
-// is computed and why, and is what this is tested against.
+// What rows of logits say of tokens: `services/engine/sampling/logprobs.py` in native code, which
+// says what is computed and why, and is what this is tested against.
 #pragma once
 
 #include <cstdint>
