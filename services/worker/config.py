@@ -15,7 +15,7 @@ _BATCHED_TOKENS = 512
 
 
 class WorkerSettings(PoolServiceSettings):
-    """`auto` is resolved once at start, from the checkpoint, and logged."""
+    """Settings of a worker. Each `auto` is resolved once at start, and logged."""
 
     model: Path = Field(description="checkpoint directory in Hugging Face format")
     model_name: str = Field("", description="name that clients use; default: the directory's")
@@ -116,17 +116,18 @@ class WorkerSettings(PoolServiceSettings):
 
     @property
     def divided_cpus(self) -> tuple[int, ...]:
-        """CPUs that workers divide among them; empty when the number of threads is given."""
+        """CPUs that workers divide among themselves; empty if `threads` is set."""
         return () if self.threads else _parsed(self.cpus)
 
     @property
     def num_threads(self) -> int | None:
-        """Of PyTorch: the native kernels have their own, and leave it but the sampling."""
+        """Threads of PyTorch: 1 beside the native kernels, which have their own threads and leave
+        only the sampling to PyTorch."""
         return 1 if self.backend == "cpu" else self.threads
 
     @property
     def num_batched_tokens(self) -> int:
-        """Most tokens that one step computes."""
+        """The most tokens that one step computes."""
         return self.max_num_batched_tokens or max(_BATCHED_TOKENS, self.max_num_seqs)
 
     @property
@@ -135,19 +136,19 @@ class WorkerSettings(PoolServiceSettings):
 
     @property
     def pool_bytes(self) -> int | None:
-        """None: by measure."""
+        """None: half of the memory that is free beside the weights."""
         return _bytes("pool_memory", self.pool_memory)
 
     @property
     def swap_bytes(self) -> int | None:
-        """None: no colder pool."""
+        """None: no swap pool."""
         num_bytes = _bytes("swap_memory", self.swap_memory)
         if self.preemption == "swap" and num_bytes is None:
             raise StartupError("preemption is swap, but there is no swap_memory to swap to")
         return None if self.preemption == "recompute" else num_bytes
 
     def check(self) -> None:
-        """Whether there is a checkpoint, and memory for the pools."""
+        """Raises StartupError if there is no checkpoint, or no memory for the pools."""
         ModelConfig.from_directory(self.model)
         check_capacity((self.pool_bytes or 0) + (self.swap_bytes or 0), self.pool_root)
 
@@ -160,7 +161,7 @@ def _bytes(name: str, size: str) -> int | None:
 
 
 def _parsed(text: str) -> tuple[int, ...]:
-    """ "0-3,6" -> 0, 1, 2, 3, 6; "auto": those that this process may use. ValueError."""
+    """ "0-3,6" -> 0, 1, 2, 3, 6; "auto" -> all that this process may use. Raises ValueError."""
     usable = os.sched_getaffinity(0)
     if text == "auto":
         return tuple(sorted(usable))

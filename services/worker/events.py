@@ -1,4 +1,7 @@
-"""What a worker tells a gateway; `service.py` of each worker turns it into protobuf."""
+"""Events that a worker sends to a gateway.
+
+`services.worker.stream` and the `service.py` of each role turn them into protobuf.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +24,8 @@ class RequeueReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a request ends early at a worker, and so what its gateway hears: a requeue, an error
-    (code and message), or nothing where it asked for the end itself."""
+    """Why a request ends early at a worker, and what its gateway gets: a requeue, an error (code
+    and message), or nothing if the gateway itself has aborted the request."""
 
     requeue: RequeueReason | None = None
     error: tuple[str, str] | None = None
@@ -35,7 +38,7 @@ DRAINED = Ending(requeue=RequeueReason.DRAINING)
 STALE = Ending(requeue=RequeueReason.STALE_TICKET)
 FORGED = Ending(error=(InvalidRequest.code, "the ticket's blocks are not those of its holder"))
 HANDED_OVER = Ending(requeue=RequeueReason.HANDED_OVER)
-"""The one early end that keeps the blocks."""
+"""The only early end that keeps the blocks."""
 
 
 def poisoned(fault: Fault) -> Ending:
@@ -44,7 +47,7 @@ def poisoned(fault: Fault) -> Ending:
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """The engine gets it next."""
+    """The engine runs this request next."""
 
     request_id: str
     attempt: int
@@ -52,7 +55,8 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Requeued:
-    """A ticket with blocks is at rest, for whoever claims it; one without is computed again."""
+    """A request goes back to its model queue. A ticket with blocks is detached, and any worker of
+    the pool may claim it; a ticket without blocks goes through prefill again."""
 
     ticket: Ticket
     reason: RequeueReason
@@ -60,7 +64,7 @@ class Requeued:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """`code`: of a domain error (`services.common.errors`)."""
+    """A request ended with an error. `code`: of a domain error (`services.common.errors`)."""
 
     request_id: str
     attempt: int
@@ -77,8 +81,8 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One sequence's first token, or its token of one step. `position`: counted from the start of
-    the prompt. `logprobs`: where the sampling asks for them."""
+    """The token of one sequence from one step. `position`: counted from the start of the prompt.
+    `logprobs`: present if the sampling parameters ask for them."""
 
     request_id: str
     attempt: int
@@ -91,8 +95,8 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One of the sequences that a beam search found, whole; or, without tokens, the word that the
-    search goes on."""
+    """One hypothesis that a beam search found, complete; without tokens it says that the search
+    continues."""
 
     request_id: str
     attempt: int
@@ -105,9 +109,12 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """`outputs`: a token of every sequence of the ticket that came. `ticket`: at rest, with the
-    sequences that go on, and their blocks; where none does, all blocks are released.
-    `prompt_logprobs`: of each token of the prompt but the first, where asked for."""
+    """A prompt is computed.
+
+    `outputs`: a token of every sequence of the submitted ticket. `ticket`: detached, with the
+    sequences that go on and their blocks; if no sequence goes on, all blocks are released.
+    `prompt_logprobs`: of each prompt token but the first, if the request asks for them.
+    """
 
     ticket: Ticket
     outputs: tuple[Output | Found, ...]
@@ -116,7 +123,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """All outputs of one step that belong to one gateway."""
+    """All outputs of one step for one gateway."""
 
     outputs: tuple[Output | Found, ...]
 
@@ -141,7 +148,7 @@ def output(ticket: Ticket, token: Token) -> Output:
 
 
 def found(ticket: Ticket, hypotheses: Sequence[Hypothesis]) -> list[Found]:
-    """Best first."""
+    """The hypotheses of a search as events, best first."""
     position = len(ticket.prompt_token_ids)
     return [
         Found(*ticket.key, index, position, one.token_ids, one.finish, one.score)
@@ -153,16 +160,17 @@ class Session(Protocol):
     """One gateway's stream, as the worker's logic sees it."""
 
     def send(self, event: Event, then: Callable[[], None] | None = None) -> None:
-        """Never blocks; a session whose peer does not read is closed. `then` is called once the
-        event is out, so that it arrives even if this process dies; not at all if the session ends
-        before."""
+        """Queue an event; never blocks. A session whose gateway does not read is closed. `then` is
+        called once the event is written, so the event arrives even if this process dies from then
+        on; it is not called if the session ends before."""
 
     def finish(self) -> None:
-        """What was sent goes out, and then the session ends."""
+        """Close the session after all queued events are written."""
 
 
 def report(session: Session, ticket: Ticket, ending: Ending) -> None:
-    """Tell the gateway how a request ended early; its blocks are released."""
+    """Report an early end to the gateway. The blocks are released before, so a requeued ticket has
+    none."""
     if ending.requeue:
         at_rest = tuple(
             replace(sequence, block_ids=(), num_computed_tokens=0) for sequence in ticket.sequences

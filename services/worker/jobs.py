@@ -1,4 +1,4 @@
-"""The requests that a worker has, and when their time is over."""
+"""The requests at a worker, and their time limits."""
 
 import asyncio
 from collections.abc import Callable, Hashable, Iterator
@@ -7,7 +7,7 @@ from typing import Generic, Protocol, TypeVar
 from services.worker.events import Ending, Session
 
 Key = tuple[int, str, int]
-"""(gateway, request, attempt)."""
+"""(gateway session, request id, attempt)."""
 
 
 class Job(Hashable, Protocol):
@@ -21,12 +21,12 @@ J = TypeVar("J", bound=Job)
 
 
 class Jobs(Generic[J]):
-    """`end(job, ending)` is called for those whose time is over."""
+    """The jobs of a worker. `end(job, ending)` is called when a time limit of a job expires."""
 
     def __init__(self, end: Callable[[J, Ending], None]) -> None:
         self._end = end
         self.came = asyncio.Event()
-        """Set whenever there is one more."""
+        """Set when a job is added."""
         self._jobs: dict[Key, J] = {}
         self._timers: dict[J, list[asyncio.TimerHandle]] = {}
 
@@ -34,11 +34,11 @@ class Jobs(Generic[J]):
         return len(self._jobs)
 
     def __iter__(self) -> Iterator[J]:
-        """Those of now; whoever walks through them may end them."""
+        """Iterates over a copy: the caller may end jobs while it iterates."""
         return iter(tuple(self._jobs.values()))
 
     def __contains__(self, job: J) -> bool:
-        """Whether its key is taken."""
+        """Whether a job with the same key is here."""
         return job.key in self._jobs
 
     def get(self, session: Session, request_id: str, attempt: int) -> J | None:
@@ -52,7 +52,7 @@ class Jobs(Generic[J]):
         self.came.set()
 
     def remove(self, job: J) -> None:
-        """With its timers. Who is not there is no error."""
+        """Remove a job and cancel its timers. No error if it is not here."""
         self._jobs.pop(job.key, None)
         for timer in self._timers.pop(job, ()):
             timer.cancel()

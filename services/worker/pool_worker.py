@@ -1,4 +1,4 @@
-"""What every worker on a pool has: an engine thread, ordered writes, the pool's pulse."""
+"""The base of both kinds of worker: engine thread, ordered store writes, heartbeat, drain."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -35,22 +35,25 @@ _ASK_LIMIT_S = 1.0
 _DRAIN_INTERVAL_S = 0.05
 
 _STALLED_S = 1.0
-"""Far longer than an answer takes from a store that is there."""
+"""How overdue a heartbeat's answer must be: a reachable store answers far sooner."""
 
 _COMES_BACK_S = 1.0
-"""How long the place in line of a request that gave way is kept: some messages later it is back, or
-it has ended meanwhile."""
+"""How long a preempted request keeps its turn in the store. A few messages later it is back, or it
+has ended meanwhile."""
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`max_num_batched_tokens` a step, of at most `max_num_seqs` sequences. `look_ahead`: tokens
-    for which a decoding sequence has slots in advance. `ticket_ttl_s`: how long a ticket may stay
-    unclaimed; `swapped_ttl_s`: one whose blocks are in the colder pool, where nobody misses them,
-    while it waits for room. `park_window_s`: how long a sequence rests whose gateway is gone; 0:
-    not at all."""
+    """Limits of one worker.
+
+    A step computes at most `max_num_batched_tokens` tokens, of at most `max_num_seqs` sequences.
+    `look_ahead`: tokens for which a decoding sequence gets slots in advance. `ticket_ttl_s`: how
+    long a detached ticket may stay unclaimed. `swapped_ttl_s`: the same for a ticket whose blocks
+    are in the swap pool; it is longer because running requests do not need those blocks.
+    `park_window_s`: how long a decode worker parks requests whose gateway is gone; 0: not at all.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -64,7 +67,7 @@ class Limits:
 
 
 class OnPool(Protocol):
-    """A membership in a pool, as the worker's logic sees it."""
+    """The part of a pool membership that a worker's logic uses."""
 
     @property
     def spec(self) -> PoolSpec: ...
@@ -75,10 +78,10 @@ class OnPool(Protocol):
 
 
 class PoolWorker(ABC):
-    """Lives in one event loop; its subclasses walk requests through it."""
+    """A worker on one pool, in one event loop. Subclasses move requests through their states."""
 
     _jobs: Jobs[Any]
-    """The requests that are here."""
+    """All requests at this worker."""
 
     def __init__(
         self,
@@ -102,7 +105,7 @@ class PoolWorker(ABC):
         self.draining = False
         self.drain_asked = asyncio.Event()
         self.sessions: set[Session] = set()
-        """Of the gateways that are connected."""
+        """The streams of all connected gateways."""
         self.suspects = SuspectQueue()
         loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
@@ -122,7 +125,8 @@ class PoolWorker(ABC):
         )
 
     async def run(self) -> None:
-        """Work until cancelled. Raises when engine or pool are lost; then only exiting is left."""
+        """Work until cancelled. Raises the first error of engine, store or a loop, after which the
+        worker cannot continue."""
         self.engine.start()
         loops = [self.writer.run(), self._wakefulness.keep(), self._pulse(), *self._loops()]
         tasks = [asyncio.create_task(self._guarded(loop)) for loop in loops]
@@ -146,7 +150,7 @@ class PoolWorker(ABC):
             self._failure.set_exception(error)
 
     async def _pulse(self) -> None:
-        """Hear what the pool wants from this worker, and show how loaded it is."""
+        """Send heartbeats, preempt the holders that the store demands, and export the load."""
         while True:
             self.metrics.observe_load(self.load())
             heartbeat = await self._heartbeat()
@@ -156,9 +160,11 @@ class PoolWorker(ABC):
                 await asyncio.sleep(_PULSE_S)
 
     async def _is_woken(self) -> bool:
-        """Whether an idle worker gets a request, or something happens on the pool, before a pause
-        is over: blocks are freed; or the ledger is lost, and this worker has to say that it holds
-        nothing."""
+        """Wait while the worker is idle, at most until the next idle tick; True: woken before it.
+
+        A new request wakes the worker. So does the store's free-block notifier: blocks were freed,
+        or the ledger was lost and this worker has to report that it holds nothing.
+        """
         loop, pause_s = asyncio.get_running_loop(), until_tick(_IDLE_PULSE_S)
         self._answer_due_at = over_at = loop.time() + pause_s
         self._jobs.came.clear()
@@ -175,18 +181,19 @@ class PoolWorker(ABC):
 
     @property
     def stalled(self) -> bool:
-        """Whether it begins nothing, since the store does not answer."""
+        """Whether this worker begins no request because the store does not answer."""
         return asyncio.get_running_loop().time() - self._answer_due_at > _STALLED_S
 
     async def _heartbeat(self) -> Heartbeat:
-        """WorkerFenced, and errors of the store."""
+        """Raises WorkerFenced, and the errors of the store."""
         heartbeat = await self.store.heartbeat(self.pool_id, self.worker_id)
         if heartbeat.fenced:
             raise WorkerFenced(f"{self.worker_id} was fenced")
         return heartbeat
 
     async def _ask(self) -> None:
-        """Whether it may go on after a gap. Without a store nobody can have fenced it."""
+        """Raises WorkerFenced if this worker was fenced during a gap. While the store is away the
+        worker may go on: no process can fence it without the store."""
         with suppress(StoreUnavailable, TimeoutError):
             async with asyncio.timeout(_ASK_LIMIT_S):
                 await self._heartbeat()
@@ -197,12 +204,13 @@ class PoolWorker(ABC):
             self.metrics.step_tokens.observe(outcome.num_tokens)
         try:
             self._on_outcome(outcome)
-        except Exception as error:  # what the rest of the step did would be lost in silence
+        except Exception as error:  # else the rest of the outcome would be lost silently
             self._fail(error)
 
     def begin(self, key: str, session: Session, whose: tuple[str, int], *, suspect: bool) -> None:
-        """Let the engine run what it has: once the gateway has been told, so that it knows over
-        whom this worker dies; suspects one at a time."""
+        """Start a group that the engine has, once `Began` is written to its gateway: if this worker
+        dies, the gateway then knows which requests it had begun. Suspects start one at a time.
+        `whose`: (request id, attempt)."""
 
         def begin() -> None:
             session.send(Began(*whose), then=lambda: self.engine.send(Start(key)))
@@ -213,7 +221,8 @@ class PoolWorker(ABC):
             begin()
 
     def take_leave(self) -> None:
-        """End all streams in peace: what is still here goes on elsewhere, and is not suspected."""
+        """Close all gateway streams cleanly, so that gateways do not count this as a crash: the
+        remaining requests continue elsewhere and do not become suspects."""
         for session in self.sessions:
             session.finish()
 
@@ -227,8 +236,8 @@ class PoolWorker(ABC):
         )
 
     def check_tokens(self, ticket: Ticket) -> None:
-        """That all tokens of a ticket fit the model, like those that its sampling names, and leave
-        one to draw. InvalidRequest."""
+        """Raises InvalidRequest if the ticket, or its sampling parameters, name a token id beyond
+        the vocabulary, or if the tokens of the ticket leave none to draw."""
         prompt, generated = ticket.prompt_token_ids, [s.token_ids for s in ticket.sequences]
         finished = () if ticket.beams is None else (one.token_ids for one in ticket.beams.finished)
         if not generated:
@@ -244,12 +253,12 @@ class PoolWorker(ABC):
 
     @property
     def _longest(self) -> int:
-        """Most tokens to go on from: one more has to fit the context."""
+        """The most tokens that a ticket may bring: one more must fit the context."""
         return self.limits.max_model_len - 1
 
     def distrust(self, broken: Broken) -> None:
-        """Take a broken sequence's blocks out of the index: what broke it may lie in one of them,
-        and would break whoever adopts it."""
+        """Take all full blocks of a broken group out of the prefix index: the cause may lie in one
+        of them, and would break every request that adopts it."""
 
         async def retract() -> None:
             for block_id, prefix_hash in broken.blocks:
@@ -260,17 +269,17 @@ class PoolWorker(ABC):
         self.writer.put(retract)
 
     def drain(self) -> int:
-        """Take nothing new; how many requests are left to finish."""
+        """Accept no new requests; return how many are left to finish."""
         self.draining = True
         self.drain_asked.set()
         return self._on_drain()
 
     @abstractmethod
     def _on_drain(self) -> int:
-        """Send back what can go at once; how many requests are left."""
+        """End what need not finish here; return how many requests are left."""
 
     async def drained(self) -> None:
-        """Return when, draining, nothing is left: all is claimed, or ended and released."""
+        """Return when this draining worker holds nothing: all tickets are claimed or released."""
         while True:
             await self.writer.flush()
             if not self.num_busy and not self._num_places and not await self._holds_anything():
@@ -279,7 +288,7 @@ class PoolWorker(ABC):
 
     @abstractmethod
     def give_back(self) -> None:
-        """Send everything back to the gateways, to be computed again elsewhere."""
+        """Requeue all requests at their gateways, to be computed again elsewhere."""
 
     async def _holds_anything(self) -> bool:
         for pool_id in self._pool_ids:
@@ -294,8 +303,8 @@ class PoolWorker(ABC):
         return self.pool_id, *swap_pool
 
     async def release(self, ticket: Ticket, ending: Ending) -> None:
-        """Let go of a ticket's blocks. The request of one that gave way keeps its place in line
-        until it is back, or for a while. StaleHolder."""
+        """Release the blocks of a ticket. A preempted request keeps its turn in the store until it
+        is back, at most for `_COMES_BACK_S`. Raises StaleHolder."""
         holder_id, comes_back = ticket.holder_id, ending is PREEMPTED
         await self.store.release(self.pool_id, holder_id, ticket.holder_epoch, comes_back)
         if comes_back:
@@ -304,7 +313,7 @@ class PoolWorker(ABC):
             loop.call_later(_COMES_BACK_S, self.writer.put, lambda: self._give_up_place(holder_id))
 
     async def take_back(self, session: Session, at_rest: Ticket, ending: Ending) -> None:
-        """Release a ticket at rest, unless somebody has claimed it: then it is theirs."""
+        """Release a detached ticket and report `ending`, unless a worker has claimed the ticket."""
         try:
             if at_rest.swapped is None:
                 await self.release(at_rest, ending)
@@ -322,20 +331,20 @@ class PoolWorker(ABC):
     @property
     @abstractmethod
     def num_busy(self) -> int:
-        """Requests that are neither over nor at rest."""
+        """How many requests still need work at this worker; detached tickets do not."""
 
     @abstractmethod
     def load(self) -> Load:
-        """What the registry and the gateways hear."""
+        """The load that this worker reports to the registry and its gateways."""
 
     @abstractmethod
     def _loops(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """What else runs beside the pulse and the writes."""
+        """Loops of the subclass, run beside the heartbeat and the writes."""
 
     @abstractmethod
     def _on_outcome(self, outcome: StepOutcome) -> None:
-        """A step is over."""
+        """Apply the outcome of a step."""
 
     @abstractmethod
     def _on_demands(self, holder_ids: Sequence[str]) -> None:
-        """These holders must give way. Heard again until they have."""
+        """Preempt these holders. The store repeats a demand until its holder is released."""

@@ -1,4 +1,4 @@
-"""The worker's writes to the block store, in order, behind the back of its step loop."""
+"""The worker's writes to the block store, in order, in the background of the step loop."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,11 +9,11 @@ Write = Callable[[], Awaitable[None]]
 
 
 class StoreWriter:
-    """Starts writes in the order of `put`; each must call the store before it awaits anything else,
-    since the store keeps the order in which its operations are called.
+    """Starts writes in the order of `put`.
 
-    A refusal of the ledger is a broken law, a lost store the end of this worker: `on_failure` gets
-    the error, and what was put after is dropped.
+    Each write must call the store before it awaits anything else, since the store keeps the order
+    in which its operations are called. If the ledger refuses a write (a broken law) or the store is
+    lost, the worker has to end: `on_failure` gets the error, and all later writes are dropped.
     """
 
     def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
@@ -24,7 +24,7 @@ class StoreWriter:
         self._writes.put_nowait(write)
 
     async def flush(self) -> None:
-        """Return when everything put so far is written."""
+        """Return when all writes so far are done."""
         await self._writes.join()
 
     async def run(self) -> None:
@@ -43,6 +43,6 @@ class StoreWriter:
 
 
 async def _begin(write: Write) -> None:
-    """Called when its turn comes: one that calls the store at once would overtake coroutines, which
-    begin later."""
+    """Delay the call of `write` until its task runs. Called earlier, a plain function that calls
+    the store at once would overtake coroutines, whose bodies run later."""
     await write()

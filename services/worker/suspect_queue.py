@@ -1,4 +1,4 @@
-"""Requests over which a worker has died, begun here one at a time, whichever gateway sends them.
+"""Begins suspects, requests that a worker was computing when it died, one at a time.
 
 See ADR 57.
 """
@@ -7,27 +7,29 @@ from collections.abc import Callable
 
 
 class SuspectQueue:
-    """The first is being computed, the others stand in line. Should this worker die too, it is
-    known over whom."""
+    """The suspects at this worker, from all gateways. Only the first one is being computed, so if
+    this worker dies too, the gateways know which suspect it was computing."""
 
     def __init__(self) -> None:
         self._line: dict[str, Callable[[], None]] = {}
 
     def enter(self, key: str, begin: Callable[[], None]) -> None:
-        """`begin` is called when its turn has come."""
+        """Add a suspect; `begin` is called when it is the first."""
         self._line[key] = begin
         if len(self._line) == 1:
             begin()
 
     def withdraw(self, key: str) -> None:
-        """It is to end: its turn does not come any more. Who is being computed leaves later."""
+        """Remove a suspect that is to end, unless it is being computed: then `leave` removes it."""
         if key in self._line and next(iter(self._line)) != key:
             del self._line[key]
 
     def leave(self, key: str) -> None:
-        """Its gateway has been sent a token of it, or word of its end: what the next one does to
-        this worker comes after that, and is not laid to its charge. Who is not in line is no
-        error."""
+        """Remove a suspect, and begin the next one. No error if `key` is not in the queue.
+
+        Call this after the gateway was sent a token of the suspect or the report of its end: a
+        crash that the next suspect causes comes later, and is not attributed to this one.
+        """
         if key not in self._line:
             return
         was_first = next(iter(self._line)) == key
