@@ -1,42 +1,46 @@
-"""The block store's interface: who holds which block of a pool, and which block holds which prefix.
+"""The block store's interface: it records which holder has which blocks, and which block has the KV
+of which prefix.
 
-Every operation is atomic and safe to send again with the same arguments: the second time it changes
-nothing and answers the same. Two implementations: `RedisStore` (functions in the server) and
-`MemoryStore` (plain Python: the model of the property tests and the fake of the unit tests).
+Every operation is atomic and safe to send again with the same arguments: the second call changes
+nothing and returns the same answer. There are two implementations: `RedisStore` (functions in the
+server) and `MemoryStore` (plain Python: the model of the property tests and the fake of the unit
+tests).
 
-A block is in exactly one state, and a pool's counters always add up (law 1):
+A block is in exactly one state, and a pool's counters always add up to its blocks (law 1):
 
     free      never used, or given back without a hash        (no holder, not in the prefix index)
     cached    no holder, in the prefix index; evictable, least recently used first
     held      at least one holder; in the prefix index once its KV is complete
 
-Which blocks (0 to num_blocks - 1) a request gets is part of the contract: blocks given back last
-come first, then the lowest block never used, then the least recently used cached one. Releasing
-frees a holder's blocks from its last to its first, so that tails are evicted before heads.
+The contract defines which blocks (0 to num_blocks - 1) a request gets: first the block that was
+given back last, then the lowest block never used, then the least recently used cached block.
+Releasing frees a holder's blocks from its last to its first, so that tails are evicted before
+heads.
 
-A holder's epoch is odd while its worker runs it and even while it is at rest in a ticket:
-`allocate` answers 1, `detach` and `claim` add one. Whoever names another epoch is stale.
+A holder's epoch is odd while a worker runs it and even while its ticket is detached: `allocate`
+returns 1, `detach` and `claim` add one. A call with another epoch raises StaleHolder.
 
-"In order" means by (order, holder id), everywhere; where blocks of several holders are freed at
-once, the last holder in order goes first. Operations check in this order: the pool is there, the
-worker they name is there and not fenced, the holder is there, its worker is not fenced, the epoch
-is right, the blocks are held. Before all of that, but where the pool is not there, they look at the
-arguments themselves: InvalidArgument. Names have 1 to 1024 bytes, numbers are 0 to 2**53 - 1, and a
-pool's id has no braces. A released holder leaves a tombstone (its last epoch) for
-`TOMBSTONE_S`, a reaped worker its name.
+"In order" always means by (order, holder id). An operation that frees the blocks of several holders
+begins with the last holder in order. Operations check in this order: the pool exists, the arguments
+are valid (InvalidArgument), the named worker is registered and not fenced, the holder exists, its
+worker is not fenced, the epoch is right, the blocks are held. On a pool that does not exist, an
+invalid argument may be reported first. Names have 1 to 1024 bytes, numbers are 0 to 2**53 - 1, and
+a pool's id has no braces. The store remembers the last epoch of a released holder (its tombstone)
+and the name of a reaped worker for `TOMBSTONE_S`.
 
-A server that lost its data gets a pool's ledger back from those who know it. Until `reopen` every
-other mutation of the pool raises Recovering:
+After a server lost its data, the workers and the stamps give it a pool's ledger back. Until
+`reopen`, every other mutation of the pool raises Recovering:
 
-    recover_pool    the pool is there again at a higher ledger epoch; workers are *missing*
-    reassert        a missing worker says what it holds and waits for
-    reap, fence     one that died holds nothing; one that is stuck may hold whatever nobody can
-                    vouch for: its *quarantine*, a holder like any
-    restore         nobody is missing: what each block holds, from block 0 up, by its stamp
-    reopen          all blocks are accounted for
+    recover_pool    makes the pool again at a higher ledger epoch; its workers are *missing*
+    reassert        a missing worker reports what it holds and waits for
+    reap, fence     a missing worker that died holds nothing; a stuck one gets a *quarantine*, a
+                    holder of all blocks that it may still write
+    restore         when no worker is missing: sets each block's content, from block 0 up, by its
+                    stamp
+    reopen          when all blocks are accounted for: ends the recovery
 
     [0 ........ next_unused)[next_unused ........ num_blocks)
-     accounted for           held by those who said so, or not yet accounted for
+     accounted for           held by a worker that reported it, or not yet accounted for
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -59,54 +63,57 @@ from blockstore.records import (
 )
 
 QUARANTINE = "quarantine:"
-"""Before a worker's id: the holder of what a worker that was given up may still write."""
+"""Prefix of a quarantine's holder id, before the worker's id: the quarantine holds the blocks that
+a fenced worker may still write after a recovery."""
 
 MAX_BRANCHES = 100
-"""Of one allocation."""
+"""The most branches of one allocation."""
 
 TOMBSTONE_S = 600
-"""How long the ids of released holders and of reaped workers are remembered, to refuse what comes
-late."""
+"""How long the store remembers the ids of released holders and reaped workers, to refuse late
+calls."""
 
 FUNCTION_LIBRARY = "quire_v4"
-"""Name of the functions in the server; it carries their version and is compared when services
-meet."""
+"""Name of the function library in the server, with its version; services compare it when they
+connect to each other."""
 
 
 Own = Callable[[str, Sequence[int]], None]
-"""Marks the new blocks of a holder, given by its id, as blocks that this holder writes. The store's
-client calls it with the answer, before its caller gets the answer and before the client sends
-anything else: whatever the client says of the holder later, its blocks are marked."""
+"""Marks new blocks in their stamps as owned by a holder; arguments are the holder's id and the
+block ids. The store's client calls it when it reads the answer, before its caller gets the answer
+and before it sends anything else: the blocks are marked before the client can report the holder in
+a recovery."""
 
 
 class Recovery(Protocol):
-    """How a pool's ledger comes back on a server that knows nothing of it, or something old. Both
-    are done by one process of the host at a time, and again: no error."""
+    """Rebuilds a pool's ledger on a server that has none, or an old one. One process of the host at
+    a time does each step; doing a step again is no error."""
 
     def begin(self, store: "BlockStore", run_id: str) -> Awaitable[None]:
-        """Make the pool again unless the server, of this `run_id`, knows it as it is now.
-        PoolGone: its content is gone too."""
+        """Make the pool again unless the server with this `run_id` has its current ledger.
+        PoolGone: the pool's content is lost, too."""
 
     def finish(self, store: "BlockStore") -> Awaitable[None]:
-        """Restore what is in the blocks and reopen the pool, unless somebody is missing."""
+        """Restore the blocks' contents and reopen the pool, unless workers are missing."""
 
 
 class BlockStore(Protocol):
-    """Life of a pool's blocks. Errors are those of `blockstore.errors`; every operation on a pool
-    that does not exist raises UnknownPool (except `drop_pool`), every one that names a worker which
-    is not on the pool UnknownWorker (except `leave` and `reap`), and every mutation by or for a
-    fenced worker WorkerFenced, except `release`, `give_back`, `withdraw`, `fence`, `leave` and
-    `reap`. `claim` looks at the fence of the one who takes, not of the one who gives: a holder at
-    rest has no writer."""
+    """The operations on pools and their blocks. Errors are those of `blockstore.errors`. An
+    operation on a pool that does not exist raises UnknownPool (except `drop_pool`). An operation
+    that names a worker which is not on the pool raises UnknownWorker (except `leave` and `reap`).
+    A mutation by or for a fenced worker raises WorkerFenced (except `release`, `give_back`,
+    `withdraw`, `fence`, `leave` and `reap`). `claim` checks the fence of the claiming worker only:
+    a detached holder has no writer."""
 
     async def register_pool(self, spec: PoolSpec) -> None:
-        """Make a pool. PoolExists when its id is taken by another spec; by the same: no error."""
+        """Make a pool. PoolExists: a pool with this id and another spec exists. Registering the
+        same spec again is no error."""
 
     async def drop_pool(self, pool_id: str) -> None:
         """Forget a pool and all its keys. A pool that does not exist is no error."""
 
     async def pool_ids(self) -> tuple[str, ...]:
-        """All pools, sorted."""
+        """Return the ids of all pools, sorted."""
 
     async def register_worker(
         self,
@@ -115,23 +122,26 @@ class BlockStore(Protocol):
         recovery: Recovery | None = None,
         own: Own | None = None,
     ) -> None:
-        """Join a pool. GeometryMismatch (block size, number or bytes), then FingerprintMismatch
-        (weights, dtype, numerics). UnknownWorker: this name was reaped. Again: no error. Who was
-        missing holds nothing. With `recovery`, calls wait when the server has lost the pool, until
-        it has it again; without, they raise StoreLost for ever. `own` gets what `allocate` and
-        `extend` give to the worker's holders beyond what was cached."""
+        """Join a pool; joining again is no error. A missing worker that joins holds nothing.
+
+        With `recovery`, calls wait while the server has lost the pool, until the pool is rebuilt;
+        without, they raise StoreLost from then on. `own` is called with the new (not cached) blocks
+        that `allocate` and `extend` give to the worker's holders.
+
+        GeometryMismatch: block size, number or bytes differ. FingerprintMismatch, checked next:
+        weights, dtype or numerics differ. UnknownWorker: this name was reaped."""
 
     async def fence(self, pool_id: str, worker_id: str) -> None:
-        """From now on this worker may only release; its waits end. One that was missing gets a
-        quarantine, and is missing no more. Again: no error."""
+        """Fence a worker: from now on it may only release, and its waits end. A missing worker gets
+        a quarantine and is no longer missing. Fencing again is no error."""
 
     async def leave(self, pool_id: str, worker_id: str) -> None:
-        """Take an empty worker off the pool, be it missing. WorkerNotEmpty; a worker that is not
-        there is no error."""
+        """Remove a worker, missing or not, from the pool. WorkerNotEmpty: it still holds or waits.
+        A worker that is not on the pool is no error."""
 
     async def heartbeat(self, pool_id: str, worker_id: str) -> Heartbeat:
-        """What the pool wants from this worker; demands in order, at rest or not. Recovering: it is
-        missing, and should reassert."""
+        """Return whether the worker is fenced, and the demands on its holders, in order, running
+        and detached alike. Recovering: the worker is missing and should reassert."""
 
     async def allocate(
         self,
@@ -143,59 +153,60 @@ class BlockStore(Protocol):
         num_blocks: int,
         branches: Sequence[Sequence[PrefixHash]] = (),
     ) -> Allocation:
-        """Share the longest run of `hashes` that is cached, add new blocks up to `num_blocks` in
-        all: all or nothing.
+        """Make a holder: share the longest indexed run of `hashes` and add new blocks, up to
+        `num_blocks` in all. The holder gets all of them or none.
 
-        `hashes` are those of the prompt's full blocks, distinct. `branches`: what each of several
-        sequences goes on with where they end, at most `MAX_BRANCHES`; if all of `hashes` is cached,
-        the longest run of each is shared too. What several have in common is one block: they name
-        at most num_blocks in all. Shared blocks
-        that nobody held leave the cache; new ones may evict. Available = free + cached - (cached
-        hits about to be pinned), less `watermark_blocks` unless nothing is held on the pool, at
-        least 0; that is also what OutOfBlocks reports, `needed` being num_blocks - hits.
+        `hashes` are those of the prompt's full blocks, distinct. `branches` are the hashes with
+        which each of several sequences continues behind `hashes`, at most `MAX_BRANCHES`; if all of
+        `hashes` is indexed, the longest indexed run of each branch is shared, too. A hash in
+        several branches is one block; hashes and branches name at most num_blocks different hashes.
+        Shared cached blocks leave the cache; new blocks may evict cached ones.
 
-        MustWait, looked at first: a waiter with a lower `order` is there. OutOfBlocks: needed >
-        available. After either the holder is itself a waiter with this order and worker (a later
-        try replaces both), until it is served, withdraws, or its worker is fenced or dies.
-        StaleHolder: this id was allocated and released before, or has moved on to another epoch or
-        worker. Again by the same worker: the same answer, which is the holder's first `num_blocks`
-        acquisitions.
+        needed = num_blocks - hits. available = free + cached - (hits that are cached), less
+        `watermark_blocks` if any block of the pool is held; at least 0. OutOfBlocks reports both.
+
+        MustWait, checked first: a waiter with a lower `order` exists. OutOfBlocks: needed >
+        available. After either error the holder is a waiter with this order and worker (a later
+        call replaces both) until it is served or withdrawn, or its worker is fenced or reaped.
+        StaleHolder: the holder was released, or is at another epoch or worker. The same worker that
+        asks again gets the same answer: the first `num_blocks` blocks that the holder acquired.
         """
 
     async def withdraw(self, pool_id: str, holder_id: str) -> None:
-        """End a wait. A holder that does not wait is no error."""
+        """End a holder's wait. A holder that does not wait is no error."""
 
     async def extend(self, pool_id: str, worker_id: str, growths: Sequence[Growth]) -> Extension:
-        """Grow running holders, first by `order` first (then as given); each all or nothing.
+        """Grow running holders, lowest `order` first (equal orders as given); each holder gets all
+        of its blocks or none.
 
-        Answers stand as the growths were given, each with acquisitions number have to total - 1,
-        also those given back since. A holder that is short, or not the worker's at this epoch, has
-        an error in its answer, and the next one is tried; the call itself fails only with
-        WorkerFenced, UnknownWorker or UnknownPool.
+        The answers are in the order of `growths`. Each has the blocks of acquisitions `have` to
+        `total` - 1, including those that were given back since. A holder for which there are too
+        few blocks, or which this worker does not run at this epoch, has an error in its answer, and
+        the next one is tried.
 
-        When one is short, and no demand is outstanding (for a holder whose worker is not fenced),
-        the last holder in order on the whole pool whose worker is not fenced is demanded, be it the
-        asker's own: its current worker reads that in this answer or in its next `extend` or
-        `heartbeat`, until the holder is released. Growth goes before waiters, and takes no notice
-        of the watermark.
+        If there are too few blocks, the store demands the last holder in order on the whole pool
+        whose worker is not fenced, which may belong to the asking worker; it demands nothing while
+        another demand on a worker that is not fenced is outstanding. The demanded holder's worker
+        reads the demand in this answer or in its next `extend` or `heartbeat`, until it releases
+        the holder. Growth is served before waiters and may use the watermark's blocks.
         """
 
     async def commit(
         self, pool_id: str, holder_id: str, epoch: int, blocks: Sequence[tuple[int, PrefixHash]]
     ) -> tuple[bool, ...]:
-        """Publish finished blocks in the prefix index. True where the block is now the one of its
-        hash; where the hash was there already its first block stays, and this one remains private
-        (False). A call names a block once. All or nothing: StaleHolder; NotHeld: a block that the
-        holder does not hold, or that carries another hash."""
+        """Publish finished blocks in the prefix index, all or none. True for a block that is now
+        indexed under its hash; False if another block already is: the index keeps that one, and
+        this block stays private. A call names a block once. StaleHolder. NotHeld: the holder does
+        not hold a block, or the block has another hash."""
 
     async def retract(self, pool_id: str, block_id: int, prefix_hash: PrefixHash) -> None:
-        """Take a wrong entry out of the index: a cached block gets free, a held one is freed on its
-        last release. An entry that is not there (any more) is no error."""
+        """Remove a wrong entry from the index: a cached block becomes free, a held one becomes free
+        on its last release. An entry that does not exist is no error."""
 
     async def detach(self, pool_id: str, holder_id: str, epoch: int) -> int:
-        """Put a running holder at rest: epoch + 1, same worker. No step may be in flight.
-        StaleHolder: also when `epoch` is even. Again, while nobody has claimed it: the same
-        answer."""
+        """Make a running holder claimable: epoch + 1, same worker. No step may be in flight.
+        StaleHolder: also if `epoch` is even. A repeated call gets the same answer until the holder
+        is claimed."""
 
     async def claim(
         self,
@@ -205,52 +216,52 @@ class BlockStore(Protocol):
         worker_id: str,
         block_ids: Sequence[int] = (),
     ) -> Claim:
-        """Take over a holder at rest: epoch + 1, now `worker_id`'s. StaleHolder: released, running,
-        or somebody was faster. NotHeld: one of `block_ids`, what its ticket says to have, is not
-        held by it. Again by the winner: the same answer."""
+        """Take over a detached holder: epoch + 1, now run by `worker_id`. `block_ids` are the
+        blocks that its ticket names. StaleHolder: the holder was released, is running, or was
+        claimed by another worker. NotHeld: it does not hold one of `block_ids`. A repeated call by
+        the same worker gets the same answer."""
 
     async def give_back(
         self, pool_id: str, holder_id: str, epoch: int, block_ids: Sequence[int]
     ) -> None:
-        """Drop some of a holder's references, from the last acquired to the first, however they are
-        named; blocks that it does not hold (any more) are no error. StaleHolder."""
+        """Drop a holder's references to `block_ids`, from the last acquired to the first, in
+        whatever order they are given. Blocks that it does not hold are no error. StaleHolder."""
 
     async def release(
         self, pool_id: str, holder_id: str, epoch: int, comes_back: bool = False
     ) -> None:
-        """Drop all of a holder's references and forget it; its id is never used again. Again at the
-        same epoch: no error, while its tombstone lasts. StaleHolder: never allocated, or moved on
-        to another epoch.
+        """Drop all of a holder's references and forget it; its id is never used again. A repeated
+        call at the same epoch is no error while the tombstone lasts. StaleHolder: the holder was
+        never allocated, or is at another epoch.
 
-        `comes_back`, of one that gave way to others: its request keeps its place in line. From now
-        on the released holder is a waiter with its order, of its worker (unless that is fenced):
-        nobody behind it is admitted until another holder of the same order asks, or the wait is
-        withdrawn."""
+        `comes_back`: the request was preempted and leaves a returning waiter with its order and
+        worker (unless the worker is fenced): no later request is admitted until another holder of
+        the same order asks for blocks, or the wait is withdrawn."""
 
     async def match(self, pool_id: str, hashes: Sequence[PrefixHash]) -> int:
-        """How many leading `hashes` are in the index. Changes nothing, not even the order of
+        """Return how many leading `hashes` are in the index. Changes nothing, not even the order of
         eviction."""
 
     async def victim(self, pool_id: str) -> HolderInfo | None:
-        """The last holder in order whose worker is not fenced: who gives way first. None: nothing
-        is held. Recovering."""
+        """Return the last holder in order whose worker is not fenced: the first one to preempt.
+        None: there is no such holder. Recovering."""
 
     async def holders(self, pool_id: str) -> tuple[HolderInfo, ...]:
-        """All holders, in order. Recovering: not all are known."""
+        """Return all holders, in order. Recovering: not all are known."""
 
     async def stats(self, pool_id: str) -> PoolStats: ...
 
     async def reap(self, pool_id: str, worker_id: str) -> int:
-        """Release all that a dead worker held or waited for, the last holder in order first, and
-        take it off the pool; how many holders that were. A worker that is not there is no error
-        (0); either way the name can no longer join."""
+        """Release everything that a dead worker held or waited for, the last holder in order first,
+        remove the worker from the pool, and return the number of its holders. A worker that is not
+        on the pool is no error (0). In both cases the name can no longer join."""
 
     async def recover_pool(
         self, spec: PoolSpec, ledger_epoch: int, worker_ids: Sequence[str]
     ) -> None:
-        """Make a pool again of which the server lost the ledger; `worker_ids`, who may hold
-        something of it, are missing. PoolExists: it is there at another ledger epoch (an old one:
-        drop it). Again: no error."""
+        """Make a pool whose ledger the server lost; `worker_ids` are the workers that may hold
+        blocks, and are missing now. PoolExists: the server has the pool at another ledger epoch
+        (drop it if that one is old). A repeated call is no error."""
 
     async def reassert(
         self,
@@ -259,26 +270,27 @@ class BlockStore(Protocol):
         holders: Sequence[Asserted],
         waits: Sequence[Wait],
     ) -> tuple[str, ...]:
-        """What a worker holds and waits for, all of it; who is missing now. Of two who know the
-        same holder, the one at the higher epoch is right. WorkerFenced: it was given up before.
-        UnknownWorker: reaped before. Again, or of a pool that is not recovering: no change."""
+        """Report everything that a worker holds and waits for; returns the workers that are still
+        missing. If two workers report the same holder, the higher epoch counts. WorkerFenced: the
+        worker was fenced before. UnknownWorker: it was reaped before. A repeated call, or one to a
+        pool that is not recovering, changes nothing."""
 
     async def restore(self, pool_id: str, first: int, contents: Sequence[Content]) -> None:
-        """Account for the blocks from `first` on. Finished ones are indexed and, if nobody holds
-        them, cached; others that nobody holds are free; private ones are held by each quarantine
-        too. Recovering: workers are missing, or blocks before `first` not accounted for. Again, or
-        when it is not recovering: no change."""
+        """Account for the blocks from `first` on. Finished blocks are indexed and, without a
+        holder, cached; other blocks without a holder are free; each quarantine also holds the
+        private ones. Recovering: workers are missing, or blocks before `first` are not accounted
+        for. A repeated call, or one to a pool that is not recovering, changes nothing."""
 
     async def reopen(self, pool_id: str) -> None:
-        """End the recovery; blocks not accounted for were never used. Recovering: workers are
-        missing, or somebody holds such a block, or there is a quarantine, for which all blocks have
-        to be accounted for. Again: no error."""
+        """End the recovery; blocks not accounted for count as never used. Recovering: workers are
+        missing, a holder has a block that is not accounted for, or there is a quarantine (which
+        needs all blocks accounted for). A repeated call is no error."""
 
     async def audit(self, pool_id: str) -> AuditReport:
-        """Recount references from the ledger and compare with counters, states and index."""
+        """Recount references from the ledger and compare them with counters, states and index."""
 
     async def wait_for_room(self, pool_id: str, timeout_s: float) -> None:
-        """Return when blocks of the pool were freed, or after the timeout. It may return for less:
-        a wait that ended, or news that may have been missed."""
+        """Return when blocks of the pool were freed, or after the timeout. It may also return when
+        a wait ended, or when an announcement may have been missed."""
 
     async def close(self) -> None: ...
