@@ -89,6 +89,7 @@ class Child:
 
     spec: "ChildSpec"
     is_staying: bool = True
+    failure: str = ""
 
     @property
     def name(self) -> str:
@@ -101,7 +102,7 @@ class Child:
 @dataclass(frozen=True)
 class ChildSpec:
     name: str
-    status: Stage = Stage.WORKER
+    stage: Stage = Stage.WORKER
 
 
 @dataclass

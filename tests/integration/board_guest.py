@@ -13,9 +13,9 @@ LIMIT_S = 30.0
 _GUEST = """
 import sys
 from pathlib import Path
-from services.worker.cpu.board import Board
+from services.worker.cpu.board import CpuBoard
 
-board = Board(Path(sys.argv[1]))
+board = CpuBoard(Path(sys.argv[1]))
 print(board.sit_down(sys.argv[2], sys.argv[3]).index, flush=True)
 for line in sys.stdin:
     board.set_backlog(int(line))

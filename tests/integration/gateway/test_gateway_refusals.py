@@ -53,7 +53,7 @@ async def test_names_that_clients_invent_make_no_time_series(make_house: Any) ->
     (family,) = [f for f in house.request_metrics.collect() if f.name == "quire:request_failure"]
     found = [s for s in family.samples if s.name.endswith("_total")]
     assert [(s.labels, s.value) for s in found] == [
-        ({"model_name": "", "code": "unknown_model"}, 50)
+        ({"model_name": "", "code": "model_not_found"}, 50)
     ]
 
 
