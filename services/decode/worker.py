@@ -357,7 +357,7 @@ class DecodeWorker(PoolWorker):
 
     def _on_copied(self, job: Job, swapped: Swapped | None) -> None:
         """Release the blocks of a request whose KV was copied to the swap pool. `swapped`: None if
-        the swap pool had no room; the request is then computed again."""
+        the swap pool did not take it; the request is then computed again."""
         if swapped is None:
             log.info("swap_out_refused", holder_id=ticket_of(job).holder_id)
             self.metrics.num_swaps_refused.inc()
