@@ -87,8 +87,8 @@ class WorkerProcess:
         """Join the pool, serve until `stop` or until the worker is drained, leave.
 
         Raises if engine, pool or store are lost, and WorkerFenced or UnknownWorker if the worker
-        was fenced. When this returns or raises, all threads, writes and locks of the worker have
-        ended.
+        was fenced. When this returns or raises, no thread of the worker runs or writes any more,
+        and its locks are dropped.
         """
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         loaded = self._loaded = self._loaded or await self._load()
