@@ -118,8 +118,8 @@ class PrefillWorker(PoolWorker):
     ) -> None:
         """End a request. No error if it is not here.
 
-        An abort of one of several sequences has no effect: each draws only one token here, and the
-        gateway leaves the aborted one out of the ticket that it sends on.
+        `index`: an abort of one of several sequences has no effect, because each of them draws only
+        one token here. The gateway leaves the aborted sequence out of the ticket that it sends on.
         """
         job = self._jobs.get(session, request_id, attempt)
         if job and (index is None or job.ticket.is_only(index)):

@@ -19,7 +19,8 @@ from services.common.runtime.logging import get_logger
 from services.common.runtime.ticks import until_tick
 
 GAP_S = 1.0
-"""The longest gap without a question: far shorter than the time after which a worker is fenced."""
+"""A longer gap makes the worker ask the store. Far shorter than the time after which a worker is
+fenced."""
 _BEAT_S = 0.5
 
 log = get_logger(__name__)
