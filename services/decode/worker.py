@@ -252,7 +252,7 @@ class DecodeWorker(PoolWorker):
 
     def _on_advance(self, job: Job, advance: Advance) -> Sequence[Output | Found]:
         """Return what the gateway gets of this step; nothing if it has aborted the request."""
-        ticket = ticket_of(job)  # the commit runs later, when a detach may have raised job's epoch
+        ticket = ticket_of(job)  # now: a detach may change the epoch before the commit
         if advance.completed:
             self.writer.put(lambda: self._commit(ticket, advance.completed))
         if advance.left is None:
