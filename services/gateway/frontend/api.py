@@ -178,7 +178,7 @@ class Delta:
     index: int
     token_ids: tuple[int, ...]
     text: str
-    """Whole characters only, and no part of a stop string unless the request includes those."""
+    """Whole characters only. No part of a stop string, unless the request asks to include it."""
     finish_reason: FinishReason | None = None
     """Set in the last delta of a sequence."""
     stopped_by: str | int | None = None

@@ -65,7 +65,7 @@ class Admitted:
         return tuple(TicketSequence(t.index, t.token_ids) for t in told if not t.finish_reason)
 
     def continues(self, other: "Admitted") -> bool:
-        """Whether both ask for the same tokens and the same answer."""
+        """Whether `other` is the same request, so that this call can continue it."""
         return (
             (self.model, self.prompt_token_ids) == (other.model, other.prompt_token_ids)
             and self.sampling.draws_like(other.sampling)
