@@ -60,7 +60,7 @@ class RequestedSampling:
     logprobs: int | None = None
     """Report each token's logprob and those of this many likeliest tokens; None: report none."""
     prompt_logprobs: int | None = None
-    """The same for each prompt token except the first."""
+    """Like `logprobs`, for each prompt token except the first."""
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -103,7 +103,7 @@ class GenerationRequest:
 
     prompt: Prompt
     request_id: str = ""
-    """The gateway draws one if it is empty."""
+    """The gateway generates one if it is empty."""
     model: str = ""
     sampling: RequestedSampling = field(default=RequestedSampling())
     priority: int = 0
@@ -114,7 +114,7 @@ class GenerationRequest:
     """The sequences of which the client received something in a call that broke. None: a new
     request."""
     resume_token: str = ""
-    """The secret that a client needs to continue the request; the server draws one if it is
+    """The secret that a client needs to continue the request; the server generates one if it is
     empty."""
     echo: bool = False
     """Report the prompt too."""
@@ -208,9 +208,9 @@ class Generator(Protocol):
         """Streams the answer to one request. Closing the generator cancels the request at every
         process that works on it.
 
-        Raises errors of services.common.errors. Before the first delta only: InvalidRequest,
-        PromptTooLong, UnknownModel, DuplicateRequest, QueueFull, WouldBeLate, NoWorker. At any
-        time: DeadlineExceeded, PoisonRequest, and those of `Gateway.generate`.
+        Raises InvalidRequest, PromptTooLong, UnknownModel, DuplicateRequest, QueueFull,
+        WouldBeLate, NoWorker, DeadlineExceeded or PoisonRequest (services.common.errors), usually
+        before the first delta.
         """
 
     def refused(self, request_id: str, model: str, code: str, reason: str) -> None:

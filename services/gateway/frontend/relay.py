@@ -2,8 +2,8 @@
 registry, or the supervisor of this run. Operations have their own listener, never the public one
 (ADR 99).
 
-The relay checks that a request parses as its message, then forwards the received bytes. So fields
-that a later version adds to an operation pass through without a change here.
+The relay checks that a request parses as its message, then forwards the received bytes. It takes
+the operations from the service's descriptor, so new operations and new fields need no change here.
 """
 
 from collections.abc import Callable

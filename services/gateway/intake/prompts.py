@@ -116,8 +116,8 @@ def _encode(
 ) -> tuple[int, ...]:
     """Tokenizes `text`; tokenizes prefixes of a long text first, each twice as long as the last.
 
-    To cut a text changes its tokens near the cut only. So a prefix with a tenth more tokens than
-    the context (and 64) proves that the whole text does not fit.
+    Cutting a text changes its tokens near the cut only. So a prefix with more tokens than 1.1 times
+    the context, plus 64, proves that the whole text does not fit.
     """
     surely_too_many = max_model_len + max_model_len // 10 + 64
     look = _FIRST_LOOK_CHARS

@@ -30,7 +30,7 @@ class Asked:
     num_logprobs: int | None = None
     """Report each generated token's logprob and those of this many likeliest tokens; None: none."""
     num_prompt_logprobs: int | None = None
-    """The same for the prompt's tokens."""
+    """Like `num_logprobs`, for the prompt's tokens."""
     usage_in_stream: bool = False
     """A stream ends with a part for the usage. An answer without stream always has the usage."""
     usage_in_parts: bool = False

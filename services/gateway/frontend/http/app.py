@@ -116,7 +116,7 @@ class _Endpoints:
         )
         deltas = merged([self._generator.generate(each) for each in requests])
         if body.stream:
-            # A client can continue a stream of one prompt only, and knows a token that it chose.
+            # Only a stream of one prompt can be continued. A client knows a token that it chose.
             is_told = len(requests) == 1 and not body.resume_token
             headers = {RESUME_TOKEN_HEADER: requests[0].resume_token} if is_told else {}
             return EventStream(

@@ -29,10 +29,10 @@ from services.gateway.frontend.http.failures import http_error
 from services.gateway.frontend.http.flow import ClosingTransport, Flow
 
 _MAX_HEAD_BYTES = 64 * 1024
-"""Limit for a request's line and headers. The framing of a body (chunk sizes, trailers) may take as
-much again, and eight bytes for each byte of the body; chunks of one byte need five."""
+"""Limit for the bytes of a request that are not its body: line, headers, chunk sizes, trailers.
+Each byte of the body allows eight more; chunks of one byte need five."""
 _BULK_BYTES = 2048
-"""Larger reads wait for the pacer, which lets one through at a time."""
+"""Larger reads wait for the pacer, which lets one through in a turn of the event loop."""
 _LINGER_S = 1.0
 """How long a closing connection still reads and drops what its client sends, so that the client can
 read the answer. If the server closed at once, the kernel would answer unread bytes with a reset,
@@ -257,9 +257,9 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def _refuse(self, status: int, message: str) -> None:
         """Answers a request that cannot be received with an error, and closes the connection.
 
-        If the request before it is not answered yet, the connection closes after that answer,
-        without the error. If an answer to this request has begun, or others wait in the pipeline,
-        the connection is aborted.
+        The error is not sent in two cases. If headers are refused while earlier requests wait for
+        their answers, the connection closes after those answers. If a body is refused while its
+        own answer has begun, or while earlier requests wait, the connection is aborted.
         """
         self._stop_timer()
         cycle = self.cycle

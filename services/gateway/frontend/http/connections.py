@@ -10,7 +10,7 @@ from services.common.runtime.logging import get_logger
 from services.gateway.streaming.pacer import StreamPacer
 
 _READ_BYTES = 16 * 1024
-"""Size of one read. If it holds a body in chunks of one byte, to parse it takes about 5 ms."""
+"""Size of one read. The parser needs about 5 ms for a read that is full of chunks of one byte."""
 _LOG_EVERY_S = 10.0
 
 log = get_logger(__name__)
@@ -89,7 +89,7 @@ class Connections:
         self._idle.pop(connection, None)
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
-        """Runs `work` in a task, and keeps the task from being collected as garbage."""
+        """Runs `work` in a task, and holds a reference to the task, since the loop holds none."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -8,8 +8,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 
 class Flow(FlowControl):
-    """Flow control that also stops reading in two other cases: while pipelined requests wait in
-    `pipeline` for the current answer, and while bytes that were read wait for the pacer."""
+    """Flow control that does not resume reading in two more cases: while pipelined requests wait
+    for the current answer, and while bytes that were read wait for the pacer."""
 
     def __init__(self, transport: asyncio.Transport, pipeline: Sized) -> None:
         super().__init__(transport)

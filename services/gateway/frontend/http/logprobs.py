@@ -32,7 +32,7 @@ def text_logprobs(
 
 
 def echoed_logprobs(prompt: PromptReport, num_top: int) -> JSON:
-    """The same for an echoed prompt, whose first token has no logprob."""
+    """The field `logprobs` of an echoed prompt, whose first token has no logprob."""
     first = Candidate(prompt.token_ids[0], 0.0, 0, prompt.first_token)
     nobody_knows: JSON = {
         "text_offset": [0],

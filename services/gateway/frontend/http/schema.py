@@ -185,7 +185,7 @@ class GenerationBody(Body):
 
     @property
     def asked_prompt_logprobs(self) -> int | None:
-        """`num_logprobs` for the prompt's tokens, as requested from the model."""
+        """Like `num_logprobs`, for the prompt's tokens, as requested from the gateway."""
         return self.prompt_logprobs
 
     def request(self, prompt: Prompt, request_id: str) -> GenerationRequest:
