@@ -135,7 +135,7 @@ def of_table(model: Table, prompt: Sequence[int], num_candidates: int) -> Advanc
 @pytest.mark.parametrize("early_stopping", EarlyStopping)
 @pytest.mark.parametrize("length_penalty", [-0.5, 0.0, 0.7, 1.0, 2.5])
 @pytest.mark.parametrize("width", [2, 3, 8])
-def test_it_finds_what_transformers_finds(
+def test_beam_search_equals_transformers(
     width: int, length_penalty: float, early_stopping: EarlyStopping
 ) -> None:
     for seed in range(8):

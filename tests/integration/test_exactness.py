@@ -295,7 +295,7 @@ async def found(opened: Open, condition: Condition, sampling: Sampling) -> Found
 
 
 @pytest.mark.parametrize(("strategy", "condition"), CELLS)
-async def test_the_same_to_the_bit(
+async def test_tokens_are_the_same_to_the_bit(
     opened: Open, alone: dict[str, Found], strategy: str, condition: str
 ) -> None:
     sampling = STRATEGIES[strategy]

@@ -107,7 +107,7 @@ def test_however_the_prompt_is_cut(sequence: Sequence, chunk: int) -> None:
 
 
 @pytest.mark.parametrize(("batch", "chunk"), [(2, WHOLE), (5, 33), (17, 64), (64, 7), (64, WHOLE)])
-def test_whatever_else_is_in_the_batch(sequence: Sequence, batch: int, chunk: int) -> None:
+def test_logits_do_not_depend_on_the_batch(sequence: Sequence, batch: int, chunk: int) -> None:
     """It comes when half of the others are there, prompts and decoding rows, and sees the rest
     come."""
     rig = sequence.rig()
@@ -145,7 +145,7 @@ def test_when_what_was_decoded_comes_back_as_a_prompt(sequence: Sequence) -> Non
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 256])
-def test_whatever_the_size_of_a_block(sequence: Sequence, block_size: int) -> None:
+def test_logits_do_not_depend_on_the_block_size(sequence: Sequence, block_size: int) -> None:
     sequence.compute(block_size=block_size).assert_equals(sequence.expected)
 
 

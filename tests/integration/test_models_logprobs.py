@@ -110,7 +110,7 @@ def assert_is(found: Logprobs, exact: Tensor, token_id: int) -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("chunk", [64, 4096])
-def test_they_are_those_of_transformers(checkpoints: Make, name: str, chunk: int) -> None:
+def test_logprobs_equal_transformers(checkpoints: Make, name: str, chunk: int) -> None:
     """Of the whole prompt, and of the token drawn after it."""
     rig = make_rig(checkpoints(name))
     told = run_alone(rig, rows_of(rig, PROMPT, chunk, asked()))
@@ -139,7 +139,7 @@ def test_however_the_prompt_is_cut(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_else_is_in_the_batch(checkpoints: Make, kind: str) -> None:
+def test_logprobs_do_not_depend_on_the_batch(checkpoints: Make, kind: str) -> None:
     """Others that ask for more, for less, for nothing, and for their prompts too."""
     directory = checkpoints("qwen3")
     alone = make_rig(directory, kind)

@@ -148,7 +148,7 @@ def test_a_checkpoint_that_changed_is_packed_again(
     assert (model.weights_digest == digest) == (change is other_config)
 
 
-def test_another_packing_is_another_file(
+def test_packings_have_files_of_their_own(
     checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(checkpoint, cache)

@@ -141,6 +141,6 @@ def test_a_state_that_is_not_finite_is_a_fault_of_its_own(isa: str) -> None:
         (Query(0, VOCAB, 0, 1), "outside the vocabulary"),
     ],
 )
-def test_what_makes_no_sense_is_refused(query: Query, what: str) -> None:
+def test_wrong_arguments_are_refused(query: Query, what: str) -> None:
     with pytest.raises(ValueError, match=what):
         Rig("portable").answer(states(2), [query])

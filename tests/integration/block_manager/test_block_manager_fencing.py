@@ -27,7 +27,7 @@ async def test_a_stopped_worker_is_fenced_and_its_blocks_are_quarantined_until_i
         await assert_lawful(host, pool, free=11, cached=0, held=0)
 
 
-async def test_who_is_stuck_is_fenced_on_every_pool_it_is_on(host: Host) -> None:
+async def test_a_stuck_worker_is_fenced_on_all_its_pools(host: Host) -> None:
     """A pool and its colder one: they share nothing but the workers."""
     pools = [await host.make_pool(pool_id) for pool_id in ("tiny-1", "tiny-swap-1")]
     for pool in pools:

@@ -67,7 +67,7 @@ async def test_a_lock_file_keeps_its_name_until_its_worker_is_reaped(host: Host)
     assert names == [("decode-1",), ("decode-1",)]
 
 
-async def test_what_a_dead_worker_had_finished_is_published(host: Host) -> None:
+async def test_finished_blocks_of_a_dead_worker_are_published(host: Host) -> None:
     """Block 1 is committed, 2 finished and not yet committed, 3 private, 4 finished by another."""
     pool = await host.make_pool()
     worker = await host.start_worker(pool)

@@ -61,7 +61,7 @@ async def test_rounds_are_rare_while_nobody_needs_them(host: Host, manager: Bloc
     assert await one_round(manager, host) == IDLE_SCANS * SCAN_S
 
 
-async def test_who_starts_or_is_silent_is_watched_closely(
+async def test_starting_and_silent_workers_are_watched_closely(
     host: Host, manager: BlockManager
 ) -> None:
     pool = await host.make_pool()

@@ -84,7 +84,7 @@ async def test_a_search_finds_the_best(
     await bench.until_empty()
 
 
-async def test_one_that_finds_all_with_its_first_token_ends_at_prefill(bench: Bench) -> None:
+async def test_a_search_complete_with_its_first_token_ends_at_prefill(bench: Bench) -> None:
     wanted = asked(max_tokens=1)
     event = await prefill(bench, wanted)
     assert event.ticket.sequences == ()
@@ -93,7 +93,7 @@ async def test_one_that_finds_all_with_its_first_token_ends_at_prefill(bench: Be
     await bench.until_empty()
 
 
-async def test_its_beams_share_what_they_have_in_common(make_bench: MakeBench) -> None:
+async def test_beams_share_their_common_blocks(make_bench: MakeBench) -> None:
     """Each writes only its own tail: a step computes one token of each beam, and copies no more
     than what forks."""
     bench = await make_bench(num_blocks=160)
@@ -113,7 +113,7 @@ async def test_while_it_searches_the_gateway_hears_that_it_does(bench: Bench) ->
     await bench.until_empty()
 
 
-async def test_what_moves_goes_on_where_it_was(bench: Bench) -> None:
+async def test_a_moved_search_goes_on_where_it_was(bench: Bench) -> None:
     wanted = asked(max_tokens=40, stop_ids=(5,), early_stopping=EarlyStopping.WHEN_IMPOSSIBLE)
     issued = await start(bench, wanted)
     for attempt in range(1, 5):
@@ -130,7 +130,7 @@ async def test_what_moves_goes_on_where_it_was(bench: Bench) -> None:
     await bench.until_empty()
 
 
-async def test_what_was_given_back_goes_on_from_its_beams(bench: Bench) -> None:
+async def test_a_returned_search_goes_on_from_its_beams(bench: Bench) -> None:
     wanted = asked(stop_ids=(5,))
     await start(bench, wanted)
     await bench.until(lambda: len(heard(bench.session, "r1")) > 6)
@@ -218,7 +218,7 @@ async def test_a_search_needs_a_slot_for_each_beam_that_it_may_have(bench: Bench
     await bench.until_empty()
 
 
-async def test_nobody_ends_a_beam(bench: Bench) -> None:
+async def test_stop_conditions_do_not_end_a_beam(bench: Bench) -> None:
     """However early it is told to: the search could not go on with fewer."""
     wanted = asked()
     issued = await start(bench, wanted)

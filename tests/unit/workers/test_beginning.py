@@ -49,7 +49,7 @@ def hold_up(bench: Bench, monkeypatch: pytest.MonkeyPatch, operation: str) -> He
     return held
 
 
-async def test_nothing_is_computed_before_its_gateway_could_know(bench: Bench) -> None:
+async def test_no_sequence_is_computed_before_its_gateway_knows(bench: Bench) -> None:
     """So that whatever a step does to its worker, it is known over whom."""
     session = FakeSession()
     session.reads = False
@@ -65,7 +65,7 @@ async def test_nothing_is_computed_before_its_gateway_could_know(bench: Bench) -
     assert bench.arena.num_computed == 13
 
 
-async def test_the_same_of_what_is_decoded(bench: Bench) -> None:
+async def test_no_sequence_is_decoded_before_its_gateway_knows(bench: Bench) -> None:
     session = FakeSession()
     session.reads = False
     issued = await admit(bench, session, 1)
@@ -81,7 +81,7 @@ async def test_the_same_of_what_is_decoded(bench: Bench) -> None:
     await bench.until_empty()
 
 
-async def test_who_waits_for_a_store_that_is_away_has_not_begun(bench: Bench) -> None:
+async def test_a_sequence_waiting_for_a_lost_store_has_not_begun(bench: Bench) -> None:
     """Nor who finds no blocks."""
     session = FakeSession()
     hog = await bench.store.allocate("pool", "hog", bench.prefill.worker_id, 1, (), 30)
@@ -164,7 +164,7 @@ async def test_a_suspect_that_leaves_the_line_leaves_nothing(bench: Bench, how: 
 
 
 @pytest.mark.parametrize("max_tokens", [1, 4], ids=["ends", "goes on"])
-async def test_who_stands_behind_begins_when_the_gateway_has_the_token(
+async def test_a_later_sequence_begins_when_the_gateway_has_the_token(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
     """However long the store takes: it may kill at once, and its predecessor would seem to have."""

@@ -53,7 +53,7 @@ async def test_a_handed_over_sequence_goes_on_where_it_was(bench: Bench) -> None
         await bench.until_empty()
 
 
-async def test_who_is_handed_over_waits_for_no_step_of_the_others(bench: Bench) -> None:
+async def test_a_detached_request_waits_for_no_step_of_others(bench: Bench) -> None:
     """The step in flight is its own, too; the next one is not."""
     for request_id in ("r1", "r2"):
         await start(bench, ticket(request_id, PROMPT, max_tokens=500))
@@ -73,7 +73,7 @@ async def test_who_is_handed_over_waits_for_no_step_of_the_others(bench: Bench) 
     await bench.until_empty()
 
 
-async def test_who_comes_to_rest_takes_one_exchange_with_the_store(
+async def test_detaching_takes_one_exchange_with_the_store(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One exchange never carries two calls about one holder: with a second one for each, those who
@@ -215,7 +215,7 @@ async def test_a_drained_worker_stays_until_its_tickets_are_claimed(bench: Bench
         await bench.until_empty()
 
 
-async def test_what_is_left_when_the_grace_is_over_goes_back_to_be_computed_again(
+async def test_requests_left_after_the_grace_period_are_returned(
     bench: Bench,
 ) -> None:
     """What runs, and what is at rest and not claimed."""

@@ -86,7 +86,7 @@ def tables(sequences: Sequence[TicketSequence]) -> dict[int, tuple[int, ...]]:
     return {state.index: state.block_ids for state in sequences}
 
 
-def test_one_prompt_is_computed_once_for_all(host: Host) -> None:
+def test_the_prompt_is_computed_once_for_all(host: Host) -> None:
     """10 tokens: three sequences share its 2 full blocks and its tail; 2 blocks are for copies."""
     wanted = asked(3)
     assert num_blocks_for(wanted, SIZE) == 5
@@ -145,7 +145,7 @@ def test_a_row_whose_copy_has_no_block_sits_out(host: Host) -> None:
     assert host.arena.num_copied == 2
 
 
-def test_what_is_wanted_is_told_before_anybody_can_run(host: Host) -> None:
+def test_required_blocks_are_known_before_any_sequence_runs(host: Host) -> None:
     """2 copies; 11 tokens and 2 ahead need a fourth block each."""
     at_rest, _ = host.prefilled(asked(3), range(5))
     group = Group.to_continue(at_rest, rules(at_rest), (), num_acquired=3)
@@ -153,7 +153,7 @@ def test_what_is_wanted_is_told_before_anybody_can_run(host: Host) -> None:
     assert group.total_wanted(look_ahead=1) == 3 + 2
 
 
-def test_whoever_ends_leaves_what_nobody_else_has(host: Host) -> None:
+def test_an_ended_sequence_releases_its_own_blocks(host: Host) -> None:
     """Finished blocks go back, a tail goes to a sibling that wants one."""
     at_rest, _ = host.prefilled(asked(2), range(4))
     host.admit(at_rest, spare=(3,), num_acquired=4)  # 0 writes block 3, 1 writes block 2
@@ -194,7 +194,7 @@ def test_sequences_end_by_themselves(host: Host) -> None:
     assert second.left == ()
 
 
-def test_who_ends_with_its_first_token_leaves_the_others_their_blocks(host: Host) -> None:
+def test_a_sequence_of_one_token_leaves_the_others_their_blocks(host: Host) -> None:
     """Its copy of the tail is needed by nobody."""
     wanted = asked(3)
     first = right(1, 1)[0]
@@ -258,7 +258,7 @@ def test_a_group_is_computed_again_with_what_each_has(
         assert token.token == right(token.index, AGAIN[token.index] + 2, PROMPT[:length])[-1]
 
 
-def test_what_all_have_got_alike_is_computed_once() -> None:
+def test_tokens_common_to_all_are_computed_once() -> None:
     """Greedy ones, or a token that everybody drew."""
     states = [(5, 6, 7), (5, 6), (5, 6, 8, 9)]
     group = replace(
@@ -269,7 +269,7 @@ def test_what_all_have_got_alike_is_computed_once() -> None:
     assert num_blocks_for(group, SIZE) == 3 + 3 * 1  # 12 full; then 13, 12 and 14 and one more
 
 
-def test_what_some_have_got_alike_is_computed_once_too(host: Host) -> None:
+def test_tokens_common_to_some_are_computed_once_too(host: Host) -> None:
     """Beams that part late: 14 tokens of two of them, and the third goes its own way after 10."""
     own = [(5, 6, 7, 8, 9), (2,), (5, 6, 7, 8, 1)]
     states = tuple(TicketSequence(i, tokens) for i, tokens in enumerate(own))
@@ -287,7 +287,7 @@ def test_what_some_have_got_alike_is_computed_once_too(host: Host) -> None:
     assert len({first[3], third[3], second[2], first[2]}) == 4
 
 
-def test_each_goes_on_from_where_it_has_begun(host: Host) -> None:
+def test_sequences_go_on_from_their_own_tokens(host: Host) -> None:
     """0 has all its full blocks, 1 and 2 the prompt's: what those two have in common is one until
     it is computed."""
     wanted = replace(asked(1), sequences=(TicketSequence(0, (7,) * 7), *_pair()))
@@ -328,7 +328,7 @@ def test_a_block_that_somebody_adopted_is_not_copied_for_its_last_token(host: Ho
     assert host.arena.num_copied == num_copied
 
 
-def test_one_alone_is_computed_like_any_prompt(host: Host) -> None:
+def test_a_group_of_one_is_computed_like_a_prompt(host: Host) -> None:
     """No branch, no copy, no spare block."""
     wanted = replace(asked(1), sequences=(TicketSequence(0, right(0, 5)),))
     at_rest, advances = host.prefilled(wanted, range(4))

@@ -66,7 +66,7 @@ async def test_a_group_finds_its_prompt_in_the_cache(bench: Bench) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 5])
 @pytest.mark.parametrize("length", [3, 4, 10])
-async def test_each_sequence_goes_to_its_end(make_bench: MakeBench, n: int, length: int) -> None:
+async def test_sequences_end_independently(make_bench: MakeBench, n: int, length: int) -> None:
     """With the tokens that it has alone; the tail of the prompt is copied for all but one."""
     bench = await make_bench(num_blocks=64)
     issued = await start(bench, asked(n, 15, PROMPT[:length]))
@@ -156,7 +156,7 @@ async def test_slots_are_kept_for_each_sequence(bench: Bench) -> None:
         bench.decode.admit(bench.session, issued)
 
 
-async def test_one_that_is_not_finite_ends_its_request(bench: Bench) -> None:
+async def test_non_finite_logits_end_the_request(bench: Bench) -> None:
     bench.decode_model.poison = right(1, 1)[0]
     await start(bench, asked(3))
     await bench.until(lambda: bool(bench.session.of(Failed)))

@@ -31,7 +31,7 @@ async def test_a_group_moves_with_its_tables(bench: Bench) -> None:
     await bench.until_empty()
 
 
-async def test_what_a_ticket_leaves_out_is_given_back(bench: Bench) -> None:
+async def test_blocks_missing_from_a_ticket_are_released(bench: Bench) -> None:
     """A stop string ended one while the ticket was under way."""
     bench.decode_model.pause_after = 8
     await start(bench, asked(3, 20))

@@ -83,7 +83,7 @@ def test_the_file_says_what_was_measured_on_which_cpu(host: Host) -> None:
     assert (kept["model name"], kept["stepping"]) == ("Intel(R) Xeon(R) Platinum 8481C", "8")
 
 
-def test_another_cpu_is_measured_for_itself(host: Host) -> None:
+def test_a_different_cpu_is_measured_anew(host: Host) -> None:
     """And one of the same kind is not, whatever else of it differs."""
     host.isa()
     host.cpuinfo.write_text(CPUINFO.replace("2700.000", "3100.000"))
@@ -141,7 +141,7 @@ def test_where_nothing_competes_nothing_is_measured(
         ({"dtype": "bfloat16", "backend": "reference"}, None),
     ],
 )
-def test_what_computes_bf16_in_cpp_is_measured_unless_a_setting_names_it(
+def test_bf16_kernels_are_measured_unless_a_setting_names_the_set(
     given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "measured_isa", lambda *_: "measured")

@@ -88,7 +88,7 @@ async def test_a_gateway_that_does_not_know_yet_loses_it(bench: Bench) -> None:
     await goes_on(bench, another, given)
 
 
-async def test_who_asks_while_it_comes_to_rest_is_told_once(bench: Bench) -> None:
+async def test_a_lookup_during_parking_is_answered_once(bench: Bench) -> None:
     bench.decode_model.gate.clear()
     bench.decode.close(bench.session)
     another = FakeSession()
@@ -101,7 +101,7 @@ async def test_who_asks_while_it_comes_to_rest_is_told_once(bench: Bench) -> Non
     await goes_on(bench, another, only.ticket)
 
 
-async def test_it_is_given_to_one_after_another(bench: Bench) -> None:
+async def test_a_parked_request_is_given_to_one_gateway_after_another(bench: Bench) -> None:
     """Should that gateway go too before it has claimed it."""
     await parked(bench)
     second, third = FakeSession(), FakeSession()
@@ -121,7 +121,7 @@ async def test_it_is_given_to_one_after_another(bench: Bench) -> None:
     ],
     ids=["another id", "another prompt", "another salt", "other parameters", "other tokens"],
 )
-async def test_who_does_not_know_the_request_gets_nothing(
+async def test_a_lookup_with_a_wrong_identity_gets_nothing(
     bench: Bench, changes: dict[str, Any]
 ) -> None:
     await parked(bench)
@@ -132,7 +132,7 @@ async def test_who_does_not_know_the_request_gets_nothing(
     await goes_on(bench, owner, await answer(bench, owner, wanted(3)))
 
 
-async def test_what_is_asked_for_does_not_take_the_place_of_another(bench: Bench) -> None:
+async def test_a_requested_entry_displaces_no_other(bench: Bench) -> None:
     """An attempt is one job: that which lost its place would be nobody's."""
     await parked(bench)
     owner = FakeSession()

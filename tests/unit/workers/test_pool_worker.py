@@ -29,7 +29,7 @@ class DeafSession(FakeSession):
         super().send(event, then)
 
 
-async def test_what_goes_wrong_after_a_step_ends_the_worker(tmp_path: Path) -> None:
+async def test_an_error_after_a_step_ends_the_worker(tmp_path: Path) -> None:
     """The outcomes of the rest of the step are lost: it must not seem to go on."""
     store = MemoryStore()
     spec = await make_pool(store, num_blocks=8, block_size=4)

@@ -15,7 +15,7 @@ from .fakes import PROMPT, expected, ticket
 from .runs import prefilled
 
 
-async def test_who_finds_no_blocks_waits_in_order(make_bench: MakeBench) -> None:
+async def test_requests_without_blocks_wait_in_order(make_bench: MakeBench) -> None:
     """A pool of 4 blocks, r1 has all. r2 wants 4 and waits, r3 wants 1 and waits behind it."""
     bench = await make_bench(num_blocks=4)
     bench.prefill.submit(bench.session, ticket("r1", range(50, 64)))
@@ -47,7 +47,7 @@ async def test_order_decides_not_the_time_of_coming(make_bench: MakeBench) -> No
 @pytest.mark.parametrize(
     ("max_num_seqs", "num_let_in"), [(3, 3), (100, 8)], ids=["rows", "two steps of four quarters"]
 )
-async def test_who_is_far_from_its_turn_holds_nothing(
+async def test_requests_far_from_their_turn_hold_nothing(
     make_bench: MakeBench, max_num_seqs: int, num_let_in: int
 ) -> None:
     """12 prompts of 10 tokens: the engine computes 16 a step, and a prompt counts as 4 at most."""
@@ -185,7 +185,7 @@ async def test_a_holder_that_was_used_before_costs_its_request_only(bench: Bench
     await bench.until_empty()
 
 
-async def test_the_same_attempt_twice_is_refused(bench: Bench) -> None:
+async def test_an_attempt_submitted_twice_is_refused(bench: Bench) -> None:
     bench.prefill_model.gate.clear()
     bench.prefill.submit(bench.session, ticket("r1", PROMPT))
     with pytest.raises(InvalidRequest):

@@ -98,7 +98,7 @@ async def test_a_prompt_that_is_not_finite_fails_alone(bench: Bench) -> None:
     assert await bench.store.match("pool", prefix_hashes(bytes(16), poisoned, 4)) == 0
 
 
-async def test_one_prefix_is_computed_once(bench: Bench) -> None:
+async def test_a_shared_prefix_is_computed_once(bench: Bench) -> None:
     """Four prompts share 32 tokens: one computes them, three follow and find them."""
     prefix = tuple(range(32))
     for number in range(1, 5):
@@ -112,7 +112,7 @@ async def test_one_prefix_is_computed_once(bench: Bench) -> None:
         assert [token] == expected(event.ticket.prompt_token_ids, 1)
 
 
-async def test_who_waited_for_the_same_prefix_is_computed_in_one_step(
+async def test_waiters_for_one_prefix_are_computed_in_one_step(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a step takes long: the first one waits for the others, which hear of their prefix a
@@ -189,7 +189,7 @@ async def test_a_lost_gateway_ends_what_came_from_it(bench: Bench) -> None:
     assert [holder.holder_id for holder in await bench.store.holders("pool")] == ["h-r2"]
 
 
-async def test_what_is_left_when_the_grace_is_over_goes_back(bench: Bench) -> None:
+async def test_requests_left_after_the_grace_period_are_returned(bench: Bench) -> None:
     """What is computed, and a ticket that nobody has claimed."""
     bench.prefill.submit(bench.session, ticket("r1", range(10)))
     await bench.until(lambda: bool(bench.session.of(Prefilled)))

@@ -63,7 +63,7 @@ def evict_all(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-async def test_what_was_swapped_out_goes_on_with_one_token_computed(
+async def test_a_swapped_out_request_goes_on_with_one_token_computed(
     make_bench: MakeBench, block_size: int
 ) -> None:
     bench = await make_bench(128 // block_size, block_size, num_swap_blocks=64 // block_size)
@@ -96,7 +96,7 @@ def _new(bench: Bench, back: Ticket, issued_again: Ticket) -> Sequence[int]:
     return [*of_prefill, *of_decode]
 
 
-async def test_what_is_still_cached_is_not_copied_back(make_bench: MakeBench) -> None:
+async def test_cached_blocks_are_not_copied_back(make_bench: MakeBench) -> None:
     """And what comes back can be shared by whoever has the same prefix."""
     bench = await make_bench(num_swap_blocks=16)
     await victim(bench)
@@ -151,7 +151,7 @@ async def test_without_room_in_the_colder_pool_it_is_computed_again(
     assert (await bench.store.stats("colder")).num_held == 0
 
 
-async def test_who_aborts_while_it_is_at_rest_there_frees_it(make_bench: MakeBench) -> None:
+async def test_an_abort_while_swapped_out_frees_the_blocks(make_bench: MakeBench) -> None:
     bench = await make_bench(num_swap_blocks=16)
     await victim(bench)
     back = await give_way(bench)
@@ -160,7 +160,7 @@ async def test_who_aborts_while_it_is_at_rest_there_frees_it(make_bench: MakeBen
     await bench.until_colder_is_empty()
 
 
-async def test_who_aborts_while_it_is_copied_frees_both(make_bench: MakeBench) -> None:
+async def test_an_abort_during_the_copy_frees_both(make_bench: MakeBench) -> None:
     bench = await make_bench(num_swap_blocks=16)
     assert bench.swap_pool is not None
     await victim(bench)

@@ -38,7 +38,7 @@ REFUSED = "quire:num_swaps_refused_total"
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5, 9])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("n", [1, 2, 5])
-async def test_what_was_swapped_out_goes_on_with_one_token_each_computed(
+async def test_a_swapped_out_group_goes_on_with_one_token_each_computed(
     make_bench: MakeBench, n: int, block_size: int, num_steps: int
 ) -> None:
     """At any place in a block, also with a tail that all still share."""
@@ -60,7 +60,7 @@ async def test_what_was_swapped_out_goes_on_with_one_token_each_computed(
     assert drawn == {index: right(index) for index in range(n)}
 
 
-async def test_each_block_is_copied_once_and_shared_again(make_bench: MakeBench) -> None:
+async def test_blocks_are_copied_once_and_shared_again(make_bench: MakeBench) -> None:
     """2 blocks of the prompt and 2 of each of 3: 10 + 8 tokens, of which 17 are computed, so the
     last block of each has one."""
     bench = await make_bench(64, num_swap_blocks=32)
@@ -82,7 +82,7 @@ async def test_each_block_is_copied_once_and_shared_again(make_bench: MakeBench)
     assert await finish(bench, issued) == {index: right(index) for index in range(3)}
 
 
-async def test_what_is_still_cached_is_not_copied_back(make_bench: MakeBench) -> None:
+async def test_cached_blocks_are_not_copied_back(make_bench: MakeBench) -> None:
     """Of each sequence: its own full blocks too."""
     bench = await make_bench(64, num_swap_blocks=32)
     back = await swapped_out(bench, asked(3))
@@ -93,7 +93,7 @@ async def test_what_is_still_cached_is_not_copied_back(make_bench: MakeBench) ->
     assert await finish(bench, issued) == {index: right(index) for index in range(3)}
 
 
-async def test_what_is_in_the_colder_pool_is_not_copied_again(make_bench: MakeBench) -> None:
+async def test_blocks_in_the_swap_pool_are_not_copied_again(make_bench: MakeBench) -> None:
     """Its full blocks stay there, cached, when it has come back: giving way twice copies what is
     new."""
     bench = await make_bench(64, num_swap_blocks=64)
@@ -151,7 +151,7 @@ async def test_a_search_goes_on_where_it_was(make_bench: MakeBench, evicted: boo
 # Computed again
 
 
-async def test_one_that_is_computed_again_finds_what_each_sequence_has_cached(
+async def test_a_recomputed_group_finds_the_cached_blocks_of_its_sequences(
     bench: Bench,
 ) -> None:
     """17 tokens of each were computed: 2 blocks are everybody's, 2 each one's own, and the last
@@ -171,7 +171,9 @@ async def test_one_that_is_computed_again_finds_what_each_sequence_has_cached(
 
 
 @pytest.mark.parametrize("gone", range(3))
-async def test_whoever_finds_nothing_is_computed_beside_the_others(bench: Bench, gone: int) -> None:
+async def test_sequences_without_cached_blocks_are_computed_beside_the_others(
+    bench: Bench, gone: int
+) -> None:
     """Its first own block was evicted: 9 tokens of it are computed, and 2 of the others."""
     await running(bench, asked(3), 6)
     back = await give_way(bench)
@@ -262,7 +264,7 @@ async def test_tails_of_siblings_that_are_exchanged_are_not_read(make_bench: Mak
 # Whether it is worth it
 
 
-async def test_what_is_shared_is_copied_and_computed_once(make_bench: MakeBench) -> None:
+async def test_shared_blocks_are_copied_and_computed_once(make_bench: MakeBench) -> None:
     """2 blocks of prompt and 1 of each of 3: 5 blocks to copy out and back at 1 ms, or 8 + 3 x 2
     tokens to compute."""
     bench = await make_bench(num_swap_blocks=16, compares_costs=True)

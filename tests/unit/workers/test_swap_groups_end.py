@@ -11,7 +11,7 @@ from .conftest import MakeBench
 from .giving_way import asked, come_back, evict_all, finish, give_way, right, running, swapped_out
 
 
-async def test_who_has_ended_before_is_not_copied(make_bench: MakeBench) -> None:
+async def test_ended_sequences_are_not_copied(make_bench: MakeBench) -> None:
     """1 ends with its fourth token; the others give way later."""
     bench = await make_bench(64, num_swap_blocks=32)
     back = await swapped_out(bench, asked(3, stop=right(1)[3:4]))
@@ -21,7 +21,7 @@ async def test_who_has_ended_before_is_not_copied(make_bench: MakeBench) -> None
     assert await finish(bench, issued) == {index: right(index) for index in (0, 2)}
 
 
-async def test_who_ends_while_it_is_swapped_out_is_not_brought_back(
+async def test_a_request_that_ends_while_swapped_out_is_not_brought_back(
     make_bench: MakeBench,
 ) -> None:
     """Its stop string was found late; the others come back, and nothing of it stays."""
@@ -37,7 +37,7 @@ async def test_who_ends_while_it_is_swapped_out_is_not_brought_back(
 
 
 @pytest.mark.parametrize("is_copied", [True, False])
-async def test_who_is_cancelled_leaves_nothing(make_bench: MakeBench, is_copied: bool) -> None:
+async def test_a_cancelled_request_leaves_nothing(make_bench: MakeBench, is_copied: bool) -> None:
     """At rest there, or while it is copied; one by one, too."""
     bench = await make_bench(64, num_swap_blocks=32)
     assert bench.swap_pool is not None

@@ -68,7 +68,7 @@ async def test_a_ticket_that_is_refused_leaves_no_slot_taken(bench: Bench) -> No
     ],
     ids=lambda command: next(iter(command)),
 )
-async def test_what_makes_no_sense_ends_its_own_request_only(
+async def test_a_senseless_command_ends_its_own_request_only(
     bench: Bench, command: dict[str, Any]
 ) -> None:
     """The reservation of another one on the same stream stands."""
@@ -87,7 +87,7 @@ async def test_what_makes_no_sense_ends_its_own_request_only(
         assert bench.decode.load().num_free_slots == 15
 
 
-async def test_what_speaks_of_no_request_ends_the_stream(bench: Bench) -> None:
+async def test_a_command_of_no_request_ends_the_stream(bench: Bench) -> None:
     gateway = said(
         decode_pb2.DecodeConnectRequest(hello=HELLO),
         decode_pb2.DecodeConnectRequest(resume=decode_pb2.Resume()),
@@ -129,7 +129,7 @@ async def test_a_gateway_that_does_not_read_loses_its_stream(
     assert [fields async for fields in session.messages()] == []
 
 
-async def test_what_is_put_together_is_sent_together() -> None:
+async def test_batched_events_are_sent_together() -> None:
     """And what follows it follows all of it. What is put meanwhile is sent next: there may be no
     end of that."""
     session = stream.StreamSession("gateway", lambda event: {})
@@ -158,9 +158,7 @@ def _names(together: list[stream.Fields]) -> list[str]:
     return [welcome.worker_id for welcome in welcomes if isinstance(welcome, worker_pb2.Welcome)]
 
 
-async def test_that_it_drains_is_told_at_once(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_draining_is_announced_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with the next report: what runs here is to be moved."""
     monkeypatch.setattr(stream, "_LOAD_INTERVAL_S", 60.0)
     gateway = said(decode_pb2.DecodeConnectRequest(hello=HELLO))
