@@ -20,7 +20,7 @@ from services.engine.fingerprint import fingerprint
 from services.engine.models import Model, load_model
 from services.engine.weights.checkpoint import load_weights, weights_digest
 
-from .models_oracle import GREEDY, Rig
+from .models_oracle import GREEDY, RecordingRunner
 
 OPS = kvops.backend("cpu")
 FILE = "model.safetensors"
@@ -32,8 +32,10 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> Model:
 
 
 def logits(directory: Path, dtype: torch.dtype = torch.float32, backend: str = "cpu") -> Tensor:
-    rig = Rig(directory, block_size=16, num_blocks=1, backend=backend, dtype=dtype)
-    return rig.logits([Row([5, 6, 7], 0, [0], 0, (GREEDY,))])
+    recording = RecordingRunner(
+        directory, block_size=16, num_blocks=1, backend=backend, dtype=dtype
+    )
+    return recording.logits([Row([5, 6, 7], 0, [0], 0, (GREEDY,))])
 
 
 @pytest.fixture
