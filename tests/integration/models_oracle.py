@@ -1,5 +1,5 @@
-"""What the tests of the models share: checkpoints of every kind, transformers' answers, and a runner
-that records its logits, driven as by a worker, with blocks scattered over an arena full of NaN."""
+"""What the tests of the models share: checkpoints of every kind, transformers' answers, and a
+runner that records its logits, driven as by a worker, with blocks all over an arena full of NaN."""
 
 import random
 from collections.abc import Iterable, Sequence

@@ -16,7 +16,7 @@ from quire.messages import Request
 from quire.types import Beam, Sampling
 from tests.exactness import SEED, Answer, is_streamed, strategies, width
 
-from .exactness_house import House, Resident, Setting
+from .exactness_deployment import House, Resident, Setting
 from .exactness_model import Logits, Models
 from .models_oracle import random_prompt
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from changing.make_checkpoint import make_checkpoint
 from torch import Tensor
 
+from bench.make_checkpoint import make_checkpoint
 from kvops.native import Lane, NativeCpu, wake
 from services.engine.batch import Answer, Fault, Query, Row
 

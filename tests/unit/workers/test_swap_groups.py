@@ -9,7 +9,8 @@ from services.protocol.ticket import TicketSequence
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, expected, ticket
-from .giving_way import (
+from .groups import admit
+from .preempting import (
     MAX_TOKENS,
     asked,
     come_back,
@@ -23,7 +24,6 @@ from .giving_way import (
     tables,
     unstarted,
 )
-from .groups import admit
 from .runs import outputs
 from .searches import asked as search
 from .searches import right as best

@@ -8,7 +8,7 @@ import pytest
 from services.worker.events import EXPIRED, Failed, Requeued
 
 from .conftest import MakePair
-from .giving_way import asked, come_back, evict_all, finish, give_way, right, running, swapped_out
+from .preempting import asked, come_back, evict_all, finish, give_way, right, running, swapped_out
 
 
 async def test_ended_sequences_are_not_copied(make_pair: MakePair) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from quire.types import Beam, Candidate, Delta, Sampling, TokenLogprobs
 from tests.chaos.cases import Case, Said, cases
-from tests.chaos.heard import Fault, Heard
+from tests.chaos.received import Fault, Heard
 
 
 def told(token_id: int) -> TokenLogprobs:

@@ -15,7 +15,7 @@ from services.engine.runner import Runner
 from services.worker.cpu.board import SEAT_WORDS, CpuBoard, CpuBoardEntry
 from services.worker.cpu.sharing import SharedCpus
 
-from .board_guest import Guest, guest
+from .cpu_board_member import Guest, guest
 
 CPUS = (0, 1)
 MAX_GAP_S = 10.0

@@ -8,7 +8,7 @@ import pytest
 from services.common.errors import StartupError
 from services.worker.cpu.board import NUM_SEATS, SEAT_BYTES, CpuBoard, CpuBoardEntry
 
-from .board_guest import guest
+from .cpu_board_member import guest
 
 
 @pytest.fixture
