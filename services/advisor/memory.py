@@ -197,7 +197,8 @@ class PagedMemory:
     async def _extend(
         self, growths: Sequence[Growth], running: Sequence[Simulated]
     ) -> Sequence[Simulated]:
-        """Extend what can be extended. Returns the requests that the store demands to preempt."""
+        """Get blocks for as many `growths` as the store can serve. Returns the requests that the
+        store demands to be preempted."""
         pool_id = self._spec.pool_id
         extension = await self._ask("extend", self._store.extend(pool_id, _WORKER, growths))
         by_holder = {self._held[request.number].holder_id: request for request in running}

@@ -16,7 +16,7 @@ from services.common.rpc.proof import Proof
 from services.common.rpc.transport import open_channel, translated
 from services.protocol.version import PROTOCOL_VERSION
 
-if TYPE_CHECKING:  # generic in the stubs only
+if TYPE_CHECKING:  # the class is generic only in the stubs
     _Stream = aio.StreamStreamCall[Any, Any]
 else:
     _Stream = aio.StreamStreamCall

@@ -11,7 +11,7 @@ from services.block_manager.link import Connection
 from services.common.errors import LastWorker, Unavailable, UnknownWorker
 
 _LAG_S = 5.0
-"""Time after which the registry shows that a worker drains which was told to."""
+"""How long the registry may still list a worker as serving after it was told to drain."""
 
 
 class Drains:
@@ -45,8 +45,8 @@ class Drains:
     async def _require_another(
         self, connection: Connection, members: tuple[Member, ...], worker: Member
     ) -> None:
-        """Raise LastWorker if `worker` is the last one of its role that serves the pool. To drain a
-        worker that drains already is allowed."""
+        """Raise LastWorker if `worker` is the last one of its role that serves the pool. A worker
+        that drains already may be drained again."""
         now = asyncio.get_running_loop().time()
         self._told = {told: until for told, until in self._told.items() if until > now}
         fenced: tuple[str, ...] = ()

@@ -1,9 +1,9 @@
 """Reaps a dead worker: commits its finished blocks, and releases all that it held.
 
-1. The caller holds the worker's file lock, so the worker is dead and cannot write any more.
-2. Commit the blocks whose stamps are complete.
-3. Reap the worker in the store.
-4. The caller unlinks the lock file and drops the lock.
+1. The watcher gets the worker's file lock, so the worker is dead and cannot write any more.
+2. `reap` commits the blocks whose stamps are complete.
+3. `reap` reaps the worker in the store.
+4. The watcher unlinks the lock file and drops the lock.
 """
 
 import asyncio

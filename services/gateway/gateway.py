@@ -165,8 +165,8 @@ class Gateway:
             RequestStats(
                 len(request.prompt_token_ids),
                 request.arrived_at,
-                # Without a salt of its own, a client shares cached prefixes with other clients, and
-                # the number of cached tokens would show what others have sent.
+                # A client without a cache salt shares cached prefixes with other clients, so its
+                # number of cached tokens would show what others have sent.
                 reports_cached=self._report_cached_tokens or bool(request.cache_salt),
             ),
             sequences,

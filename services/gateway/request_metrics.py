@@ -35,6 +35,8 @@ class ModelMeter:
 
 
 class RequestMetrics:
+    """Counts and logs the requests of a gateway when they are refused or end."""
+
     def __init__(self, registry: CollectorRegistry) -> None:
         self._metrics = GatewayMetrics(registry)
         self._meters: dict[str, ModelMeter] = {}

@@ -25,6 +25,8 @@ from services.protocol.version import PROTOCOL_VERSION
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
+    """The parts of a running gateway."""
+
     gateway_id: str
     gateway: Gateway
     directory: WorkerDirectory

@@ -1,11 +1,12 @@
-"""Pauses a request whose client does not read. See ADR 64."""
+"""Limits how long a request waits for a client that does not read. See ADR 64."""
 
 import asyncio
 from collections.abc import Callable
 
 
 class Backpressure:
-    """Is on from `begin` to `end`, and calls `give_up` after `window_s` seconds without `end`."""
+    """The backpressure of one request: on from `begin` to `end`. If it lasts `window_s` seconds, it
+    calls `give_up`."""
 
     def __init__(self, window_s: float, give_up: Callable[[], None]) -> None:
         self._window_s = window_s

@@ -127,7 +127,7 @@ class Client:
         return self._pause.is_on
 
     def timeout_ms(self) -> int:
-        """Time left until the deadline, at least 1; 0 if the client set no deadline."""
+        """Milliseconds until the deadline, at least 1; 0: the client set no deadline."""
         if self.request.deadline is None:
             return 0
         left_s = self.request.deadline - asyncio.get_running_loop().time()

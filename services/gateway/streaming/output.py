@@ -159,8 +159,8 @@ class Output:
         self._part_with_the_ended()
 
     def is_ahead_of(self, other: "Output") -> bool:
-        """Whether this output has a token, or the end of a sequence, that `other` does not have, or
-        has other tokens."""
+        """Whether this output has tokens, or the end of a sequence, that `other` does not have, or
+        different tokens."""
         pairs = zip(self.sequences, other.sequences, strict=True)
         return not all(mine.goes_on_as(theirs) for mine, theirs in pairs)
 
@@ -180,8 +180,8 @@ class Output:
         logprobs: tuple[Logprobs, ...] = (),
         score: float | None = None,
     ) -> None:
-        """Add the next tokens of a sequence that has not ended; `finish` comes with the last
-        ones."""
+        """Add the next tokens of a sequence that has not ended. `finish`: None unless these are its
+        last ones."""
         sequence = self.sequences[index]
         sequence.score = score
         num_taken = sequence.write(token_ids, finish, logprobs)

@@ -26,8 +26,8 @@ log = get_logger(__name__)
 _WORKER_ROLES = ("prefill", "decode")
 
 _ABSENT_S = 5.0
-"""How long a connected worker may be missing in the registry, which may have lost its
-registration."""
+"""How long a connected worker may be missing from the registry before it is removed: the registry
+may have lost its registration."""
 
 _STARTING_POLL_S = 0.1
 """The longest time between two reads of the registry while a worker starts, since requests may wait
@@ -129,8 +129,8 @@ class WorkerDirectory:
         return pools
 
     def who_may_have(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]:
-        """The decode workers of a model that may hold a parked request, each with its pool's spec.
-        Draining workers are among them, workers that left a reservation unanswered are not."""
+        """The decode workers of a model that may hold a request which another gateway left, each
+        with its pool's spec. Draining workers are among them, unresponsive ones are not."""
         workers = [connection.worker for connection in self._connections.values()]
         return tuple(
             (worker, self._specs[worker.member.pool_id])

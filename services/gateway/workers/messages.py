@@ -64,8 +64,9 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Asks a decode worker for a request of another gateway, which `ticket` continues. The worker
-    detaches the request and answers with `Requeued`, with the blocks if it has any."""
+    """Asks a decode worker for a request that another gateway left. `ticket` has the tokens that
+    the client received: what the worker has must continue them. The worker detaches the request and
+    answers with `Requeued`, without a ticket if it does not have the request."""
 
     ticket: Ticket
 
@@ -75,6 +76,8 @@ Command = Reserve | Submit | Admit | Abort | HandOver | Resume
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
+    """A decode worker's answer to `Reserve`."""
+
     request_id: str
     attempt: int
     granted: bool
@@ -145,6 +148,8 @@ class Failed:
 
 
 class RequeueReason(Enum):
+    """Why a worker returns a request."""
+
     PREEMPTED = "preempted"
     DRAINING = "draining"
     STALE_TICKET = "stale_ticket"
