@@ -9,7 +9,8 @@ CXX_FILES := $(shell find kernels/csrc -name '*.cpp' -o -name '*.h')
 
 # Tests run beside the services that they start: one thread each, and none that spins.
 # `tests/conftest.py` divides the tests between two processes.
-TEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/pytest
+TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0
+TEST := $(TEST_ENV) $(BIN)/pytest
 IN_TWO := --numprocesses 2 --no-loadscope-reorder --durations 40
 
 help: ## Show this help
@@ -60,7 +61,7 @@ MINUTES ?= 5
 SEED ?= 1
 
 chaos: setup ## Torment a system under load (MINUTES=5 SEED=1); nobody may notice
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
+	$(TEST_ENV) $(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
 
 bench: setup ## Print the benchmark tables
 	for script in store gateway_relay recovery; do $(BIN)/python -m bench.$$script; done
