@@ -39,11 +39,11 @@ class ForwardPass(Protocol):
         """Leave the device to other workers after a step; call `pause` to wait meanwhile."""
 
     def rest(self) -> None:
-        """Note that this engine computes nothing until the next `run`."""
+        """Called when there is nothing to compute until the next `run`."""
 
 
 class BlockStamps(Stamps, Protocol):
-    """The stamps of a pool: a record per block of its content (law 6)."""
+    """The stamps of a pool, to check and to write: a record per block of its content (law 6)."""
 
     def own(self, block_ids: Seq[int], owner: str) -> None: ...
 
@@ -58,8 +58,8 @@ class Engine:
     """Runs the groups of one worker; knows nothing of stores, streams and gateways.
 
     `one_token` (prefill workers): a sequence stops after its first drawn token, and its group
-    leaves the engine when all its sequences have stopped. `look_ahead`: the engine asks for blocks
-    for that many tokens beyond the end of a sequence; prefill asks for one token's.
+    leaves the engine when all its sequences have stopped. `look_ahead`: for how many tokens beyond
+    the end of a sequence the engine asks for blocks; a prefill worker has acquired all before.
     """
 
     def __init__(
@@ -76,7 +76,9 @@ class Engine:
         self._stamps = stamps
         self._one_token = one_token
         self._look_ahead = 1 if one_token else look_ahead
-        self._pruned: dict[str, Group] = {}  # lost a sequence; the next step reports their blocks
+        self._pruned: dict[str, Group] = {}
+        """Groups that lost a sequence by `End`; the next step reports the blocks that this freed.
+        """
         self._batching_delay = PrefillBatchingDelay(scheduler.budget)
 
     def patience_s(self, waited_s: float) -> float:

@@ -12,7 +12,7 @@ _SHARE = 1 / 40
 """The longest delay, as a share of the time that the step itself will take."""
 
 _PAUSE_S = 0.005
-"""How long to wait for the next request: gateway and store take less than that for each."""
+"""How long to wait for the next request: about as long as gateway and store take for one."""
 
 _LEAST_S = 0.0003
 """Shorter waits are left out: to put the thread to sleep and wake it takes longer."""

@@ -168,7 +168,7 @@ def load_to_wire(load: Load, draining: bool, stalled: bool = False) -> worker_pb
 
 
 def load_from_wire(message: worker_pb2.WorkerLoad) -> tuple[Load, bool, bool]:
-    """(load, whether the worker drains, whether it is stalled, since its store does not answer)."""
+    """(load, draining, stalled). A stalled worker waits for its store."""
     load = Load(
         message.num_running,
         message.num_waiting,

@@ -201,12 +201,12 @@ class Ticket:
     """Everything that a worker needs to compute or continue a request.
 
     `attempt`: the number under which the gateway sent it out. `order`: the queue position.
-    `holder_epoch`: odd while a worker runs the holder, even while the ticket is detached, 0 before
-    the allocation. `root_hash`: 16 bytes, the root of the chained prefix hashes. `sequences`: those
-    that have not ended, ascending by index; empty only in the answer of a prefill worker at which
-    all ended. `timeout_ms`: the rest of the deadline; 0: none. `swapped`: where a prefill worker
-    can copy KV from instead of computing it. `prefill_ns_per_token`: the cost of computing it; 0:
-    not measured yet. `beams`: the state of a beam search that has begun.
+    `holder_epoch`: an odd number while a worker runs the holder, an even one while the ticket is
+    detached, 0 before the allocation. `root_hash`: 16 bytes, the root of the chained prefix hashes.
+    `sequences`: those that have not ended, ascending by index; empty only in the answer of a
+    prefill worker at which all ended. `timeout_ms`: the rest of the deadline; 0: none. `swapped`:
+    where a prefill worker can copy KV from instead of computing it. `prefill_ns_per_token`: the
+    cost of computing it; 0: not measured yet. `beams`: the state of a beam search that has begun.
     """
 
     request_id: str
@@ -232,7 +232,8 @@ class Ticket:
 
     @property
     def width(self) -> int:
-        """How many sequences may run at a time: for a beam search its width."""
+        """How many sequences may run at a time. A beam search begins with one and may reach its
+        width."""
         beam = self.sampling.beam
         return len(self.sequences) if beam is None else beam.width
 

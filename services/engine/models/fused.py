@@ -186,8 +186,8 @@ def _name_digest(directory: Path) -> str:
 
 
 def _origin(directory: Path, config: ModelConfig, kind: Kind) -> dict[str, Any]:
-    """What the weights and their packing are, found without reading the weights: a packed file with
-    the same origin is current."""
+    """Identifies the weights and their packing by sizes and times of files, without reading the
+    weights. A packed file with the same origin is current."""
     status = {path.name: path.stat() for path in weight_files(directory)}
     return {
         "packing": PACKING,

@@ -12,9 +12,9 @@ token wins with probability p_i / sum(p), and a draw needs one random number per
 one per token.
 
 A race is stable against noise: if the last bit of one probability changes, all other tokens keep
-their share of the random numbers. In a draw by the cumulative distribution they would not. Noise of
-1e-6 in the logits changes about one draw in a million. Each row is computed alone, in an order that
-does not depend on the batch, so neither does its token.
+their share of the random numbers. A draw by the cumulative distribution would move the shares of
+all later tokens. Noise of 1e-6 in the logits changes about one draw in a million. Each row is
+computed alone, in an order of its own, so its token does not depend on the rest of the batch.
 
 See ADR 12 and ADR 85.
 """
@@ -32,7 +32,7 @@ from services.protocol.ticket import SamplingParams
 
 _LOGITS_AT_ONCE = 600_000  # keeps the temporaries in the cache: 2.4 MB
 _CHUNK = 64  # tokens that race as one in the first round
-_NUCLEUS_WIDTH = 1024  # for top_p without top_k: tokens to rank before the whole vocabulary is
+_NUCLEUS_WIDTH = 1024  # top_p without top_k ranks so many tokens, and all only if it needs more
 SMALLEST_TEMPERATURE = 1e-30  # a smaller fp32 temperature may round to 0
 
 
@@ -120,9 +120,10 @@ class _Columns:
 def _ranked_thresholds(scaled: Tensor, probs: Tensor, columns: _Columns) -> Tensor:
     """The smallest scaled logit that top_k and top_p keep, [N, 1].
 
-    Only the largest top_k of the rows is sorted, or _NUCLEUS_WIDTH if a row has top_p alone. Rows
-    whose top_p reaches further are computed again over the whole vocabulary. A row's ranks,
-    probabilities and sums are the same at any width, so the result does not depend on other rows.
+    Each row sorts only its likeliest tokens: as many as the largest top_k, and at least
+    _NUCLEUS_WIDTH if a row has top_p alone. Rows whose top_p reaches further are computed again
+    over the whole vocabulary. A row's ranks, probabilities and sums are the same at any width, so
+    the result does not depend on other rows.
     """
     vocab_size = scaled.shape[1]
     nucleus_width = _NUCLEUS_WIDTH if bool((columns.top_k == 0).any()) else 1

@@ -4,8 +4,8 @@ the likeliest next tokens of every beam; then the best continuations of all beam
     before   0 ─┬─▶ 0     a beam's best continuation reuses its sequence
              1  └─▶ 1     its other continuations are forks, which share its blocks until a write
              2 ───▶ 2
-             3            a beam without continuation ends: its finished blocks are given back, the
-                          others become spare, for the forks to write
+             3            a beam without continuation ends: its finished blocks are given back, its
+                          unfinished ones become spare, for forks to write
 
 See ADR 78.
 """

@@ -2,7 +2,7 @@
 
     sequence 0   | h0 | h1 | h2 : |           trunk      h0 h1       full blocks of all sequences
     sequence 1   | h0 | h1 | h3 | h4 |        branches   h2          the blocks of each sequence
-    sequence 2   | h0 | h1 | h3 | h5 : |                 h3 h4       behind the trunk; the last one
+    sequence 2   | h0 | h1 | h3 | h5 : |                 h3 h4       after the trunk; the last one
                                                          h3 h5       need not be full
 
 The *key* of a block is the hash of its tokens and of all tokens before them. The key of a full
@@ -42,7 +42,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive blocks behind the block of key `parent`: their tokens, and the `hashes` of the
+    """Consecutive blocks after the block with key `parent`: their tokens, and the `hashes` of the
     full ones. Only the last block may be unfinished."""
 
     parent: Key
@@ -68,9 +68,8 @@ class Run:
         return self.token_ids[number * self.block_size : (number + 1) * self.block_size]
 
     def first_wrong(self, stamps: Stamps, found: Mapping[Key, int]) -> Key | None:
-        """The key of the first wrong block: `found` maps keys to block ids, and the stamp of that
-        block does not name this run's tokens. Checks the leading full blocks that were found. None
-        if all are right."""
+        """Compare the stamps of the leading full blocks that were `found` (key -> block id) with
+        this run's tokens. Returns the key of the first block that does not match, or None."""
         hashes = _leading(self.hashes, found)
         tokens = self.token_ids[: len(hashes) * self.block_size]
         block_ids = [found[key] for key in hashes]
@@ -89,7 +88,7 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class BlockKeys:
     """The keys of all blocks of a group. `trunk`: the full blocks that all sequences have.
-    `branches`: for each sequence of the ticket, in order, its blocks behind the trunk."""
+    `branches`: for each sequence of the ticket, in order, its blocks after the trunk."""
 
     trunk: Run
     branches: tuple[Run, ...]
@@ -112,7 +111,7 @@ class BlockKeys:
     @property
     def chains(self) -> tuple[tuple[PrefixHash, ...], tuple[tuple[PrefixHash, ...], ...]]:
         """The prefix hashes of the trunk, and those of each branch, or () if no branch has a full
-        block: the arguments of the store's prefix lookup."""
+        block: the prefixes that `BlockStore.allocate` looks up."""
         behind = tuple(branch.hashes for branch in self.branches)
         return self.trunk.hashes, behind if any(behind) else ()
 
@@ -141,11 +140,11 @@ class BlockKeys:
     ) -> tuple[list[Begun], dict[Key, int]]:
         """Extend what was `found` in the cache by blocks to copy back from a swap pool.
 
-        `computed`: the keys of this group without each sequence's last token, which is what the
-        swap pool has KV of. `sources`: the keys that can be copied. A sequence continues behind its
-        cached blocks up to the first key that is missing there, or for which `new_block_ids` has no
-        block left. Returns the leading blocks of each sequence, and the new block of each copied
-        key; sequences share equal keys.
+        `computed`: the keys of this group without each sequence's last token, whose KV the swap
+        pool does not have. `sources`: the keys of blocks that can be copied. After its cached
+        blocks, each sequence gets a block of `new_block_ids` for each next key, until a key is not
+        in `sources` or no new block is left; sequences share the blocks of equal keys. Returns the
+        leading blocks of each sequence, and the new block of each key to copy.
         """
         new, copied = iter(new_block_ids), dict[Key, int]()
         begun: list[Begun] = []
@@ -163,8 +162,8 @@ class BlockKeys:
         return begun, copied
 
     def _begun(self, number: int, block_ids: Sequence[int]) -> Begun:
-        """The leading blocks `block_ids` of sequence `number`, full of its tokens as far as these
-        go."""
+        """The leading blocks `block_ids` of sequence `number`, with KV of all its tokens that have
+        a slot there."""
         size = self.trunk.block_size
         num_tokens = len(self.trunk.token_ids) + len(self.branches[number].token_ids)
         num_tokens = min(len(block_ids) * size, num_tokens)
@@ -191,8 +190,7 @@ class BlockKeys:
         return found
 
     def first_wrong(self, stamps: Stamps, found: Mapping[Key, int]) -> Key | None:
-        """The key of a full block that was `found` and whose stamp does not match (law 6), if there
-        is one."""
+        """The key of a `found` full block whose stamp does not match (law 6), or None."""
         wrong = (run.first_wrong(stamps, found) for run in self.runs)
         return next((key for key in wrong if key is not None), None)
 

@@ -270,7 +270,7 @@ class Group:
         self.sequences.sort(key=lambda one: one.index)
         self._refs.update(sequence.block_table)
 
-    # What happened
+    # Results of steps
 
     def take_tokens(self) -> tuple[Token, ...]:
         tokens, self._tokens = tuple(self._tokens), []
@@ -312,8 +312,8 @@ def _begin(
     begun: Begun,
     hashes: Seq[PrefixHash],
 ) -> list[Sequence]:
-    """The sequences that start with the same blocks, as one `Sequence`, or split where they differ
-    if no common token is left to compute."""
+    """Begin the sequences `states`, which start with the same blocks: as one `Sequence`, or split
+    by their next tokens if no common token is left to compute."""
     shared, branches = joined([Branch(state.index, state.token_ids) for state in states])
     tokens = (*prompt, *shared)
     is_drawing = not all(branch.own for branch in branches)

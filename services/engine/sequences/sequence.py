@@ -15,7 +15,7 @@ from services.protocol.ticket import FinishReason, SamplingParams, Ticket, Ticke
 
 
 class Stamps(Protocol):
-    """The checks of a pool's stamps, the records of what each block holds (law 6)."""
+    """The stamps of a pool, to check only: a record per block of its content (law 6)."""
 
     def first_mismatch(
         self, block_ids: Seq[int], parent: PrefixHash, hashes: Seq[PrefixHash], token_ids: Seq[int]
@@ -100,7 +100,7 @@ def joined(branches: Seq[Branch]) -> tuple[tuple[int, ...], tuple[Branch, ...]]:
 
 
 class Sequence:
-    """A run of tokens with its block table, computed up to a position:
+    """One sequence in the engine: its tokens, its block table, and how far its KV is computed.
 
     tokens        |------- prompt -------|---- generated ----|-- branches
     KV computed   |==================================|          num_computed

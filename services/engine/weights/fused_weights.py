@@ -18,7 +18,8 @@ outputs of a pair."""
 @dataclass(frozen=True, slots=True)
 class Section:
     """One linear [num_outputs, num_inputs] of the native decoder. It joins the weights `sources`
-    along their outputs: in runs of `turn` outputs of each in turn, or one after another if 0."""
+    along their outputs: runs of `turn` outputs of each alternate; if 0, the weights follow one
+    another."""
 
     name: str
     sources: tuple[str, ...]

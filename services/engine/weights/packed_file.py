@@ -2,10 +2,10 @@
 of the host maps it: there is one copy in memory, ready at the next start.
 
     offset  0   magic, 8 bytes
-            8   digest of everything behind it, 8 bytes
+            8   digest of everything after it, 8 bytes
            16   length of the header, 8 bytes, little-endian
            24   header, JSON: facts, and offset and length of each section
-                sections, each from the start of a page on
+                sections, each aligned to a page
 
 The facts name what the file was made from. A file that was made from anything else, is incomplete
 or was changed is made again. The file may be deleted at any time.
@@ -139,7 +139,7 @@ def _read(mapped: mmap.mmap) -> PackedFile:
 
 
 def _digest(mapped: mmap.mmap, progress: Progress) -> bytes:
-    """The digest of everything behind the digest itself."""
+    """The digest of everything after the digest itself."""
     digest = xxhash.xxh3_64()
     with memoryview(mapped) as view:
         for begin in range(_DIGEST.stop, len(view), _DIGESTED_BYTES):
@@ -176,7 +176,7 @@ def _write(path: Path, facts: Facts, sizes: Mapping[str, int], contents: Content
 
 
 class _Digesting:
-    """Writes to a file from behind the digest on, and computes the digest and the position."""
+    """Writes what follows the digest to a file; computes the digest and the position meanwhile."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
