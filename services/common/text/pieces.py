@@ -16,8 +16,8 @@ import tokenizers
 from services.common.errors import StartupError
 
 Piece = bytes | None
-"""The UTF-8 bytes of a token, which may be part of a character. None: the id has no text, because it
-has no token, or a special token that is not shown."""
+"""The UTF-8 bytes of a token, which may be part of a character. None: the id has no text, because
+it has no token, or a special token that is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
