@@ -1,4 +1,4 @@
-"""Connections of a client to the gateways of one deployment."""
+"""A client's gRPC connections to the gateways of one deployment."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -65,7 +65,7 @@ L = TypeVar("L")
 
 class Links(Generic[L]):
     """Connections to the gateways of one deployment, one of them in use. `address`: one or more
-    addresses, with commas between."""
+    addresses, separated by commas."""
 
     def __init__(self, address: str, connect: Callable[[str], L]) -> None:
         self._all: list[L] = [connect(one.strip()) for one in address.split(",")]

@@ -11,7 +11,7 @@ WorkerState = Literal["unknown", "starting", "serving", "draining", "fenced"]
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One message of a conversation. `role`: as in the model's chat template (system, user,
-    assistant ...). `name`: for chat templates that tell several speakers of a role apart."""
+    assistant ...). `name`: for chat templates that distinguish speakers of one role."""
 
     role: str
     content: str

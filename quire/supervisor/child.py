@@ -52,7 +52,7 @@ class ChildSpec:
 
 
 class ParentPipe:
-    """A pipe whose closing tells the children that the supervisor has died.
+    """A pipe that lets the children notice the death of the supervisor.
 
     The children hold the reading end. Only the supervisor holds the writing end, so the kernel
     closes it however the supervisor dies.
@@ -110,7 +110,7 @@ class Child:
         return "" if not self.is_staying or (runs and is_old) else self._failure
 
     def leave(self) -> None:
-        """Send SIGTERM and start the service no more; `run` returns when the process has ended.
+        """Send SIGTERM, without a restart afterwards; `run` returns when the process has ended.
 
         A worker first lets its requests move or finish, for as long as its own settings allow.
         """

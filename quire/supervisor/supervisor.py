@@ -22,8 +22,8 @@ the exit of a process."""
 
 
 def serve(options: ServeOptions, runs: Path = RUNS) -> None:
-    """Run a deployment until SIGINT, SIGTERM or SIGHUP. Raises ServeError if it cannot start or
-    continue."""
+    """Run a deployment until SIGINT, SIGTERM or SIGHUP. Raises ServeError if the deployment cannot
+    start."""
     record = RunRecord(
         os.getpid(), options.host, options.grpc_port, options.http_port, options.num_gateways
     )
@@ -35,7 +35,7 @@ def serve(options: ServeOptions, runs: Path = RUNS) -> None:
 
 
 class Supervisor:
-    """One run: its service processes, in the order of their start."""
+    """Starts the services of one run, keeps them running, and ends them in order."""
 
     def __init__(self, options: ServeOptions, run_directory: Path, console: Console) -> None:
         self._options = options

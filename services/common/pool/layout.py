@@ -22,7 +22,7 @@ class PoolLayout:
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        """[num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]."""
+        """The shape of one block: [num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]."""
         return self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim
 
     @property

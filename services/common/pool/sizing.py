@@ -28,7 +28,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(num_bytes: int) -> str:
-    """ "1.50 GiB (1610612736 bytes)": readable, and exact."""
+    """A readable and exact text: "1.50 GiB (1610612736 bytes)"."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if num_bytes >= _UNITS[unit]:
             return f"{num_bytes / _UNITS[unit]:.2f} {unit} ({num_bytes} bytes)"

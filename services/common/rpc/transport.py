@@ -40,7 +40,7 @@ _SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # How long a connection may occupy a file descriptor before its HTTP/2 handshake.
     ("grpc.server_handshake_timeout_ms", 5_000),
-    # With port reuse two services could share a port, and each would get some of the connections.
+    # The second service on a port must fail: with port reuse each would get some connections.
     ("grpc.so_reuseport", 0),
 )
 _CHANNEL_OPTIONS = (

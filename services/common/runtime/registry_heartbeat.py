@@ -40,7 +40,7 @@ class RegistryHeartbeat:
         """Announce until cancelled, then withdraw.
 
         If the server does not answer, this logs a warning and tries again. StoreLost: the server
-        has been replaced by another one, so a retry cannot help.
+        has lost its data, so a retry cannot help.
         """
         try:
             while True:
