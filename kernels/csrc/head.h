@@ -21,7 +21,7 @@ struct Questions {
   int64_t num;
   const int64_t* states;             // [Q]
   const std::optional<Draw>* draws;  // [Q]; none: the likeliest token, or a given one
-  int64_t* tokens;        // [Q]: in: given tokens, or -1; out: -1 if the logits are not finite
+  int64_t* tokens;        // [Q]; in: given tokens, else -1; out: chosen ones, -1: not finite logits
   const int64_t* scored;  // [S]: indices of questions whose tokens get scores
   int64_t num_scored;
   Scores scores;  // [S]

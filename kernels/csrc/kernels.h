@@ -186,10 +186,9 @@ struct Kernels {
   void (*pack)(const Linear&, const void* const* rows, Dtype dtype, int64_t panel_begin,
                int64_t panel_end);
 
-  // Computes a piece for all query heads of the key/value heads [head_begin, head_end). If all
-  // rows have one query, these are at most kAttentionRows query heads, and with several rows also
-  // at most kTogetherRows divided by the number of rows. `scratch` has `attention_scratch` bytes,
-  // 64-byte aligned.
+  // Computes a piece for all query heads of the key/value heads [head_begin, head_end). These are
+  // at most kAttentionRows query heads; if the piece has several rows, query heads times rows are
+  // at most kTogetherRows. `scratch` has `attention_scratch` bytes, 64-byte aligned.
   void (*attention)(const AttentionCall&, const AttentionPiece&, int head_begin, int head_end,
                     void* scratch);
   size_t (*attention_scratch)(const AttentionCall&);
@@ -219,7 +218,7 @@ struct Kernels {
   void (*uniforms)(const DrawKey&, int64_t block, float* numbers);
 };
 
-// The table of each instruction set in this build.
+// The tables, one for each instruction set; the build decides which of them exist.
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
