@@ -7,8 +7,8 @@ CXX_FILES := $(shell find kernels/csrc -name '*.cpp' -o -name '*.h')
 .PHONY: help setup proto lint type test test-fast test-full check chaos bench up down clean
 .NOTPARALLEL:
 
-# Tests run beside the services that they start: one thread each, and none that spins.
-# `tests/conftest.py` divides the tests between two processes.
+# Tests run beside the services that they start, so each process has one OpenMP thread, which does
+# not spin. `tests/conftest.py` divides the tests between two processes.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0
 TEST := $(TEST_ENV) $(BIN)/pytest
 IN_TWO := --numprocesses 2 --no-loadscope-reorder --durations 40
@@ -18,15 +18,15 @@ help: ## Show this help
 
 setup: .venv/.native ## Create .venv and install everything into it
 
-# All but the kernels in C++, the tools that build them included.
-# An older clone's .venv has the package under its former name, `quire`, which would hide this one.
+# Everything but the C++ kernels, including the tools that build them. The .venv of an older clone has
+# the package under its former name, `quire`, which would hide this one; it is uninstalled first.
 .venv/.installed: pyproject.toml deploy/venv.sh deploy/install.sh deploy/constraints-cpu.txt
 	deploy/venv.sh $(PYTHON)
 	$(BIN)/pip uninstall -qq --yes quire
 	QUIRE_NATIVE=OFF PIP=$(BIN)/pip deploy/install.sh --editable '.[worker,local,dev]'
 	touch $@
 
-# With those tools, in a build folder that stays: later on, only what has changed is compiled.
+# The C++ kernels, in a build folder that stays, so a later run compiles only changed files.
 .venv/.native: .venv/.installed kernels/CMakeLists.txt $(CXX_FILES)
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --check-build-dependencies --editable .
 	touch $@
@@ -60,16 +60,16 @@ check: lint type test ## Everything that must pass before a merge
 MINUTES ?= 5
 SEED ?= 1
 
-chaos: setup ## Torment a system under load (MINUTES=5 SEED=1); nobody may notice
+chaos: setup ## Kill, stop and drain processes under load (MINUTES=5 SEED=1); no client may notice
 	$(TEST_ENV) $(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
 
 bench: setup ## Print the benchmark tables
 	for script in store gateway_relay recovery; do $(BIN)/python -m bench.$$script; done
 
-up: setup ## Serve the embedded model in the foreground (ARGS="--decode 2": as for quire serve)
+up: setup ## Serve the embedded model in the foreground (ARGS="--decode 2": flags of quire serve)
 	$(BIN)/quire serve $(ARGS)
 
-down: ## End what `make up` started
+down: ## Stop what `make up` started
 	$(BIN)/quire down
 
 clean: ## Remove .venv and all caches
