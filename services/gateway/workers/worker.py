@@ -1,6 +1,6 @@
 """What the gateway knows of one worker: where it is, how loaded, and what runs there for us."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from blockstore.records import PrefixHash
@@ -32,8 +32,8 @@ class Worker:
         """It did not answer a reservation in time, and has not since: it answers in order."""
         self.stalled = False
         """It waits for its block store, and begins nothing until that answers."""
-        self.guests: dict[Hashable, int] = {}
-        """Journeys that have (or ask for) slots of this decode worker, and how many."""
+        self.num_taken = 0
+        """Decode slots that requests of this gateway have, or ask for, at this decode worker."""
         self.prefill_loads: dict[str, PrefillLoad] = {}
         """By request: what this prefill worker has still to compute for us."""
         self._load = member.load
@@ -59,11 +59,6 @@ class Worker:
     def num_slots(self) -> int:
         """Most sequences that this decode worker runs."""
         return self.member.max_num_seqs
-
-    @property
-    def num_taken(self) -> int:
-        """Slots that our guests have, or ask for."""
-        return sum(self.guests.values())
 
     @property
     def num_free_slots(self) -> int:
@@ -98,15 +93,6 @@ class Worker:
         self.draining = self.draining or report.draining
         if report.load.num_free_slots >= self.refused:
             self.forget_refusals()
-
-    def join(self, guest: Hashable, num_sequences: int) -> None:
-        """Again: it has so many slots from now on."""
-        self.guests[guest] = num_sequences
-
-    def leave(self, guest: Hashable) -> None:
-        """Slots may be free again."""
-        self.guests.pop(guest, None)
-        self.forget_refusals()
 
     def refuse(self, num_sequences: int) -> None:
         """It has just said that it has not so many slots."""
