@@ -4,11 +4,14 @@ PROTOC := PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc
 
 CXX_FILES := $(shell find kernels/csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup proto lint type test test-full check chaos bench up down clean
+.PHONY: help setup proto lint type test test-fast test-full check chaos bench up down clean
 .NOTPARALLEL:
 
 # Tests run beside the services that they start: one thread each, and none that spins.
+# `tests/conftest.py` divides the tests between two processes.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0
+TEST := $(TEST_ENV) $(BIN)/pytest
+IN_TWO := --numprocesses 2 --no-loadscope-reorder --durations 40
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -44,10 +47,13 @@ type: setup ## mypy, strict
 	$(BIN)/mypy quire services blockstore kernels/kvops bench tools tests
 
 test: setup ## All tests, with a sample of the large matrices
-	$(TEST_ENV) $(BIN)/pytest
+	$(TEST) $(IN_TWO)
+
+test-fast: setup ## Unit tests and samples of the property tests: the inner loop
+	$(TEST) --numprocesses 2 tests/unit tests/property
 
 test-full: setup ## All tests, whole matrices
-	$(TEST_ENV) $(BIN)/pytest -m "full or not full"
+	$(TEST) $(IN_TWO) -m "full or not full"
 
 check: lint type test ## Everything that must pass before a merge
 

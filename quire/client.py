@@ -1,6 +1,6 @@
 """The client library: `Client` for threads and scripts, `AsyncClient` for asyncio.
 
-Both talk to a gateway over gRPC and raise the errors of `quire.errors`.
+Both call a gateway over gRPC and raise the errors of `quire.errors`.
 """
 
 import asyncio
@@ -28,11 +28,12 @@ from quire.v1.supervisor_pb2 import ScaleRequest
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 OPERATIONS_TIMEOUT_S = 10.0
-"""Limit of every call but `generate`, whose limit is the request's own."""
+"""Time limit of each call other than `generate`, which takes its limit from the request, and
+`audit`, which has a parameter for it."""
 
 
 class _Call(Protocol):
-    """What gRPC answers a streaming call with."""
+    """The object that gRPC returns for a streaming call."""
 
     def __iter__(self) -> Iterator[GenerateResponse]: ...
 
@@ -40,8 +41,11 @@ class _Call(Protocol):
 
 
 class Stream:
-    """The deltas of one request, as they come; should the gateway go, another one goes on. Leaving
-    it early (`cancel`, or the end of its `with`) cancels the request at every hop."""
+    """Iterates over the deltas of one request as they arrive.
+
+    If the gateway goes away, the stream resumes at the next gateway. `cancel`, or the end of the
+    stream's `with` block, cancels an unfinished request at every hop.
+    """
 
     def __init__(self, links: Links[Link], progress: Progress) -> None:
         self._links = links
@@ -92,13 +96,17 @@ class Stream:
 
 
 class Client:
-    """A connection to a gateway at `address` (host:port), or to several of one deployment
-    (host:port,host:port): one is used, and the next one when it goes. A stream that breaks goes on
-    at another gateway, or at the same one if it is back within `resume_window_s`. Safe to share
-    between threads.
+    """A connection to a gateway at `address` (host:port), or to several gateways of one deployment
+    (host:port,host:port).
 
-    `pools`, `workers`, `audit`, `drain` and `scale` are operations: a gateway serves them at an
-    address of their own, `operations` (unix:PATH or host:port); default: `address` is that one."""
+    The client uses one gateway at a time, and the next one when a stream to it breaks. A broken
+    stream resumes at another gateway, or at the same one if it returns within `resume_window_s`.
+    Threads may share a client.
+
+    `pools`, `workers`, `audit`, `drain` and `scale` are operations. A gateway serves them at a
+    separate address, `operations` (unix:PATH or host:port); without it, `address` must be the
+    address for operations.
+    """
 
     def __init__(
         self,
@@ -113,7 +121,7 @@ class Client:
 
     @property
     def address(self) -> str:
-        """Of the gateway in use."""
+        """The address of the gateway in use."""
         return self._links.current.address
 
     def generate(
@@ -128,7 +136,7 @@ class Client:
         return self.send(Request(prompt, sampling or Sampling(), model), timeout_s)
 
     def send(self, request: Request, timeout_s: float | None = None) -> Stream:
-        """`generate` with everything that a request can say; `timeout_s` is its deadline."""
+        """`generate` with every field of a request. `timeout_s`: the request's time limit."""
         progress = Progress(request, timeout_s, len(self._links), self._resume_window_s)
         return Stream(self._links, progress)
 
@@ -140,13 +148,13 @@ class Client:
         model: str = "",
         timeout_s: float | None = None,
     ) -> Completion:
-        """The whole answer at once, of as many sequences as `sampling.n`."""
+        """Wait for the whole answer, with `sampling.n` sequences."""
         with self.generate(prompt, sampling, model=model, timeout_s=timeout_s) as stream:
             return messages.completion(list(stream))
 
     def is_ready(self) -> bool:
-        """Whether the service at this address serves: a gateway, when every kind of worker is there
-        for at least one model."""
+        """Whether the service at this address serves. A gateway serves when at least one model has
+        workers of both roles."""
         with translated(self.address):
             response = self._links.current.health.Check(
                 HealthCheckRequest(), timeout=OPERATIONS_TIMEOUT_S
@@ -154,7 +162,7 @@ class Client:
         return bool(response.status == HealthCheckResponse.SERVING)
 
     def models(self) -> tuple[Model, ...]:
-        """The models that are being served now."""
+        """The models that the gateway serves now."""
         with translated(self.address):
             response = self._links.current.inference.ListModels(
                 ListModelsRequest(), timeout=OPERATIONS_TIMEOUT_S
@@ -176,7 +184,7 @@ class Client:
         return messages.workers(response)
 
     def audit(self, pool_id: str = "", timeout_s: float = 60.0) -> tuple[PoolAudit, ...]:
-        """Recount the references of one pool, or of all."""
+        """Recount the block references of one pool; an empty `pool_id` means all pools."""
         with translated(self._operations.current.address):
             response = self._operations.current.block_manager.Audit(
                 AuditRequest(pool_id=pool_id), timeout=timeout_s
@@ -184,8 +192,11 @@ class Client:
         return messages.audits(response)
 
     def drain(self, worker_id: str, *, force: bool = False) -> int:
-        """Tell a worker to finish what it runs and exit; how many requests it still runs. The last
-        one of its role on its pool needs `force`."""
+        """Drain a worker: it takes no new work, its requests move or finish, then it exits.
+
+        Returns the number of requests that it still runs. Draining the last worker of a role on a
+        pool needs `force`.
+        """
         with translated(self._operations.current.address):
             response = self._operations.current.block_manager.DrainWorker(
                 DrainWorkerRequest(worker_id=worker_id, force=force), timeout=OPERATIONS_TIMEOUT_S
@@ -193,8 +204,10 @@ class Client:
         return response.num_running
 
     def scale(self, *, num_prefill: int | None = None, num_decode: int | None = None) -> Scaled:
-        """Have `quire serve` start or drain workers; None leaves a role as it is. Returns at
-        once."""
+        """Let `quire serve` start or drain workers; None leaves a role as it is.
+
+        Returns before the workers have started or left.
+        """
         request = ScaleRequest(num_prefill=num_prefill, num_decode=num_decode)
         with translated(self._operations.current.address):
             response = self._operations.current.supervisor.Scale(
@@ -219,7 +232,7 @@ class Client:
 
 
 class AsyncClient:
-    """`Client` for asyncio. Make it inside a running loop."""
+    """`Client` for asyncio. Create it inside a running event loop."""
 
     def __init__(
         self,
@@ -234,7 +247,7 @@ class AsyncClient:
 
     @property
     def address(self) -> str:
-        """Of the gateway in use."""
+        """The address of the gateway in use."""
         return self._links.current.address
 
     def generate(
@@ -251,7 +264,7 @@ class AsyncClient:
     async def send(
         self, request: Request, timeout_s: float | None = None
     ) -> AsyncGenerator[Delta, None]:
-        """`generate` with everything that a request can say; `timeout_s` is its deadline."""
+        """`generate` with every field of a request. `timeout_s`: the request's time limit."""
         progress = Progress(request, timeout_s, len(self._links), self._resume_window_s)
         while True:
             link = self._links.current
@@ -280,7 +293,7 @@ class AsyncClient:
         model: str = "",
         timeout_s: float | None = None,
     ) -> Completion:
-        """The whole answer at once, of as many sequences as `sampling.n`."""
+        """Wait for the whole answer, with `sampling.n` sequences."""
         stream = self.generate(prompt, sampling, model=model, timeout_s=timeout_s)
         return messages.completion([delta async for delta in stream])
 

@@ -1,14 +1,14 @@
-"""What can go wrong for a client.
+"""The errors that the client library raises.
 
 QuireError                 every error of this package
-├── Unreachable            nobody answers at the address
+├── Unreachable            no server answers at the address
 ├── InvalidRequest         the request can never succeed as it is
 │   └── NotFound           no such model, worker or pool
 ├── Conflict               a request with this id is running
 ├── Overloaded             the queue is full; try again after `retry_delay_s`
-├── Unavailable            the gateway is there, but nobody who could do it now
-├── DeadlineExceeded       the request's time is up
-└── ServerError            the server failed; the text carries an id for its log
+├── Unavailable            the gateway answers, but lacks a worker or the store, or is stopping
+├── DeadlineExceeded       the request's time limit has passed
+└── ServerError            the server failed; the text has an error id to find in the server's log
 """
 
 from collections.abc import Iterator
@@ -17,13 +17,14 @@ from contextlib import contextmanager
 import grpc
 
 ERROR_CODE_TRAILER = "quire-error-code"
-"""The server's own code for an error, e.g. context_length_exceeded; absent when gRPC itself
-failed."""
+"""Trailer with the code that Quire gives an error, such as context_length_exceeded; absent if gRPC
+itself failed."""
 RETRY_TRAILER = "grpc-retry-pushback-ms"
 
 
 class QuireError(Exception):
-    """`code` is the server's own name for the error, or gRPC's status in lower case."""
+    """Root of the client library's errors. `code`: the server's code for the error, or gRPC's
+    status in lower case."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -73,16 +74,17 @@ _BY_STATUS: dict[grpc.StatusCode, type[QuireError]] = {
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
 }
-"""Every status that is not here, and is not RESOURCE_EXHAUSTED, is a ServerError."""
+"""RESOURCE_EXHAUSTED becomes Overloaded; every other status that is missing here becomes
+ServerError."""
 
 _NOBODYS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-"""Without a code of ours they are gRPC's own. CANCELLED is what its server makes of a call that
-comes just when it is stopped."""
+"""Statuses that gRPC sets itself if no server answers; the error then has no ERROR_CODE_TRAILER.
+A gRPC server answers a call that arrives just as it stops with CANCELLED."""
 
 
 @contextmanager
 def translated(address: str) -> Iterator[None]:
-    """Raise gRPC's errors as ours."""
+    """Raises gRPC's errors as errors of this module."""
     try:
         yield
     except grpc.RpcError as error:
@@ -90,7 +92,7 @@ def translated(address: str) -> Iterator[None]:
 
 
 def _from_rpc(error: grpc.RpcError, address: str) -> QuireError:
-    """`grpc.RpcError` is raised as a `grpc.Call` too, but is not declared as one."""
+    # Every RpcError that gRPC raises is also a Call, although its type does not say so.
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
     status = error.code()
     message = error.details() or status.name

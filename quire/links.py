@@ -1,4 +1,4 @@
-"""Connections of a client to the gateways of one deployment."""
+"""A client's gRPC connections to the gateways of one deployment."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -11,7 +11,8 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire.v1.supervisor_pb2_grpc import SupervisorStub
 
 if TYPE_CHECKING:
-    # The generated stubs know them as types only: at run time one class serves both.
+    # The generated stubs declare async classes for type checkers only; at run time one class serves
+    # both kinds of channel.
     from quire.v1.block_manager_pb2_grpc import BlockManagerAsyncStub
     from quire.v1.inference_pb2_grpc import InferenceAsyncStub
     from quire.v1.supervisor_pb2_grpc import SupervisorAsyncStub
@@ -20,23 +21,23 @@ _MAX_MESSAGE_BYTES = 16 << 20
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    # A gateway is reached directly: an http_proxy in the environment is for the web.
+    # Connect directly: an http_proxy in the environment is meant for the web.
     ("grpc.enable_http_proxy", 0),
-    # A gateway whose machine vanished is noticed within 15 s; a dead process at once, by TCP.
+    # Notice within 15 s that a gateway's machine is gone; TCP reports a dead process at once.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # One that comes back is found within a second, not after a pause that doubles every time.
+    # Find a gateway that returns within a second; gRPC's default backoff doubles every time.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Each client has a connection of its own: one that is slow holds up none of the others.
+    # Each client has its own connection, so a slow client delays no other.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
 
 class Link:
-    """A connection to one gateway."""
+    """A connection to one gateway, with a stub for each of its services."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -48,6 +49,8 @@ class Link:
 
 
 class AsyncLink:
+    """`Link` for asyncio."""
+
     def __init__(self, address: str) -> None:
         self.address = address
         self.channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
@@ -61,7 +64,8 @@ L = TypeVar("L")
 
 
 class Links(Generic[L]):
-    """Gateways of one deployment, one of them in use."""
+    """Connections to the gateways of one deployment, one of them in use. `address`: one or more
+    addresses, separated by commas."""
 
     def __init__(self, address: str, connect: Callable[[str], L]) -> None:
         self._all: list[L] = [connect(one.strip()) for one in address.split(",")]
@@ -78,6 +82,6 @@ class Links(Generic[L]):
         return self._all[self._index]
 
     def leave(self, link: L) -> None:
-        """Use the next gateway, unless somebody has turned to another one already."""
+        """Use the next gateway, unless another thread or task has already left `link`."""
         if link is self.current:
             self._index = (self._index + 1) % len(self._all)

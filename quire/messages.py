@@ -1,4 +1,4 @@
-"""The dataclasses of `quire.types` to protobuf and back."""
+"""Translates the dataclasses of `quire.types` to protobuf and back."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -51,10 +51,13 @@ _WORKER_STATES: dict[int, WorkerState] = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Everything about one request but its time limit. `request_id` is drawn by the gateway when
-    empty; `model` may be empty where one model is served; lower `priority` is served first,
-    and refused unless the gateway has --client-priority; requests share cached prefixes only with
-    those of the same `cache_salt`."""
+    """One request, except for its time limit.
+
+    `request_id`: the client library generates one if it is empty. `model`: may be empty if the
+    gateway serves only one model. `priority`: a lower one is served first; a gateway without
+    --client-priority refuses any other than 0. `cache_salt`: requests share cached prefixes only
+    with requests of the same salt.
+    """
 
     prompt: Prompt
     sampling: Sampling = field(default=Sampling())
@@ -65,7 +68,8 @@ class Request:
 
 
 def generate_request(request: Request) -> inference_pb2.GenerateRequest:
-    """InvalidRequest for what the wire cannot carry, e.g. negative token ids."""
+    """The request as protobuf. Raises InvalidRequest if a value does not fit into its field, such
+    as a negative token id."""
     try:
         message = inference_pb2.GenerateRequest(
             request_id=request.request_id,
@@ -136,14 +140,14 @@ def _set_prompt(message: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
                 f"the prompt is a list with a {type(strange).__name__} in it; a request has one "
                 "prompt: a text, a list of token ids, or a list of ChatMessage"
             )
-        # An empty list too: the server's own error says what is wrong with it.
+        # An empty list is sent too: the server refuses it with a precise error.
         message.token_ids.SetInParent()
         message.token_ids.ids.extend(cast("list[int]", prompt))
 
 
 def deltas(response: inference_pb2.GenerateResponse) -> Iterator[Delta]:
-    """A response's deltas; the usage goes with the last one, what is told of the prompt with the
-    first."""
+    """The deltas of a response. The first one carries the prompt logprobs, the last one the
+    usage."""
     usage = _usage(response.usage) if response.HasField("usage") else None
     for number, delta in enumerate(response.deltas, start=1):
         of_prompt = response.prompt_logprobs if number == 1 else ()
@@ -185,7 +189,8 @@ def _usage(usage: inference_pb2.Usage) -> Usage:
 
 
 def completion(deltas: Sequence[Delta]) -> Completion:
-    """What a request's deltas add up to. ServerError: the stream ended before the request did."""
+    """Joins all deltas of a request. Raises ServerError if the stream ended before the request
+    did."""
     last = deltas[-1] if deltas else None
     if last is None or last.usage is None:
         raise ServerError("the stream ended before the request did", "internal")
@@ -195,7 +200,7 @@ def completion(deltas: Sequence[Delta]) -> Completion:
 
 
 def _choice(deltas: Sequence[Delta]) -> Choice:
-    """What those of one sequence add up to."""
+    """Joins the deltas of one sequence."""
     last = deltas[-1]
     if last.finish_reason is None:
         raise ServerError("a sequence ended without a finish reason", "internal")

@@ -1,11 +1,11 @@
 #!/usr/bin/env -S python3 -IS
-"""A gRPC health check for containers: exit status 0 when the server at a local port says SERVING.
+"""A gRPC health check for containers: exits with 0 if the server at a local port answers SERVING.
 
     usage: probe.py PORT
 
-`quire health` asks the same, but to import gRPC takes it 0.3 s of CPU, too much for a check that
-runs every few seconds. This script sends one grpc.health.v1.Health/Check as HTTP/2 frames
-(RFC 9113) and imports nothing but sockets, without the packages of the environment (-IS).
+`quire health` does the same, but importing gRPC takes 0.3 s of CPU, too much for a check that runs
+every few seconds. This script sends one grpc.health.v1.Health/Check as HTTP/2 frames (RFC 9113). It
+imports only sockets, and none of the environment's packages (-IS).
 """
 
 import sys
@@ -19,7 +19,7 @@ _END_STREAM, _END_HEADERS = 1, 4
 _STREAM = 1
 
 SERVING = b"\0\0\0\0\2\x08\x01"
-"""A gRPC message: not compressed, 2 bytes long, field 1 (`status`) is 1."""
+"""The expected gRPC message: not compressed, 2 bytes long, field 1 (`status`) is 1 (SERVING)."""
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -50,8 +50,8 @@ _REQUEST = (
 
 
 def answer(port: int) -> bytes:
-    """The gRPC message that the server at 127.0.0.1 answers; empty when it refuses the call.
-    OSError: nobody answers."""
+    """The gRPC message that the server at 127.0.0.1:`port` sends; empty if the server refuses the
+    call. OSError: no server answers."""
     connection = socket(AF_INET, SOCK_STREAM)
     connection.settimeout(_LIMIT_S)
     connection.connect(("127.0.0.1", port))

@@ -1,4 +1,5 @@
-"""How a stream outlives its gateway: what the client has got, and when to ask whom to go on.
+"""Lets a client's stream survive the loss of its gateway: keeps the received tokens, and decides
+whether and when to ask the next gateway to resume.
 
 See ADR 62.
 """
@@ -13,15 +14,17 @@ from quire.messages import Request
 from quire.v1.inference_pb2 import GenerateRequest, GenerateResponse, ReceivedSequence
 
 RESUME_WINDOW_S = 10.0
-"""How long a broken stream looks for a gateway that goes on."""
+"""How long a client with a broken stream looks for a gateway that resumes it."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
 class Progress:
-    """Of one request, over one call after the other. Id, seed and resume token are drawn here, so
-    that every gateway is asked for the same thing, also where none has answered yet. Times in
-    seconds of `clock`."""
+    """The progress of one request over several calls of `Generate`.
+
+    The client chooses request id, seed and resume token, so that each call asks for the same
+    answer, even if no gateway has answered yet. Times are in seconds of `clock`.
+    """
 
     def __init__(
         self,
@@ -47,14 +50,15 @@ class Progress:
         self._broke_at = 0.0
 
     def message(self) -> GenerateRequest:
-        """What to send now."""
+        """The message for the next call, with the tokens that were received so far."""
         return self._message
 
     def timeout_s(self) -> float | None:
-        """What is left of the request's time."""
+        """The rest of the request's time limit; None: no limit."""
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
     def saw(self, response: GenerateResponse) -> None:
+        """Record the tokens of a response."""
         self._heard, self._num_breaks = True, 0
         self._has_ended = response.HasField("usage")
         for delta in response.deltas:
@@ -68,9 +72,12 @@ class Progress:
         return self._received[index]
 
     def broke(self, error: QuireError) -> float | None:
-        """After how long to ask the next gateway; None: all had come before it broke. Raises
-        `error` if it is an answer, or if it is time to give up: a single gateway of which nothing
-        was heard is asked once."""
+        """Record a broken call. Returns the seconds until the next gateway should be asked; None:
+        the answer was complete before the call broke.
+
+        Raises `error` if it is final, or if the client gives up: after `window_s`, or at once if
+        the only gateway has never answered. Raises DeadlineExceeded if the time limit has passed.
+        """
         if not _is_break(error):
             raise error
         if self._has_ended:
@@ -80,7 +87,7 @@ class Progress:
         if self._num_breaks == 1:
             self._broke_at = now
         asked_all = self._num_breaks >= self._num_gateways
-        # Of several, one that has just come back is found only after a while.
+        # With several gateways, one of them may be just returning while another leaves.
         window_s = self._window_s if self._heard or self._num_gateways > 1 else 0.0
         if asked_all and now - self._broke_at >= window_s:
             raise error
@@ -94,7 +101,7 @@ class Progress:
 
 
 def _is_break(error: QuireError) -> bool:
-    """Whether the gateway is gone or going, rather than saying what is wrong."""
+    """Whether the gateway is gone or stopping; any other error is an answer to the request."""
     return isinstance(error, Unreachable) or (
         isinstance(error, Unavailable) and error.code == "draining"
     )

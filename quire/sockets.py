@@ -1,7 +1,7 @@
-"""Sockets of gateways that serve operations: one a gateway, in the run's directory.
+"""Unix sockets on which gateways serve operations: one for each gateway, in the run's directory.
 
-A gateway that starts again has the same socket. The next gateway that starts removes sockets that
-others left behind, such as a container that was killed and made anew.
+A gateway that restarts uses the same path again. A starting gateway removes the sockets of dead
+gateways, such as that of a container that was killed and replaced.
 """
 
 import hashlib
@@ -12,18 +12,21 @@ from pathlib import Path
 _PATTERN = "operations-*.sock"
 _CONNECT_LIMIT_S = 1.0
 _NEW_S = 10.0
-"""A socket is there a moment before somebody listens on it."""
+"""A younger socket counts as alive: it exists a moment before its gateway listens on it."""
 
 
 def operations_socket(run: Path, host: str, port: int) -> Path:
-    """Of the gateway whose gRPC server listens there: `host` tells apart those of containers that
-    share the directory. A path of a socket has 107 bytes at most, so the name is short."""
+    """The socket of the gateway whose gRPC server listens at `host`:`port`.
+
+    `host` distinguishes containers that share the directory. The name is a short hash because the
+    path of a Unix socket has at most 107 bytes.
+    """
     name = hashlib.sha256(f"{host}:{port}".encode()).hexdigest()[:8]
     return run / f"operations-{name}.sock"
 
 
 def living_sockets(run: Path) -> list[Path]:
-    """Those that somebody listens on, oldest first."""
+    """The sockets that a gateway listens on, oldest first."""
     return [path for path in _sockets(run) if _is_listening(path)]
 
 
@@ -38,7 +41,7 @@ def _sockets(run: Path) -> list[Path]:
 
 
 def _made_at(path: Path) -> float:
-    """In Unix time; of one that was removed just now: this moment."""
+    """Unix time of the socket's creation; the current time if the socket has just been removed."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:

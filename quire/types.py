@@ -1,4 +1,4 @@
-"""What a client sends and gets, as plain frozen dataclasses; protobuf stays in `quire.messages`."""
+"""Requests, answers and reports of the client library, as frozen dataclasses without protobuf."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +10,8 @@ WorkerState = Literal["unknown", "starting", "serving", "draining", "fenced"]
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """`role` as the model's chat template knows it: system, user, assistant ... `name`: for chat
-    templates that know several speakers of a role."""
+    """One message of a conversation. `role`: as in the model's chat template (system, user,
+    assistant ...). `name`: for chat templates that distinguish speakers of one role."""
 
     role: str
     content: str
@@ -19,13 +19,16 @@ class ChatMessage:
 
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
-"""Text that the model goes on with, token ids, or a conversation for its chat template."""
+"""A text or token ids that the model continues, or a conversation for its chat template."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """Search with so many beams, 1 to 16: `num_beams`, `length_penalty` (None: 1) and
-    `early_stopping` of transformers' `generate`, whose results it has."""
+    """Beam search with `width` beams (1 to 16).
+
+    It gives the results of transformers' `generate` with the same `num_beams`, `length_penalty`
+    (None: 1) and `early_stopping`.
+    """
 
     width: int
     length_penalty: float | None = None
@@ -34,16 +37,18 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen. None takes the model's generation_config, then the server's default.
+    """Sampling parameters. None: the value of the model's generation_config, else the server's
+    default.
 
-    `temperature` 0 is greedy; `top_k` 0 keeps all; `max_tokens` None goes up to the context.
-    `n` sequences are drawn for the prompt, by one seed: all from one computation of it. `best_of`:
-    so many are drawn, and the `n` likeliest of them come, best first, whole and at the end.
-    `logprobs`: tell each token's logprob, and those of so many of the likeliest beside it; None:
-    tell none. `prompt_logprobs`: the same of the prompt's tokens but the first.
-    `logit_bias`: token id to what is added to its logit. `allowed_token_ids`: None allows all.
-    `bad_words` never come; `min_tokens` come before anything that ends the generation.
-    `beam`: search instead; the answer comes whole, at the end, best sequence first.
+    `temperature`: 0 is greedy. `top_k`: 0 keeps all tokens. `max_tokens`: None allows as many as
+    the context has room for. `n`: the number of sequences; they share one seed and one prefill.
+    `best_of`: draw this many sequences and return the `n` likeliest, complete, at the end of the
+    request, best first. `logprobs`: return the logprob of each token, and the `logprobs` likeliest
+    tokens at its position; None: no logprobs. `prompt_logprobs`: the same for each prompt token but
+    the first. `logit_bias`: maps token ids to biases, which are added to the logits.
+    `allowed_token_ids`: None allows all. `bad_words`: never generated. `min_tokens`: the number of
+    tokens before which nothing ends the generation. `beam`: beam search instead of sampling; the
+    sequences come complete, at the end of the request, best first.
     """
 
     temperature: float | None = None
@@ -73,8 +78,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A token that could be at some position. `logprob`: before temperature, penalties and filters.
-    `rank`: 1 + how many tokens are likelier. `token`: its UTF-8, or part of a character."""
+    """A token with its logprob at one position. `logprob`: before temperature, penalties and
+    filters. `rank`: 1 + the number of likelier tokens. `token`: UTF-8, which may be part of a
+    character."""
 
     token_id: int
     logprob: float
@@ -84,7 +90,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one position: the token that is there, and the likeliest, likeliest first."""
+    """The logprobs of one position: the token that was chosen, and the `top` likeliest tokens,
+    likeliest first."""
 
     chosen: Candidate
     top: tuple[Candidate, ...]
@@ -92,8 +99,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """`num_cached_tokens`: None unless the request has a `cache_salt`, or the gateway reports it
-    for every request (`quire serve --report-cached-tokens`)."""
+    """Token counts and times of one request.
+
+    `num_cached_tokens`: prompt tokens found in the prefix cache; None unless the request has a
+    `cache_salt`, or the gateway reports the number for every request (`quire serve
+    --report-cached-tokens`). `time_to_first_token_ms`: from the arrival at the gateway.
+    """
 
     num_prompt_tokens: int
     num_cached_tokens: int | None
@@ -104,13 +115,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one sequence of a request gained. `index`: 0 to n - 1.
+    """New tokens and text of one sequence of a request. `index`: of the sequence, 0 to n - 1.
 
-    `finish_reason` is set in its last delta, with the stop string or token that ended it, if one
-    did; `usage` is set in the last delta of the request. `logprobs`: of each token, where asked
-    for; `prompt_logprobs`: of each token of the prompt but the first, in the first delta. `score`:
-    of a sequence that was chosen (`best_of`), the mean of its logprobs; of one that a beam search
-    found, its log-probability by its length to the power of `length_penalty`.
+    `finish_reason`: set in the last delta of the sequence. `stopped_by`: the stop string or token
+    id that ended the sequence, if one did. `usage`: set in the last delta of the request.
+    `logprobs`: one for each token, if the request asks for them. `prompt_logprobs`: one for each
+    prompt token but the first, in the first delta, if the request asks for them. `score`: with
+    `best_of`, the mean of the sequence's logprobs; with beam search, the sum of its logprobs
+    divided by its length to the power of `length_penalty`.
     """
 
     request_id: str
@@ -127,8 +139,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sequence of an answer. `stopped_by`: the stop string or token that ended it, if any.
-    `score`: as a delta's."""
+    """One complete sequence of an answer. `stopped_by`, `logprobs`, `score`: as in `Delta`."""
 
     index: int
     text: str
@@ -141,9 +152,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A request's whole answer: `choices` by index, as many as were asked for, and the `usage` of
-    all together. `text`, `token_ids`, `finish_reason` and `logprobs` are the first choice's: for
-    `n` = 1."""
+    """The complete answer to a request.
+
+    `choices`: all sequences, by index. `usage`: of all sequences together. `text`, `token_ids`,
+    `finish_reason` and `logprobs` are those of the first choice, for requests with `n` = 1.
+    """
 
     request_id: str
     choices: tuple[Choice, ...]
@@ -169,7 +182,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """`max_model_len`: longest prompt + generation, in tokens."""
+    """A model that a gateway serves. `max_model_len`: the longest prompt + generation, in
+    tokens."""
 
     id: str
     max_model_len: int
@@ -179,8 +193,11 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """num_free + num_cached + num_held == num_blocks, always (law 1), but while `recovering`: Redis
-    lost its ledger, and `missing_worker_ids` have not told it yet what they hold."""
+    """The block counts of one pool: num_free + num_cached + num_held == num_blocks (law 1).
+
+    Law 1 does not hold while the pool is `recovering`: Redis lost its ledger, and the workers in
+    `missing_worker_ids` have not yet reported the blocks that they hold.
+    """
 
     pool_id: str
     model: str
@@ -202,7 +219,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """`num_free_slots`: sequences a decode worker can still take. `engine`: what computes."""
+    """A worker in the registry, with its load. `num_free_slots`: the sequences that a decode worker
+    can still take. `engine`: its backend, instruction set or GPU, dtype and quantization."""
 
     worker_id: str
     role: str
@@ -220,8 +238,9 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """What a run has once the workers named `starting` serve, and those `leaving` have left.
-    `failing`: workers that do not start, with the last line that each wrote."""
+    """The result of `scale`: the worker counts once the workers in `starting` serve and those in
+    `leaving` have left. `failing`: workers that do not start, with the last line that each
+    wrote."""
 
     num_prefill: int
     num_decode: int
@@ -232,9 +251,11 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class PoolAudit:
-    """A recount of one pool. `ledger_checked` is False when the pool kept changing, so that only
-    its counters were checked, and while it is `recovering`; `violations` is empty when every law
-    holds."""
+    """A recount of one pool.
+
+    `ledger_checked`: False if the pool changed too often during the audit, which then checked only
+    the counters, and while the pool is `recovering`. `violations`: empty if every law holds.
+    """
 
     pool_id: str
     num_blocks: int

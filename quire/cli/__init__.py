@@ -1,7 +1,7 @@
 """The `quire` command.
 
-Exit statuses: 0 done; 1 the request failed, or `audit` found a broken law; 2 wrong usage;
-3 nobody answers at the address; 130 interrupted.
+Exit statuses: 0 success; 1 the command failed, `health` found a service that is not ready, or
+`audit` found a broken law; 2 wrong usage; 3 no server answers at the address; 130 interrupted.
 """
 
 import argparse
@@ -17,8 +17,8 @@ EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; every expected error is one line on stderr."""
-    # gRPC's own remarks (a server that said goodbye) are not for the user; services inherit this.
+    """Run one command and return its exit status; an expected error prints one line to stderr."""
+    # gRPC's own log lines (such as a GOAWAY) are not for the user; the services inherit this too.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     args = parser().parse_args(argv)
     try:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader (`| head`) has gone; keep the interpreter's own flush at exit quiet too.
+        # The reader (`| head`) has gone; without this the interpreter's flush at exit fails too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

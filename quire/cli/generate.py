@@ -1,4 +1,4 @@
-"""`quire generate`: send one prompt, stream the answer."""
+"""`quire generate`: sends one prompt and prints the answer as it arrives."""
 
 import argparse
 import sys
@@ -52,7 +52,8 @@ def add_commands(commands: "Commands") -> None:
 
 
 def _add_sampling(command: argparse.ArgumentParser) -> None:
-    """Absent ones take the model's generation_config, then the server's defaults."""
+    """Add the sampling flags. A parameter whose flag is absent takes the value of the model's
+    generation_config, else the server's default."""
     group = command.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int, metavar="N")
     group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
@@ -158,13 +159,16 @@ def _text(delta: Delta) -> str:
 
 
 def _lines(delta: Delta) -> str:
-    """A line a token."""
+    """The logprobs of a delta, one line for each token."""
     return "".join(f"{line(logprobs)}\n" for logprobs in delta.logprobs)
 
 
 class Samples:
-    """Prints samples one after another, each as it comes; what comes of later ones is kept for
-    their turn. Where there are several, each has a heading. `say`: what to print of a delta."""
+    """Prints the sequences of a request one after another, the current one as it arrives.
+
+    Deltas of later sequences wait until the earlier ones are finished. If there are several
+    sequences, each gets a heading. `say`: the text to print for a delta.
+    """
 
     def __init__(self, num_samples: int, say: Callable[[Delta], str]) -> None:
         self._num_samples = num_samples
@@ -190,7 +194,7 @@ class Samples:
             print(f"--- {number} of {self._num_samples} ---", flush=True)
 
     def show_usage(self, usage: Usage) -> None:
-        """What it took, to stderr."""
+        """Print token counts, time to first token and finish reasons to stderr."""
         num_cached = usage.num_cached_tokens
         cached = "" if num_cached is None else f", {num_cached} of them cached"
         print(
@@ -202,7 +206,7 @@ class Samples:
 
 
 def _show_prompt(delta: Delta) -> None:
-    """What was asked about it, and a line between."""
+    """Print the prompt's logprobs, if any, with an empty line behind them."""
     for logprobs in delta.prompt_logprobs:
         print(line(logprobs))
     if delta.prompt_logprobs:

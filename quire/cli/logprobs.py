@@ -1,10 +1,10 @@
-"""How a terminal shows the logprobs of one token."""
+"""Formats the logprobs of one token as a line for the terminal."""
 
 from quire.types import Candidate, TokenLogprobs
 
 
 def line(logprobs: TokenLogprobs) -> str:
-    """The token with its rank, then the likeliest."""
+    """The chosen token's logprob, rank and text, then the likeliest tokens."""
     chosen = logprobs.chosen
     top = "  ".join(map(_told, logprobs.top))
     return f"{chosen.logprob:9.4f}  #{chosen.rank:<6} {_name(chosen):<16}  {top}".rstrip()
@@ -15,5 +15,5 @@ def _told(candidate: Candidate) -> str:
 
 
 def _name(candidate: Candidate) -> str:
-    """Quoted, so that spaces and lines show."""
+    """The token in quotes, so that spaces and line breaks are visible."""
     return repr(candidate.token.decode(errors="backslashreplace"))

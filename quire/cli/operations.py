@@ -1,4 +1,5 @@
-"""What an operator asks: `quire models`, `workers`, `pools`, `audit`, `drain`, `scale`."""
+"""The operator's commands: `quire health`, `models`, `workers`, `pools`, `audit`, `drain`,
+`scale`."""
 
 import argparse
 import json
@@ -118,13 +119,13 @@ def _number_of_workers(text: str) -> tuple[str, int]:
 
 
 def _kernels(worker: Worker) -> str:
-    """What computes: backend, instruction set or GPU, dtype, and int8 where it is quantized."""
+    """The worker's backend, instruction set or GPU, dtype, and int8 if it is quantized."""
     names = [worker.engine.get(key, "") for key in ("backend", "isa", "dtype", "quantize")]
     return " ".join(name for name in names if name not in ("", "none"))
 
 
 def health(args: argparse.Namespace) -> int:
-    """Any service of Quire answers this, a worker too."""
+    """Every service of Quire answers this command, workers included."""
     with connect(args) as client:
         is_ready = client.is_ready()
     if args.json:
@@ -181,7 +182,7 @@ def audit(args: argparse.Namespace) -> int:
 
 
 def _ledger(found: PoolAudit) -> str:
-    """What an audit could look at."""
+    """Whether the audit could check the ledger."""
     if found.recovering:
         return "recovering"
     return "checked" if found.ledger_checked else "too busy"
@@ -233,7 +234,10 @@ def scale(args: argparse.Namespace) -> int:
 
 
 def _wait_until_there_are(client: Client, wanted: dict[str, int], timeout_s: float) -> None:
-    """All that serve, and nobody who still starts or leaves. Unavailable: one does not start."""
+    """Wait until exactly the wanted workers are registered and all of them serve.
+
+    Unavailable: a worker fails to start again and again. DeadlineExceeded: `timeout_s` has passed.
+    """
     give_up_at = time.monotonic() + timeout_s
     while True:
         workers = [worker for worker in client.workers() if worker.role in wanted]

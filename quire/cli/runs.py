@@ -1,4 +1,5 @@
-"""Finds where a run of this host serves operations: by the sockets in the directories of runs."""
+"""Finds the address at which a run of this host serves operations: a socket in the run's
+directory."""
 
 import os
 from pathlib import Path
@@ -9,9 +10,10 @@ from quire.supervisor import NoSuchRun
 
 
 def run_address(name: str | None, runs: Path) -> str:
-    """The address of the run that `name` chooses: a gRPC port or a directory; None: the only run.
+    """The operations address of a run. `name`: its gRPC port or its directory; None: the only run.
 
-    NoSuchRun: there are several, or the choice is not clear. Unreachable: nobody listens there.
+    NoSuchRun: not exactly one run matches, or the choice is not clear. Unreachable: no gateway
+    listens for operations.
     """
     if name is not None and not name.isdecimal():
         return _address_in(Path(name))
@@ -28,8 +30,8 @@ def run_address(name: str | None, runs: Path) -> str:
 
 
 def _require_no_other_gateway(name: str | None) -> None:
-    """NoSuchRun: the environment names a gateway, which may be another deployment's than the run of
-    this host."""
+    """Raises NoSuchRun if no run is named but QUIRE_ADDRESS is set: that gateway may belong to
+    another deployment than the run on this host."""
     gateway = os.environ.get("QUIRE_ADDRESS")
     if gateway and name is None:
         raise NoSuchRun(

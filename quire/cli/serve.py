@@ -1,4 +1,4 @@
-"""`quire serve` and `quire down`: a whole deployment on this host."""
+"""`quire serve` and `quire down`: start and end a whole deployment on this host."""
 
 import argparse
 import math
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from quire.cli.terminal import Commands
 
 EMBEDDED_POOL_MEMORY = "256MiB"
-"""Enough for hundreds of chats with the embedded model; half of the host's memory, which is what
-others get, would take longer to set up than the model to load."""
+"""Enough for hundreds of chats with the embedded model. The default for other models, half of the
+free memory, would take longer to allocate than the embedded model takes to load."""
 
 
 def add_commands(commands: "Commands") -> None:

@@ -1,4 +1,4 @@
-"""What several commands share: the address, JSON, tables."""
+"""Flags and output that several commands share: addresses, JSON, tables, sizes."""
 
 import argparse
 import dataclasses
@@ -24,7 +24,7 @@ Run = Callable[[argparse.Namespace], int]
 def add_command(
     commands: "Commands", name: str, run: Run, *, help_text: str
 ) -> argparse.ArgumentParser:
-    """A command that runs without a gateway."""
+    """Add a command that needs no gateway."""
     command = commands.add_parser(name, help=help_text, description=help_text)
     command.set_defaults(run=run)
     return command
@@ -33,7 +33,7 @@ def add_command(
 def add_client_command(
     commands: "Commands", name: str, run: Run, *, help_text: str
 ) -> argparse.ArgumentParser:
-    """A command that talks to a gateway."""
+    """Add a command that calls a gateway."""
     command = add_command(commands, name, run, help_text=help_text)
     command.add_argument(
         "--address",
@@ -48,7 +48,7 @@ def add_client_command(
 def add_operations_command(
     commands: "Commands", name: str, run: Run, *, help_text: str
 ) -> argparse.ArgumentParser:
-    """A command that asks for an operation, at a gateway's listener for operations."""
+    """Add a command that calls an operation, at the address where a gateway serves operations."""
     command = add_command(commands, name, run, help_text=help_text)
     command.add_argument(
         "--address",
@@ -76,12 +76,12 @@ def connect(args: argparse.Namespace) -> Client:
 
 
 def print_json(value: "DataclassInstance | Sequence[DataclassInstance]") -> None:
-    """One line a value: a request's deltas make a stream of JSON lines."""
+    """Print a value as one line of JSON; the deltas of a request become JSON lines."""
     print(json.dumps(_plain(value), default=_text), flush=True)
 
 
 def _text(value: bytes) -> str:
-    """Of a token, which may be part of a character."""
+    """The text of a token, whose bytes may be part of a character."""
     return value.decode(errors="backslashreplace")
 
 
@@ -93,11 +93,11 @@ def _plain(value: Any) -> Any:
 
 T = TypeVar("T")
 Columns = Mapping[str, Callable[[T], object]]
-"""Header -> the cell of one item."""
+"""Maps each column's header to the function that returns an item's cell."""
 
 
 def print_table(columns: Columns[T], items: Sequence[T]) -> None:
-    """Columns as wide as their widest cell; numbers to the right."""
+    """Print a table. Each column is as wide as its widest cell; integers are right-aligned."""
     values = [[cell(item) for cell in columns.values()] for item in items]
     rows = [list(columns), *([_cell(value) for value in row] for row in values)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -123,7 +123,7 @@ def size(num_bytes: int) -> str:
 
 
 def percent(part: int, whole: int) -> str:
-    """Empty where there is no whole."""
+    """`part` of `whole` in percent; empty if `whole` is 0."""
     return f"{part / whole:.0%}" if whole else ""
 
 
@@ -134,7 +134,7 @@ def positive(text: str) -> int:
 
 
 def memory_size(text: str) -> str:
-    """Checked here, for the message; who gets it reads it."""
+    """Check the format of a size here, for a clear message; the worker parses the size."""
     if not re.fullmatch(r"\d+(\.\d+)?\s*([KMGT]i?B?|B)?", text, re.IGNORECASE):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MiB or 2GiB")
     return text

@@ -1,4 +1,5 @@
-"""`quire serve`: a whole deployment on one host, as processes that end with this one."""
+"""The supervisor of `quire serve`: runs a whole deployment on one host, as child processes that end
+with this process."""
 
 from quire.supervisor.errors import NoSuchRun, ServeError
 from quire.supervisor.options import ServeOptions

@@ -1,4 +1,4 @@
-"""How to talk to a run that is ready."""
+"""The text that `quire serve` prints when it is ready: models, pools, addresses, first commands."""
 
 from quire.client import DEFAULT_ADDRESS
 from quire.supervisor.options import DEFAULT_GRPC_PORT, ServeOptions

@@ -1,4 +1,4 @@
-"""One service of the run: started, its output forwarded, started again, ended."""
+"""One service process of the run: start, forwarded output, restarts, end."""
 
 import asyncio
 import os
@@ -17,7 +17,8 @@ _CHUNK_BYTES = 1 << 16
 
 
 class Stage(IntEnum):
-    """Services end from the last stage to the first: who depends on others goes before them."""
+    """The order of shutdown: services end from the last stage to the first, so that each service
+    ends before the services on which it depends."""
 
     STORE = 0
     BLOCK_MANAGER = 1
@@ -27,10 +28,12 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """`environment` is added to ours; a line that contains one of `noise` is not passed on.
+    """How to start one service.
 
-    `base_ports`: ports that the user has given to a whole role, by their variables. Of services of
-    one role that run at a time each has another `number`, and takes the base port plus its number.
+    `environment`: variables that the service gets in addition to the supervisor's own. `noise`: an
+    output line that contains one of these strings is not forwarded. `base_ports`: ports that the
+    user has set for a whole role, by variable name; each running service of a role has a different
+    `number`, and its port is the base port plus `number`.
     """
 
     name: str
@@ -43,14 +46,17 @@ class ChildSpec:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the service finds in its environment beside ours."""
+        """The variables that the service gets in addition to the supervisor's own."""
         ports = {name: str(base + self.number) for name, base in self.base_ports.items()}
         return {**self.environment, **ports}
 
 
 class ParentPipe:
-    """The children hold the reading end; the writing end is ours alone, so that the kernel closes
-    it however this process dies."""
+    """A pipe that lets the children notice the death of the supervisor.
+
+    The children hold the reading end. Only the supervisor holds the writing end, so the kernel
+    closes it however the supervisor dies.
+    """
 
     def __init__(self) -> None:
         self.reading_end, self._writing_end = os.pipe()
@@ -61,8 +67,11 @@ class ParentPipe:
 
 
 class Child:
-    """`is_steady` says whether the run has served: from then on no failure is final, because what
-    went away (a Redis elsewhere, memory) may come back."""
+    """Keeps one service process running, and ends it.
+
+    `is_steady`: whether the run has ever been ready. From then on no failure is final, because what
+    the service lacks (a Redis on another host, memory) may come back.
+    """
 
     def __init__(
         self, spec: ChildSpec, pipe: ParentPipe, console: Console, is_steady: Callable[[], bool]
@@ -84,33 +93,36 @@ class Child:
 
     @property
     def is_staying(self) -> bool:
-        """It runs, or will again."""
+        """Whether the service runs, or will run again."""
         return not self._stopping.is_set() and not self._ended.is_set()
 
     @property
     def has_ended(self) -> bool:
-        """It runs no more, and never will again."""
+        """Whether the service has ended and will not start again."""
         return self._ended.is_set()
 
     @property
     def failure(self) -> str:
-        """Why it does not start, where trying again has not helped; empty when it runs."""
+        """Why the service fails to start again and again; empty once it has run for STEADY_S, and
+        when it is to end."""
         runs = self._process is not None and self._process.returncode is None
         is_old = asyncio.get_running_loop().time() - self._started_at >= STEADY_S
         return "" if not self.is_staying or (runs and is_old) else self._failure
 
     def leave(self) -> None:
-        """SIGTERM: a worker has its requests moved, for as long as its own settings say; then `run`
-        ends."""
+        """Send SIGTERM, without a restart afterwards; `run` returns when the process has ended.
+
+        A worker first lets its requests move or finish, for as long as its own settings allow.
+        """
         self._console.note(f"{self.name} leaves")
         self._stopping.set()
         self._send(signal.SIGTERM)
 
     async def run(self) -> None:
-        """Keep the service running until `stop` or `leave`. A service that ends by itself is needed
-        and starts again, a worker that was drained too: only `leave` makes the run smaller.
+        """Keep the service running until `stop`, `kill` or `leave`.
 
-        GaveUp: it cannot start.
+        A service that ends by itself starts again, even a worker that was drained: only `leave`
+        makes the run smaller. GaveUp: the service cannot start.
         """
         try:
             while not self._stopping.is_set():
@@ -122,7 +134,7 @@ class Child:
             self._ended.set()
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL after `grace_s`; returns when `run` has ended."""
+        """Send SIGTERM, and SIGKILL after `grace_s`; returns when `run` has ended."""
         self._stopping.set()
         self._send(signal.SIGTERM)
         try:
@@ -144,9 +156,10 @@ class Child:
     async def _run_once(self) -> Exit:
         loop = asyncio.get_running_loop()
         self._started_at = loop.time()
-        # A process group of its own: Ctrl-C on our terminal is for us alone, and we end them in
-        # order. Not a session: Linux gives each session its own share of a CPU (sched_autogroup),
-        # and workers that share one would then wait hundreds of milliseconds for their turns.
+        # A process group of its own: Ctrl-C reaches only the supervisor, which then ends the
+        # services in order. Not a session of its own: Linux gives each session its own share of a
+        # CPU (sched_autogroup), and workers on one CPU would wait hundreds of milliseconds for
+        # their turns.
         self._process = await asyncio.create_subprocess_exec(
             *self.spec.command,
             stdin=DEVNULL,
@@ -163,7 +176,7 @@ class Child:
         return Exit(status, loop.time() - self._started_at, last_line)
 
     async def _forward(self, process: Process) -> str:
-        """Pass on what the service writes; its last line. A line of any length is taken."""
+        """Forward the service's output, with lines of any length; returns its last line."""
         assert process.stdout is not None
         rest, last_line = b"", ""
         while chunk := await process.stdout.read(_CHUNK_BYTES):

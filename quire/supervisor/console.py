@@ -1,4 +1,4 @@
-"""What the operator sees: the run's own notes on stdout, the services' lines on stderr."""
+"""The operator's output: notes of the supervisor on stdout, log lines of the services on stderr."""
 
 import sys
 from typing import TextIO
@@ -8,8 +8,8 @@ _DIM = 2
 
 
 class Console:
-    """On a terminal, a service's lines carry its name; elsewhere they are passed on as they came
-    (JSON, which names its service itself)."""
+    """Prints notes and service lines. On a terminal each line of a service gets the service's name
+    as prefix; elsewhere lines are unchanged, because the JSON in them names the service."""
 
     def __init__(self, notes: TextIO | None = None, lines: TextIO | None = None) -> None:
         self._notes = notes or sys.stdout

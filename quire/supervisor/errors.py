@@ -1,12 +1,12 @@
-"""Why a run cannot start or go on; each ends `quire serve` with its text.
+"""The errors of the supervisor. Each ends its command with the error's text.
 
 ServeError
-├── ModelNotFound      no such directory, and not in the Hugging Face cache
-├── ModelUnusable      its files are not all there, or not of a kind that Quire serves
-├── PortInUse          another run or program listens there
-├── NoSuchRun          nothing to stop
-├── NoValkey           the embedded server is not installed
-└── GaveUp             a service failed to start again and again, for the same reason
+├── ModelNotFound      no such directory, and no such model in the Hugging Face cache
+├── ModelUnusable      files of the model are missing, or Quire does not support the model
+├── PortInUse          another run or program listens on a port of the run
+├── NoSuchRun          no run matches the command, or several do
+├── NoValkey           the embedded Valkey is not installed
+└── GaveUp             a service named a reason why it cannot start, or failed repeatedly in one way
 """
 
 

@@ -1,5 +1,5 @@
-"""Where a model's files are: a directory, the local Hugging Face cache, or the embedded model; and
-whether they can be served."""
+"""Finds a model's files (in a directory, in the local Hugging Face cache, or in the package), and
+checks whether Quire can serve them."""
 
 import subprocess
 import sys
@@ -12,19 +12,19 @@ from quire.supervisor.errors import ModelNotFound, ModelUnusable
 EMBEDDED = "embedded"
 _EMBEDDED_DIRECTORY = Path(str(files("quire") / "embedded"))
 _GGUF = b"GGUF"
-"""How such a file begins."""
+"""The first bytes of a GGUF file."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """`name` is what clients call the model."""
+    """A model's directory. `name`: the default name of the model for clients."""
 
     name: str
     directory: Path
 
 
 def find_model(name: str) -> ModelSource:
-    """A model given by directory, by Hugging Face id, or as `embedded`. ModelNotFound."""
+    """Find a model by directory, by Hugging Face id, or as `embedded`. Raises ModelNotFound."""
     if name == EMBEDDED:
         return ModelSource("quire-embedded", _embedded())
     directory = Path(name).expanduser()
@@ -39,11 +39,13 @@ def find_model(name: str) -> ModelSource:
 
 
 def check_model(source: ModelSource) -> None:
-    """ModelUnusable: the services would refuse its files. They are read in a process of its own,
-    which imports no PyTorch; the embedded model's are known."""
+    """Raises ModelUnusable if the services would refuse the model's files.
+
+    A separate process, without PyTorch, reads the files. The embedded model needs no check.
+    """
     if source.directory == _EMBEDDED_DIRECTORY:
         return
-    # -P: a directory `services` where the user happens to be must not hide ours.
+    # -P: a directory `services` in the user's working directory must not hide Quire's package.
     command = [sys.executable, "-P", "-m", "services.common.checkpoint", str(source.directory)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
@@ -57,7 +59,8 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _may_be_id(name: str) -> bool:
-    """`owner/name`, which is also a relative path: it is looked up as a path first."""
+    """Whether `name` has the form `owner/name`. It could also be a relative path; the caller has
+    looked for that before."""
     owner, slash, rest = name.partition("/")
     return bool(slash and owner and rest) and "/" not in rest and owner not in (".", "..", "~")
 
@@ -69,7 +72,7 @@ def _embedded() -> Path:
 
 
 def _cached(model_id: str) -> Path:
-    # Imported here: only an id needs it, and it takes a third of a second.
+    # Imported here because only model ids need it, and the import takes a third of a second.
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

@@ -1,4 +1,4 @@
-"""What `quire serve` was asked for."""
+"""The options of `quire serve`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +10,12 @@ DEFAULT_HTTP_PORT = 8000
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """None leaves a setting to the services' own default, or to their environment variables.
+    """The options of one run. None leaves a setting to the services' environment variables and
+    defaults.
 
-    Each gateway has the ports after those of the one before; `threads` is per worker; `pool_memory`
-    is a size such as 2GiB; `redis_url` None starts an embedded Valkey.
+    `grpc_port`, `http_port`, `operations_port`: ports of the first gateway; each further gateway
+    takes the next ones. `threads`: per worker. `pool_memory`, `swap_memory`: sizes such as 2GiB.
+    `redis_url`: None starts an embedded Valkey.
     """
 
     model: Path

@@ -1,4 +1,4 @@
-"""What a starting run still waits for, as its gateway tells."""
+"""Waits until a starting run serves, by asking its gateway what is still missing."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _REMIND_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Workers that a run was told to start, by role."""
+    """The number of workers that a run starts, by role."""
 
     num_prefill: int
     num_decode: int
@@ -24,7 +24,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A run that is ready."""
+    """The models and pools of a run that is ready."""
 
     models: tuple[Model, ...]
     pools: tuple[Pool, ...]
@@ -33,13 +33,15 @@ class Serving:
 async def wait_until_serving(
     address: str, run: Path, expected: Expected, report: Callable[[str], None]
 ) -> Serving:
-    """Return when every expected worker serves and the gateway says SERVING; reports what it waits
-    for whenever that changes, and every ten seconds. `run`: the directory where gateways have
-    their sockets for operations."""
+    """Wait until every expected worker serves and the gateway reports SERVING.
+
+    `report` gets the missing part whenever it changes, and every ten seconds. `run`: the directory
+    with the gateways' sockets for operations.
+    """
     loop = asyncio.get_running_loop()
     last_missing, reported_at = "", loop.time()
     while True:
-        # A new channel each time: an old one would wait longer and longer before it connects again.
+        # A new channel each time: an old one would back off before it connects again.
         sockets = living_sockets(run)
         operations = f"unix:{sockets[0]}" if sockets else None
         async with AsyncClient(address, operations=operations) as client:
@@ -53,7 +55,7 @@ async def wait_until_serving(
 
 
 async def _missing(client: AsyncClient, expected: Expected) -> str:
-    """What the run still waits for; empty when it is ready."""
+    """Describes what the run still waits for; empty if the run is ready."""
     try:
         workers = await client.workers()
         lacking = _lacking(workers, expected)

@@ -1,4 +1,4 @@
-"""When a service that has ended is started again, and when not.
+"""Decides when an ended service starts again, and when a restart is hopeless.
 
 See ADR 6.
 """
@@ -7,17 +7,18 @@ import re
 from dataclasses import dataclass
 
 CANNOT_START = 2
-"""Exit status of a service that names a reason why it cannot start."""
+"""Exit status of a service that gives a reason why it cannot start."""
 MAX_SAME_FAILURES = 2
-"""Of a service that names no reason."""
+"""Equal failures in a row after which a restart is hopeless, if the service gives no reason."""
 STEADY_S = 10.0
-"""Who lived this long had started well."""
+"""A service that ran this long had started successfully."""
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """`status` is negative for a signal; `last_line` is the last that the service wrote."""
+    """The end of one process of a service. `status`: the exit status, or the negative number of the
+    signal. `last_line`: the last line that the process wrote."""
 
     status: int
     lived_s: float
@@ -28,7 +29,8 @@ class Exit:
         return self.status == CANNOT_START or self.lived_s < STEADY_S
 
     def __str__(self) -> str:
-        """With the reason where the service named one; a fault's log has been passed on."""
+        """The status, with the reason if the service gave one. Other failures are in the log, which
+        the supervisor has already forwarded."""
         if self.status < 0:
             return f"killed by signal {-self.status}"
         reason = f": {self.last_line}" if self.status == CANNOT_START else ""
@@ -36,7 +38,7 @@ class Exit:
 
 
 class Restarts:
-    """The failures of one service. The delay doubles with every failed start in a row."""
+    """Counts the failed starts of one service; the delay doubles with each one in a row."""
 
     def __init__(self) -> None:
         self._num_failed = 0
@@ -59,11 +61,13 @@ class Restarts:
 
     @property
     def hopeless(self) -> bool:
-        """Trying again does not help: the service names a reason why it cannot start (it has waited
-        by itself for what may come, such as Redis), or fails in the same way again and again."""
+        """Whether another start will not help: the service gives a reason why it cannot start (for
+        what may still come, such as Redis, it has waited itself), or repeatedly fails in the same
+        way."""
         return self._names_reason or self._num_same >= MAX_SAME_FAILURES
 
 
 def _without_numbers(line: str) -> str:
-    """The reason itself: how much memory is free, what time it is, differ from start to start."""
+    """The line without its numbers: times and memory sizes differ between starts, although the
+    reason is the same."""
     return re.sub(r"\d+", "#", line)

@@ -1,12 +1,12 @@
-"""The directory of a run, and who owns it.
+"""The directories of runs, and the locks that show which runs are alive.
 
-    /dev/shm/quire-<uid>/            locked (flock) while runs are added or removed
+    /dev/shm/quire-<uid>/            locked (flock) while a process adds or removes runs
         <grpc port>-<8 hex>/         locked while the run's supervisor lives
             run.json                 {"pid": ..., "grpc_port": ..., "http_port": ...}
-            redis.sock  pools/ ...   the services' own
+            redis.sock  pools/ ...   files of the services
 
-The locks are on the directories themselves, so nothing is left when they are removed. The kernel
-drops a lock however its owner dies: an unlocked run directory belongs to nobody.
+The locks are on the directories themselves, so no lock file is left behind. The kernel drops a lock
+however its owner dies: a run directory without a lock belongs to a dead run.
 """
 
 import errno
@@ -32,7 +32,7 @@ _RECORD = "run.json"
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What others may know of a run."""
+    """The content of run.json, which other processes of the user read."""
 
     pid: int
     host: str
@@ -42,7 +42,7 @@ class RunRecord:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """Each gateway has the ports after those of the one before."""
+        """The gRPC and HTTP ports of all gateways; each gateway has the next ports."""
         return tuple(
             port + index
             for index in range(self.num_gateways)
@@ -55,7 +55,8 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """A directory that is ours until `remove`, or until this process ends."""
+    """A locked run directory: it belongs to this process until `remove`, or until the process
+    ends."""
 
     path: Path
     _lock: int
@@ -67,9 +68,10 @@ class RunDirectory:
 
 
 def claim(runs: Path, record: RunRecord, patience_s: float = 5.0) -> RunDirectory:
-    """Remove what dead runs left, then make a directory for this run.
+    """Remove the directories of dead runs and make one for this run.
 
-    Waits for an old run, or whoever else has the ports, to end; PortInUse after `patience_s`.
+    If an old run or another program still has one of the ports, `claim` waits up to `patience_s`
+    for its end, then raises PortInUse.
     """
     give_up_at = time.monotonic() + patience_s
     while True:
@@ -84,9 +86,9 @@ def claim(runs: Path, record: RunRecord, patience_s: float = 5.0) -> RunDirector
 
 
 def stop_run(runs: Path, grpc_port: int | None, patience_s: float = 60.0) -> RunRecord:
-    """End the run on this port (None: the only one there is) and wait until it is gone.
+    """End the run on this port (None: the only run) and wait until it has ended.
 
-    NoSuchRun: none, or several to choose from.
+    NoSuchRun: not exactly one run matches. ServeError: the run has not ended after `patience_s`.
     """
     live = list(_live_runs(runs))
     chosen = [found for found in live if grpc_port in (None, found[1].grpc_port)]
@@ -106,7 +108,7 @@ def free_port(host: str) -> int:
 
 
 def _obstacle(runs: Path, record: RunRecord) -> str | None:
-    """Who has one of our ports."""
+    """Why the run cannot have its ports; None if it can."""
     for _, other in _live_runs(runs):
         if record.shares_port_with(other):
             return (
@@ -181,7 +183,8 @@ def _wait_until_unlocked(path: Path, patience_s: float) -> None:
 
 
 def _try_lock(directory: Path) -> int | None:
-    """A descriptor that holds the directory's lock; None when somebody has it, or it is gone."""
+    """A descriptor that holds the directory's lock; None if another process has the lock, or the
+    directory is gone."""
     try:
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -196,8 +199,7 @@ def _try_lock(directory: Path) -> int | None:
 
 @contextmanager
 def _locked(runs: Path) -> Iterator[None]:
-    """Only one process at a time adds or removes runs; the last to leave an empty directory takes
-    it away."""
+    """Holds the lock for adding and removing runs; at the end it removes `runs` if it is empty."""
     lock = _lock_current(runs)
     try:
         yield
@@ -208,8 +210,8 @@ def _locked(runs: Path) -> Iterator[None]:
 
 
 def _lock_current(runs: Path) -> int:
-    """Lock the directory that has the name now: the one that we opened may have been removed while
-    we waited for its lock."""
+    """Lock the directory that currently has this path: while the process waits for a lock, another
+    process may remove the directory and make a new one."""
     while True:
         runs.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -224,6 +226,7 @@ def _lock_current(runs: Path) -> int:
 
 
 def _require_ours(runs: Path, status: os.stat_result) -> None:
-    """Anyone may make a directory in /dev/shm."""
+    """Raises ServeError if another user made the directory (any user may write to /dev/shm), or can
+    open it."""
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ServeError(f"{runs} belongs to another user or is open to others; remove it")

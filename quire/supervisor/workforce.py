@@ -1,4 +1,4 @@
-"""How many workers of each role a run has: more are started, the youngest are drained."""
+"""Changes the number of workers of a run: starts more of a role, or drains its newest ones."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from quire.supervisor.child import Child, ChildSpec, Stage
 
 MAX_WORKERS = 64
-"""Of one role; more on one host is a slip of the finger."""
+"""The most workers of one role; a larger number on one host is surely a typing error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """`number`: of workers of a role once the ones named `starting` serve and those `leaving` have
-    left."""
+    """The change to one role. `number`: the workers of the role once those in `starting` serve and
+    those in `leaving` have left."""
 
     number: int
     starting: tuple[str, ...] = ()
@@ -21,23 +21,26 @@ class Change:
 
 
 class Workforce:
-    """`children`: all that the run ever started, in this order, the living and the ended."""
+    """The workers of a run. `children`: all services that the run has ever started, in order of
+    their start, including ended ones."""
 
     def __init__(self, children: Sequence[Child], start: Callable[[ChildSpec], None]) -> None:
         self._children = children
         self._start = start
 
     def scale(self, wanted: Mapping[str, int | None]) -> dict[str, Change]:
-        """Bring the workers of each role to its number; None leaves them as they are. Only asks:
-        who starts loads for a while, who leaves has its running requests moved. ValueError, and
-        nothing is changed: not a number of workers that a run can have."""
+        """Bring each role to its wanted number of workers; None leaves a role as it is.
+
+        Returns at once: new workers still have to load the model, and leaving workers to move their
+        running requests. ValueError: a number is not between 1 and MAX_WORKERS; nothing is changed.
+        """
         for role, number in wanted.items():
             if number is not None and not 1 <= number <= MAX_WORKERS:
                 raise ValueError(f"{role}={number}: a run has 1 to {MAX_WORKERS} of them")
         return {role: self._bring_to(role, number) for role, number in wanted.items()}
 
     def failing(self) -> dict[str, str]:
-        """Workers that do not start, by name: why."""
+        """The reasons why workers do not start, by worker name."""
         workers = (child for child in self._children if child.spec.stage is Stage.WORKER)
         return {child.name: child.failure for child in workers if child.failure}
 
@@ -52,8 +55,10 @@ class Workforce:
         return Change(number, tuple(starting), tuple(child.name for child in leaving))
 
     def _hire(self, role: str) -> str:
-        """One more like the others, under a name that nobody had, with the ports of one that has
-        ended, or the next ones."""
+        """Start one more worker like the others; returns its name, which no worker had before.
+
+        It takes the lowest `number`, and so the ports, that no running worker has.
+        """
         earlier = self._of(role)
         index = 1 + max(int(child.name.rpartition("-")[2]) for child in earlier)
         taken = {child.spec.number for child in earlier if not child.has_ended}

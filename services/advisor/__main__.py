@@ -1,4 +1,4 @@
-"""`python -m services.advisor`: what `quire advise` runs, in a process that may import PyTorch.
+"""`python -m services.advisor`: the process behind `quire advise`, which may import PyTorch.
 
 Prints one JSON object: an answer, or {"error": text} with exit status 1.
 """
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 class _Failed(Exception):
-    """There is no answer; the text says why."""
+    """The advisor found no answer; the text says why."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 def _block_size(args: argparse.Namespace) -> dict[str, Any]:
     try:
         workload = read_workload(args.workload)
-        # Imported here: it takes PyTorch, and OpenMP has been set up by now.
+        # Imported here because it imports PyTorch, which needs OpenMP to be set up before.
         from services.advisor.block_size import Question, answer
     except WorkloadError as error:
         raise _Failed(str(error)) from error
@@ -92,7 +92,7 @@ def _block_size(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _say(text: str) -> None:
-    """Progress, for who watches; "": no more."""
+    """Show progress on a terminal; an empty text clears the line."""
     if sys.stderr.isatty():
         print(f"\r{text:<78}\r", end="", file=sys.stderr, flush=True)
 

@@ -1,17 +1,15 @@
-"""Which block size a workload should have, and why.
+"""Recommends a block size for a workload, with reasons.
 
-Of a machine that wasted nothing, each block size leaves a share, and each part of it is one that
-was measured or simulated:
+Each block size leaves a share of the throughput of a machine that wastes nothing. The share is a
+product of four parts, each measured or simulated:
 
-    memory      slots that hold KV, of those that are reserved
-    prefix      tokens that must be computed, of those that are: a prefix is found in whole blocks
-    attention   a decode step with the fastest block size, of one with this
-    store       a token's time, of that and its part of the block store's time
+    memory      slots that hold KV / reserved slots
+    prefix      tokens that must be computed / tokens computed (the prefix cache finds whole blocks)
+    attention   time of a decode step with the fastest block size / time with this block size
+    store       time of a token / that time plus the block store's time for the token
 
-The product is what is compared. It says how many requests a second are left if memory decides how
-many run at once, and all else how long they take.
-
-See ADR 79.
+The product is the share of requests per second that is left if memory limits how many requests run
+at once and the other three parts determine how long each takes. See ADR 79.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,17 +20,18 @@ from services.advisor.workload import Asked
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
 SAME = 0.04
-"""What is less apart than timings of the same thing are: of three runs alone on a machine, in what
-each left to blocks of 16 (docs/benchmarks/memory.md)."""
+"""Products that differ by less than this count as equal: the product of blocks of 16 varied this
+much between three runs on an otherwise idle machine (docs/benchmarks/memory.md)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizeCosts:
-    """What one block size costs a workload.
+    """The costs of a workload with one block size.
 
-    `utilization`, `tail`, `look_ahead`: shares of the reserved slots. `num_at_once`: requests, on
-    average. `store_us_per_token`, `store_calls_per_token`: of tokens generated. `lost_tokens`: of
-    shared prefixes, a request. `attention_us`: of a layer.
+    `utilization`, `tail`, `look_ahead`: shares of the reserved slots. `num_at_once`: mean number of
+    running requests. `store_us_per_token`, `store_calls_per_token`: per generated token.
+    `lost_tokens`: tokens of shared prefixes that are computed again, per request. `attention_us`:
+    time of one layer.
     """
 
     block_size: int
@@ -51,8 +50,8 @@ class SizeCosts:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Of a decode step with the fastest block size: how much of it is attention, and how long it
-    takes for each of its tokens."""
+    """A decode step with the fastest block size: the share of its time that attention takes, and
+    the time per token."""
 
     attention_share: float
     token_us: float
@@ -60,7 +59,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What a block size leaves."""
+    """The parts of the throughput that a block size leaves, each from 0 to 1."""
 
     memory: float
     prefix: float
@@ -72,7 +71,7 @@ class Shares:
         return self.memory * self.prefix * self.attention * self.store
 
     def beside(self, other: "Shares") -> str:
-        """How this one differs: each part that does, and all together."""
+        """The relative difference to `other`, as text: each part that differs, and the product."""
         parts = ("memory", "prefix", "attention", "store")
         ratios = {part: getattr(self, part) / getattr(other, part) - 1 for part in parts}
         told = [f"{part} {ratio:+.1%}" for part, ratio in ratios.items() if abs(ratio) >= 0.001]
@@ -81,7 +80,7 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """`shares`: by block size."""
+    """The recommended block size with reasons. `shares`: the parts of each block size."""
 
     block_size: int
     shares: Mapping[int, Shares]
@@ -89,8 +88,8 @@ class Advice:
 
 
 def advise(costs: Sequence[SizeCosts], step: StepTime) -> Advice:
-    """The block size that leaves most; of those about as good the smallest, since what speaks for
-    small blocks is counted, and what speaks for large ones is timed."""
+    """Recommend the smallest of the block sizes whose product is within SAME of the largest: the
+    advantages of small blocks are counted exactly, those of large blocks are timed."""
     fastest = min(cost.attention_us for cost in costs)
     shares = {cost.block_size: _shares(cost, fastest, step) for cost in costs}
     most = max(share.product for share in shares.values())
@@ -120,8 +119,8 @@ def _shares(cost: SizeCosts, fastest_us: float, step: StepTime) -> Shares:
 
 
 def shared_tokens(asked: Sequence[Asked]) -> list[int]:
-    """Of each prompt, in order of arrival, the tokens that an earlier one had too. Its last one is
-    computed in any case."""
+    """For each prompt, in order of arrival, the number of tokens that it shares with an earlier
+    one. The last token of a prompt does not count, since it is always computed."""
     longest: dict[str, int] = {}
     shared = []
     for request in asked:
@@ -133,8 +132,8 @@ def shared_tokens(asked: Sequence[Asked]) -> list[int]:
 
 
 def prefix_costs(asked: Sequence[Asked], block_size: int) -> tuple[float, float]:
-    """Tokens a request that were shared and are computed again, because a prefix is found in whole
-    blocks only; and the share of all computed tokens that had to be."""
+    """The costs of finding prefixes in whole blocks only: the mean number of shared tokens that a
+    request computes again, and the share of all computed tokens that must be computed."""
     shared = shared_tokens(asked)
     lost = sum(num_tokens % block_size for num_tokens in shared)
     needed = sum(request.num_tokens for request in asked) - sum(shared)

@@ -1,4 +1,4 @@
-"""How fast decode attention is on this machine, at each block size."""
+"""Times decode attention on this machine with each block size."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,9 +10,9 @@ from kvops.ops import Backend
 from services.advisor.step import DecodeStep
 from services.common.text.model_config import ModelConfig
 
-_ARENA_BYTES = 256 << 20  # more than caches hold
+_ARENA_BYTES = 256 << 20  # more than the CPU's caches hold
 _ROUNDS = 5
-_MIN_S = 0.04  # of one size in one round
+_MIN_S = 0.04  # for one block size in one round
 
 
 def time_attention(
@@ -22,18 +22,19 @@ def time_attention(
     ops: Backend,
     dtype: torch.dtype,
 ) -> dict[int, float]:
-    """Seconds of one layer, by block size. ValueError: the backend cannot read such blocks."""
+    """Seconds of one layer, by block size. ValueError: the backend cannot read blocks of a size."""
     rig = _Rig(config, step, max(block_sizes), dtype)
     calls = {size: rig.layers(ops, size) for size in block_sizes}
     best = dict.fromkeys(block_sizes, float("inf"))
-    for _ in range(_ROUNDS):  # in turn: what else the machine does hits all of them
+    for _ in range(_ROUNDS):  # sizes in turn, so that other load on the machine affects all alike
         for size, layers in calls.items():
             best[size] = min(best[size], rig.seconds(layers))
     return best
 
 
 class _Rig:
-    """One arena's memory, seen with blocks of each size in turn, of as many layers as it holds."""
+    """One arena with as many of the model's layers as fit in _ARENA_BYTES, at least one. It is
+    viewed with blocks of each size in turn."""
 
     def __init__(
         self, config: ModelConfig, step: DecodeStep, largest: int, dtype: torch.dtype
@@ -52,7 +53,7 @@ class _Rig:
         self._context_lens = torch.full_like(self._cu_query_lens[1:], step.context)
 
     def layers(self, ops: Backend, block_size: int) -> list[Callable[[], Tensor]]:
-        """A call for each layer; blocks lie scattered."""
+        """One attention call per layer; the blocks of each row are scattered over the arena."""
         config = self._config
         block = (self._num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
         kv = self._arena.view(-1, *block)
@@ -68,7 +69,7 @@ class _Rig:
         return [of(layer) for layer in range(self._num_layers)]
 
     def seconds(self, layers: Sequence[Callable[[], Tensor]]) -> float:
-        """Of one layer on average, in the fastest pass over all."""
+        """Mean time of a layer in the fastest pass over all layers."""
         best, until = float("inf"), time.perf_counter() + _MIN_S
         while True:
             began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`quire advise block-size`: from a recorded workload to a recommendation."""
+"""Recommends a block size for a recorded workload (`quire advise block-size`)."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -19,17 +19,18 @@ from services.common.pool.sizing import parse_size
 from services.common.text.model_config import ModelConfig
 
 FLASH_PAGE = 256
-"""What flash-attn wants a block size to be a multiple of (`kvops.flash`, which only machines with a
-GPU can import)."""
+"""flash-attn needs a block size that is a multiple of this (`kvops.flash`, which only machines with
+a GPU can import)."""
 
-_REQUESTS_AT_ONCE = 64  # of average length, that the simulated pool holds unless it is told
-_TIMED_REQUESTS = 48  # a server is asked for: seconds, not minutes
+_REQUESTS_AT_ONCE = 64  # requests of mean length that the simulated pool holds by default
+_TIMED_REQUESTS = 48  # requests replayed on a real server: takes seconds instead of minutes
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`pool_memory`: "" for as much as some average requests take. `redis_url`: None for a server
-    of its own. `weights_cache`: as for workers."""
+    """The input of the advisor. `pool_memory`: "" for room for 64 requests of mean length.
+    `most_requests`: only the last so many requests are replayed. `redis_url`: None starts an
+    embedded Valkey. `weights_cache`: as for workers."""
 
     workload: Workload
     model: Path
@@ -44,7 +45,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`notes`: what to know of how it was found."""
+    """The recommendation and its figures. `notes`: how they were found, for the user."""
 
     advice: Advice
     costs: tuple[SizeCosts, ...]
@@ -55,8 +56,12 @@ class Answer:
 
 
 async def answer(question: Question, say: Callable[[str], None]) -> Answer:
-    """StartupError: no such model, a wrong size, or a backend that is not there. DoesNotFit,
-    BlockStoreError, TimeoutError."""
+    """Replay the workload with each block size, time model and store, and recommend a block size.
+    Progress goes to `say`.
+
+    StartupError: the model does not exist, the pool's size cannot be parsed, or the backend is not
+    available; DoesNotFit; BlockStoreError; TimeoutError: the embedded Valkey does not answer.
+    """
     config = ModelConfig.from_directory(question.model)
     dtype = _dtype(question, config)
     asked = question.workload.requests[-question.most_requests :]
@@ -85,7 +90,7 @@ async def answer(question: Question, say: Callable[[str], None]) -> Answer:
 
 
 def _dtype(question: Question, config: ModelConfig) -> Dtype:
-    """As a worker resolves it."""
+    """The dtype of the KV cache, resolved as a worker resolves it."""
     if question.dtype != "auto":
         return question.dtype
     return "float32" if config.dtype == "float32" else "bfloat16"
@@ -94,7 +99,7 @@ def _dtype(question: Question, config: ModelConfig) -> Dtype:
 def _num_slots(
     question: Question, config: ModelConfig, dtype: Dtype, asked: Sequence[Asked]
 ) -> int:
-    """Of the pool, a multiple of every block size."""
+    """Token slots of the simulated pool, a multiple of every block size."""
     largest = max(BLOCK_SIZES)
     if question.pool_memory:
         per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
@@ -105,7 +110,7 @@ def _num_slots(
         return num_bytes // (per_token * ITEM_BYTES[dtype]) // largest * largest
     mean = sum(request.num_tokens for request in asked) / len(asked)
     longest = max(request.num_tokens for request in asked)
-    # Above the watermark there is room for the longest, whatever else is held.
+    # At least twice the longest request, so that it fits above the watermark.
     return -(-max(int(_REQUESTS_AT_ONCE * mean), 2 * longest) // largest) * largest
 
 
@@ -121,7 +126,8 @@ async def _store_us(
     replays: dict[int, Replay],
     context: int,
 ) -> tuple[dict[int, float], str]:
-    """By block size, for each token generated; and how they were found."""
+    """The store's time in microseconds per generated token, by block size, and a text that says how
+    it was found."""
     some = asked[:_TIMED_REQUESTS]
     try:
         async with AsyncExitStack() as stack:

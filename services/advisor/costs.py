@@ -1,4 +1,4 @@
-"""What a workload costs at one block size: what a simulation says, beside what was timed."""
+"""Combines the simulation and the timings of one block size into its costs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ from services.advisor.workload import Asked
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """`num_blocks`: of all requests' tables at their ends. `num_calls`: of the block store."""
+    """The result of a simulation. `num_calls`: calls of the block store. `num_blocks`: sum of the
+    lengths of all requests' block tables at their ends."""
 
     outcome: Outcome
     num_calls: int
@@ -22,7 +23,8 @@ class Replay:
 async def replay(
     asked: Sequence[Asked], num_slots: int, block_size: int, max_model_len: int
 ) -> Replay:
-    """On a pool of so many slots. DoesNotFit."""
+    """Simulate the requests on a pool of `num_slots` token slots. DoesNotFit: a request can never
+    get its slots."""
     store = MemoryStore()
     memory = await PagedMemory.on(store, "advise", num_slots, block_size, max_model_len)
     outcome = await simulate(asked, memory)

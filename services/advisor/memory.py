@@ -1,5 +1,5 @@
-"""Where simulated sequences get their slots: blocks of a pool, by the block store that workers use,
-or one piece in a row for each, as servers did it before."""
+"""The KV memory of a simulation: blocks of a pool, allocated by the block store that workers use,
+or one contiguous reservation for each request, as in servers without paged attention."""
 
 import time
 from collections import Counter
@@ -19,12 +19,13 @@ _WORKER = "simulated"
 
 
 class DoesNotFit(Exception):
-    """A request that never gets its slots, whoever leaves; the text has the numbers."""
+    """A request can never get its slots, even in an empty memory; the text has the numbers."""
 
 
 @dataclass(slots=True, order=True)
 class Simulated:
-    """One request under way. `num_computed` of its tokens have their KV in the memory."""
+    """A simulated request. `num_tokens`: its prompt and the tokens generated so far;
+    `num_computed`: how many of them have KV in the memory."""
 
     number: int
     asked: Asked = field(compare=False)
@@ -39,8 +40,8 @@ class Simulated:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Slots of a memory at one moment. What holds no KV is `wasted`, by the memory's `wastes`;
-    num_kv + sum(wasted) == num_reserved."""
+    """Slots of a memory at one moment. `wasted`: reserved slots without KV, one number for each of
+    the memory's `wastes`; num_kv + sum(wasted) == num_reserved."""
 
     num_reserved: int
     num_kv: int
@@ -48,31 +49,35 @@ class Usage:
 
 
 class Memory(Protocol):
+    """Reserves slots for the KV of simulated requests."""
+
     @property
     def wastes(self) -> tuple[str, str]:
-        """Why reserved slots hold no KV."""
+        """The two reasons why reserved slots hold no KV, for reports."""
 
     async def admit(self, request: Simulated) -> bool:
-        """Slots for all its tokens and one more; False: not now. DoesNotFit."""
+        """Reserve slots for all tokens of a request and one more. False: there are too few free
+        slots now; DoesNotFit: there never are enough."""
 
     def has_slots(self, request: Simulated) -> bool:
-        """For the KV of all its tokens."""
+        """Whether the request has slots for the KV of all its tokens."""
 
     async def keep(self, request: Simulated) -> None:
-        """The KV of all its tokens was computed."""
+        """Note that the KV of all tokens of a request was computed."""
 
     async def release(self, request: Simulated) -> None:
-        """It has ended."""
+        """Free the slots of a request that has ended."""
 
     async def grow(self, running: Sequence[Simulated]) -> Sequence[Simulated]:
-        """Slots for the next tokens; those that had to give way, and have none any more."""
+        """Reserve slots for the next tokens. Returns the preempted requests, whose slots are
+        free."""
 
     async def usage(self, running: Sequence[Simulated]) -> Usage: ...
 
 
 @dataclass(slots=True)
 class _Holding:
-    """A sequence's holder in the store, at epoch 1 for all its life."""
+    """A request's holder in the store. Its epoch is always 1."""
 
     holder_id: str
     block_ids: list[int]
@@ -80,11 +85,11 @@ class _Holding:
 
 
 class PagedMemory:
-    """A pool of `store`, asked for blocks as a worker asks: at a sequence's admission, and while it
-    decodes; full blocks are committed, shared and found again.
+    """A pool of `store`. It asks for blocks as a worker does: at a request's admission, and while
+    the request decodes. Full blocks are committed, and found by later requests with that prefix.
 
-    `max_model_len`: tokens that a sequence may grow to, for all that its worker knows; None: it
-    knows where each ends (a client that sets max_tokens and gets as many).
+    `max_model_len`: the longest that a sequence may become as far as its worker knows; None: the
+    worker knows each sequence's length, as if its client had sent the exact `max_tokens`.
     """
 
     wastes = ("tail", "look-ahead")
@@ -95,12 +100,12 @@ class PagedMemory:
         self._max_model_len = max_model_len
         self._held: dict[int, _Holding] = {}
         self._prefixes: dict[str, int] = {}
-        self._refused: tuple[int, int] | None = None  # (whom, after how many releases)
+        self._refused: tuple[int, int] | None = None  # (request refused last, releases until then)
         self.num_calls = Counter[str]()
         self.num_blocks = 0
-        """In the tables of all that have ended."""
+        """Sum of the lengths of the block tables of all requests that have ended."""
         self.store_s = 0.0
-        """That the store took to answer what depends on the block size."""
+        """Total time of the store calls that a block size affects."""
 
     @classmethod
     async def on(
@@ -112,7 +117,7 @@ class PagedMemory:
         max_model_len: int | None = None,
         watermark: float = WATERMARK,
     ) -> Self:
-        """A new pool of so many slots, and a worker on it."""
+        """Register a new pool of `num_slots` token slots, and a worker on it."""
         num_blocks = num_slots // block_size
         spec = PoolSpec(
             pool_id,
@@ -135,7 +140,7 @@ class PagedMemory:
                 f"{self._spec.num_blocks} blocks of {size}"
             )
         if self._refused == (request.number, self.num_calls["release"]):
-            return False  # nothing was freed since then
+            return False  # nothing was released since the refusal
         num_full = request.num_tokens // size
         hashes = [self._hash(request.asked, request.number, index) for index in range(num_full)]
         holder_id = f"{request.number}.{request.num_starts}"
@@ -177,7 +182,7 @@ class PagedMemory:
         await self._let_go(request.number, comes_back=False)
 
     async def grow(self, running: Sequence[Simulated]) -> Sequence[Simulated]:
-        """Whoever is short asks again as soon as somebody has given way, as a worker does."""
+        """Ask for the missing blocks again after each preemption, as a worker does."""
         staying, victims = list(running), list[Simulated]()
         while growths := [growth for request in staying if (growth := self._growth(request))]:
             demanded = await self._extend(growths, staying)
@@ -192,7 +197,8 @@ class PagedMemory:
     async def _extend(
         self, growths: Sequence[Growth], running: Sequence[Simulated]
     ) -> Sequence[Simulated]:
-        """Who must give way for others to grow."""
+        """Get blocks for as many `growths` as the store can serve. Returns the requests that the
+        store demands to be preempted."""
         pool_id = self._spec.pool_id
         extension = await self._ask("extend", self._store.extend(pool_id, _WORKER, growths))
         by_holder = {self._held[request.number].holder_id: request for request in running}
@@ -201,8 +207,8 @@ class PagedMemory:
         return [by_holder[holder_id] for holder_id in extension.demands]
 
     async def usage(self, running: Sequence[Simulated]) -> Usage:
-        """KV counts once however many share it: of the held blocks all are full of it but each
-        sequence's last ones, which are its own.
+        """Count shared blocks once. A held block is full of KV, except the last blocks of each
+        sequence: those belong to one sequence only.
 
             block table   |=======|=======|====...|.......|
                             full    full    tail    look-ahead
@@ -223,7 +229,7 @@ class PagedMemory:
         holding, size = self._held[request.number], self._spec.block_size
         longest = request.asked.num_tokens
         if self._max_model_len is not None:
-            room = self._spec.num_blocks * size  # more is never asked for: the gateway refuses it
+            room = self._spec.num_blocks * size  # the gateway refuses requests that need more
             longest = max(longest, min(self._max_model_len, room))
         total = blocks_to_go_on(request.num_tokens, LOOK_AHEAD, longest, size)
         have = len(holding.block_ids)
@@ -243,8 +249,8 @@ class PagedMemory:
             self.store_s += time.perf_counter() - began
 
     def _hash(self, asked: Asked, number: int, index: int) -> PrefixHash:
-        """Of a sequence's block: equal for those, and only those, whose tokens up to its end are
-        the same."""
+        """A stand-in for the prefix hash of a request's block: two are equal exactly if all tokens
+        up to the ends of their blocks are."""
         is_shared = (index + 1) * self._spec.block_size <= asked.num_shared_tokens
         owner = 2 * number
         if is_shared:
@@ -253,8 +259,8 @@ class PagedMemory:
 
 
 class ContiguousMemory:
-    """`reserve(asked)` slots in a row for each, from its admission to its end. Only their sum
-    counts: gaps between the pieces, which there would be too, are left out."""
+    """A memory that reserves `reserve(asked)` contiguous slots for each request, from its admission
+    to its end. Only their sum counts; the gaps that would be between reservations are left out."""
 
     wastes = ("for later", "never used")
 
@@ -279,7 +285,7 @@ class ContiguousMemory:
         return True
 
     async def keep(self, _request: Simulated) -> None:
-        """Nothing is shared."""
+        """Do nothing, since contiguous reservations share nothing."""
 
     async def release(self, request: Simulated) -> None:
         self._num_reserved -= self._reserve(request.asked)
@@ -288,7 +294,8 @@ class ContiguousMemory:
         return ()
 
     async def usage(self, running: Sequence[Simulated]) -> Usage:
-        """The last token drawn is never computed."""
+        """Count slots for KV, for later tokens, and for tokens that never come. The last token of a
+        request needs no slot, since its KV is never computed."""
         num_kv = sum(request.num_computed for request in running)
         later = sum(request.asked.num_tokens - 1 for request in running) - num_kv
         return Usage(self._num_reserved, num_kv, (later, self._num_reserved - num_kv - later))

@@ -1,10 +1,10 @@
-"""Continuous batching, step by step, on a memory of a given size: how much of what is reserved
-holds KV, how many requests run at once, and in how many steps all are done.
+"""Simulates continuous batching, step by step, on a memory of a given size: how much of the
+reserved memory holds KV, how many requests run at once, and how many steps all requests take.
 
-A step admits who is next in line while there is room, computes whoever has slots (a prompt in one
-step, then a token a step), and draws a token each. Who must give way for others to grow is computed
-again, when its turn comes. All requests are in line from the start: what is compared is what the
-memory can do, not what was asked of it.
+A step admits waiting requests in order while the memory has room, computes each running request
+that has slots (a whole prompt in one step, then one token a step), and draws one token for each. A
+preempted request waits again, at its old place in order, and is recomputed. All requests wait from
+the start: the simulation compares memories, not arrival patterns.
 """
 
 import heapq
@@ -17,9 +17,12 @@ from services.advisor.workload import Asked
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`utilization`: share of the reserved slots that held KV, of all steps together;
-    `utilization_at_peak`: at the step that held most KV; `wasted`: shares of the rest, by the
-    memory's `wastes`."""
+    """The result of a simulation.
+
+    `utilization`: share of the reserved slots that held KV, over all steps; `utilization_at_peak`:
+    the share in the step with the most KV; `wasted`: the shares of the reserved slots that held no
+    KV, one for each of the memory's `wastes`, over all steps.
+    """
 
     num_requests: int
     num_steps: int
@@ -30,7 +33,7 @@ class Outcome:
     mean_running: float
     most_running: int
     mean_context: float
-    """Tokens of a running request whose KV is there."""
+    """Tokens with KV of a running request, on average."""
 
     @property
     def requests_per_1000_steps(self) -> float:
@@ -40,11 +43,12 @@ class Outcome:
 async def simulate(
     asked: Sequence[Asked], memory: Memory, most_at_once: int | None = None
 ) -> Outcome:
-    """All requests, in this order. DoesNotFit."""
+    """Run all requests, admitted in this order, at most `most_at_once` at a time (None: no limit).
+    DoesNotFit: a request can never get its slots."""
     line = [
         Simulated(number, request, request.num_prompt_tokens)
         for number, request in enumerate(asked)
-    ]  # a heap, as it is in order
+    ]  # sorted, so it is a heap
     running: list[Simulated] = []
     tally = _Tally()
     while line or running:
@@ -70,7 +74,7 @@ async def simulate(
 async def _admit(
     line: list[Simulated], running: list[Simulated], memory: Memory, most: int
 ) -> None:
-    """In order, as far as there is room."""
+    """Admit waiting requests in order until the memory refuses one."""
     while line and len(running) < most and await memory.admit(line[0]):
         request = heapq.heappop(line)
         request.num_starts += 1

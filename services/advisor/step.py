@@ -1,4 +1,4 @@
-"""How long a whole decode step takes: the model's own, on an arena of its own."""
+"""Times a whole decode step of the model, on an arena made for it."""
 
 import time
 from dataclasses import dataclass
@@ -19,24 +19,25 @@ _LEAST = 3
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """`num_rows` sequences, each `context` tokens long."""
+    """A decode step of `num_rows` sequences, each `context` tokens long."""
 
     num_rows: int
     context: int
 
     def fitting(self, bytes_per_token: int) -> "DecodeStep":
-        """As many of its rows as have room in the memory that is timed with; one at least."""
+        """The same step with only as many rows as fit in the arena for timing, at least one."""
         room = _KV_BYTES // (self.context * bytes_per_token)
         return DecodeStep(max(1, min(self.num_rows, room)), self.context)
 
 
 def time_step(model: Model, step: DecodeStep, block_size: int) -> float:
-    """Seconds of the fastest of some. What the arena holds is of no consequence."""
+    """Seconds of the fastest of several steps. The arena is all zeros, which does not change the
+    time."""
     config = model.config
     blocks_a_row = -(-step.context // block_size)
     block = (config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
     kv = torch.zeros((step.num_rows * blocks_a_row, *block), dtype=model.dtype)
-    runner = Runner(model, kv, block_size, kvops.backend("reference"))  # copies nothing
+    runner = Runner(model, kv, block_size, kvops.backend("reference"))  # no blocks are copied
     rows = [
         Row([0], step.context - 1, range(first, first + blocks_a_row), draws=(Draw(_GREEDY, 0),))
         for first in range(0, step.num_rows * blocks_a_row, blocks_a_row)
@@ -44,7 +45,7 @@ def time_step(model: Model, step: DecodeStep, block_size: int) -> float:
     best, num_steps, until = float("inf"), 0, time.perf_counter() + _MIN_S
     while num_steps < _LEAST or time.perf_counter() < until:
         began = time.perf_counter()
-        runner.run(rows)  # the tokens are here when it returns
+        runner.run(rows)  # returns when the tokens are drawn
         best = min(best, time.perf_counter() - began)
         num_steps += 1
     return best

@@ -1,5 +1,5 @@
-"""What the block store takes for a workload's tokens: measured on a server, by the calls that a
-simulation makes, or counted."""
+"""The block store's time per generated token: measured on a server with the calls of a simulation,
+or estimated from the numbers of calls and blocks."""
 
 import asyncio
 import secrets
@@ -19,26 +19,28 @@ from services.advisor.workload import Asked
 _START_LIMIT_S = 10.0
 
 CALL_US, BLOCK_US = 150.0, 3.5
-"""What a call takes its caller, and each block in it, where none can be timed
+"""Time of a call and of each block in it, for estimates without a server
 (docs/benchmarks/store-and-recovery.md)."""
 
 
 def counted_us(num_calls: int, num_blocks: int) -> float:
-    """Each block of a table is allocated, committed and released once."""
+    """Estimated microseconds of all calls. Each block counts three times: it is allocated,
+    committed and released once."""
     return CALL_US * num_calls + BLOCK_US * 3 * num_blocks
 
 
 async def measured_us(
     url: str, asked: Sequence[Asked], num_slots: int, block_size: int, max_model_len: int
 ) -> float:
-    """Microseconds of the store's answers, for each token generated. BlockStoreError."""
+    """Simulate the requests on a pool at the server `url`. Returns the microseconds that the store
+    took for each generated token. BlockStoreError."""
     store = await RedisStore.connect(url)
     pool_id = f"advise-{secrets.token_hex(6)}"
     try:
         memory = await PagedMemory.on(store, pool_id, num_slots, block_size, max_model_len)
         await simulate(asked, memory)
     finally:
-        with suppress(BlockStoreError):  # a server that is gone has no pool
+        with suppress(BlockStoreError):  # if the server is gone, so is the pool
             await store.drop_pool(pool_id)
         await store.close()
     return 1e6 * memory.store_s / sum(request.num_generated_tokens for request in asked)
@@ -46,8 +48,8 @@ async def measured_us(
 
 @asynccontextmanager
 async def own_server() -> AsyncIterator[str]:
-    """The URL of an embedded Valkey that ends with the block. NoValkey: it is not installed.
-    TimeoutError."""
+    """Yield the URL of an embedded Valkey that runs until the block is left. NoValkey: it is not
+    installed; TimeoutError: it does not answer."""
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory)
         command = valkey.command(run)

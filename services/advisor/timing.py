@@ -1,4 +1,4 @@
-"""What a model takes on this machine: a decode step, and its attention at each block size."""
+"""Times a model on this machine: a whole decode step, and attention with each block size."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +15,13 @@ from services.engine.models import load_model
 from services.engine.pool import DTYPES
 
 USUAL = 16
-"""A block size; that of the whole step."""
+"""The block size with which the whole step is timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """`attention_us`: of one layer, by block size; `share`: of a step of `step_us`."""
+    """The timings of a model. `attention_us`: attention of one layer, by block size; `share`: the
+    share that attention with blocks of USUAL has in a step, which takes `step_us`."""
 
     step: DecodeStep
     attention_us: dict[int, float]
@@ -30,7 +31,8 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What computes, as a worker's settings name it. `weights_cache`: None packs them here."""
+    """The engine to time, as in a worker's settings. `weights_cache`: None packs the weights in
+    this process."""
 
     model: Path
     dtype: Dtype
@@ -40,8 +42,8 @@ class Engine:
 
 
 def time_model(engine: Engine, step: DecodeStep, block_sizes: Sequence[int]) -> Timed:
-    """Of as many rows as there is memory for. StartupError: the model cannot be loaded, or the
-    backend is not there or cannot read blocks of a size."""
+    """Time `step` and attention, with as many rows as there is memory for. StartupError: the model
+    cannot be loaded, or the backend is not available or cannot read blocks of a size."""
     dtype, config = DTYPES[engine.dtype], ModelConfig.from_directory(engine.model)
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     step = step.fitting(per_token * ITEM_BYTES[engine.dtype])

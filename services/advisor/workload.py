@@ -1,17 +1,17 @@
-"""A recorded workload: how many tokens each request had, and which of them it shared.
+"""Reads a recorded workload: how many tokens each request had, and how many it shared with others.
 
-JSON lines, one a request, in any order:
+A workload file has JSON lines, one for each request, in any order:
 
     {"num_prompt_tokens": 812, "num_generated_tokens": 128, "arrival_s": 12.5,
      "prefix": "support", "num_shared_tokens": 700}
 
-`arrival_s` counts from anywhere; without it, requests came in the order of the lines. Prompts that
-name the same `prefix` begin alike: two of them share as many tokens as the smaller of their
+`arrival_s` may count from any time; without it, the order of the lines is the order of arrival.
+Prompts with the same `prefix` begin alike: two of them share as many tokens as the smaller of their
 `num_shared_tokens`.
 
-A gateway's log in JSON will do as well. What counts there are its lines `request_ended`. Which
-prompts shared a prefix is not in them, only how many tokens of each were found cached, a multiple
-of the block size of then: those that found equally many are taken to share them.
+A gateway's log in JSON is a workload, too: its `request_ended` lines count. They do not say which
+prompts shared a prefix, only how many tokens of each prompt were cached, a multiple of the block
+size at that time. Requests with equally many cached tokens count as sharing them.
 """
 
 import json
@@ -27,12 +27,13 @@ _MOST_SECONDS = 1e12
 
 
 class WorkloadError(Exception):
-    """The file is not there, or has no workload in it; the text says where and why."""
+    """The file does not exist or contains no workload; the text says where and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request. `prefix` names whom it shares its first `num_shared_tokens` with; "": nobody."""
+    """One recorded request. It shares its first `num_shared_tokens` with other requests of the same
+    `prefix`; "": with none."""
 
     num_prompt_tokens: int
     num_generated_tokens: int
@@ -47,8 +48,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """In order of arrival. `is_log`: it was read from a gateway's log. `num_skipped`: requests of
-    that log that got no token, or had several sequences."""
+    """The requests in order of arrival. `is_log`: they come from a gateway's log. `num_skipped`:
+    requests of the log that are left out, because they got no token or had several sequences."""
 
     requests: tuple[Asked, ...]
     is_log: bool = False
@@ -56,7 +57,7 @@ class Workload:
 
 
 def read_workload(path: Path) -> Workload:
-    """WorkloadError."""
+    """Read a workload file or a gateway's log. WorkloadError."""
     try:
         with path.open(encoding="utf-8") as lines:
             return _workload(path, lines)
@@ -83,8 +84,8 @@ def _workload(path: Path, lines: Iterable[str]) -> Workload:
 
 @dataclass(slots=True)
 class _Found:
-    """One way through a file tells which of the two it is: only logs have events, and only they
-    may have other lines (a traceback) between those that count."""
+    """Collects the requests of a file in one pass, and finds out whether it is a workload file or a
+    log: only a log has events, and only a log may contain lines (a traceback) that are neither."""
 
     plain: list[Asked] = field(default_factory=list)
     logged: list[Asked] = field(default_factory=list)
@@ -93,7 +94,7 @@ class _Found:
     problem: WorkloadError | None = None
 
     def take(self, line: str) -> None:
-        """ValueError: it is neither a request nor another line of a log."""
+        """Add a line. ValueError: it is neither a request nor a line of a log."""
         fields = _object(line)
         if "event" not in fields:
             self.plain.append(_asked(fields))
@@ -105,7 +106,7 @@ class _Found:
             self.num_skipped += request is None
 
     def workload(self, path: Path) -> Workload:
-        """WorkloadError."""
+        """The collected workload. WorkloadError."""
         if self.problem and not self.is_log:
             raise self.problem
         requests = self.logged if self.is_log else self.plain
@@ -119,7 +120,7 @@ class _Found:
 
 
 def _object(line: str) -> Mapping[str, Any]:
-    """The line's JSON object; `docker compose logs` writes a name before it. ValueError."""
+    """The JSON object of a line; `docker compose logs` writes a name before it. ValueError."""
     begin = max(line.find("{"), 0)
     try:
         value = json.loads(line[begin:])
@@ -134,7 +135,7 @@ _FIELDS = frozenset(Asked.__dataclass_fields__)
 
 
 def _asked(fields: Mapping[str, Any]) -> Asked:
-    """A line of a workload file. ValueError."""
+    """The request in a line of a workload file. ValueError."""
     if unknown := sorted(fields.keys() - _FIELDS):
         raise ValueError(f"{unknown[0]!r} is none of {', '.join(sorted(_FIELDS))}")
     prefix = fields.get("prefix", "")
@@ -158,8 +159,8 @@ def _asked(fields: Mapping[str, Any]) -> Asked:
 
 
 def _ended(fields: Mapping[str, Any]) -> Asked | None:
-    """A line of a gateway's log; None: the request was refused, ended without a token, or
-    had several sequences, whose lengths are not told. ValueError."""
+    """The request in a `request_ended` line of a gateway's log. None: the request ended without a
+    token, or had several sequences, whose lengths are not in the log. ValueError."""
     num_prompt = _count(fields, "num_prompt_tokens", least=0)
     num_generated = _count(fields, "num_generated_tokens", least=0)
     num_cached = _count(fields, "num_cached_tokens", least=0)

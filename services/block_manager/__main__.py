@@ -1,4 +1,4 @@
-"""`python -m services.block_manager`: serve until SIGTERM."""
+"""`python -m services.block_manager`: runs a block manager until SIGTERM."""
 
 from services.common.runtime.starting import end_on_signals
 
@@ -57,7 +57,8 @@ async def serve(settings: BlockManagerSettings, stop: asyncio.Event) -> None:
 
 
 async def connect(settings: BlockManagerSettings, metrics: PoolMetrics) -> Connection:
-    """Store and registry of one server. StoreUnavailable, StoreUnsuitable."""
+    """Connect to the store and the registry of one server. StoreUnavailable: the server does not
+    answer, or restarted between the two connections; StoreUnsuitable."""
     store = await RedisStore.connect(redis.location(settings))
     try:
         registry = await redis.open_registry(
@@ -107,7 +108,7 @@ async def _serve(
                 task.cancel()
     finally:
         await server.stop()
-        with suppress(BlockStoreError):  # Without an answer the entry runs out by itself.
+        with suppress(BlockStoreError):  # without an answer, the registration expires by itself
             await link.connection.registry.withdraw(member_id)
 
 

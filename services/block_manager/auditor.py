@@ -1,4 +1,5 @@
-"""Looks after the laws: counters of every pool for Prometheus, and full recounts now and then."""
+"""Exports the counters of every pool to Prometheus, and recounts every block reference
+periodically."""
 
 from services.block_manager.link import Connection
 from services.block_manager.survey import Survey
@@ -14,7 +15,7 @@ class Auditor:
         self._models: dict[str, str] = {}
 
     async def observe(self, connection: Connection, found: Survey) -> None:
-        """Expose the counters of all pools, and forget pools that are gone."""
+        """Export the counters of all pools, and remove those of pools that are gone."""
         seen = {}
         for stats in found.pools.values():
             self._metrics.observe(stats)
@@ -24,7 +25,7 @@ class Auditor:
         self._models = seen
 
     async def audit(self, connection: Connection) -> None:
-        """Recount all pools; every broken law is an error in the log and a count."""
+        """Recount all pools; log and count every broken law."""
         for report in await connection.of_all_pools(connection.store.audit):
             for violation in report.violations:
                 log.error("law_broken", pool_id=report.pool_id, violation=violation)

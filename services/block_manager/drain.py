@@ -1,4 +1,4 @@
-"""Tells a worker to drain, as a peer on a stream of its own."""
+"""Tells a worker to drain, over a Connect stream like a gateway's."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,15 +16,15 @@ from services.common.rpc.proof import Proof
 from services.common.rpc.transport import open_channel, translated
 from services.protocol.version import PROTOCOL_VERSION
 
-if TYPE_CHECKING:  # generic in the stubs only
+if TYPE_CHECKING:  # the class is generic only in the stubs
     _Stream = aio.StreamStreamCall[Any, Any]
 else:
     _Stream = aio.StreamStreamCall
 
 
 async def drain(worker: Member, peer_id: str, rpc_key: bytes) -> int:
-    """How many requests the worker still runs. Unauthenticated: another process is at its address;
-    VersionMismatch; Unavailable: it does not answer."""
+    """Tell `worker` to drain. Returns how many requests it still runs. Unauthenticated: another
+    process is at its address; VersionMismatch; Unavailable: it does not answer."""
     async with open_channel(worker.address) as channel:
         with translated():
             return await _drain(worker, channel, peer_id, rpc_key)
@@ -41,14 +41,15 @@ async def _drain(worker: Member, channel: aio.Channel, peer_id: str, rpc_key: by
     )
     response: Any
     try:
-        with suppress(asyncio.InvalidStateError):  # refused already: `read` says why
+        with suppress(asyncio.InvalidStateError):  # the worker refused already: `read` says why
             await stream.write(request(hello=hello))
         while (response := await stream.read()) is not aio.EOF:
             for message in each_of(response):
                 match message.WhichOneof("event"):
                     case "welcome":
                         proof.check(await stream.initial_metadata())
-                        # Not before: what is sent to one who refuses the hello hides his reason.
+                        # Not before the welcome: if the worker refuses the hello, a second message
+                        # would hide the worker's reason.
                         await stream.write(request(drain=worker_pb2.Drain()))
                     case "draining":
                         return int(message.draining.num_running)
@@ -59,7 +60,7 @@ async def _drain(worker: Member, channel: aio.Channel, peer_id: str, rpc_key: by
 
 
 async def _raise_status(stream: _Stream) -> None:
-    """AioRpcError if the stream ended with an error; `read` answers EOF for some of them."""
+    """Raise AioRpcError if the stream ended with an error: `read` returns EOF for some errors."""
     code = await stream.code()
     if code is not StatusCode.OK:
         metadata = await stream.trailing_metadata()
@@ -69,7 +70,7 @@ async def _raise_status(stream: _Stream) -> None:
 def _connect(
     worker: Member, channel: aio.Channel, proof: Proof
 ) -> tuple[_Stream, Callable[..., Any]]:
-    """A stream to the worker, and its type of requests."""
+    """Open a stream to the worker. Returns it with the type of its request messages."""
     stub: Any
     if worker.role == "prefill":
         stub = prefill_pb2_grpc.PrefillStub(channel)

@@ -1,5 +1,5 @@
-"""Decides which worker may be drained: one drain after the other, and never the last of its role on
-a pool, unless the operator insists."""
+"""Drains workers for operators: one drain at a time, and never the last serving worker of its role
+on a pool, unless the operator forces it."""
 
 import asyncio
 from contextlib import suppress
@@ -11,29 +11,33 @@ from services.block_manager.link import Connection
 from services.common.errors import LastWorker, Unavailable, UnknownWorker
 
 _LAG_S = 5.0
-"""After this time the registry says of a worker that was told to drain that it drains."""
+"""How long the registry may still list a worker as serving after it was told to drain."""
 
 
 class Drains:
-    """`peer_id` and `rpc_key`: of this block manager, for the workers. A worker has `timeout_s` to
-    answer."""
+    """Checks and sends drains. `peer_id` and `rpc_key` identify this block manager to the workers.
+    A worker has `timeout_s` to answer."""
 
     def __init__(self, peer_id: str, rpc_key: bytes, timeout_s: float) -> None:
         self._peer_id = peer_id
         self._rpc_key = rpc_key
         self._timeout_s = timeout_s
         self._turn = asyncio.Lock()
-        self._told: dict[str, float] = {}  # worker -> when its entry counts again
+        self._told: dict[str, float] = {}  # worker -> when its registered state is current again
 
     async def drain(self, connection: Connection, worker_id: str, *, force: bool) -> int:
-        """How many requests the worker still runs. UnknownWorker: not in the registry, or no
-        worker; LastWorker; Unavailable; TimeoutError: it does not answer, and may drain."""
-        async with self._turn:  # of two drains at once, the second sees the first
+        """Tell a worker to drain. Returns how many requests it still runs.
+
+        UnknownWorker: the registry lists no prefill or decode worker with this id; LastWorker;
+        Unavailable: the worker is starting or does not answer; TimeoutError: it did not answer in
+        time, and may drain nevertheless.
+        """
+        async with self._turn:  # the second of two drains must see the first
             members = await connection.registry.members()
             worker = _worker(members, worker_id)
             if not force:
                 await self._require_another(connection, members, worker)
-            # Also where no answer comes: the worker may have heard it.
+            # Noted even if no answer comes: the worker may have received the message.
             self._told[worker_id] = asyncio.get_running_loop().time() + _LAG_S
             async with asyncio.timeout(self._timeout_s):
                 return await drain(worker, self._peer_id, self._rpc_key)
@@ -41,8 +45,8 @@ class Drains:
     async def _require_another(
         self, connection: Connection, members: tuple[Member, ...], worker: Member
     ) -> None:
-        """LastWorker: no other worker could do what this one does. A worker that drains already
-        takes nothing away."""
+        """Raise LastWorker if `worker` is the last one of its role that serves the pool. A worker
+        that drains already may be drained again."""
         now = asyncio.get_running_loop().time()
         self._told = {told: until for told, until in self._told.items() if until > now}
         fenced: tuple[str, ...] = ()

@@ -1,7 +1,8 @@
-"""Fences workers that are alive but stuck: their locks are held, their heartbeats have stopped.
+"""Fences workers that are alive but stuck: their file locks are held, but their registrations have
+expired.
 
-A fenced worker may only release. Its blocks stay with it until it dies or lets go of them, so a
-write after it wakes lands in blocks that nobody else has (law 5).
+A fenced worker may only release. It keeps its blocks until it dies or releases them, so if it wakes
+up and writes, no other worker has those blocks (law 5).
 """
 
 from pathlib import Path
@@ -28,25 +29,26 @@ class Fencer:
 
     @property
     def suspects(self) -> bool:
-        """Whether somebody lives, and does not say so now."""
+        """Whether a living worker was missing from the registry at the last look."""
         return bool(self._silent)
 
     async def look(self, connection: Connection, seen: Survey) -> None:
-        """One round over the pools of this host."""
+        """Fence the workers of this host's pools that have been stuck for `fence_after_s`."""
         stuck = await self._stuck(connection, seen)
         for pool_id, worker_id in sorted(self._silent.look(stuck)):
-            # Marked before anybody else gets what it may have: it looks before it writes.
+            # The mark comes before the fence: the worker checks it before it writes, so it writes
+            # nothing more once others may get blocks that it believes to have.
             give_up(PoolDirectory(self._root / pool_id).lock_path(worker_id))
             try:
                 await connection.store.fence(pool_id, worker_id)
             except (UnknownPool, UnknownWorker):
-                continue  # It died or left meanwhile.
+                continue  # the worker died or left meanwhile
             self._metrics.workers_fenced.inc()
             log.error("worker_fenced", pool_id=pool_id, worker_id=worker_id)
 
     async def _stuck(self, connection: Connection, seen: Survey) -> set[tuple[str, str]]:
-        """(pool, worker) of those that live and do not say so; a worker is on several pools when
-        one has a colder one."""
+        """(pool id, worker id) of the living workers that should be in the registry and are not. A
+        worker is on two pools if its pool has a swap pool."""
         stuck = set()
         members, present = seen.member_ids, set[str]()
         for directory in pool_directories(self._root):
@@ -63,8 +65,8 @@ class Fencer:
     async def _answerable(
         self, connection: Connection, stats: PoolStats, members: frozenset[str]
     ) -> set[str]:
-        """Workers that should be in the registry: those that were there, or hold something, or are
-        missing in a recovery. One that is still starting is nothing of this."""
+        """Workers that should be in the registry: they were in it before, or hold blocks, or are
+        missing in a recovery. None of these holds for a worker that is still starting."""
         self._announced |= members & set(stats.worker_ids)
         self._announced.update(stats.missing_worker_ids)
         if stats.recovering or set(stats.worker_ids) <= members | self._announced:

@@ -1,7 +1,8 @@
-"""The connection to the block store and the registry, made again whenever the server lost its data.
+"""The connection to the block store and the registry, replaced whenever the server has lost its
+data.
 
-Everything that the block manager does is a round that may fail as a whole and is done again, so
-this is the only place that knows of servers that go and come back.
+All work of the block manager is done in rounds. A round may fail as a whole and is repeated, so
+only this module deals with a server that goes away and comes back.
 """
 
 import asyncio
@@ -25,13 +26,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Both of one server, which is still the one that was connected to, or StoreLost."""
+    """The block store and the registry of one server. Calls raise StoreLost once the server has
+    lost its data."""
 
     store: BlockStore
     registry: Registry
 
     async def of_all_pools(self, read: Callable[[str], Awaitable[T]]) -> list[T]:
-        """What `read` answers for each pool, by id; one that is dropped meanwhile is left out."""
+        """The answers of `read` for all pool ids. A pool that is dropped meanwhile is left out."""
         answers = []
         for pool_id in await self.store.pool_ids():
             with suppress(UnknownPool):
@@ -47,7 +49,8 @@ Round = Callable[[Connection], Awaitable[None]]
 
 
 class Link:
-    """`connection` is the one of the moment."""
+    """Runs rounds on the current `connection`, and makes a new one with `connect` when the server
+    has lost its data."""
 
     def __init__(
         self, connection: Connection, connect: Callable[[], Awaitable[Connection]]
@@ -57,14 +60,14 @@ class Link:
         self._replacing = asyncio.Lock()
 
     async def every(self, pause_s: Callable[[], float], action: Round) -> NoReturn:
-        """Do it again and again, with a pause after each round; a round that the server did not
-        answer, or whose pool was dropped in the middle of it, is logged and left out."""
+        """Run `action` forever, with a pause after each round. A round fails if the server does not
+        answer or a pool is dropped in the middle of it; that is logged."""
         while True:
             await self.attempt(action)
             await asyncio.sleep(until_tick(pause) if (pause := pause_s()) else 0)
 
     async def until_done(self, action: Round) -> None:
-        """Do it once, however long the server is away."""
+        """Run `action` until one round succeeds, however long the server is away."""
         while True:
             if await self.attempt(action):
                 return
@@ -74,7 +77,7 @@ class Link:
         await self.connection.close()
 
     async def attempt(self, action: Round) -> bool:
-        """Do it once; whether it was done."""
+        """Run `action` once. Returns whether it succeeded."""
         connection = self.connection
         try:
             await action(connection)

@@ -1,5 +1,6 @@
-"""The block manager: watches, reaps, sweeps, fences, observes and audits. It is not on the path of
-a request; while it is away, only these wait."""
+"""The block manager: reaps dead workers, fences stuck ones, removes what nobody owns, exports pool
+metrics and audits pools. It is not on the path of a request; while it is away, only this work
+waits."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -18,7 +19,7 @@ from services.common.pool.directory import PoolDirectory
 from services.common.runtime.metrics import PoolMetrics
 
 IDLE_SCANS = 8
-"""Between two rounds over pools that nobody uses lies the time of so many."""
+"""While nobody uses the pools, the time between two rounds is this many scan intervals."""
 
 Look = Callable[[Connection, Survey], Awaitable[None]]
 
@@ -42,7 +43,7 @@ class BlockManager:
         self._is_idle = False
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run all loops until cancelled."""
         audit_s = self._settings.audit_interval_s
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self._watcher.run(self._pause_s))
@@ -51,15 +52,17 @@ class BlockManager:
             loops.create_task(self._link.every(lambda: audit_s, self._auditor.audit))
 
     def _pause_s(self) -> float:
-        """Until the next round. Nobody waits for one while nothing is held, nobody starts and
-        nothing is wrong: deaths need no round."""
+        """Seconds until the next round. It is longer while no pool has requests, no worker starts
+        and nothing is wrong. Deaths are noticed without a round."""
         scan_s = self._settings.scan_interval_s
         is_quiet = self._is_idle and not (self._sweeper.suspects or self._fencer.suspects)
         return IDLE_SCANS * scan_s if is_quiet else scan_s
 
     async def _look_around(self, loops: asyncio.TaskGroup, connection: Connection) -> None:
-        """One round. Whoever is held up, say by a lock, holds up nobody else, and is left out."""
-        self._is_idle = False  # until it is known
+        """Run one round: sweep, fence and observe, each in a task of its own. A task that is
+        blocked, for example by a lock, does not delay the others, and the next rounds skip it until
+        it ends."""
+        self._is_idle = False  # until this round has found out
         seen = await survey(connection)
         for look in self._looks:
             if look not in self._looking or self._looking[look].done():

@@ -1,7 +1,9 @@
-"""What is done for a dead worker: its finished blocks are published, all that it held is released.
+"""Reaps a dead worker: commits its finished blocks, and releases all that it held.
 
-the lock is had (so it is dead, and none of its writes can follow)
--> publish complete stamps -> reap -> unlink the lock file -> let go of the lock
+1. The watcher gets the worker's file lock, so the worker is dead and cannot write any more.
+2. `reap` commits the blocks whose stamps are complete.
+3. `reap` reaps the worker in the store.
+4. The watcher unlinks the lock file and drops the lock.
 """
 
 import asyncio
@@ -19,7 +21,8 @@ log = get_logger(__name__)
 
 
 async def reap(connection: Connection, directory: PoolDirectory, worker_id: str) -> bool:
-    """Take a dead worker off its pool; whether the store knew the pool. Again: no error."""
+    """Remove a dead worker from its pool. Returns False if the store does not know the pool. May be
+    repeated."""
     store, pool_id = connection.store, directory.pool_id
     try:
         num_published = await _publish(store, directory, worker_id)
@@ -38,11 +41,12 @@ async def reap(connection: Connection, directory: PoolDirectory, worker_id: str)
 
 
 async def _publish(store: BlockStore, directory: PoolDirectory, worker_id: str) -> int:
-    """Put blocks that the dead worker had finished but not yet committed into the prefix index, for
-    whoever computes these prompts again; how many that were.
+    """Commit the blocks that the dead worker finished but had not committed yet, so that its
+    requests find them when they are computed again. Returns how many blocks entered the prefix
+    index.
 
-    A fenced worker's blocks are not published: the store takes nothing more from it. In a recovery
-    all stamps are read anyway.
+    The store accepts no blocks of a fenced worker. During a recovery nothing is committed here,
+    since the recovery reads all stamps.
     """
     try:
         found = await store.holders(directory.pool_id)
@@ -52,7 +56,7 @@ async def _publish(store: BlockStore, directory: PoolDirectory, worker_id: str) 
     if not holders:
         return 0
     num_published = 0
-    # In a thread: a million stamps take half a second to read.
+    # In a thread, because reading a million stamps takes half a second.
     finished = await asyncio.to_thread(_finished, directory, holders)
     for holder_id, blocks in finished.items():
         num_published += await _commit(store, directory.pool_id, holders[holder_id], blocks)
@@ -62,7 +66,8 @@ async def _publish(store: BlockStore, directory: PoolDirectory, worker_id: str) 
 def _finished(
     directory: PoolDirectory, holders: dict[str, HolderInfo]
 ) -> dict[str, list[tuple[int, PrefixHash]]]:
-    """Blocks and their hashes, by the holder that wrote them (its token is in the stamp)."""
+    """The complete blocks and their prefix hashes, by the holder that wrote them; the stamp names
+    the holder. Nothing if the pool's header or stamps cannot be read."""
     try:
         header = directory.read_header()
         stamps = Stamps(directory.stamps, header.num_blocks, header.layout.block_size)
@@ -81,15 +86,15 @@ def _finished(
 async def _commit(
     store: BlockStore, pool_id: str, holder: HolderInfo, blocks: list[tuple[int, PrefixHash]]
 ) -> int:
-    """One by one, since a stamp does not say whether its holder still has the block, and the store
-    takes all of a call or nothing."""
+    """Commit the blocks one by one: a stamp does not show whether its holder still has the block,
+    and the store accepts all blocks of a call or none. Returns how many it accepted."""
     num_published = 0
     for block in blocks:
         try:
             committed = await store.commit(pool_id, holder.holder_id, holder.epoch, [block])
         except NotHeld:
-            continue  # Given back before.
+            continue  # the holder released this block before the worker died
         except (StaleHolder, WorkerFenced, Recovering):
-            break  # Claimed by a living worker meanwhile; fenced; or all stamps are read anyway.
+            break  # a living worker claimed the holder; fenced; or the recovery reads all stamps
         num_published += sum(committed)
     return num_published

@@ -1,4 +1,4 @@
-"""quire.v1.BlockManager: what operators ask; protobuf at the edge."""
+"""The gRPC service quire.v1.BlockManager, which answers operators."""
 
 from collections.abc import Awaitable, Callable
 from itertools import chain
@@ -24,7 +24,8 @@ _STATES = {
 
 
 class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
-    """Errors are the store's and the domain's; `services.common.rpc.transport` maps them."""
+    """Answers operators from the store and the registry. Raises errors of the store and of the
+    domain, which `services.common.rpc.transport` maps to gRPC status codes."""
 
     def __init__(self, link: Link, member_id: str, rpc_key: bytes, drain_timeout_s: float) -> None:
         self._link = link
@@ -38,7 +39,8 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: Any
     ) -> pb.ListWorkersResponse:
-        """Workers of the registry, and those on a pool that are not there (yet, or any more)."""
+        """List the workers in the registry, and those that the store has on a pool but that are not
+        in the registry yet, or no longer."""
         connection = self._link.connection
         pools = await connection.of_all_pools(connection.store.stats)
         fenced = {worker_id for stats in pools for worker_id in stats.fenced_worker_ids}
@@ -87,7 +89,7 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
 async def _one_or_all(
     connection: Connection, pool_id: str, read: Callable[[str], Awaitable[T]]
 ) -> list[T]:
-    """UnknownPool when the one that was asked for is not there."""
+    """Read one pool, or all pools if `pool_id` is empty. UnknownPool: the pool does not exist."""
     return [await read(pool_id)] if pool_id else await connection.of_all_pools(read)
 
 
@@ -127,8 +129,8 @@ def _worker(member: Member, fenced: bool) -> pb.Worker:
 
 
 def _unannounced(worker_id: str, stats: PoolStats, fenced: bool) -> pb.Worker:
-    """On the pool but not in the registry: about to start, or silent. Its name begins with its
-    role."""
+    """A worker that is on a pool but not in the registry: it is starting, or it has stopped
+    renewing its registration. Its role is the first part of its id."""
     return pb.Worker(
         worker_id=worker_id,
         role=worker_id.rpartition("-")[0],

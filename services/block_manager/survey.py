@@ -1,4 +1,4 @@
-"""What the store and the registry say at one moment: read once a round, for everybody who looks."""
+"""A snapshot of the store and the registry, read once a round for sweeper, fencer and auditor."""
 
 import asyncio
 from collections.abc import Mapping
@@ -12,7 +12,8 @@ from services.block_manager.link import Connection
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """`pool_ids`: all that the store has; `pools`: those of them whose figures it knows, by id."""
+    """The members of the registry and the pools of the store. `pool_ids`: all pools; `pools`: the
+    stats of those whose ledger the store has, by id."""
 
     members: tuple[Member, ...]
     pool_ids: frozenset[str]
@@ -24,7 +25,7 @@ class Survey:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no pool has requests or has to be brought back, and no worker is starting."""
+        """Whether no pool has requests or is in recovery, and no worker is starting."""
         is_used = any(
             stats.num_holders or stats.num_waiters or stats.recovering
             for stats in self.pools.values()
@@ -33,12 +34,12 @@ class Survey:
 
 
 async def survey(connection: Connection) -> Survey:
-    """Errors of the store."""
+    """Take a snapshot. Raises errors of the store."""
 
     async def read(pool_id: str) -> PoolStats | None:
         try:
             return await connection.store.stats(pool_id)
-        except UnknownPool:  # dropped meanwhile, or of before the server's restart
+        except UnknownPool:  # dropped meanwhile, or lost when the server restarted
             return None
 
     members, pool_ids = await asyncio.gather(

@@ -1,9 +1,13 @@
-"""Brings pools, their directories and the store together again where somebody died in between.
+"""Removes pools and workers that nobody owns, and ends recoveries: what a process left unfinished
+when it died.
 
-A directory without workers goes after a grace, under the host's lock (a worker may be joining);
-a pool of the store whose directory is gone goes when no member of the registry names it (another
-host's or another run's pools have no directory here, but they have workers); a worker of the store
-without a lock file is dead; a recovery that nobody ends is ended.
+- A half-made or half-removed pool directory is deleted.
+- A pool directory without workers is removed after a grace time, under the host's lock, since a
+  worker may be joining.
+- A pool of the store without a directory is dropped after a grace time if no member of the registry
+  names it. Pools of other hosts or runs have no directory here, but they have members.
+- A worker of the store without a lock file is dead, and is reaped.
+- A recovery that no worker ends is ended.
 """
 
 import asyncio
@@ -36,11 +40,11 @@ class Sweeper:
 
     @property
     def suspects(self) -> bool:
-        """Whether a pool seems to be left over."""
+        """Whether a pool may have no owner: it is in its grace time."""
         return bool(self._empty or self._homeless)
 
     async def sweep(self, connection: Connection, seen: Survey) -> None:
-        """One round. Errors of the store end it; the next one goes on."""
+        """Run one round. An error of the store ends the round; the next round does the rest."""
         await self._remove_halves()
         await self._remove_empty(connection)
         await self._drop_homeless(connection, seen)
@@ -66,7 +70,7 @@ class Sweeper:
             log.info("pool_removed", pool_id=pool_id)
 
     async def _drop_homeless(self, connection: Connection, seen: Survey) -> None:
-        # Looked at after `seen`: a pool's directory is there before the store knows it.
+        # Read after `seen`, because a pool gets its directory before the store knows the pool.
         here = {directory.pool_id for directory in pool_directories(self._root)}
         members = {member.pool_id for member in seen.members}
         for pool_id in sorted(self._homeless.look(seen.pool_ids - here - members)):
@@ -76,7 +80,8 @@ class Sweeper:
     async def _reopen(
         self, connection: Connection, directory: PoolDirectory, stats: PoolStats
     ) -> None:
-        """End a recovery that nobody ends: the last who was waited for has died, or was fenced."""
+        """End a recovery that no worker ends, because the last missing worker died or was
+        fenced."""
         if stats.recovering and not stats.missing_worker_ids:
             with suppress(UnknownPool):
                 await PoolRecovery(directory).finish(connection.store)
@@ -84,8 +89,8 @@ class Sweeper:
     async def _reap_unlocked(
         self, connection: Connection, directory: PoolDirectory, stats: PoolStats
     ) -> None:
-        # A lock file is there from before its worker registers until after it has left, so one that
-        # is not there now, for a worker of just before, will never be.
+        # A worker's lock file exists from before the worker joins the pool until after it has left.
+        # `stats` was read before the directory, so a worker without a lock file is gone for good.
         for worker_id in set(stats.worker_ids) - set(directory.worker_ids()):
             num_holders = await connection.store.reap(directory.pool_id, worker_id)
             log.warning(

@@ -1,4 +1,5 @@
-"""Notices deaths: a thread blocks in flock on every worker's lock file and wakes when it drops."""
+"""Notices the death of workers: for each worker a thread blocks in flock on the worker's lock file,
+until the kernel drops the lock."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -16,8 +17,8 @@ Bury = Callable[[PoolDirectory, str], Awaitable[None]]
 
 
 class Watcher:
-    """Calls `bury(directory, worker_id)` for every worker that dies, holding its lock, and unlinks
-    the lock file when that is done."""
+    """Calls `bury(directory, worker_id)` for each dead worker, while holding the worker's lock, and
+    then unlinks the lock file."""
 
     def __init__(self, root: Path, bury: Bury) -> None:
         self._root = root
@@ -25,8 +26,8 @@ class Watcher:
         self._watched: set[Path] = set()
 
     async def run(self, pause_s: Callable[[], float]) -> NoReturn:
-        """New pools and workers are found by looking at the directories, with a pause after each
-        look."""
+        """Watch all workers of the host. Find new pools and workers by scanning the directories,
+        with a pause of `pause_s()` after each scan."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 for directory in pool_directories(self._root):
@@ -41,7 +42,7 @@ class Watcher:
         path = directory.lock_path(worker_id)
         try:
             lock = await wait_until_dropped(path)
-        except FileNotFoundError:  # It left between the scan and now.
+        except FileNotFoundError:  # the worker left after the scan
             self._watched.remove(path)
             return
         try:

@@ -1,34 +1,34 @@
-"""The domain's errors. They know nothing of gRPC or HTTP; `services.common.rpc.transport` maps
-them in one table.
+"""The domain errors of the services. They know nothing of gRPC or HTTP;
+`services.common.rpc.error_table` maps them to statuses.
 
 QuireError
 ├── InvalidRequest
 │   └── PromptTooLong      longer than the context, or can never fit the pool
-├── Unauthenticated        a peer that does not prove the deployment's secret
+├── Unauthenticated        the other service does not prove the deployment's secret
 ├── UnknownModel
 ├── UnknownWorker
 ├── DuplicateRequest
-├── Overloaded             try again later
+├── Overloaded             the client may try again later
 │   ├── QueueFull
-│   └── WouldBeLate        its deadline leaves no time for those who wait before it
-├── Unavailable            nobody there to do it now
+│   └── WouldBeLate        the deadline is too early for the requests that wait before this one
+├── Unavailable            no service can do it now
 │   ├── NoWorker
 │   └── Draining
 ├── DeadlineExceeded
-├── PoisonRequest          it fails by itself, wherever it is computed
-├── KVCorrupt              a block does not say what its hash promised
-├── VersionMismatch        a peer speaks another protocol
-├── LastWorker             draining it would leave its pool without its role
-├── NoSupervisor           nobody here starts and ends workers
-└── StartupError           bad configuration, model, memory or server; the process ends with its
-text
+├── PoisonRequest          the request itself causes the failure, at any worker
+├── KVCorrupt              a block's stamp does not match the tokens of its hash
+├── VersionMismatch        the other service uses another version of the protocol
+├── LastWorker             draining this worker would leave its pool without its role
+├── NoSupervisor           the deployment has no supervisor to start and end workers
+└── StartupError           bad configuration, model, memory or server; the process ends with the
+                           error's text
 """
 
 from typing import ClassVar
 
 
 class QuireError(Exception):
-    """Root of the domain's errors; the text is for the client."""
+    """Root of the domain errors. The text is for the client."""
 
     code: ClassVar[str]
 

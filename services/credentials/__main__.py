@@ -1,11 +1,11 @@
-"""`python -m services.credentials`: writes what the services of a deployment need to trust each
-other, before any of them starts, for a deployment without `quire serve` (docker-compose.yml).
+"""`python -m services.credentials`: writes the credentials of a deployment without `quire serve`
+(docker-compose.yml), before its services start.
 
 RUN_DIR/secret           the deployment's secret
-RUN_DIR/redis-password   of the user `quire` of Redis
-RUN_DIR/valkey.acl       makes that user, for the server (--aclfile)
+RUN_DIR/redis-password   the password of the Redis user `quire`
+RUN_DIR/valkey.acl       defines that user, for the server (--aclfile)
 
-A configured secret or password is written; one that is not configured is made once and kept.
+A configured secret or password is written as it is; a missing one is generated once and kept.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class CredentialsSettings(ServiceSettings):
 
 
 async def write(settings: CredentialsSettings, stop: asyncio.Event) -> None:
-    """StartupError: a file cannot be written, or others may read it."""
+    """Write all three files. StartupError: a file cannot be written, or other users may read it."""
     secret = deployment_secret(settings)
     if settings.secret is not None or settings.secret_file is not None:
         write_private(settings.run_dir / FILE_NAME, secret.root)

@@ -1,4 +1,4 @@
-"""Gets running sequences their next blocks, behind the back of the step loop."""
+"""Gets blocks for running sequences before they need them, so that no step waits for the store."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -12,10 +12,11 @@ _RETRY_S = 0.05
 
 
 class BlockExtender:
-    """Holders that want blocks, asked for together. Who is short asks again when room comes.
+    """Asks the store for the blocks of all holders together. A holder that is refused asks again
+    when blocks become free, at the latest after `_RETRY_S`.
 
-    `on_blocks(holder_id, block_ids)`: the new ones, in acquisition order. `on_demands(holder_ids)`:
-    holders of this worker that must give way.
+    `on_blocks(holder_id, block_ids)` gets new blocks, in acquisition order.
+    `on_demands(holder_ids)` gets the holders of this worker that the store wants preempted.
     """
 
     def __init__(
@@ -36,9 +37,13 @@ class BlockExtender:
         self._wanted = asyncio.Event()
 
     def add(self, holder_id: str, epoch: int, num_blocks: int) -> None:
+        """Add a holder. `num_blocks`: how many blocks it has acquired so far, including those that
+        it gave back."""
         self._holders[holder_id] = Growth(holder_id, epoch, have=num_blocks, total=num_blocks)
 
     def want(self, holder_id: str, total: int) -> None:
+        """Ask for blocks until the holder has acquired `total`; no effect if it has asked for as
+        many."""
         growth = self._holders[holder_id]
         if total > growth.total:
             self._holders[holder_id] = replace(growth, total=total)
@@ -46,7 +51,8 @@ class BlockExtender:
             self._wanted.set()
 
     def remove(self, holder_id: str) -> None:
-        """Before its release; an answer under way is dropped: its blocks go with the release."""
+        """Remove a holder, before its release. The answer to a request in flight is dropped; the
+        release returns the blocks in it."""
         self._holders.pop(holder_id, None)
         self._wanting.discard(holder_id)
 
@@ -59,7 +65,7 @@ class BlockExtender:
                 self._wanted.set()
 
     async def _short(self) -> bool:
-        """Ask for all; True when the pool had not enough for somebody."""
+        """Ask for the blocks of all holders that want some; return whether the pool had too few."""
         growths = [self._holders[holder_id] for holder_id in self._wanting]
         extension = await self._store.extend(self._pool_id, self._worker_id, growths)
         short = False
@@ -71,8 +77,8 @@ class BlockExtender:
         return short
 
     def _is_ours(self, growth: Growth) -> bool:
-        """Whether the answer is still for us: the holder may have left meanwhile, and come back
-        under another epoch."""
+        """Whether an answer is still of use: the holder may have been removed since the call, and
+        added again at another epoch."""
         holder = self._holders.get(growth.holder_id)
         return holder is not None and holder.epoch == growth.epoch
 

@@ -1,6 +1,8 @@
-"""Tickets at rest at a decode worker: handed over, parked or swapped out, for somebody to go on
-with. They are claimed by another worker, or by this one again; or they are taken back, when they
-are aborted, their blocks are wanted, or their time is over.
+"""Detached tickets of a decode worker: handed over, parked or swapped out.
+
+A detached ticket waits until another worker, or this one, claims it. The worker takes it back,
+which releases its blocks, if it is aborted, if the store demands its blocks, or if its time limit
+expires.
 
 See ADR 50 and ADR 63.
 """
@@ -16,35 +18,42 @@ from services.worker.pool_worker import PoolWorker
 
 
 class DetachedTickets:
-    """Those of `worker`, of all `jobs` that it has."""
+    """The detached tickets of `worker`; `jobs`: all jobs of the worker."""
 
     def __init__(self, worker: PoolWorker, jobs: Jobs[Job]) -> None:
         self._worker = worker
         self._jobs = jobs
         self._on_pool: dict[str, Job] = {}
-        """By holder: those that are not swapped out."""
+        """By holder id: the jobs that are not swapped out."""
 
     def get(self, holder_id: str) -> Job | None:
         return self._on_pool.get(holder_id)
 
     def put(self, job: Job, ticket: Ticket) -> None:
-        """Nobody writes its blocks until somebody claims them; blocks that the store gives it just
-        now are the claimer's, who asks from where the block table ends."""
+        """Detach a ticket and offer it to its gateway.
+
+        No worker writes the ticket's blocks until a worker claims it. Blocks that the store grants
+        to the holder at the same time belong to the claiming worker: the claim names them.
+        """
         job.state, job.ending = State.AT_REST, None
         job.ticket = replace(ticket, holder_epoch=ticket.holder_epoch + 1)
         self._on_pool[ticket.holder_id] = job
         self.offer(job)
 
     def offer(self, job: Job) -> None:
-        """Tell its gateway, once it is at rest in the store too, unless it is another's by then.
-        Writes may be under way side by side, so this one detaches again; the answer is the same."""
+        """Send a detached ticket to its gateway once the store has detached the holder, unless
+        another gateway has taken over the request by then.
+
+        An offer to a new gateway may run beside the first offer, so it detaches the holder again;
+        the store gives the same answer.
+        """
         worker, session, ticket = self._worker, job.session, ticket_of(job)
         holder = ticket.holder_id, ticket.holder_epoch - 1
 
         async def offer() -> None:
             try:
                 await worker.store.detach(worker.pool_id, *holder)
-            except StaleHolder:  # somebody has claimed it: there is nothing to offer
+            except StaleHolder:  # a worker has claimed it: there is nothing to offer
                 self.forget(job)
                 report(session, ticket, STALE)
             else:
@@ -56,7 +65,8 @@ class DetachedTickets:
         worker.writer.put(offer)
 
     def put_swapped(self, job: Job, swapped: Swapped) -> None:
-        """At rest in the colder pool; in this one it gives way."""
+        """Keep the ticket of a preempted request whose KV is in the swap pool, and release its
+        blocks in this worker's pool."""
         worker, ticket, limits = self._worker, ticket_of(job), self._worker.limits
         sequences = (replace(s, block_ids=(), num_computed_tokens=0) for s in ticket.sequences)
         at_rest = replace(ticket, holder_epoch=0, sequences=tuple(sequences), swapped=swapped)
@@ -76,6 +86,8 @@ class DetachedTickets:
             self._jobs.end_after(ttl_s, job, STALE)
 
     def take_back(self, job: Job, ending: Ending) -> None:
+        """Release a detached ticket, and report `ending` unless a worker has claimed the ticket."""
+
         async def take_back() -> None:
             await self._worker.take_back(job.session, ticket_of(job), ending)
             self.forget(job)
@@ -83,7 +95,7 @@ class DetachedTickets:
         self._worker.writer.put(take_back)
 
     def forget(self, job: Job) -> None:
-        """It is somebody else's, or over. Again: no error."""
+        """Remove a job whose ticket was claimed or released. No error if it is removed already."""
         holder_id = ticket_of(job).holder_id
         if self.get(holder_id) is job:
             del self._on_pool[holder_id]

@@ -8,9 +8,17 @@ from services.worker.events import HANDED_OVER, Ending, Session
 
 
 class State(Enum):
-    """RESERVED (slots only) -> CLAIMING (asks the store for the holder) -> RUNNING -> ENDED, or
-    RUNNING -> AT_REST (a ticket with blocks, for somebody else to claim) -> ENDED. What gives way
-    may be SWAPPING before: its KV is copied to the colder pool, and rests there."""
+    """Where a request stands at this worker.
+
+        RESERVED -> CLAIMING -> RUNNING ------------------------> ENDED
+                                   |-----------------> AT_REST -> ENDED
+                                   `--> SWAPPING ----> AT_REST -> ENDED
+
+    RESERVED: decode slots are kept. CLAIMING: the worker asks the store for the holder. SWAPPING:
+    the KV of a preempted request is being copied to the swap pool. AT_REST: the ticket is detached,
+    with its blocks in the worker's pool or in the swap pool, until a worker claims it. A request
+    may go to ENDED from every state.
+    """
 
     RESERVED = auto()
     CLAIMING = auto()
@@ -22,10 +30,13 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """`num_sequences`: slots that were reserved. `ticket` is there once it is admitted; its epoch
-    is the claim's once it runs. `living`: the indices of its sequences that have not ended.
-    `suspect`: a worker has died over it. `ending`: set once it is to end early, or to come to
-    rest."""
+    """One attempt of a request.
+
+    `num_sequences`: the decode slots that were reserved. `ticket`: None until the admit; its
+    `holder_epoch` is the claimed one from the claim on. `living`: the indices of the sequences that
+    have not ended. `suspect`: whether the request may have killed a worker. `ending`: set once the
+    request is to end early or to be detached.
+    """
 
     session: Session
     request_id: str
@@ -39,7 +50,7 @@ class Job:
 
     @property
     def claim(self) -> tuple[str, int] | None:
-        """(holder, its epoch at rest) of the blocks that it writes, or asks for."""
+        """(holder id, epoch of the detached ticket) while the job claims or runs it, else None."""
         if self.ticket is None or self.state not in (State.CLAIMING, State.RUNNING):
             return None
         is_claimed = self.state is State.RUNNING
@@ -47,7 +58,7 @@ class Job:
 
     @property
     def num_slots(self) -> int:
-        """What it keeps from others."""
+        """How many decode slots the job occupies."""
         if self.state in (State.SWAPPING, State.AT_REST):
             return 0
         if self.ticket is None:
@@ -56,17 +67,22 @@ class Job:
 
     @property
     def searches(self) -> bool:
+        """Whether this is a beam search."""
         return self.ticket is not None and self.ticket.sampling.beam is not None
 
     @property
     def has_blocks(self) -> bool:
-        """Whether it can be kept for another gateway: neither swapped out, nor just about to."""
+        """Whether the job can be kept for another gateway: it has or claims blocks in the worker's
+        pool, and is not being swapped out."""
         swapped = self.ticket is not None and self.ticket.swapped is not None
         return not swapped and self.state in (State.CLAIMING, State.RUNNING, State.AT_REST)
 
     def goes_on_as(self, wanted: Ticket) -> bool:
-        """Whether it is what somebody wants who knows its prompt, its parameters and its tokens.
-        (Of what runs, only the tokens that came with it are known here.)"""
+        """Whether this job continues the request of `wanted`: same prompt, parameters and tokens.
+
+        A job that runs is compared by the tokens that its ticket brought; those generated since are
+        in the engine.
+        """
         ticket = self.ticket
         if ticket is None or not self.has_blocks or self.ending not in (None, HANDED_OVER):
             return False
@@ -84,23 +100,23 @@ class Job:
 
     @property
     def key(self) -> tuple[int, str, int]:
-        """(gateway, request, attempt)."""
+        """(gateway session, request id, attempt)."""
         return id(self.session), self.request_id, self.attempt
 
 
 def ticket_of(job: Job) -> Ticket:
-    """Of one that is admitted."""
+    """The ticket of an admitted job."""
     assert job.ticket is not None
     return job.ticket
 
 
 def living_of(job: Job) -> Ticket:
-    """Its ticket without the sequences that have ended since."""
+    """The ticket of a job, without the sequences that have ended since its admit."""
     ticket = ticket_of(job)
     return replace(ticket, sequences=tuple(s for s in ticket.sequences if s.index in job.living))
 
 
 def _agree(these: tuple[int, ...], those: tuple[int, ...]) -> bool:
-    """Equal as far as both go."""
+    """Whether one begins with the other."""
     length = min(len(these), len(those))
     return these[:length] == those[:length]

@@ -1,4 +1,4 @@
-"""The Decode service: protobuf at the edge of the decode worker."""
+"""The gRPC service of the decode worker: protobuf in, calls of `DecodeWorker`; events out."""
 
 from collections.abc import AsyncIterator
 from typing import Any

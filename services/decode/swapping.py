@@ -1,4 +1,4 @@
-"""Copies what gives way to the colder pool, behind the back of the step loop."""
+"""Copies the KV of preempted requests to the swap pool, beside the step loop."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -12,8 +12,8 @@ from services.worker.swap.pool import SwapPool
 
 
 class Swapping:
-    """One after another. `on_copied(job, swapped)`: where its KV is now, too; None: nowhere else,
-    the colder pool has no room."""
+    """Copies one request at a time. `on_copied(job, swapped)` gets the place of the KV in the swap
+    pool, or None if the swap pool did not take it."""
 
     def __init__(
         self, swap_pool: SwapPool, on_copied: Callable[[Job, Swapped | None], None]
@@ -23,7 +23,8 @@ class Swapping:
         self._jobs: asyncio.Queue[Job] = asyncio.Queue()
 
     def begin(self, job: Job) -> None:
-        """No step touches its blocks, and nothing will until `on_copied`."""
+        """Queue a job. No step touches its blocks any more; they must stay as they are until
+        `on_copied`."""
         self._jobs.put_nowait(job)
 
     async def run(self) -> NoReturn:
@@ -33,9 +34,11 @@ class Swapping:
             self._on_copied(job, await self._swap_pool.put(job.ticket))
 
     def is_worthwhile(self, ticket: Ticket, others: Iterable[Ticket]) -> bool:
-        """Whether to copy what its sequences have, or to let it be computed again. What is lost are
-        the blocks that they alone have: others are short of them right now. Those that they share
-        with somebody who goes on stay where they are."""
+        """Whether to copy the KV of a preempted request rather than compute it again.
+
+        Only the blocks that no other running request (`others`) shares count: they go to an earlier
+        request at once. Shared blocks stay in the pool.
+        """
         size = self._swap_pool.spec.block_size
         own = _blocks_with_kv(ticket, size)
         for other in others:
@@ -46,7 +49,7 @@ class Swapping:
 
 
 def _blocks_with_kv(ticket: Ticket, block_size: int) -> set[int]:
-    """Each once, whoever shares it."""
+    """The ids of the blocks that hold KV; a block that several sequences share counts once."""
     tables = (
         state.block_ids[: -(-state.num_computed_tokens // block_size)] for state in ticket.sequences
     )

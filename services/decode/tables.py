@@ -1,4 +1,5 @@
-"""The block tables of a ticket, before anybody believes them (law 4), and what is in none.
+"""Checks the block tables of a ticket before its claim (law 4), and finds the holder's blocks that
+are in no table after it.
 
 See ADR 65.
 """
@@ -11,17 +12,20 @@ from services.engine.engine import BlockStamps
 from services.protocol.ticket import Ticket, TicketSequence
 
 _Place = tuple[int, int | None, tuple[int, ...]]
-"""Of a block: its number in a table, the block before it, and the tokens in it that are
-computed."""
+"""What all sequences that share a block must agree on: its number in the block table, the id of the
+block before it (None: there is none), and the computed tokens in it."""
 
 
 def check_at_rest(ticket: Ticket, spec: PoolSpec, num_slots: int) -> None:
-    """That a worker on this pool, with so many slots for it, can go on with it. InvalidRequest."""
+    """Raises InvalidRequest unless a worker on the pool of `spec` can continue this detached ticket
+    in `num_slots` decode slots."""
     if ticket.pool_id != spec.pool_id:
         raise InvalidRequest(f"this worker is on pool {spec.pool_id}, not {ticket.pool_id}")
     if ticket.width > num_slots:
         raise InvalidRequest(f"{ticket.width} sequences for {num_slots} slots")
-    for sequence in ticket.sequences:  # others read the blocks before its last
+    for sequence in ticket.sequences:
+        # All tokens but the last are computed: otherwise this worker would write into earlier
+        # blocks, which others read.
         length = len(ticket.prompt_token_ids) + len(sequence.token_ids)
         if sequence.num_computed_tokens != length - 1:
             raise InvalidRequest(f"{sequence.num_computed_tokens} of {length} tokens are computed")
@@ -29,11 +33,13 @@ def check_at_rest(ticket: Ticket, spec: PoolSpec, num_slots: int) -> None:
 
 
 def check_tables(ticket: Ticket, spec: PoolSpec) -> None:
-    """That the tables of a group go together: who shares a block shares all before it, with the
-    same tokens in them, and has computed as much of it; nobody shares an empty one. InvalidRequest.
+    """Raises InvalidRequest unless the block tables of a sequence group are consistent.
 
-        sequence 0   |  b0 |  b1 |  b2 :   |        what is full is shared by who began alike,
-        sequence 1   |  b0 |  b1 |  b2 :   |        a tail by who has not written in it yet
+    Sequences that share a block share all blocks before it, with the same tokens, and have computed
+    the same tokens of it. No two sequences share a block without computed tokens.
+
+        sequence 0   |  b0 |  b1 |  b2 :   |        full blocks: shared while the tokens are equal
+        sequence 1   |  b0 |  b1 |  b2 :   |        tail b2: shared until 0 or 1 writes into it
         sequence 2   |  b0 |  b1 |  b3 : |  b4 |
     """
     for sequence in ticket.sequences:
@@ -42,7 +48,7 @@ def check_tables(ticket: Ticket, spec: PoolSpec) -> None:
         return
     first, size = ticket.sequences[0], spec.block_size
     num_full = len(ticket.prompt_token_ids) // size
-    common = first.block_ids[:num_full]  # their tokens are the prompt's, in all sequences
+    common = first.block_ids[:num_full]  # in every sequence these blocks hold the prompt's tokens
     places: dict[int, _Place] = {}
     for sequence in ticket.sequences:
         begin = num_full if sequence.block_ids[:num_full] == common else 0
@@ -56,7 +62,7 @@ def check_tables(ticket: Ticket, spec: PoolSpec) -> None:
 def _check_table(sequence: TicketSequence, pool_id: str, spec: PoolSpec) -> None:
     block_ids, num_computed = sequence.block_ids, sequence.num_computed_tokens
     num_slots = len(block_ids) * spec.block_size
-    # Who came to rest while it waited for its next block has no slot for its last token yet.
+    # A sequence that was detached while it waited for a block has no slot for its last token yet.
     if num_slots < max(num_computed, 1) or max(block_ids) >= spec.num_blocks:
         raise InvalidRequest(
             f"{num_slots} slots in pool {pool_id} for {num_computed} computed tokens"
@@ -68,7 +74,8 @@ def _check_table(sequence: TicketSequence, pool_id: str, spec: PoolSpec) -> None
 def _places(
     ticket: Ticket, sequence: TicketSequence, size: int, begin: int
 ) -> list[tuple[int, _Place]]:
-    """Of the blocks from number `begin` on. An empty one is its sequence's alone: it says so."""
+    """The places of the blocks from number `begin` on. The place of a block without computed tokens
+    contains the sequence's index instead, so that it equals no other sequence's place."""
     tokens = (*ticket.prompt_token_ids, *sequence.token_ids)[: sequence.num_computed_tokens]
     before = (None, *sequence.block_ids)
     nobody_elses = (-1 - sequence.index,)
@@ -81,8 +88,11 @@ def _places(
 def in_no_table(
     ticket: Ticket, claim: Claim, stamps: BlockStamps
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the holder has beside its ticket: blocks to write into (copies of a tail to come; what
-    was given out when it came to rest), and finished ones, which others may read."""
+    """The blocks of a claimed holder that are in no block table of its ticket: (spare, finished).
+
+    Spare blocks may be written: they are for copy-on-write, or the store granted them while the
+    holder was being detached. Finished blocks are committed, and others may read them.
+    """
     in_tables = set(chain.from_iterable(sequence.block_ids for sequence in ticket.sequences))
     others = [block_id for block_id in claim.block_ids if block_id not in in_tables]
     finished = {block_id for block_id in others if stamps.is_committed(block_id)}

@@ -1,5 +1,8 @@
-"""The decode worker: tickets at rest in, tokens out, one continuously running batch; and tickets at
-rest again, for another one to go on with (`services.decode.detached_tickets`)."""
+"""The decode worker: claims detached tickets and generates their tokens in one continuous batch.
+
+It detaches a request again when another worker is to continue it
+(`services.decode.detached_tickets`).
+"""
 
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
@@ -52,8 +55,13 @@ log = get_logger(__name__)
 
 
 class DecodeWorker(PoolWorker):
-    """reserve -> admit (claim) -> one token a step -> finish, or an early end at any point, or a
-    hand-over: the ticket is at rest until another worker claims it."""
+    """Takes a request from reservation to end.
+
+        reserve -> admit (claim) -> one token of each sequence a step -> finish
+
+    A request may end early at any point, or be handed over: its ticket is then detached until a
+    worker claims it.
+    """
 
     def __init__(
         self,
@@ -77,10 +85,11 @@ class DecodeWorker(PoolWorker):
         self._running: dict[str, Job] = {}
         self._detached = DetachedTickets(self, self._jobs)
 
-    # What gateways ask.
+    # Commands of gateways.
 
     def reserve(self, session: Session, request_id: str, attempt: int, num_sequences: int) -> None:
-        """Keep slots free until the admit or an abort."""
+        """Keep decode slots free until the request is admitted or aborted, and report `Reserved`:
+        granted, unless the worker drains, has too few free slots or knows this attempt."""
         job = Job(session, request_id, attempt, num_sequences)
         granted = (
             not self.draining
@@ -92,7 +101,8 @@ class DecodeWorker(PoolWorker):
         session.send(Reserved(request_id, attempt, granted))
 
     def admit(self, session: Session, ticket: Ticket, *, suspect: bool = False) -> None:
-        """Go on with a ticket at rest for which slots are reserved. Raises InvalidRequest."""
+        """Continue a detached ticket for which decode slots are reserved. Raises InvalidRequest if
+        none are, or if the ticket is inconsistent."""
         job = self._jobs.get(session, *ticket.key)
         if job is None or job.state is not State.RESERVED:
             raise InvalidRequest(f"no slots are reserved for attempt {ticket.attempt}")
@@ -107,8 +117,8 @@ class DecodeWorker(PoolWorker):
     def abort(
         self, session: Session, request_id: str, attempt: int, index: int | None = None
     ) -> None:
-        """End a request, or one of its sequences. One that is not there is no error; beams are
-        nobody's to end."""
+        """End a request, or one of its sequences. No error if it is not here. A single beam cannot
+        be aborted: the call is ignored."""
         job = self._jobs.get(session, request_id, attempt)
         if job is None or (index is not None and job.searches):
             return
@@ -118,16 +128,17 @@ class DecodeWorker(PoolWorker):
             self._drop(job, index)
 
     def hand_over(self, session: Session, request_id: str, attempt: int) -> None:
-        """Put a sequence at rest after the step in flight; answered by a requeue with blocks,
-        unless it ends before."""
+        """Detach a request after the step in flight, and report a requeue with blocks, unless the
+        request ends before."""
         job = self._jobs.get(session, request_id, attempt)
         if job and job.state in (State.CLAIMING, State.RUNNING):
             self._end(job, HANDED_OVER)
 
     def resume(self, session: Session, wanted: Ticket) -> None:
-        """Put at rest for this gateway what another one left parked, or has lost its client of;
-        answered by a requeue, without blocks where there is nothing that goes on as `wanted`.
-        Raises InvalidRequest."""
+        """Give this gateway a request that another gateway parked, or that still runs for a gateway
+        which has lost the client. The answer is a requeue: with blocks if a request here continues
+        `wanted` (`Job.goes_on_as`), else without. Raises InvalidRequest if this attempt is here
+        already."""
         if self._jobs.get(session, *wanted.key):
             raise InvalidRequest(f"attempt {wanted.attempt} of this request is here already")
         job = next((job for job in self._jobs if job.goes_on_as(wanted)), None)
@@ -148,7 +159,8 @@ class DecodeWorker(PoolWorker):
             self._end(job, HANDED_OVER)
 
     def close(self, session: Session) -> None:
-        """The gateway is gone: its reservations end, its sequences are parked for a while."""
+        """End the reservations of a gateway that is gone, and park its requests for
+        `park_window_s`."""
         window_s = self.limits.park_window_s
         for job in self._jobs.of(session):
             if not window_s or not job.has_blocks:
@@ -179,7 +191,7 @@ class DecodeWorker(PoolWorker):
     def _num_free_slots(self) -> int:
         return self.limits.max_num_seqs - sum(job.num_slots for job in self._jobs)
 
-    # The walk of a job: RESERVED -> CLAIMING -> RUNNING -> ENDED, or RUNNING -> AT_REST -> ENDED.
+    # States of a job: RESERVED -> CLAIMING -> RUNNING -> ENDED, or RUNNING -> AT_REST -> ENDED.
 
     async def _claim(self, job: Job, ticket: Ticket) -> None:
         block_ids = chain.from_iterable(sequence.block_ids for sequence in ticket.sequences)
@@ -196,20 +208,21 @@ class DecodeWorker(PoolWorker):
             return
         job.ticket = replace(living_of(job), holder_epoch=claim.epoch)
         if ours := self._detached.get(ticket.holder_id):
-            self._detached.forget(ours)  # it was claimed, and has come back
+            self._detached.forget(ours)  # this worker has claimed back a ticket that it detached
         if job.ending:
             self._leave(job, job.ticket, job.ending)
         else:
             self._run(job, job.ticket, claim)
 
     def _run(self, job: Job, ticket: Ticket, claim: Claim) -> None:
-        """It is ours, and no step touches its blocks yet."""
+        """Give a claimed ticket to the engine, unless the stamps of its blocks do not match its
+        tokens: then its blocks are released and it is computed again."""
         key, epoch = ticket.holder_id, ticket.holder_epoch
         spare, finished = in_no_table(ticket, claim, self.stamps)
         group = kind_of_group(ticket).to_continue(
             ticket, self.rules(ticket), spare, claim.num_acquired
         )
-        if not group.is_stamped(self.stamps):  # it is computed again
+        if not group.is_stamped(self.stamps):
             log.error("kv_corrupt", holder_id=ticket.holder_id)
             self.metrics.kv_corrupt.inc()
             self._release(job, ticket, STALE)
@@ -238,8 +251,8 @@ class DecodeWorker(PoolWorker):
             self._retire(self._running[removed.key], removed)
 
     def _on_advance(self, job: Job, advance: Advance) -> Sequence[Output | Found]:
-        """What the gateway gets of this step: nothing of what it has aborted."""
-        ticket = ticket_of(job)  # of now: the job's epoch is another once it is at rest
+        """Return what the gateway gets of this step; nothing if it has aborted the request."""
+        ticket = ticket_of(job)  # now: a detach may change the epoch before the commit
         if advance.completed:
             self.writer.put(lambda: self._commit(ticket, advance.completed))
         if advance.left is None:
@@ -260,7 +273,8 @@ class DecodeWorker(PoolWorker):
         return [output(ticket, token) for token in tokens]
 
     def _give_back(self, ticket: Ticket, block_ids: Sequence[int]) -> None:
-        """What no sequence of a group refers to any more, once its commits are written."""
+        """Give back blocks that no sequence of a group uses any more, after the group's earlier
+        commits."""
         if block_ids:
             held = self.pool_id, ticket.holder_id, ticket.holder_epoch
             self.writer.put(lambda: self.store.give_back(*held, block_ids))
@@ -275,12 +289,14 @@ class DecodeWorker(PoolWorker):
     # Early ends.
 
     def _break(self, job: Job, broken: Broken) -> None:
-        """The engine has dropped it; the others of its step went on."""
+        """End a group that failed in the engine, which has dropped it; the others of its step went
+        on."""
         self.distrust(broken)
         self._release(job, ticket_of(job), job.ending or poisoned(broken.fault))
 
     def _end(self, job: Job, ending: Ending) -> None:
-        """Who is on the way to rest can still end; nobody ends twice."""
+        """Begin an early end. Only a hand-over that is under way can still change into another
+        ending; any other ending is final."""
         before, job.ending = job.ending, job.ending or ending
         if before is HANDED_OVER:
             job.ending = ending
@@ -295,7 +311,7 @@ class DecodeWorker(PoolWorker):
             self._detached.take_back(job, ending)
 
     def _drop(self, job: Job, index: int) -> None:
-        """One of several sequences is wanted by nobody any more."""
+        """End one of several sequences; its gateway no longer wants it."""
         job.living.remove(index)
         if job.state is State.RUNNING:
             self.engine.send(messages.End(ticket_of(job).holder_id, index))
@@ -303,8 +319,9 @@ class DecodeWorker(PoolWorker):
             job.ticket = living_of(job)
 
     def _retire(self, job: Job, removed: Removed) -> None:
-        """The engine has let go of a job that ends early; its commits are written before this."""
-        if not removed.sequences:  # the last one has ended meanwhile
+        """Continue the early end of a group that the engine has removed. Its commits are queued
+        already, so they precede all writes from here on."""
+        if not removed.sequences:  # the last sequence ended in the step in flight
             self._finish(job)
             return
         assert job.ending is not None
@@ -312,8 +329,8 @@ class DecodeWorker(PoolWorker):
         self._leave(job, ticket, job.ending)
 
     def _leave(self, job: Job, ticket: Ticket, ending: Ending) -> None:
-        """No step touches its blocks: they go, or stay for who claims the ticket, or are copied to
-        the colder pool before they go."""
+        """Release the blocks of a request that is no longer in the engine, or keep them for the
+        worker that claims the ticket, or copy them to the swap pool and release them then."""
         if ending is HANDED_OVER:
             self._stop_running(job)
             self._detached.put(job, ticket)
@@ -329,7 +346,8 @@ class DecodeWorker(PoolWorker):
         return self._swapping.is_worthwhile(ticket, others)
 
     def _swap_out(self, job: Job, ticket: Ticket) -> None:
-        """Its blocks stay its own until they are copied."""
+        """Begin to copy a request's KV to the swap pool. Until the copy is complete, the request
+        keeps its blocks."""
         assert self._swapping is not None
         self._stop_running(job)
         job.state = State.SWAPPING
@@ -338,7 +356,8 @@ class DecodeWorker(PoolWorker):
         self._swapping.begin(job)
 
     def _on_copied(self, job: Job, swapped: Swapped | None) -> None:
-        """Here it gives way; it is computed again if there is no room in the colder pool."""
+        """Release the blocks of a request whose KV was copied to the swap pool. `swapped`: None if
+        the swap pool did not take it; the request is then computed again."""
         if swapped is None:
             log.info("swap_out_refused", holder_id=ticket_of(job).holder_id)
             self.metrics.num_swaps_refused.inc()

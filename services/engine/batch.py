@@ -1,5 +1,4 @@
-"""What the engine hands to the runner for one forward pass: rows, each with any number of new
-tokens."""
+"""Types that cross between engine, runner and model: the rows of a step, and their results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,19 +9,22 @@ from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import SamplingParams
 
 Pause = Callable[[float], object]
-"""Returns after so many seconds, or sooner, when somebody waits for a step."""
+"""Waits for the given seconds; returns earlier if a group is waiting for its first step."""
 
 
 class Fault(Enum):
-    """Why a row that was to draw has no token."""
+    """Why a row failed. The other rows of its step are not affected."""
 
     NOT_FINITE = "the model's output for it is not finite"
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Sample one token after a row's last position. The generator is keyed by (seed, sequence
-    index, position). `adjustment`: what the sequence's tokens make of the logits; None: nothing."""
+    """A request to sample one token after a row's last position.
+
+    The random numbers are a function of (seed, sequence index, position). `adjustment`: changes of
+    the logits that follow from the sequence's tokens (penalties, biases, bans); None: no change.
+    """
 
     sampling: SamplingParams
     sequence_index: int
@@ -30,14 +32,17 @@ class Draw:
 
     @property
     def is_plain(self) -> bool:
-        """It takes the likeliest token of the logits as they are."""
+        """Whether the draw is the argmax of the unadjusted logits."""
         return self.sampling.temperature == 0 and self.adjustment is None
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Tell how likely tokens were that are there already: of those behind each of a row's first
-    tokens, with the `num_top` likeliest beside each."""
+    """A request for the logprobs of tokens that are given, as for a prompt.
+
+    `token_ids[i]` is the token that follows token i of the row. Each comes with the `num_top`
+    likeliest tokens of its position.
+    """
 
     token_ids: Sequence[int]
     num_top: int
@@ -45,14 +50,14 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """New tokens of one sequence: prefill, a chunk of it, or one decode step, by their number
-    alone.
+    """The tokens of one sequence that a step computes: a prompt, a chunk of one, or one token of a
+    decoding sequence. Nothing but their number tells these apart.
 
-    `token_ids` stand at positions start .. start + len(token_ids) - 1; the KV of positions below
-    `start` is in the blocks of `block_table` already. KV of positions below `store_from` is not
-    stored (slot -1): they lie in adopted blocks. `draws`: none where the row ends before the
-    sequence does, several, alike in all but their index, where a group's sequences begin with the
-    same tokens. `scoring` is None where nobody asks for logprobs of the prompt.
+    `token_ids` are at positions start .. start + len(token_ids) - 1; the blocks of `block_table`
+    already have the KV of the positions below `start`. KV of positions below `store_from` is not
+    stored (slot -1): they are in adopted blocks. `draws` is empty if the row ends before its
+    sequence does. It has several draws, equal but for the index, if several sequences of a group
+    begin with these tokens. `scoring` is None if the request asks for no prompt logprobs.
     """
 
     token_ids: Sequence[int]
@@ -65,8 +70,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a row comes to that has logprobs to tell: of the tokens drawn, if its sampling asks for
-    them, and of those that its `scoring` asks for."""
+    """The result of a row that asks for logprobs. `tokens`: one for each draw. `logprobs`: theirs,
+    if the sampling parameters ask for them. `prompt`: those of the row's `scoring`."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
@@ -74,13 +79,17 @@ class Told:
 
 
 Drawn = tuple[int, ...] | Told | Fault
-"""What a row comes to: a token for each of its draws, or a fault of this row alone."""
+"""The result of a row: a token for each of its draws, with or without logprobs, or its fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A token that stands at `position`, after a state of the step: which one it is to be, or which
-    it is already. `num_top`: how likely it is, with so many of the likeliest; None: not asked."""
+    """A question about the token at `position`, which follows one final state of the step.
+
+    `state`: the index of that state. `token`: how to draw the token, or the given token itself.
+    `num_top`: report its logprob, and those of that many of the likeliest tokens; None: no
+    logprobs.
+    """
 
     state: int
     token: Draw | int
@@ -90,7 +99,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To a query. `logprobs`: where they were asked for."""
+    """The answer to a query: the drawn or given token. `logprobs` is None if not asked for."""
 
     token_id: int
     logprobs: Logprobs | None = None

@@ -1,4 +1,4 @@
-"""The engine: groups of sequences in, tokens and finished blocks out, one forward pass a step."""
+"""The engine: runs sequence groups, one forward pass a step, and reports tokens and full blocks."""
 
 import time
 from collections.abc import Sequence as Seq
@@ -24,23 +24,26 @@ from services.engine.sequences.sequence import Stamps
 
 
 class ForwardPass(Protocol):
+    """The computation of a step: a runner, perhaps behind a fence guard or on shared CPUs."""
+
     def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
-        """Copy blocks of the arena, (source, target) each, before the next `run`."""
+        """Copy blocks within the arena before the next `run`; a pair is (source, target)."""
 
     def run(self, rows: Seq[Row], num_behind: int = 0) -> Seq[Drawn]:
-        """Compute and store the rows' KV; what each row drew. `num_behind`: sequences that could
-        run too, and wait for another step."""
+        """Compute and store the KV of the rows; return one result per row.
+
+        `num_behind`: how many more sequences could run, but wait for a later step.
+        """
 
     def give_way(self, pause: Pause) -> None:
-        """After a step: return when others who compute on this device have had their part, as
-        far as `pause` lets them."""
+        """Leave the device to other workers after a step; call `pause` to wait meanwhile."""
 
     def rest(self) -> None:
-        """There is nothing to compute until the next `run`."""
+        """Called when there is nothing to compute until the next `run`."""
 
 
 class BlockStamps(Stamps, Protocol):
-    """The pool's record of what each block holds (law 6)."""
+    """The stamps of a pool, to check and to write: a record per block of its content (law 6)."""
 
     def own(self, block_ids: Seq[int], owner: str) -> None: ...
 
@@ -52,9 +55,12 @@ class BlockStamps(Stamps, Protocol):
 
 
 class Engine:
-    """Knows nothing of stores and peers. `one_token`: sequences rest with their first drawn token,
-    and their group leaves when all of them do (prefill). `look_ahead`: tokens ahead of a sequence's
-    end for which it asks for slots."""
+    """Runs the groups of one worker; knows nothing of stores, streams and gateways.
+
+    `one_token` (prefill workers): a sequence stops after its first drawn token, and its group
+    leaves the engine when all its sequences have stopped. `look_ahead`: for how many tokens beyond
+    the end of a sequence the engine asks for blocks; a prefill worker has acquired all before.
+    """
 
     def __init__(
         self,
@@ -71,17 +77,19 @@ class Engine:
         self._one_token = one_token
         self._look_ahead = 1 if one_token else look_ahead
         self._pruned: dict[str, Group] = {}
+        """Groups that lost a sequence by `End`; the next step reports the blocks that this freed.
+        """
         self._batching_delay = PrefillBatchingDelay(scheduler.budget)
 
     def patience_s(self, waited_s: float) -> float:
-        """How long to wait now for commands, before a step that has waited so long already; 0: not
-        at all. A decoded token waits for nobody."""
+        """How long the thread may wait for further commands before the next step, which has been
+        delayed by `waited_s` already; 0: not at all. Decode steps never wait."""
         if not self._one_token:
             return 0.0
         return self._batching_delay.patience_s(self._scheduler.num_uncomputed, waited_s)
 
     def step(self, commands: Seq[Command] = ()) -> StepOutcome:
-        """Take commands, run one batch, say what came of it."""
+        """Apply the commands, run one batch, and report what it did to each group."""
         began = time.perf_counter()
         removed = self.obey(commands)
         self._copy()
@@ -94,11 +102,12 @@ class Engine:
         return StepOutcome(advances, broken, removed, num_tokens, duration_s)
 
     def give_way(self, pause: Pause) -> None:
-        """Between steps, when what came of one is on its way."""
+        """Leave the device to other workers between two steps. The thread calls this once the
+        outcome of the last step is on its way to the event loop."""
         self._forward.give_way(pause)
 
     def _copy(self) -> None:
-        """A block that several refer to is copied before one of them writes (law 4)."""
+        """Copy each block that several sequences share and one is about to write (law 4)."""
         if pairs := self._scheduler.place_spares(self._look_ahead):
             self._forward.copy_blocks(pairs)
 
@@ -109,7 +118,10 @@ class Engine:
         return ()
 
     def obey(self, commands: Seq[Command]) -> tuple[Removed, ...]:
-        """Take commands between two steps: no step touches any more what they removed."""
+        """Apply commands between two steps; no later step touches what they removed.
+
+        Returns the removed groups. Commands for a group that the engine no longer has do nothing.
+        """
         removed = []
         for command in commands:
             match command:
@@ -154,7 +166,8 @@ class Engine:
         return tuple(self._advance(group) for group in touched.values()), tuple(broken)
 
     def _break(self, group: Group, fault: Fault) -> Broken:
-        """Drop it. Its blocks say nothing any more, so that no recovery believes them."""
+        """Drop a group whose row failed, and reset the stamps of its full blocks, so that no
+        recovery takes them for finished."""
         self._scheduler.remove(group.key)
         blocks = group.full_blocks
         self._stamps.own([block_id for block_id, _ in blocks], group.key)

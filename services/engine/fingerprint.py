@@ -1,4 +1,5 @@
-"""What makes two workers' KV interchangeable, in one string: the root of every prefix hash."""
+"""The fingerprint: the facts that make the KV of two workers interchangeable, hashed into one
+string. The root of every prefix hash depends on it."""
 
 import json
 from collections.abc import Mapping
@@ -17,9 +18,12 @@ def fingerprint(
     block_size: int,
     numerics: Mapping[str, str],
 ) -> str:
-    """32 hexadecimal digits: xxh3-128 over the configuration, every byte of the weight files
-    (`weights.weights_digest`), the dtype they are computed in, the block size, and the kernels'
-    numerics (`Backend.numerics`, quantization among them)."""
+    """The fingerprint of a model at a worker, 32 hexadecimal digits.
+
+    It is xxh3-128 over the model configuration, the digest of all weight files (`weights_digest` in
+    `services.engine.weights.checkpoint`), the dtype of the computation, the block size, and the
+    kernels' numerics (`Backend.numerics`, which include the quantization).
+    """
     facts = {
         "config": asdict(config),
         "weights": weights_digest,

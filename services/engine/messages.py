@@ -1,4 +1,8 @@
-"""What crosses between a worker's asyncio loop and its engine thread."""
+"""Messages between a worker's event loop and its engine thread: commands in, outcomes out.
+
+Groups are named by their key, the id of their holder. A command for a group that the engine does
+not have is no error: the group may have ended meanwhile.
+"""
 
 from dataclasses import dataclass
 
@@ -11,7 +15,7 @@ from services.protocol.ticket import BeamState, Hypothesis, TicketSequence
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Run a group, unless `is_started` from its `Start` on."""
+    """Add a group. It runs at once if `is_started`, else from its `Start` on."""
 
     group: Group
     is_started: bool = True
@@ -19,21 +23,23 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Run it; one that was removed before is no error."""
+    """Let an admitted group run."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Grow:
+    """Give a group blocks that its holder has acquired."""
+
     key: str
     block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Let go of one sequence of a group after the step in flight; with the last one the group is
-    `Removed`. One that is not there is no error."""
+    """End one sequence of a group after the step in flight, if it is there. The end of the last one
+    removes the group, which `Removed` reports. Beams cannot be ended."""
 
     key: str
     index: int
@@ -41,8 +47,8 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Let go of a group after the step in flight; answered by `Removed` unless it has ended
-    before."""
+    """Remove a group after the step in flight. `Removed` is the answer, unless the group has left
+    the engine before."""
 
     key: str
 
@@ -52,12 +58,15 @@ Command = Admit | Start | Grow | End | Remove
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """What one step did for one group. `tokens`: drawn, one of a sequence at most. `completed`:
-    blocks to commit; after that, `freed`: blocks to give back. `wanted_blocks`: how many it should
-    have acquired in all by now, 0 if it has them. `left`: the engine has dropped it, and these
-    sequences go on elsewhere; None: it runs on. `prompt_logprobs`: of the prompt's next tokens,
-    where asked for. `beams`: where its search stands, if it is one, and at its end what it
-    `found`."""
+    """What one step did for one group.
+
+    `tokens`: the drawn tokens, at most one per sequence. `completed`: (block id, prefix hash) of
+    blocks to commit; after that, `freed`: blocks to give back to the pool. `wanted_blocks`: how
+    many blocks the holder should have acquired in total by now; 0 if it has enough. `left`: None
+    while the group runs on; otherwise the engine has dropped the group, and these sequences
+    continue at another worker. `prompt_logprobs`: those of the prompt's next tokens, if asked for.
+    `beams`: the state of a beam search. `found`: its best hypotheses, in its last step.
+    """
 
     key: str
     tokens: tuple[Token, ...]
@@ -73,7 +82,8 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """No step touches the group's blocks any more. `sequences`: those that had not ended."""
+    """A group that left the engine by `Remove` or `End`: no step touches its blocks any more.
+    `sequences`: those that had not ended."""
 
     key: str
     sequences: tuple[TicketSequence, ...]
@@ -82,8 +92,11 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A group failed alone, and the engine has dropped it. `blocks`: all its full ones, its own and
-    adopted, whose KV is not to be trusted any more."""
+    """A group that the engine dropped because one of its rows failed; the rest of the step counts.
+
+    `blocks`: (block id, prefix hash) of all its full blocks, adopted ones too. Their KV may be the
+    cause, so they must leave the prefix index.
+    """
 
     key: str
     fault: Fault
@@ -92,7 +105,7 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """`num_tokens` were computed in `duration_s`."""
+    """The outcome of one step, which computed `num_tokens` tokens in `duration_s`."""
 
     advances: tuple[Advance, ...] = ()
     broken: tuple[Broken, ...] = ()
@@ -102,5 +115,5 @@ class StepOutcome:
 
     @property
     def is_news(self) -> bool:
-        """Whether anybody has to hear of it."""
+        """Whether the outcome has anything for the event loop."""
         return bool(self.num_tokens or self.removed or self.advances)

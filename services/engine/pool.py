@@ -1,8 +1,8 @@
-"""The pool's arena as a tensor: a file that every worker of the host maps, or one process's own
-memory on a device.
+"""The pool's arena as a tensor: a file that every worker of the host maps, or memory of one process
+on a device.
 
-A GPU's arena is of the second kind for now: another process cannot open it, which will need CUDA
-IPC. So what runs there prefills and decodes in one process.
+An arena on a GPU is private to its process for now: sharing it needs CUDA IPC, which is not
+implemented. So prefill and decode on a GPU run in one process.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,15 @@ DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.
 
 
 class KVPool:
-    """The arena `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, writable; mapped
-    from a file it is shared, made by `private` it is not."""
+    """The arena `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, writable.
+
+    The constructor maps a file, which other processes share; `private` allocates memory of this
+    process.
+    """
 
     def __init__(self, path: Path, layout: PoolLayout, num_blocks: int) -> None:
-        """Map the file. ValueError: it is not of this geometry (mapping would stretch it)."""
+        """Map the file. Raises ValueError if its size is not that of the geometry, since mapping
+        would extend a shorter file."""
         num_bytes = num_blocks * layout.block_bytes
         if path.stat().st_size != num_bytes:
             raise ValueError(f"{path} has {path.stat().st_size} bytes instead of {num_bytes}")
@@ -36,10 +40,8 @@ class KVPool:
 
     @classmethod
     def private(cls, layout: PoolLayout, num_blocks: int, device: str) -> Self:
-        """An arena of zeros that no other process sees, one allocation on `device` ("cuda", "cpu").
-
-        StartupError: no such device, or not this much memory on it.
-        """
+        """An arena of zeros that no other process sees, in one allocation on `device` ("cuda" or
+        "cpu"). Raises StartupError if there is no such device or it has too little memory."""
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise StartupError(f"no pool on {device}: PyTorch {torch.__version__} sees no GPU")
         pool = cls.__new__(cls)
@@ -54,15 +56,16 @@ class KVPool:
 
     @property
     def kv(self) -> torch.Tensor:
-        """All blocks. RuntimeError after `close`."""
+        """The arena's tensor, all blocks. Raises RuntimeError after `close`."""
         if self._kv is None:
             raise RuntimeError("the pool is closed")
         return self._kv
 
     def copy_from(self, source: "KVPool", ops: Backend, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks of another arena, of the same layout: (its block, ours) each."""
+        """Copy blocks from another arena of the same layout. A pair is (its block, our block)."""
         ops.copy_blocks(self.kv, torch.tensor(pairs, dtype=torch.int64).view(-1, 2), source.kv)
 
     def close(self) -> None:
-        """Let go, as soon as nobody holds a view of `kv` any more. Again: no error."""
+        """Drop the tensor: the memory is freed or unmapped once no view of `kv` is left. A second
+        call does nothing."""
         self._kv = None

@@ -1,4 +1,4 @@
-"""One forward pass: rows in, their next tokens out."""
+"""The runner: one forward pass over the rows of a step, and the tokens drawn after them."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -18,10 +18,11 @@ _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0,
 
 
 class Runner:
-    """A model at work on an arena `[num_blocks, num_layers, 2, block_size, kv_heads, head_dim]`.
+    """Runs a model on an arena `[num_blocks, num_layers, 2, block_size, kv_heads, head_dim]`.
 
-    Both on one device, any; the host has the tokens alone. It keeps nothing between steps but the
-    KV. ValueError: the arena is not the model's.
+    Model and arena are on one device, of any kind; only tokens and logprobs come to the host. The
+    runner keeps no state between steps except the KV in the arena. Raises ValueError if shape or
+    dtype of the arena are not the model's.
     """
 
     def __init__(self, model: Model, kv: Tensor, block_size: int, ops: Backend) -> None:
@@ -35,31 +36,34 @@ class Runner:
         self._ops = ops
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """(source, target) each; all sources are read before any target is written."""
+        """Copy blocks, (source, target) each; all sources are read before any target is written."""
         self._ops.copy_blocks(self._kv, torch.tensor(pairs, dtype=torch.int64).view(-1, 2))
 
     def run(self, rows: Sequence[Row], num_behind: int = 0) -> list[Drawn]:
-        """Compute all rows in one pass, store their KV, and draw what each row is to draw: Told
-        where logprobs are asked for. A row whose logits are not finite has a fault instead, and
-        disturbs no other.
+        """Compute all rows in one pass, store their KV, and draw the tokens that each row asks for.
 
-        ValueError, before anything is written: a row without tokens, past the model's context, with
-        too short a block table, or with a block or token id that is not there.
+        Each row gets its tokens, as a `Told` if it asks for logprobs. A row whose logits are not
+        finite gets a `Fault` instead; the other rows are not affected. `num_behind` is unused here.
+
+        Raises ValueError, before anything is written, if there are no rows, or if a row has no
+        tokens, a negative start, more positions than the model's context or its block table, or a
+        block id or token id out of range.
         """
         hidden = self.hidden(rows)
         asked = queries(rows)
         return told(rows, self._answers(hidden, asked) if asked else ())
 
     def give_way(self, pause: Pause) -> None:
-        """Whoever else computes here gets a CPU from the operating system."""
+        """Do nothing: the operating system divides the CPUs."""
 
     def rest(self) -> None:
-        """Nothing runs between steps."""
+        """Do nothing: the runner occupies no device between steps."""
 
     @torch.inference_mode()
     def hidden(self, rows: Sequence[Row]) -> Tensor:
-        """The pass alone: final states [rows with draws, hidden_size], after each row's last
-        token; of a row with a `scoring`, before that those that it asks about."""
+        """Compute the rows and store their KV, without the head. Returns the final states that the
+        rows need, [num_states, hidden_size], row after row: one for each token of its `scoring`,
+        then the one after its last token if it draws (`wanted_states`)."""
         batch = self._batch(rows)
         ends = np.cumsum([len(row.token_ids) for row in rows])
         if all(row.scoring is None for row in rows):
@@ -69,12 +73,13 @@ class Runner:
         return self._model.forward(batch, self._kv, self._placed(wanted))
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
-        """fp32 [rows with draws, vocab_size]."""
+        """Compute the rows and return the logits of their states, fp32 [num_states, vocab_size]."""
         return self._model.logits(self.hidden(rows))
 
     def warm_up(self, max_tokens: int) -> None:
-        """Touch every weight and the memory of a step: one prefill of `max_tokens` tokens (at most
-        the context) and one decode step. Stores no KV; what it reads is of no consequence."""
+        """Touch every weight and the memory of a step: run one prefill of `max_tokens` tokens (at
+        most the context) and one decode step. Stores no KV; the results are dropped, so it does not
+        matter which KV it reads."""
         num_tokens = min(max_tokens, self._model.config.max_position_embeddings)
         num_blocks = -(-num_tokens // self._block_size)
         for token_ids in ([0] * num_tokens, [0]):
@@ -110,11 +115,12 @@ class Runner:
         )
 
     def _placed(self, indices: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
-        """Where the arena is; on the CPU without a copy."""
+        """The array as a tensor on the arena's device; on the CPU it is not copied."""
         return torch.from_numpy(indices).to(self._kv.device)
 
     def _block_tables(self, rows: Sequence[Row]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-        """[rows, longest], each cut after its context, padded with block 0 that nothing reads."""
+        """[rows, longest]: each table up to the row's last position; no kernel reads the padding
+        (block 0)."""
         needed = [-(-_end(row) // self._block_size) for row in rows]
         tables = np.zeros((len(rows), max(needed)), dtype=np.int32)
         for table, row, num_blocks in zip(tables, rows, needed, strict=True):
@@ -142,5 +148,5 @@ class Runner:
 
 
 def _end(row: Row) -> int:
-    """Its context with the new tokens, and the position of the token drawn after them."""
+    """The row's context length, new tokens included: also the position of the token drawn next."""
     return row.start + len(row.token_ids)

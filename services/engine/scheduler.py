@@ -1,4 +1,4 @@
-"""Which sequences run in the next step, and how many of their tokens."""
+"""The scheduler: chooses the sequences of the next step and how many tokens of each to compute."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from services.engine.sequences.sequence import Sequence
 
 
 class Run(NamedTuple):
-    """`num_tokens`: of its uncomputed ones."""
+    """One sequence's part in a step: its next `num_tokens` uncomputed tokens."""
 
     group: Group
     sequence: Sequence
@@ -18,14 +18,14 @@ class Run(NamedTuple):
 Batch = list[Run]
 
 _SHORTEST_SHARE = 4
-"""A quarter of the budget goes to whoever needs least while more wants to run than fits, so that a
-long prompt does not hold short ones up; the rest goes strictly by order."""
+"""While more tokens wait than fit into a step, a quarter of the budget goes to the sequences that
+need fewest tokens, so that a long prompt does not delay short ones. The rest is in queue order."""
 
 
 class Scheduler:
-    """Chunks of at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences a step.
+    """Schedules at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences a step.
 
-    A decoding sequence is one that needs one token; nothing else tells prefill from decode.
+    Nothing tells prefill from decode but the number of tokens: a decoding sequence needs one.
     """
 
     def __init__(self, max_num_batched_tokens: int, max_num_seqs: int) -> None:
@@ -44,20 +44,23 @@ class Scheduler:
         return self._groups.get(key)
 
     def place_spares(self, look_ahead: int) -> list[tuple[int, int]]:
-        """Blocks to copy before the next step, in all groups."""
+        """Give spare blocks to the sequences of all groups; return the (source, target) pairs of
+        blocks to copy before the next step."""
         return [pair for group in self._groups.values() for pair in group.place_spares(look_ahead)]
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens of all that have started, whether they have slots or not."""
+        """Uncomputed tokens of all started groups, whether they have slots or not."""
         return sum(group.num_uncomputed for group in self._groups.values() if group.is_started)
 
     @property
     def num_runnable(self) -> int:
+        """The number of sequences that could run in the next step."""
         return len(self._runnable())
 
     def next_batch(self) -> Batch:
-        """First come, first served; of one group, by index. Empty when nothing can run."""
+        """The next step: groups in queue order, sequences of a group by index; the first of them
+        always gets tokens. Empty if nothing can run."""
         runnable = self._runnable()
         if sum(run.num_tokens for run in runnable) <= self.budget:
             return _fill(runnable[: self._max_num_seqs], self.budget)

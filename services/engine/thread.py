@@ -1,4 +1,4 @@
-"""The engine's thread: the only one that touches the device, the sequences and the stamps."""
+"""The engine thread: the only one that touches the device, the sequences and the stamps."""
 
 import asyncio
 import queue
@@ -12,13 +12,13 @@ from services.engine.messages import Admit, Command, Start, StepOutcome
 
 
 class EngineThread:
-    """Steps while something can run, else waits for a command. `may_step` returns when the
-    next step may begin; False: never again. What is removed before a step is told before it: nobody
-    waits for a step in which they have no part.
+    """Runs the engine's steps in a thread of its own; waits for commands while nothing can run.
 
-    `on_outcome` and `on_failure` are called in `loop`, outcomes in the order of the steps. After a
-    failure nothing runs any more: the blocks of the step in flight are in an unknown state, so the
-    worker has to end.
+    `may_step` blocks until the next step may begin; it returns False if no step may begin any more.
+    `on_outcome` and `on_failure` are called in `loop`, outcomes in the order of the steps. Groups
+    removed before a step are reported before it, so that their release does not wait for the step.
+    After a failure the thread ends: the blocks of the step in flight are in an unknown state, so
+    the worker has to end too.
     """
 
     def __init__(
@@ -35,18 +35,22 @@ class EngineThread:
         self._on_failure = on_failure
         self._may_step = may_step
         self.step_in_flight: int | None = None
-        """Its number, while there is one."""
+        """The number of the step that runs now, from 1; None between steps."""
         self._held: list[Command] = []
         self._inbox: queue.SimpleQueue[Seq[Command] | None] = queue.SimpleQueue()
-        self._newcomers = threading.Event()  # set while the inbox holds who waits for a first step
+        self._newcomers = threading.Event()  # set while the inbox may hold groups to begin
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def send(self, command: Command) -> None:
-        """In `loop`. Who is admitted and not started gives nothing to do: that goes with the next
-        command, and the thread does not wake, and take turns with the loop, for each of many."""
+        """Send a command to the thread; to be called in `loop`.
+
+        An `Admit` of a group that is not started is held back until the next command: it gives the
+        thread nothing to do, and each wake-up of the thread would compete with the loop for the
+        GIL.
+        """
         self._held.append(command)
         if not isinstance(command, Admit) or command.is_started:
             held, self._held = self._held, []
@@ -55,7 +59,8 @@ class EngineThread:
                 self._newcomers.set()
 
     def stop(self) -> None:
-        """Return when the step in flight is over; commands not yet taken are dropped."""
+        """End the thread after the step in flight, and wait for that. Commands that the thread has
+        not taken are dropped."""
         self._inbox.put(None)
         self._thread.join()
 
@@ -82,7 +87,7 @@ class EngineThread:
         self._tell(StepOutcome(removed=self._engine.obey(commands)))
 
     def _gather(self) -> bool:
-        """Take in who comes before the step has to begin; False: stop."""
+        """Apply the commands that arrive while the step may still wait; False: stop the thread."""
         began = time.perf_counter()
         while patience_s := self._engine.patience_s(time.perf_counter() - began):
             try:
@@ -99,7 +104,7 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._on_outcome, outcome)
 
     def _take(self, wait: bool) -> list[Command] | None:
-        """What the inbox holds; None: stop."""
+        """All commands in the inbox; None: stop the thread. `wait`: wait for the first one."""
         self._newcomers.clear()
         commands: list[Command] = []
         while True:

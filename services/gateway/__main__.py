@@ -1,4 +1,4 @@
-"""`python -m services.gateway`: the gateway."""
+"""`python -m services.gateway`: runs a gateway."""
 
 from services.common.runtime.starting import end_on_signals
 

@@ -1,11 +1,14 @@
-"""A bell: tells those who wait that something has changed, without losing a ring in between."""
+"""Wakes tasks that wait for a change of workers or requests, and loses no notification."""
 
 import asyncio
 
 
 class ChangeNotifier:
-    """Read `num_changes`, look at the world, and if there is nothing to do `wait(rings)`: a ring
-    after the look returns at once."""
+    """A counter of changes that tasks can wait for.
+
+    A task reads `num_changes`, looks for something to do, and if there is nothing passes the number
+    that it read to `wait`. A change since that read makes `wait` return at once.
+    """
 
     def __init__(self) -> None:
         self.num_changes = 0
@@ -17,7 +20,7 @@ class ChangeNotifier:
         self._event = asyncio.Event()
 
     async def wait(self, seen: int, timeout_s: float | None = None) -> bool:
-        """Until there were more than `seen` rings (True) or the time is up (False)."""
+        """Wait until `num_changes` exceeds `seen` (True) or `timeout_s` has passed (False)."""
         if self.num_changes > seen:
             return True
         try:

@@ -82,7 +82,7 @@ class GatewaySettings(ServiceSettings):
     )
     silence_s: float = Field(
         default=2.0,
-        gt=1.25,  # idle workers report once a second, or a quarter later
+        gt=1.25,  # an idle worker reports every 1 to 1.25 s
         description="how long a worker may say nothing before it is given up; more than 1.25",
     )
     read_window_s: float = Field(

@@ -1,4 +1,4 @@
-"""The gateway: `Generator` over the workers of the fleet."""
+"""The gateway: implements `Generator` with the workers of the worker directory."""
 
 import asyncio
 import secrets
@@ -26,8 +26,13 @@ from services.gateway.workers.directory import Served, WorkerDirectory
 
 
 class Gateway:
-    """`changes` rings when workers come or go. `client_priority`: requests may have another
-    priority than 0."""
+    """Generates text for the requests of one gateway process.
+
+    `changes` notifies when workers come or go. `patience_s`: how long a request waits while no
+    worker is there. `client_priority`: requests may set a priority other than 0.
+    `report_cached_tokens`: usage reports cached tokens to every client, not only to one with a
+    cache salt.
+    """
 
     def __init__(
         self,
@@ -50,8 +55,9 @@ class Gateway:
         self._pacer = StreamPacer()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """See `Generator.generate`. Also raises Unavailable when workers were lost too often,
-        Overloaded when the client reads too slowly, BlockStoreError when the store is away."""
+        """See `Generator.generate`. Also raises Unavailable if the request lost its workers too
+        often, Overloaded if the client reads too slowly, BlockStoreError if the block store does
+        not answer."""
         name = request.request_id or f"gen-{secrets.token_hex(12)}"
         try:
             check_identity(request)
@@ -70,7 +76,8 @@ class Gateway:
     async def _enter(
         self, request: GenerationRequest, name: str
     ) -> tuple[RequestLifecycle, Output]:
-        """Admit a request and put it in line; raises what refuses it."""
+        """Admit a request and put it into its model queue. Raises the error of the check that
+        refuses it."""
         arrived_at = asyncio.get_running_loop().time()
         deadline = None if request.timeout_s is None else arrived_at + request.timeout_s
         check_priority(request.priority, client_priority=self._client_priority)
@@ -89,8 +96,8 @@ class Gateway:
                 raise DeadlineExceeded("the request's deadline has passed") from error
 
     def refused(self, request_id: str, model: str, code: str, reason: str) -> None:
-        """See `Generator.refused`. Only a model that is served becomes a label: clients choose the
-        names that they send, and each would be a time series of its own."""
+        """See `Generator.refused`. Only the name of a served model becomes a metric label: clients
+        can send any name, and each one would add a time series."""
         names = self._directory.names()
         only = names[0] if len(names) == 1 and not model else ""
         self._request_metrics.refused(request_id, model if model in names else only, code, reason)
@@ -115,7 +122,8 @@ class Gateway:
         )
 
     async def _served(self, name: str) -> tuple[str, Served]:
-        """The model asked for; where there is none at all, one may be about to come."""
+        """Find the model that a request names. Wait up to `patience_s` while no worker of any model
+        is there, since one may be about to start; then raise NoWorker."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._patience_s
         while True:
@@ -157,7 +165,8 @@ class Gateway:
             RequestStats(
                 len(request.prompt_token_ids),
                 request.arrived_at,
-                # Under a salt that others have too, they would tell what others have sent.
+                # A client without a cache salt shares cached prefixes with other clients, so its
+                # number of cached tokens would show what others have sent.
                 reports_cached=self._report_cached_tokens or bool(request.cache_salt),
             ),
             sequences,
@@ -172,7 +181,8 @@ class Gateway:
 
 
 def _choose(name: str, names: tuple[str, ...]) -> str:
-    """UnknownModel; InvalidRequest: none named where several are served."""
+    """The served model that `name` means; an empty name means the only one. UnknownModel: it is not
+    served. InvalidRequest: the name is empty and several models are served."""
     if name in names:
         return name
     served = ", ".join(names)

@@ -1,5 +1,5 @@
-"""The gateway's process: connect to Redis, listen for clients and for operations, follow the
-workers, leave."""
+"""The gateway's process: connects to Redis, listens for clients and operators, follows the
+workers, and shuts down within a grace time."""
 
 import asyncio
 import time
@@ -31,16 +31,20 @@ from services.gateway.streaming.output import PAUSE_AFTER_S
 from services.gateway.wiring import Wiring, assembled, keep_health
 
 _HINT_LIMIT_S = 0.5
-"""For what the block store knows of prefixes; a request can be placed without it."""
+"""How long a lookup of cached prefixes in the block store is tried again. The router can place a
+request without the answer."""
 _FAREWELL_S = 1.0
-"""For answers that are on their way out when everything has ended."""
+"""How long the servers stay up after all requests have ended, so that the last answers go out."""
 
 log = get_logger(__name__)
 
 
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
-    """Until `stop`; then what runs gets its grace. Raises when the store is lost: another gateway
-    process begins with the new one."""
+    """Run a gateway until `stop` is set; then running requests have `request_grace_s` to finish.
+
+    Raises StoreLost if the store has lost its data: a new gateway process then starts with the new
+    store.
+    """
     metrics = CollectorRegistry()
     secret = deployment_secret(settings)
     limits = Limits(
@@ -72,7 +76,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         operations = await _operations_server(settings, wiring, secret, port, stack)
         http = await stack.enter_async_context(AsyncExitStack())
         http_port = await _http_server(settings, wiring, metrics, http)
-        # Whatever ends the process: clients hear of it before their connections break.
+        # However the process ends, clients get an error before their connections break.
         stack.push_async_callback(wiring.dispatcher.close)
         started_unix_ms = time.time_ns() // 1_000_000
         heartbeat = RegistryHeartbeat(
@@ -89,7 +93,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
 
 
 async def _leave(wiring: Wiring, server: RpcServer, http: AsyncExitStack, grace_s: float) -> None:
-    """Both front doors take nothing new; what is not done after the grace is told so."""
+    """Stop the gRPC and the HTTP server: neither accepts new calls, and requests that still run
+    after `grace_s` fail with Draining."""
     closing = asyncio.gather(server.stop(grace_s + _FAREWELL_S), http.aclose())
     await asyncio.wait([closing], timeout=grace_s)
     await wiring.dispatcher.close()
@@ -128,7 +133,8 @@ async def _operations_server(
     public_port: int,
     stack: AsyncExitStack,
 ) -> RpcServer:
-    """What operators ask, on a socket of the run directory, and on a port where one is set."""
+    """Serve operators' calls on a Unix socket in the run directory, and on `operations_port` if one
+    is set."""
     server = RpcServer(BLOCK_MANAGER.name, SUPERVISOR.name)
     supervisor = Target(settings.supervisor) if settings.supervisor else None
     for relay in (
@@ -162,7 +168,8 @@ async def _http_server(
         _max_connections(settings),
         settings.header_timeout_s,
         settings.body_timeout_s,
-        # After the client's request was cancelled: until then it may come back.
+        # A slow client may start to read again until the gateway cancels its request, so a write
+        # may wait a little longer than that.
         write_timeout_s=PAUSE_AFTER_S + settings.read_window_s + _FAREWELL_S,
     )
     grace_s = settings.request_grace_s + _FAREWELL_S
@@ -171,5 +178,5 @@ async def _http_server(
 
 
 def _max_connections(settings: GatewaySettings) -> int:
-    """Of each of the two front doors."""
+    """The connection limit of each of the two servers, gRPC and HTTP."""
     return min(settings.max_connections, open_files.room_for_connections(2))

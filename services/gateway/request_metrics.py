@@ -1,4 +1,4 @@
-"""What is counted and logged of every request."""
+"""Metrics and the one log line of each request."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from services.gateway.request.lifecycle import RequestLifecycle
 log = get_logger(__name__)
 
 _MAX_TEXT_CHARS = 1000
-"""Of what a client wrote in one line of the log."""
+"""Longest text from a client in one log line."""
 
 
 class ModelMeter:
-    """The figures of one model's tokens."""
+    """Records time to first token, inter-token latency and token counts of one model."""
 
     def __init__(self, metrics: GatewayMetrics, model: str) -> None:
         self._ttft = metrics.time_to_first_token_s.labels(model)
@@ -35,6 +35,8 @@ class ModelMeter:
 
 
 class RequestMetrics:
+    """Counts and logs the requests of a gateway when they are refused or end."""
+
     def __init__(self, registry: CollectorRegistry) -> None:
         self._metrics = GatewayMetrics(registry)
         self._meters: dict[str, ModelMeter] = {}
@@ -45,13 +47,13 @@ class RequestMetrics:
         return self._meters[model]
 
     def watch(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
-        """Where the gauges are read from, whenever somebody asks."""
+        """Set the functions that a scrape of the two gauges calls."""
         self._metrics.num_requests_running.set_function(num_running)
         self._metrics.num_requests_waiting.set_function(num_waiting)
 
     def refused(self, request_id: str, model: str, code: str, reason: str) -> None:
-        """Count a request that was refused before it was in line, and write its one line. `model`:
-        one that is served, or empty."""
+        """Count a request that was refused before it entered its model queue, and write its one log
+        line. `model`: a served model, or empty."""
         self._metrics.requests_failed.labels(model, code).inc()
         log.info(
             "request_refused",
@@ -62,7 +64,7 @@ class RequestMetrics:
         )
 
     def has_ended(self, lifecycle: RequestLifecycle, error: Exception | None) -> None:
-        """Count a request, and write its one line."""
+        """Count a request that has ended, and write its one log line."""
         request, stats = lifecycle.client.request, lifecycle.client.output.stats
         now = asyncio.get_running_loop().time()
         outcome = _outcome(lifecycle, error)
@@ -98,13 +100,13 @@ class RequestMetrics:
 
 
 def code_of(error: Exception) -> str:
-    """An error's code, as clients and figures know it."""
+    """An error's code, as clients and metrics show it."""
     fault = fault_of(error)
     return fault.code if fault else INTERNAL_CODE
 
 
 def _outcome(lifecycle: RequestLifecycle, error: Exception | None) -> str:
-    """In a word: a finish reason, an error's code, or `cancelled`."""
+    """How a request ended: its finish reason, the code of its error, or `cancelled`."""
     if lifecycle.client.output.finish_reason is not None:
         return lifecycle.client.output.finish_reason.value
     return "cancelled" if error is None else code_of(error)

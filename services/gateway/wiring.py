@@ -1,4 +1,4 @@
-"""How the gateway's parts are put together."""
+"""Creates the gateway's parts and connects them."""
 
 import asyncio
 import secrets
@@ -26,6 +26,8 @@ from services.protocol.version import PROTOCOL_VERSION
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
+    """The parts of a running gateway."""
+
     gateway_id: str
     gateway: Gateway
     directory: WorkerDirectory
@@ -34,7 +36,7 @@ class Wiring:
     changes: ChangeNotifier
 
     def describe(self, address: str, started_unix_ms: int, *, stopping: bool) -> Member:
-        """The gateway's own entry in the registry."""
+        """The gateway's own registration."""
         state: State = "serving" if self.gateway.ready() else "starting"
         return Member(
             member_id=self.gateway_id,
@@ -62,8 +64,8 @@ async def assembled(
     client_priority: bool = False,
     report_cached_tokens: bool = False,
 ) -> AsyncIterator[Wiring]:
-    """A gateway that follows the registry, until the block is left. What fails in the background
-    (StoreLost) is raised in the block, as an exception group."""
+    """Yield a gateway that follows the registry until the block is left. An error of a background
+    task (StoreLost) is raised in the block, as an exception group."""
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     changes = ChangeNotifier()
     directory = WorkerDirectory(
@@ -106,8 +108,8 @@ async def assembled(
 async def keep_health(
     wiring: Wiring, servers: Sequence[RpcServer], heartbeat: RegistryHeartbeat
 ) -> None:
-    """Health checks and the registry say that it serves while there are workers of each kind.
-    Until cancelled."""
+    """Keep health checks and the registry up to date, until cancelled: the gateway serves while a
+    model has a pool with at least one prefill and one decode worker."""
     serving = False
     while True:
         heard = wiring.changes.num_changes

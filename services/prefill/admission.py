@@ -1,4 +1,4 @@
-"""The line of requests that have no blocks yet: who gets them, in which order."""
+"""Decides which of the waiting requests gets blocks next."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,12 +18,15 @@ log = get_logger(__name__)
 
 
 class Admission:
-    """First come, first served by `order`, while `has_room` says that the engine can use more.
+    """The requests without blocks. They get blocks in the order of `ticket.order`, while `has_room`
+    says that the engine can use more.
 
-    A request that shares a prefix being computed here steps aside until that is done. One that the
-    pool has no blocks for waits, and everyone behind it. `on_admitted` gets a job with its
-    allocation, whose adopted blocks were compared with its tokens; `on_corrupt` hears of one that
-    said something else, `on_stale` of a job whose holder's id was used before.
+    If the pool has too few blocks for a request, that request and all behind it wait. A request
+    that shares a prefix which this worker is computing lets others pass until that is done.
+
+    `on_admitted` gets a job with its allocation; the stamps of its adopted blocks match its tokens.
+    `on_corrupt` is called for each adopted block whose stamp does not match. `on_stale` gets a job
+    whose holder id was used before.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Admission:
         self.wake()
 
     def wake(self) -> None:
-        """Something changed that may let somebody in."""
+        """Look again whether a request can be admitted."""
         self._woken.set()
 
     async def run(self) -> None:
@@ -81,7 +84,7 @@ class Admission:
                 self.wake()
 
     async def _blocked(self) -> bool:
-        """Let in who can go; True when the pool has no blocks for the next one."""
+        """Admit requests in order; return whether the pool has too few blocks for the next one."""
         for job in tuple(self._line):
             if not self._has_room():
                 return False
@@ -91,22 +94,28 @@ class Admission:
                 await self._allocate(job)
             except (OutOfBlocks, MustWait):
                 return job.state is State.WAITING
-            except StaleHolder:  # its id was used before: only the gateway can give it another
+            except StaleHolder:  # the holder id was used before: the gateway has to give a new one
                 self._on_stale(job)
                 continue
             if job.state is State.WAITING:
                 self._line.remove(job)
                 self._on_admitted(job)
-            elif job.allocation is not None:
+            elif job.allocation is not None:  # the job ended during the call
                 await self._give_up(job)
         return False
 
     def _follows(self, job: Job) -> bool:
+        """Whether this worker is computing a prefix of the job for another request."""
         if job.follows not in self._prefixes:
             job.follows = self._prefixes.last_shared(job.hashes)
         return job.follows is not None
 
     async def _allocate(self, job: Job) -> None:
+        """Get the blocks of a job, and compare stamps of adopted blocks with its tokens (law 6).
+
+        After a mismatch the block leaves the prefix index, and the job asks again under another
+        holder id, since an id is used once. OutOfBlocks, MustWait, StaleHolder: from the store.
+        """
         num_blocks = num_blocks_for(job.ticket, self._block_size)
         while True:
             holder_id = job.ticket.holder_id
@@ -123,7 +132,7 @@ class Admission:
             await self._store.retract(self._pool_id, block_id, prefix_hash)
             await self._give_up(job)
             if job.state is not State.WAITING:
-                return  # its withdrawal was that of the holder so far
+                return  # the job has ended, and its waiter was withdrawn under the old holder id
             job.ticket = replace(job.ticket, holder_id=successor_of(holder_id))
 
     async def _give_up(self, job: Job) -> None:

@@ -12,8 +12,15 @@ from services.worker.events import Ending, Found, Output, Session
 
 
 class State(Enum):
-    """WAITING (no blocks) -> COMPUTING (in the engine) -> ISSUED (a ticket at rest) -> ENDED; one
-    that was swapped out is FETCHING its KV before it computes the rest."""
+    """Where a request stands at this worker.
+
+        WAITING -> COMPUTING -> ISSUED -> ENDED
+        WAITING -> FETCHING -> COMPUTING -> ...      if its KV was swapped out
+
+    WAITING: for blocks. FETCHING: its KV is being copied back from the swap pool. COMPUTING: the
+    engine computes its prompt. ISSUED: its ticket is detached and waits for a claim. A request may
+    go to ENDED from every state.
+    """
 
     WAITING = auto()
     FETCHING = auto()
@@ -24,10 +31,16 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """`contents`: of its blocks, once they are filled. `follows`: a prefix that somebody else here
-    is computing. `outputs`: drawn so far. `ending`: set once it is to end early. `suspect`: a
-    worker has died over it. `num_prompt_logprobs`: tell those of the prompt, with so many of the
-    likeliest tokens; None: do not. They come chunk by chunk, into `prompt_logprobs`."""
+    """One attempt of a request.
+
+    `contents`: the block keys of its tokens. `suspect`: whether the request may have killed a
+    worker. `follows`: the hash of a prefix that this worker is computing for another request, for
+    which this one waits. `ending`: set once the request is to end early. `num_prompt_logprobs`:
+    report the logprobs of the prompt, with that many of the likeliest tokens at each position;
+    None: do not. `prompt_logprobs`: those of the chunks so far. `outputs`: the tokens, or beam
+    search results, so far. `num_tokens`: to compute if nothing is cached. `num_uncomputed`: still
+    to compute.
+    """
 
     session: Session
     ticket: Ticket
@@ -48,22 +61,25 @@ class Job:
 
     @property
     def key(self) -> tuple[int, str, int]:
-        """(gateway, request, attempt)."""
+        """(gateway session, request id, attempt)."""
         return id(self.session), *self.ticket.key
 
     @property
     def hashes(self) -> Sequence[PrefixHash]:
-        """Of the full blocks with which all its sequences begin."""
+        """The hashes of the full blocks with which all sequences begin."""
         return self.contents.trunk.hashes
 
     @property
     def chains(self) -> tuple[Sequence[PrefixHash], Sequence[Sequence[PrefixHash]]]:
-        """What it looks for in the cache. Whose prompt's logprobs are asked for computes all."""
+        """The hashes to look for in the prefix index: those with which all sequences begin, and
+        behind them each sequence's own. A request that asks for logprobs of its prompt looks for
+        the first only, since it computes everything anyway."""
         shared, behind = self.contents.chains
         return shared, behind if self.num_prompt_logprobs is None else ()
 
     def begun(self) -> list[Begun]:
-        """Where its sequences begin with what was cached."""
+        """For each sequence, the adopted blocks and how many of their tokens count as computed: 0
+        if the request asks for logprobs of its prompt."""
         assert self.allocation is not None
         begun = self.contents.begun(self.allocation.cached(*self.chains))
         if self.num_prompt_logprobs is None:
@@ -76,8 +92,8 @@ class Job:
         beams: BeamState | None,
         prefill_ns_per_token: int,
     ) -> Ticket:
-        """The ticket of those that go on, with blocks and the tokens just drawn, at rest (epoch
-        2)."""
+        """The detached ticket of the sequences that continue (`left`), with their blocks and the
+        tokens just drawn."""
         assert self.allocation is not None
         return replace(
             self.ticket,

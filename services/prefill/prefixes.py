@@ -1,4 +1,4 @@
-"""Prefixes that are being computed by this worker now, so that each is computed once."""
+"""Tracks the prefixes that this worker is computing, so that each of them is computed once."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -6,10 +6,11 @@ from blockstore.records import PrefixHash
 
 
 class PrefixesUnderWay:
-    """Hashes of full blocks whose KV some request here is computing.
+    """The prefix hashes of full blocks whose KV a request at this worker is computing.
 
-    A follower, a request that shares one of them, holds no blocks: it waits until the last one that
-    it shares is committed or its leader has ended, however it ended, and then looks in the cache.
+    The request that computes a block is its leader. A follower, a request that shares such a block,
+    holds no blocks: it waits until the last block that it shares is committed or the leader has
+    ended for any reason, and then asks the store for cached blocks.
     """
 
     def __init__(self, on_change: Callable[[], None]) -> None:
@@ -17,7 +18,7 @@ class PrefixesUnderWay:
         self._on_change = on_change
 
     def last_shared(self, hashes: Sequence[PrefixHash]) -> PrefixHash | None:
-        """The longest prefix of `hashes` that somebody is computing."""
+        """The last of `hashes` that is being computed; None: none of them is."""
         return next((h for h in reversed(hashes) if h in self._leaders), None)
 
     def __contains__(self, prefix_hash: PrefixHash | None) -> bool:
@@ -28,7 +29,7 @@ class PrefixesUnderWay:
             self._leaders.setdefault(prefix_hash, leader)
 
     def end(self, leader: str, hashes: Iterable[PrefixHash]) -> None:
-        """Some are committed, or the leader has ended."""
+        """Remove hashes of blocks that are committed, or whose leader has ended."""
         for prefix_hash in hashes:
             if self._leaders.get(prefix_hash) == leader:
                 del self._leaders[prefix_hash]

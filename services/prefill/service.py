@@ -1,4 +1,4 @@
-"""The Prefill service: protobuf at the edge of the prefill worker."""
+"""The gRPC service of the prefill worker: protobuf in, calls of `PrefillWorker`; events out."""
 
 from collections.abc import AsyncIterator
 from typing import Any

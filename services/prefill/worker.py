@@ -1,4 +1,4 @@
-"""The prefill worker: tickets without blocks in, tickets with blocks and a first token out."""
+"""The prefill worker: takes tickets without blocks, returns them with blocks and first tokens."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -43,13 +43,18 @@ from services.worker.swap.pool import Fetched, SwapPool
 
 _STEPS_AHEAD = 2
 _LONG_SHARE = 4
-"""Blocks are given out for so many steps' worth of tokens, a long prompt counting as a quarter of a
-step: enough that the next steps are full and short prompts find room beside long ones, little
-enough that requests far from their turn hold nothing."""
+"""Requests get blocks until the engine has `_STEPS_AHEAD` full steps of tokens to compute; a prompt
+counts for at most 1 / `_LONG_SHARE` of a step. So the next steps are full, short prompts run beside
+long ones, and requests that are far from their turn hold no blocks."""
 
 
 class PrefillWorker(PoolWorker):
-    """submit -> (wait for blocks) -> compute in chunks -> ticket, or an early end at any point."""
+    """Takes a request from its ticket without blocks to its ticket with blocks.
+
+        submit -> wait for blocks -> compute in chunks -> issue the ticket
+
+    A request may end early at any point.
+    """
 
     def __init__(
         self,
@@ -80,7 +85,7 @@ class PrefillWorker(PoolWorker):
         self._issued: dict[str, Job] = {}
         self._fetching: asyncio.Queue[Job] = asyncio.Queue()
 
-    # What gateways ask.
+    # Commands of gateways.
 
     def submit(
         self,
@@ -90,8 +95,11 @@ class PrefillWorker(PoolWorker):
         *,
         suspect: bool = False,
     ) -> None:
-        """Take a ticket without blocks; tell the logprobs of its prompt, unless None. Raises
-        InvalidRequest."""
+        """Queue a ticket without blocks; a draining worker sends it back. Raises InvalidRequest.
+
+        `num_prompt_logprobs`: report the logprobs of the prompt, with that many of the likeliest
+        tokens at each position; None: do not. `suspect`: the request may have killed a worker.
+        """
         if self.draining:
             session.send(Requeued(ticket, RequeueReason.DRAINING))
             return
@@ -108,14 +116,17 @@ class PrefillWorker(PoolWorker):
     def abort(
         self, session: Session, request_id: str, attempt: int, index: int | None = None
     ) -> None:
-        """End a request. One of several sequences ends where its gateway leaves it out of the
-        ticket that it sends on: each draws one token here, whoever wants it."""
+        """End a request. No error if it is not here.
+
+        `index`: an abort of one of several sequences has no effect, because each of them draws only
+        one token here. The gateway leaves the aborted sequence out of the ticket that it sends on.
+        """
         job = self._jobs.get(session, request_id, attempt)
         if job and (index is None or job.ticket.is_only(index)):
             self._end(job, ABORTED)
 
     def close(self, session: Session) -> None:
-        """The gateway is gone: everything that came from it ends."""
+        """End all requests of a gateway that is gone."""
         for job in self._jobs.of(session):
             self._end(job, ABORTED)
 
@@ -141,7 +152,7 @@ class PrefillWorker(PoolWorker):
             + sum(job.num_uncomputed for job in self._computing.values()),
         )
 
-    # The walk of a job: WAITING -> (FETCHING) -> COMPUTING -> ISSUED -> ENDED.
+    # States of a job: WAITING -> (FETCHING) -> COMPUTING -> ISSUED -> ENDED.
 
     def _has_room(self) -> bool:
         budget = self.limits.max_num_batched_tokens
@@ -150,7 +161,11 @@ class PrefillWorker(PoolWorker):
         return ahead < _STEPS_AHEAD * budget and len(self._computing) < self.limits.max_num_seqs
 
     def _begin(self, job: Job) -> None:
-        """It has its blocks, and perhaps KV in the colder pool."""
+        """Compute a job that has its blocks, or first copy its KV back from the swap pool.
+
+        KV in the swap pool is of no use to a request that asks for logprobs of its prompt, because
+        that request computes all of its prompt.
+        """
         assert job.allocation is not None
         self._computing[job.ticket.holder_id] = job
         self._prefixes.begin(job.ticket.holder_id, job.hashes[job.allocation.num_cached_blocks :])
@@ -163,7 +178,7 @@ class PrefillWorker(PoolWorker):
         self._fetching.put_nowait(job)
 
     async def _fetch_all(self) -> None:
-        """Bring back what was swapped out, one after another."""
+        """Copy swapped-out KV back, one request at a time."""
         assert self.swap_pool is not None
         while True:
             job = await self._fetching.get()
@@ -175,16 +190,16 @@ class PrefillWorker(PoolWorker):
                 self._compute(job, fetched)
 
     def _compute(self, job: Job, fetched: Fetched) -> None:
-        """The engine does the rest:
+        """Give the engine the tokens that no block has KV for yet:
 
         blocks   |== adopted ==|== copied ==|------- new -------|
         tokens   |====== computed ======|---- to compute ----|  never empty: the last token draws
 
-        So for each sequence of a group; what those have in common that have the same blocks is
-        computed once, and what each has behind that after it.
+        This holds for each sequence of a group. Tokens that several sequences begin with are
+        computed once, if the sequences have the same blocks before them; then the rest of each.
 
-        Whose prompt's logprobs are asked for computes all of it, in adopted blocks without storing
-        anything there.
+        A request that asks for logprobs of its prompt computes all of the prompt, but stores no KV
+        in adopted blocks.
         """
         allocation = job.allocation
         assert allocation is not None
@@ -235,7 +250,7 @@ class PrefillWorker(PoolWorker):
                 self._finish(job)
 
     def _give_back(self, job: Job, block_ids: Sequence[int]) -> None:
-        """What those that have ended already leave."""
+        """Give back the blocks of sequences that have ended."""
         if block_ids:
             held = self.pool_id, job.ticket.holder_id, _epoch(job)
             self.writer.put(lambda: self.store.give_back(*held, block_ids))
@@ -246,7 +261,7 @@ class PrefillWorker(PoolWorker):
         self._prefixes.end(holder_id, [prefix_hash for _, prefix_hash in completed])
 
     def _issue(self, job: Job, left: tuple[TicketSequence, ...], beams: BeamState | None) -> None:
-        """At rest: nobody writes its blocks until somebody claims them."""
+        """Detach the holder and send its ticket. No worker writes the blocks before the claim."""
         ticket = job.issued(left, beams, self._pace.ns_per_token)
 
         async def detach() -> None:
@@ -277,7 +292,8 @@ class PrefillWorker(PoolWorker):
     # Early ends.
 
     def _break(self, job: Job, broken: Broken) -> None:
-        """The engine has dropped it; the others of its step went on."""
+        """End a group that failed in the engine, which has dropped it; the others of its step went
+        on."""
         self.distrust(broken)
         job.ending = job.ending or poisoned(broken.fault)
         self._retire(job)
@@ -299,7 +315,8 @@ class PrefillWorker(PoolWorker):
             self.writer.put(lambda: self._take_back(job, ending))
 
     def _retire(self, job: Job) -> None:
-        """The engine has let go of a job that ends early; its commits are written before this."""
+        """Release the blocks of a job that ends early and is no longer in the engine. Its commits
+        are queued already, so they precede the release."""
         ticket, ending = replace(job.ticket, holder_epoch=_epoch(job)), job.ending
         assert ending is not None
 
@@ -323,7 +340,7 @@ class PrefillWorker(PoolWorker):
         self._issued.pop(job.ticket.holder_id, None)
         self._prefixes.end(job.ticket.holder_id, job.hashes)
 
-    # The pool's demands.
+    # Demands of the store.
 
     def _on_demands(self, holder_ids: Sequence[str]) -> None:
         for holder_id in holder_ids:

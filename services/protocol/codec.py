@@ -1,7 +1,8 @@
-"""The domain's types as protobuf and back; the round trip is exact.
+"""Converts tickets, logprobs and loads to protobuf messages and back.
 
-Sampling floats travel as 32 bits: a value that came over the wire once stays what it is. Everything
-that comes in is checked: a ticket that makes no sense is an InvalidRequest, not a wrong read later.
+Sampling parameters are 32-bit floats in messages: a value that was in a message once does not
+change any more. Every received message is checked: a malformed ticket raises InvalidRequest here,
+before a worker reads wrong memory.
 """
 
 import math
@@ -35,7 +36,7 @@ _MAX_EPOCH = 1 << 53
 _MAX_TOP_K = 1 << 31
 MAX_NAME_CHARS = 256
 MAX_REQUEST_ID_CHARS = 320
-"""A client's 256, and what its gateway adds."""
+"""256 characters of the client's id, and what the gateway adds to it."""
 
 _FINISH_REASONS = {
     FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
@@ -73,8 +74,8 @@ def ticket_to_wire(ticket: Ticket) -> ticket_pb2.Ticket:
 
 
 def ticket_from_wire(message: ticket_pb2.Ticket, *, may_have_ended: bool = False) -> Ticket:
-    """`may_have_ended`: it may have no sequences. InvalidRequest says what is wrong with the
-    message."""
+    """Check and convert a ticket. `may_have_ended`: accept a ticket without sequences. Raises
+    InvalidRequest, which names what is wrong."""
     check_request_id(message.request_id)
     _check_holder(message)
     _require(message.order < _MAX_ORDER, "order is not below 2**52")
@@ -107,20 +108,20 @@ def ticket_from_wire(message: ticket_pb2.Ticket, *, may_have_ended: bool = False
 
 
 def check_request_id(request_id: str) -> None:
-    """InvalidRequest: it is nobody's."""
+    """Raises InvalidRequest if the id is empty or too long."""
     _require(bool(request_id), "request_id is empty")
     _require(len(request_id) <= MAX_REQUEST_ID_CHARS, "request_id is too long")
 
 
 def finish_reason_to_wire(reason: FinishReason | None) -> sampling_pb2.FinishReason:
-    """None, while a sequence goes on, is FINISH_REASON_UNSPECIFIED."""
+    """`reason` is None while the sequence runs: FINISH_REASON_UNSPECIFIED."""
     if reason is None:
         return sampling_pb2.FINISH_REASON_UNSPECIFIED
     return _FINISH_REASONS[reason]
 
 
 def finish_reason_from_wire(number: sampling_pb2.FinishReason) -> FinishReason | None:
-    """InvalidRequest: a reason that this version does not know."""
+    """The reason; None while the sequence runs. Raises InvalidRequest if it is unknown."""
     if number == sampling_pb2.FINISH_REASON_UNSPECIFIED:
         return None
     _require(number in _FROM_WIRE, f"finish_reason {number} is unknown")
@@ -137,18 +138,18 @@ def logprobs_to_wire(logprobs: Logprobs) -> logprobs_pb2.Logprobs:
 
 
 def num_top_from_wire(number: int) -> int:
-    """How many of the likeliest tokens to tell. InvalidRequest: too many."""
+    """How many of the likeliest tokens to report. Raises InvalidRequest if above MAX_LOGPROBS."""
     _require(number <= MAX_LOGPROBS, f"logprobs is {number}")
     return number
 
 
 def logprobs_from_wire(message: logprobs_pb2.Logprobs) -> Logprobs:
-    """InvalidRequest: no model says that of a token."""
+    """Check and convert logprobs. Raises InvalidRequest if no model can report them."""
     top = message.top_logprobs
     _require(len(top) <= MAX_LOGPROBS, f"{len(top)} top_logprobs")
     _require(len(top) == len(message.top_token_ids), "top_logprobs are not of top_token_ids")
     _require(message.rank > 0, "rank is 0")
-    # In this form NaN is none either.
+    # `<=` refuses NaN too.
     _require(message.logprob <= 0, f"logprob is {message.logprob}")
     _require(all(value <= 0 for value in top), "a logprob is not 0 or less")
     _require(all(a >= b for a, b in pairwise(top)), "top_logprobs do not fall")
@@ -167,7 +168,7 @@ def load_to_wire(load: Load, draining: bool, stalled: bool = False) -> worker_pb
 
 
 def load_from_wire(message: worker_pb2.WorkerLoad) -> tuple[Load, bool, bool]:
-    """The load, whether the worker drains, and whether it waits for its store."""
+    """(load, draining, stalled). A stalled worker waits for its store."""
     load = Load(
         message.num_running,
         message.num_waiting,
@@ -230,7 +231,7 @@ def _sampling_from_wire(message: ticket_pb2.TicketSampling) -> SamplingParams:
 
 
 def _check_adjustments(message: ticket_pb2.TicketSampling) -> None:
-    """Of the logits; NaN is in no range."""
+    """Check the parameters that adjust logits. NaN fails every comparison, so it is refused."""
     repetition = message.repetition_penalty
     _require(0 < repetition < math.inf, f"repetition_penalty is {repetition}")
     for name in ("presence_penalty", "frequency_penalty"):
@@ -246,7 +247,7 @@ def _check_adjustments(message: ticket_pb2.TicketSampling) -> None:
 
 
 def early_stopping_from_wire(number: sampling_pb2.EarlyStopping) -> EarlyStopping:
-    """InvalidRequest: one that this version does not know."""
+    """Raises InvalidRequest if the value is unknown."""
     _require(number in _EARLY_STOPPING_FROM_WIRE, f"early_stopping {number} is unknown")
     return _EARLY_STOPPING_FROM_WIRE[number]
 
@@ -282,7 +283,8 @@ def _beams_to_wire(beams: BeamState) -> ticket_pb2.BeamState:
 
 
 def _beams_from_wire(message: ticket_pb2.Ticket) -> BeamState | None:
-    """The ticket's sequences have to be its living beams."""
+    """Check and convert the state of a beam search. The sequences of the ticket must be its living
+    beams."""
     if not message.HasField("beams"):
         begun = len(message.sequences) > 1 or any(one.token_ids for one in message.sequences)
         is_search = message.sampling.HasField("beam")
@@ -373,7 +375,7 @@ def _swapped_from_wire(message: ticket_pb2.Ticket) -> Swapped:
 
 
 def _check_holder(message: ticket_pb2.Ticket | ticket_pb2.Swapped) -> None:
-    """What the block store would refuse as no argument of its own."""
+    """Refuse names and epochs that the block store would reject as invalid arguments."""
     _require(bool(message.holder_id), "holder_id is empty")
     for name in ("pool_id", "holder_id"):
         _require(len(getattr(message, name)) <= MAX_NAME_CHARS, f"{name} is too long")

@@ -1,16 +1,18 @@
-"""What a model thought of a token: logarithms of softmax(logits), of the logits as they come from
-the model, before temperature, penalties and filters."""
+"""Logprobs: log-softmax of the model's raw logits, before temperature, penalties and filters."""
 
 from dataclasses import dataclass
 
 MAX_LOGPROBS = 20
-"""Most of the likeliest tokens that can be asked for beside the one that is there."""
+"""The most alternatives that a request can ask for beside each token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of the token at one position. `rank`: 1 + how many tokens have a larger logit. The likeliest
-    tokens come likeliest first, of equal ones the lowest id first; the i-th has rank i."""
+    """The logprobs at one position: of its token, and of the likeliest tokens.
+
+    `rank`: 1 + the number of tokens with a larger logit. The likeliest tokens are in falling order;
+    of equal ones the lowest id comes first.
+    """
 
     logprob: float
     rank: int

@@ -1,6 +1,7 @@
-"""The ticket: a sequence group at rest, and all that a worker needs to go on with it.
+"""The ticket: everything that a worker needs to compute or continue a sequence group.
 
-These are the domain's types; `services.protocol.codec` turns them into protobuf and back.
+These dataclasses pass between the parts of a service; `services.protocol.codec` converts them to
+protobuf messages and back.
 """
 
 from collections.abc import Iterator
@@ -10,35 +11,39 @@ from itertools import chain
 
 PRIORITIES = range(-128, 128)
 MOST_PENALTY = 2.0
-"""Of presence and frequency, either way."""
+"""The largest absolute value of a presence or frequency penalty."""
 MOST_BIAS = 100.0
+"""The largest absolute value of a logit bias."""
 
 MAX_SEQUENCES = 64
-"""Most sequences of one request."""
+"""The most sequences of one request."""
 
 _MOST_HEAD_START_MS = 60_000
 _PRIORITY_BITS = 8
 
 
 def head_start_ms(priority: int) -> int:
-    """How much older a request counts than it is; negative for a priority above 0.
+    """By how many ms a priority moves a request ahead of its arrival; negative above priority 0.
 
-    30 s for the first step away from 0, and less for each further one: together never 60 s. So
-    only requests that arrive within 60 s can go before one of priority 0, and within 120 s before
-    any other, whatever their priority.
+    Priorities -1 and 1 move a request by 30 s, and each further step by less: the total is always
+    below 60 s. So whatever its priority, a later request goes before one of priority 0 only if it
+    arrives within 60 s, and before any other only within 120 s.
     """
     return _MOST_HEAD_START_MS * -priority // (1 + abs(priority))
 
 
 def queue_order(priority: int, arrival: int) -> int:
-    """The one order of everything, lower first: arrival in ms less the head start, then priority.
-    Different arrivals give different orders; below 2**52, so a double holds it."""
+    """The queue position as one number: the order of service, preemption and growth, lowest first.
+
+    It is the arrival in ms less the head start, then the priority. Requests with different arrivals
+    have different orders. Orders are below 2**52, so that a double holds them exactly.
+    """
     counts_from = arrival - head_start_ms(priority) + _MOST_HEAD_START_MS
     return (counts_from << _PRIORITY_BITS) + priority - PRIORITIES.start
 
 
 def parts_of_order(order: int) -> tuple[int, int]:
-    """(priority, arrival) of a place in line."""
+    """The (priority, arrival) that `queue_order` made an order from."""
     counts_from, rest = divmod(order, 1 << _PRIORITY_BITS)
     priority = rest + PRIORITIES.start
     return priority, counts_from + head_start_ms(priority) - _MOST_HEAD_START_MS
@@ -48,18 +53,18 @@ _SUCCESSOR = "+"
 
 
 def successor_of(holder_id: str) -> str:
-    """A holder's id is used once: who has to allocate again, since a block that it adopted said
-    something else (law 6), goes on under this one."""
+    """The holder id under which a request allocates again, if a block that it adopted has another
+    content than its hash promised (law 6). It needs a new id because each id is used once."""
     return holder_id + _SUCCESSOR
 
 
 def first_of(holder_id: str) -> str:
-    """The id that the gateway gave, of a holder or of any successor."""
+    """The id that the gateway gave to this holder, or to the holder that it succeeds."""
     return holder_id.rstrip(_SUCCESSOR)
 
 
 class FinishReason(Enum):
-    """Values are those of the OpenAI API."""
+    """Why a sequence finished; the values are those of the OpenAI API."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -67,21 +72,21 @@ class FinishReason(Enum):
 
 MAX_BEAM_WIDTH = 16
 MAX_LENGTH_PENALTY = 4.0
-"""Either way; the power of no context's length overflows an fp32."""
+"""The largest absolute value: no context length to that power overflows an fp32."""
 
 
 class EarlyStopping(Enum):
-    """When a beam search that has `width` hypotheses ends; values are transformers'."""
+    """When a beam search that has `width` hypotheses ends; the values are those of transformers."""
 
-    WHEN_FULL = "true"
-    WHEN_UNLIKELY = "false"  # the best beam, ended here, would not be among them
-    WHEN_IMPOSSIBLE = "never"  # the best beam, ended at the best of lengths, would not be
+    WHEN_FULL = "true"  # at once
+    WHEN_UNLIKELY = "false"  # when the best beam, ended here, would not be among them
+    WHEN_IMPOSSIBLE = "never"  # when no living beam can be among them, ended at any length
 
 
 @dataclass(frozen=True, slots=True)
 class BeamParams:
-    """Beam search: `width` beams, of whose hypotheses the `num_returned` best are the answer. A
-    hypothesis' score is its log-probability by its length to the power of `length_penalty`."""
+    """The parameters of a beam search with `width` beams, which returns its `num_returned` best
+    hypotheses. The score of a hypothesis is its logprob / length ** `length_penalty`."""
 
     width: int
     num_returned: int
@@ -91,7 +96,8 @@ class BeamParams:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """What a beam search has finished: the tokens, the one that ended it too, and its score."""
+    """A finished result of a beam search: its generated tokens, the last of which ended it, and its
+    score."""
 
     token_ids: tuple[int, ...]
     score: float
@@ -100,8 +106,11 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class BeamState:
-    """Where a beam search stands: `scores` of its living beams, sums of logprobs, best first; they
-    are sequences 0, 1, ... of its ticket. `finished`: best first, as many as are kept."""
+    """The state of a beam search between two steps.
+
+    `scores`: the sums of logprobs of its living beams, best first; beam i is sequence i of the
+    ticket. `finished`: the best hypotheses so far, at most `width`, best first.
+    """
 
     scores: tuple[float, ...]
     finished: tuple[Hypothesis, ...] = ()
@@ -109,13 +118,14 @@ class BeamState:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen, every default resolved. `temperature` 0 is greedy, `top_k` 0 keeps
-    all. `logprobs`: tell each token's, and those of so many of the likeliest; None: tell none.
+    """How tokens are chosen, with all defaults resolved.
 
-    `logit_bias`: (token id, what is added), by rising id. `allowed_token_ids`: empty means all.
-    `bad_words`: token sequences that never come. `min_tokens`: so many come before any that ends
-    the sequence. The order of it all stands in services/engine/sampling/sampler.py. `beam`: search
-    instead.
+    `temperature` 0 is greedy; `top_k` 0 keeps all tokens. `logprobs`: report the logprob of each
+    token, and those of that many of the likeliest tokens; None: report none. `logit_bias`: (token
+    id, bias) pairs, ascending by id. `allowed_token_ids`: empty means all. `bad_words`: token
+    sequences that must not be generated. `min_tokens`: how many tokens come before any token that
+    ends the sequence. `beam`: run a beam search instead of sampling. The order in which all of this
+    applies is in services/engine/sampling/adjustment.py and sampler.py.
     """
 
     temperature: float
@@ -137,20 +147,21 @@ class SamplingParams:
     min_tokens: int = 0
 
     def named_token_ids(self) -> Iterator[int]:
-        """All that are named anywhere."""
+        """All token ids that any parameter names."""
         biased = (token_id for token_id, _ in self.logit_bias)
         return chain(self.stop_token_ids, biased, self.allowed_token_ids, *self.bad_words)
 
     def draws_like(self, other: "SamplingParams") -> bool:
-        """Whether both choose the same tokens: greedy ones have no use for their seed."""
+        """Whether both choose the same tokens. Greedy parameters may differ in the seed."""
         seed = self.seed if self.temperature else other.seed
         return replace(self, seed=seed) == other
 
 
 @dataclass(frozen=True, slots=True)
 class TicketSequence:
-    """`token_ids`: generated so far, final. `block_ids`: in sequence order; empty means recompute.
-    `num_computed_tokens`: leading tokens of prompt + token_ids whose KV is in the blocks."""
+    """One sequence of a ticket. `token_ids`: the tokens generated so far, which are final.
+    `block_ids`: its block table; empty means recompute. `num_computed_tokens`: how many leading
+    tokens of prompt + token_ids have KV in the blocks."""
 
     index: int
     token_ids: tuple[int, ...] = ()
@@ -160,7 +171,7 @@ class TicketSequence:
 
 @dataclass(frozen=True, slots=True)
 class SwappedTable:
-    """The blocks of sequence `index`, in sequence order: KV of all its tokens but the last."""
+    """The block table of sequence `index` in a swap pool: KV of all its tokens but the last."""
 
     index: int
     block_ids: tuple[int, ...]
@@ -168,8 +179,11 @@ class SwappedTable:
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """KV of a ticket's sequences, at rest in the colder pool `pool_id`. `tables`: of all that were
-    there when it was swapped out, ascending by index; equal contents are one block."""
+    """Where the KV of a preempted request is, in the swap pool `pool_id`, under a detached holder.
+
+    `tables`: one for each sequence that the request had when it was swapped out, ascending by
+    index. Tables share blocks of equal content.
+    """
 
     pool_id: str
     holder_id: str
@@ -178,18 +192,21 @@ class Swapped:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """All of them, each once, as they come first."""
+        """The blocks of all tables, each once, in the order in which they first occur."""
         return tuple(dict.fromkeys(chain.from_iterable(one.block_ids for one in self.tables)))
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """`sequences`: those that have not ended, ascending by index; none, in the answer of a prefill
-    worker with which all end. `holder_epoch` is odd while a worker runs the holder, even at rest, 0
-    before its allocation. `root_hash`: 16 bytes, root of the chained prefix hashes. `timeout_ms`:
-    what is left of the deadline, 0 for none. `swapped`: where a prefill worker gets KV from instead
-    of computing it. `prefill_ns_per_token`: what that would cost, 0 while nobody has measured it.
-    `beams`: of a beam search under way.
+    """Everything that a worker needs to compute or continue a request.
+
+    `attempt`: the number under which the gateway sent it out. `order`: the queue position.
+    `holder_epoch`: an odd number while a worker runs the holder, an even one while the ticket is
+    detached, 0 before the allocation. `root_hash`: 16 bytes, the root of the chained prefix hashes.
+    `sequences`: those that have not ended, ascending by index; empty only in the answer of a
+    prefill worker at which all ended. `timeout_ms`: the rest of the deadline; 0: none. `swapped`:
+    where a prefill worker can copy KV from instead of computing it. `prefill_ns_per_token`: the
+    cost of computing it; 0: not measured yet. `beams`: the state of a beam search that has begun.
     """
 
     request_id: str
@@ -215,10 +232,11 @@ class Ticket:
 
     @property
     def width(self) -> int:
-        """How many sequences run at a time: a search comes to all its beams."""
+        """How many sequences may run at a time. A beam search begins with one and may reach its
+        width."""
         beam = self.sampling.beam
         return len(self.sequences) if beam is None else beam.width
 
     def is_only(self, index: int) -> bool:
-        """Whether this is its one sequence."""
+        """Whether the ticket has sequence `index` and no other."""
         return [sequence.index for sequence in self.sequences] == [index]

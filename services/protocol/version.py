@@ -1,5 +1,5 @@
-"""Versions that services compare when they meet."""
+"""The protocol version, which services compare when they connect."""
 
 PROTOCOL_VERSION = 6
-"""Of the messages in proto/quire/v1; raised when peers of the old one can no longer be talked
-to."""
+"""The version of the messages in proto/quire/v1. A change with which services of the old version
+cannot work increments it."""

@@ -1,4 +1,4 @@
-"""From settings to a loaded model, and what it means for the pool."""
+"""Loads the model that the settings name, and derives the pool's layout and the worker's limits."""
 
 from dataclasses import dataclass
 
@@ -35,11 +35,11 @@ class LoadedModel:
 
 
 def load(settings: WorkerSettings, progress: Progress) -> LoadedModel:
-    """Blocks for as long as it takes to read the weights, or until `progress` raises, which is
-    called several times a second. StartupError."""
+    """Load the model. Blocks the thread until the weights are read, and calls `progress` several
+    times a second, which may raise to stop the load. Raises StartupError."""
     check_format(settings.model)
     config = ModelConfig.from_directory(settings.model)
-    tokenizer_file(settings.model)  # the gateway reads it, and would never serve this worker
+    tokenizer_file(settings.model)  # raises without a tokenizer: gateways would not serve the model
     name = _dtype(settings, config)
     dtype = DTYPES[name]
     try:
@@ -85,7 +85,7 @@ def _dtype(settings: WorkerSettings, config: ModelConfig) -> Dtype:
 
 
 def chosen_isa(settings: WorkerSettings, config: ModelConfig, progress: Progress) -> str | None:
-    """The instruction set that computes; None: the kernels' own choice."""
+    """The instruction set to compute with; None leaves the choice to the kernels."""
     if settings.isa != "auto":
         return settings.isa
     dtype = _dtype(settings, config)
@@ -110,7 +110,8 @@ def _limits(settings: WorkerSettings, config: ModelConfig) -> Limits:
 
 
 def _plan(settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype) -> MemoryPlan:
-    """Activations: of the widest point of a layer, twice over, and the logits of a full batch."""
+    """Estimate the memory of weights and activations. Activations: twice those at the widest point
+    of a layer, and the logits of a full batch."""
     width = config.hidden_size + max(
         2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     )

@@ -1,11 +1,11 @@
-"""Joining a pool and leaving it: the first worker makes the pool, the last one takes it away.
+"""Joins and leaves pools: the first worker makes a pool, the last one removes it.
 
-A worker's life on a pool, each step under the host's lock:
+Both hold the host's lock while they call the store and change files. Their order:
 
-    join    (make the pool) -> lock its file -> map -> register
-    leave   unmap -> leave the store -> unlink its file -> (drop the pool) -> let go of the lock
+    join    (make the pool) -> lock the worker's file -> map the pool -> register
+    leave   unmap -> leave the store -> unlink the file -> (drop the pool) -> drop the lock
 
-Whatever dies in between is finished by the block manager, or by the next who joins.
+If a worker dies in between, the block manager or the next worker that joins completes its work.
 """
 
 import asyncio
@@ -48,15 +48,16 @@ from services.common.pool.stamps import Stamps, record_bytes
 from services.engine.pool import KVPool
 
 _LEAVE_LIMIT_S = 1.0
-"""Who waits for the store for longer goes without a word; the block manager does the rest."""
+"""How long a leaving worker waits for the store. After that the block manager reaps the worker."""
 
 _ALLOCATION_NICENESS = 10
-"""A tenth of a core beside workers that compute on all: some times faster than blocks get full."""
+"""The nice value of the thread that allocates memory. Beside workers that compute on all cores it
+gets a tenth of a core, and still allocates several times faster than blocks are filled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """One worker on one pool: what it maps, and the lock that says it lives."""
+    """One worker's membership in one pool: its mappings, and its lock, held while it lives."""
 
     store: BlockStore
     directory: PoolDirectory
@@ -71,10 +72,13 @@ class Membership:
         return self.header.spec
 
     async def complete_memory(self) -> None:
-        """Allocate what `join` left of the pool, beside the serving. Every worker does, so that it
-        does not matter who dies. StartupError: the memory is not there any more."""
+        """Allocate the memory of the pool that `join` did not allocate, while the worker serves.
+
+        Every worker of the pool does this, so that the death of one does not stop it.
+        StartupError: the memory is no longer available.
+        """
         stopped = threading.Event()
-        # A thread of its own: Linux has a niceness for each, and it can only rise.
+        # Not asyncio's pool: the nice value belongs to a thread, and can only rise.
         thread = ThreadPoolExecutor(1, "arena", os.nice, (_ALLOCATION_NICENESS,))
         loop = asyncio.get_running_loop()
         try:
@@ -85,10 +89,11 @@ class Membership:
             thread.shutdown(wait=False)
 
     async def leave(self) -> None:
-        """Go for good; the worker holds nothing any more and no step is in flight.
+        """Leave the pool; the last worker removes it. The worker must hold nothing, and no step may
+        be in flight. No error if it has left already.
 
-        The last one out removes the pool. However it ends the lock is dropped, and the rest is then
-        the block manager's: WorkerNotEmpty, StoreUnavailable, StoreLost. Again: no error.
+        Raises WorkerNotEmpty, StoreUnavailable or StoreLost. The lock is dropped in any case, so
+        the block manager does what is left to do.
         """
         if self.lock.is_unlinked:
             return
@@ -103,8 +108,9 @@ class Membership:
             self.lock.close()
 
     def let_go(self) -> None:
-        """Go without a word; nothing of this worker may write any more. What it holds is the block
-        manager's to release. Again, or after `leave`: no error."""
+        """Unmap the pool and drop the lock without a call to the store; the block manager then
+        reaps the worker. No thread of the worker may write any more. No error if called twice or
+        after `leave`."""
         self.pool.close()
         self.stamps.close()
         self.lock.close()
@@ -116,7 +122,7 @@ class Membership:
             ledger_is_there = True
         except (UnknownPool, StoreLost):
             ledger_is_there = False
-        # It holds nothing, so nobody needs this lock to reap it.
+        # The worker holds nothing, so the block manager need not reap it.
         self.lock.unlink()
         if not self.directory.is_live():
             if ledger_is_there:
@@ -134,11 +140,14 @@ async def join(
     watermark: float = WATERMARK,
     colder_of: str | None = None,
 ) -> Membership:
-    """Join the live pool of these weights, or make one; `run_id` is the store's, which a live pool
-    that it has lost is told to again. With `colder_of` it is that pool's colder one.
+    """Join the live pool of these weights, or make it.
 
-    StartupError: a live pool of the same weights has another geometry, or the memory for a new one
-    is not there. Errors of the store. Nothing is left behind by a join that fails.
+    `run_id`: of the store. If the store has lost the ledger of a live pool, the join starts its
+    recovery. `colder_of`: the id of the pool whose swap pool is to be joined; None: an own pool.
+
+    StartupError: a live pool of the same weights has another geometry, or there is too little
+    memory for a new pool. Also raises the errors of the store. A join that fails leaves nothing
+    behind.
     """
     async with host_lock(root):
         await _remove_dead(store, root)
@@ -157,9 +166,9 @@ async def join(
 
 
 async def join_swap_pool(hot: Membership, num_bytes: int) -> Membership:
-    """Join the pool that blocks of `hot` are swapped out to, or make it, of `num_bytes`. Like any
-    pool it has a directory, locks and a ledger of its own, and ends with its last worker. Errors
-    are those of `join`."""
+    """Join the swap pool of the pool of `hot`, or make it with `num_bytes`. Like any pool it has a
+    directory, locks and a ledger of its own, and its last worker removes it. Raises as `join`
+    does."""
     root, header = hot.directory.path.parent, hot.header
     plan = MemoryPlan(pool_bytes=num_bytes)
     layout = replace(header.layout, model=f"{header.layout.model}-swap")
@@ -179,7 +188,8 @@ async def join_swap_pool(hot: Membership, num_bytes: int) -> Membership:
 
 
 async def _remove_dead(store: BlockStore, root: Path) -> None:
-    """Pools whose workers are all gone: nobody is left who knows what their blocks hold."""
+    """Remove the pools without a live worker, because the content of their blocks is not trusted
+    any more."""
     remove_half_pools(root)
     for directory in pool_directories(root):
         if not directory.is_live():
@@ -188,13 +198,13 @@ async def _remove_dead(store: BlockStore, root: Path) -> None:
 
 
 def _find_live(root: Path, layout: PoolLayout, colder_of: str | None) -> PoolDirectory | None:
-    """The pool of these weights."""
+    """The live pool of these weights, if there is one. StartupError: it has another geometry."""
     wanted = layout.fingerprint, colder_of
     for directory in pool_directories(root):
         try:
             header = directory.read_header()
         except BadHeader:
-            continue  # Of another version of Quire, and alive.
+            continue  # a live pool of another version of Quire
         if (header.layout.fingerprint, header.colder_of) == wanted:
             if header.layout != layout:
                 raise StartupError(
@@ -213,7 +223,8 @@ def _make(
     watermark: float,
     colder_of: str | None,
 ) -> PoolDirectory:
-    """A new incarnation; its memory is there, if not yet all allocated."""
+    """Make a pool under a new id. Only the first part of its memory is allocated;
+    `Membership.complete_memory` allocates the rest."""
     stamp_bytes = record_bytes(layout.block_size)
     promised = sum(missing_bytes(directory.kv) for directory in pool_directories(root))
     available = max(0, available_bytes(root) - promised)
@@ -236,7 +247,8 @@ def _make(
 async def _enter(
     store: BlockStore, run_id: str, directory: PoolDirectory, worker_id: str
 ) -> Membership:
-    """Lock, map, register: in this order, so that whoever is registered can be seen to die."""
+    """Lock, map, register. In this order, a worker that the store knows always has a lock, so the
+    block manager notices its death."""
     header, recovery = directory.read_header(), PoolRecovery(directory)
     with ExitStack() as undo:
         lock = WorkerLock.create(directory.lock_path(worker_id))
@@ -257,7 +269,7 @@ async def _enter(
 
 
 def _own(stamps: Stamps, lock: WorkerLock, holder_id: str, block_ids: Sequence[int]) -> None:
-    """Stamp new blocks as the holder's, unless the worker was given up, or has let go: others may
-    have these blocks by now, and it writes into none."""
+    """Stamp new blocks with their holder. Not if the worker was marked as fenced or has left the
+    pool: other workers may have these blocks by then, and this one writes into none of them."""
     if not stamps.is_closed and not lock.is_given_up:
         stamps.own(block_ids, holder_id)

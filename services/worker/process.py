@@ -1,4 +1,4 @@
-"""A worker's process: load the model, join a pool, serve gateways, leave."""
+"""The process of a worker: loads the model, joins a pool, serves gateways, leaves the pool."""
 
 import asyncio
 import gc
@@ -35,24 +35,26 @@ from services.worker.membership import Membership, join, join_swap_pool
 from services.worker.pool_worker import Limits, PoolWorker
 from services.worker.swap.pool import SwapPool
 
-# What comes after the running requests' grace has ENDING_S in all (services.common.runtime.config).
+# The next three add up to less than ENDING_S (services.common.runtime.config), the time for all
+# that follows the grace period of the running requests.
 _GIVE_BACK_LIMIT_S = 2.0
-"""How long a step in flight and the releases after it may take, when a grace period is over."""
+"""How long the step in flight and the releases after it may take once the grace period is over."""
 
 _FAREWELL_S = 0.1
-"""For what is on its way to gateways when everything has ended."""
+"""How long the server waits, after all requests have ended, until its last messages are sent."""
 
 _ABORT_LIMIT_S = 0.5
-"""How long a worker that leaves waits for what its gateways' going has ended."""
+"""How long a leaving worker waits for the requests that end because their streams are closed."""
 
 _SWITCH_INTERVAL_S = 0.0005
-"""The engine's thread comes back from a step for the interpreter's lock; by default it would wait
-5 ms for an event loop that is busy."""
+"""How long the engine thread waits for the interpreter's lock after a step if the event loop is
+busy; Python's default is 5 ms."""
 
 _DIVIDE_INTERVAL_S = 1.0
 
 _NUM_WARM_UP_TOKENS = 32
-"""The longest prefill would take a second of all cores, and save the first one its page faults."""
+"""Small: the longest prefill would take a second on all cores, and only spare the first prompt its
+page faults."""
 
 log = get_logger(__name__)
 
@@ -63,8 +65,8 @@ MakeWorker = Callable[
 
 @dataclass(frozen=True, slots=True)
 class WorkerRole:
-    """What differs between a prefill and a decode worker's process. `serve(worker, server)` adds
-    the role's gRPC service, `service_name`, to the server."""
+    """The differences between the processes of prefill and decode workers. `serve(worker, server)`
+    adds the role's gRPC service, `service_name`, to the server."""
 
     role: Role
     service_name: str
@@ -73,7 +75,7 @@ class WorkerRole:
 
 
 class WorkerProcess:
-    """What one life of a worker leaves to the next: the loaded model."""
+    """Runs one worker after another in this process; only the loaded model outlives a worker."""
 
     def __init__(self, role: WorkerRole, settings: WorkerSettings, stop: asyncio.Event) -> None:
         self._role = role
@@ -82,9 +84,12 @@ class WorkerProcess:
         self._loaded: LoadedModel | None = None
 
     async def live(self, entry: Registration) -> None:
-        """Join, serve, leave: until `stop`, or until it is drained. Raises when engine, pool or
-        store are lost, or when it was given up (WorkerFenced, UnknownWorker). However it ends,
-        nothing of it runs, writes or is locked any more."""
+        """Join the pool, serve until `stop` or until the worker is drained, leave.
+
+        Raises if engine, pool or store are lost, and WorkerFenced or UnknownWorker if the worker
+        was fenced. When this returns or raises, no thread of the worker runs or writes any more,
+        and its locks are dropped.
+        """
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         loaded = self._loaded = self._loaded or await self._load()
         if loaded is None:
@@ -109,7 +114,7 @@ class WorkerProcess:
                 entry.store, membership, permitted, loaded.limits, metrics, swap_pool
             )
             watching = asyncio.create_task(StepWatch(worker.engine, settings.step_limit_s).keep())
-            stack.callback(watching.cancel)  # only once the engine's thread has ended
+            stack.callback(watching.cancel)  # called after the engine thread has ended
             working = [
                 worker.run(),
                 fence_guard.keep(),
@@ -132,7 +137,7 @@ class WorkerProcess:
                 await one.leave()
 
     async def _load(self) -> LoadedModel | None:
-        """None: stopped before it was done."""
+        """None if the process was stopped before the model was loaded."""
 
         def progress() -> None:
             if self._stop.is_set():
@@ -141,7 +146,7 @@ class WorkerProcess:
         with suppress(_Stopped):
             loaded = await asyncio.to_thread(load, self._settings, progress)
             gc.collect()
-            gc.freeze()  # or each full collection walks through torch: 0.1 s of a standstill
+            gc.freeze()  # otherwise each full collection visits torch's objects: a 0.1 s stall
             log.info("model_loaded", model=loaded.layout.model, **loaded.engine)
             return loaded
         return None
@@ -159,7 +164,7 @@ async def _join(settings: WorkerSettings, loaded: LoadedModel, entry: Registrati
 async def _join_swap_pool(
     loaded: LoadedModel, membership: Membership, stack: AsyncExitStack
 ) -> Membership | None:
-    """None: requests that give way are computed again."""
+    """None if there is no swap pool: preempted requests are computed again."""
     if loaded.swap_bytes is None:
         return None
     swap_pool = await join_swap_pool(membership, loaded.swap_bytes)
@@ -192,7 +197,7 @@ def _swap_pool_settings(
 
 
 async def _warm(loaded: LoadedModel, membership: Membership) -> Runner:
-    """Having gone through every weight and every operation once."""
+    """Make a runner, and use every weight and every operation once."""
     runner = Runner(loaded.model, membership.pool.kv, loaded.layout.block_size, loaded.ops)
     await asyncio.to_thread(runner.warm_up, _NUM_WARM_UP_TOKENS)
     return runner
@@ -223,7 +228,7 @@ async def _refresh(forward: SharedCpus) -> NoReturn:
 async def _listen(
     role: WorkerRole, settings: WorkerSettings, worker: PoolWorker, stack: AsyncExitStack
 ) -> tuple[RpcServer, str]:
-    """Ready for gateways; the address that they reach it by."""
+    """Start the gRPC server; return it with the address at which gateways reach it."""
     guard = Guard(deployment_secret(settings).rpc_key, worker.worker_id)
     server = RpcServer(role.service_name, guard=guard)
     role.serve(worker, server)
@@ -243,8 +248,8 @@ async def _listen(
 async def _finish(
     worker: PoolWorker, server: RpcServer, stop: asyncio.Event, grace_s: float
 ) -> None:
-    """Let what runs end, or move to another worker: without limit while drained, for the grace
-    period once stopped. What is left then goes back to be computed again."""
+    """Wait while requests finish or move to other workers: without limit for a drain, for `grace_s`
+    after a stop. Then requeue the rest, to be computed again, and close all streams."""
     drained = asyncio.create_task(worker.drained())
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait([drained, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -265,7 +270,8 @@ async def _end_streams(
     error: BaseException | None,
     trace: TracebackType | None,
 ) -> None:
-    """Who was given up ends its streams in peace; of another end its requests may be the cause."""
+    """Stop the server. A fenced worker closes its streams cleanly first, so that its requests do
+    not become suspects; any other error may have been caused by one of them."""
     given_up = (WorkerFenced, UnknownWorker)
     if isinstance(error, BaseExceptionGroup) and error.split(given_up)[1] is None:
         worker.take_leave()

@@ -1,4 +1,4 @@
-"""A worker's side of its gateway streams: handshake, commands in order, events out."""
+"""The worker's end of a gateway stream: handshake, then commands in and events out, in order."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -35,10 +35,10 @@ from services.worker.events import (
 
 _LOAD_INTERVAL_S = 0.25
 _IDLE_INTERVALS = 4
-"""Of an idle worker, between two reports. A gateway that hears nothing for some times this long
-takes the worker for stuck."""
+"""An idle worker reports its load once in this many load intervals. That must stay well below the
+time after which a gateway takes a silent worker for stuck."""
 _MAX_UNREAD = 10_000
-"""Messages that a gateway may leave unread before its stream is broken off."""
+"""How many messages a gateway may leave unread before the worker closes its stream."""
 
 _REASONS = {
     RequeueReason.PREEMPTED: worker_pb2.Requeue.REASON_PREEMPTED,
@@ -50,7 +50,7 @@ _REASONS = {
 log = get_logger(__name__)
 
 Fields = dict[str, Message]
-"""One field of a stream's response, by its name."""
+"""One field of a response message, by its name."""
 
 Then = Callable[[], None] | None
 
@@ -86,7 +86,10 @@ def _found_to_wire(found: Found) -> worker_pb2.SequenceOutput:
 
 
 class StreamSession:
-    """One gateway's stream as the worker's logic sees it."""
+    """The `Session` of one gateway's stream: keeps the messages that are not yet written.
+
+    `peer_id`: the gateway's id.
+    """
 
     def __init__(self, peer_id: str, encode: Callable[[Event], Fields]) -> None:
         self.peer_id = peer_id
@@ -97,23 +100,27 @@ class StreamSession:
         self.put(self._encode(event), then)
 
     def put(self, fields: Fields, then: Then = None) -> None:
-        """Never blocks. A peer that does not read loses its stream, and so its requests."""
+        """Queue a message; never blocks. A gateway that does not read loses its stream, and with it
+        its requests. `then` is called once the message is written."""
         self._unread.put((fields, then))
         if len(self._unread) > _MAX_UNREAD:
             log.warning("stream_not_read", peer_id=self.peer_id, num_unread=_MAX_UNREAD)
             self.end()
 
     def end(self) -> None:
-        """Nothing goes out any more; what was not written is dropped."""
+        """Close the session and drop all messages that are not written."""
         self._unread.close(drop=True)
 
     def finish(self) -> None:
-        """What was put is written, and then the stream ends."""
+        """Close the session after all queued messages are written."""
         self._unread.close()
 
     async def messages(self) -> AsyncIterator[list[Fields]]:
-        """What was put, until the end; what goes together comes together. Who asks for the next
-        ones has written the last, and what is to follow one of these follows all of them."""
+        """Yields queued messages in batches until the session is closed.
+
+        A caller that asks for the next batch has written the last one: only then are the `then`
+        callbacks of that batch called.
+        """
         while together := await self._unread.take():
             yield [fields for fields, _ in together]
             for _, then in together:
@@ -122,7 +129,7 @@ class StreamSession:
 
 
 class StreamWorker(Protocol):
-    """What a stream needs of the worker's logic."""
+    """The part of a worker's logic that its streams use."""
 
     worker_id: str
     pool_id: str
@@ -142,11 +149,12 @@ class StreamWorker(Protocol):
 
 
 class WorkerStream:
-    """Serves `Connect` of one worker.
+    """Serves the `Connect` calls of one worker.
 
-    `response` is the stream's response type; `encode` knows the events of the worker's role, and
-    `obey(session, command)` its commands; what both roles have is known here. InvalidRequest from
-    `obey` ends the request that the command is about.
+    This class translates the events and commands that both roles have. `encode` translates the
+    other events of the role, and `obey(session, command)` executes its other commands. If `obey`
+    raises InvalidRequest, the request that the command names fails. `response`: the message type of
+    the stream's responses.
     """
 
     def __init__(
@@ -162,7 +170,7 @@ class WorkerStream:
         self._obey_own = obey
 
     async def serve(self, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
-        """One stream, from hello to its end; then everything that came over it is aborted."""
+        """Serve one stream from its hello to its end, and then close its session at the worker."""
         session = StreamSession(await self._greet(requests), self._encode)
         self._worker.sessions.add(session)
         log.info("peer_connected", peer_id=session.peer_id)
@@ -182,7 +190,8 @@ class WorkerStream:
             log.info("peer_disconnected", peer_id=session.peer_id)
 
     async def _greet(self, requests: AsyncIterator[Any]) -> str:
-        """The peer's id. VersionMismatch, InvalidRequest."""
+        """Read the hello; return the gateway's id. Raises VersionMismatch, and InvalidRequest if
+        the first message is not a hello."""
         request = await anext(requests, None)
         if request is None or request.WhichOneof("command") != "hello":
             raise InvalidRequest("a worker stream begins with hello")
@@ -211,7 +220,8 @@ class WorkerStream:
             await self._interval()
 
     async def _interval(self) -> None:
-        """Between two reports. That it drains is told at once: what runs here is to be moved."""
+        """Wait until the next load report is due. When the worker begins to drain, a report is due
+        at once, so that gateways move its requests."""
         load, pause_s = self._worker.load(), _LOAD_INTERVAL_S
         if not load.num_running and not load.num_waiting:
             pause_s = until_tick(pause_s * _IDLE_INTERVALS)
@@ -247,13 +257,13 @@ class WorkerStream:
                     self._refuse(session, command, error)
 
     def _refuse(self, session: StreamSession, command: Any, error: InvalidRequest) -> None:
-        """What makes no sense ends the request that it speaks of, and the stream only where it
-        speaks of none: then nobody knows who has lost something."""
+        """Fail the request that an invalid command names. If it names none, raise `error`, which
+        ends the stream: the gateway could not tell which request failed."""
         about = command.ticket if "ticket" in command.DESCRIPTOR.fields_by_name else command
         if not about.request_id:
             raise error
         key = about.request_id, about.attempt
-        self._worker.abort(session, *key)  # who hears that it failed sends no abort
+        self._worker.abort(session, *key)  # a gateway sends no abort for a request that failed
         session.send(Failed(*key, error.code, str(error)))
 
     def _encode(self, event: Event) -> Fields:

@@ -13,8 +13,8 @@ from quire.errors import DeadlineExceeded, Overloaded, QuireError
 from quire.messages import Request
 from quire.types import Delta
 from tests.chaos.cases import Case
-from tests.chaos.heard import Fault, Heard
 from tests.chaos.limits import SILENCE_S
+from tests.chaos.received import Fault, Heard
 from tests.chaos.report import Tally
 
 _LATE = (DeadlineExceeded, Overloaded)

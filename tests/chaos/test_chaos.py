@@ -10,7 +10,7 @@ SEED = 7
 DURATION_S = 40.0
 
 
-async def test_nobody_notices(tmp_path: Path) -> None:
+async def test_clients_notice_no_fault(tmp_path: Path) -> None:
     """Processes are killed, stopped and drained, Redis loses its data: every finished stream says
     what it says undisturbed, none fails or hangs, the laws hold, and nothing is left."""
     report = await unleash(tmp_path, SEED, DURATION_S)

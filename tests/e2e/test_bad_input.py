@@ -188,7 +188,7 @@ def test_http_says_what_is_wrong(deployment: Deployment, name: str) -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_cannot_start_says_why(
+def test_a_failed_start_says_why(
     checkpoint: Path, tmp_path: Path, args: list[str], text: str
 ) -> None:
     started = start(checkpoint, tmp_path, *args)

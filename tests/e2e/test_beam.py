@@ -102,7 +102,7 @@ async def all_let_go(client: AsyncClient) -> None:
     ("width", "n", "penalty", "early_stopping"),
     [(4, 4, None, False), (2, 1, 0.0, True), (16, 5, 2.0, "never"), (3, 3, -1.0, False)],
 )
-async def test_it_finds_what_transformers_finds(
+async def test_beam_search_equals_transformers(
     client: AsyncClient,
     model: Any,
     width: int,
@@ -123,7 +123,9 @@ async def test_it_finds_what_transformers_finds(
 
 
 @pytest.mark.parametrize("way", ["killed", "drained"])
-async def test_its_worker_goes(checkpoint: Path, tmp_path: Path, model: Any, way: str) -> None:
+async def test_beam_search_survives_its_worker(
+    checkpoint: Path, tmp_path: Path, model: Any, way: str
+) -> None:
     prompt = prompt_of(5)
     sampling = Sampling(beam=Beam(WIDTH), n=3, max_tokens=400, ignore_eos=True)
     with serving(checkpoint, tmp_path, "--decode", "2", "--pool-memory", "32MiB") as deployment:
@@ -165,7 +167,7 @@ async def test_over_http(deployment: Deployment, model: Any) -> None:
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
 
 
-async def test_what_makes_no_sense_is_refused(client: AsyncClient) -> None:
+async def test_contradictory_beam_parameters_are_refused(client: AsyncClient) -> None:
     refused: list[tuple[Beam, dict[str, Any], str]] = [
         (Beam(17), {}, "width"),
         (Beam(2), {"n": 3}, "n is 3"),

@@ -188,7 +188,7 @@ async def inside(deployment: Deployment) -> AsyncIterator[Inside]:
     await store.close()
 
 
-async def test_what_a_stopped_worker_writes_is_where_nobody_else_reads(
+async def test_writes_of_a_stopped_worker_reach_no_reader(
     deployment: Deployment, client: AsyncClient, inside: Inside
 ) -> None:
     """It is stopped in a step, fenced, and all that ran there goes on elsewhere. Others fill all

@@ -155,7 +155,7 @@ async def test_a_worker_cut_off_from_redis_costs_time_and_no_more(
     assert "law_broken" not in deployment.log.read_text()
 
 
-async def test_who_was_fenced_meanwhile_writes_nothing_that_others_read(
+async def test_a_fenced_worker_writes_nothing_that_others_read(
     deployment: Deployment, client: AsyncClient, inside: Inside, tmp_path: Path
 ) -> None:
     """Others fill the pool while it is away; when it is back nothing of theirs has changed."""

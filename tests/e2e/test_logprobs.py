@@ -61,7 +61,7 @@ def assert_right(oracle: Oracle, tokens: list[int], completion: Completion) -> N
 
 
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 700])
-async def test_they_are_those_of_transformers(
+async def test_logprobs_equal_transformers(
     client: AsyncClient, oracle: Oracle, length: int
 ) -> None:
     """Of the whole prompt and of every token; then again, with the prompt in the cache, the same
@@ -93,7 +93,7 @@ async def test_in_company_they_are_the_same(client: AsyncClient, oracle: Oracle)
     await quiet(client)
 
 
-async def test_they_are_of_raw_logits(client: AsyncClient, oracle: Oracle) -> None:
+async def test_logprobs_are_of_raw_logits(client: AsyncClient, oracle: Oracle) -> None:
     """Before everything that changes what is drawn."""
     tokens = prompt(970, 20)
     (likeliest,) = (await client.complete(tokens, asking(1))).token_ids

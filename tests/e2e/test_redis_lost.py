@@ -108,7 +108,7 @@ async def test_streams_go_on_when_redis_loses_everything(
     assert pids(deployment) == before
 
 
-async def test_what_is_over_is_not_held_again(
+async def test_finished_requests_are_not_held_again(
     deployment: Deployment, client: AsyncClient, expected: list[list[int]]
 ) -> None:
     """Who issued its ticket has heard that it was claimed, and does not speak of it."""
@@ -184,7 +184,7 @@ async def test_a_stuck_worker_holds_nobody_up_for_long(
     assert "worker_given_up" in deployment.log.read_text()
 
 
-def test_nothing_else_was_restarted(deployment: Deployment) -> None:
+def test_no_other_service_was_restarted(deployment: Deployment) -> None:
     listing = subprocess.run(
         ["grep", "-c", "it starts again", str(deployment.log)], capture_output=True, text=True
     )

@@ -49,7 +49,9 @@ async def test_greedy_tokens_are_those_of_transformers(
     await quiet(client)
 
 
-async def test_one_token_ends_with_its_prefill(client: AsyncClient, oracle: Oracle) -> None:
+async def test_a_request_of_one_token_ends_with_its_prefill(
+    client: AsyncClient, oracle: Oracle
+) -> None:
     completion = await client.complete(prompt(9, 20), greedy(1))
     assert list(completion.token_ids) == oracle.greedy(prompt(9, 20), 1)
     assert completion.finish_reason == "length"

@@ -71,7 +71,7 @@ async def all_of(
 
 
 @pytest.mark.parametrize("killed", KILLED)
-async def test_what_gives_way_is_swapped_out_and_goes_on(
+async def test_a_preempted_request_is_swapped_out_and_goes_on(
     checkpoint: Path, oracle: Oracle, tmp_path: Path, killed: str
 ) -> None:
     """24 requests of 16 blocks each on 64 blocks, with as many to swap to: all tokens are right,

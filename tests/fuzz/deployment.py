@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
 from blockstore.registry import Member, Role
-from quire.supervisor.child import Stage
+from quire.supervisor.child import ChildSpec, Stage
 from quire.supervisor.service import SupervisorService
 from quire.supervisor.workforce import Workforce
 from quire.v1 import (
@@ -85,10 +85,11 @@ class Letters(FakeForward):
 
 @dataclass
 class Child:
-    """A process of the supervisor's that does nothing."""
+    """Stands in for a process of the supervisor and does nothing."""
 
-    spec: "ChildSpec"
+    spec: ChildSpec
     is_staying: bool = True
+    has_ended: bool = False
     failure: str = ""
 
     @property
@@ -97,12 +98,7 @@ class Child:
 
     def leave(self) -> None:
         self.is_staying = False
-
-
-@dataclass(frozen=True)
-class ChildSpec:
-    name: str
-    stage: Stage = Stage.WORKER
+        self.has_ended = True
 
 
 @dataclass
@@ -214,8 +210,10 @@ class Deployment:
                 Link(connection, connect), "block_manager-1", SECRET.rpc_key, LIMIT_S
             ),
         )
-        children: Any = [Child(ChildSpec(f"{role}-1")) for role in ("prefill", "decode")]
-        workforce = Workforce(children, lambda spec: children.append(Child(spec)))  # type: ignore[arg-type]
+        children: Any = [
+            Child(ChildSpec(f"{role}-1", (), Stage.WORKER)) for role in ("prefill", "decode")
+        ]
+        workforce = Workforce(children, lambda spec: children.append(Child(spec)))
         # As in `quire serve`: without our interceptor.
         server = aio.server()
         supervisor_pb2_grpc.add_SupervisorServicer_to_server(SupervisorService(workforce), server)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2
 from services.common.errors import QuireError
 from services.gateway.frontend.api import Delta, RequestedBeams
+from tests.fuzz.fuzzed_gateway import VOCAB, House, Wire
 from tests.fuzz.hostile_workers import MISCHIEFS, Mischief
-from tests.fuzz.house import VOCAB, House, Wire
 from tests.fuzz.nonsense import IDS
 from tests.fuzz.searching_workers import SearchingDecode, SearchingPrefill, score_of
 from tests.integration.gateway.conftest import PROMPT, Call, asked, write_model

@@ -104,7 +104,7 @@ async def shown(store: BlockStore) -> object:
 
 @given(calls=st.lists(st.tuples(CALLS, POOLS), min_size=1, max_size=6))
 @FUZZ
-def test_both_stores_refuse_the_same_and_it_changes_nothing(
+def test_stores_refuse_the_same_calls_and_change_nothing(
     server: RedisStore,
     runner: asyncio.Runner,
     calls: Sequence[tuple[tuple[str, tuple[Any, ...]], str]],

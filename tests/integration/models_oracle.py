@@ -1,5 +1,5 @@
-"""What the tests of the models share: checkpoints of every kind, transformers' answers, and a rig
-that drives a Runner as a worker would, blocks scattered over an arena full of NaN."""
+"""What the tests of the models share: checkpoints of every kind, transformers' answers, and a
+runner that records its logits, driven as by a worker, with blocks all over an arena full of NaN."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -118,7 +118,7 @@ class Oracle:
 
 @dataclass
 class Trial:
-    """One sequence on the rig. Its first `num_cached` positions are in adopted blocks."""
+    """One sequence on the recording. Its first `num_cached` positions are in adopted blocks."""
 
     prompt: tuple[int, ...]
     block_table: list[int]
@@ -144,7 +144,7 @@ class Trial:
         )
 
 
-class Rig(Runner):
+class RecordingRunner(Runner):
     """A runner that remembers its last logits, with an arena of its own."""
 
     def __init__(

@@ -58,7 +58,9 @@ def test_a_workload_gets_an_answer(workload: Path) -> None:
         (["--redis-url", "unix:///nowhere.sock"], "nowhere.sock"),
     ],
 )
-def test_what_cannot_be_is_one_line(workload: Path, args: list[str], problem: str) -> None:
+def test_an_impossible_question_is_answered_in_one_line(
+    workload: Path, args: list[str], problem: str
+) -> None:
     done = advise("--workload", str(workload), *args)
     assert done.returncode == 1
     assert done.stdout == ""

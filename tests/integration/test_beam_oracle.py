@@ -29,7 +29,7 @@ from services.protocol.ticket import (
     SamplingParams,
 )
 
-from .models_oracle import SPECS, Rig, random_prompt
+from .models_oracle import SPECS, RecordingRunner, random_prompt
 
 EARLY_STOPPING: dict[EarlyStopping, bool | str] = {
     EarlyStopping.WHEN_FULL: True,
@@ -135,7 +135,7 @@ def of_table(model: Table, prompt: Sequence[int], num_candidates: int) -> Advanc
 @pytest.mark.parametrize("early_stopping", EarlyStopping)
 @pytest.mark.parametrize("length_penalty", [-0.5, 0.0, 0.7, 1.0, 2.5])
 @pytest.mark.parametrize("width", [2, 3, 8])
-def test_it_finds_what_transformers_finds(
+def test_beam_search_equals_transformers(
     width: int, length_penalty: float, early_stopping: EarlyStopping
 ) -> None:
     for seed in range(8):
@@ -156,34 +156,38 @@ class OnPages:
     parent's blocks."""
 
     def __init__(
-        self, rig: Rig, prompt: Sequence[int], num_candidates: int, max_tokens: int
+        self,
+        recording: RecordingRunner,
+        prompt: Sequence[int],
+        num_candidates: int,
+        max_tokens: int,
     ) -> None:
-        self._rig = rig
+        self._recording = recording
         self._prompt = tuple(prompt)
         sampling = SamplingParams(0.0, 0, 1.0, 0.0, 0, max_tokens, logprobs=num_candidates)
         self._draw = Draw(sampling, 0)
-        self._num_blocks = -(-(len(prompt) + max_tokens) // rig.block_size)
+        self._num_blocks = -(-(len(prompt) + max_tokens) // recording.block_size)
         self._tables = [self._new_table()]
 
     def advance(self, beams: Sequence[Beam], parents: Sequence[int]) -> list[Logprobs]:
         old = self._tables
         self._tables = [self._copy(old[parent]) for parent in parents]
         for table in old:
-            self._rig.free.extend(table)
+            self._recording.free.extend(table)
         rows = []
         for beam, table in zip(beams, self._tables, strict=True):
             tokens = (*self._prompt, *beam.token_ids)
             start = len(tokens) - 1 if beam.token_ids else 0
             rows.append(Row(tokens[start:], start, table, draws=(self._draw,)))
-        drawn = self._rig.run(rows)
+        drawn = self._recording.run(rows)
         return [one for told in drawn if isinstance(told, Told) for one in told.logprobs]
 
     def _new_table(self) -> list[int]:
-        return [self._rig.free.pop() for _ in range(self._num_blocks)]
+        return [self._recording.free.pop() for _ in range(self._num_blocks)]
 
     def _copy(self, table: Sequence[int]) -> list[int]:
         copy = self._new_table()
-        self._rig.arena[copy] = self._rig.arena[table]
+        self._recording.arena[copy] = self._recording.arena[table]
         return copy
 
 
@@ -195,7 +199,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_on_pages_it_finds_what_transformers_finds(checkpoint: Path) -> None:
     """Tokens that end a sequence are ones that beams do draw, so that some end early."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    rig = Rig(checkpoint, block_size=4, num_blocks=600)
+    recording = RecordingRunner(checkpoint, block_size=4, num_blocks=600)
     num_stopped = 0
     for seed, (width, max_tokens, early_stopping) in enumerate(
         [
@@ -211,7 +215,7 @@ def test_on_pages_it_finds_what_transformers_finds(checkpoint: Path) -> None:
         stop_ids = sorted({tokens[3 + seed] for _, tokens in drawn})[:3]
         params = BeamParams(width, max(1, width - 1), 0.5 * seed, early_stopping)
         search = BeamSearch(params, frozenset(stop_ids), max_tokens)
-        pages = OnPages(rig, prompt, num_deciding(params, frozenset(stop_ids)), max_tokens)
+        pages = OnPages(recording, prompt, num_deciding(params, frozenset(stop_ids)), max_tokens)
         found = run(search, pages.advance)[: params.num_returned]
         check(found, by_transformers(model, prompt, params, stop_ids, max_tokens), stop_ids, 1e-4)
         num_stopped += sum(one.finish is FinishReason.STOP for one in found)

@@ -122,7 +122,7 @@ def test_a_good_checkpoint_is_accepted(tmp_path: Path, shards: int) -> None:
         (only_bin, "DIR: pytorch_model.bin is in PyTorch's own format; "),
     ],
 )
-def test_what_is_wrong_is_named(checkpoint: Path, spoil: Spoil, message: str) -> None:
+def test_a_broken_checkpoint_is_named(checkpoint: Path, spoil: Spoil, message: str) -> None:
     spoil(checkpoint)
     assert message in refused(checkpoint)
 

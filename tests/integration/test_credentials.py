@@ -51,7 +51,7 @@ def test_credentials_are_made_once_for_this_user_only(tmp_path: Path) -> None:
     assert contents(run_dir) == made
 
 
-def test_what_is_configured_is_written_and_never_logged(tmp_path: Path) -> None:
+def test_passwords_are_written_and_never_logged(tmp_path: Path) -> None:
     assert write(tmp_path).returncode == 0
     done = write(tmp_path, SECRET=20 * "s", REDIS_PASSWORD="hush-hush")
     assert done.returncode == 0
@@ -133,7 +133,7 @@ def test_the_user_may_do_nothing_else(locked: Valkey, command: tuple[str | int, 
         locked.command(*command)
 
 
-async def test_nobody_else_gets_in(locked: Valkey) -> None:
+async def test_other_users_are_refused(locked: Valkey) -> None:
     for url in (f"unix://{locked.socket}", f"unix://quire@{locked.socket}?password=guess"):
         with pytest.raises(StoreUnsuitable):
             await RedisStore.connect(url)

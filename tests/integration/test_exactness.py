@@ -16,7 +16,7 @@ from quire.messages import Request
 from quire.types import Beam, Sampling
 from tests.exactness import SEED, Answer, is_streamed, strategies, width
 
-from .exactness_house import House, Resident, Setting
+from .exactness_deployment import House, Resident, Setting
 from .exactness_model import Logits, Models
 from .models_oracle import random_prompt
 
@@ -295,7 +295,7 @@ async def found(opened: Open, condition: Condition, sampling: Sampling) -> Found
 
 
 @pytest.mark.parametrize(("strategy", "condition"), CELLS)
-async def test_the_same_to_the_bit(
+async def test_tokens_are_the_same_to_the_bit(
     opened: Open, alone: dict[str, Found], strategy: str, condition: str
 ) -> None:
     sampling = STRATEGIES[strategy]

@@ -115,7 +115,7 @@ def test_the_python_asked_for_is_the_packages() -> None:
     assert "sys.version_info < (3, 11)" in (ROOT / "deploy" / "venv.sh").read_text()
 
 
-def test_nothing_recommends_another_program() -> None:
+def test_messages_recommend_our_own_distribution() -> None:
     """`quire` on PyPI is not this one."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     wrong = re.compile(r"pip install '?quire(?!-serve)\b|\bquire\[\w+\]")

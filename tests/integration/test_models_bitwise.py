@@ -15,7 +15,7 @@ from torch import Tensor
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from kvops.native import usable_kernels
 
-from .models_oracle import NUM_NEW_TOKENS, Rig, Trial, random_prompt
+from .models_oracle import NUM_NEW_TOKENS, RecordingRunner, Trial, random_prompt
 
 # No size is a multiple of a panel, of a tile or of another one's.
 _SIZES = CheckpointSpec(hidden_size=148, intermediate_size=212, vocab_size=601, head_dim=20)
@@ -67,22 +67,22 @@ class Sequence:
         self._kind = kind
         self.expected = self.compute()
 
-    def rig(self, *, block_size: int = BLOCK_SIZE, **options: Any) -> Rig:
+    def recording(self, *, block_size: int = BLOCK_SIZE, **options: Any) -> RecordingRunner:
         dtype, quantize = KINDS[self._kind]
         num_blocks = 2048 // block_size + 256
-        return Rig(
+        return RecordingRunner(
             self._directory, block_size, num_blocks, dtype=dtype, quantize=quantize, **options
         )
 
     def compute(self, *, chunk: int = WHOLE, **options: Any) -> Outcome:
-        rig = self.rig(**options)
-        trial = rig.place(PROMPT)
-        rig.decode_all([trial], chunk)
-        return outcome(rig, trial)
+        recording = self.recording(**options)
+        trial = recording.place(PROMPT)
+        recording.decode_all([trial], chunk)
+        return outcome(recording, trial)
 
 
-def outcome(rig: Rig, trial: Trial) -> Outcome:
-    positions = rig.arena[trial.block_table].permute(0, 3, 1, 2, 4, 5).flatten(0, 1)
+def outcome(recording: RecordingRunner, trial: Trial) -> Outcome:
+    positions = recording.arena[trial.block_table].permute(0, 3, 1, 2, 4, 5).flatten(0, 1)
     stored = len(trial.prompt) + NUM_NEW_TOKENS - 1  # the last token is drawn and not computed
     kv = positions[:stored].clone()
     assert kv.isfinite().all()
@@ -107,45 +107,45 @@ def test_however_the_prompt_is_cut(sequence: Sequence, chunk: int) -> None:
 
 
 @pytest.mark.parametrize(("batch", "chunk"), [(2, WHOLE), (5, 33), (17, 64), (64, 7), (64, WHOLE)])
-def test_whatever_else_is_in_the_batch(sequence: Sequence, batch: int, chunk: int) -> None:
+def test_logits_do_not_depend_on_the_batch(sequence: Sequence, batch: int, chunk: int) -> None:
     """It comes when half of the others are there, prompts and decoding rows, and sees the rest
     come."""
-    rig = sequence.rig()
+    recording = sequence.recording()
     others = [random_prompt(1 + i * 37 % 100, seed=i) for i in range(1, batch)]
-    suspects = [rig.place(prompt) for prompt in others]
-    suspects.insert(batch // 2, own := rig.place(PROMPT))
-    rig.decode_all(suspects, chunk, late=1)
-    outcome(rig, own).assert_equals(sequence.expected)
+    suspects = [recording.place(prompt) for prompt in others]
+    suspects.insert(batch // 2, own := recording.place(PROMPT))
+    recording.decode_all(suspects, chunk, late=1)
+    outcome(recording, own).assert_equals(sequence.expected)
 
 
 def test_when_its_prefix_was_cached(sequence: Sequence) -> None:
     """Of another prompt, computed in other chunks; then its own whole prompt."""
-    rig = sequence.rig()
-    donor = rig.place((*PROMPT[:100], *random_prompt(30, seed=5)))
-    rig.decode_all([donor], chunk=11)
-    partly = rig.place(PROMPT, donor)
+    recording = sequence.recording()
+    donor = recording.place((*PROMPT[:100], *random_prompt(30, seed=5)))
+    recording.decode_all([donor], chunk=11)
+    partly = recording.place(PROMPT, donor)
     assert partly.num_cached == 96
-    rig.decode_all([partly], WHOLE)
-    outcome(rig, partly).assert_equals(sequence.expected)
-    wholly = rig.place(PROMPT, partly)
+    recording.decode_all([partly], WHOLE)
+    outcome(recording, partly).assert_equals(sequence.expected)
+    wholly = recording.place(PROMPT, partly)
     assert wholly.num_cached == 144
-    rig.decode_all([wholly], WHOLE)
-    outcome(rig, wholly).assert_equals(sequence.expected)
+    recording.decode_all([wholly], WHOLE)
+    outcome(recording, wholly).assert_equals(sequence.expected)
 
 
 def test_when_what_was_decoded_comes_back_as_a_prompt(sequence: Sequence) -> None:
     """As after a recompute: the first tokens of the answer are computed with the prompt."""
-    rig = sequence.rig()
-    again = rig.place(PROMPT + tuple(sequence.expected.token_ids[:4]))
-    rig.decode_all([again], WHOLE)
-    found = outcome(rig, again)
+    recording = sequence.recording()
+    again = recording.place(PROMPT + tuple(sequence.expected.token_ids[:4]))
+    recording.decode_all([again], WHOLE)
+    found = outcome(recording, again)
     assert found.token_ids[:2] == sequence.expected.token_ids[4:]
     assert torch.equal(found.logits[:2], sequence.expected.logits[4:])
     assert torch.equal(found.kv[:-4], sequence.expected.kv)
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 256])
-def test_whatever_the_size_of_a_block(sequence: Sequence, block_size: int) -> None:
+def test_logits_do_not_depend_on_the_block_size(sequence: Sequence, block_size: int) -> None:
     sequence.compute(block_size=block_size).assert_equals(sequence.expected)
 
 
@@ -168,9 +168,9 @@ def test_on_every_instruction_set(
     """Each by itself: between them the bits may differ, and such workers share no pool."""
     monkeypatch.setattr("kvops.native.usable_kernels", lambda: [isa])
     sequence = Sequence(checkpoints("qwen3"), kind)
-    rig = sequence.rig(num_threads=3)
-    assert rig.ops.numerics(torch.float32)["isa"] == isa
-    others = [rig.place(random_prompt(1 + i * 37 % 100, seed=i)) for i in range(1, 40)]
-    rig.decode_all([*others, own := rig.place(PROMPT)], chunk=29, late=1)
-    outcome(rig, own).assert_equals(sequence.expected)
+    recording = sequence.recording(num_threads=3)
+    assert recording.ops.numerics(torch.float32)["isa"] == isa
+    others = [recording.place(random_prompt(1 + i * 37 % 100, seed=i)) for i in range(1, 40)]
+    recording.decode_all([*others, own := recording.place(PROMPT)], chunk=29, late=1)
+    outcome(recording, own).assert_equals(sequence.expected)
     sequence.compute(chunk=1).assert_equals(sequence.expected)

@@ -22,7 +22,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
-def test_the_same_arguments_give_the_same_bytes(tmp_path: Path) -> None:
+def test_checkpoints_of_the_same_arguments_have_the_same_bytes(tmp_path: Path) -> None:
     first = contents(make_checkpoint(tmp_path / "a", shards=2))
     assert contents(make_checkpoint(tmp_path / "b", CheckpointSpec(shards=2))) == first
     other = contents(make_checkpoint(tmp_path / "c", shards=2, seed=1))

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bench.make_checkpoint import make_checkpoint
 from services.common.text.model_config import ModelConfig
 
-from .models_oracle import SPECS, Rig, random_prompt
+from .models_oracle import SPECS, RecordingRunner, random_prompt
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -37,9 +37,9 @@ def test_a_checkpoint_that_transformers_has_saved_is_served(tmp_path: Path) -> N
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
     answers = []
     for directory in (ours, tmp_path / "theirs"):
-        rig = Rig(directory, block_size=16, num_blocks=4)
-        trial = rig.place(random_prompt(20, seed=1))
-        rig.decode_all([trial], chunk=64)
+        recording = RecordingRunner(directory, block_size=16, num_blocks=4)
+        trial = recording.place(random_prompt(20, seed=1))
+        recording.decode_all([trial], chunk=64)
         answers.append(trial.new_tokens)
     assert answers[0] == answers[1]
 

@@ -19,7 +19,7 @@ from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Rules
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
 
-from .models_oracle import Rig, random_prompt
+from .models_oracle import RecordingRunner, random_prompt
 
 SIZE = 4
 NUM_BLOCKS = 512
@@ -27,11 +27,11 @@ SAMPLED = SamplingParams(1.5, 0, 0.95, 0.0, seed=7, max_tokens=10)
 GREEDY = replace(SAMPLED, temperature=0.0)
 
 
-class Host:
+class EnginePair:
     """A prefill and a decode engine on one arena, whose blocks are given out once."""
 
     def __init__(self, directory: Path, checkpoint: Path, dtype: torch.dtype) -> None:
-        self._rig = Rig(checkpoint, SIZE, NUM_BLOCKS, dtype=dtype)
+        self._recording = RecordingRunner(checkpoint, SIZE, NUM_BLOCKS, dtype=dtype)
         path = directory / f"stamps-{id(self)}"
         path.write_bytes(bytes(NUM_BLOCKS * record_bytes(SIZE)))
         spec = PoolSpec("pool", "model", "fingerprint", NUM_BLOCKS, SIZE, block_bytes=1)
@@ -77,7 +77,7 @@ class Host:
 
     def _engine(self, budget: int, *, one_token: bool) -> Engine:
         scheduler = Scheduler(budget, max_num_seqs=64)
-        return Engine(self._rig, scheduler, self._stamps, one_token=one_token, look_ahead=3)
+        return Engine(self._recording, scheduler, self._stamps, one_token=one_token, look_ahead=3)
 
     def _take(self, num_blocks: int, owner: str) -> tuple[int, ...]:
         taken = tuple(next(self._blocks) for _ in range(num_blocks))
@@ -109,13 +109,13 @@ def test_a_sequence_of_a_group_is_the_one_that_runs_alone(
 ) -> None:
     """Whatever the chunks, and whether its prompt was cached."""
     prompt = random_prompt(length, seed=length)
-    host = Host(tmp_path, checkpoint, dtype)
-    alone = {i: host.generate(_asked(prompt, [i], sampling))[i] for i in range(5)}
+    engine_pair = EnginePair(tmp_path, checkpoint, dtype)
+    alone = {i: engine_pair.generate(_asked(prompt, [i], sampling))[i] for i in range(5)}
     assert len({tuple(tokens) for tokens in alone.values()}) == (5 if sampling is SAMPLED else 1)
     for chunk in (1, 5, 64):
-        assert host.generate(_asked(prompt, range(5), sampling), chunk) == alone
-    host.cached = tuple(range(length // SIZE))  # of the first that ran alone
-    assert host.generate(_asked(prompt, range(5), sampling)) == alone
+        assert engine_pair.generate(_asked(prompt, range(5), sampling), chunk) == alone
+    engine_pair.cached = tuple(range(length // SIZE))  # of the first that ran alone
+    assert engine_pair.generate(_asked(prompt, range(5), sampling)) == alone
 
 
 def test_a_group_that_is_computed_again_goes_on_as_it_would_have(
@@ -123,9 +123,9 @@ def test_a_group_that_is_computed_again_goes_on_as_it_would_have(
 ) -> None:
     """With what each had got by then: some, none, almost all."""
     prompt = random_prompt(10, seed=3)
-    host = Host(tmp_path, checkpoint, torch.float32)
-    whole = host.generate(_asked(prompt, range(4), SAMPLED))
+    engine_pair = EnginePair(tmp_path, checkpoint, torch.float32)
+    whole = engine_pair.generate(_asked(prompt, range(4), SAMPLED))
     states = [TicketSequence(i, tuple(whole[i][:num])) for i, num in {0: 4, 1: 0, 3: 9}.items()]
     for chunk in (1, 6, 64):
         again = replace(_asked(prompt, [0], SAMPLED), sequences=tuple(states))
-        assert host.generate(again, chunk) == {i: whole[i] for i in (0, 1, 3)}
+        assert engine_pair.generate(again, chunk) == {i: whole[i] for i in (0, 1, 3)}

@@ -17,7 +17,7 @@ from bench.make_checkpoint import make_checkpoint
 from kvops.native import Lane, NativeCpu, wake
 from services.engine.batch import Answer, Fault, Query, Row
 
-from .models_oracle import GREEDY, Rig, random_prompt
+from .models_oracle import GREEDY, RecordingRunner, random_prompt
 
 NUM_OWNERS = 4
 NUM_STEPS = 400
@@ -49,16 +49,16 @@ QUERIES = [
 ]
 
 
-class Bench:
-    """A rig whose lanes change, and what it computes on one lane."""
+class ChangingLanes:
+    """A recording whose lanes change, and what it computes on one lane."""
 
     def __init__(self, checkpoint: Path) -> None:
-        self.rig = Rig(checkpoint, block_size=16, num_blocks=8)
-        native = self.rig.ops.native
+        self.recording = RecordingRunner(checkpoint, block_size=16, num_blocks=8)
+        native = self.recording.ops.native
         assert native is not None
         self.native: NativeCpu = native
         self.board = torch.zeros(NUM_OWNERS, dtype=torch.int32)
-        self.rig.run(rows())
+        self.recording.run(rows())
         self.expected = self.step()
 
     def assign(self, lanes: list[Lane]) -> None:
@@ -66,8 +66,8 @@ class Bench:
 
     def step(self) -> tuple[Tensor, list[Answer | Fault]]:
         """Logits, and what else is asked of the states, which are other loops over the head."""
-        hidden = self.rig.hidden(rows())
-        return self.rig.last_logits, self.rig._model.answer(hidden, QUERIES)
+        hidden = self.recording.hidden(rows())
+        return self.recording.last_logits, self.recording._model.answer(hidden, QUERIES)
 
     def check(self) -> None:
         (logits, answers), (expected, expected_answers) = self.step(), self.expected
@@ -76,8 +76,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(checkpoint: Path) -> Bench:
-    return Bench(checkpoint)
+def changing(checkpoint: Path) -> ChangingLanes:
+    return ChangingLanes(checkpoint)
 
 
 @contextmanager
@@ -106,55 +106,57 @@ def flipping(board: Tensor) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2, 4])
-def test_lanes_that_stay_compute_the_same(bench: Bench, num_lanes: int) -> None:
-    bench.assign([Lane()] * num_lanes)
+def test_lanes_that_stay_compute_the_same(changing: ChangingLanes, num_lanes: int) -> None:
+    changing.assign([Lane()] * num_lanes)
     for _ in range(20):
-        bench.check()
+        changing.check()
 
 
 @pytest.mark.parametrize("num_lent", [1, 3, 7])
-def test_lanes_that_are_lent_and_taken_back_compute_the_same(bench: Bench, num_lent: int) -> None:
+def test_lanes_that_are_lent_and_taken_back_compute_the_same(
+    changing: ChangingLanes, num_lent: int
+) -> None:
     lent = [Lane(owners=tuple({i % NUM_OWNERS, i * 3 % NUM_OWNERS})) for i in range(num_lent)]
-    bench.assign([Lane(), *lent])
-    with flipping(bench.board):
+    changing.assign([Lane(), *lent])
+    with flipping(changing.board):
         for _ in range(NUM_STEPS):
-            bench.check()
+            changing.check()
 
 
-def test_own_and_lent_lanes_together_compute_the_same(bench: Bench) -> None:
-    bench.assign([Lane(), Lane(), Lane(owners=(0,)), Lane(owners=(1, 2))])
-    with flipping(bench.board):
+def test_own_and_lent_lanes_together_compute_the_same(changing: ChangingLanes) -> None:
+    changing.assign([Lane(), Lane(), Lane(owners=(0,)), Lane(owners=(1, 2))])
+    with flipping(changing.board):
         for _ in range(NUM_STEPS):
-            bench.check()
+            changing.check()
 
 
-def test_lanes_that_change_between_steps_compute_the_same(bench: Bench) -> None:
+def test_lanes_that_change_between_steps_compute_the_same(changing: ChangingLanes) -> None:
     draw = random.Random(1)
-    with flipping(bench.board):
+    with flipping(changing.board):
         for _ in range(NUM_STEPS):
             own = [Lane() for _ in range(draw.randint(1, 2))]
             lent = [Lane(owners=(draw.randrange(NUM_OWNERS),)) for _ in range(draw.randrange(4))]
-            bench.assign([*own, *lent])
-            bench.check()
+            changing.assign([*own, *lent])
+            changing.check()
 
 
-def test_a_lane_whose_owners_are_busy_takes_no_part(bench: Bench) -> None:
+def test_a_lane_whose_owners_are_busy_takes_no_part(changing: ChangingLanes) -> None:
     """Its buffers are there, so that it can begin at any time."""
-    bench.board[1] = 1
-    bench.assign([Lane(), Lane(owners=(0, 1))])
-    assert bench.native.num_lanes == 2
-    bench.check()
-    bench.board[1] = 0
-    bench.check()
+    changing.board[1] = 1
+    changing.assign([Lane(), Lane(owners=(0, 1))])
+    assert changing.native.num_lanes == 2
+    changing.check()
+    changing.board[1] = 0
+    changing.check()
 
 
-def test_a_lane_is_pinned_to_its_cpu(bench: Bench) -> None:
+def test_a_lane_is_pinned_to_its_cpu(changing: ChangingLanes) -> None:
     """The calling thread is the first lane."""
     before = os.sched_getaffinity(0)
     cpu = max(before)
     try:
-        bench.assign([Lane(cpu)])
-        bench.check()
+        changing.assign([Lane(cpu)])
+        changing.check()
         assert os.sched_getaffinity(0) == {cpu}
     finally:
         os.sched_setaffinity(0, before)

@@ -16,7 +16,7 @@ from services.engine.batch import Draw, Row, Scoring, Told
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import SamplingParams
 
-from .models_oracle import Rig, random_prompt
+from .models_oracle import RecordingRunner, random_prompt
 
 SPEC = CheckpointSpec(hidden_size=148, intermediate_size=212, vocab_size=601, head_dim=20)
 SPECS = {
@@ -41,12 +41,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return make
 
 
-def make_rig(directory: Path, kind: str = "float32", num_threads: int = 1) -> Rig:
-    return Rig(directory, BLOCK_SIZE, 400, dtype=KINDS[kind], num_threads=num_threads)
+def make_recording(directory: Path, kind: str = "float32", num_threads: int = 1) -> RecordingRunner:
+    return RecordingRunner(directory, BLOCK_SIZE, 400, dtype=KINDS[kind], num_threads=num_threads)
 
 
 def rows_of(
-    rig: Rig,
+    recording: RecordingRunner,
     prompt: tuple[int, ...],
     chunk: int,
     sampling: SamplingParams,
@@ -54,7 +54,7 @@ def rows_of(
     block_table: list[int] | None = None,
 ) -> list[Row]:
     """All chunks of a prompt whose logprobs are asked for; the last one draws."""
-    blocks = block_table or [rig.free.pop() for _ in range(len(prompt) // BLOCK_SIZE + 1)]
+    blocks = block_table or [recording.free.pop() for _ in range(len(prompt) // BLOCK_SIZE + 1)]
     rows = []
     for start in range(0, len(prompt), chunk):
         end = min(start + chunk, len(prompt))
@@ -72,11 +72,11 @@ def rows_of(
     return rows
 
 
-def run_alone(rig: Rig, rows: list[Row]) -> Told:
+def run_alone(recording: RecordingRunner, rows: list[Row]) -> Told:
     """What all chunks have to tell, one after another."""
     prompt: tuple[Logprobs, ...] = ()
     for row in rows:
-        (told,) = rig.run([row])
+        (told,) = recording.run([row])
         if isinstance(told, Told):
             prompt += told.prompt
     assert isinstance(told, Told)
@@ -110,10 +110,10 @@ def assert_is(found: Logprobs, exact: Tensor, token_id: int) -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("chunk", [64, 4096])
-def test_they_are_those_of_transformers(checkpoints: Make, name: str, chunk: int) -> None:
+def test_logprobs_equal_transformers(checkpoints: Make, name: str, chunk: int) -> None:
     """Of the whole prompt, and of the token drawn after it."""
-    rig = make_rig(checkpoints(name))
-    told = run_alone(rig, rows_of(rig, PROMPT, chunk, asked()))
+    recording = make_recording(checkpoints(name))
+    told = run_alone(recording, rows_of(recording, PROMPT, chunk, asked()))
     (token,), (of_token,) = told.tokens, told.logprobs
     exact = exact_logprobs(checkpoints(name), PROMPT)
     assert len(told.prompt) == len(PROMPT) - 1
@@ -132,26 +132,26 @@ def test_however_the_prompt_is_cut(
     checkpoints: Make, kind: str, chunk: int, num_threads: int
 ) -> None:
     directory = checkpoints("qwen3")
-    whole = make_rig(directory, kind)
+    whole = make_recording(directory, kind)
     expected = run_alone(whole, rows_of(whole, PROMPT, 4096, asked(1.0)))
-    rig = make_rig(directory, kind, num_threads)
-    assert run_alone(rig, rows_of(rig, PROMPT, chunk, asked(1.0))) == expected
+    recording = make_recording(directory, kind, num_threads)
+    assert run_alone(recording, rows_of(recording, PROMPT, chunk, asked(1.0))) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_else_is_in_the_batch(checkpoints: Make, kind: str) -> None:
+def test_logprobs_do_not_depend_on_the_batch(checkpoints: Make, kind: str) -> None:
     """Others that ask for more, for less, for nothing, and for their prompts too."""
     directory = checkpoints("qwen3")
-    alone = make_rig(directory, kind)
+    alone = make_recording(directory, kind)
     expected = run_alone(alone, rows_of(alone, PROMPT, 4096, asked(1.0)))
-    rig = make_rig(directory, kind, num_threads=2)
+    recording = make_recording(directory, kind, num_threads=2)
     others = [
-        rows_of(rig, random_prompt(20 + n, seed=n), 4096, replace(PLAIN, logprobs=number))[0]
+        rows_of(recording, random_prompt(20 + n, seed=n), 4096, replace(PLAIN, logprobs=number))[0]
         for n, number in enumerate((None, 0, 20, 3), 1)
     ]
     others[0] = replace(others[0], scoring=None)
-    (own,) = rows_of(rig, PROMPT, 4096, asked(1.0))
-    found = rig.run([*others[:2], own, *others[2:]])
+    (own,) = rows_of(recording, PROMPT, 4096, asked(1.0))
+    found = recording.run([*others[:2], own, *others[2:]])
     assert found[2] == expected
     assert isinstance(found[0], tuple)
     for told, number in zip((found[1], *found[3:]), (0, 20, 3), strict=True):
@@ -162,23 +162,23 @@ def test_whatever_else_is_in_the_batch(checkpoints: Make, kind: str) -> None:
 
 def test_a_prompt_computed_again_in_adopted_blocks(checkpoints: Make) -> None:
     """Its KV is not stored anew (law 2), and its logprobs are those of who computed it first."""
-    rig = make_rig(checkpoints("qwen3"))
-    first = rows_of(rig, PROMPT, 50, asked())
-    expected = run_alone(rig, first)
+    recording = make_recording(checkpoints("qwen3"))
+    first = rows_of(recording, PROMPT, 50, asked())
+    expected = run_alone(recording, first)
     table = list(first[0].block_table)
     adopted = table[: len(PROMPT) // BLOCK_SIZE]
-    before = rig.arena[adopted].clone()
-    own = [*adopted, rig.free.pop()]
-    again = rows_of(rig, PROMPT, 33, asked(), len(adopted) * BLOCK_SIZE, own)
-    assert run_alone(rig, again) == expected
-    assert torch.equal(rig.arena[adopted], before)
+    before = recording.arena[adopted].clone()
+    own = [*adopted, recording.free.pop()]
+    again = rows_of(recording, PROMPT, 33, asked(), len(adopted) * BLOCK_SIZE, own)
+    assert run_alone(recording, again) == expected
+    assert torch.equal(recording.arena[adopted], before)
 
 
 def test_the_composed_model_says_the_same(checkpoints: Make) -> None:
     """The torch composition, which a GPU runs."""
-    rig = make_rig(checkpoints("qwen3"))
-    expected = run_alone(rig, rows_of(rig, PROMPT, 64, asked()))
-    composed = Rig(checkpoints("qwen3"), BLOCK_SIZE, 40, "reference")
+    recording = make_recording(checkpoints("qwen3"))
+    expected = run_alone(recording, rows_of(recording, PROMPT, 64, asked()))
+    composed = RecordingRunner(checkpoints("qwen3"), BLOCK_SIZE, 40, "reference")
     found = run_alone(composed, rows_of(composed, PROMPT, 64, asked()))
     assert found.tokens == expected.tokens
     for one, other in zip(found.prompt, expected.prompt, strict=True):

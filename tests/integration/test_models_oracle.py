@@ -15,7 +15,15 @@ import torch
 
 from bench.make_checkpoint import make_checkpoint
 
-from .models_oracle import NUM_NEW_TOKENS, SPECS, Oracle, Rig, Trial, pairwise, random_prompt
+from .models_oracle import (
+    NUM_NEW_TOKENS,
+    SPECS,
+    Oracle,
+    RecordingRunner,
+    Trial,
+    pairwise,
+    random_prompt,
+)
 
 LENGTHS = (1, 17, 256, 3000)
 BATCHES = (1, 5, 64)
@@ -65,21 +73,21 @@ def check(
     directory, oracle = of
     prompts = prompts_of(length, batch)
     num_blocks = sum(2 * (-(-(len(p) + NUM_NEW_TOKENS) // block_size)) for p in prompts)
-    rig = Rig(directory, block_size, num_blocks, backend)
+    recording = RecordingRunner(directory, block_size, num_blocks, backend)
     donors: list[Trial | None] = [None] * batch
     if cached != "nothing":
-        placed = [rig.place(donor_prompt(prompt, cached)) for prompt in prompts]
-        rig.decode_all(placed, chunk)
+        placed = [recording.place(donor_prompt(prompt, cached)) for prompt in prompts]
+        recording.decode_all(placed, chunk)
         donors = [*placed]
-    suspects = [rig.place(p, donor) for p, donor in zip(prompts, donors, strict=True)]
+    suspects = [recording.place(p, donor) for p, donor in zip(prompts, donors, strict=True)]
     adopted = [t.block_table[: t.num_cached // block_size] for t in suspects]
-    before = [rig.arena[blocks].clone() for blocks in adopted]
-    rig.decode_all(suspects, chunk, late=1)
+    before = [recording.arena[blocks].clone() for blocks in adopted]
+    recording.decode_all(suspects, chunk, late=1)
     for trial, blocks, content in zip(suspects, adopted, before, strict=True):
         answer = oracle.answer(trial.prompt)
         assert trial.new_tokens == answer.token_ids
         torch.testing.assert_close(torch.stack(trial.logits), answer.logits, rtol=0, atol=1e-4)
-        assert torch.equal(rig.arena[blocks], content), "an adopted block was written"
+        assert torch.equal(recording.arena[blocks], content), "an adopted block was written"
     if cached == "all of it":
         assert suspects[0].num_cached == length // block_size * block_size
 

@@ -20,7 +20,7 @@ from services.engine.weights.checkpoint import weights_digest
 from services.engine.weights.fused_weights import alternated
 from services.engine.weights.packed_file import packed_file
 
-from .models_oracle import GREEDY, Rig
+from .models_oracle import GREEDY, RecordingRunner
 
 FILE = "model.safetensors"
 
@@ -48,8 +48,8 @@ def load(checkpoint: Path, cache: Path | None, quantized: bool = False) -> Fused
 
 
 def logits(checkpoint: Path, cache: Path | None) -> Tensor:
-    rig = Rig(checkpoint, block_size=16, num_blocks=1, cache=cache)
-    return rig.logits([Row([5, 6, 7], 0, [0], 0, (GREEDY,))])
+    recording = RecordingRunner(checkpoint, block_size=16, num_blocks=1, cache=cache)
+    return recording.logits([Row([5, 6, 7], 0, [0], 0, (GREEDY,))])
 
 
 def packed(cache: Path) -> list[Path]:
@@ -148,7 +148,7 @@ def test_a_checkpoint_that_changed_is_packed_again(
     assert (model.weights_digest == digest) == (change is other_config)
 
 
-def test_another_packing_is_another_file(
+def test_packings_have_files_of_their_own(
     checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(checkpoint, cache)

@@ -20,7 +20,7 @@ from services.engine.batch import Row
 from tools.embedded_model.corpus import load
 from tools.embedded_model.render import END_OF_TURN, sentence, user_turn
 
-from .models_oracle import LLAMA3_ROPE, Rig, random_prompt
+from .models_oracle import LLAMA3_ROPE, RecordingRunner, random_prompt
 
 EMBEDDED = Path(__file__).parents[2] / "quire" / "embedded"
 BLOCK_SIZE = 16
@@ -37,16 +37,18 @@ SHAPES = {
 }
 
 
-def all_logits(rig: Rig, token_ids: Sequence[int]) -> Tensor:
+def all_logits(recording: RecordingRunner, token_ids: Sequence[int]) -> Tensor:
     """fp32 [tokens, vocab_size]: after every one of them, in one pass."""
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
-    batch = rig._batch([Row(token_ids, 0, range(num_blocks))])
-    hidden = rig._model.forward(batch, rig.arena, torch.arange(len(token_ids)))
-    return rig._model.logits(hidden)
+    batch = recording._batch([Row(token_ids, 0, range(num_blocks))])
+    hidden = recording._model.forward(batch, recording.arena, torch.arange(len(token_ids)))
+    return recording._model.logits(hidden)
 
 
-def ours(directory: Path, dtype: torch.dtype, quantize: Literal["int8"] | None = None) -> Rig:
-    return Rig(directory, BLOCK_SIZE, num_blocks=128, dtype=dtype, quantize=quantize)
+def ours(
+    directory: Path, dtype: torch.dtype, quantize: Literal["int8"] | None = None
+) -> RecordingRunner:
+    return RecordingRunner(directory, BLOCK_SIZE, num_blocks=128, dtype=dtype, quantize=quantize)
 
 
 @torch.inference_mode()
@@ -67,8 +69,8 @@ def test_bf16_is_at_least_as_near_to_fp64_as_transformers(tmp_path: Path, name: 
     """Of the same bf16 weights."""
     directory = make_checkpoint(tmp_path, replace(SHAPES[name], dtype="bfloat16"))
     exact = theirs(directory, torch.float64)
-    rig = ours(directory, torch.bfloat16)
-    our_error = error([all_logits(rig, prompt) for prompt in PROMPTS], exact)
+    recording = ours(directory, torch.bfloat16)
+    our_error = error([all_logits(recording, prompt) for prompt in PROMPTS], exact)
     their_error = error(theirs(directory, torch.bfloat16), exact)
     print(f"\n{name}: bf16 error {our_error:.4f}, transformers' {their_error:.4f}")
     assert our_error <= their_error
@@ -118,11 +120,11 @@ def texts() -> list[Text]:
     return found
 
 
-def quality(rig: Rig, texts: list[Text]) -> Quality:
+def quality(recording: RecordingRunner, texts: list[Text]) -> Quality:
     losses: dict[bool, list[Tensor]] = {False: [], True: []}
     best = []
     for text in texts:
-        log_probs = all_logits(rig, text.token_ids[:-1]).double().log_softmax(dim=-1)
+        log_probs = all_logits(recording, text.token_ids[:-1]).double().log_softmax(dim=-1)
         of_next = -log_probs.gather(1, torch.tensor(text.token_ids[1:])[:, None])
         losses[False].append(of_next[: text.begin - 1])
         losses[True].append(of_next[text.begin - 1 :])

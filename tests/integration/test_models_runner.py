@@ -13,7 +13,7 @@ from bench.make_checkpoint import make_checkpoint
 from services.engine.batch import Draw, Fault, Row
 from services.engine.runner import Runner
 
-from .models_oracle import GREEDY, SPECS, Rig, random_prompt
+from .models_oracle import GREEDY, SPECS, RecordingRunner, random_prompt
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +22,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def rig(checkpoint: Path) -> Rig:
-    return Rig(checkpoint, block_size=4, num_blocks=32)
+def recording(checkpoint: Path) -> RecordingRunner:
+    return RecordingRunner(checkpoint, block_size=4, num_blocks=32)
 
 
 ROW = Row(token_ids=(1, 2, 3), start=2, block_table=(0, 1), store_from=0, draws=(GREEDY,))
@@ -44,16 +44,16 @@ ROW = Row(token_ids=(1, 2, 3), start=2, block_table=(0, 1), store_from=0, draws=
     ids=str,
 )
 def test_a_row_that_cannot_be_computed_is_refused_before_anything_is_written(
-    rig: Rig, changes: dict[str, Any], named: str
+    recording: RecordingRunner, changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ValueError, match=named):
-        rig.run([ROW, replace(ROW, **changes)])
-    assert rig.arena.isnan().all()
+        recording.run([ROW, replace(ROW, **changes)])
+    assert recording.arena.isnan().all()
 
 
-def test_a_step_without_rows_is_refused(rig: Rig) -> None:
+def test_a_step_without_rows_is_refused(recording: RecordingRunner) -> None:
     with pytest.raises(ValueError, match="without rows"):
-        rig.run([])
+        recording.run([])
 
 
 @pytest.mark.parametrize(
@@ -66,70 +66,74 @@ def test_a_step_without_rows_is_refused(rig: Rig) -> None:
     ],
     ids=lambda arena: str(list(arena.shape)),
 )
-def test_an_arena_of_another_model_is_refused(rig: Rig, arena: torch.Tensor) -> None:
+def test_an_arena_of_another_model_is_refused(
+    recording: RecordingRunner, arena: torch.Tensor
+) -> None:
     with pytest.raises(ValueError, match="arena torch"):
-        Runner(rig._model, arena, block_size=4, ops=rig.ops)
+        Runner(recording._model, arena, block_size=4, ops=recording.ops)
 
 
-def test_only_the_slots_of_new_positions_are_written(rig: Rig) -> None:
+def test_only_the_slots_of_new_positions_are_written(recording: RecordingRunner) -> None:
     """Positions 0 .. 9 in blocks 5, 3, 8 of 4 slots; those below 6 are not to be stored."""
-    rig.arena[5] = rig.arena[3] = 0.5
-    rig.run([Row(range(2, 10), start=2, block_table=(5, 3, 8), store_from=6)])
+    recording.arena[5] = recording.arena[3] = 0.5
+    recording.run([Row(range(2, 10), start=2, block_table=(5, 3, 8), store_from=6)])
     expected = torch.zeros(32, 4, dtype=torch.bool)
     expected[3, 2:] = True  # positions 6, 7
     expected[8, :2] = True  # positions 8, 9
-    rig.arena[5] = torch.where(rig.arena[5] == 0.5, torch.nan, rig.arena[5])
-    rig.arena[3] = torch.where(rig.arena[3] == 0.5, torch.nan, rig.arena[3])
-    written = rig.arena.isfinite().transpose(1, 3).flatten(2)  # [block, offset, all the rest]
+    recording.arena[5] = torch.where(recording.arena[5] == 0.5, torch.nan, recording.arena[5])
+    recording.arena[3] = torch.where(recording.arena[3] == 0.5, torch.nan, recording.arena[3])
+    written = recording.arena.isfinite().transpose(1, 3).flatten(2)  # [block, offset, all the rest]
     assert torch.equal(written.all(dim=2), expected)
     assert torch.equal(written.any(dim=2), expected)
 
 
-def test_rows_without_a_draw_have_no_token(rig: Rig) -> None:
+def test_rows_without_a_draw_have_no_token(recording: RecordingRunner) -> None:
     rows = [
         replace(ROW, start=0, draws=(), block_table=(0,)),
         replace(ROW, start=0, block_table=(1,)),
     ]
-    nothing, tokens = rig.run(rows)
+    nothing, tokens = recording.run(rows)
     assert nothing == ()
     assert isinstance(tokens, tuple)
     assert len(tokens) == 1
-    assert rig.run([replace(ROW, start=0, draws=(), block_table=(0,))]) == [()]
+    assert recording.run([replace(ROW, start=0, draws=(), block_table=(0,))]) == [()]
 
 
-def test_several_draws_of_a_row_are_those_of_rows_with_one(rig: Rig) -> None:
+def test_several_draws_of_a_row_are_those_of_rows_with_one(recording: RecordingRunner) -> None:
     """64 sequences of one prompt, drawn from its state, among rows that draw once and not at all;
     greedy ones among them."""
     prompt = random_prompt(9, seed=0)
     draws = [Draw(replace(GREEDY.sampling, temperature=i % 4, seed=3), i) for i in range(64)]
-    alone = [rig.run([Row(prompt, 0, (0, 1, 2), draws=(draw,))])[0] for draw in draws]
+    alone = [recording.run([Row(prompt, 0, (0, 1, 2), draws=(draw,))])[0] for draw in draws]
     other = Row(random_prompt(5, seed=1), 0, (3, 4), draws=(draws[1],))
     silent = Row(random_prompt(4, seed=2), 0, (5,))
-    (right,) = rig.run([other])
+    (right,) = recording.run([other])
     rows = [other, silent, Row(prompt, 0, (0, 1, 2), draws=tuple(draws)), replace(other)]
-    together = rig.run(rows)
+    together = recording.run(rows)
     assert together == [right, (), tuple(token for one in alone for token in one), right]  # type: ignore[union-attr]
     assert len(set(together[2])) > 20  # type: ignore[arg-type]
 
 
-def test_copied_blocks_go_on_as_what_they_were_copied_from(rig: Rig) -> None:
+def test_copied_blocks_go_on_as_what_they_were_copied_from(recording: RecordingRunner) -> None:
     """Half a block and a full one, copied at once; their sources can be written on meanwhile."""
     prompt = random_prompt(6, seed=0)
-    rig.run([Row(prompt, 0, (0, 1))])
-    rig.copy_blocks([(1, 8), (0, 9)])
-    (right,) = rig.run([Row((7,), 6, (0, 1), draws=(GREEDY,))])
-    assert rig.run([Row((7,), 6, (9, 8), draws=(GREEDY,))]) == [right]
-    assert torch.equal(rig.arena[0], rig.arena[9])
+    recording.run([Row(prompt, 0, (0, 1))])
+    recording.copy_blocks([(1, 8), (0, 9)])
+    (right,) = recording.run([Row((7,), 6, (0, 1), draws=(GREEDY,))])
+    assert recording.run([Row((7,), 6, (9, 8), draws=(GREEDY,))]) == [right]
+    assert torch.equal(recording.arena[0], recording.arena[9])
 
 
-def test_warm_up_stores_nothing_and_is_cut_at_the_context(rig: Rig) -> None:
-    rig.warm_up(max_tokens=1_000_000)
-    assert rig.last_logits.shape == (1, 384)
-    assert rig.arena.isnan().all()
+def test_warm_up_stores_nothing_and_is_cut_at_the_context(recording: RecordingRunner) -> None:
+    recording.warm_up(max_tokens=1_000_000)
+    assert recording.last_logits.shape == (1, 384)
+    assert recording.arena.isnan().all()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_broken_kv_is_a_fault_of_its_row_and_not_a_token(rig: Rig, temperature: float) -> None:
+def test_broken_kv_is_a_fault_of_its_row_and_not_a_token(
+    recording: RecordingRunner, temperature: float
+) -> None:
     """The row's earlier positions were never stored: the arena has NaN there. Its neighbours, one
     greedy and one drawn, get the tokens that they get without it."""
     prompt = random_prompt(4, seed=1)
@@ -137,15 +141,15 @@ def test_broken_kv_is_a_fault_of_its_row_and_not_a_token(rig: Rig, temperature: 
         Row(prompt, start=0, block_table=(6,), draws=(GREEDY,)),
         Row(prompt, 0, (7,), draws=(Draw(replace(GREEDY.sampling, temperature=1), 0),)),
     ]
-    right = rig.run(whole)
+    right = recording.run(whole)
     broken = replace(ROW, draws=(Draw(replace(GREEDY.sampling, temperature=temperature), 0),))
-    assert rig.run([whole[0], broken, whole[1]]) == [right[0], Fault.NOT_FINITE, right[1]]
+    assert recording.run([whole[0], broken, whole[1]]) == [right[0], Fault.NOT_FINITE, right[1]]
 
 
-def test_sampled_tokens_are_the_same_alone_and_in_a_batch_of_64(rig: Rig) -> None:
+def test_sampled_tokens_are_the_same_alone_and_in_a_batch_of_64(recording: RecordingRunner) -> None:
     """Each row has parameters and a seed of its own; all share one prompt's blocks."""
     prompt = random_prompt(12, seed=0)
-    rig.run([Row(prompt[:11], start=0, block_table=(0, 1, 2))])
+    recording.run([Row(prompt[:11], start=0, block_table=(0, 1, 2))])
     params = [
         replace(GREEDY.sampling, temperature=0.5 + i % 5, top_p=1 - 0.1 * (i % 3), seed=i // 4)
         for i in range(64)
@@ -154,24 +158,24 @@ def test_sampled_tokens_are_the_same_alone_and_in_a_batch_of_64(rig: Rig) -> Non
         Row(prompt[11:], 11, (0, 1, 2), store_from=12 if i else 0, draws=(Draw(p, i % 4),))
         for i, p in enumerate(params)
     ]
-    together = rig.run(rows)
-    assert [rig.run([row])[0] for row in rows] == together
+    together = recording.run(rows)
+    assert [recording.run([row])[0] for row in rows] == together
     assert len(set(together)) > 20
 
 
-def test_a_token_drawn_again_after_a_recompute_is_the_same(rig: Rig) -> None:
+def test_a_token_drawn_again_after_a_recompute_is_the_same(recording: RecordingRunner) -> None:
     """Eight tokens decoded one by one, then each drawn again behind all before it as one prompt
     (law 7); and every position has random numbers of its own."""
     draw = Draw(replace(GREEDY.sampling, temperature=5.0, seed=7), 0)
     prompt = random_prompt(12, seed=0)
     tokens, start = list(prompt), 0
     for _ in range(8):
-        (drawn,) = rig.run([Row(tokens[start:], start, range(5), draws=(draw,))])
+        (drawn,) = recording.run([Row(tokens[start:], start, range(5), draws=(draw,))])
         start = len(tokens)
         assert isinstance(drawn, tuple)
         tokens += drawn
     again = [
-        rig.run([Row(tokens[:length], 0, range(8, 13), draws=(draw,))])[0]
+        recording.run([Row(tokens[:length], 0, range(8, 13), draws=(draw,))])[0]
         for length in range(12, 20)
     ]
     assert again == [(token,) for token in tokens[12:]]
@@ -190,7 +194,7 @@ def test_bf16_logits_are_near_those_in_fp32(tmp_path: Path, name: str, backend: 
         with torch.inference_mode():
             exact = oracle(torch.tensor([prompt]), logits_to_keep=1).logits[0, -1]
         num_blocks = -(-length // 16)
-        rig = Rig(directory, 16, num_blocks, backend, torch.bfloat16)
-        error = rig.logits([Row(prompt, 0, range(num_blocks), 0, (GREEDY,))])[0] - exact
+        recording = RecordingRunner(directory, 16, num_blocks, backend, torch.bfloat16)
+        error = recording.logits([Row(prompt, 0, range(num_blocks), 0, (GREEDY,))])[0] - exact
         assert error.square().mean().sqrt() < 0.03 * exact.std()
         assert error.abs().max() < 0.1 * exact.std()

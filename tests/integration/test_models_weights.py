@@ -20,7 +20,7 @@ from services.engine.fingerprint import fingerprint
 from services.engine.models import Model, load_model
 from services.engine.weights.checkpoint import load_weights, weights_digest
 
-from .models_oracle import GREEDY, Rig
+from .models_oracle import GREEDY, RecordingRunner
 
 OPS = kvops.backend("cpu")
 FILE = "model.safetensors"
@@ -32,8 +32,10 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> Model:
 
 
 def logits(directory: Path, dtype: torch.dtype = torch.float32, backend: str = "cpu") -> Tensor:
-    rig = Rig(directory, block_size=16, num_blocks=1, backend=backend, dtype=dtype)
-    return rig.logits([Row([5, 6, 7], 0, [0], 0, (GREEDY,))])
+    recording = RecordingRunner(
+        directory, block_size=16, num_blocks=1, backend=backend, dtype=dtype
+    )
+    return recording.logits([Row([5, 6, 7], 0, [0], 0, (GREEDY,))])
 
 
 @pytest.fixture
@@ -81,7 +83,9 @@ def test_weights_are_read_in_the_dtype_asked_for_or_as_they_are(
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_any_float_file_loads_as_any_float(tmp_path: Path, stored: str, dtype: torch.dtype) -> None:
+def test_float_files_load_as_all_float_types(
+    tmp_path: Path, stored: str, dtype: torch.dtype
+) -> None:
     """In fp32 nothing of the file is lost: the logits are those of the reference."""
     checkpoint = make_checkpoint(tmp_path, dtype=stored)
     assert load(checkpoint, dtype).dtype == dtype
@@ -232,7 +236,7 @@ def test_a_model_knows_the_digest_of_its_checkpoint(checkpoint: Path, tmp_path: 
     assert {m.weights_digest for m in (load(checkpoint), *cached, composed)} == {digest}
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"config\.json: No such file"):
         load(tmp_path)
     with pytest.raises(StartupError, match=r"neither model\.safetensors nor"):

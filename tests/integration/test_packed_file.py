@@ -219,14 +219,14 @@ def stop() -> None:
     raise Stop
 
 
-def test_who_is_told_to_stop_reads_no_further(kitchen: Kitchen) -> None:
+def test_a_stopping_process_reads_no_further(kitchen: Kitchen) -> None:
     kitchen.open()
     with pytest.raises(Stop):
         packed_file(kitchen.path, lambda facts: True, lambda: (FACTS, SIZES, pieces), stop)
     assert kitchen.files == ["qwen3-0.6b", "qwen3-0.6b.lock"]
 
 
-def test_who_is_told_to_stop_does_not_wait_for_another(tmp_path: Path) -> None:
+def test_a_stopping_process_does_not_wait_for_another(tmp_path: Path) -> None:
     path = tmp_path / "packed"
     with cook(path) as first:
         assert first.stdout is not None
@@ -273,7 +273,7 @@ def test_of_two_processes_one_makes_it_and_the_other_waits(tmp_path: Path) -> No
             assert second.communicate("", LIMIT_S)[0] == "700\n"
 
 
-def test_who_is_killed_while_it_makes_one_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_a_process_killed_while_packing_blocks_no_other(tmp_path: Path) -> None:
     kitchen = Kitchen(tmp_path / "packed")
     with cook(kitchen.path) as first:
         assert first.stdout is not None

@@ -169,7 +169,7 @@ async def test_the_hosts_lock_is_one_at_a_time(tmp_path: Path) -> None:
     assert (tmp_path / "root").stat().st_mode & 0o777 == 0o700
 
 
-async def test_who_gives_up_waiting_does_not_get_the_lock_later(path: Path) -> None:
+async def test_a_waiter_that_gave_up_does_not_get_the_lock_later(path: Path) -> None:
     holder = WorkerLock.create(path)
     waiting = asyncio.create_task(wait_until_dropped(path))
     await asyncio.sleep(0)

@@ -146,7 +146,7 @@ def test_a_service_that_still_imports_ends_at_once(service: str, tmp_path: Path)
             process.kill()
 
 
-def test_what_does_not_stop_in_time_ends() -> None:
+def test_a_service_that_does_not_stop_in_time_is_ended() -> None:
     environ = {"QUIRE_COOK_MODE": "stuck", "QUIRE_COOK_STOP_GRACE_S": "0.2"}
     with cook(environ=environ) as service:
         service.line()
@@ -157,7 +157,7 @@ def test_what_does_not_stop_in_time_ends() -> None:
 
 
 @pytest.mark.parametrize("mode", ["stuck", "busy"])
-def test_it_ends_with_its_supervisor(mode: str) -> None:
+def test_a_service_ends_with_its_supervisor(mode: str) -> None:
     """When the pipe closes; even while the event loop is busy."""
     reader, writer = os.pipe()
     environ = {"QUIRE_PARENT_FD": str(reader), "QUIRE_COOK_MODE": mode}
@@ -178,7 +178,7 @@ def test_it_ends_with_its_supervisor(mode: str) -> None:
         ({"QUIRE_COOK_MODE": "no-gas"}, "no gas"),
     ],
 )
-def test_it_says_why_it_cannot_start(environ: dict[str, str], message: str) -> None:
+def test_a_service_says_why_it_cannot_start(environ: dict[str, str], message: str) -> None:
     """One line and status 2, no traceback."""
     with cook(environ=environ) as service:
         status, _, err = service.end()

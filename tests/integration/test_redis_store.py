@@ -125,7 +125,7 @@ async def test_thousands_of_holders_are_listed_in_order_and_reaped(store: RedisS
     assert await store.reap("large", "w") == 0
 
 
-async def test_who_is_being_reaped_gets_nothing_between_two_pages(
+async def test_a_worker_being_reaped_gets_nothing_between_two_pages(
     store: RedisStore, valkey: Valkey
 ) -> None:
     calls = [store.allocate("large", f"h{n}", "w", n, [], 2) for n in range(1000)]

@@ -38,7 +38,7 @@ async def test_loading_twice_leaves_the_library_as_it_is(valkey: Valkey) -> None
     assert listing.count(f"{FUNCTION_LIBRARY}_allocate") == 1
 
 
-async def test_another_text_under_our_name_is_refused_and_left_alone(own_valkey: Valkey) -> None:
+async def test_a_foreign_library_under_our_name_is_refused_and_kept(own_valkey: Valkey) -> None:
     """A running deployment is never broken by a newer one on its server."""
     theirs = library_text() + "\n-- another version\n"
     own_valkey.command("FUNCTION", "LOAD", theirs)
@@ -94,7 +94,7 @@ def test_a_server_that_is_no_standalone_primary_is_refused(field: str, value: st
         require_suitable("redis://r", SUITABLE | {field: value})
 
 
-async def test_nobody_there_names_the_url_without_its_password() -> None:
+async def test_a_missing_server_is_named_by_url_without_password() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]

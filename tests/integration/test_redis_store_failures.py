@@ -206,7 +206,7 @@ async def test_a_client_that_the_server_throws_out_comes_back(
     assert (await store.allocate("pool", "b", "w", 2, [], 2)).block_ids == (2, 3)
 
 
-async def test_what_an_old_connection_still_carries_is_never_executed(
+async def test_commands_on_an_old_connection_are_never_executed(
     store: RedisStore, proxy: Proxy
 ) -> None:
     """A commit is stuck on its way; it is sent again, then retracted. The first one must not arrive

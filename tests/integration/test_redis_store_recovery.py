@@ -268,7 +268,7 @@ async def missing(store: RedisStore) -> tuple[str, ...]:
         return ()
 
 
-async def test_who_only_reads_follows_to_the_new_server(
+async def test_a_reader_follows_to_the_new_server(
     own_valkey: Valkey, directory: PoolDirectory
 ) -> None:
     """As gateways do, which have nothing to tell."""
@@ -296,7 +296,7 @@ async def test_a_pool_whose_directory_is_gone_is_lost(
 
 
 @pytest.mark.timeout(30)
-async def test_who_tells_a_server_that_is_lost_meanwhile_gives_up(own_valkey: Valkey) -> None:
+async def test_a_report_to_a_server_that_is_lost_meanwhile_is_given_up(own_valkey: Valkey) -> None:
     """Such a store is for one server. It has lost its functions, which is to be seen to, and is
     another one then, which ends the store; and that is the end of it, not of the event loop."""
     telling = await RedisStore._on(own_valkey.url, LIMIT_S)
@@ -314,7 +314,7 @@ async def test_who_tells_a_server_that_is_lost_meanwhile_gives_up(own_valkey: Va
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_whatever_happens_everybody_agrees_in_the_end(
+async def test_recovery_ends_in_agreement_whatever_happens(
     own_valkey: Valkey, directory: PoolDirectory, seed: int
 ) -> None:
     """Three workers with random work, tickets between them, and a server that is lost again and

@@ -21,7 +21,7 @@ from services.engine.batch import Draw, Row
 from services.engine.sequences.penalty_state import PenaltyState
 from services.protocol.ticket import SamplingParams
 
-from .models_oracle import GREEDY, Rig, random_prompt
+from .models_oracle import GREEDY, RecordingRunner, random_prompt
 
 PROMPT = [3, 1, 4, 1, 5]
 OUTPUT = [9, 2, 6, 2]
@@ -74,12 +74,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["cpu", "reference"])
-def rig(checkpoint: Path, request: pytest.FixtureRequest) -> Rig:
-    return Rig(checkpoint, block_size=4, num_blocks=256, backend=request.param)
+def recording(checkpoint: Path, request: pytest.FixtureRequest) -> RecordingRunner:
+    return RecordingRunner(checkpoint, block_size=4, num_blocks=256, backend=request.param)
 
 
 def decoded(
-    rig: Rig, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], num_tokens: int
+    recording: RecordingRunner,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    num_tokens: int,
 ) -> list[list[int]]:
     """All in one batch, each with a history of its own that grows."""
     tokens = [list(prompt) for prompt in prompts]
@@ -101,13 +104,15 @@ def decoded(
             )
         ]
         starts = [len(mine) for mine in tokens]
-        for mine, drawn in zip(tokens, rig.run(rows), strict=True):
+        for mine, drawn in zip(tokens, recording.run(rows), strict=True):
             assert isinstance(drawn, tuple)
             mine += drawn
     return [mine[len(prompt) :] for mine, prompt in zip(tokens, prompts, strict=True)]
 
 
-def test_greedy_tokens_with_a_penalty_are_those_of_transformers(rig: Rig, checkpoint: Path) -> None:
+def test_greedy_tokens_with_a_penalty_are_those_of_transformers(
+    recording: RecordingRunner, checkpoint: Path
+) -> None:
     prompt = list(random_prompt(12, seed=0))
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with torch.inference_mode():
@@ -122,8 +127,8 @@ def test_greedy_tokens_with_a_penalty_are_those_of_transformers(rig: Rig, checkp
         )
     expected = output[0, 12:].tolist()
     p = replace(GREEDY.sampling, repetition_penalty=1.5)
-    assert decoded(rig, [prompt], [p], 24) == [expected]
-    assert decoded(rig, [prompt], [GREEDY.sampling], 24) != [expected]
+    assert decoded(recording, [prompt], [p], 24) == [expected]
+    assert decoded(recording, [prompt], [GREEDY.sampling], 24) != [expected]
 
 
 KINDS: list[dict[str, Any]] = [
@@ -137,18 +142,20 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def test_tokens_are_the_same_alone_in_a_batch_and_after_a_recompute(rig: Rig) -> None:
+def test_tokens_are_the_same_alone_in_a_batch_and_after_a_recompute(
+    recording: RecordingRunner,
+) -> None:
     """Laws 7 and 10: every parameter, greedy and drawn; each token drawn again behind all before
     it, as one prompt, by a new history."""
     params = [
         replace(GREEDY.sampling, seed=i, **KINDS[i % len(KINDS)]) for i in range(2 * len(KINDS))
     ]
     prompts = [list(random_prompt(5 + i, seed=i)) for i in range(len(params))]
-    together = decoded(rig, prompts, params, 12)
+    together = decoded(recording, prompts, params, 12)
     for i, (prompt, p, tokens) in enumerate(zip(prompts, params, together, strict=True)):
         for length in (0, 5, 11):
             so_far = [*prompt, *tokens[:length]]
             draw = Draw(p, i % 3, PenaltyState(p, so_far, len(prompt), []).adjustment())
-            again = rig.run([Row(so_far, 0, range(200, 210), draws=(draw,))])
+            again = recording.run([Row(so_far, 0, range(200, 210), draws=(draw,))])
             assert again == [(tokens[length],)]
     assert len({tuple(tokens) for tokens in together}) == len(together)

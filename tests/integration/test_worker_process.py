@@ -113,7 +113,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_one_that_serves_leaves_and_takes_its_pool_away(start: Callable[[], Worker]) -> None:
+def test_a_serving_worker_leaves_and_removes_its_pool(start: Callable[[], Worker]) -> None:
     worker = start()
     worker.wait_for("worker_ready")
     assert len(pool_directories(worker.root / "pools")) == 1
@@ -132,7 +132,7 @@ def test_collections_of_one_that_serves_leave_out_what_it_imported(
     assert ended["num_collected_from"] < 20_000
 
 
-def test_one_that_waits_for_packed_weights_goes_without_them(
+def test_a_worker_that_waits_for_packed_weights_can_stop(
     start: Callable[[], Worker], checkpoint: Path, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
@@ -147,7 +147,7 @@ def test_one_that_waits_for_packed_weights_goes_without_them(
     assert [path.name for path in cache.iterdir()] == [lock.name]
 
 
-def test_one_whose_server_is_silent_ends_in_the_time_that_it_was_given(
+def test_a_worker_whose_server_is_silent_ends_in_time(
     start: Callable[..., Worker], own_valkey: Valkey
 ) -> None:
     """It can neither release nor leave; what it has is the block manager's then."""
@@ -160,7 +160,7 @@ def test_one_whose_server_is_silent_ends_in_the_time_that_it_was_given(
 
 
 @pytest.mark.parametrize("server", ["dead", "silent"])
-def test_one_that_waits_to_join_again_leaves_at_once(
+def test_a_worker_that_waits_to_rejoin_leaves_at_once(
     start: Callable[..., Worker], own_valkey: Valkey, server: str
 ) -> None:
     """Nobody has anything at it, and what it waits for may never come."""

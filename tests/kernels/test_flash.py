@@ -54,7 +54,7 @@ def finite(batch: PagedBatch) -> PagedBatch:
 
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES.keys())
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_it_attends_as_the_reference(
+def test_flash_attention_equals_the_reference(
     flash: Backend, reference: Backend, geometry: Geometry, rows: list[tuple[int, int]]
 ) -> None:
     """Behind the contexts the arena is full of NaN."""
@@ -65,7 +65,7 @@ def test_it_attends_as_the_reference(
 
 @pytest.mark.parametrize("window", [1, 40, 300, 1000])
 @pytest.mark.parametrize("rows", [SEVERAL_BLOCKS, LONG_DECODE], ids=["prefill", "decode"])
-def test_it_slides_the_window_as_the_reference(
+def test_flash_attention_slides_the_window_as_the_reference(
     flash: Backend, reference: Backend, rows: list[tuple[int, int]], window: int
 ) -> None:
     batch = finite(paged_batch(GEOMETRIES[0], rows, seed=window, window=window))

@@ -50,7 +50,7 @@ def test_the_native_backend_says_its_own_instruction_set_kernels_and_lanes() -> 
 
 
 @pytest.mark.parametrize("isa", usable_kernels())
-def test_any_instruction_set_that_is_here_can_be_chosen(isa: str) -> None:
+def test_available_instruction_sets_can_be_chosen(isa: str) -> None:
     assert NativeCpu(isa=isa).isa == isa
 
 

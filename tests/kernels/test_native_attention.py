@@ -92,7 +92,7 @@ def test_attention_is_as_near_as_its_roundings_allow(
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-def test_it_is_the_reference_s_attention(
+def test_native_attention_equals_the_reference(
     cpu: NativeCpu, reference: Backend, dtype: torch.dtype
 ) -> None:
     """Of the whole interface: tables, slots and windows mean the same."""
@@ -155,9 +155,7 @@ def test_a_query_s_bits_do_not_depend_on_how_the_prompt_is_cut(
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-def test_what_comes_later_does_not_matter_even_if_it_is_nan(
-    cpu: NativeCpu, dtype: torch.dtype
-) -> None:
+def test_later_positions_do_not_matter_even_if_nan(cpu: NativeCpu, dtype: torch.dtype) -> None:
     """Keys and values of position 101 on are NaN, and other queries of the call see them."""
     batch = paged_batch(Geometry(16, 4, 2, 32, dtype), [(200, 200)], seed=4)
     whole = attend(cpu, batch)
@@ -171,7 +169,7 @@ def test_what_comes_later_does_not_matter_even_if_it_is_nan(
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-def test_what_is_before_the_window_does_not_matter_even_if_it_is_nan(
+def test_positions_before_the_window_do_not_matter_even_if_nan(
     cpu: NativeCpu, dtype: torch.dtype
 ) -> None:
     """Position 70 is NaN: queries 70 to 94 see it through a window of 25, and no others."""
@@ -187,7 +185,7 @@ def test_what_is_before_the_window_does_not_matter_even_if_it_is_nan(
 
 @pytest.mark.parametrize("spoilt", ["key", "value", "query"])
 @pytest.mark.parametrize("poison", [NAN, float("inf"), float("-inf")])
-def test_what_is_not_finite_stays_visible(cpu: NativeCpu, spoilt: str, poison: float) -> None:
+def test_non_finite_values_stay_visible(cpu: NativeCpu, spoilt: str, poison: float) -> None:
     batch = paged_batch(Geometry(16, 1, 1, 32), [(1, 100)], seed=6)
     if spoilt == "query":
         batch.q[0, 0, 3] = poison
@@ -292,7 +290,7 @@ def test_a_row_s_bits_do_not_depend_on_who_shares_its_blocks(
         assert torch.equal(attend(cpu, row_of(batch, row), window), together[row : row + 1])
 
 
-def test_what_is_not_finite_behind_shared_blocks_stays_with_its_row(cpu: NativeCpu) -> None:
+def test_non_finite_values_behind_shared_blocks_stay_in_their_row(cpu: NativeCpu) -> None:
     batch = sharing_batch(Geometry(16, 4, 2, 32, BF16), [(100, 0, 0), (100, 0, 96), (100, 0, 96)])
     whole = attend(cpu, batch)
     batch.kv_layer[batch.block_tables[1, 6], :, 2] = NAN

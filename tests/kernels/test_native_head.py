@@ -23,7 +23,7 @@ ISAS = pytest.mark.parametrize("isa", usable_kernels())
 KINDS: tuple[Kind, ...] = ("float32", "bfloat16", "int8")
 
 
-class Rig:
+class RandomHead:
     """A head of random weights."""
 
     def __init__(self, isa: str, kind: Kind = "bfloat16", num_lanes: int = 1) -> None:
@@ -88,22 +88,22 @@ def assert_same(found: Sequence[Answer | Fault], expected: Sequence[Answer | Fau
 def test_answers_are_those_of_the_logits(
     isa: str, kind: Kind, num_states: int, num_lanes: int
 ) -> None:
-    rig = Rig(isa, kind, num_lanes)
+    random_head = RandomHead(isa, kind, num_lanes)
     hidden, queries = states(num_states), mixed(num_states)
-    assert_same(rig.answer(hidden, queries), answer(rig.logits(hidden), queries))
+    assert_same(random_head.answer(hidden, queries), answer(random_head.logits(hidden), queries))
 
 
 @ISAS
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_says_the_same_in_any_company(isa: str, kind: Kind) -> None:
     """To the last bit: alone, among all, among those alone that want the likeliest token."""
-    rig, hidden, queries = Rig(isa, kind, num_lanes=2), states(90), mixed(90)
-    together = rig.answer(hidden, queries)
+    random_head, hidden, queries = RandomHead(isa, kind, num_lanes=2), states(90), mixed(90)
+    together = random_head.answer(hidden, queries)
     for state in range(17):
         alone = replace(queries[state], state=0)
-        assert rig.answer(hidden[state : state + 1], [alone]) == [together[state]]
+        assert random_head.answer(hidden[state : state + 1], [alone]) == [together[state]]
     plain = [Query(state, draw(), state) for state in range(90)]
-    likeliest = rig.answer(hidden, plain)
+    likeliest = random_head.answer(hidden, plain)
     assert [likeliest[state] for state in range(0, 90, 8)] == together[::8]
 
 
@@ -111,25 +111,25 @@ def test_a_state_says_the_same_in_any_company(isa: str, kind: Kind) -> None:
 def test_a_state_that_is_asked_again_says_the_same(isa: str) -> None:
     """What one draw makes of the logits, no other question sees: in either order, and with scores
     of the logits as they were."""
-    rig, hidden = Rig(isa), states(3)
+    random_head, hidden = RandomHead(isa), states(3)
     asked = [
         *(Query(1, draw(logit_bias=((token, 100.0),)), 4, 2) for token in (17, 900)),
         *(Query(1, draw(allowed_token_ids=(6, 8)), 4, 2), Query(1, draw(), 4, 2)),
         *(Query(1, 333, 4, 2), Query(1, draw(), 4), Query(0, draw(), 4), Query(2, draw(), 4, 1)),
     ]
-    expected = answer(rig.logits(hidden), asked)
-    assert_same(rig.answer(hidden, asked), expected)
-    assert_same(rig.answer(hidden, asked[::-1]), expected[::-1])
+    expected = answer(random_head.logits(hidden), asked)
+    assert_same(random_head.answer(hidden, asked), expected)
+    assert_same(random_head.answer(hidden, asked[::-1]), expected[::-1])
     assert [one.token_id for one in expected[:2] if isinstance(one, Answer)] == [17, 900]
 
 
 @ISAS
 def test_a_state_that_is_not_finite_is_a_fault_of_its_own(isa: str) -> None:
-    rig, hidden = Rig(isa, num_lanes=2), states(16)
+    random_head, hidden = RandomHead(isa, num_lanes=2), states(16)
     queries = mixed(16)
-    right = rig.answer(hidden, queries)
+    right = random_head.answer(hidden, queries)
     hidden[8:, 5] = float("nan")
-    faulty = rig.answer(hidden, queries)
+    faulty = random_head.answer(hidden, queries)
     assert faulty[:8] == right[:8]
     assert faulty[8:] == [Fault.NOT_FINITE] * 8
 
@@ -141,6 +141,6 @@ def test_a_state_that_is_not_finite_is_a_fault_of_its_own(isa: str) -> None:
         (Query(0, VOCAB, 0, 1), "outside the vocabulary"),
     ],
 )
-def test_what_makes_no_sense_is_refused(query: Query, what: str) -> None:
+def test_wrong_arguments_are_refused(query: Query, what: str) -> None:
     with pytest.raises(ValueError, match=what):
-        Rig("portable").answer(states(2), [query])
+        RandomHead("portable").answer(states(2), [query])

@@ -62,7 +62,7 @@ def test_a_row_of_zeros_is_normed_to_zeros(cpu: NativeCpu) -> None:
 
 
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
-def test_what_is_not_finite_stays_visible_through_a_norm(cpu: NativeCpu, poison: float) -> None:
+def test_non_finite_values_stay_visible_through_a_norm(cpu: NativeCpu, poison: float) -> None:
     x = randn(3, 48)
     x[1, 40] = poison
     out = norm(cpu, x, torch.ones(48), BF16)
@@ -173,7 +173,7 @@ def test_queries_keys_and_values_find_their_places(
 
 
 @pytest.mark.parametrize("poison", [NAN, INF])
-def test_what_is_not_finite_stays_visible_in_the_arena(cpu: NativeCpu, poison: float) -> None:
+def test_non_finite_values_stay_visible_in_the_arena(cpu: NativeCpu, poison: float) -> None:
     """Token 0, slot 3: block 1, offset 0; its first key head and its last value head."""
     qkv = randn(7, (NUM_HEADS + 2 * NUM_KV_HEADS) * 32)
     qkv[0, NUM_HEADS * 32 + 5] = poison

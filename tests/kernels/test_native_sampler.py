@@ -64,7 +64,7 @@ def test_draws_are_those_of_the_sampler(isa: str, name: str, vocab_size: int) ->
 
 @ISAS
 @pytest.mark.parametrize("name", FILTERS)
-def test_nothing_is_drawn_that_the_filters_take_out(isa: str, name: str) -> None:
+def test_filtered_tokens_are_never_drawn(isa: str, name: str) -> None:
     """Logits of few values, so that many tie at every threshold."""
     row = torch.randint(0, 12, (1, 300), generator=torch.Generator().manual_seed(3)).float()
     params = [replace(PLAIN, seed=seed, **FILTERS[name]) for seed in range(400)]
@@ -131,7 +131,7 @@ def test_adjusted_draws_are_those_of_the_sampler(
 
 
 @ISAS
-def test_what_is_not_finite_is_told_whatever_is_allowed(isa: str) -> None:
+def test_non_finite_logits_are_reported_whatever_is_allowed(isa: str) -> None:
     logits = torch.zeros(2, 70)
     logits[0, 69] = float("nan")
     p = replace(PLAIN, allowed_token_ids=(3,))

@@ -93,7 +93,7 @@ def test_more_than_there_is_is_all(isa: str) -> None:
 
 
 @ISAS
-def test_what_is_not_finite_is_a_fault_of_its_row(isa: str) -> None:
+def test_non_finite_logits_are_a_fault_of_their_row(isa: str) -> None:
     logits = torch.zeros(5, 9000)
     logits[0, 8999] = float("nan")
     logits[1, 3] = float("nan")

@@ -90,7 +90,7 @@ def test_attention_compiles(
     assert on_tensor_cores == (dtype == torch.bfloat16)  # in fp32 they would round to tf32
 
 
-def test_everything_else_compiles(capability: int, tmp_path: Path) -> None:
+def test_all_other_kernels_compile(capability: int, tmp_path: Path) -> None:
     x, weight = torch.zeros(4, 96).bfloat16(), torch.zeros(96).bfloat16()
     q, k, angles = x.view(4, 6, 16).clone(), x.view(4, 6, 16).clone(), torch.zeros(4, 8)
     arena = torch.zeros(4, 2, 2, 16, 6, 16).bfloat16()

@@ -50,7 +50,7 @@ class Live:
         return self.ticket.sampling.beam is not None
 
 
-class Host:
+class EngineHost:
     """One engine, and what it will be told before its next step."""
 
     def __init__(self, model: FakeForward, budget: int, *, one_token: bool) -> None:
@@ -76,10 +76,10 @@ class PoolOfGroups(RuleBasedStateMachine):
         self.stamps = make_stamps(Path(self.directory.name) / "stamps", spec)
         model = FakeForward(Arena(size, self.stamps))
         self.arena = model.arena
-        self.prefill = Host(model, budget, one_token=True)
+        self.prefill = EngineHost(model, budget, one_token=True)
         # As in a worker: a step has room for a token of each sequence.
         at_decode = max(budget, MAX_NUM_SEQS)
-        self.hosts = {name: Host(model, at_decode, one_token=False) for name in DECODERS}
+        self.hosts = {name: EngineHost(model, at_decode, one_token=False) for name in DECODERS}
         self.live: dict[str, Live] = {}
         self.shared: dict[int, tuple[set[Sequence], list[object]]] = {}
         self.numbers = itertools.count(1)

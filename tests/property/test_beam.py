@@ -109,7 +109,7 @@ def by_looking_at_all(case: Case) -> list[tuple[float, tuple[int, ...]]]:
 
 @settings(max_examples=400)
 @given(cases())
-def test_it_finds_what_looking_at_all_finds(case: Case) -> None:
+def test_beam_search_equals_exhaustive_search(case: Case) -> None:
     found = by_beam_search(case)
     assert [(one.score, one.token_ids) for one in found] == by_looking_at_all(case)
     for one in found:
@@ -119,7 +119,7 @@ def test_it_finds_what_looking_at_all_finds(case: Case) -> None:
 
 @settings(max_examples=100)
 @given(cases())
-def test_it_ends_with_as_many_as_it_is_wide(case: Case) -> None:
+def test_beam_search_ends_with_as_many_as_its_width(case: Case) -> None:
     found = by_beam_search(case)
     assert len(found) == case.params.width
     assert len({one.token_ids for one in found}) == len(found)

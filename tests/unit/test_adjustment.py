@@ -104,7 +104,7 @@ def test_all_together_do_what_a_plain_reference_does(
 
 @unhurried
 @given(samplings, some_tokens, some_tokens, st.lists(tokens, max_size=3))
-def test_it_is_a_function_of_the_tokens_alone(
+def test_adjustment_is_a_function_of_the_tokens_alone(
     p: SamplingParams, prompt: list[int], output: list[int], ends: list[int]
 ) -> None:
     """Law 7: at every length, a history that has seen the tokens come and a new one, as after a
@@ -175,7 +175,7 @@ def test_bans_that_leave_nothing_are_left_out() -> None:
         params(temperature=0.7, top_k=5, stop_token_ids=(3,)),
     ],
 )
-def test_who_asks_for_nothing_has_no_history(p: SamplingParams) -> None:
+def test_requests_without_penalties_keep_no_state(p: SamplingParams) -> None:
     assert not PenaltyState.matters(p)
 
 

@@ -47,7 +47,7 @@ def test_of_equals_the_better_beam_goes_first_then_the_lower_token() -> None:
     assert [(branch.parent, branch.token_id) for branch in step.living] == [(0, 3), (0, 5), (1, 0)]
 
 
-def test_what_ends_within_the_width_is_a_hypothesis_and_others_live_on() -> None:
+def test_beams_that_end_within_the_width_are_hypotheses_and_others_live_on() -> None:
     step = search(length_penalty=2.0).step(
         [Beam((4,), -1.0), Beam((2,), -2.0)],
         (),
@@ -57,7 +57,7 @@ def test_what_ends_within_the_width_is_a_hypothesis_and_others_live_on() -> None
     assert step.living == (Continuation(0, 3, -3.0), Continuation(0, 5, -4.0))
 
 
-def test_what_ends_behind_the_width_is_dropped() -> None:
+def test_hypotheses_that_end_behind_the_width_are_dropped() -> None:
     step = search().step(
         [Beam((4,), -1.0), Beam((2,), -1.0)],
         (),
@@ -123,6 +123,6 @@ def test_a_search_that_may_still_improve_goes_on() -> None:
     assert step.living == (Continuation(0, 3, -3.0), Continuation(1, 1, -3.5))
 
 
-def test_each_token_that_stops_needs_a_candidate_more() -> None:
+def test_stop_tokens_need_one_candidate_more_each() -> None:
     assert num_deciding(BeamParams(4, 4), frozenset((3, 9))) == 6
     assert num_deciding(BeamParams(4, 4), frozenset()) == 4

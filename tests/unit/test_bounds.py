@@ -202,6 +202,6 @@ def test_a_large_honest_message_passes() -> None:
 
 
 @pytest.mark.parametrize("data", [b"\x1a\x7f", b"\x1a", b"\x08" + b"\x80" * 100_000, b"\x0b"])
-def test_what_is_no_message_is_not_decoded(data: bytes) -> None:
+def test_malformed_messages_are_not_decoded(data: bytes) -> None:
     with pytest.raises(DecodeError):
         check_message(data, inference_pb2.GenerateRequest)

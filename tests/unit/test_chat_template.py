@@ -70,7 +70,7 @@ def test_a_conversation_is_rendered() -> None:
 
 @pytest.mark.parametrize("source", [CHATML, BLOCKS])
 @pytest.mark.parametrize("roles", [["user"], ["system", "tool", "user"], ["user"] * 4])
-def test_it_renders_as_transformers_does(source: str, roles: list[str]) -> None:
+def test_rendering_equals_transformers(source: str, roles: list[str]) -> None:
     """Whitespace, loop controls, JSON and all."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -108,7 +108,7 @@ def test_the_templates_own_refusal_reaches_the_client() -> None:
         "{{ messages.append(1) }}",
     ],
 )
-def test_any_error_in_a_template_is_a_refusal(source: str) -> None:
+def test_errors_in_a_template_are_refusals(source: str) -> None:
     """Also what the sandbox does not allow."""
     with pytest.raises(InvalidRequest, match="the chat template refuses the messages"):
         render(source)

@@ -77,7 +77,7 @@ def test_settings_do_not_change() -> None:
         settings.num_pans = 3
 
 
-def test_what_was_resolved_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolved_settings_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without secrets."""
     monkeypatch.setenv("QUIRE_COOK_REDIS_URL", "redis://me:hush@db:6379/1")
     shown = resolved(load_settings(CookSettings))
@@ -100,7 +100,7 @@ def test_every_common_setting_is_explained() -> None:
         ("::1", None, "[::1]:5"),
     ],
 )
-def test_others_get_an_address_that_they_can_reach(
+def test_advertised_addresses_are_reachable(
     monkeypatch: pytest.MonkeyPatch, host: str, advertise_host: str | None, address: str
 ) -> None:
     """Never a wildcard."""

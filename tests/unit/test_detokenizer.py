@@ -153,7 +153,7 @@ def test_an_emoji_of_four_tokens_comes_with_the_last() -> None:
     assert stream(detokenizer, fallback_ids("🙂".encode())) == ["", "", "", "🙂", ""]
 
 
-def test_what_never_completes_is_replaced_at_the_end() -> None:
+def test_incomplete_characters_are_replaced_at_the_end() -> None:
     detokenizer = Detokenizer(shown(byte_fallback()))
     assert stream(detokenizer, fallback_ids(b"\xf0\x9f")) == ["", "", "\ufffd"]
 

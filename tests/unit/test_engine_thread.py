@@ -86,7 +86,7 @@ def admitted(*, is_started: bool) -> Admit:
     return Admit(group, is_started)
 
 
-async def test_who_is_not_started_comes_with_the_next_command() -> None:
+async def test_unstarted_sequences_come_with_the_next_command() -> None:
     """In order, and the thread is not woken for each of many: a wake is a turn that its loop does
     not have."""
     engine = FakeEngine()
@@ -105,7 +105,7 @@ async def test_who_is_not_started_comes_with_the_next_command() -> None:
         assert engine.heard[1] == [waiting[0], Remove("b")]
 
 
-async def test_who_is_started_already_waits_for_nobody() -> None:
+async def test_started_sequences_wait_for_no_other() -> None:
     engine = FakeEngine()
     async with running(engine) as thread:
         thread.send(started := admitted(is_started=True))
@@ -128,7 +128,7 @@ async def test_a_step_begins_when_its_engine_has_whom_it_waited_for() -> None:
     assert [one.key for outcome in engine.told for one in outcome.removed] == ["a", "b", "c"]
 
 
-async def test_who_waits_for_others_can_be_stopped() -> None:
+async def test_a_waiting_thread_can_be_stopped() -> None:
     engine = FakeEngine(waits_for=3)
     async with running(engine) as thread:
         thread.send(Remove("a"))
@@ -136,7 +136,7 @@ async def test_who_waits_for_others_can_be_stopped() -> None:
     assert engine.at_steps == []
 
 
-async def test_who_comes_ends_a_pause() -> None:
+async def test_a_new_sequence_ends_a_pause() -> None:
     """Blocks, an end, and who is not started yet do not: running streams can wait for those."""
     engine = BusyEngine()
     async with running(engine) as thread:
@@ -152,7 +152,7 @@ async def test_who_comes_ends_a_pause() -> None:
         await has_heard(engine, 5)
 
 
-async def test_nobody_pauses_while_somebody_waits_for_a_first_step() -> None:
+async def test_the_thread_does_not_pause_while_a_first_step_is_due() -> None:
     """Who came during a step is in the next one, not behind a pause; and then pauses go on."""
 
     class Slow(BusyEngine):

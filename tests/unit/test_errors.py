@@ -42,7 +42,7 @@ def test_the_row_carries_the_errors_code(error: type[domain.QuireError]) -> None
     assert FAULTS[error].code == error.code
 
 
-def test_one_code_means_one_status() -> None:
+def test_codes_mean_one_status_each() -> None:
     """A client may go by the code alone."""
     by_code: dict[str, set[tuple[StatusCode, int]]] = {}
     for fault in FAULTS.values():

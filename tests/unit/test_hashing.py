@@ -47,7 +47,7 @@ def test_equal_blocks_after_different_prefixes_differ() -> None:
         ("fingerprints", b"secret", "alt"),
     ],
 )
-def test_each_part_of_the_root_matters(parts: tuple[str, bytes, str]) -> None:
+def test_all_parts_of_the_root_matter(parts: tuple[str, bytes, str]) -> None:
     assert root_hash(*parts) != ROOT
 
 

@@ -41,7 +41,7 @@ def test_a_beam_search_is_as_wide_as_it_says_or_else_as_n() -> None:
         ({"beam_width": 4, "best_of": 3, "use_beam_search": True}, "differ"),
     ],
 )
-def test_what_is_wrong_with_a_beam_search_is_said(fields: dict[str, Any], problem: str) -> None:
+def test_wrong_beam_parameters_are_named(fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         CompletionBody.model_validate({"prompt": "Hi", **fields})
 
@@ -49,7 +49,7 @@ def test_what_is_wrong_with_a_beam_search_is_said(fields: dict[str, Any], proble
 @pytest.mark.parametrize(
     "fields", [{"best_of": 1}, {"length_penalty": 1}, {"use_beam_search": False}]
 )
-def test_what_asks_for_no_search_may_be_said(fields: dict[str, Any]) -> None:
+def test_beam_parameters_without_effect_are_accepted(fields: dict[str, Any]) -> None:
     assert beams(**fields) is None
 
 

@@ -120,7 +120,7 @@ def test_prompts_are_text_or_token_ids_or_several(prompt: object, prompts: list[
 
 
 @pytest.mark.parametrize("prompt", [None, 7, [True], [1.5], ["a", 1], [[["a"]]], {}, ["a"] * 129])
-def test_nothing_else_is_a_prompt(prompt: object) -> None:
+def test_other_types_are_no_prompts(prompt: object) -> None:
     with pytest.raises(ValidationError):
         CompletionBody.model_validate({"prompt": prompt})
 
@@ -185,7 +185,7 @@ def test_the_limit_has_two_names(limits: dict[str, int], max_tokens: int | None)
         {"stream_options": None, "reasoning_effort": None, "chat_template_kwargs": None},
     ],
 )
-def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
+def test_fields_without_effect_are_accepted(fields: dict[str, Any]) -> None:
     assert chat(**fields) == chat()
 
 
@@ -248,7 +248,7 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
         ),
     ],
 )
-async def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> None:
+async def test_wrong_fields_are_named(fields: dict[str, Any], message: str) -> None:
     body = json.dumps({"messages": USER, **fields}).encode()
     assert message in await problem(ChatBody, body)
 
@@ -256,7 +256,7 @@ async def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> N
 GOING_ON = {"stream": True, "request_id": "mine", "resume_token": "secret", "received": []}
 
 
-def test_what_was_received_of_a_broken_stream_arrives() -> None:
+def test_received_tokens_of_a_broken_stream_arrive() -> None:
     assert chat(stream=True, request_id="mine").received is None
     assert chat(**GOING_ON).received == ()
     told = [{"index": 1, "token_ids": [7, 8]}, {"index": 0, "token_ids": [], "finish_reason": None}]
@@ -284,7 +284,7 @@ def test_what_was_received_of_a_broken_stream_arrives() -> None:
         ),
     ],
 )
-async def test_what_cannot_go_on_is_refused(fields: dict[str, Any], message: str) -> None:
+async def test_an_impossible_resume_is_refused(fields: dict[str, Any], message: str) -> None:
     body = json.dumps({"prompt": "Hi", **GOING_ON, **fields}).encode()
     assert message in await problem(CompletionBody, body)
 
@@ -312,7 +312,7 @@ async def test_every_wrong_field_is_named() -> None:
         b"[" * 60_000,
     ],
 )
-async def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+async def test_bodies_that_are_no_json_object_are_refused(body: bytes) -> None:
     assert (await problem(CompletionBody, body)).startswith("the body is not ")
 
 

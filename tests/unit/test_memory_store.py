@@ -102,7 +102,7 @@ async def test_branches_are_found_behind_what_they_have_in_common(store: BlockSt
     assert (stats.num_prefix_queries, stats.num_prefix_hits) == (3 + 3 + 7, 0 + 1 + 4)
 
 
-async def test_nothing_is_found_behind_what_is_not_there(store: BlockStore) -> None:
+async def test_lookup_finds_nothing_behind_a_missing_block(store: BlockStore) -> None:
     """A gap would have to be computed, and what is behind it held meanwhile for nothing."""
     await grown_tree(store)
     found = await store.allocate("pool", "c", "w", 3, (A, X), 5, [(B, C)])
@@ -268,7 +268,7 @@ async def test_pools_are_apart(store: BlockStore) -> None:
         await store.stats("other")
 
 
-async def test_who_waits_for_room_is_woken_by_a_release(store: BlockStore) -> None:
+async def test_waiters_are_woken_by_a_release(store: BlockStore) -> None:
     await allocate(store, "a", 1)
     waiting = asyncio.create_task(store.wait_for_room("pool", timeout_s=60))
     await asyncio.sleep(0)  # until it waits

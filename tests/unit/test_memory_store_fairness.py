@@ -158,7 +158,7 @@ async def test_admission_keeps_the_watermark_unless_nothing_is_held(empty: Block
     assert answer.grown == (Grown("b", (8, 9, 10)),)
 
 
-async def test_what_is_cached_counts_for_the_watermark_until_it_is_pinned(
+async def test_cached_blocks_count_for_the_watermark_until_pinned(
     empty: BlockStore,
 ) -> None:
     store = await prepare(empty, watermark_blocks=2)
@@ -213,7 +213,7 @@ async def test_the_last_one_itself_goes_if_it_is_short(full: BlockStore) -> None
     assert (await full.extend("pool", "v", [Growth("last", 1, 3, 4)])).demands == ("last",)
 
 
-async def test_one_at_a_time_is_asked_to_give_way(full: BlockStore) -> None:
+async def test_holders_are_asked_to_yield_one_at_a_time(full: BlockStore) -> None:
     """Who is short again while `last` is about to go does not take another one's blocks too."""
     short = [Growth("first", 1, 4, 5)]
     assert (await full.extend("pool", "v", short)).demands == ("last",)
@@ -233,7 +233,7 @@ async def test_a_demand_follows_its_holder(full: BlockStore) -> None:
     assert (await full.heartbeat("pool", "w")).demands == ("last",)
 
 
-async def test_who_is_fenced_is_neither_asked_nor_waited_for(full: BlockStore) -> None:
+async def test_fenced_workers_are_neither_asked_nor_waited_for(full: BlockStore) -> None:
     """v got the demand and froze: w's own holder, the last of those that can act, is next."""
     await full.extend("pool", "w", [Growth("middle", 1, 4, 5)])
     await full.fence("pool", "v")
@@ -260,7 +260,9 @@ async def test_an_empty_pool_has_no_victim(store: BlockStore) -> None:
     assert await store.victim("pool") is None
 
 
-async def test_who_gave_way_keeps_its_place_until_it_is_back(full: BlockStore) -> None:
+async def test_a_preempted_holder_keeps_its_queue_position_until_it_is_back(
+    full: BlockStore,
+) -> None:
     """Its blocks go to the others' growth, and to nobody who came later."""
     await full.release("pool", "last", 1, comes_back=True)
     assert await num_waiters(full) == 1
@@ -274,7 +276,7 @@ async def test_who_gave_way_keeps_its_place_until_it_is_back(full: BlockStore) -
         await full.allocate("pool", "later", "w", 4, [], 1)
 
 
-async def test_who_came_back_and_finds_no_room_waits_once(full: BlockStore) -> None:
+async def test_a_returning_holder_without_room_waits_once(full: BlockStore) -> None:
     await full.release("pool", "last", 1, comes_back=True)
     with pytest.raises(OutOfBlocks):
         await full.allocate("pool", "last-again", "w", 3, [], 4)

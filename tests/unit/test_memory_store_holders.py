@@ -97,7 +97,7 @@ async def test_epochs_to_come_are_stale_too(store: BlockStore) -> None:
     await assert_stale(store, 3)
 
 
-async def test_everything_may_be_sent_again(store: BlockStore) -> None:
+async def test_all_calls_may_be_sent_again(store: BlockStore) -> None:
     """Each reply got lost once: the second answer is the first, and nothing happened twice."""
     again = [await store.allocate("pool", "b", "p", 2, [], 2) for _ in range(2)]
     assert again == [Allocation("b", 1, (3, 4), 0)] * 2
@@ -201,7 +201,7 @@ async def test_a_ticket_is_claimed_with_the_blocks_that_its_holder_has(store: Bl
         await store.claim("pool", "a", 2, "d", [0, 7])
 
 
-async def test_what_no_argument_can_be_is_refused(store: BlockStore) -> None:
+async def test_impossible_arguments_are_refused(store: BlockStore) -> None:
     """Before anything is looked at; more of them in tests/fuzz."""
     refused = [
         store.allocate("pool", "", "p", 1, [], 1),

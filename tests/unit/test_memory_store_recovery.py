@@ -102,7 +102,7 @@ async def refused(call: Awaitable[object]) -> None:
         await call
 
 
-async def test_nothing_changes_until_the_pool_is_whole(store: BlockStore) -> None:
+async def test_the_pool_does_not_change_until_it_is_whole(store: BlockStore) -> None:
     await refused(store.heartbeat("pool", "v"))
     await store.reassert(POOL, "v", [RUNNING], [])
     assert (await store.heartbeat("pool", "v")).fenced is False
@@ -163,9 +163,7 @@ async def test_a_pool_at_another_ledger_epoch_is_in_the_way(store: BlockStore) -
 
 
 @pytest.mark.parametrize("issuer_first", [True, False])
-async def test_who_claimed_a_ticket_is_right_about_it(
-    store: BlockStore, issuer_first: bool
-) -> None:
+async def test_the_claimer_of_a_ticket_is_believed(store: BlockStore, issuer_first: bool) -> None:
     """Its issuer may not know yet."""
     claimed = Asserted("r", 3, 2, 2, (0, 1, 3, 5))
     said = [("v", AT_REST), ("w", claimed)]
@@ -199,7 +197,7 @@ async def test_waits_are_kept_in_order(store: BlockStore) -> None:
     await store.allocate("pool", "second", "w", 2, [], 1)
 
 
-async def test_what_a_dead_worker_held_is_free(store: BlockStore) -> None:
+async def test_blocks_of_a_dead_worker_are_free(store: BlockStore) -> None:
     """Whether it died before it could say what it holds, or after."""
     await store.reassert(POOL, "v", [RUNNING], [])
     assert await store.reap("pool", "v") == 1
@@ -210,7 +208,7 @@ async def test_what_a_dead_worker_held_is_free(store: BlockStore) -> None:
     assert await counts(store) == (8, 3, 0)
 
 
-async def test_what_a_stuck_worker_may_write_is_nobody_elses(store: BlockStore) -> None:
+async def test_blocks_that_a_stuck_worker_may_write_are_not_reused(store: BlockStore) -> None:
     """Blocks that have been written to, and be it by others; finished ones and those that were
     never used can be had. When it dies, everything can."""
     await store.reassert(POOL, "v", [RUNNING], [])
@@ -246,7 +244,7 @@ async def test_two_stuck_workers_quarantine_the_same_blocks(store: BlockStore) -
     assert await counts(store) == (8, 3, 0)
 
 
-async def test_who_joins_meanwhile_holds_nothing(store: BlockStore) -> None:
+async def test_a_worker_that_joins_during_recovery_holds_nothing(store: BlockStore) -> None:
     """Be it a worker that was on its way when the ledger was lost."""
     await store.register_worker(POOL, "v")
     await store.register_worker(POOL, "x")

@@ -145,7 +145,7 @@ async def test_the_dead_stay_dead(store: BlockStore, clock: Clock) -> None:
     await store.register_worker(POOL, "v")
 
 
-async def test_who_died_before_joining_cannot_join(store: BlockStore) -> None:
+async def test_a_worker_that_died_before_joining_cannot_join(store: BlockStore) -> None:
     assert await store.reap("pool", "x") == 0
     with pytest.raises(UnknownWorker):
         await store.register_worker(POOL, "x")
@@ -166,7 +166,7 @@ async def test_only_an_empty_worker_leaves(store: BlockStore) -> None:
     await store.register_worker(POOL, "w")
 
 
-async def test_everything_needs_its_pool(empty: BlockStore) -> None:
+async def test_all_calls_need_their_pool(empty: BlockStore) -> None:
     store = empty
     for attempt in (
         store.register_worker(POOL, "v"),

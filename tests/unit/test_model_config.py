@@ -140,7 +140,7 @@ def test_families_differ_in_norms_biases_and_head_size(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_each_layer_has_a_window_of_its_own(
+def test_layers_have_windows_of_their_own(
     tmp_path: Path, changes: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
     assert read(tmp_path, **{"num_hidden_layers": 4} | changes).windows == windows
@@ -157,7 +157,7 @@ def test_a_window_that_is_not_in_the_file_is_of_4096_positions(
 
 
 @pytest.mark.parametrize("kind", ["rope_type", "type"])
-def test_both_spellings_of_rope_scaling_mean_the_same(tmp_path: Path, kind: str) -> None:
+def test_rope_scaling_has_two_equal_spellings(tmp_path: Path, kind: str) -> None:
     old = read(tmp_path, rope_theta=500000.0, rope_scaling=LLAMA3 | {kind: "llama3"})
     new = read(
         tmp_path,
@@ -253,7 +253,7 @@ def test_dtype_has_an_old_and_a_new_name(tmp_path: Path) -> None:
         ({"eos_token_id": "</s>"}, "eos_token_id: '</s>'"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_its_name(
+def test_unsupported_architectures_are_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(StartupError) as refused:

@@ -52,7 +52,7 @@ def test_the_front_is_allocated_at_once_and_the_file_is_private(path: Path) -> N
     assert missing_bytes(path) == 8 * PAGE + 100
 
 
-def test_what_is_shorter_than_the_front_is_all_there(path: Path) -> None:
+def test_short_writes_are_complete(path: Path) -> None:
     make_file(path, 2 * PAGE + 1)
     assert (num_pages(path), missing_bytes(path)) == (3, 0)
     complete_file(path, never)
@@ -68,7 +68,7 @@ def test_the_rest_is_allocated_from_front_to_back(path: Path) -> None:
     assert path.stat().st_size == SIZE
 
 
-def test_another_goes_on_where_one_stopped_and_nothing_written_is_lost(path: Path) -> None:
+def test_a_second_process_continues_and_loses_no_write(path: Path) -> None:
     make_file(path, SIZE)
     complete_file(path, after(1))
     with path.open("r+b") as file:

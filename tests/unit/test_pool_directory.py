@@ -43,7 +43,7 @@ def test_a_header_reads_back_and_is_private(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"pool_id": "x"}', "\x00"])
-def test_what_is_no_header_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_header_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "header.json").write_text(text)
     with pytest.raises(BadHeader, match=re.escape("header.json")):
         PoolHeader.read(tmp_path / "header.json")
@@ -80,7 +80,7 @@ def test_a_pool_disappears_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_dead_maker_left_is_removed_and_other_things_are_not(tmp_path: Path) -> None:
+def test_leftovers_of_a_dead_maker_are_removed_and_other_files_kept(tmp_path: Path) -> None:
     (tmp_path / ".half-pool-1" / "workers").mkdir(parents=True)
     (tmp_path / "notes").mkdir()
     (tmp_path / "host.lock").touch()

@@ -37,7 +37,7 @@ def test_sizes_as_users_write_them(text: str, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "2G", "-1GiB", "1,5GiB", "2gib", "1e9", "2 GiB x"])
-def test_what_is_no_size_is_refused_with_the_units(text: str) -> None:
+def test_invalid_sizes_are_refused_with_the_units(text: str) -> None:
     with pytest.raises(ValueError, match="KiB, MiB, GiB"):
         parse_size(text)
 
@@ -122,7 +122,7 @@ def test_in_a_container_the_mounts_root_is_its_own_cgroup(host: Path) -> None:
     assert measure(host) == 20_000
 
 
-def test_what_a_file_system_can_hold_counts_what_pools_take_there_now(tmp_path: Path) -> None:
+def test_file_system_capacity_counts_existing_pools(tmp_path: Path) -> None:
     """So that a check beside running workers says the same as one before them."""
     size = os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
     check_capacity(1 << 20, tmp_path)

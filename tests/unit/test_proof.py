@@ -29,14 +29,14 @@ def refusal(guard: Guard, metadata: object, method: str = METHOD) -> str:
     return str(refused.value)
 
 
-def test_both_sides_prove_the_secret() -> None:
+def test_client_and_server_prove_the_secret() -> None:
     proof = Proof(KEY, METHOD, "decode-1")
     answer = Guard(KEY, "decode-1").answer(METHOD, (("x-request-id", "r"), *proof.metadata))
     proof.check(((METADATA, answer),))
 
 
 @pytest.mark.parametrize("value", ["", ".", "1.2.3", "..", "1.2.3.4", "\u00e9.x.y"])
-def test_what_is_no_proof_is_refused(value: str) -> None:
+def test_an_invalid_proof_is_refused(value: str) -> None:
     assert refusal(Guard(KEY, "decode-1"), ((METADATA, value),))
 
 

@@ -43,7 +43,7 @@ def test_a_named_file_is_read(tmp_path: Path) -> None:
     assert secret_of(tmp_path / "run", None, file) == GIVEN.encode()
 
 
-def test_everybody_who_comes_at_once_gets_the_same_secret(tmp_path: Path) -> None:
+def test_concurrent_readers_get_the_same_secret(tmp_path: Path) -> None:
     run_dir = tmp_path / "runs" / "run"
     with ThreadPoolExecutor(16) as threads:
         secrets = set(threads.map(lambda _: secret_of(run_dir), range(64)))
@@ -54,7 +54,7 @@ def test_everybody_who_comes_at_once_gets_the_same_secret(tmp_path: Path) -> Non
     assert run_dir.stat().st_mode & 0o777 == run_dir.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_another_run_has_another_secret(tmp_path: Path) -> None:
+def test_runs_have_different_secrets(tmp_path: Path) -> None:
     one, two = (secret_of(tmp_path / name) for name in "ab")
     assert one != two
 

@@ -180,7 +180,7 @@ CONTENTS = st.lists(st.lists(PARTS, max_size=8).map("".join), min_size=1, max_si
 
 @settings(max_examples=300, deadline=None)
 @given(CONTENTS, st.sampled_from([*TEMPLATES]), st.sampled_from([*KINDS]))
-def test_whatever_is_written_the_special_tokens_are_the_templates(
+def test_special_tokens_come_only_from_the_template(
     contents: list[str], template: str, kind: str
 ) -> None:
     tokenizer = LOADED[kind]

@@ -84,7 +84,7 @@ def test_an_adopted_prefix_that_says_what_was_asked_for_matches(stamps: Stamps) 
     ],
     ids=["parent", "hash", "second hash", "token", "last token", "order", "free block"],
 )
-def test_any_difference_is_a_mismatch_at_its_block(
+def test_a_difference_is_a_mismatch_at_its_block(
     stamps: Stamps,
     block_ids: list[int],
     parent: bytes,
@@ -182,7 +182,7 @@ class DyingMemory:
     ],
     ids=["complete", "own"],
 )
-def test_who_is_killed_between_two_writes_leaves_nothing_that_is_believed(
+def test_a_writer_killed_between_two_writes_leaves_no_valid_stamp(
     stamps: Stamps, write: Callable[[Stamps], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Block 3 was private, 7 committed by h with H0: each is still so, or says nothing."""

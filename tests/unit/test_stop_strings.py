@@ -34,14 +34,14 @@ words = st.text("ab", min_size=1, max_size=5)
 
 @unhurried
 @given(st.lists(st.text("ab", max_size=6), max_size=8), st.lists(words, max_size=3))
-def test_it_does_what_the_reference_does(pieces: list[str], stops: list[str]) -> None:
+def test_stop_strings_equal_the_reference(pieces: list[str], stops: list[str]) -> None:
     """However the text is cut."""
     assert run(pieces, stops) == reference("".join(pieces), stops)
 
 
 @unhurried
 @given(st.text("ab", max_size=20), st.lists(words, min_size=1, max_size=3))
-def test_what_is_shown_is_never_taken_back(text: str, stops: list[str]) -> None:
+def test_shown_text_is_never_taken_back(text: str, stops: list[str]) -> None:
     """After every character, what was shown is a prefix of the final text, and nothing is held
     back that could not become a stop string."""
     final, _ = reference(text, stops)

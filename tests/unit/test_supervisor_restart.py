@@ -16,11 +16,11 @@ def test_the_delay_doubles_with_every_failed_start_up_to_a_limit() -> None:
     assert delays == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
 
 
-def test_who_was_killed_while_serving_starts_again_at_once() -> None:
+def test_a_service_killed_while_serving_restarts_at_once() -> None:
     assert [Restarts().delay_after(KILLED) for _ in range(5)] == [0.0] * 5
 
 
-def test_the_same_failure_twice_in_a_row_is_hopeless() -> None:
+def test_a_failure_repeated_at_once_is_final() -> None:
     restarts = Restarts()
     verdicts = []
     for _ in range(2):
@@ -64,7 +64,7 @@ def test_an_exit_reads_well() -> None:
     assert str(Exit(1, 1.0, '{"event": "service_failed"}')) == "status 1"
 
 
-def test_the_same_failure_with_other_numbers_is_the_same() -> None:
+def test_failures_that_differ_in_numbers_are_equal() -> None:
     restarts = Restarts()
     for free_bytes in (19_696_746_496, 18_000_000_000, 17_193_278_464):
         text = f"pool memory 1 TiB is not available: {free_bytes} bytes are left"

@@ -37,7 +37,7 @@ def test_the_last_run_takes_the_root_with_it(tmp_path: Path) -> None:
     assert not runs.exists()
 
 
-def test_what_a_dead_run_left_is_removed_and_a_live_one_is_not(tmp_path: Path) -> None:
+def test_leftovers_of_a_dead_run_are_removed_and_a_live_run_is_kept(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     alive = claim(runs, record())
     dead = runs / "50051-dead"
@@ -102,7 +102,7 @@ def test_of_several_runs_one_must_be_named(tmp_path: Path) -> None:
         stop_run(tmp_path / "runs", None)
 
 
-def test_nothing_to_stop_is_an_error(tmp_path: Path) -> None:
+def test_stopping_without_a_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NoSuchRun, match="on port 50051 to end; ports of runs: none"):
         stop_run(tmp_path / "runs", 50051)
     assert not (tmp_path / "runs").exists()

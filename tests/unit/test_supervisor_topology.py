@@ -20,7 +20,7 @@ def names(asked: ServeOptions) -> list[str]:
     return [spec.name for spec in topology.services(asked, RUN)]
 
 
-def test_one_of_each_by_default() -> None:
+def test_a_run_has_one_service_of_each_role_by_default() -> None:
     assert names(options()) == ["block-manager", "prefill-1", "decode-1", "gateway"]
 
 
@@ -30,7 +30,7 @@ def test_as_many_workers_as_asked() -> None:
     assert names(asked) == ["block-manager", *workers, "gateway"]
 
 
-def test_each_gateway_has_the_ports_after_the_one_before() -> None:
+def test_gateways_have_consecutive_ports() -> None:
     asked = options(num_gateways=3, grpc_port=7000, http_port=8000)
     assert names(asked)[-3:] == ["gateway", "gateway-2", "gateway-3"]
     ports = [

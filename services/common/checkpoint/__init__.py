@@ -1,1 +1,1 @@
-"""What is in a checkpoint's directory, read without PyTorch."""
+"""Reads and checks a checkpoint's directory, without PyTorch."""

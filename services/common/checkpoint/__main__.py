@@ -1,6 +1,7 @@
-"""`python -m services.common.checkpoint DIRECTORY`: what `quire serve` runs before any service.
+"""`python -m services.common.checkpoint DIRECTORY`: checks a checkpoint. `quire serve` runs this
+before it starts any service.
 
-Exit status 2, and one line on stderr: the checkpoint cannot be served.
+Exit status 2, with one line on stderr: Quire cannot serve the checkpoint.
 """
 
 import sys

@@ -1,4 +1,5 @@
-"""Everything that can be said of a checkpoint without computing with it."""
+"""Checks whether Quire can serve a checkpoint, as far as its files tell: format, config, weights,
+tokenizer, chat template."""
 
 from pathlib import Path
 
@@ -18,7 +19,7 @@ _OTHER_FORMATS = {
 
 
 def check(directory: Path) -> None:
-    """StartupError names the first thing that keeps this checkpoint from being served."""
+    """Raises StartupError, with the first reason, if Quire cannot serve this checkpoint."""
     check_format(directory)
     config = ModelConfig.from_directory(directory)
     checked_weights(directory, weight_shapes(config), ignored_weights(config))
@@ -27,7 +28,7 @@ def check(directory: Path) -> None:
 
 
 def check_format(directory: Path) -> None:
-    """StartupError: the weights are in another format than safetensors."""
+    """Raises StartupError if the weights are in another format than safetensors."""
     if (directory / SINGLE_FILE).exists() or (directory / INDEX_FILE).exists():
         return
     for pattern, name in _OTHER_FORMATS.items():

@@ -1,7 +1,7 @@
 """Names and shapes of a checkpoint's tensors.
 
-Qwen3, Qwen2, Llama and Mistral share the names; where they differ (biases, norms of queries and
-keys, a head of its own) `ModelConfig` says so.
+Qwen3, Qwen2, Llama and Mistral use the same names. `ModelConfig` says where the architectures
+differ: biases, norms of queries and keys, an untied head.
 """
 
 from services.common.text.model_config import ModelConfig
@@ -18,7 +18,7 @@ def layer_prefix(layer: int) -> str:
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor that a checkpoint of this config must have."""
+    """The shape of each tensor that a checkpoint with this config must have, by name."""
     shapes: dict[str, Shape] = {
         EMBEDDING: (config.vocab_size, config.hidden_size),
         FINAL_NORM: (config.hidden_size,),
@@ -32,7 +32,8 @@ def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def ignored_weights(config: ModelConfig) -> frozenset[str]:
-    """What may be there without use: some checkpoints with tied embeddings write the head too."""
+    """Tensors that a checkpoint may contain although they are not used: some checkpoints with tied
+    embeddings contain the head too."""
     return frozenset({HEAD}) if config.tied_embeddings else frozenset()
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint's safetensors files, one or sharded with an index, and what their headers say."""
+"""Reads the headers of a checkpoint's safetensors files: one file, or shards with an index."""
 
 import json
 import re
@@ -15,17 +15,17 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _LOADABLE = frozenset({"BF16", "F16", "F32"})
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
-"""Old Llama checkpoints carry the rope's frequencies, which follow from the config."""
+"""Old Llama checkpoints contain the RoPE frequencies, which the config already determines."""
 
 _LENGTH_BYTES = 8
-"""A file begins with the length of its header, little-endian; the header is JSON, the tensors
-follow."""
+"""A file begins with the length of its header, little-endian; then the header (JSON) follows, then
+the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """`dtype`: as safetensors spells it, such as BF16. `end`: where its bytes end, counted from the
-    end of the header."""
+    """A header's record of one tensor. `dtype`: as in safetensors, such as BF16. `end`: the offset
+    at which the tensor's bytes end, from the end of the header."""
 
     dtype: str
     shape: Shape
@@ -34,7 +34,7 @@ class StoredTensor:
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
     """The safetensors files of a checkpoint, sorted by name. StartupError: there are none, or the
-    index is broken or names a file that is not there."""
+    index is invalid or names a missing file."""
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.is_file():
         return (single,)
@@ -46,11 +46,11 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
 def checked_weights(
     directory: Path, shapes: Mapping[str, Shape], ignored: frozenset[str] = frozenset()
 ) -> dict[Path, list[str]]:
-    """Which tensors of `shapes` each file of a checkpoint has: together they have all. Reads the
-    headers of the files only.
+    """The names of the tensors in each file of a checkpoint; together they are all of `shapes`.
+    Reads only the headers.
 
-    `ignored` are names that may be there without use. StartupError, naming file and tensor: one is
-    missing, twice there, unknown, of another shape, not floating point, or its file is corrupt.
+    `ignored`: names that may exist but are not used. StartupError, with file and tensor: a tensor
+    is missing, duplicate, unknown, of another shape or not floating point, or a file is corrupt.
     """
     found: dict[Path, list[str]] = {}
     seen: set[str] = set()
@@ -71,7 +71,8 @@ def checked_weights(
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name. StartupError: it is none, or it is cut short."""
+    """The tensors of a safetensors file, by name. StartupError: the file is not a safetensors file,
+    or is truncated."""
     try:
         with path.open("rb") as file:
             num_bytes = path.stat().st_size
@@ -95,7 +96,7 @@ def _stored(entry: dict[str, Any]) -> StoredTensor:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
+    """The index's map from tensor names to file names. StartupError: the index is invalid."""
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = {str(name): str(file) for name, file in weight_map.items()}

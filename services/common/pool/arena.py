@@ -1,16 +1,16 @@
-"""The files of a pool: of fixed size, their memory allocated before it is used.
+"""Makes the files of a pool, which have a fixed size, and allocates their memory before it is used.
 
-A sparse file in /dev/shm would be granted at any size and kill its user with SIGBUS later. But to
-allocate an arena takes the kernel 0.3 s a GiB, so workers serve as soon as its front is there, and
-allocate the rest beside their work:
+/dev/shm accepts a sparse file of any size; a process that later touches a page without memory gets
+SIGBUS. But the kernel needs 0.3 s to allocate 1 GiB. So workers serve as soon as the front of a
+file is allocated, and allocate the rest while they work:
 
     0             FIRST_BYTES                                 size
     |-- make_file --|-- complete_file, from front to back ------|
     |- blocks in use, from 0 up ->
 
-Block ids are given from 0 up, and to fill a block takes a step of the model, far longer than to
-allocate it: use stays behind. Pages are cleared when they are first written, which costs a tenth of
-mapping them.
+The store hands out block ids from 0 up, and a step of the model, which fills a block, takes far
+longer than the allocation of a block. So allocation stays ahead of use. The kernel clears a page at
+the first write to it, which costs a tenth of mapping it.
 """
 
 import ctypes
@@ -25,15 +25,17 @@ from services.common.pool.sizing import format_size
 FIRST_BYTES = 256 << 20
 _PIECE_BYTES = 16 << 20
 
-# Not os.posix_fallocate: where a file system cannot allocate, that reads and writes back a byte of
-# every page, and what another process writes meanwhile is lost.
+# Not os.posix_fallocate: if the file system cannot allocate, it reads and rewrites a byte of every
+# page, and so loses what another process writes meanwhile.
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
 _fallocate.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
 
 
 def make_file(path: Path, num_bytes: int) -> None:
-    """Make `path` with `num_bytes` zero bytes, the first FIRST_BYTES of them in memory.
-    StartupError: the file system has not as many; then the file is gone again."""
+    """Make the file `path` with `num_bytes` zero bytes, and allocate its first FIRST_BYTES.
+
+    StartupError: the file system has too little space; then the file is removed.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         if num_bytes > _free_bytes(path):
@@ -48,9 +50,12 @@ def make_file(path: Path, num_bytes: int) -> None:
 
 
 def complete_file(path: Path, is_stopped: Callable[[], bool]) -> None:
-    """Allocate the rest, piece by piece, until `is_stopped`. Beside anybody who uses the file or
-    completes it too: what is there already is passed over, so that any process can go on with what
-    another one began. StartupError: the memory is not there any more."""
+    """Allocate the rest of the file in pieces, until `is_stopped` returns true.
+
+    Other processes may use the file meanwhile, or complete it too: allocated pieces stay as they
+    are, so a process can continue what another one began. StartupError: the file system has too
+    little space left.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     num_bytes = os.fstat(fd).st_size
     try:
@@ -65,13 +70,13 @@ def complete_file(path: Path, is_stopped: Callable[[], bool]) -> None:
 
 
 def missing_bytes(path: Path) -> int:
-    """What is still to be allocated of the file."""
+    """The bytes of the file that are not yet allocated."""
     status = path.stat()
     return max(0, status.st_size - status.st_blocks * 512)
 
 
 def _allocate(fd: int, start: int, num_bytes: int) -> None:
-    """OSError: there is no room, or the file system cannot allocate."""
+    """Allocate a range of the file. OSError: no space, or the file system cannot allocate."""
     while _fallocate(fd, 0, start, num_bytes) != 0:
         code = ctypes.get_errno()
         if code != errno.EINTR:

@@ -1,7 +1,8 @@
-"""A pool's directory: its paths, and how it appears and disappears at once.
+"""A pool's directory: its paths, and how it appears and disappears atomically.
 
-Pools are made and removed under `host_lock`, each in a hidden directory: it is renamed when it is
-complete, and renamed back before its files are deleted, so that nobody ever sees half a pool.
+A process that makes or removes a pool holds `host_lock`. It builds the pool in a hidden directory
+and renames that when it is complete; before it deletes the files, it renames the directory back. So
+no process ever sees an incomplete pool.
 """
 
 import shutil
@@ -19,6 +20,8 @@ _HALF = ".half-"
 
 @dataclass(frozen=True, slots=True)
 class PoolDirectory:
+    """The paths of one pool, and the state of its workers' locks."""
+
     path: Path
 
     @property
@@ -39,8 +42,8 @@ class PoolDirectory:
 
     @property
     def recovery_lock(self) -> Path:
-        """Held by who gets the pool's ledger back. (Not the host's lock: who joins or leaves holds
-        that while it waits for the store.)"""
+        """The lock of the process that recovers the pool's ledger. It is not the host's lock, which
+        a worker holds while it joins or leaves and waits for the store."""
         return self.path / "recovery.lock"
 
     @property
@@ -48,14 +51,14 @@ class PoolDirectory:
         return self.path / "workers"
 
     def read_header(self) -> PoolHeader:
-        """BadHeader; FileNotFoundError when the pool is gone."""
+        """Read header.json. Raises BadHeader, or FileNotFoundError if the pool is gone."""
         return PoolHeader.read(self.header)
 
     def lock_path(self, worker_id: str) -> Path:
         return self.workers / f"{worker_id}{_LOCK_SUFFIX}"
 
     def worker_ids(self) -> tuple[str, ...]:
-        """Workers with a lock file, alive or not yet reaped; sorted."""
+        """The workers with a lock file, sorted: they live, or are not yet reaped."""
         try:
             names = [path.name for path in self.workers.iterdir()]
         except FileNotFoundError:
@@ -69,15 +72,16 @@ class PoolDirectory:
         )
 
     def live_worker_ids(self) -> tuple[str, ...]:
-        """Workers whose locks are held; sorted."""
+        """The workers whose locks are held, sorted."""
         return tuple(name for name in self.worker_ids() if is_held(self.lock_path(name)))
 
     def is_live(self) -> bool:
-        """Whether at least one worker's lock is held."""
+        """Whether a worker of the pool lives."""
         return bool(self.live_worker_ids())
 
     def remove(self) -> None:
-        """Delete the pool with all its files; one that is gone is no error. Under `host_lock`."""
+        """Delete the pool and all its files; no error if it is gone. The caller holds
+        `host_lock`."""
         half = _half(self.path.parent, self.pool_id)
         with suppress(FileNotFoundError):
             self.path.rename(half.path)
@@ -85,7 +89,7 @@ class PoolDirectory:
 
 
 def pool_directories(root: Path) -> tuple[PoolDirectory, ...]:
-    """All pools under `root`, sorted by id; whatever else lies there is left alone."""
+    """All pools under `root`, sorted by id; other files and directories are ignored."""
     return tuple(
         PoolDirectory(path)
         for path in _entries(root)
@@ -95,8 +99,8 @@ def pool_directories(root: Path) -> tuple[PoolDirectory, ...]:
 
 @contextmanager
 def new_directory(root: Path, pool_id: str) -> Iterator[PoolDirectory]:
-    """A hidden directory to build the pool in, which gets its name when the block succeeds and is
-    removed when it fails. Under `host_lock`."""
+    """A hidden directory in which the caller builds a pool. If the `with` block succeeds, the
+    directory gets the pool's name; if it fails, it is removed. The caller holds `host_lock`."""
     half = _half(root, pool_id)
     half.path.mkdir(mode=0o700)
     try:
@@ -109,14 +113,13 @@ def new_directory(root: Path, pool_id: str) -> Iterator[PoolDirectory]:
 
 
 def half_pools(root: Path) -> tuple[Path, ...]:
-    """Pools that are just being made or removed; under `host_lock`, those whose maker or remover
-    has died."""
+    """Hidden directories of pools that a process is making or removing. If the caller holds
+    `host_lock`, that process has died."""
     return tuple(path for path in _entries(root) if path.name.startswith(_HALF))
 
 
 def remove_half_pools(root: Path) -> None:
-    """Delete what a process has left that died while it made or removed a pool. Under
-    `host_lock`."""
+    """Delete the incomplete pools of processes that have died. The caller holds `host_lock`."""
     for path in half_pools(root):
         shutil.rmtree(path)
 

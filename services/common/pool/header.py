@@ -1,4 +1,4 @@
-"""header.json: what a pool is, for everyone who opens its directory."""
+"""header.json: geometry and identity of a pool, for each process that opens its directory."""
 
 import os
 import secrets
@@ -17,9 +17,12 @@ class BadHeader(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PoolHeader:
-    """`run_id` is the block store's own: another one means that the pool's ledger is lost;
-    `ledger_epoch` says how often it was, and 1. `colder_of`: the pool whose blocks are swapped out
-    to this one."""
+    """The content of header.json.
+
+    `run_id`: of the Redis server that has the pool's ledger; a server with another one has lost the
+    ledger. `ledger_epoch`: 1 + the number of times that the ledger was lost. `colder_of`: set if
+    this is a swap pool: the pool whose blocks are swapped to it.
+    """
 
     pool_id: str
     run_id: str
@@ -31,7 +34,7 @@ class PoolHeader:
 
     @property
     def spec(self) -> PoolSpec:
-        """The pool as the block store knows it."""
+        """The pool's description for the block store."""
         return PoolSpec(
             pool_id=self.pool_id,
             model=self.layout.model,
@@ -51,14 +54,14 @@ class PoolHeader:
         path.write_bytes(_ADAPTER.dump_json(self, indent=2))
 
     def replace(self, path: Path) -> None:
-        """Write it in the place of an older one, at once."""
+        """Write the header in place of an older one, atomically."""
         new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         self.write(new)
         os.replace(new, path)
 
     @classmethod
     def read(cls, path: Path) -> "PoolHeader":
-        """BadHeader when it is not one; OSError when the file cannot be read."""
+        """Read a header. Raises BadHeader if it is invalid, OSError if the file cannot be read."""
         try:
             return _ADAPTER.validate_json(path.read_bytes(), strict=True)
         except ValidationError as error:

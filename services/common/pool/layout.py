@@ -1,4 +1,4 @@
-"""The shape of a pool's arena: what workers must agree on before they share blocks."""
+"""The layout of a pool's arena, on which all workers of the pool must agree."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +10,7 @@ ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
-    """One model's KV, block-major: a block is one contiguous piece of `block_bytes`."""
+    """The layout of one model's KV, block-major: a block is `block_bytes` contiguous bytes."""
 
     model: str
     fingerprint: str
@@ -22,7 +22,7 @@ class PoolLayout:
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        """[num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]."""
+        """The shape of one block: [num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]."""
         return self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim
 
     @property

@@ -1,8 +1,9 @@
-"""Who is alive: a worker's lock file is flocked from before it is seen until its process is gone.
+"""Lock files that show which workers live: each is flocked from before its name exists until the
+worker's process is gone.
 
-The kernel drops the lock when the last descriptor of the holder is closed, however the process
-dies, after its memory is unmapped (no write can follow), and across containers that mount the
-directory. So whoever gets the lock knows that the worker is dead.
+The kernel drops a lock when the last descriptor of its holder is closed, however the process dies.
+At that time the process's memory is unmapped, so no write can follow. This works across containers
+that mount the directory. So a process that gets a worker's lock knows that the worker is dead.
 """
 
 import asyncio
@@ -19,10 +20,10 @@ _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class WorkerLock:
-    """An exclusive flock on a file, held by this process until `close` or its death.
+    """An exclusive flock on a file, held by this process until `close` or the process's death.
 
-    Descriptors are not inherited by exec (O_CLOEXEC) and are closed in forked children, which
-    would otherwise keep the lock of a dead parent.
+    A program started by exec does not inherit the descriptor (O_CLOEXEC), and a forked child closes
+    it: otherwise the child would keep the lock of a dead parent.
     """
 
     def __init__(self, path: Path, fd: int) -> None:
@@ -32,8 +33,8 @@ class WorkerLock:
 
     @classmethod
     def create(cls, path: Path) -> "WorkerLock":
-        """A new file that is locked before it has its name: nobody ever sees it free.
-        FileExistsError: the name was used before."""
+        """Create a file that is locked before it gets its name, so no process ever sees it
+        unlocked. FileExistsError: the name exists."""
         unseen = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         fd = os.open(unseen, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -48,22 +49,22 @@ class WorkerLock:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether `give_up` was called for this worker."""
+        """Whether a process has called `give_up` for this worker."""
         return self._fd is not None and os.fstat(self._fd).st_size > 0
 
     @property
     def is_unlinked(self) -> bool:
-        """Whether the file has lost its name: its worker left, or was reaped by another."""
+        """Whether the file has lost its name: the worker has left, or was reaped."""
         return self._fd is None or os.fstat(self._fd).st_nlink == 0
 
     def unlink(self) -> None:
-        """Take the name away; only while the lock is held, after the worker is off the pool."""
+        """Remove the file's name. The caller holds the lock, and the worker is off the pool."""
         if self._fd is None:
             raise ValueError(f"{self.path} is not locked any more")
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let go. Again: no error."""
+        """Drop the lock. May be called again."""
         # Never LOCK_UN: it would unlock for every process that shares the descriptor.
         fd, self._fd = self._fd, None
         if fd is not None:
@@ -82,13 +83,13 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def is_held(path: Path) -> bool:
-    """Whether some process holds the lock now; a file that is not there is not held."""
+    """Whether a process holds the lock now; False if the file does not exist."""
     try:
         fd = os.open(path, _OPEN)
     except FileNotFoundError:
         return False
     try:
-        # Shared, so that two who ask at once do not take each other for a holder.
+        # A shared lock, so that two processes that ask at once do not see each other as holders.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -99,25 +100,26 @@ def is_held(path: Path) -> bool:
 
 
 def give_up(path: Path) -> None:
-    """Mark a worker, by its lock file, as one that may write nothing any more: it looks between
-    stamping blocks as its own and writing into them. A worker that is gone is no error."""
+    """Mark a worker's lock file: from now on the worker may write no blocks. The worker checks the
+    mark after it stamps blocks as its own and before it writes into them. No error if the worker is
+    gone."""
     with suppress(FileNotFoundError):
         os.truncate(path, 1)
 
 
 async def wait_until_dropped(path: Path) -> WorkerLock:
-    """The lock of a worker, as soon as it is dead (within milliseconds: a thread blocks in flock).
+    """Wait until a worker is dead and return its lock, which the caller then holds.
 
-    The caller holds it now; `is_unlinked` says that there is nothing left to reap.
-    FileNotFoundError: the file is gone already.
+    A thread blocks in flock, so this returns within milliseconds of the death. If the lock
+    `is_unlinked`, nothing is left to reap. FileNotFoundError: the file does not exist.
     """
     return WorkerLock(path, await _flock(os.open(path, _OPEN)))
 
 
 @asynccontextmanager
 async def host_lock(root: Path) -> AsyncIterator[None]:
-    """Hold `<root>/host.lock`: nobody else makes, joins, leaves or removes a pool meanwhile. Makes
-    the root if need be."""
+    """Holds `<root>/host.lock`, so that no other process makes, joins, leaves or removes a pool.
+    Creates `root` if it does not exist."""
     path = root / "host.lock"
     _make_parent(path)
     async with file_lock(path):
@@ -130,7 +132,7 @@ def _make_parent(path: Path) -> None:
 
 @asynccontextmanager
 async def file_lock(path: Path) -> AsyncIterator[None]:
-    """Hold the lock of a file, made if need be, which one process at a time can."""
+    """Holds the exclusive lock of a file. Creates the file if it does not exist."""
     lock = WorkerLock(path, await _flock(os.open(path, _OPEN | os.O_CREAT, 0o600)))
     try:
         yield
@@ -139,8 +141,8 @@ async def file_lock(path: Path) -> AsyncIterator[None]:
 
 
 async def _flock(fd: int) -> int:
-    """Lock `fd` and return it; waits in a thread of its own, which does not hold up the process's
-    end. When cancelled, the descriptor is closed as soon as the thread is back."""
+    """Lock `fd` and return it. If the lock is taken, a daemon thread waits for it, which does not
+    delay the end of the process. After a cancellation `fd` is closed when that thread returns."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -165,7 +167,7 @@ async def _flock_in_thread(fd: int) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX)
         try:
             loop.call_soon_threadsafe(deliver)
-        except RuntimeError:  # The loop has ended; nobody waits any more.
+        except RuntimeError:  # the event loop is closed
             os.close(fd)
 
     threading.Thread(target=block, name=f"flock-{fd}", daemon=True).start()

@@ -1,4 +1,4 @@
-"""How much memory this host, its cgroup and a file system still have to give."""
+"""Measures the memory that is available on this host, in its cgroups and in a file system."""
 
 import os
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ _PROC = Path("/proc")
 
 
 def available_bytes(root: Path, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """What a file under `root` (a tmpfs) may take: the least of the file system's free space, the
-    host's MemAvailable, and what every cgroup above this process has left."""
+    """The bytes that a file under `root` (a tmpfs) may take: the least of the file system's free
+    space, the host's MemAvailable, and the rest of each cgroup's limit above this process."""
     disk = os.statvfs(root)
     return min(
         disk.f_bavail * disk.f_frsize, _host_available(proc), *_cgroups_available(proc, cgroups)
@@ -26,20 +26,20 @@ def _host_available(proc: Path) -> int:
 
 
 def _cgroups_available(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Limit minus working set (page cache that can be dropped does not count), per cgroup."""
+    """For each cgroup: its limit minus its working set, without page cache that can be dropped."""
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers == "":
             yield from _left(cgroups, name, "memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            # Version 1, one mount per controller.
+            # cgroups version 1 have one mount per controller.
             files = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
             yield from _left(cgroups / "memory", name, *files)
 
 
 def _left(mount: Path, name: str, limit: str, usage: str, droppable: str) -> Iterator[int]:
-    """From the process's cgroup up to the mount's root, which in a container is the container's
-    own: there the path that /proc names does not exist."""
+    """The rest of each limit from the process's cgroup up to the mount's root. In a container the
+    mount's root is the container's own cgroup, and the path in /proc does not exist below it."""
     group = mount / name.strip("/")
     for directory in (group, *group.parents):
         max_bytes = _read(directory / limit)

@@ -1,12 +1,12 @@
-"""How a pool's ledger comes back after the block store has lost it: the pool itself is still there.
+"""Rebuilds a pool's ledger after the block store has lost it, while the pool itself still exists.
 
-    begin     the ledger epoch in the header is raised, and the store makes the pool again, with
-              everybody missing whose lock is held
-    (each worker says what it holds; the block manager reaps the dead, and fences the stuck)
-    finish    the store hears from the stamps what is in the blocks, and reopens the pool
+    begin     raise the ledger epoch in the header, and make the pool again in the store; every
+              worker whose lock is held counts as missing
+    (each worker reports what it holds; the block manager reaps dead workers and fences stuck ones)
+    finish    restore the content of the blocks from the stamps, and reopen the pool
 
-Whoever notices first does each part, under the pool's recovery lock; the others find it done. If it
-dies in between, somebody else goes on: every worker, and the block manager, tries.
+All workers and the block manager try both parts. The first one does the work under the pool's
+recovery lock, the others find it done. If that process dies meanwhile, another one continues.
 
 See ADR 58.
 """
@@ -29,14 +29,16 @@ log = get_logger(__name__)
 
 
 class PoolRecovery:
-    """Of one pool; see `blockstore.held_blocks_mirror.Recovery`."""
+    """Recovers the ledger of one pool; implements `blockstore.store.Recovery`."""
 
     def __init__(self, directory: PoolDirectory) -> None:
         self._directory = directory
 
     async def begin(self, store: BlockStore, run_id: str) -> None:
-        """Make the pool again unless the server, of this `run_id`, knows it as it is now.
-        PoolGone: its directory is gone. Errors of the store."""
+        """Make the pool again, unless the server, whose run id is `run_id`, has its current ledger.
+
+        PoolGone: the pool's directory is gone. Raises the store's errors too.
+        """
         async with self._alone() as header:
             if await _is_known(store, header):
                 return
@@ -53,13 +55,15 @@ class PoolRecovery:
         )
 
     async def finish(self, store: BlockStore) -> None:
-        """Restore what is in the blocks and reopen the pool, unless somebody is missing. PoolGone:
-        its directory is gone. Errors of the store."""
+        """Restore the content of the blocks and reopen the pool, unless a worker is still missing.
+
+        PoolGone: the pool's directory is gone. Raises the store's errors too.
+        """
         async with self._alone() as header:
             stats = await store.stats(header.pool_id)
             if not stats.recovering or stats.missing_worker_ids:
                 return
-            # In a thread: a million stamps take a second.
+            # In a thread, because a million stamps take a second.
             contents = await asyncio.to_thread(self._contents, header, stats.num_to_account)
             first = stats.num_accounted
             await store.restore(header.pool_id, first, contents[first:])
@@ -90,8 +94,8 @@ class PoolRecovery:
 
 
 async def _is_known(store: BlockStore, header: PoolHeader) -> bool:
-    """Whether the server has the ledger that the header speaks of, whole or recovering. An older
-    one may be back from a file."""
+    """Whether the server has the ledger of the header's epoch, complete or recovering. A server
+    that restarted from a file may have an older one."""
     try:
         return (await store.stats(header.pool_id)).ledger_epoch == header.ledger_epoch
     except UnknownPool:

@@ -1,4 +1,4 @@
-"""How many blocks a pool gets: what `--pool-memory` says, or half of the memory that is left."""
+"""Computes the number of a pool's blocks, from `--pool-memory` or from half of the free memory."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from services.common.errors import StartupError
 from services.common.pool.memory import available_bytes
 
 MIN_BLOCKS = 4
-"""A pool below this cannot run two short sequences."""
+"""A smaller pool cannot run two short sequences."""
 
 _UNITS = {
     **{"": 1, "B": 1},
@@ -19,7 +19,7 @@ _UNITS = {
 
 
 def parse_size(text: str) -> int:
-    """Bytes: "2GiB", "1.5 GB", "4096". ValueError for anything else."""
+    """The bytes of a size such as "2GiB", "1.5 GB" or "4096". Raises ValueError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2] not in _UNITS:
         units = ", ".join(unit for unit in _UNITS if unit)
@@ -28,7 +28,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(num_bytes: int) -> str:
-    """ "1.50 GiB (1610612736 bytes)": readable, and exact."""
+    """A readable and exact text: "1.50 GiB (1610612736 bytes)"."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if num_bytes >= _UNITS[unit]:
             return f"{num_bytes / _UNITS[unit]:.2f} {unit} ({num_bytes} bytes)"
@@ -37,11 +37,12 @@ def format_size(num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Who needs memory beside the pool.
+    """The memory that a pool and the host's workers need.
 
-    `pool_bytes`: what the user gave the pool, None to measure. `worker_bytes`: what each worker
-    that is still to come will take for itself (weights that it does not share, activations);
-    `activation_bytes`: what each worker, this one too, takes at its peak beyond its weights.
+    `pool_bytes`: the size that the user has set; None: by measurement. `num_expected_workers`: all
+    workers of the host, with this one. `weight_bytes`: the weights that each of the other workers
+    will still load. `activation_bytes`: the peak of each worker, this one included, beyond its
+    weights.
     """
 
     pool_bytes: int | None
@@ -51,14 +52,14 @@ class MemoryPlan:
 
     @property
     def reserved_bytes(self) -> int:
-        """What this host's workers will still take, once the asking one has its weights."""
+        """The bytes that the host's workers will still take, once this worker has its weights."""
         num_to_come = self.num_expected_workers - 1
         return num_to_come * self.weight_bytes + self.num_expected_workers * self.activation_bytes
 
 
 def check_capacity(asked_bytes: int, root: Path) -> None:
-    """Whether pools of so many bytes could be under `root` if there were no others. StartupError,
-    with the numbers."""
+    """Raises StartupError, with the numbers, if pools of `asked_bytes` do not fit under `root` even
+    when `root` is empty."""
     try:
         disk = os.statvfs(root)
     except OSError as error:
@@ -72,8 +73,10 @@ def check_capacity(asked_bytes: int, root: Path) -> None:
 
 
 def num_blocks_for(plan: MemoryPlan, bytes_per_block: int, available: int) -> int:
-    """Blocks that fit, each with its stamp. StartupError, with the numbers: the given memory is
-    not there, or holds fewer than MIN_BLOCKS."""
+    """The number of blocks that fit. `bytes_per_block`: of a block and its stamp.
+
+    StartupError, with the numbers: the set size is not available, or fewer than MIN_BLOCKS fit.
+    """
     if plan.pool_bytes is not None and plan.pool_bytes > available:
         raise StartupError(
             f"pool memory {format_size(plan.pool_bytes)} is not available: "

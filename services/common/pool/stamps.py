@@ -1,6 +1,7 @@
-"""A stamp per block: what the block holds, said by who wrote it and compared by who adopts it.
+"""Stamps: one record per block of its content. The worker that writes a block writes its stamp; a
+worker that adopts the block compares the stamp.
 
-A fixed-size record in one file that all processes of the pool map:
+All stamps are in one file that all processes of the pool map. A record has a fixed size:
 
     offset  0   state         1 byte, 7 unused
             8   owner         8 bytes, token of the holder that writes the block
@@ -8,9 +9,10 @@ A fixed-size record in one file that all processes of the pool map:
            32   parent hash   16 bytes
            48   token ids     block_size x 4 bytes, native order; record padded to 8
 
-The order of writes is owner -> (KV) -> fields -> state. Whoever reads COMMITTED therefore reads the
-fields of finished KV; a record is reset to PRIVATE before its block gets other content. One byte
-is written at once; the readers learn of a block through the block store, which orders the rest.
+The order of writes is owner -> (KV) -> fields -> state. So a process that reads COMMITTED reads the
+fields of finished KV. A record is reset to PRIVATE before its block gets other content. The write
+of the one-byte state is atomic; readers learn of a block through the block store, which orders the
+other writes.
 """
 
 import hashlib
@@ -39,8 +41,8 @@ class StampState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """All of a record; `owner` is an `owner_token`, and the fields after it mean something only
-    when the state is COMMITTED."""
+    """One record. `owner`: an `owner_token`. The fields behind it are valid only if the state is
+    COMMITTED."""
 
     state: StampState
     owner: bytes
@@ -50,28 +52,28 @@ class Stamp:
 
 
 def owner_token(holder_id: str) -> bytes:
-    """8 bytes that stand for a holder; holder ids are used once, so its token is too."""
+    """The 8 bytes that identify a holder in stamps. Holder ids are used once, so tokens are too."""
     return hashlib.blake2b(holder_id.encode(), digest_size=8).digest()
 
 
 def record_bytes(block_size: int) -> int:
-    """Size of one stamp."""
+    """The size of one stamp."""
     return -(-(_FIELDS_AT + _HASHES_BYTES + 4 * block_size) // 8) * 8
 
 
 class Stamps:
-    """The stamps of one pool, mapped. Only a block's holder may write its stamp (law 4)."""
+    """The mapped stamps of one pool. Only a block's holder may write its stamp (law 4)."""
 
     def __init__(self, path: Path, num_blocks: int, block_size: int) -> None:
-        """ValueError: the file is not of this geometry."""
+        """Map the file. Raises ValueError if its size does not fit this geometry."""
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._record_bytes = record_bytes(block_size)
         self._bytes = _map(path, num_blocks * self._record_bytes)
 
     def own(self, block_ids: Sequence[int], owner: str) -> None:
-        """Before the first write into new blocks: whatever they held is no longer said. `owner` is
-        the holder's id."""
+        """Stamp blocks as PRIVATE blocks of `owner` (a holder's id), before the first write into
+        them: their old content is no longer valid."""
         token = owner_token(owner)
         for block_id in block_ids:
             at = self._at(block_id)
@@ -85,9 +87,12 @@ class Stamps:
         parent: PrefixHash,
         token_ids: Sequence[int],
     ) -> None:
-        """The block's KV is all there (on a GPU: its event says so) and is never written again.
-        `token_ids`: exactly block_size. Comes before the store's `commit`. Again with the same
-        content: no change. ValueError: the block is not being written by anyone."""
+        """Stamp a block as COMMITTED: its KV is complete and is never written again.
+
+        The caller first makes sure that the KV is written (on a GPU by an event), and calls the
+        store's `commit` afterwards. `token_ids`: exactly block_size. A second call with the same
+        content changes nothing. ValueError: the block is not PRIVATE, or a length is wrong.
+        """
         fields = prefix_hash + parent + array("I", token_ids).tobytes()
         if len(fields) != self._fields_bytes:
             raise ValueError(
@@ -117,11 +122,12 @@ class Stamps:
         hashes: Sequence[PrefixHash],
         token_ids: Sequence[int],
     ) -> int | None:
-        """Index of the first adopted block that does not say exactly what was asked for, else None.
+        """The index of the first adopted block whose stamp is not exactly as expected; None if all
+        stamps match.
 
-        `block_ids` in sequence order; `parent` is the hash before the first (the root hash at
-        the start of a prompt), `hashes` theirs, `token_ids` all their tokens,
-        len(block_ids) * block_size of them. ValueError when the lengths do not fit.
+        `block_ids`: in sequence order. `parent`: the hash of the block before them (the root hash
+        at the start of a prompt). `hashes`: of these blocks. `token_ids`: of all these blocks,
+        len(block_ids) * block_size. ValueError: the lengths do not match.
         """
         tokens = memoryview(array("I", token_ids)).cast("B")
         num_token_bytes = 4 * self._block_size
@@ -139,7 +145,7 @@ class Stamps:
         return None
 
     def are_written_by(self, block_ids: Sequence[int], owner: str) -> bool:
-        """Whether this holder, and nobody before or after, writes all of these now."""
+        """Whether the stamps show that this holder, and no other, is writing all these blocks."""
         token = owner_token(owner)
         starts = [self._at(block_id) for block_id in block_ids]
         return all(
@@ -149,12 +155,12 @@ class Stamps:
         )
 
     def is_committed(self, block_id: int) -> bool:
-        """Whether it says what it holds, to whoever may find it."""
+        """Whether the stamp is COMMITTED, so that its fields describe finished KV."""
         return bool(self._bytes[self._at(block_id)] == StampState.COMMITTED)
 
     def complete_blocks(self, owners: Iterable[str]) -> dict[str, list[int]]:
-        """The COMMITTED blocks of each owner that has some; reads all stamps, for the reaper of a
-        dead worker."""
+        """The COMMITTED blocks of each owner that has any, for the reaper of a dead worker. Reads
+        all stamps."""
         holders = {owner_token(owner): owner for owner in owners}
         head = struct.Struct(f"=B7x8s{self._record_bytes - _FIELDS_AT}x")
         found: dict[str, list[int]] = {}
@@ -165,9 +171,12 @@ class Stamps:
         return found
 
     def contents(self, at_least: int) -> tuple[Content, ...]:
-        """What blocks hold, from block 0 up to the last that was ever used, and `at_least` so many.
-        Finished blocks are ranked by their place in their prompts: the deepest goes first, so that
-        tails are evicted before heads."""
+        """The content of the blocks from block 0 up to the last one that was ever used, but of at
+        least `at_least` blocks.
+
+        The rank of a finished block follows from its depth in its prompt. The deepest blocks come
+        first, so that the end of a prompt is evicted before its beginning.
+        """
         record = struct.Struct(f"=B7x8x16s16s{self._record_bytes - _FIELDS_AT - _HASHES_BYTES}x")
         with memoryview(self._bytes) as records:
             stamps = list(record.iter_unpack(records))
@@ -190,7 +199,7 @@ class Stamps:
         return self._bytes.closed
 
     def close(self) -> None:
-        """Unmap. Again: no error."""
+        """Unmap the file. May be called again."""
         self._bytes.close()
 
     @property
@@ -210,13 +219,13 @@ class Stamps:
 
 
 def _depths(parent_of: Mapping[PrefixHash, PrefixHash]) -> dict[PrefixHash, int]:
-    """How many of a block's ancestors are there, for each."""
+    """For each block the number of its ancestors that exist."""
     depths: dict[PrefixHash, int] = {}
     for prefix_hash in parent_of:
         chain = [prefix_hash]
         while chain[-1] not in depths and parent_of[chain[-1]] in parent_of:
             if len(chain) > len(parent_of):
-                break  # a circle, which no prompt makes: its records are damaged
+                break  # a cycle, which no prompt can make: these records are damaged
             chain.append(parent_of[chain[-1]])
         depth = depths.get(chain[-1], 0)
         for number, ancestor in enumerate(reversed(chain)):

@@ -1,1 +1,1 @@
-"""gRPC as every service uses it."""
+"""The gRPC parts that all services share: server, channel, errors, proofs, batching."""

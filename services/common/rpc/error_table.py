@@ -1,7 +1,7 @@
-"""The one table from domain errors to what a client sees: a code, a gRPC status, an HTTP status.
+"""Maps errors to what a client sees: a code, a gRPC status, an HTTP status and a text.
 
-The most specific class of an error decides. An error that is not in the table is a fault of ours:
-it is logged with its traceback under an error id, and the client gets the id and nothing else.
+The most specific class of an error decides. An error without a row in the table is a bug in Quire:
+it is logged with its traceback and an error id, and the client gets only the id.
 """
 
 import secrets
@@ -19,13 +19,13 @@ log = get_logger(__name__)
 INTERNAL_CODE = "internal"
 
 _MAX_TEXT_CHARS = 1000
-"""What a client wrote may come back in an error's text, of any length; a status of gRPC's has to
-fit into headers."""
+"""Limit of an error's text: it may repeat input of any length, but a gRPC status must fit into
+headers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A row of the table. `text` replaces the error's own where that is not for clients."""
+    """A row of the table. `text`: replaces the error's own text if that is not for clients."""
 
     code: str
     status: StatusCode
@@ -36,7 +36,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What one failed request answers."""
+    """The answer to one failed request."""
 
     code: str
     status: StatusCode
@@ -46,7 +46,8 @@ class Failure:
 
 
 class PeerFailed(domain.QuireError):
-    """Another service failed in a way that has no domain error; it is passed on as it came."""
+    """An error of another service for which there is no domain error. Raised in a handler, it
+    reaches the client with the same code, status and text."""
 
     def __init__(self, message: str, code: str, status: StatusCode) -> None:
         super().__init__(message)
@@ -109,12 +110,12 @@ FAULTS: dict[type[Exception], Fault] = {
 
 
 def fault_of(error: BaseException) -> Fault | None:
-    """The row of the error's most specific class that has one."""
+    """The row of the error's most specific class that has a row; None if no class has one."""
     return next((FAULTS[cls] for cls in type(error).__mro__ if cls in FAULTS), None)
 
 
 def failure_of(error: Exception) -> Failure:
-    """What a client is told. An error without a row is logged here, with its traceback."""
+    """The answer for a client. Logs an error that has no row, with its traceback."""
     failure = _failure_of(error)
     if len(failure.text) <= _MAX_TEXT_CHARS:
         return failure

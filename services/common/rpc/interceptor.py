@@ -1,8 +1,8 @@
-"""Admits calls, where a server has a guard, and maps a handler's exceptions to gRPC statuses, for
-unary and streaming handlers.
+"""A server interceptor: lets the server's guard admit calls, and maps exceptions of handlers to
+gRPC statuses, for unary and streaming handlers.
 
-Trailers of a failed call: `quire-error-code`, and where trying again makes sense
-`grpc-retry-pushback-ms`. Cancellation passes through untouched: it is no error.
+A failed call has the trailer `quire-error-code`, and `grpc-retry-pushback-ms` if a retry may help.
+Cancellation passes through unchanged, because it is not an error.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ CODE_TRAILER = "quire-error-code"
 RETRY_TRAILER = "grpc-retry-pushback-ms"
 REQUEST_ID_METADATA = "x-request-id"
 
-if TYPE_CHECKING:  # generic in the stubs only
+if TYPE_CHECKING:  # these classes are generic only in the stubs
     _Handler = grpc.RpcMethodHandler[Any, Any]
     _Context = aio.ServicerContext[Any, Any]
 else:
@@ -34,11 +34,11 @@ _Decode = Callable[[bytes], Any]
 _Admit = Callable[[_Context], Awaitable[None]]
 
 _OPEN = "/grpc."
-"""Health checks and reflection, which a guarded server answers to everybody."""
+"""Prefix of health checks and reflection, which a guarded server answers without proof."""
 
 
 class ErrorInterceptor(aio.ServerInterceptor):
-    """Wraps every handler of the server; a `guard` admits their calls first."""
+    """Wraps every handler of the server. `guard`: must admit each call before its handler runs."""
 
     def __init__(self, guard: Guard | None = None) -> None:
         self._guard = guard
@@ -66,8 +66,8 @@ def trailers(failure: Failure) -> tuple[tuple[str, str], ...]:
 
 
 def _wrapped(handler: _Handler, admit: _Admit | None) -> _Handler:
-    # A single request is decoded inside of the guard: gRPC itself would answer a malformed one with
-    # UNKNOWN and the decoder's text. A stream's messages are decoded while the method reads them.
+    # A single request is decoded inside the wrapper: gRPC would answer a malformed request with
+    # UNKNOWN and the decoder's text. A stream's messages are decoded when the method reads them.
     decode_inside = None if handler.request_streaming else handler.request_deserializer
     call = _guarded(_call_of(handler), decode_inside, admit)
     make = {
@@ -81,8 +81,8 @@ def _wrapped(handler: _Handler, admit: _Admit | None) -> _Handler:
 
 
 def _call_of(handler: _Handler) -> _Call:
-    """The handler's method as a coroutine function; a generator's messages are written as they
-    come, and a cancelled call closes the generator at once, not when it is garbage."""
+    """The handler's method as a coroutine function. For an async generator it writes each yielded
+    message; a cancelled call closes the generator at once, not at garbage collection."""
     method: Any = (
         handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     )
@@ -104,7 +104,7 @@ def _guarded(call: _Call, decode: _Decode | None, admit: _Admit | None) -> _Call
             if admit is not None:
                 await admit(context)
             return await call(await _decoded(request, decode) if decode else request, context)
-        except aio.BaseError:  # the handler aborted by itself, or gRPC's own
+        except aio.BaseError:  # the handler called abort, or gRPC raised it
             raise
         except Exception as error:
             failure = failure_of(error)
@@ -114,8 +114,8 @@ def _guarded(call: _Call, decode: _Decode | None, admit: _Admit | None) -> _Call
 
 
 async def _decoded(data: bytes, decode: _Decode) -> Any:
-    """InvalidRequest: it would become too many objects."""
-    message = getattr(decode, "__self__", None)  # the generated class, whose FromString this is
+    """Decode a request. InvalidRequest: decoding would create too many objects."""
+    message = getattr(decode, "__self__", None)  # `decode` is FromString of this generated class
     if message is not None and len(data) > SMALL_BYTES:
         await asyncio.to_thread(check_counts, data, message)
     return decode(data)

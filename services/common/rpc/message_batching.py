@@ -1,10 +1,9 @@
-"""Messages of a stream that go together: all that is there when something can be sent is one
-message, whose `more` has the others.
+"""Sends all messages that wait for a stream as one: the first message carries the others in its
+field `more`.
 
-A message costs its writer and its reader a way through gRPC's threads and a turn of their loops
-each, which is more than what it takes to say something about one request; and what one message
-says is heard in one turn. A worker whose 16 requests are to move hears of all of them before its
-next step.
+Each gRPC message costs writer and reader a pass through gRPC's threads and a turn of the event
+loop, more than the work for one request. The receiver also handles a batch in one turn: a worker
+that has to move 16 requests gets all 16 commands before its next step.
 
     put   a b c         d e
     sent        [a b c]     [d e]
@@ -18,13 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 MOST_BYTES = 1 << 20
-"""Of what is sent together; what is larger by itself is sent alone."""
+"""Limit of one batch; a larger single message is sent alone."""
 
 T = TypeVar("T")
 
 
 class Outbox(Generic[T]):
-    """What is to be sent, in order. `size`: of one, in bytes."""
+    """A queue of messages to send, in order. `size`: returns the bytes of a message."""
 
     def __init__(self, size: Callable[[T], int]) -> None:
         self._size = size
@@ -36,20 +35,20 @@ class Outbox(Generic[T]):
         return len(self._waiting)
 
     def put(self, one: T) -> None:
-        """Nothing, once it is closed."""
+        """Append a message; ignored if the outbox is closed."""
         if not self._closed:
             self._waiting.append(one)
             self._changed.set()
 
     def close(self, *, drop: bool = False) -> None:
-        """Nothing comes any more; `drop`: nor is sent what was put. Again: no error."""
+        """Accept no more messages; `drop`: also discard the waiting ones. May be called again."""
         self._closed = True
         if drop:
             self._waiting.clear()
         self._changed.set()
 
     async def take(self) -> list[T]:
-        """The first that go together, as soon as there is one; none: it is closed, and empty."""
+        """Wait for a message, then take the next batch; empty if the outbox is closed and empty."""
         while not self._waiting and not self._closed:
             self._changed.clear()
             await self._changed.wait()
@@ -64,13 +63,13 @@ class Outbox(Generic[T]):
 
 
 def bundled(messages: Sequence[Any]) -> Any:
-    """One message of a worker's stream, of those that go together."""
+    """One message of a worker's stream that carries the whole batch."""
     first, *others = messages
     first.more.extend(others)
     return first
 
 
 def each_of(message: Any) -> Iterator[Any]:
-    """The messages that were bundled; what those may have in them counts for nothing."""
+    """The messages of a batch: `message`, then its `more`. A `more` inside of those is ignored."""
     yield message
     yield from message.more

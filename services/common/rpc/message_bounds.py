@@ -1,7 +1,7 @@
-"""Bounds on what a protobuf message may contain, checked on its bytes before it is decoded.
+"""Limits the number of fields and values of a protobuf message, before the message is decoded.
 
-Two bytes of a message can become an object of 50 bytes. The walk over the fields ends with the
-first one too many, so that its own work is bounded too.
+Two bytes of a message can become an object of 50 bytes. The check stops at the first field above
+the limit, so its own work is bounded too.
 """
 
 from functools import cache
@@ -13,19 +13,20 @@ from google.protobuf.message import DecodeError, Message
 from services.common.errors import InvalidRequest
 
 SMALL_BYTES = 1 << 16
-"""A message up to here is decoded within a millisecond, whatever it contains: it needs no check."""
+"""A message up to this size needs no check: it always decodes within a millisecond."""
 MAX_FIELDS = 1 << 16
-"""At every depth; an item of a repeated field is a field, unless the field is packed."""
+"""Limit over all depths. Each item of a repeated field counts as a field, unless it is packed."""
 MAX_PACKED_VALUES = 3 << 18
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BITS = 70
 _CONTINUED = bytes(range(128, 256))
-"""Bytes of a varint after which it goes on."""
+"""The bytes of a varint other than its last one."""
 
 
 def check_counts(data: bytes, message: type[Message]) -> None:
-    """InvalidRequest: `data` has too many fields or values; DecodeError: it is no message."""
+    """Raises InvalidRequest if `data` has too many fields or values, DecodeError if it is not a
+    protobuf message."""
     try:
         _walk(data, cast("Descriptor", message.DESCRIPTOR))
     except IndexError as error:
@@ -70,7 +71,7 @@ def _skip(data: bytes, position: int, wire_type: int) -> int:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """The value, and where the next byte is. IndexError: the data end before it does."""
+    """The value at `position`, and the position behind it. IndexError: the data is truncated."""
     value = shift = 0
     while (byte := data[position]) >= 128:
         value |= (byte & 127) << shift
@@ -83,7 +84,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 @cache
 def _length_delimited(message: Descriptor) -> dict[int, Descriptor | None]:
-    """By number, the fields in which there may be many values: messages, and packed numbers, which
-    are None."""
+    """The fields that may contain many values, by number: messages with their descriptors, and
+    fields of packed numbers with None."""
     texts = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
     return {field.number: field.message_type for field in message.fields if field.type not in texts}

@@ -1,4 +1,4 @@
-"""How two services prove to each other, for each call, that they have the deployment's secret.
+"""Lets two services prove to each other, for each call, that they know the deployment's secret.
 
     client                                              server
       │  metadata `quire-proof`: time.nonce.call          │  call   = HMAC(key, "call", ...)
@@ -6,10 +6,10 @@
       │  initial metadata `quire-proof`: answer           │  answer = HMAC(key, "answer", ...)
       │◀──────────────────────────────────────────────────┤
 
-Both cover the method, the server's id, the time and the nonce, so that a proof that somebody
-overheard opens neither another method, nor another server, nor the same one a second time, and a
-process that only has a dead server's address cannot answer. The bytes of the connection are not
-protected: that needs TLS (docs/adr/0098).
+Both HMACs cover the method, the server's id, the time and the nonce. So an intercepted proof is
+valid for no other method, no other server and no second call, and a process that took over a dead
+server's address cannot answer. The data of the connection is not protected; that needs TLS (ADR
+98).
 """
 
 import hmac
@@ -25,11 +25,11 @@ from services.common.runtime.logging import get_logger
 
 METADATA = "quire-proof"
 MAX_AGE_S = 60.0
-"""How far the clocks of two hosts may be apart, and how long a nonce is remembered."""
+"""The most that two hosts' clocks may differ; a nonce is remembered for twice as long."""
 _REMIND_S = 60.0
 _MAX_PEERS = 1000
 
-if TYPE_CHECKING:  # generic in the stubs only
+if TYPE_CHECKING:  # the class is generic only in the stubs
     _Context = aio.ServicerContext[Any, Any]
 else:
     _Context = aio.ServicerContext
@@ -54,7 +54,7 @@ class Proof:
         return ((METADATA, f"{sent_unix_ms}.{nonce}.{code}"),)
 
     def check(self, initial_metadata: Metadata | None) -> None:
-        """Unauthenticated: the server has not answered as one that has the secret."""
+        """Check the server's answer. Raises Unauthenticated if it does not prove the secret."""
         answer = _value(initial_metadata)
         if not _equal(answer, _code(self._key, "answer", *self._about)):
             raise Unauthenticated(
@@ -64,17 +64,18 @@ class Proof:
 
 
 class Guard:
-    """Admits calls to one server whose clients prove the secret."""
+    """Admits the calls to one server whose clients prove the secret."""
 
     def __init__(self, key: bytes, server_id: str, clock: Callable[[], float] = time.time) -> None:
         self._key = key
         self._server_id = server_id
         self._clock = clock
-        self._nonces: dict[str, float] = {}  # -> forgotten at, in this order
-        self._refusals: dict[str, tuple[float, int]] = {}  # peer -> (logged again at, refused)
+        self._nonces: dict[str, float] = {}  # nonce -> expiry time, in this order
+        self._refusals: dict[str, tuple[float, int]] = {}  # host -> (next log line at, refusals)
 
     async def admit(self, method: str, context: _Context) -> None:
-        """Answer the client's proof, in the initial metadata. Unauthenticated."""
+        """Check the client's proof and answer it in the initial metadata. Raises
+        Unauthenticated."""
         try:
             answer = self.answer(method, context.invocation_metadata())
         except Unauthenticated as error:
@@ -83,7 +84,8 @@ class Guard:
         await context.send_initial_metadata(((METADATA, answer),))
 
     def answer(self, method: str, metadata: Metadata | None) -> str:
-        """This server's proof for a client that has proven the secret. Unauthenticated."""
+        """Check the client's proof in `metadata`; returns the server's own proof. Raises
+        Unauthenticated."""
         proof = _value(metadata)
         if not proof:
             raise Unauthenticated(
@@ -100,8 +102,8 @@ class Guard:
         return _code(self._key, "answer", *about)
 
     def _take(self, nonce: str, sent_at: float) -> None:
-        """Each nonce counts once, while its proof is young enough. Only clients with the secret
-        fill this memory."""
+        """Mark the nonce as used. Unauthenticated: the proof is too old, or was used before. Only
+        clients that know the secret can add nonces."""
         now = self._clock()
         age_s = now - sent_at
         if abs(age_s) > MAX_AGE_S:
@@ -113,11 +115,11 @@ class Guard:
             del self._nonces[next(iter(self._nonces))]
         if nonce in self._nonces:
             raise Unauthenticated("the proof has been used before")
-        # A proof from a clock that is ahead stays young for twice as long.
+        # If the client's clock is ahead, its proof stays valid for up to twice as long.
         self._nonces[nonce] = now + 2 * MAX_AGE_S
 
     def _report(self, method: str, peer: str, reason: str) -> None:
-        """One line a host, and one more a minute while it goes on."""
+        """Log a refused call: at most one line per host and minute."""
         host, now = peer.rpartition(":")[0], self._clock()
         again_at, num_refused = self._refusals.get(host, (now, 0))
         if now >= again_at:
@@ -135,7 +137,7 @@ class Guard:
 
 
 def _code(key: bytes, *about: str) -> str:
-    # A part holds no line feed: methods and ids are names, and a time and a nonce have digits only.
+    # No part contains a line feed: methods and ids are names; time and nonce have only digits.
     return hmac.digest(key, "\n".join(about).encode(), "sha256").hex()
 
 

@@ -1,7 +1,7 @@
-"""Server reflection in both of its versions.
+"""Serves gRPC server reflection in both versions, v1 and v1alpha.
 
-grpcio-reflection serves v1alpha only; clients ask for v1 first. The two versions have the same
-messages under different names.
+grpcio-reflection serves only v1alpha, but clients ask for v1 first. Both versions have the same
+messages, with different names.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ SERVICE_NAME_V1 = "grpc.reflection.v1.ServerReflection"
 
 
 def enable_reflection(services: Sequence[str], server: aio.Server) -> None:
-    """`services`: full names; the two of reflection are told as well."""
+    """Enable reflection on a server. `services`: full names; reflection lists its own two services
+    too."""
     pool = descriptor_pool.Default()
     _add_descriptor(pool)
     names = (*services, reflection.SERVICE_NAME, SERVICE_NAME_V1)
@@ -34,7 +35,7 @@ def enable_reflection(services: Sequence[str], server: aio.Server) -> None:
 
 
 def _add_descriptor(pool: descriptor_pool.DescriptorPool) -> None:
-    """That of v1, so that it can be asked for too. Again: no change."""
+    """Add the descriptor of v1, so that clients can ask for it. May be called again."""
     file = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(file)
     text = text_format.MessageToString(file).replace("v1alpha", "v1")

@@ -1,5 +1,5 @@
-"""gRPC as every service uses it: a server with limits, error mapping, health and reflection; a
-channel with the same limits; and the way back from a status to a domain error."""
+"""gRPC servers and channels of all services: a server with limits, error mapping, health checks and
+reflection; a channel with the same limits; and the translation of gRPC errors to domain errors."""
 
 import os
 from collections.abc import Iterator
@@ -19,17 +19,17 @@ from services.common.rpc.reflection import enable_reflection
 from services.common.runtime.config import join_host_port
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-"""So large that a too long prompt gets our own error, not gRPC's."""
+"""Large enough that a prompt that is too long gets Quire's error, not gRPC's."""
 
 _LIMITS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
-# A peer whose machine vanished is noticed within time + timeout; a dead process at once, by TCP.
+# Keepalive detects within time + timeout that a host is gone; TCP reports a dead process at once.
 _KEEPALIVE = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # Which decides here, whatever the timeout of keepalive is; 60 s by default (measured).
+    # By measurement this timeout decides, not that of keepalive; its default is 60 s.
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -38,38 +38,39 @@ _SERVER_OPTIONS = (
     *_LIMITS,
     *_KEEPALIVE,
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    # A connection on which nobody speaks HTTP/2 keeps its file descriptor for so long.
+    # How long a connection may occupy a file descriptor before its HTTP/2 handshake.
     ("grpc.server_handshake_timeout_ms", 5_000),
-    # Two services on one port would each get some of the connections; the second must fail.
+    # The second service on a port must fail: with port reuse each would get some connections.
     ("grpc.so_reuseport", 0),
 )
 _CHANNEL_OPTIONS = (
     *_LIMITS,
     *_KEEPALIVE,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Not between two attempts: how long one may take. A busy peer needs more than a moment.
+    # Despite its name, the time limit of one attempt: a busy server needs a while to accept.
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Services speak to each other directly; a proxy from the environment is not meant for them.
+    # Services connect directly: a proxy from the environment is meant for the web.
     ("grpc.enable_http_proxy", 0),
-    # Pings that measure the bandwidth, after every message of a quiet stream: what peers send each
-    # other fits the smallest window.
+    # No bandwidth probes: each message of a quiet stream would cause a ping, although the messages
+    # of services fit into the smallest window.
     ("grpc.http2.bdp_probe", 0),
-    # One connection per channel: the stream of one peer must not ride on another's.
+    # One connection per channel: two channels to one address must not share a connection.
     ("grpc.use_local_subchannel_pool", 1),
 )
 _IDLE_CONNECTION_MS = 300_000
-"""A client's channel connects again when it is used again."""
+"""The server closes a client's idle connection after this time; the client reconnects when it makes
+the next call."""
 _DEFAULT_RETRY_DELAY_S = 1.0
 
 
 class RpcServer:
-    """A grpc.aio server. Register servicers on `.aio`, then `start`; it is NOT_SERVING until
-    `set_serving(True)`.
+    """A grpc.aio server. Register servicers on `.aio`, then call `start`. Health checks get
+    NOT_SERVING until `set_serving(True)`.
 
-    `services` are full names (`quire.v1.Inference`), for health checks and reflection. A server
-    with a `guard` is for services of this deployment only. `max_connections`: for a port that
-    strangers reach; more are closed at once.
+    `services`: full names (`quire.v1.Inference`), for health checks and reflection. `guard`: admits
+    only services of this deployment. `max_connections`: for ports that are open to the outside; the
+    server closes further connections at once, and idle ones after 5 minutes.
     """
 
     def __init__(
@@ -83,19 +84,19 @@ class RpcServer:
         enable_reflection((*services, health.SERVICE_NAME), self.aio)
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; the port that it is (another one than asked for when `port` is 0).
+        """Listen on `port`, or on a free port if it is 0; returns the port.
 
-        StartupError: the address cannot be listened on.
+        StartupError: the server cannot listen at this address.
         """
         bound = self._bind(host, port)
         await self._start()
         return bound
 
     async def start_local(self, socket: Path, host: str, port: int | None) -> int | None:
-        """Listen on a Unix socket that only processes of this user may open, and on a port where
-        one is given. StartupError."""
+        """Listen on a Unix socket that only this user's processes may open, and on `port` if it is
+        given; returns the port. Raises StartupError."""
         try:
-            usual = os.umask(0o077)  # a mode that is set after the bind would come too late
+            usual = os.umask(0o077)  # to set the mode after the bind would be too late
             try:
                 socket.parent.mkdir(parents=True, exist_ok=True)
                 self.aio.add_insecure_port(f"unix:{socket}")
@@ -121,14 +122,14 @@ class RpcServer:
         await self.aio.start()
 
     async def set_serving(self, serving: bool) -> None:
-        """What health checks of the server and of each of its services answer from now on."""
+        """Set the answer to health checks of the server and of each of its services."""
         states = health_pb2.HealthCheckResponse
         state = states.SERVING if serving else states.NOT_SERVING
         for service in (health.OVERALL_HEALTH, *self._services):
             await self._health.set(service, state)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new calls, give those that run `grace_s`, then cancel them."""
+        """Refuse new calls, let running calls continue for `grace_s`, then cancel them."""
         await self._health.enter_graceful_shutdown()
         await self.aio.stop(grace_s)
 
@@ -143,13 +144,13 @@ def _bounds(max_connections: int | None) -> tuple[tuple[str, int], ...]:
 
 
 def open_channel(address: str) -> aio.Channel:
-    """A channel to another service's advertised address; it connects, and reconnects, by itself."""
+    """A channel to the address of another service; it connects and reconnects automatically."""
     return aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
 
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Around calls to another service: `grpc.aio.AioRpcError` becomes a QuireError."""
+    """Raises each `grpc.aio.AioRpcError` of a call to another service as a QuireError."""
     try:
         yield
     except aio.AioRpcError as error:
@@ -157,10 +158,11 @@ def translated() -> Iterator[None]:
 
 
 def from_rpc_error(error: aio.AioRpcError) -> QuireError:
-    """The domain error that the other side raised, by its code; without one, by gRPC's status.
+    """The domain error that the other service raised, found by its code; without a code, by the
+    gRPC status.
 
-    PeerFailed when there is no domain error for it: raised again in a handler, it reaches the
-    caller with the same status, code and text.
+    PeerFailed if there is no such domain error: raised in a handler, it reaches the caller with the
+    same status, code and text.
     """
     metadata = dict(error.trailing_metadata() or ())
     code, text = str(metadata.get(CODE_TRAILER, "")), error.details() or ""

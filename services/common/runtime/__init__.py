@@ -1,1 +1,1 @@
-"""What every service process needs: settings, logs, metrics, signals, registry."""
+"""The parts that every service process uses: settings, logs, metrics, signals, registry."""

@@ -1,7 +1,8 @@
-"""Settings of a service: one frozen class, read from the environment only, resolved once at start.
+"""Settings of a service: one frozen class, read only from the environment, once at start.
 
-A variable is the service's prefix and the field's name (`QUIRE_GATEWAY_PORT`). A variable with the
-prefix that names no field is an error: a misspelt setting must not silently become a default.
+A variable's name is the service's prefix and the field's name (`QUIRE_GATEWAY_PORT`). A variable
+that has the prefix but names no field is an error: otherwise a misspelt setting would silently have
+its default.
 """
 
 import difflib
@@ -18,7 +19,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from services.common.errors import StartupError
 
 ENDING_S = 5.0
-"""Of what a service may take to end after SIGTERM: for what comes after its running requests."""
+"""The part of `stop_grace_s` that a service keeps for its shutdown after its running requests."""
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "console", "json"]
@@ -31,7 +32,8 @@ def _default_run_dir() -> Path:
 
 
 class ServiceSettings(BaseSettings):
-    """What every service has. A subclass names its role, and its prefix in `model_config`:
+    """The settings that every service has. A subclass sets its role, and its prefix in
+    `model_config`:
 
     class GatewaySettings(ServiceSettings):
         model_config = SettingsConfigDict(env_prefix="QUIRE_GATEWAY_")
@@ -85,21 +87,21 @@ class ServiceSettings(BaseSettings):
 
     @property
     def request_grace_s(self) -> float:
-        """How long running requests may go on after SIGTERM; what is left of `stop_grace_s` is for
-        telling those that did not end, and for leaving."""
+        """How long running requests may continue after SIGTERM. In the rest of `stop_grace_s` the
+        service sends back the requests that have not ended, and leaves."""
         return max(0.0, self.stop_grace_s - ENDING_S)
 
     @property
     def num_threads(self) -> int | None:
-        """Threads of OpenMP in this process; None leaves OpenMP its own default."""
+        """Threads of OpenMP in this process; None: OpenMP's default."""
         return None
 
     def check(self) -> None:
-        """What can be known of these settings on this machine before the service starts
-        (`--check`). StartupError."""
+        """Raises StartupError if a service with these settings cannot start on this machine, as far
+        as that can be checked beforehand (`--check`)."""
 
     def address(self, port: int) -> str:
-        """`host:port` under which others reach this service when it listens on `port`."""
+        """The `host:port` at which other services reach this service if it listens on `port`."""
         host = self.advertise_host or self.host
         if host in _WILDCARD_HOSTS:
             host = socket.gethostname()
@@ -107,7 +109,7 @@ class ServiceSettings(BaseSettings):
 
 
 class PoolServiceSettings(ServiceSettings):
-    """Services that touch the KV pools of their host: workers and the block manager."""
+    """Settings of services that open the KV pools of their host: workers and the block manager."""
 
     pool_root: Path = Field(
         default_factory=lambda data: data["run_dir"] / "pools",
@@ -119,7 +121,8 @@ S = TypeVar("S", bound=ServiceSettings)
 
 
 def load_settings(cls: type[S]) -> S:
-    """The service's settings from the environment; StartupError names every wrong variable."""
+    """Read the service's settings from the environment. Raises StartupError, which names every
+    wrong variable."""
     prefix = env_prefix(cls)
     problems = [_unknown_variable(name, cls) for name in _unknown_names(os.environ, cls)]
     try:
@@ -138,7 +141,7 @@ def env_prefix(cls: type[ServiceSettings]) -> str:
 
 
 def variables(cls: type[ServiceSettings]) -> dict[str, str]:
-    """Every variable that the service reads, and what it means."""
+    """The variables that the service reads, with their descriptions."""
     prefix = env_prefix(cls)
     return {
         prefix + name.upper(): field.description or "" for name, field in cls.model_fields.items()
@@ -146,7 +149,7 @@ def variables(cls: type[ServiceSettings]) -> dict[str, str]:
 
 
 def resolved(settings: ServiceSettings) -> dict[str, str]:
-    """Every setting as it came out, by variable; passwords are blanked."""
+    """The resolved value of each setting, by variable, without passwords."""
     prefix = env_prefix(type(settings))
     return {
         prefix + name.upper(): _shown(getattr(settings, name))
@@ -155,12 +158,12 @@ def resolved(settings: ServiceSettings) -> dict[str, str]:
 
 
 def join_host_port(host: str, port: int) -> str:
-    """`host:port`, an IPv6 address in brackets."""
+    """`host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown: `***` for its password, also for one in its query."""
+    """The URL with `***` instead of its password, and of passwords in its query."""
     parts = urlsplit(url)
     query = "&".join(map(_without_value, parts.query.split("&")))
     if parts.password is None and query == parts.query:
@@ -172,7 +175,8 @@ def without_password(url: str) -> str:
 
 
 def _without_value(field: str) -> str:
-    """Of a query; redis-py takes a password, and one of a TLS key, from there."""
+    """A field of a URL's query, without its value if it is a password: redis-py accepts its own
+    password and that of a TLS key there."""
     name, is_, _ = field.partition("=")
     return f"{name}=***" if is_ and "password" in unquote(name).lower() else field
 

@@ -1,4 +1,4 @@
-"""The figures as Prometheus reads them, and the endpoint of services that have no other HTTP."""
+"""Metrics in Prometheus' formats, and the `/metrics` endpoint of a service."""
 
 import socket
 import threading
@@ -21,13 +21,13 @@ log = get_logger(__name__)
 
 
 def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
-    """The figures in the format that the header `accept` asks for (Prometheus text or OpenMetrics),
-    and its content type.
+    """The metrics in the format that the header `accept` asks for (Prometheus text or OpenMetrics),
+    and the content type.
 
-    A name has its colon in both formats, so that a query does not depend on how it was scraped.
-    prometheus_client's other escapings write the TYPE line of `quire:x` and samples of `quire_x`,
-    which a parser takes for two metrics (client_python issue 1177). Every name here is one that
-    Prometheus has always allowed, so none needs to be escaped.
+    Names keep their colon in both formats, so that queries do not depend on the format of the
+    scrape. prometheus_client's other escapings write a TYPE line for `quire:x` but samples of
+    `quire_x`, which a parser takes for two metrics (client_python issue 1177). Prometheus has
+    always allowed each name that Quire uses, so none needs escaping.
     """
     encoder, content_type = choose_encoder(accept)
     encode = cast(Callable[..., bytes], encoder)
@@ -38,9 +38,9 @@ def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
 def metrics_endpoint(
     settings: ServiceSettings, registry: CollectorRegistry
 ) -> Iterator[int | None]:
-    """Serve `/metrics` from its own thread; gives the port, or None when none was asked for.
+    """Serves `/metrics` from a thread of its own; yields the port, or None without `metrics_port`.
 
-    StartupError: the port is taken.
+    StartupError: the service cannot listen on the port.
     """
     if settings.metrics_port is None:
         yield None
@@ -73,7 +73,7 @@ def _application(registry: CollectorRegistry) -> "WSGIApplication":
 
 class _QuietHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are not logged."""
+        """Log nothing."""
 
 
 def _server(host: str, port: int, application: "WSGIApplication") -> ThreadingWSGIServer:

@@ -1,4 +1,4 @@
-"""Things that have been wrong for too long, look after look."""
+"""Measures how long something has been wrong, over repeated checks."""
 
 import time
 from collections.abc import Callable, Hashable, Iterable
@@ -8,8 +8,12 @@ T = TypeVar("T", bound=Hashable)
 
 
 class GraceTimer(Generic[T]):
-    """`clock` counts seconds from anywhere. A pause between two looks as long as the limit starts
-    everything anew: nobody is blamed for the time in which nobody looked."""
+    """Finds the names that have been wrong in every check for at least `limit_s`.
+
+    If the pause between two checks is longer than the limit (and than 1 s), all times start again:
+    time in which this process made no check, perhaps because it did not run, does not count.
+    `clock`: seconds from any origin.
+    """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_s = limit_s
@@ -18,11 +22,12 @@ class GraceTimer(Generic[T]):
         self._looked_at = clock()
 
     def __bool__(self) -> bool:
-        """Whether something was wrong at the last look."""
+        """Whether something was wrong at the last check."""
         return bool(self._since)
 
     def look(self, names: Iterable[T]) -> set[T]:
-        """Those of `names`, wrong now, that were in every look for at least the limit."""
+        """Check once. `names`: everything that is wrong now. Returns those that were wrong in every
+        check for at least the limit."""
         now = self._clock()
         if now - self._looked_at > max(self._limit_s, 1.0):
             self._since.clear()

@@ -1,7 +1,8 @@
-"""Structured logs on stderr: constant snake_case events with keys, for our own and foreign loggers.
+"""Structured logs on stderr, for Quire's loggers and those of libraries: constant snake_case events
+with keys.
 
-`request_id` and whatever else is bound with `structlog.contextvars` is on every line of its task;
-`services.common.rpc.transport` binds it from the gRPC metadata.
+Every line of a task has the keys that the task has bound with `structlog.contextvars`, such as
+`request_id`, which `services.common.rpc.interceptor` binds from the gRPC metadata.
 """
 
 import logging
@@ -17,7 +18,7 @@ _FIRST_KEYS = ("timestamp", "level", "service", "event")
 
 
 def get_logger(name: str) -> FilteringBoundLogger:
-    """A module's logger; safe to take at import, before `configure_logging`."""
+    """The logger of a module. Modules may call this at import, before `configure_logging`."""
     return cast(FilteringBoundLogger, structlog.get_logger(name))
 
 
@@ -27,7 +28,7 @@ def configure_logging(
     log_format: LogFormat = "auto",
     stream: TextIO | None = None,
 ) -> None:
-    """Set up structlog and the standard library's logging; once, at the start of a process."""
+    """Set up structlog and the standard library's logging, once, at the start of a process."""
     stream = stream or sys.stderr
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -56,12 +57,12 @@ def configure_logging(
 
 
 def bind_request_id(request_id: str) -> None:
-    """Put the id on every further line of the running task and those that it starts."""
+    """Add the id to all further lines of the current task and of the tasks that it starts."""
     structlog.contextvars.bind_contextvars(request_id=request_id)
 
 
 class _Stamp:
-    """Says which service wrote the line."""
+    """Adds the service's name to each line."""
 
     def __init__(self, service: str) -> None:
         self._service = service
@@ -75,7 +76,7 @@ def _renderers(log_format: LogFormat, stream: TextIO) -> list[Processor]:
     if log_format == "auto":
         log_format = "console" if stream.isatty() else "json"
     if log_format == "console":
-        # Plain: a traceback with the values of variables would show prompts and secrets.
+        # Plain tracebacks: with the values of variables they would show prompts and secrets.
         plain = structlog.dev.plain_traceback
         return [structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=plain)]
     return [
@@ -86,5 +87,5 @@ def _renderers(log_format: LogFormat, stream: TextIO) -> list[Processor]:
 
 
 def _what_first(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Every line begins alike: JSON is read by people, too."""
+    """Puts the same keys first on every line, because people read the JSON too."""
     return {key: event.pop(key) for key in _FIRST_KEYS if key in event} | dict(event)

@@ -1,6 +1,6 @@
-"""Every figure that Quire exposes, by service.
+"""All Prometheus metrics of Quire, by service.
 
-Names are vLLM's with the prefix `quire:` where the thing is the same. prometheus_client appends
+A metric that vLLM has too has vLLM's name, with the prefix `quire:`. prometheus_client appends
 `_total` to counters.
 """
 
@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from blockstore.records import PoolStats
 from blockstore.registry import Load
 
-# Bounds in seconds.
+# Bucket bounds in seconds; _BATCH_TOKENS in tokens.
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20)
 _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 0.75, 1, 2.5)
 _LATENCY = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480)
@@ -18,7 +18,8 @@ _BATCH_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class GatewayMetrics:
-    """What clients feel. Label `model_name` everywhere but on the queue."""
+    """Latencies, tokens and ends of requests at a gateway. All metrics but the two gauges have the
+    label `model_name`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         model = ["model_name"]
@@ -93,7 +94,8 @@ class GatewayMetrics:
 
 
 class WorkerMetrics:
-    """What a prefill or decode worker does; it serves one model on one pool, so without labels."""
+    """Steps, tokens, preemptions and load of a worker. There are no labels, since a worker serves
+    one model on one pool."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.step_s = Histogram(
@@ -167,7 +169,8 @@ class _LoadGauges:
 
 
 class PoolMetrics:
-    """What the block manager sees of each pool. Labels `pool_id` and `model_name`."""
+    """The block manager's metrics: those of pools, with the labels `pool_id` and `model_name`, and
+    without labels the counts of reaped, fenced and refused members."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         labels = ["pool_id", "model_name"]
@@ -206,7 +209,7 @@ class PoolMetrics:
         self._seen: dict[str, tuple[int, int]] = {}
 
     def observe(self, stats: PoolStats) -> None:
-        """Take a pool's counters over; what it counted since the last time is added."""
+        """Export a pool's statistics; counters grow by the difference from the last call."""
         labels = (stats.spec.pool_id, stats.spec.model)
         self._usage.labels(*labels).set(stats.num_held / stats.spec.num_blocks)
         for state in ("free", "cached", "held"):
@@ -219,7 +222,7 @@ class PoolMetrics:
         self._seen[stats.spec.pool_id] = (stats.num_prefix_queries, stats.num_prefix_hits)
 
     def forget(self, pool_id: str, model: str) -> None:
-        """Drop the gauges of a pool that is gone."""
+        """Remove the gauges of a pool that no longer exists."""
         for gauge in (self._usage, self._holders, self._waiters):
             gauge.remove(pool_id, model)
         self._blocks.remove_by_labels({"pool_id": pool_id})

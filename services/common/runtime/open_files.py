@@ -1,19 +1,20 @@
-"""How many files, which connections are too, this process may have open."""
+"""The limit of open files, which also limits this process's connections."""
 
 import resource
 
 _OTHERS = 128
-"""For everything but connections of clients: Redis, workers, libraries that are being loaded."""
+"""Files kept for everything but client connections: Redis, workers, libraries being loaded."""
 
 
 def raise_limit() -> None:
-    """Use all that the administrator allows; shells leave most programs at 1,024, for the sake of
-    those that call select()."""
+    """Raise the soft limit to the hard limit. Shells start programs with a limit of 1,024 for the
+    sake of those that call select()."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def room_for_connections(num_listeners: int) -> int:
-    """How many connections each of so many listeners may have, with enough left for the rest."""
+    """The number of connections that each of `num_listeners` listeners may accept, so that enough
+    files remain for everything else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, (soft - _OTHERS) // num_listeners)

@@ -1,13 +1,14 @@
-"""What every service's `__main__` does: settings, logs, OpenMP, signals, the parent's pipe, exit.
+"""Runs a service process: settings, logs, OpenMP, signals, the supervisor's pipe, exit status.
 
     def main() -> None:
         run_service(DecodeSettings, serve)
 
     async def serve(settings: DecodeSettings, stop: asyncio.Event) -> None:
-        from services.decode.service import ...  # imports torch: only once OpenMP is set up
-        ... serve until `stop` is set, then end what runs ...
+        from services.decode.service import ...  # imports torch, so OpenMP must be set up before
+        ... serve until `stop` is set, then end the running work ...
 
-Exit status: 0 after a stop, 1 after a fault, 2 when it cannot start (one line on stderr says why).
+Exit status: 0 after a stop; 1 after a fault; 2 if the service cannot start, with the reason as one
+line on stderr.
 """
 
 import argparse
@@ -32,7 +33,8 @@ T = TypeVar("T")
 EXIT_FAULT = 1
 EXIT_CANNOT_START = 2
 PARENT_FD = "QUIRE_PARENT_FD"
-"""Number of an inherited pipe's reading end; the process ends when the other end closes."""
+"""Variable with the file descriptor of the supervisor's pipe (its reading end); the process ends
+when the other end closes."""
 
 _RETRY_INTERVAL_S = 0.1
 
@@ -40,10 +42,10 @@ _RETRY_INTERVAL_S = 0.1
 def run_service(
     settings_class: type[S], serve: Callable[[S, asyncio.Event], Coroutine[Any, Any, None]]
 ) -> NoReturn:
-    """Run `serve(settings, stop)` to its end and leave the process.
+    """Run `serve(settings, stop)` to its end and exit the process.
 
-    SIGTERM and SIGINT set `stop`; a second one cancels `serve`. Whoever has not ended by then is
-    ended `stop_grace_s` after the first one.
+    The first SIGTERM or SIGINT sets `stop`, a second one cancels `serve`. A process that has not
+    ended `stop_grace_s` after the first signal exits at once.
     """
     try:
         _follow_parent()
@@ -61,9 +63,9 @@ def run_service(
 
 
 def set_up_openmp(num_threads: int | None) -> None:
-    """Set OpenMP's variables; they are read once, when torch is imported.
+    """Set OpenMP's variables, which torch reads once, at its import.
 
-    Idle threads that spin would take the cores from the workers beside this one.
+    Idle threads must not spin: they would take CPU time from the other workers of the host.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
@@ -72,9 +74,9 @@ def set_up_openmp(num_threads: int | None) -> None:
 
 
 async def with_patience(connect: Callable[[], Awaitable[T]], what: str, patience_s: float) -> T:
-    """The answer of `connect`, tried again while it raises StoreUnavailable.
+    """Call `connect` until it succeeds, again while it raises StoreUnavailable; returns its result.
 
-    StartupError: patience is over, or the server is not one that Quire can use.
+    StartupError: no success within `patience_s`, or Quire cannot use the server.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
@@ -112,7 +114,7 @@ async def _until_stopped(
 
 
 def _settings(cls: type[S]) -> S:
-    """Configuration is by environment only; the flags just show it or check it."""
+    """The settings from the environment. The flags only print or check them, and exit."""
     parser = argparse.ArgumentParser(
         prog=f"python -m services.{cls.service}",
         description="Configured by environment variables:",
@@ -142,8 +144,8 @@ def _log_keys(settings: ServiceSettings) -> dict[str, str]:
 
 
 def _follow_parent() -> None:
-    """End at once, however busy the event loop is, when the supervisor's end of the pipe closes:
-    a killed supervisor leaves no orphans."""
+    """End this process when the supervisor's end of the pipe closes, so that a killed supervisor
+    leaves no orphans. A thread waits for that, since the event loop may be busy."""
     number = os.environ.get(PARENT_FD)
     if number is None:
         return
@@ -162,7 +164,8 @@ def _end_with(fd: int) -> NoReturn:
 
 
 def _end_overdue(grace_s: float) -> NoReturn:
-    """Others wait for its end, and go on when its locks and connections are gone."""
+    """Exit without cleanup: other services wait until this process's locks and connections are
+    gone."""
     log.error("stop_overdue", stop_grace_s=grace_s)
     os._exit(EXIT_FAULT)
 
@@ -179,7 +182,7 @@ def _exit_status(error: BaseException) -> int:
 
 
 def _startup_error(error: BaseException) -> StartupError | None:
-    """The StartupError that the error is, or the first in a task group's errors."""
+    """The error itself if it is a StartupError, or the first StartupError of an exception group."""
     if isinstance(error, StartupError):
         return error
     if isinstance(error, BaseExceptionGroup):

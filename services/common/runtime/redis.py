@@ -1,4 +1,4 @@
-"""How a service comes to its block store and registry at start."""
+"""Connects a service to the block store and the registry."""
 
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -22,9 +22,12 @@ async def connect(
     registry_retry_for_s: float = 5.0,
     patience_s: float | None = None,
 ) -> tuple[RedisStore, RedisRegistry]:
-    """Both of the server at `redis_url`, closed with `stack`; each sends an unanswered call again
-    for so long. StartupError: patience, that of the settings unless given, is over, or the server
-    cannot carry a block store."""
+    """Connect to the block store and the registry at `redis_url`; `stack` closes both.
+
+    `store_retry_for_s`, `registry_retry_for_s`: how long each repeats a call that gets no answer.
+    `patience_s`: how long to wait for Redis; default: `redis_patience_s` of the settings.
+    StartupError: Redis has not answered by then, or cannot serve as a block store.
+    """
     url = location(settings)
     patience_s = settings.redis_patience_s if patience_s is None else patience_s
     what = f"Redis at {without_password(settings.redis_url)}"
@@ -45,8 +48,11 @@ async def open_registry(
     retry_for_s: float = 5.0,
     on_refused: Callable[[str], None] = lambda member_id: None,
 ) -> RedisRegistry:
-    """The registry of this deployment, whose secret signs the entries; others are reported.
-    StoreUnavailable, StoreUnsuitable, StartupError."""
+    """Open the deployment's registry, whose entries are signed with the deployment's secret.
+
+    `on_refused`: called with the member id of an entry without a valid signature. Raises
+    StoreUnavailable, StoreUnsuitable, StartupError.
+    """
 
     def refused(member_id: str) -> None:
         reason = "its entry is not signed with this deployment's secret"
@@ -60,7 +66,8 @@ async def open_registry(
 
 
 def location(settings: ServiceSettings) -> str:
-    """`redis_url` with the password of `redis_password_file`; never to be logged. StartupError."""
+    """`redis_url` with the password from `redis_password_file`; must not be logged. StartupError:
+    there are two passwords, or the file is unreadable or empty."""
     url, file = settings.redis_url, settings.redis_password_file
     if file is None:
         return url

@@ -1,4 +1,4 @@
-"""Keeps a service in the registry: announced while it lives, withdrawn when it leaves."""
+"""Keeps a service in the registry while the service runs, and withdraws it at the end."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +13,11 @@ log = get_logger(__name__)
 
 
 class RegistryHeartbeat:
-    """Announces what `describe` answers every `interval_s`, with its load of that moment."""
+    """Writes the service's entry into the registry every `interval_s`.
+
+    `describe`: returns the entry with the current state and load. `ttl_s`: how long the entry stays
+    without renewal.
+    """
 
     def __init__(
         self,
@@ -29,14 +33,14 @@ class RegistryHeartbeat:
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
-        """Announce now: the state is another one, others should not wait for the next time."""
+        """Announce at once, because the state has changed."""
         self._changed.set()
 
     async def keep(self) -> NoReturn:
-        """Run until cancelled, then withdraw.
+        """Announce until cancelled, then withdraw.
 
-        A server that does not answer is logged and asked again; StoreLost is raised: it will never
-        be the same server again.
+        If the server does not answer, this logs a warning and tries again. StoreLost: the server
+        has lost its data, so a retry cannot help.
         """
         try:
             while True:
@@ -60,7 +64,7 @@ class RegistryHeartbeat:
             pass
 
     async def _withdraw(self) -> None:
-        """Without an answer the entry runs out by itself."""
+        """Remove the entry. Without an answer of the server the entry expires by itself."""
         try:
             async with asyncio.timeout(self._interval_s):
                 await self._registry.withdraw(self._describe().member_id)

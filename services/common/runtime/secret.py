@@ -1,7 +1,7 @@
-"""The deployment's secret: all services of a deployment have the same one.
+"""The deployment's secret, which all services of a deployment share.
 
-It comes from the configuration, else from a file of mode 0600 in the run directory, which the first
-service makes. Each use has a key of its own:
+It comes from the settings, or from a file of mode 0600 in the run directory, which the first
+service creates. Each use has a key of its own:
 
 prefix hashes        `blockstore.hashing` derives 64 bits from the secret itself
 registry entries     `Secret.registry_key` signs them (`blockstore.redis_registry`)
@@ -20,13 +20,14 @@ from services.common.runtime.config import ServiceSettings, env_prefix
 
 _NUM_BYTES = 32
 MIN_BYTES = 16
-"""A signature in the registry lets its readers test guesses, so a short secret is none."""
+"""A reader of the registry can test guesses against a signature, so a short secret is unsafe."""
 FILE_NAME = "secret"
 
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """`root` is the secret itself; `repr` and logs never show it."""
+    """The secret, and the keys derived from it. `root`: the secret itself, which `repr` does not
+    show."""
 
     root: bytes = field(repr=False)
 
@@ -43,8 +44,11 @@ class Secret:
 
 
 def deployment_secret(settings: ServiceSettings) -> Secret:
-    """StartupError: the secret is configured twice, or its file is missing, empty or open to
-    others."""
+    """The secret from the settings, or from the run directory.
+
+    StartupError: the secret is set twice, is empty or too short, or its file is unreadable; a file
+    in the run directory must also belong to this user, with mode 0600.
+    """
     name = f"{env_prefix(type(settings))}SECRET"
     configured, file = settings.secret, settings.secret_file
     if configured is not None and file is not None:
@@ -52,16 +56,17 @@ def deployment_secret(settings: ServiceSettings) -> Secret:
     if configured is not None:
         return _usable(configured.get_secret_value().encode(), name)
     if file is not None:
-        # The operator who names a file answers for its mode: secrets of a container are often 0444.
+        # No check of the mode: the operator has chosen this file, and container secrets are often
+        # 0444.
         return _usable(_read(file), str(file))
     return _usable(shared_secret(settings.run_dir / FILE_NAME), str(settings.run_dir / FILE_NAME))
 
 
 def shared_secret(path: Path) -> bytes:
-    """The secret in `path`, made if it is not there. StartupError.
+    """The secret in `path`; creates the file if it does not exist. Raises StartupError.
 
-    It is written whole under a name of our own and then linked: of several services that start at
-    once one wins, and no reader gets half a secret.
+    The secret is written to a private file, which is then linked to `path`: if several services
+    start at once, one of them wins, and no reader sees an incomplete secret.
     """
     try:
         if not path.exists():
@@ -69,7 +74,7 @@ def shared_secret(path: Path) -> bytes:
             try:
                 os.link(draft, path)
             except FileExistsError:
-                pass  # somebody was faster; theirs it is
+                pass  # another service was faster: use its secret
             finally:
                 draft.unlink()
     except OSError as error:
@@ -78,9 +83,11 @@ def shared_secret(path: Path) -> bytes:
 
 
 def _read_own(path: Path) -> bytes:
-    """StartupError: another user made the file, and so may know or change it, or may read it."""
+    """The content of a secret file. StartupError: the file belongs to another user, who may know or
+    change it, or other users may read it."""
     try:
-        # What is checked is what is read; not a link, which names a file of whoever made it.
+        # The check uses the open descriptor, so it concerns the file that is read. Links are
+        # refused: another user could have made one.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as file:
             status = os.fstat(fd)
@@ -101,7 +108,7 @@ def _read_own(path: Path) -> bytes:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace a file that only this user may read. StartupError."""
+    """Write a file that only this user may read, in place of an older one. Raises StartupError."""
     try:
         _draft(path, content).replace(path)
     except OSError as error:
@@ -109,8 +116,8 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def _draft(path: Path, content: bytes) -> Path:
-    """The content whole, under a name beside the path that nobody else has."""
-    usual = os.umask(0o077)  # for each of the directories; `mkdir(mode=...)` is for the last one
+    """Write the content to a new file with a unique name beside `path`; returns that file."""
+    usual = os.umask(0o077)  # for all new directories; `mkdir(mode=...)` applies to the last only
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     finally:

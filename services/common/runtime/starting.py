@@ -1,7 +1,7 @@
-"""Signals of a service that still imports.
+"""Signal handlers for the time in which a service imports its modules.
 
-The first process of a container ignores signals that it has no handler for, and the imports of a
-service take seconds. So `__main__` calls this before them; `run_service` installs its own handlers.
+The first process of a container ignores signals without a handler, and the imports of a service
+take seconds. So `__main__` installs these handlers first; `run_service` replaces them later.
 """
 
 import os
@@ -11,8 +11,8 @@ from typing import NoReturn
 
 
 def end_on_signals() -> None:
-    """SIGTERM and SIGINT end the process at once, with the status of a service that was told to
-    stop: it has nothing yet that it would have to give back."""
+    """Let SIGTERM and SIGINT end the process at once, with the exit status of a normal stop: it has
+    acquired nothing yet that it would have to release."""
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _end)
 

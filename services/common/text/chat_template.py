@@ -1,4 +1,4 @@
-"""A checkpoint's chat template, rendered as transformers renders it, in jinja2's sandbox."""
+"""Renders a checkpoint's chat template as transformers does, in jinja2's sandbox."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,19 +18,21 @@ from services.common.text.tokenizer import TOKENIZER_CONFIG_FILE, read_tokenizer
 TEMPLATE_FILE = "chat_template.jinja"
 
 _RESERVED = ("chat_template", "continue_final_message", "conversation", "self", "tokenize")
-"""Parameters of transformers' `apply_chat_template` that are no variables, and jinja2's own."""
+"""Names that a client may not set: parameters of transformers' `apply_chat_template` that are not
+variables of the template, and jinja2's own names."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """`special_tokens`: text by name (`bos_token` ...), as `Tokenizer.special_tokens` has them."""
+    """A compiled chat template. `special_tokens`: as in `Tokenizer.special_tokens`, text by name
+    (`bos_token` ...)."""
 
     _template: Template
     special_tokens: Mapping[str, str]
 
     @classmethod
     def from_directory(cls, directory: Path, special_tokens: Mapping[str, str]) -> Self | None:
-        """None where the checkpoint has no chat template. StartupError: it is not valid."""
+        """The checkpoint's chat template; None if it has none. StartupError: it is invalid."""
         source = _source(directory)
         return None if source is None else cls.from_source(source, special_tokens)
 
@@ -48,11 +50,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation of `{"role": ..., "content": ...}`; special tokens are in
-        it, so encode it without adding more. `arguments`: variables that a client sets.
+        """Render a conversation of `{"role": ..., "content": ...}` messages to a prompt.
 
-        InvalidRequest: the template does not accept these messages, or a client may not set one of
-        the variables.
+        The prompt contains its special tokens, so encode it without adding more. `arguments`:
+        variables that the client sets. InvalidRequest: the template refuses the messages, or a
+        client may not set one of the variables.
         """
         given = {
             "messages": messages,
@@ -66,14 +68,14 @@ class ChatTemplate:
                 raise InvalidRequest(f"chat_template_kwargs: {name!r} is not for clients to set")
         try:
             return self._template.render(**given, **(arguments or {}))
-        # A template is a program, and a client's messages may bring it to any error there is.
+        # A template is a program: a client's messages can make it raise any error.
         except Exception as error:
             raise InvalidRequest(f"the chat template refuses the messages: {error}") from error
 
 
 def _source(directory: Path) -> str | None:
-    """The file of its own goes before the entry in tokenizer_config.json, which may be a list of
-    named templates."""
+    """The template's source. Its own file takes precedence over the entry in tokenizer_config.json,
+    which may be a list of named templates."""
     path = directory / TEMPLATE_FILE
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -91,7 +93,8 @@ def _source(directory: Path) -> str | None:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant says, for training; here it is just its body."""
+    """Parses `{% generation %}`, which marks the assistant's text for training; it renders just its
+    body."""
 
     tags = {"generation"}  # noqa: RUF012  # the base class declares a set
 
@@ -117,7 +120,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja2's own, without HTML escapes."""
+    """The filter `tojson`; unlike jinja2's filter it escapes no HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

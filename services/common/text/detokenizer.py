@@ -1,4 +1,4 @@
-"""Token ids to text as they come, without ever splitting a character."""
+"""Turns token ids into text as they arrive, without splitting characters."""
 
 import codecs
 from collections.abc import Iterable
@@ -7,11 +7,12 @@ from services.common.text.pieces import Pieces
 
 
 class Detokenizer:
-    """The text of one sequence, in constant time per token.
+    """Decodes one sequence, in constant time per token.
 
-    All deltas together are what decoding all ids at once gives, wrong bytes as U+FFFD. One
-    exception: of a run of byte-fallback tokens that is not UTF-8, `tokenizers` replaces every byte,
-    even of characters that a client has got by then; here only the wrong ones are replaced.
+    All deltas together equal the text of decoding all ids at once; an invalid byte becomes U+FFFD.
+    There is one exception: in a run of byte-fallback tokens that is not valid UTF-8, `tokenizers`
+    replaces every byte, even of characters that the client already has; this class replaces only
+    the invalid bytes.
     """
 
     def __init__(self, pieces: Pieces, *, starts_text: bool = False) -> None:
@@ -21,12 +22,12 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete; the bytes of an incomplete character wait."""
+        """The text that these tokens complete. Bytes of an incomplete character are held back."""
         data = b"".join(self._piece(token_id) for token_id in token_ids)
         return self._stripped(self._utf8.decode(data))
 
     def flush(self) -> str:
-        """At the end: U+FFFD for a character that was never completed."""
+        """The end of the text: U+FFFD if a character was not completed."""
         return self._stripped(self._utf8.decode(b"", final=True))
 
     def _piece(self, token_id: int) -> bytes:

@@ -1,4 +1,4 @@
-"""A JSON object read field by field, every type checked, every error naming file and field."""
+"""Reads a JSON object field by field, with type checks; each error names file and field."""
 
 import json
 import math
@@ -12,9 +12,10 @@ from services.common.errors import StartupError
 
 @dataclass(frozen=True, slots=True)
 class JsonFields:
-    """A field that is null counts as one that is not there. `prefix`: what leads to the object.
+    """The fields of a JSON object. A field with the value null counts as missing.
 
-    Whatever is missing or of a wrong type or value: StartupError.
+    `prefix`: the path of names that leads to this object, for errors. StartupError: a field is
+    missing, or has a wrong type or value.
     """
 
     path: Path
@@ -27,7 +28,7 @@ class JsonFields:
             values = json.loads(path.read_text(encoding="utf-8"))
         except OSError as exc:
             raise StartupError(f"{path}: {exc.strerror}") from exc
-        except ValueError as exc:  # also what is not UTF-8
+        except ValueError as exc:  # not JSON, or not UTF-8
             raise StartupError(f"{path}: not JSON: {exc}") from exc
         if not isinstance(values, dict):
             raise StartupError(f"{path}: not a JSON object")

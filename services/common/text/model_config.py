@@ -1,6 +1,6 @@
-"""What a checkpoint's config.json and generation_config.json say, checked and in one spelling.
+"""Reads a checkpoint's config.json and generation_config.json into one checked form.
 
-Light on purpose: the gateway reads it too, so no torch here.
+The gateway reads them too, so this module does not import PyTorch.
 """
 
 from collections.abc import Mapping
@@ -18,15 +18,15 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Every position is divided by `factor`."""
+    """Linear RoPE scaling: divides every position by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's: long wavelengths are stretched by `factor`, short ones kept, a smooth passage
-    between."""
+    """Llama 3.1's RoPE scaling: stretches long wavelengths by `factor` and keeps short ones, with a
+    smooth transition between."""
 
     factor: float
     low_freq_factor: float
@@ -42,7 +42,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """The checkpoint's own sampling parameters; None where it has none."""
+    """The checkpoint's default sampling parameters; None if it does not set one."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -53,11 +53,12 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of one of the families in `_FAMILIES`.
+    """The configuration of a decoder-only model of one of the architectures in `_FAMILIES`.
 
-    `qkv_bias`, `o_bias`, `mlp_bias`: which linears carry a bias. `qk_norm`: queries and keys are
-    normed per head before rotation. `windows`: per layer, how many positions a query sees, its own
-    included; None: all. `dtype`: of the weights in the files, one of `DTYPES`.
+    `qkv_bias`, `o_bias`, `mlp_bias`: which linears have a bias. `qk_norm`: whether queries and keys
+    are normalized per head before rotation. `windows`: for each layer the number of positions that
+    a query sees, its own included; None: all. `dtype`: of the weights in the files, one of
+    `DTYPES`.
     """
 
     architecture: str
@@ -85,8 +86,8 @@ class ModelConfig:
     def from_directory(cls, directory: Path | str) -> "ModelConfig":
         """Read a Hugging Face checkpoint's configuration.
 
-        StartupError, naming file and field: no such file, not JSON, an unknown architecture,
-        shapes that contradict each other, or a feature that is not supported.
+        StartupError, with file and field: a file is missing or not JSON, the architecture is
+        unknown, shapes contradict each other, or a feature is not supported.
         """
         directory = Path(directory)
         if not directory.is_dir():
@@ -103,11 +104,11 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Where the families differ; what a config.json leaves out takes these values, as in
-    transformers."""
+    """The differences between architectures. A field that config.json leaves out has this value, as
+    in transformers."""
 
     qk_norm: bool
-    bias: Literal["never", "as configured", "qkv"]  # of the attention's linears
+    bias: Literal["never", "as configured", "qkv"]  # in the linears of attention
     sliding: Literal["never", "all layers", "some layers"]
     default_head_dim: int | None = None
 
@@ -166,7 +167,7 @@ def _architecture(config: JsonFields) -> str:
 
 
 def _refuse_unsupported(config: JsonFields) -> None:
-    for name in ("quantization_config", "quantization"):  # the second one is MLX's
+    for name in ("quantization_config", "quantization"):  # MLX writes the second one
         if config.has(name):
             raise config.wrong(name, _quantized_by(config.values[name]))
     if (act := config.text("hidden_act", "silu")) != "silu":
@@ -201,8 +202,8 @@ def _head_dim(config: JsonFields, family: _Family, hidden_size: int, num_heads: 
 
 
 def _windows(config: JsonFields, family: _Family, num_layers: int) -> tuple[int | None, ...]:
-    """Mistral slides in all layers or none; Qwen where `layer_types` says so, else from
-    `max_window_layers` on."""
+    """The attention window of each layer. Mistral has a sliding window in all layers or in none;
+    Qwen has one in the layers that `layer_types` names, else from `max_window_layers` on."""
     window = _window(config, family)
     begin = config.integer("max_window_layers", 28, 0) if family.sliding == "some layers" else 0
     windows = tuple(window if layer >= begin else None for layer in range(num_layers))
@@ -216,15 +217,15 @@ def _windows(config: JsonFields, family: _Family, num_layers: int) -> tuple[int 
         if kind not in known:
             raise config.wrong("layer_types", f"{kind!r} is none of {', '.join(known)}")
     by_type = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    # Of Mistral's layer_types transformers takes no notice, other engines do.
+    # transformers ignores Mistral's layer_types, other engines do not; so both must agree.
     if family.sliding == "all layers" and by_type != windows:
         raise config.wrong("layer_types", f"all layers of this architecture are {known[-1]}")
     return by_type
 
 
 def _window(config: JsonFields, family: _Family) -> int | None:
-    """What layers that slide see. Absent and null differ: transformers' default is 4096, null is
-    no window."""
+    """The window of layers with a sliding window; None: no layer has one. An absent field means
+    4096, as in transformers, but null means no window."""
     if family.sliding != "all layers" and not config.boolean("use_sliding_window", default=False):
         return None
     if family.sliding == "never":
@@ -235,8 +236,8 @@ def _window(config: JsonFields, family: _Family) -> int | None:
 
 
 def _rope(config: JsonFields) -> RopeConfig:
-    """Both spellings: transformers 5 has all of it in `rope_parameters`, earlier ones had
-    `rope_theta` beside `rope_scaling`."""
+    """Read both forms: transformers 5 writes everything into `rope_parameters`, earlier versions
+    wrote `rope_theta` beside `rope_scaling`."""
     fields = config.object("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
     theta = fields.number("rope_theta", config.number("rope_theta", 10_000.0))
     for owner in (config, fields):
@@ -265,7 +266,7 @@ def _llama3(fields: JsonFields) -> Llama3Scaling:
 
 
 def _dtype(config: JsonFields) -> str:
-    name = "dtype" if config.has("dtype") else "torch_dtype"  # transformers 5, and before
+    name = "dtype" if config.has("dtype") else "torch_dtype"  # of transformers 5, and before
     dtype = config.text(name, "float32")
     if dtype not in DTYPES:
         raise config.wrong(name, f"{dtype!r} is not supported, only {', '.join(DTYPES)}")

@@ -1,8 +1,9 @@
-"""The bytes that each token id stands for, read off a tokenizer's vocabulary and decoder once.
+"""Computes the bytes of each token id, once, from a tokenizer's vocabulary and decoder.
 
-With them a token becomes text in constant time, and a character that is spread over tokens is just
-bytes that are not complete yet. The decoders of the supported families are known here; any other
-is refused at start, because its text could not be streamed faithfully.
+With these tables a token becomes text in constant time, and a character that spans several tokens
+is a sequence of bytes that is not complete yet. This module knows the decoders of the supported
+model families. Any other decoder is refused at start, because its text could not be streamed
+exactly.
 """
 
 import json
@@ -15,21 +16,24 @@ import tokenizers
 from services.common.errors import StartupError
 
 Piece = bytes | None
-"""UTF-8, or part of it; None for what is no text: ids without a token, and special tokens where
-they are not shown."""
+"""The UTF-8 bytes of a token, which may be part of a character. None: the id has no text, because
+it has no token, or a special token that is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """`first`: what a token is at the start of a text. `num_stripped`: most spaces that are taken
-    off the start of a text. Both by token id."""
+    """The pieces of all tokens, by token id.
+
+    `following`: of a token inside of a text. `first`: of a token at the start of a text.
+    `num_stripped`: the most spaces that are removed from the start of a text.
+    """
 
     following: Sequence[Piece]
     first: Sequence[Piece]
     num_stripped: int = 0
 
     def without(self, token_ids: Collection[int]) -> "Pieces":
-        """The same, but these tokens are no text."""
+        """The same pieces, but without text for these tokens."""
         following = _without(self.following, token_ids)
         same = self.first is self.following
         return replace(
@@ -45,13 +49,13 @@ def _without(pieces: Sequence[Piece], token_ids: Collection[int]) -> Sequence[Pi
 
 
 def pieces_of(tokenizer: tokenizers.Tokenizer) -> Pieces:
-    """Special tokens included. StartupError: the tokenizer's decoder is not one of those known
-    here."""
+    """The pieces of a tokenizer, with special tokens as text. StartupError: this module does not
+    know the tokenizer's decoder."""
     return _pieces(_texts(tokenizer), _decoder_steps(tokenizer))
 
 
 def check_decoder(tokenizer: tokenizers.Tokenizer) -> None:
-    """StartupError: as `pieces_of`, without the work."""
+    """Raises StartupError if `pieces_of` would, without computing the pieces."""
     _pieces([], _decoder_steps(tokenizer))
 
 
@@ -74,13 +78,13 @@ def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
 
 
 def special_token_ids(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """Of tokens that are not shown unless somebody asks for it."""
+    """The ids of special tokens, which are not shown unless a request asks for them."""
     added = tokenizer.get_added_tokens_decoder()
     return tuple(token_id for token_id, token in added.items() if token.special)
 
 
 def _texts(tokenizer: tokenizers.Tokenizer) -> list[str | None]:
-    """Every id's token; None for gaps."""
+    """The token of each id; None for ids without a token."""
     by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
     return [by_id.get(token_id) for token_id in range(max(by_id, default=-1) + 1)]
 
@@ -93,13 +97,14 @@ def _same_everywhere(
 
 
 def _of_words(tokens: list[str | None]) -> Pieces:
-    """No decoder: tokens are joined by spaces."""
+    """Pieces of a tokenizer without a decoder, which joins tokens with spaces."""
     first = [None if token is None else token.encode() for token in tokens]
     return Pieces([None if piece is None else b" " + piece for piece in first], first)
 
 
 def _of_metaspace(tokens: list[str | None], step: dict[str, Any]) -> Pieces:
-    """A mark stands for a space; in the first token for nothing, unless none was prepended."""
+    """Pieces of a Metaspace decoder: a mark stands for a space; in the first token it stands for
+    nothing, unless the tokenizer never prepends a mark."""
     mark = step["replacement"]
     following = [None if t is None else t.replace(mark, " ").encode() for t in tokens]
     if step.get("prepend_scheme") == "never":
@@ -108,7 +113,8 @@ def _of_metaspace(tokens: list[str | None], step: dict[str, Any]) -> Pieces:
 
 
 def _of_sequence(tokens: list[str | None], steps: list[dict[str, Any]]) -> Pieces:
-    """SentencePiece's: replace the mark, bytes from `<0x0A>` tokens, join, strip first spaces."""
+    """Pieces of SentencePiece's decoder: replace the mark, turn tokens like `<0x0A>` into bytes,
+    join, strip spaces at the start."""
     replacements: list[tuple[str, str]] = []
     byte_fallback, num_stripped = False, 0
     for step in steps:
@@ -143,7 +149,8 @@ def _fallback_byte(token: str) -> bytes | None:
 
 
 def _byte_level(token: str) -> bytes:
-    """A token with a character outside the alphabet is an added one, and stands for itself."""
+    """The bytes of a byte-level token. A token with a character outside of the alphabet is an added
+    token, whose bytes are its own text."""
     try:
         return bytes(_BYTES[char] for char in token)
     except KeyError:
@@ -151,7 +158,8 @@ def _byte_level(token: str) -> bytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's: a printable Latin-1 byte is its own character, the others follow from U+0100 on."""
+    """GPT-2's map from characters to bytes: a printable Latin-1 byte is its own character, the
+    other bytes have the characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}

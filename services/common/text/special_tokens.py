@@ -1,16 +1,17 @@
-"""Special tokens that a client writes into a chat are text, not tokens.
+"""Keeps the text of special tokens that a client writes into a chat from becoming special tokens.
 
-Only what the chat template itself puts into a prompt may become a special token. A template is a
-program: it may trim, cut and join what a client wrote, so that nobody can say afterwards which
-characters are whose. Therefore:
+Only the chat template may put special tokens into a prompt. A template is a program: it may trim,
+cut and join the client's text, so the rendered prompt does not show which characters come from the
+client. Therefore encoding has three parts:
 
-1. `hide`: before rendering, a special token's text in what the client wrote is replaced by a
-   character that occurs nowhere in it.
-2. The template is rendered. Every special token's text in the result is the template's.
-3. `encode`: that text is replaced by a stand-in, a string that cannot be guessed; the client's
-   text comes back; a second tokenizer, whose special tokens are the stand-ins, encodes it all.
+1. `hide`: before rendering, each special token's text in the client's messages is replaced by a
+   character that occurs nowhere in them.
+2. The template is rendered. All text of special tokens in the result comes from the template.
+3. `encode`: that text is replaced by stand-ins, strings that a client cannot guess. Then the hidden
+   text of the client is put back. A second tokenizer, whose special tokens are the stand-ins,
+   encodes the result.
 
-A chat in which nothing had to be hidden is encoded by the checkpoint's own tokenizer.
+A chat without hidden text is encoded by the checkpoint's own tokenizer.
 """
 
 import secrets
@@ -24,13 +25,13 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from services.common.errors import InvalidRequest
 
 _STAND_INS = range(0x10FFFD, 0x100000, -1)
-"""Characters for private use, which are text to every template."""
+"""Private-use characters, which every template treats as text."""
 
 
 def encoding_of(
     tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False
 ) -> tokenizers.Encoding:
-    """InvalidRequest: the text holds lone surrogates."""
+    """Encode a text. InvalidRequest: the text contains a lone surrogate."""
     try:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except (TypeError, UnicodeEncodeError) as error:
@@ -38,7 +39,7 @@ def encoding_of(
 
 
 class SpecialTokens:
-    """Those of one tokenizer. Safe to use from several threads."""
+    """Hides and encodes the special tokens of one tokenizer. Threads may share it."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         added = tokenizer.get_added_tokens_decoder()
@@ -56,8 +57,11 @@ class SpecialTokens:
         self._unknown_id = tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
 
     def hide(self, values: Any) -> tuple[Any, Mapping[str, str]]:
-        """`values`, of JSON's types, with every special token's text hidden in its strings; and
-        what each character stands for. InvalidRequest: there is a lone surrogate in it."""
+        """Replace the text of special tokens in all strings of `values` (of JSON's types).
+
+        Returns the new values, and the replaced text by the character that stands for it.
+        InvalidRequest: a string contains a lone surrogate.
+        """
         matches = {string: self._to_hide(string) for string in _strings(values)}
         found = {text for each in matches.values() for _, _, text in each}
         if not found:
@@ -72,8 +76,11 @@ class SpecialTokens:
         return _replaced(values, new), {char: text for text, char in hidden.items()}
 
     def encode(self, text: str, hidden: Mapping[str, str]) -> tuple[int, ...]:
-        """Token ids of a rendered chat. InvalidRequest: the vocabulary has a special token that is
-        text by all its rules."""
+        """The token ids of a rendered chat. `hidden`: the second result of `hide`.
+
+        InvalidRequest: text of a message encodes to a special token by the tokenizer's normal
+        rules, so it cannot be encoded as text.
+        """
         matches = _matches(self._added, text)
         text = _with(
             text, ((begin, end, self._stand_ins.get(name, name)) for begin, end, name in matches)
@@ -89,8 +96,8 @@ class SpecialTokens:
     def _second_tokenizer(
         self, tokenizer: tokenizers.Tokenizer, added: Mapping[int, AddedToken]
     ) -> tuple[tokenizers.Tokenizer, Mapping[int, int]]:
-        """With stand-ins for special tokens, and the ids of its added tokens by its own. The model
-        is shared."""
+        """A tokenizer with stand-ins for special tokens, and a map from the ids of its added tokens
+        to the original ids. Both tokenizers share the model."""
         second = tokenizers.Tokenizer(tokenizer.model)
         if tokenizer.normalizer is not None:
             second.normalizer = tokenizer.normalizer
@@ -116,7 +123,8 @@ class SpecialTokens:
         return second, {own: token_id for token_id, own in own_ids.items() if own is not None}
 
     def _to_hide(self, text: str) -> list[tuple[int, int, str]]:
-        """Whole special tokens, and at either end parts, which a template might make whole."""
+        """The special tokens in a string, and at both ends parts of special tokens, which a
+        template could complete."""
         found = []
         if any(char in text for char in self._first_chars):
             found = _matches(self._special, text)
@@ -133,7 +141,7 @@ class SpecialTokens:
 
 
 def _finder(texts: Iterable[str]) -> tokenizers.Tokenizer:
-    """Finds these texts as a tokenizer finds its added tokens, in time linear in the text."""
+    """A tokenizer that only finds these texts, as added tokens: in linear time."""
     finder = tokenizers.Tokenizer(models.BPE())
     finder.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]+"), "removed")
     finder.add_tokens([AddedToken(text, normalized=False) for text in texts])
@@ -141,12 +149,12 @@ def _finder(texts: Iterable[str]) -> tokenizers.Tokenizer:
 
 
 def _matches(finder: tokenizers.Tokenizer, text: str) -> list[tuple[int, int, str]]:
-    """Where each text begins and ends, in characters."""
+    """The matches in `text`: begin and end, in characters, and the matched text."""
     return [(begin, end, text[begin:end]) for begin, end in encoding_of(finder, text).offsets]
 
 
 def _disjoint(matches: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
-    """In order, without those that overlap one before them."""
+    """The matches in order, without those that overlap an earlier one."""
     kept: list[tuple[int, int, str]] = []
     for match in sorted(matches, key=lambda match: (match[0], -match[1])):
         if not kept or match[0] >= kept[-1][1]:

@@ -1,4 +1,4 @@
-"""Ends a text before the first stop string and never shows a character of one, or behind it."""
+"""Ends a text at the first stop string, and holds back text that may still become one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,32 +8,33 @@ from services.common.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """`text` is certain to be shown. `stop`: the string that the text ended with; nothing more may
-    be pushed then."""
+    """The result of a push. `text`: text that can be shown now. `stop`: the stop string that ended
+    the text; the caller must not push more then."""
 
     text: str
     stop: str | None = None
 
 
 class StopMatcher:
-    """Watches one sequence's text for its stop strings.
+    """Searches one sequence's text for its stop strings.
 
-    The stop string that is complete first ends the text; of several that end at the same character
-    the longest, so that nothing of it is left over. How the text was cut into pieces makes no
-    difference. `included`: the stop string is part of the text.
+    The stop string that is complete first ends the text. If several end at the same character, the
+    longest one counts, so that no part of it stays in the text. The result does not depend on how
+    the text is divided into pushes. `included`: whether the stop string is part of the text.
+    InvalidRequest: a stop string is empty.
     """
 
     def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
         if "" in stops:
             raise InvalidRequest("a stop string is empty")
         self._included = included
-        # Longest first: `_complete` takes the first that is there.
+        # Longest first: `_advance` returns the first complete one.
         self._trackers = [_Tracker(stop) for stop in sorted(set(stops), key=len, reverse=True)]
         self._held = ""
 
     def push(self, text: str, *, may_end: bool = True) -> Scanned:
-        """Text that may still become a stop string that is not shown is held back. `may_end`:
-        whether a stop string counts that is complete with a character of `text`."""
+        """Scan more text; holds back the end that may still become a stop string, unless stop
+        strings are `included`. `may_end`: False ignores stop strings that end within `text`."""
         if not self._trackers:
             return Scanned(text)
         seen = self._held + text
@@ -48,7 +49,8 @@ class StopMatcher:
         return Scanned(seen[:certain])
 
     def flush(self) -> str:
-        """At the end: what was held back has become no stop string."""
+        """The text that is held back, at the end of the sequence: it has not become a stop
+        string."""
         held, self._held = self._held, ""
         return held
 
@@ -64,7 +66,8 @@ class StopMatcher:
 
 
 class _Tracker:
-    """How much of one stop string the text ends with (Knuth, Morris and Pratt, 1977)."""
+    """Tracks the longest prefix of one stop string with which the text ends (Knuth, Morris and
+    Pratt, 1977)."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -77,12 +80,13 @@ class _Tracker:
         self.num_matched += self.stop[self.num_matched] == char
 
     def pass_over(self) -> None:
-        """The stop string is complete, and does not count: another one may begin within it."""
+        """Ignore a complete stop string; another occurrence may begin within it."""
         self.num_matched = self._borders[-1]
 
 
 def _borders(word: str) -> list[int]:
-    """[n]: length of the longest proper prefix of word[:n] that is also its suffix."""
+    """The borders of all prefixes: item n is the length of the longest proper prefix of word[:n]
+    that is also its suffix."""
     borders = [0, 0]
     for char in word[1:]:
         length = borders[-1]

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: text to token ids, and the tables that token ids become text by."""
+"""A checkpoint's tokenizer: encodes text to token ids, and makes detokenizers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ _SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Safe to use from several threads; `encode` works without the interpreter's lock.
+    """A tokenizer, which threads may share. `encode` releases the interpreter lock.
 
-    `special_tokens`: text by role, as chat templates call them (`bos_token`, `eos_token` ...).
+    `special_tokens`: text by role, as in chat templates (`bos_token`, `eos_token` ...).
     """
 
     _tokenizer: tokenizers.Tokenizer
@@ -32,19 +32,21 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> Self:
-        """StartupError: tokenizer.json is missing, broken, or of a kind that cannot be streamed."""
+        """Read a checkpoint's tokenizer. StartupError: tokenizer.json is missing or invalid, or its
+        decoder cannot be streamed."""
         tokenizer = cls(read_tokenizer(directory), special_tokens(directory))
-        _ = tokenizer.pieces, tokenizer.special  # computed now, not at the first request
+        _ = tokenizer.pieces, tokenizer.special  # compute them now, not at the first request
         return tokenizer
 
     @cached_property
     def vocab_size(self) -> int:
-        """Number of token ids, added ones included. A model's may be larger: padding."""
+        """The number of token ids, with added tokens. A model's vocabulary may be larger, by
+        padding."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @cached_property
     def pieces(self) -> Pieces:
-        """Special tokens are no text."""
+        """The bytes of each token; special tokens have none."""
         return self.all_pieces.without(special_token_ids(self._tokenizer))
 
     @cached_property
@@ -53,41 +55,42 @@ class Tokenizer:
 
     @cached_property
     def all_pieces(self) -> Pieces:
+        """The bytes of each token, special tokens included."""
         return pieces_of(self._tokenizer)
 
     @cached_property
     def longest_token(self) -> int:
-        """In bytes of its text: no token stands for more characters."""
+        """The bytes of the longest token, so that no token has more characters than this."""
         return max((len(piece) for piece in self.all_pieces.following if piece), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of `text`. A rendered chat has its special tokens already: False there.
+        """The token ids of `text`. `add_special_tokens`: False for a rendered chat, which has its
+        special tokens already.
 
-        InvalidRequest: the text holds lone surrogates.
+        InvalidRequest: the text contains a lone surrogate.
         """
         encoding = encoding_of(self._tokenizer, text, add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
     def encode_chat(self, text: str, hidden: Mapping[str, str]) -> tuple[int, ...]:
-        """Token ids of a rendered chat, with what `special.hide` has hidden in its messages.
-
-        InvalidRequest.
+        """The token ids of a rendered chat. `hidden`: the text that `special.hide` has hidden in
+        its messages. Raises InvalidRequest.
         """
         if hidden:
             return self.special.encode(text, hidden)
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of a whole sequence; to stream one, see `detokenizer`."""
+        """The text of a whole sequence. To stream a sequence, use `detokenizer`."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_id(self, token: str) -> int | None:
-        """Id of exactly this token; None where there is none."""
+        """The id of exactly this token; None if there is no such token."""
         return self._tokenizer.token_to_id(token)
 
     def spell(self, token_id: int) -> bytes:
-        """What a token stands for: UTF-8, or part of a character; of one that is no text, its name,
-        and nothing where it has none."""
+        """The UTF-8 bytes of a token, which may be part of a character. A special token has its
+        name instead; an id without a token has no bytes."""
         pieces = self.pieces.following
         piece = pieces[token_id] if token_id < len(pieces) else None
         if piece is None:
@@ -97,13 +100,14 @@ class Tokenizer:
     def detokenizer(
         self, *, starts_text: bool = False, skip_special_tokens: bool = True
     ) -> Detokenizer:
-        """A new stream of text; it goes on after a prompt unless it `starts_text` itself."""
+        """A new detokenizer. `starts_text`: whether its tokens start a text; else they continue a
+        prompt."""
         pieces = self.pieces if skip_special_tokens else self.all_pieces
         return Detokenizer(pieces, starts_text=starts_text)
 
 
 def tokenizer_file(directory: Path) -> Path:
-    """StartupError: there is none."""
+    """The path of tokenizer.json. StartupError: it does not exist."""
     path = directory / TOKENIZER_FILE
     if path.is_file():
         return path
@@ -119,18 +123,19 @@ def tokenizer_file(directory: Path) -> Path:
 
 
 def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
-    """StartupError: see `Tokenizer.from_directory`."""
+    """Read tokenizer.json and check its decoder. StartupError: as `Tokenizer.from_directory`."""
     path = tokenizer_file(directory)
     try:
         tokenizer: tokenizers.Tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises plain Exception for whatever it cannot read
+    except Exception as error:  # tokenizers raises a plain Exception for any unreadable file
         raise StartupError(f"cannot read {path}: {error}") from error
     check_decoder(tokenizer)
     return tokenizer
 
 
 def read_tokenizer_config(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json; empty where there is none. StartupError: it is no JSON object."""
+    """The content of tokenizer_config.json; empty if the file does not exist. StartupError: it is
+    not a JSON object."""
     path = directory / TOKENIZER_CONFIG_FILE
     if not path.is_file():
         return {}
@@ -144,8 +149,8 @@ def read_tokenizer_config(directory: Path) -> dict[str, Any]:
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
-    """Text by role. A token is written as its text, or as an object that has it under `content`.
-    StartupError: tokenizer_config.json is no JSON object."""
+    """The text of each special token, by role. In tokenizer_config.json a token is a string, or an
+    object with the string in `content`. StartupError: the file is not a JSON object."""
     config = read_tokenizer_config(directory)
     found: dict[str, str] = {}
     for role in _SPECIAL_TOKENS:

@@ -1,5 +1,5 @@
-"""The decoder: Llama's, with the norms of Qwen3 and the biases of Qwen2 where the weights have
-them, and the windows of Mistral where the configuration has them."""
+"""A decoder composed of the operations of `kvops`: that of Llama, plus the query and key norms of
+Qwen3, the biases of Qwen2 and the sliding windows of Mistral if the checkpoint has them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +23,8 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's weights; `query_norm` and `key_norm` are there in Qwen3 only. `window`: how many
-    positions a query sees, its own included; None: all."""
+    """The weights of one layer. Only Qwen3 has `query_norm` and `key_norm`. `window`: how many
+    positions a query attends to, its own included; None: all."""
 
     input_norm: Tensor
     query: Linear
@@ -41,7 +41,7 @@ class Layer:
 
 
 class ComposedModel:
-    """`Model` as a composition of the backend's operations, on any device."""
+    """A `Model` on any device, composed of the backend's operations."""
 
     def __init__(
         self,
@@ -69,9 +69,8 @@ class ComposedModel:
         return self._embedding.dtype
 
     def forward(self, batch: Batch, kv: Tensor, wanted: Tensor) -> Tensor:
-        """The residual stream starts empty; what a sublayer has to say is added when the next one
-        norms the stream.
-        """
+        """See `Model.forward`. The residual stream starts at 0; `add_rms_norm` adds the output of
+        each sublayer to it, where the next one normalizes the stream."""
         ops, eps = self.ops, self.config.rms_norm_eps
         rotation = self._cos[batch.positions], self._sin[batch.positions]
         x = self._embedding[batch.token_ids]

@@ -1,5 +1,5 @@
-"""The decoder in native code: one call a step, weights packed into panels and shared by all workers
-of the host.
+"""The decoder in native code for CPUs: one call per step, with weights that are packed into panels
+and shared by all workers of the host.
 
 See ADR 42.
 """
@@ -47,12 +47,12 @@ from services.engine.weights.fused_weights import Section, all_sections, layer_s
 from services.engine.weights.packed_file import Contents, Facts, Progress, packed_file
 
 _NO_TOKEN = -1
-"""To the native head: a token that is to come. From it: logits that are not finite."""
+"""In the native head's tokens: as input, a token to draw; as output, logits that are not finite."""
 
 
 class FusedModel:
-    """`Model` on a CPU. Activations are rounded to the weights' dtype where a linear takes them;
-    the residual stream is fp32."""
+    """A `Model` on CPUs. The residual stream is fp32; activations are rounded to the weights' dtype
+    as the input of a linear."""
 
     def __init__(
         self,
@@ -63,7 +63,8 @@ class FusedModel:
         packed: Mapping[str, PackedLinear],
         digest: str,
     ) -> None:
-        """weights: the checkpoint's, for what is not packed: embedding, norms, biases."""
+        """`packed`: the linears by section name. `weights`: the checkpoint's tensors, for embedding
+        and norms, which are not packed. `digest`: the digest of the weight files."""
         self.config = config
         self.dtype = dtype
         self.weights_digest = digest
@@ -102,8 +103,8 @@ class FusedModel:
         return out
 
     def answer(self, hidden: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
-        """In one native call. Logits are in memory for those states alone that draw otherwise than
-        plainly or are asked for scores."""
+        """Answer the queries in one native call. Logits are in memory only for states with logprobs
+        or with draws that are not plain."""
         return native_answers(self._head, hidden, queries, self.config.vocab_size)
 
 
@@ -115,10 +116,11 @@ def load_fused(
     cache: Path | None,
     progress: Progress,
 ) -> FusedModel:
-    """`cache`: where packed weights are kept; None: in memory of this process alone.
+    """Load a checkpoint for the native kernels. `cache`: the directory of packed files; None: pack
+    into memory of this process.
 
-    StartupError: as `load_model`, a shape that the kernels do not know, or nothing can be written
-    to the cache.
+    Raises StartupError like `load_model`, and if the kernels do not support a shape or the cache
+    cannot be written.
     """
     config = ModelConfig.from_directory(directory)
     weights = load_weights(directory, weight_shapes(config), None, ignored_weights(config))
@@ -164,7 +166,7 @@ def _cached(
     contents: Contents,
     progress: Progress,
 ) -> tuple[Mapping[str, Tensor], str]:
-    """Sections, and the digest of the weights that they were made from."""
+    """The packed sections, from the cache if they are current, and the digest of their weights."""
     origin = _origin(directory, config, kind)
 
     def is_current(facts: Facts) -> bool:
@@ -184,7 +186,8 @@ def _name_digest(directory: Path) -> str:
 
 
 def _origin(directory: Path, config: ModelConfig, kind: Kind) -> dict[str, Any]:
-    """What says that weights are still those that were packed, without reading them."""
+    """Identifies the weights and their packing by sizes and times of files, without reading the
+    weights. A packed file with the same origin is current."""
     status = {path.name: path.stat() for path in weight_files(directory)}
     return {
         "packing": PACKING,
@@ -262,7 +265,7 @@ def native_answers(
 
 
 def _native_draw(query: Query) -> NativeDraw | None:
-    """None: the likeliest, or one that is there already."""
+    """None if the query is for the likeliest token or for a given one."""
     if isinstance(query.token, int) or query.token.is_plain:
         return None
     return native_draw(query.token, query.position)
@@ -292,7 +295,7 @@ def native_draw(draw: Draw, position: int) -> NativeDraw:
 
 
 def _embedding(table: Tensor) -> Tensor:
-    """As it lies in the file, where the kernels can read that; half precision is widened."""
+    """The checkpoint's own tensor if the kernels can read it; float16 is converted to float32."""
     return table.float() if table.dtype == torch.float16 else table
 
 

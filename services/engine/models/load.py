@@ -1,4 +1,4 @@
-"""From a checkpoint directory to a model."""
+"""Loads a model from a checkpoint directory."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,13 +35,14 @@ def load_model(
     cache: Path | None = None,
     progress: Progress = lambda: None,
 ) -> Model:
-    """The checkpoint's decoder, computing in `dtype` (bf16 or fp32) on `backend`, its linears
-    perhaps quantized.
+    """Load the checkpoint's decoder, to compute in `dtype` (bf16 or fp32) on `backend`.
 
-    `cache`: a directory for weights as the backend packs them, for the next start and the other
-    workers of this host; None: each process packs its own. `progress` is called several times a
-    second, and ends the loading by what it raises. StartupError: the configuration or a weight is
-    missing, wrong or not supported, or this backend does not quantize.
+    `quantize`: quantize the weights of the linears. `cache`: a directory for packed weights, which
+    the next start and the other workers of this host reuse; None: each process packs its own.
+    `progress` is called several times a second; an exception that it raises ends the loading.
+
+    Raises StartupError if the configuration or a weight is missing, wrong or not supported, or if
+    the backend cannot quantize.
     """
     directory = Path(directory)
     if backend.native is not None:

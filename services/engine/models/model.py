@@ -1,4 +1,4 @@
-"""What a runner asks of a model, whatever computes it."""
+"""The interface between the runner and a model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,9 +28,10 @@ class Batch:
 
 
 class Model(Protocol):
-    """Weights and arithmetic; the KV it reads and writes is the caller's.
+    """A decoder's weights and arithmetic. The KV that it reads and writes belongs to the caller.
 
-    `dtype`: of activations and KV. `weights_digest`: `weights.weights_digest` of its checkpoint.
+    `dtype`: that of activations and KV. `weights_digest`: the digest of its checkpoint's weight
+    files (`services.engine.weights.checkpoint`).
     """
 
     config: ModelConfig
@@ -40,8 +41,9 @@ class Model(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def forward(self, batch: Batch, kv: Tensor, wanted: Tensor) -> Tensor:
-        """Final hidden states [len(wanted), hidden_size] of the tokens `wanted`, rising indices
-        into [T]; writes the new tokens' KV into the arena `kv`."""
+        """Compute the batch and write the KV of its tokens into the arena `kv`. Returns the final
+        hidden states of the tokens `wanted`, ascending indices into [T]: [len(wanted),
+        hidden_size]."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -49,7 +51,7 @@ class Model(Protocol):
         ...
 
     def answer(self, hidden: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
-        """What `services.engine.sampling.sampling_head` says of the states [N, hidden_size] that
-        `queries` ask,
-        which are all of them; the head's weights are read once for those that draw."""
+        """Answer the queries, as `services.engine.sampling.sampling_head` defines. `hidden`: states
+        [N, hidden_size]; each has at least one query. The head's weights are read once for all
+        states that draw."""
         ...

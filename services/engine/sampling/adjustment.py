@@ -1,15 +1,16 @@
-"""What changes a row's logits before anything is chosen from them: biases, penalties, masks.
+"""Adjustments of a row's logits before a token is drawn: biases, penalties, masks.
 
-In this order (vLLM's, where masks go first: nothing makes -inf anything else):
+They apply in this order:
 
     bias        logit + bias
-    repetition  of tokens in prompt or output: logit / penalty if above 0, else logit * penalty
-    frequency   of tokens in the output: logit - penalty * how often
-    presence    of tokens in the output: logit - penalty
-    allowed     -inf for all others
-    banned      -inf; where that leaves nothing at all, it is left out
+    repetition  tokens in prompt or output: logit / penalty if above 0, else logit * penalty
+    frequency   tokens in the output: logit - penalty * count
+    presence    tokens in the output: logit - penalty
+    allowed     -inf for all other tokens
+    banned      -inf, unless that would leave no token at all
 
-A logit that a penalty would make infinite stops at the largest finite number.
+The results are vLLM's, although vLLM applies the masks first: no later step changes -inf. A logit
+that a penalty would make infinite stops at the largest finite number.
 """
 
 from dataclasses import dataclass
@@ -27,11 +28,12 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adjustment:
-    """Of one draw; its arrays hold until the sequence has the next token.
+    """The adjustment of one draw. Its arrays are valid until the sequence gets its next token.
 
-    `biased`: tokens, each once, with `biases`. `seen`: tokens, each once, that penalties look at,
-    with `counts`, how often each is in the output. `allowed`: the only ones that may come; None:
-    all. `banned`: those that may not, some perhaps twice.
+    `biased`: token ids, each once, with `biases`. `seen`: the token ids that penalties affect, each
+    once, with `counts`, the number of times that each is in the output. `allowed`: the only token
+    ids that may be drawn; None: all. `banned`: token ids that may not be drawn; an id may be there
+    twice.
     """
 
     biased: Ids
@@ -45,7 +47,7 @@ class Adjustment:
     banned: Ids
 
     def applied(self, logits: Tensor) -> Tensor:
-        """To fp32 logits [vocab_size] on the CPU, which stay as they are."""
+        """An adjusted copy of `logits`, fp32 [vocab_size] on the CPU."""
         row = logits.clone()
         row[_tensor(self.biased)] += _tensor(self.biases)
         seen = _tensor(self.seen)

@@ -1,8 +1,8 @@
-"""What rows have to tell beside their tokens: which states of a step are asked about, and who gets
-what they say.
+"""Translates rows into queries to the final states of a step, and the answers to these queries into
+results of rows.
 
-    row     |--- tokens scored ---|------|-end-|     states wanted: one for each token scored, and
-    states   s s s s s s s s s s s         d         the last one if the row draws, however often
+    row     |--- tokens scored ---|------|-end-|     states: one for each token that the row scores,
+    states   s s s s s s s s s s s         d         and the last one if the row has any draws
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from services.protocol.logprobs import Logprobs
 
 
 def wanted_states(rows: Sequence[Row]) -> list[int]:
-    """Their indices among the tokens of the step, rising."""
+    """The states that the rows need, as ascending indices into the tokens of the step."""
     wanted: list[int] = []
     begin = 0
     for row in rows:
@@ -26,7 +26,8 @@ def wanted_states(rows: Sequence[Row]) -> list[int]:
 
 
 def queries(rows: Sequence[Row]) -> list[Query]:
-    """Row after row: the tokens of its `scoring`, then its draws."""
+    """The queries of the rows, in order: for each row the tokens of its `scoring`, then its draws.
+    A query's `state` is an index into `wanted_states`."""
     asked: list[Query] = []
     state = 0
     for row in rows:
@@ -42,7 +43,7 @@ def queries(rows: Sequence[Row]) -> list[Query]:
 
 
 def told(rows: Sequence[Row], answers: Iterable[Answer | Fault]) -> list[Drawn]:
-    """From the answers to their queries."""
+    """The results of the rows, from the answers to their `queries`, in the same order."""
     found = iter(answers)
     return [
         _told(list(islice(found, _num_scored(row))), list(islice(found, len(row.draws))))

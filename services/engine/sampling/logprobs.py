@@ -1,7 +1,7 @@
-"""What logits say of tokens: logprob and rank of one that is asked for, and the likeliest.
+"""Logprobs: the logprob and rank of a given token, and the likeliest tokens of its position.
 
-This is the definition; `kernels/csrc/scorer.cpp` computes the same, and everything of a row in an
-order that nothing but the vocabulary decides (law 10).
+This module is the definition. `kernels/csrc/scorer.cpp` computes the same for CPUs; there the order
+of a row's operations depends on nothing but the size of the vocabulary (law 10).
 
 See ADR 75.
 """
@@ -16,14 +16,17 @@ from services.protocol.logprobs import Logprobs
 
 
 def score(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[Logprobs | Fault]:
-    """logits: fp32 [N, vocab_size]. Of `token_ids[i]` in row i, with the `num_top` likeliest (at
-    most the vocabulary). The logarithm of the sum is taken in double precision."""
+    """The logprobs of `token_ids[i]` in row i, with the `num_top` likeliest tokens of that row (at
+    most the vocabulary). A row whose logits are not finite gets a fault.
+
+    logits: fp32 [N, vocab_size]. The logarithm of the sum is computed in double precision.
+    """
     vocab_size = logits.shape[1]
     asked = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
     largest = logits.amax(dim=-1, keepdim=True)
     log_sum = (logits - largest).double().exp().sum(dim=-1, keepdim=True).log()
     ranks = 1 + (logits > logits.gather(1, asked)).sum(dim=-1)
-    # A stable sort leaves the lowest of equal ones first.
+    # A stable sort puts the lowest token id first among equal logits.
     order = logits.argsort(dim=-1, descending=True, stable=True)[:, : min(num_top, vocab_size)]
     told = torch.cat([asked, order], dim=1)
     logprobs = ((logits.gather(1, told) - largest).double() - log_sum).float()
@@ -32,8 +35,8 @@ def score(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[Logpro
 
 
 def scores_of(token_ids: Tensor, logprobs: Tensor, ranks: Tensor) -> list[Logprobs | Fault]:
-    """From columns: token_ids and logprobs [N, 1 + k], the one asked for first, ranks [N]; rank 0:
-    the row is not finite."""
+    """Converts tensors to `Logprobs`: token_ids and logprobs [N, 1 + k], with the given token in
+    column 0, and ranks [N], where rank 0 marks a row that is not finite."""
     rows = zip(token_ids.tolist(), logprobs.tolist(), ranks.tolist(), strict=True)
     return [
         Logprobs(values[0], rank, tuple(ids[1:]), tuple(values[1:])) if rank else Fault.NOT_FINITE

@@ -1,18 +1,20 @@
-"""The next token of each row: the most likely one, or one drawn from what the filters leave, after
-what `services.engine.sampling.adjustment` makes of its logits.
+"""The sampler: adjusts the logits of each row (`services.engine.sampling.adjustment`), then takes
+the likeliest token, or filters the tokens and draws one.
 
-The filters come in vLLM's order: temperature, min_p, top_k, top_p, each on what the one before has
-left. All three come down to a threshold on the scaled logits, so that tokens that tie at the
-threshold stay together and nothing depends on how a sort breaks ties.
+Temperature, min_p, top_k and top_p apply in this order, which is vLLM's, each to what the one
+before leaves. Each filter is a threshold on the scaled logits: tokens that tie at the threshold
+stay together, and nothing depends on how a sort breaks ties.
 
-A draw is an exponential race in two rounds. Chunks of 64 tokens race first: chunk c finishes at
-E_c / P_c, where E_c is exponential and P_c the sum of its tokens' probabilities, and the first one
-wins, with probability P_c / sum(P). Then its tokens do: token i finishes at E_i / p_i.
-So a token wins with probability p_i / sum(p), for a random number per chunk instead of one per
-token. Unlike a walk along the cumulative distribution, a last-bit change of some probability moves
-nobody else's share of the random numbers, so that noise of 1e-6 in the logits turns about one draw
-in a million. Every row is computed by itself, in an order of its own: a row's token does not depend
-on the rest of the batch.
+A draw is an exponential race in two rounds. First, chunks of 64 tokens race: chunk c finishes at
+time E_c / P_c, where E_c is exponential and P_c the sum of its tokens' probabilities. The first
+chunk wins, with probability P_c / sum(P). Then its tokens race: token i finishes at E_i / p_i. So a
+token wins with probability p_i / sum(p), and a draw needs one random number per chunk instead of
+one per token.
+
+A race is stable against noise: if the last bit of one probability changes, all other tokens keep
+their share of the random numbers. A draw by the cumulative distribution would move the shares of
+all later tokens. Noise of 1e-6 in the logits changes about one draw in a million. Each row is
+computed alone, in an order of its own, so its token does not depend on the rest of the batch.
 
 See ADR 12 and ADR 85.
 """
@@ -29,17 +31,17 @@ from services.engine.sampling.philox import uniforms
 from services.protocol.ticket import SamplingParams
 
 _LOGITS_AT_ONCE = 600_000  # keeps the temporaries in the cache: 2.4 MB
-_CHUNK = 64  # tokens that race as one first
-_NUCLEUS_WIDTH = 1024  # how many of the likeliest tokens top_p alone looks at before it sorts all
-SMALLEST_TEMPERATURE = 1e-30  # an fp32 temperature below may round to 0
+_CHUNK = 64  # tokens that race as one in the first round
+_NUCLEUS_WIDTH = 1024  # top_p without top_k ranks so many tokens, and all only if it needs more
+SMALLEST_TEMPERATURE = 1e-30  # a smaller fp32 temperature may round to 0
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int | Fault]:
-    """One token id per row, or what is wrong with that row.
+    """Returns one token id per row, or the fault of that row.
 
-    logits: [N, vocab_size] fp32, row i for `draws[i]`, whose token will stand at `positions[i]`.
-    Temperature 0 takes the largest logit, of equal ones the lowest id. They are finite, or not,
-    before anything adjusts them.
+    logits: fp32 [N, vocab_size]; row i is for `draws[i]`, whose token will be at `positions[i]`.
+    Temperature 0 takes the largest logit, and the lowest id of equal ones. Rows are checked for
+    finite logits before any adjustment, since a mask would hide a broken row.
     """
     tokens = greedy(*logits.max(dim=-1))
     logits = _adjusted(logits, draws, tokens)
@@ -58,8 +60,8 @@ def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> l
 
 
 def _adjusted(logits: Tensor, draws: Sequence[Draw], tokens: list[int | Fault]) -> Tensor:
-    """The logits to draw from, in memory of their own where they change; and the largest of those
-    that do, into `tokens`."""
+    """The adjusted logits, as a copy if any row has an adjustment. Writes the argmax of each
+    adjusted row into `tokens`."""
     changing = [
         (row, draw.adjustment)
         for row, draw in enumerate(draws)
@@ -77,8 +79,8 @@ def _adjusted(logits: Tensor, draws: Sequence[Draw], tokens: list[int | Fault]) 
 
 
 def filtered_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Probabilities up to a factor per row, 0 for what the filters take out. [N, vocab_size] fp32;
-    every temperature > 0."""
+    """The probabilities that the filters leave, not normalized, 0 for all other tokens. fp32
+    [N, vocab_size]. All temperatures are above 0."""
     columns = _Columns.of(params)
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / columns.temperature
     thresholds = columns.min_p.log()  # the largest scaled logit is 0
@@ -93,7 +95,7 @@ def filtered_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """The parameters of N rows, [N, 1] each."""
+    """The sampling parameters of N rows, [N, 1] each."""
 
     temperature: Tensor
     min_p: Tensor
@@ -118,9 +120,10 @@ class _Columns:
 def _ranked_thresholds(scaled: Tensor, probs: Tensor, columns: _Columns) -> Tensor:
     """The smallest scaled logit that top_k and top_p keep, [N, 1].
 
-    Only as many tokens are sorted as top_k keeps, or _NUCLEUS_WIDTH for top_p alone; rows whose
-    top_p reaches further are done again over the whole vocabulary. Ranks, probabilities and sums of
-    a row are the same at any width, so neither width nor company shows in the result.
+    Each row sorts only its likeliest tokens: as many as the largest top_k, and at least
+    _NUCLEUS_WIDTH if a row has top_p alone. Rows whose top_p reaches further are computed again
+    over the whole vocabulary. A row's ranks, probabilities and sums are the same at any width, so
+    the result does not depend on other rows.
     """
     vocab_size = scaled.shape[1]
     nucleus_width = _NUCLEUS_WIDTH if bool((columns.top_k == 0).any()) else 1
@@ -136,13 +139,14 @@ def _ranked_thresholds(scaled: Tensor, probs: Tensor, columns: _Columns) -> Tens
 def _thresholds_within(
     width: int, scaled: Tensor, probs: Tensor, columns: _Columns
 ) -> tuple[Tensor, Tensor]:
-    """Thresholds as far as the `width` likeliest tokens tell, and the rows where they do not."""
+    """The thresholds that the `width` likeliest tokens give, and the rows for which these tokens
+    are too few."""
     values, token_ids = scaled.topk(width)
     likeliest = probs.gather(1, token_ids).double()
     cumulative = likeliest.cumsum(dim=1)
     limit = torch.where(columns.top_k > 0, columns.top_k, scaled.shape[1])
     last_rank = (limit - 1).clamp(max=width - 1)
-    # top_p is a share of what top_k has left.
+    # top_p is a share of the probability that top_k leaves.
     whole = torch.where(columns.top_k > 0, cumulative.gather(1, last_rank), 1.0)
     before = cumulative - likeliest
     kept = (before < columns.top_p * whole) & (torch.arange(width) <= last_rank)
@@ -154,8 +158,8 @@ def _thresholds_within(
 def _winners(
     probs: Tensor, rows: Sequence[int], draws: Sequence[Draw], positions: Sequence[int]
 ) -> list[int]:
-    """A token each. The first _CHUNK random numbers are those of the tokens in the chunk that wins,
-    the next ones those of the chunks; a probability of 0 never finishes."""
+    """The token that each row draws. The first _CHUNK random numbers are for the tokens of the
+    winning chunk, the others for the chunks. A probability of 0 never finishes."""
     vocab_size = probs.shape[1]
     num_chunks = -(-vocab_size // _CHUNK)
     padded = F.pad(probs, (0, num_chunks * _CHUNK - vocab_size))
@@ -170,7 +174,7 @@ def _winners(
 def _exponentials(
     count: int, rows: Sequence[int], draws: Sequence[Draw], positions: Sequence[int]
 ) -> Tensor:
-    """E, fp64 [len(rows), count]."""
+    """The exponential numbers E, fp64 [len(rows), count]."""
     numbers = torch.stack(
         [
             uniforms(draws[row].sampling.seed, draws[row].sequence_index, positions[row], count)
@@ -181,8 +185,8 @@ def _exponentials(
 
 
 def greedy(largest: Tensor, token_ids: Tensor) -> list[int | Fault]:
-    """`token_ids`: of each row's largest logit, [N]. A NaN or an infinity anywhere in a row is its
-    largest; -inf alone is not harmful."""
+    """The argmax of each row, or its fault. `largest`: each row's largest logit, [N]; `token_ids`:
+    its token. A NaN or +inf anywhere in a row is its largest logit; a -inf does no harm."""
     return [
         token if finite else Fault.NOT_FINITE
         for token, finite in zip(token_ids.tolist(), largest.isfinite().tolist(), strict=True)

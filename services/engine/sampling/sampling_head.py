@@ -1,6 +1,7 @@
-"""Everything that is asked of a step's final states, answered from one computation of their logits:
-the definition, and what every way of computing it shares. Which token comes says
-`services.engine.sampling.sampler`, how likely it is `services.engine.sampling.logprobs`.
+"""The sampling head: answers all queries to the final states of a step, from one computation of
+their logits. This module is the definition, and has what all models share.
+
+`services.engine.sampling.sampler` draws tokens, `services.engine.sampling.logprobs` scores them.
 
 See ADR 85.
 """
@@ -16,12 +17,13 @@ from services.engine.sampling.sampler import greedy, sample
 from services.protocol.logprobs import Logprobs
 
 LOGITS_AT_ONCE = 64
-"""A prompt's logits are never in memory at once: 64 rows of 150,000 tokens are 39 MB."""
+"""How many rows of a prompt's logits are in memory at once: 64 rows of 150,000 tokens are 39 MB."""
 
 
 def parts(queries: Sequence[Query]) -> Iterator[tuple[list[int], list[int]]]:
-    """States whose logits are computed together, and the indices of the queries to them: first all
-    that draw, then those of which a prompt is told."""
+    """Divides the states into parts whose logits are computed together. Yields the states of a part
+    and the indices of the queries to them. The first part has all states with draws; states that
+    only score a prompt fill it up to `LOGITS_AT_ONCE`, and form the parts after it."""
     drawing = {query.state for query in queries if isinstance(query.token, Draw)}
     states = sorted({query.state for query in queries}, key=lambda s: (s not in drawing, s))
     end = max(len(drawing), LOGITS_AT_ONCE)
@@ -32,7 +34,8 @@ def parts(queries: Sequence[Query]) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def answer(logits: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
-    """logits: fp32 [states, vocab_size], on any device."""
+    """Answers the queries, whose `state` is a row of `logits`: fp32 [states, vocab_size], on any
+    device."""
     tokens = _tokens(logits, queries)
     asked = [
         (query.state, 0 if isinstance(token, Fault) else token, query.num_top)
@@ -47,7 +50,8 @@ def answer(logits: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
 
 
 def _tokens(logits: Tensor, queries: Sequence[Query]) -> list[int | Fault]:
-    """Drawn ones are drawn on the host; of plain ones, their likeliest alone comes there."""
+    """The token of each query. Plain draws are argmaxes on the logits' device; for other draws the
+    logits are copied to the host."""
     tokens = {i: query.token for i, query in enumerate(queries) if isinstance(query.token, int)}
     draws = {i: query.token for i, query in enumerate(queries) if isinstance(query.token, Draw)}
     plain = [i for i, draw in draws.items() if draw.is_plain]
@@ -66,8 +70,8 @@ def _tokens(logits: Tensor, queries: Sequence[Query]) -> list[int | Fault]:
 def answers(
     queries: Sequence[Query], tokens: Sequence[int | Fault], scores: Sequence[Logprobs | Fault]
 ) -> list[Answer | Fault]:
-    """`scores`: of the queries that ask for them, each with as many of the likeliest tokens as any
-    of them asks for."""
+    """Joins the tokens of all queries with the `scores` of those that ask for logprobs, in order.
+    Each score may have more of the likeliest tokens than its query asks for; the rest is cut."""
     found = iter(scores)
     return [_answer(query, token, found) for query, token in zip(queries, tokens, strict=True)]
 

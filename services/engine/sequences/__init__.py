@@ -1,1 +1,1 @@
-"""Sequences and groups of sequences while an engine has them."""
+"""Sequences, sequence groups and beam searches in the engine."""

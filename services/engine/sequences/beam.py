@@ -1,16 +1,16 @@
-"""Beam search, one step at a time: which continuations live on, which are finished, and when it is
-over.
+"""The rules of beam search, one step at a time: which continuations live on, which are finished,
+and when the search is over.
 
-    beams, best first   candidates of each      ranked over all        what becomes of them
+    beams, best first   candidates of each      ranked over all        result (width 2)
       0  -1.2    ───▶   7: -0.1   3: -2.0   ─▶  0+7  -1.3              lives
       1  -1.5    ───▶   7: -0.3   4: -0.9       1+7  -1.8              lives
-                                                1+4  -2.4 (eos)        not among the first `width`
-                                                0+3  -3.2              no room
+                                                1+4  -2.4 (eos)        dropped: not in the first 2
+                                                0+3  -3.2              dropped: 2 live already
 
-The results are those of transformers' `generate(num_beams=...)`, version 5: totals are added and
-scores divided in fp32 as there, a candidate that ends its sequence becomes a hypothesis only where
-it ranks among the first `width`, and as many others live on. Of equals the one of the better beam
-goes first, then the lower token; transformers leaves that open.
+The results equal those of transformers' `generate(num_beams=...)`, version 5. Scores are added and
+divided in fp32 as there. A candidate that ends its sequence becomes a hypothesis only if it ranks
+among the first `width`; the `width` best of the others live on. Of equal scores the better beam
+goes first, then the lower token id; transformers leaves that order open.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ from services.protocol.ticket import BeamParams, EarlyStopping, FinishReason, Hy
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A living one: generated tokens, and the sum of their log-probabilities (an fp32)."""
+    """A living beam: its generated tokens, and the sum of their logprobs (an fp32 value)."""
 
     token_ids: Sequence[int]
     score: float
@@ -32,7 +32,7 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A beam's continuation by one token; `parent`: the beam's place among the living."""
+    """A beam's continuation by one token. `parent`: the rank of the beam among the living ones."""
 
     parent: int
     token_id: int
@@ -41,24 +41,25 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Both best first. Nobody living: it is over, and `finished` are its results."""
+    """The result of one step, both tuples best first. If no beam lives, the search is over and
+    `finished` holds its results."""
 
     living: tuple[Continuation, ...]
     finished: tuple[Hypothesis, ...]
 
 
 FIRST = Beam((), 0.0)
-"""Where a search begins, alone: after its prompt."""
+"""The one beam of a search after its prompt."""
 
 
 def num_deciding(params: BeamParams, stop_ids: frozenset[int]) -> int:
-    """So many candidates of each beam decide a step: of the best `width` that go on all may be one
-    beam's, and before those it has at most the tokens that stop."""
+    """How many candidates of each beam a step needs: all of the best `width` continuations may come
+    from one beam, and at most its stop tokens rank before them."""
     return params.width + len(stop_ids)
 
 
 class BeamSearch:
-    """The rules of one request; it remembers nothing of its steps."""
+    """The beam search of one request; it has no state between steps."""
 
     def __init__(self, params: BeamParams, stop_ids: frozenset[int], max_tokens: int) -> None:
         self._params = params
@@ -71,8 +72,9 @@ class BeamSearch:
         finished: Iterable[Hypothesis],
         candidates: Sequence[Logprobs],
     ) -> Step:
-        """`candidates[i]`: the likeliest tokens after `beams[i]`. All beams are of one length, the
-        best one first."""
+        """Choose the continuations of `beams`, which all have the same length, best first.
+        `finished`: the hypotheses so far. `candidates[i]`: the likeliest tokens after `beams[i]`.
+        """
         width = self._params.width
         num_tokens = len(beams[0].token_ids) + 1
         living, ended = [], []
@@ -114,7 +116,7 @@ class BeamSearch:
 
 
 def _ranked(beams: Sequence[Beam], candidates: Sequence[Logprobs]) -> Iterator[Continuation]:
-    """All continuations, best first."""
+    """All candidate continuations, best first."""
     scores = np.array([beam.score for beam in beams], dtype=np.float32)
     logprobs = np.array([of_beam.top_logprobs for of_beam in candidates], dtype=np.float32)
     token_ids = np.array([of_beam.top_token_ids for of_beam in candidates])

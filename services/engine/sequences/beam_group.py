@@ -1,11 +1,11 @@
-"""The group of a request that searches: its sequences are the living beams, sequence i the i-th
-best one. Each step every beam says what its likeliest next tokens are, and then all of them become
-the best of their continuations:
+"""The sequence group of a beam search: sequence i is the i-th best living beam. Each step computes
+the likeliest next tokens of every beam; then the best continuations of all beams replace them:
 
-    before   0 ─┬─▶ 0     the first continuation of a beam goes on in its place
-             1  └─▶ 1     others fork: the same blocks, until one of them writes
+    before   0 ─┬─▶ 0     a beam's best continuation reuses its sequence
+             1  └─▶ 1     its other continuations are forks, which share its blocks until a write
              2 ───▶ 2
-             3            none: its blocks are given back, or are what the forks write to
+             3            a beam without continuation ends: its finished blocks are given back, its
+                          unfinished ones become spare, for forks to write
 
 See ADR 78.
 """
@@ -23,7 +23,7 @@ _BEGIN = BeamState((FIRST.score,))
 
 
 class BeamGroup(Group):
-    """Of a ticket with `sampling.beam`."""
+    """The group of a ticket with `sampling.beam`."""
 
     def __init__(
         self, ticket: Ticket, sequences: Seq[Sequence], spare: Seq[int], num_acquired: int
@@ -44,17 +44,16 @@ class BeamGroup(Group):
         return self._beams
 
     def runnable(self) -> list[Sequence]:
-        """All that have something to compute, or none: nobody's candidates wait for others longer
-        than they must, and a ticket never leaves in between."""
+        """All beams that have tokens to compute, or none. So no beam's candidates wait for another
+        beam longer than necessary, and no ticket is issued in mid-step."""
         able = super().runnable()
         return able if len(able) == sum(one.num_uncomputed > 0 for one in self.sequences) else []
 
     def prune(self, index: int) -> bool:
-        """Beams are nobody's to end."""
+        """False: only the search ends a beam."""
         return False
 
     def take_found(self) -> tuple[Hypothesis, ...]:
-        """The answer, once the search is over."""
         found, self._found = self._found, ()
         return found
 
@@ -85,7 +84,8 @@ class BeamGroup(Group):
             self._found = step.finished[: self._num_returned]
 
     def _become(self, living: Seq[Continuation]) -> None:
-        """First those end who have no continuation: the others fork into what they leave."""
+        """Replace the beams by their continuations. Beams without one end first, so that the forks
+        can use their blocks."""
         ranks = defaultdict(list)
         for rank, branch in enumerate(living):
             ranks[branch.parent].append(rank)
@@ -101,4 +101,5 @@ class BeamGroup(Group):
 
 
 def kind_of_group(ticket: Ticket) -> type[Group]:
+    """`BeamGroup` for a beam search, else `Group`."""
     return Group if ticket.sampling.beam is None else BeamGroup

@@ -1,12 +1,12 @@
-"""What the blocks of a group hold, known from its tokens alone: equal beginnings are one block.
+"""Block keys: identify the blocks of a group by their content, from its tokens alone.
 
-    sequence 0   | h0 | h1 | h2 : |           trunk      h0 h1       full ones that all have
-    sequence 1   | h0 | h1 | h3 | h4 |        branches   h2          what each has behind them; the
-    sequence 2   | h0 | h1 | h3 | h5 : |                 h3 h4       last of each may not be full
-                                                         h3 h5
+    sequence 0   | h0 | h1 | h2 : |           trunk      h0 h1       full blocks of all sequences
+    sequence 1   | h0 | h1 | h3 | h4 |        branches   h2          the blocks of each sequence
+    sequence 2   | h0 | h1 | h3 | h5 : |                 h3 h4       after the trunk; the last one
+                                                         h3 h5       need not be full
 
-A block is known by its *key*: the hash of its tokens and of all before them. A full one's is its
-prefix hash, by which it is found in a pool.
+The *key* of a block is the hash of its tokens and of all tokens before them. The key of a full
+block is its prefix hash, which the prefix index knows. Blocks with equal keys are one block.
 
 See ADR 84.
 """
@@ -23,13 +23,13 @@ from services.protocol.ticket import Ticket
 
 Key = PrefixHash
 Complete = Callable[[int, PrefixHash, PrefixHash, Sequence[int]], None]
-"""Writes what a block holds: its id, its hash, its parent's, its token ids."""
+"""Stamps a full block: (block id, prefix hash, parent's prefix hash, token ids)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Leading blocks of a sequence in which there is KV already, of `num_tokens` tokens; the first
-    `num_full` of them are finished, and never written again."""
+    """The leading blocks of a sequence that have KV already, of its first `num_tokens` tokens. The
+    first `num_full` blocks are finished and never written again."""
 
     block_ids: tuple[int, ...] = ()
     num_tokens: int = 0
@@ -42,8 +42,8 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Blocks in a row behind the one of key `parent`: all tokens in them, and the `hashes` of those
-    that are full, all but perhaps the last."""
+    """Consecutive blocks after the block with key `parent`: their tokens, and the `hashes` of the
+    full ones. Only the last block may be unfinished."""
 
     parent: Key
     token_ids: tuple[int, ...]
@@ -56,7 +56,7 @@ class Run:
 
     @property
     def last(self) -> Key:
-        """Of its last full block."""
+        """The key of its last full block, or `parent` if it has none."""
         return self.hashes[-1] if self.hashes else self.parent
 
     @property
@@ -68,8 +68,8 @@ class Run:
         return self.token_ids[number * self.block_size : (number + 1) * self.block_size]
 
     def first_wrong(self, stamps: Stamps, found: Mapping[Key, int]) -> Key | None:
-        """Of those of its leading full blocks that were `found`, the first that says something
-        else."""
+        """Compare the stamps of the leading full blocks that were `found` (key -> block id) with
+        this run's tokens. Returns the key of the first block that does not match, or None."""
         hashes = _leading(self.hashes, found)
         tokens = self.token_ids[: len(hashes) * self.block_size]
         block_ids = [found[key] for key in hashes]
@@ -77,7 +77,7 @@ class Run:
         return None if wrong is None else hashes[wrong]
 
     def stamp(self, complete: Complete, blocks: Mapping[Key, int]) -> None:
-        """Let each of `blocks` that is full say what it holds."""
+        """Stamp those of `blocks` that are full blocks of this run."""
         parent = self.parent
         for number, key in enumerate(self.hashes):
             if key in blocks:
@@ -87,14 +87,15 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class BlockKeys:
-    """`trunk`: full blocks that all sequences have; `branches`: of each what is behind them."""
+    """The keys of all blocks of a group. `trunk`: the full blocks that all sequences have.
+    `branches`: for each sequence of the ticket, in order, its blocks after the trunk."""
 
     trunk: Run
     branches: tuple[Run, ...]
 
     @classmethod
     def of(cls, ticket: Ticket, block_size: int, num_left_out: int = 0) -> "BlockKeys":
-        """Of all tokens of each sequence, but the last `num_left_out`."""
+        """The block keys of a ticket's sequences, each without its last `num_left_out` tokens."""
         prompt, shared = ticket.prompt_token_ids, shared_tokens(ticket)
         shortest = min(len(state.token_ids) for state in ticket.sequences)
         num_shared = min(len(shared), len(prompt) + shortest - num_left_out)
@@ -109,7 +110,8 @@ class BlockKeys:
 
     @property
     def chains(self) -> tuple[tuple[PrefixHash, ...], tuple[tuple[PrefixHash, ...], ...]]:
-        """Of full blocks: what all have, and behind it what each has; as a store looks for them."""
+        """The prefix hashes of the trunk, and those of each branch, or () if no branch has a full
+        block: the prefixes that `BlockStore.allocate` looks up."""
         behind = tuple(branch.hashes for branch in self.branches)
         return self.trunk.hashes, behind if any(behind) else ()
 
@@ -118,11 +120,11 @@ class BlockKeys:
         return self.trunk, *self.branches
 
     def keys_of(self, number: int) -> tuple[Key, ...]:
-        """Of all blocks of the sequence at this place."""
+        """The keys of all blocks of sequence `number`, counted in the ticket's order."""
         return self.trunk.keys + self.branches[number].keys
 
     def begun(self, found: Mapping[Key, int]) -> list[Begun]:
-        """How far each sequence comes with the full blocks that were `found`."""
+        """For each sequence, the leading full blocks that were `found` (key -> block id)."""
         trunk = _leading(self.trunk.hashes, found)
         is_whole = len(trunk) == len(self.trunk.hashes)
         ways = (_leading(one.hashes, found) if is_whole else [] for one in self.branches)
@@ -136,8 +138,14 @@ class BlockKeys:
         sources: Collection[Key],
         new_block_ids: Sequence[int],
     ) -> tuple[list[Begun], dict[Key, int]]:
-        """The same, and behind that with what there are `sources` for among `computed`, contents
-        but for each one's last token; and where that is to be copied to, of `new_block_ids`."""
+        """Extend what was `found` in the cache by blocks to copy back from a swap pool.
+
+        `computed`: the keys of this group without each sequence's last token, whose KV the swap
+        pool does not have. `sources`: the keys of blocks that can be copied. After its cached
+        blocks, each sequence gets a block of `new_block_ids` for each next key, until a key is not
+        in `sources` or no new block is left; sequences share the blocks of equal keys. Returns the
+        leading blocks of each sequence, and the new block of each key to copy.
+        """
         new, copied = iter(new_block_ids), dict[Key, int]()
         begun: list[Begun] = []
         for number, where in enumerate(self.begun(found)):
@@ -154,24 +162,26 @@ class BlockKeys:
         return begun, copied
 
     def _begun(self, number: int, block_ids: Sequence[int]) -> Begun:
-        """With all of its tokens that have a slot in these."""
+        """The leading blocks `block_ids` of sequence `number`, with KV of all its tokens that have
+        a slot there."""
         size = self.trunk.block_size
         num_tokens = len(self.trunk.token_ids) + len(self.branches[number].token_ids)
         num_tokens = min(len(block_ids) * size, num_tokens)
         return Begun(tuple(block_ids), num_tokens, num_tokens // size)
 
     def full_among(self, blocks: Mapping[Key, int]) -> tuple[tuple[int, PrefixHash], ...]:
-        """Those that have a prefix hash."""
+        """(block id, prefix hash) of those of `blocks` that are full."""
         hashes = set(chain.from_iterable(run.hashes for run in self.runs))
         return tuple((block_id, key) for key, block_id in blocks.items() if key in hashes)
 
     @property
     def tails(self) -> Iterator[Key]:
-        """The keys of last blocks that are not full."""
+        """The keys of unfinished last blocks."""
         return (run.keys[-1] for run in self.branches if len(run.keys) > len(run.hashes))
 
     def blocks(self, tables: Sequence[Sequence[int]]) -> dict[Key, int]:
-        """Where what the sequences hold stands, by their block tables; of equals the first."""
+        """Maps each key to the block that has it in the sequences' block tables; of several blocks
+        with the same key to the first."""
         num_shared = len(self.trunk.hashes)
         found = dict(zip(self.trunk.hashes, tables[0], strict=False))
         for branch, table in zip(self.branches, tables, strict=True):
@@ -180,26 +190,27 @@ class BlockKeys:
         return found
 
     def first_wrong(self, stamps: Stamps, found: Mapping[Key, int]) -> Key | None:
-        """A full block, of those that were `found`, that does not say what it should (law 6)."""
+        """The key of a `found` full block whose stamp does not match (law 6), or None."""
         wrong = (run.first_wrong(stamps, found) for run in self.runs)
         return next((key for key in wrong if key is not None), None)
 
 
 def shared_tokens(ticket: Ticket) -> tuple[int, ...]:
-    """With which all sequences of a group begin: the prompt, at least."""
+    """The tokens with which all sequences of a group begin: at least the prompt."""
     return ticket.prompt_token_ids + common([state.token_ids for state in ticket.sequences])
 
 
 def num_tokens_of(ticket: Ticket) -> int:
-    """To compute in all: what several sequences begin with once."""
+    """How many tokens a group computes in total: tokens that several sequences begin with count
+    once."""
     num_prompt, num_shared = len(ticket.prompt_token_ids), _num_shared(ticket)
     lengths = (num_prompt + len(state.token_ids) for state in ticket.sequences)
     return sum(lengths) - sum(num_prompt + number for number in num_shared)
 
 
 def num_blocks_for(ticket: Ticket, block_size: int) -> int:
-    """To compute a group's tokens, and one more of each sequence: full blocks of what several begin
-    with once, the rest for each."""
+    """How many blocks a group needs to compute its tokens and one more of each sequence. Full
+    blocks that several sequences begin with count once, all others once per sequence."""
     num_prompt, num_shared = len(ticket.prompt_token_ids), _num_shared(ticket)
     lengths = (num_prompt + len(state.token_ids) for state in ticket.sequences)
     num_blocks = sum(blocks_to_begin(length, block_size) for length in lengths)
@@ -207,8 +218,8 @@ def num_blocks_for(ticket: Ticket, block_size: int) -> int:
 
 
 def _num_shared(ticket: Ticket) -> list[int]:
-    """For each sequence but one, how many of its own tokens another one has that is counted before:
-    in the order of a dictionary, who begins alike stands side by side."""
+    """For each sequence but one, how many leading generated tokens it shares with the one before it
+    in lexical order, where sequences with a common beginning are neighbours."""
     ways = sorted(state.token_ids for state in ticket.sequences)
     return [len(common(pair)) for pair in pairwise(ways)]
 

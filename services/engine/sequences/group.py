@@ -1,17 +1,17 @@
-"""The sequences of one request while an engine has them: one holder of blocks, shared until they
-are written (copy-on-write).
+"""A sequence group: the sequences of one request in an engine, with one holder of blocks. They
+share blocks until they write them (copy-on-write).
 
     sequence 0   |  b0 |  b1 |  b2 :   |            full blocks are shared, and never written again
     sequence 1   |  b0 |  b1 |  b4 :   | b6  |      b4: a copy of b2, made before the first write
     sequence 2   |  b0 |  b1 |  b2 :   |            0 and 2 share a tail that both are about to
     spare        b7                                 write: 0 copies it to b7, 2 writes in place
 
-Every block of the group is its holder's, and in one of these places:
+All blocks belong to the group's holder. Each block is in one of these places:
 
-    in block tables   as often as `_refs` says
-    spare             of nobody yet, or given up by somebody before it was finished: for whoever
-                      needs one next
-    given back        finished, and in no table any more; or spare, and not needed
+    in block tables   in as many as `_refs` counts
+    spare             new, or left unfinished by a sequence that ended: goes to the next sequence
+                      that needs a block
+    given back        finished and in no table any more, or spare and not needed
 
 See ADR 76.
 """
@@ -39,7 +39,8 @@ from services.protocol.ticket import BeamState, FinishReason, Hypothesis, Ticket
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Drawn by one sequence. `position`: counted from the start of the prompt."""
+    """A token that sequence `index` drew. `position` counts from the start of the prompt. `finish`
+    is set if the sequence ends with it."""
 
     index: int
     position: int
@@ -49,10 +50,11 @@ class Token:
 
 
 class Group:
-    """`sequences`: those that run, by index. `resting`: those that have drawn, and go on
-    elsewhere. `num_acquired`: blocks that the holder ever got.
+    """The sequences of one request, scheduled, moved, preempted and failed as one.
 
-    What happens is collected until it is taken (`take_tokens`, `take_completed`, ...).
+    `sequences`: those that run, by index. `resting`: those that drew their one token here and
+    continue at another worker. `num_acquired`: how many blocks the holder ever acquired. Results of
+    steps collect here until a `take_...` method returns them.
     """
 
     def __init__(
@@ -80,9 +82,12 @@ class Group:
         begun: Seq[Begun] = (),
         hashes: Seq[PrefixHash] = (),
     ) -> "Group":
-        """From a prompt and tokens so far, each sequence from where it has `begun`. Those that have
-        begun in the same blocks are one, as long as they have tokens in common to be computed.
-        `hashes`: of leading blocks of all, if they are known."""
+        """A group that computes a prompt and the tokens generated so far (prefill, recompute).
+
+        `begun`: for each sequence, the leading blocks that have KV already. Sequences with the same
+        leading blocks are one `Sequence` as long as they have tokens in common to compute.
+        `hashes`: the prefix hashes of leading blocks of all sequences, as far as they are known.
+        """
         shares: dict[Begun, list[TicketSequence]] = defaultdict(list)
         nowhere = [Begun()] * len(ticket.sequences)
         for state, where in zip(ticket.sequences, begun or nowhere, strict=True):
@@ -100,7 +105,8 @@ class Group:
     def to_continue(
         cls, ticket: Ticket, rules: Rules, spare: Seq[int], num_acquired: int
     ) -> "Group":
-        """From a ticket with blocks."""
+        """A group that continues from a ticket with blocks. `spare`: blocks that the holder has and
+        the ticket does not name."""
         prompt = ticket.prompt_token_ids
         hashes = prefix_hashes(rules.root, prompt, rules.block_size)
         sequences = [
@@ -117,7 +123,7 @@ class Group:
         return cls(ticket, sequences, spare, num_acquired)
 
     def is_stamped(self, stamps: Stamps) -> bool:
-        """Whether its blocks say what they have to (law 6)."""
+        """Whether the stamps of all its blocks are right (law 6)."""
         first, *others = self.sequences
         return first.is_stamped(stamps, self.key) and all(
             other.is_stamped(stamps, self.key, beside=first) for other in others
@@ -130,9 +136,9 @@ class Group:
         self.num_acquired += len(block_ids)
 
     def place_spares(self, look_ahead: int) -> list[tuple[int, int]]:
-        """Give spare blocks to who needs one, by index: first those that could not run without,
-        then those that will need one for `look_ahead` more tokens. What is to be copied before
-        anybody writes, (source, target) each."""
+        """Give spare blocks to sequences by index: first to those that could not run without one,
+        then to those that will need one for `look_ahead` more tokens. Returns the (source, target)
+        pairs to copy before the next step writes."""
         copies = []
         for ahead in (0, look_ahead) if self._spare else ():
             for sequence in self.sequences:
@@ -144,7 +150,8 @@ class Group:
         return copies
 
     def _must_copy(self, sequence: Sequence) -> bool:
-        """Whether others refer to the block that it writes next. The last who does need not."""
+        """Whether other sequences refer to the block that this one writes next. The last one that
+        refers to a block writes in place."""
         block_id = sequence.next_block
         return block_id is not None and self._refs[block_id] > 1
 
@@ -157,7 +164,7 @@ class Group:
         return source, target
 
     def num_wanted(self, look_ahead: int) -> int:
-        """Blocks that its sequences will need soon, copies counted, beside those that they have."""
+        """How many more blocks its sequences will need soon, those for copies included."""
         ways = [(one, look_ahead) for one in self.sequences] + [(one, 0) for one in self.resting]
         num_blocks, shared = 0, set[int | None]()
         for one, ahead in ways:
@@ -168,7 +175,8 @@ class Group:
         return num_blocks
 
     def total_wanted(self, look_ahead: int) -> int:
-        """Blocks to have acquired by now; 0 when it has them. Gives back what it has too many."""
+        """How many blocks the holder should have acquired in total by now; 0 if it has enough.
+        Gives back the spare blocks that it does not need."""
         num_missing = self.num_wanted(look_ahead) - len(self._spare)
         for _ in range(-num_missing):
             self._freed.append(self._spare.pop())
@@ -176,14 +184,15 @@ class Group:
 
     @property
     def full_blocks(self) -> tuple[tuple[int, bytes], ...]:
-        """The finished ones in all its tables, each once."""
+        """(block id, prefix hash) of the finished blocks in all tables, each once."""
         ways = (*self.sequences, *self.resting)
         return tuple(dict.fromkeys(block for one in ways for block in one.full_blocks))
 
     # Steps
 
     def runnable(self) -> list[Sequence]:
-        """Those that have a slot that is theirs alone to write; none while the group waits."""
+        """The sequences that can run now: each has a slot for its next token, in a block that only
+        it writes. None before the group is started."""
         if not self.is_started:
             return []
         able = [one for one in self.sequences if one.num_runnable > 0]
@@ -197,8 +206,9 @@ class Group:
         return own + sum(one.num_uncomputed for one in self.sequences)
 
     def advance(self, sequence: Sequence, num_tokens: int, told: Told, *, rests: bool) -> None:
-        """`num_tokens` of it were computed, and behind the last one tokens drawn. `rests`: who has
-        drawn goes on elsewhere."""
+        """Apply the result of a step: `num_tokens` of the sequence were computed, and after its
+        last token the tokens of `told` were drawn. `rests`: a sequence that has drawn stops here
+        and continues at another worker."""
         sequence.num_computed += num_tokens
         self._completed += sequence.take_completed()
         self._prompt_logprobs += told.prompt
@@ -215,14 +225,14 @@ class Group:
     def _take(
         self, sequence: Sequence, token: int, logprobs: Logprobs | None, *, rests: bool
     ) -> None:
-        """What it drew."""
+        """Apply one draw of a sequence."""
         self.append(sequence, token, logprobs)
         if rests and sequence in self.sequences:
             self.sequences.remove(sequence)
             self.resting.append(sequence)
 
     def append(self, sequence: Sequence, token: int, logprobs: Logprobs | None = None) -> None:
-        """It goes on with this token, or ends with it."""
+        """Append a drawn token to a sequence, and end the sequence if the token finishes it."""
         position = len(sequence.tokens)
         finish = sequence.append(token)
         self._tokens.append(Token(sequence.index, position, token, finish, logprobs))
@@ -230,14 +240,14 @@ class Group:
             self.end(sequence)
 
     def fork(self, sequence: Sequence, index: int) -> Sequence:
-        """One more, `index`, that goes on from where this one is computed."""
+        """Add sequence `index`, which continues from this one's computed tokens and blocks."""
         fork = sequence.fork((Branch(index),))
         self._add(fork)
         return fork
 
     def end(self, sequence: Sequence) -> None:
-        """Let go of its blocks. Finished ones that nobody refers to any more go back: they are the
-        prefix cache's. Others can be written by a sibling."""
+        """End a sequence and drop its references to blocks. Blocks without references are given
+        back if finished, since no sequence may write them again; others become spare."""
         (self.sequences if sequence in self.sequences else self.resting).remove(sequence)
         for number, block_id in enumerate(sequence.block_table):
             self._refs[block_id] -= 1
@@ -247,7 +257,7 @@ class Group:
                 (self._freed if is_finished else self._spare).append(block_id)
 
     def prune(self, index: int) -> bool:
-        """End one that others decided to; whether it was there."""
+        """End the sequence, or the branch, `index` for an abort; returns whether it was there."""
         for sequence in self.sequences:
             if any(branch.index == index for branch in sequence.branches):
                 if not sequence.without(index):
@@ -260,7 +270,7 @@ class Group:
         self.sequences.sort(key=lambda one: one.index)
         self._refs.update(sequence.block_table)
 
-    # What happened
+    # Results of steps
 
     def take_tokens(self) -> tuple[Token, ...]:
         tokens, self._tokens = tuple(self._tokens), []
@@ -272,25 +282,25 @@ class Group:
 
     @property
     def beams(self) -> BeamState | None:
-        """Where its search stands, if it is one."""
+        """The state of its beam search; None if the group is no search."""
         return None
 
     def take_found(self) -> tuple[Hypothesis, ...]:
-        """What its search found, once that is over."""
+        """The best hypotheses of its beam search, once, when the search is over."""
         return ()
 
     def take_completed(self) -> list[CompletedBlock]:
-        """Each block once, whoever of its sequences refers to it."""
+        """The blocks completed since the last call, each once."""
         completed, self._completed = self._completed, []
         return completed
 
     def take_freed(self) -> tuple[int, ...]:
-        """Blocks that it has no use for any more."""
+        """The blocks to give back to the pool since the last call."""
         freed, self._freed = tuple(self._freed), []
         return freed
 
     def at_rest(self) -> tuple[TicketSequence, ...]:
-        """All that are left, by index."""
+        """The states of all sequences that have not ended, by index, as a ticket names them."""
         left = (state for one in (*self.sequences, *self.resting) for state in one.at_rest())
         return tuple(sorted(left, key=lambda state: state.index))
 
@@ -302,7 +312,8 @@ def _begin(
     begun: Begun,
     hashes: Seq[PrefixHash],
 ) -> list[Sequence]:
-    """Those that have begun in the same blocks."""
+    """Begin the sequences `states`, which start with the same blocks: as one `Sequence`, or split
+    by their next tokens if no common token is left to compute."""
     shared, branches = joined([Branch(state.index, state.token_ids) for state in states])
     tokens = (*prompt, *shared)
     is_drawing = not all(branch.own for branch in branches)

@@ -1,6 +1,7 @@
-"""What a sequence's tokens so far make of its next draw; a function of the tokens alone (law 7).
+"""The penalty state of a sequence: how its tokens change the logits of its next draw.
 
-Only the counts are kept from draw to draw, and caught up with the tokens that have come since.
+The result is a function of the tokens alone (law 7). Only token counts are kept from draw to draw;
+each draw adds the tokens that are new since the last.
 
 See ADR 74.
 """
@@ -14,8 +15,11 @@ from services.protocol.ticket import SamplingParams
 
 
 class PenaltyState:
-    """Of a sequence whose list `tokens` begins with `num_prompt` tokens of its prompt, and grows.
-    `end_token_ids`: those that end it."""
+    """The penalty state of one sequence.
+
+    `tokens`: the sequence's own list, which grows; it begins with `num_prompt` prompt tokens.
+    `end_token_ids`: the tokens that `min_tokens` bans.
+    """
 
     def __init__(
         self,
@@ -37,7 +41,7 @@ class PenaltyState:
 
     @staticmethod
     def matters(sampling: SamplingParams) -> bool:
-        """Whether anything of a request looks at it."""
+        """Whether a request with these parameters needs a penalty state."""
         return bool(
             sampling.logit_bias
             or sampling.allowed_token_ids
@@ -47,7 +51,7 @@ class PenaltyState:
         )
 
     def adjustment(self) -> Adjustment | None:
-        """Of the draw that comes next; None where it changes nothing."""
+        """The adjustment of the next draw; None if it changes no logit."""
         sampling = self._sampling
         seen, counts = self._seen()
         banned = self._banned()
@@ -66,7 +70,7 @@ class PenaltyState:
         )
 
     def _seen(self) -> tuple[Ids, Values]:
-        """Of what penalties look at; nothing where there is none."""
+        """The tokens that penalties affect, and how often each is in the output."""
         if not _penalizes(self._sampling):
             return self._counts.arrays()
         for position in range(self._num_counted, len(self._tokens)):
@@ -82,7 +86,7 @@ class PenaltyState:
 
 
 class _Counts:
-    """How often each token was added: those of `first` not yet, but they are there."""
+    """Counts of added tokens. The tokens of `first` are present from the start, with count 0."""
 
     def __init__(self, first: Iterable[int]) -> None:
         self._slots = {token: slot for slot, token in enumerate(dict.fromkeys(first))}
@@ -99,13 +103,13 @@ class _Counts:
         self._counts[slot] += 1
 
     def arrays(self) -> tuple[Ids, Values]:
-        """Tokens, each once, and how often; they change with the next `add`."""
+        """The tokens, each once, and their counts: views that the next `add` changes."""
         size = len(self._slots)
         return self._ids[:size], self._counts[:size]
 
 
 class _Words:
-    """Token sequences that may not come: their last token, where the others were the last."""
+    """The bad words: each bans its last token where the tokens before that were just generated."""
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
         self._alone: list[int] = []
@@ -118,7 +122,7 @@ class _Words:
         self._always = _ids(self._alone)
 
     def after(self, tokens: Sequence[int], begin: int) -> Ids:
-        """What may not follow; only tokens from `begin` on count."""
+        """The tokens that may not follow `tokens`. A bad word must begin at `begin` or later."""
         if len(tokens) == begin or not (candidates := self._by_last.get(tokens[-1])):
             return self._always
         completed = [

@@ -1,4 +1,4 @@
-"""One sequence while an engine has it; touched by the engine's thread alone."""
+"""A sequence: its tokens, block table and computed positions. Only the engine thread touches it."""
 
 from collections import defaultdict
 from collections.abc import Sequence as Seq
@@ -15,7 +15,7 @@ from services.protocol.ticket import FinishReason, SamplingParams, Ticket, Ticke
 
 
 class Stamps(Protocol):
-    """What blocks say of themselves (law 6)."""
+    """The stamps of a pool, to check only: a record per block of its content (law 6)."""
 
     def first_mismatch(
         self, block_ids: Seq[int], parent: PrefixHash, hashes: Seq[PrefixHash], token_ids: Seq[int]
@@ -25,16 +25,19 @@ class Stamps(Protocol):
 
 
 CompletedBlock = tuple[int, PrefixHash, PrefixHash, tuple[int, ...]]
-"""(block id, its prefix hash, its parent's, its token ids)."""
+"""(block id, prefix hash, parent's prefix hash, token ids)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is the same for all sequences of a request: how they draw, where they end (with one of
-    `stop_ids`, or at `max_len` tokens, prompt included; `end_ids`: those that would end it, were
-    they not ignored), what their blocks are called. `prompt_logprobs`: tell those of the
-    prompt too, each with so many of the likeliest; then all of it has to be computed, adopted or
-    not."""
+    """What all sequences of a request share: how they draw, where they end, how blocks are hashed.
+
+    A sequence ends with a token of `stop_ids`, or at `max_len` tokens, prompt included. `end_ids`:
+    `stop_ids` and the model's EOS tokens, even if the request ignores EOS; `min_tokens` bans them.
+    `root`: the hash before a prompt's first block. `prompt_logprobs`: report the logprobs of the
+    prompt too, each with that many of the likeliest tokens; None: do not. All tokens of the prompt
+    are computed then, even those in adopted blocks.
+    """
 
     sampling: SamplingParams
     stop_ids: frozenset[int]
@@ -75,29 +78,29 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """What comes where a sequence's tokens end: sequence `index` of the group, with `own` tokens
-    to compute, or a draw where it has none."""
+    """The continuation that sequence `index` of the group takes where shared tokens end: its `own`
+    tokens, still to be computed, or a draw if it has none."""
 
     index: int
     own: tuple[int, ...] = ()
 
 
 def common(ways: Seq[tuple[int, ...]]) -> tuple[int, ...]:
-    """Tokens with which all of them begin."""
-    first, last = min(ways), max(ways)  # whatever stands between them begins as they do
+    """The longest common prefix."""
+    first, last = min(ways), max(ways)  # in lexical order all others lie between these two
     pairs = enumerate(zip(first, last, strict=False))
     num_same = next((i for i, (a, b) in pairs if a != b), min(len(first), len(last)))
     return first[:num_same]
 
 
 def joined(branches: Seq[Branch]) -> tuple[tuple[int, ...], tuple[Branch, ...]]:
-    """What all of them begin with, and they behind it."""
+    """The longest common prefix of the branches' own tokens, and the branches without it."""
     shared = common([branch.own for branch in branches])
     return shared, tuple(Branch(each.index, each.own[len(shared) :]) for each in branches)
 
 
 class Sequence:
-    """Where a sequence stands:
+    """One sequence in the engine: its tokens, its block table, and how far its KV is computed.
 
     tokens        |------- prompt -------|---- generated ----|-- branches
     KV computed   |==================================|          num_computed
@@ -105,11 +108,11 @@ class Sequence:
     block table   |  b0 |  b1 |  b2 |  b3 |  b4 |  b5 |  b6 |
     blocks hashed |  b0 |  b1 |  b2 |  b3 |                     len(self.hashes)
 
-    KV of adopted positions is never stored again, even where a query is computed anew (law 2).
-    A sequence can be run while the slots of its uncomputed tokens are in its block table.
+    KV of adopted positions is never stored again, even if those positions are computed again
+    (law 2). A sequence can run as far as the slots of its uncomputed tokens are in its block table.
 
-    Sequences of a group that begin with the same tokens are one until those are computed: it has a
-    branch for each. Mostly it has one, its own next draw.
+    Sequences of a group that begin with the same tokens are one `Sequence` until these tokens are
+    computed; it has a branch for each of them. Most sequences have one branch: their next draw.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class Sequence:
         num_adopted: int = 0,
         hashes: Seq[PrefixHash] = (),
     ) -> None:
-        """`hashes`: of leading blocks, if they are known."""
+        """`hashes`: the prefix hashes of leading blocks, as far as the caller knows them."""
         self.branches = tuple(branches)
         self.tokens = list(tokens)
         self.block_table = list(block_ids)
@@ -146,7 +149,7 @@ class Sequence:
 
     @property
     def index(self) -> int:
-        """Its place in the group: that of its first branch."""
+        """The index in the group of its first branch."""
         return self.branches[0].index
 
     @property
@@ -161,7 +164,7 @@ class Sequence:
 
     @property
     def next_block(self) -> int | None:
-        """The block that it writes next, if it has one."""
+        """The block that it writes next; None if its block table does not reach that far."""
         number = self._next_number
         return self.block_table[number] if number < len(self.block_table) else None
 
@@ -173,9 +176,9 @@ class Sequence:
         return max(self.num_computed, self.num_adopted) // self._rules.block_size
 
     def is_stamped(self, stamps: Stamps, owner: str, beside: "Sequence | None" = None) -> bool:
-        """Whether its blocks say what they have to: its tokens, as far as they are full of computed
-        ones, and after that nothing but that `owner` writes them. What it shares with `beside` was
-        looked at there."""
+        """Whether the stamps of its blocks are right: those of finished blocks name exactly its
+        tokens, and the others name `owner` as the holder that writes them. Leading finished blocks
+        shared with `beside` are not checked again."""
         first = 0 if beside is None else _num_shared(self.full_blocks, beside.full_blocks)
         num_full, size = len(self.hashes), self._rules.block_size
         full, rest = self.block_table[first:num_full], self.block_table[num_full:]
@@ -185,7 +188,7 @@ class Sequence:
         return wrong is None and stamps.are_written_by(rest, owner)
 
     def row(self, num_tokens: int) -> Row:
-        """The next `num_tokens` uncomputed tokens; they draw if they are the last."""
+        """A row of the next `num_tokens` uncomputed tokens; it draws if they are the last ones."""
         end = self.num_computed + num_tokens
         return Row(
             token_ids=self.tokens[self.num_computed : end],
@@ -203,7 +206,8 @@ class Sequence:
         return tuple(replace(draw, adjustment=adjustment) for draw in self._draws)
 
     def _scoring(self, end: int) -> Scoring | None:
-        """Each token but the first is told by the state of the one before it."""
+        """The prompt tokens after those of a row that ends at `end`: the state of each token gives
+        the logprob of the next."""
         num_top = self._rules.prompt_logprobs
         if num_top is None:
             return None
@@ -212,7 +216,7 @@ class Sequence:
         return Scoring(token_ids, num_top) if token_ids else None
 
     def fork(self, branches: Seq[Branch], own: Seq[int] = ()) -> "Sequence":
-        """Another one that goes on from where this one is computed, with the same blocks so far."""
+        """A new sequence with the same tokens and computed blocks, then `own` tokens."""
         num_blocks = -(-self.num_computed // self._rules.block_size)
         return Sequence(
             self._rules,
@@ -225,8 +229,11 @@ class Sequence:
         )
 
     def split(self) -> list["Sequence"]:
-        """All its tokens are computed: a sequence for each way that its branches take, the first
-        one itself. Those that take the same way are one further on."""
+        """Split into one sequence per continuation, once all tokens are computed.
+
+        Branches with the same next token stay together, up to the end of what they have in common;
+        a branch that draws is on its own. This sequence is the first of the result.
+        """
         if len(self.branches) == 1 and not self.branches[0].own:
             return [self]
         ways = defaultdict[object, list[Branch]](list)
@@ -240,19 +247,19 @@ class Sequence:
         return [self, *forks]
 
     def without(self, index: int) -> bool:
-        """Drop a branch; whether others are left."""
+        """Drop a branch; returns whether others are left."""
         self.branches = tuple(branch for branch in self.branches if branch.index != index)
         self._draws = _draws(self._rules, self.branches)
         return bool(self.branches)
 
     def become(self, index: int, token: int) -> None:
-        """Beam `index` of its group, which goes on with this token."""
+        """Become beam `index` of the group and append the token."""
         self.branches = (Branch(index),)
         self._draws = _draws(self._rules, self.branches)
         self.tokens.append(token)
 
     def append(self, token: int) -> FinishReason | None:
-        """A token was drawn after the last one; why the sequence ends."""
+        """Append a drawn token. Returns the finish reason if the sequence ends with it."""
         self.tokens.append(token)
         if token in self._rules.stop_ids:
             return FinishReason.STOP
@@ -262,11 +269,11 @@ class Sequence:
 
     @property
     def full_blocks(self) -> tuple[tuple[int, PrefixHash], ...]:
-        """Its finished blocks, adopted ones too, as they are or may be published."""
+        """(block id, prefix hash) of its finished blocks, adopted ones too."""
         return tuple(zip(self.block_table, self.hashes, strict=False))
 
     def take_completed(self) -> list[CompletedBlock]:
-        """Blocks whose KV became complete since the last call; never an adopted one."""
+        """Blocks whose KV became complete since the last call; never adopted ones."""
         return self._hash_until(self.num_computed)
 
     def _hash_until(self, num_tokens: int) -> list[CompletedBlock]:
@@ -279,12 +286,12 @@ class Sequence:
         return completed
 
     def num_missing(self, look_ahead: int) -> int:
-        """Blocks that it lacks for its tokens and `look_ahead` more (never more than the whole
-        sequence needs)."""
+        """How many blocks it lacks for its tokens and `look_ahead` more, or up to `max_len` if that
+        is less."""
         return max(0, self._num_blocks(0, look_ahead) - len(self.block_table))
 
     def num_lacking(self, look_ahead: int) -> int:
-        """The same, with what its branches will need behind the full blocks that they share."""
+        """Like `num_missing`, but counts the blocks of all branches, which share the full ones."""
         num_full = len(self.tokens) // self._rules.block_size
         own = (self._num_blocks(len(b.own), look_ahead) - num_full for b in self.branches)
         return max(0, num_full + sum(own) - len(self.block_table))
@@ -294,7 +301,7 @@ class Sequence:
         return blocks_to_go_on(num_tokens, look_ahead, self._rules.max_len, self._rules.block_size)
 
     def at_rest(self) -> list[TicketSequence]:
-        """As a ticket says it, branch by branch."""
+        """Its state as a ticket names it, one `TicketSequence` for each branch."""
         generated = tuple(self.tokens[self._rules.num_prompt_tokens :])
         block_ids = tuple(self.block_table)
         return [
@@ -308,6 +315,6 @@ def _draws(rules: Rules, branches: Seq[Branch]) -> tuple[Draw, ...]:
 
 
 def _num_shared(these: Seq[tuple[int, PrefixHash]], those: Seq[tuple[int, PrefixHash]]) -> int:
-    """How many leading blocks are the same, and say the same."""
+    """How many leading blocks have the same id and the same hash."""
     pairs = enumerate(zip(these, those, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(these), len(those)))

@@ -1,1 +1,1 @@
-"""Weights of a checkpoint: read, fused, packed."""
+"""The weights of a checkpoint: loading, fusing, packing."""

@@ -1,7 +1,7 @@
-"""A checkpoint's tensors, memory-mapped from safetensors files, one or sharded with an index.
+"""Loads a checkpoint's tensors from memory-mapped safetensors files, one file or several.
 
-A tensor whose file already has the wanted dtype is a view of the mapped file: it costs no private
-memory, and all workers of a host share its pages.
+A tensor that is not converted is a view of the mapped file: it costs no private memory, and all
+workers of a host share its pages.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,9 +24,9 @@ def load_weights(
     dtype: torch.dtype | None,
     ignored: frozenset[str] = frozenset(),
 ) -> dict[str, Tensor]:
-    """Every tensor of `shapes`, as `dtype`; None: as each is in its file.
+    """Every tensor named in `shapes`, converted to `dtype`; None: with the dtype of its file.
 
-    StartupError: see `checked_weights`.
+    Raises StartupError if a file cannot be read, or as `checked_weights` does.
     """
     weights: dict[str, Tensor] = {}
     for path, names in checked_weights(directory, shapes, ignored).items():
@@ -41,13 +41,14 @@ def load_weights(
 
 
 def weights_digest(directory: Path, progress: Callable[[], None] = lambda: None) -> str:
-    """xxh3-128 over every byte of the weight files, in hexadecimal: read once, as fast as the disk,
-    or at 20 GB/s from the page cache. StartupError: a file cannot be read."""
+    """xxh3-128 over every byte of the weight files, in hexadecimal. The disk limits its speed, or
+    memory (20 GB/s) if the files are in the page cache. Raises StartupError if a file cannot be
+    read."""
     digest = xxhash.xxh3_128()
     piece = memoryview(bytearray(_DIGESTED_BYTES))
     for path in weight_files(directory):
         try:
-            # Length first, so that bytes cannot move from one file to the next unseen.
+            # The length comes first: otherwise bytes that move between files change nothing.
             digest.update(path.stat().st_size.to_bytes(8, "little"))
             with path.open("rb", buffering=0) as file:
                 while num_bytes := file.readinto(piece):

@@ -1,5 +1,5 @@
-"""What the native decoder's linears are made of: which weights of a checkpoint are computed in one,
-and in which order their outputs lie."""
+"""Fused weights: which weights of a checkpoint form one linear of the native decoder, and in which
+order their outputs follow each other."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,13 +11,15 @@ from services.common.checkpoint.layout import EMBEDDING, HEAD, layer_prefix
 from services.common.text.model_config import ModelConfig
 
 GATE_UP_COLUMNS = 16
-"""`gate` and `up` alternate by this many outputs, so that one panel has both of a pair."""
+"""The outputs of `gate` and `up` alternate in runs of this length, so that one panel has both
+outputs of a pair."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One linear [num_outputs, num_inputs]: `sources`, joined along the outputs, by turns of so
-    many of each or (0) one after another."""
+    """One linear [num_outputs, num_inputs] of the native decoder. It joins the weights `sources`
+    along their outputs: runs of `turn` outputs of each alternate; if 0, the weights follow one
+    another."""
 
     name: str
     sources: tuple[str, ...]
@@ -26,11 +28,11 @@ class Section:
     turn: int = 0
 
     def weights(self, weights: Mapping[str, Tensor]) -> list[Tensor]:
-        """[n_i, num_inputs] each, to be joined."""
+        """The weights to join, [n_i, num_inputs] each."""
         return [weights[f"{source}.weight"] for source in self.sources]
 
     def bias(self, weights: Mapping[str, Tensor]) -> Tensor | None:
-        """[num_outputs], or None where the checkpoint has none."""
+        """The joined bias [num_outputs], or None if the checkpoint has none."""
         names = [f"{source}.bias" for source in self.sources]
         if not all(name in weights for name in names):
             return None
@@ -39,7 +41,7 @@ class Section:
 
 
 def layer_sections(config: ModelConfig, layer: int) -> dict[str, Section]:
-    """By the names that the native decoder gives them."""
+    """The linears of a layer, by the names that the native decoder gives them."""
     prefix, hidden = layer_prefix(layer), config.hidden_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     wide = _padded(config.intermediate_size)
@@ -70,8 +72,8 @@ def all_sections(config: ModelConfig) -> Iterator[Section]:
 
 
 def alternated(pair: list[Tensor]) -> Tensor:
-    """[n, ...] twice -> [2 * n padded to 16, ...]: 16 of the first, 16 of the second, and so on;
-    what is behind n is 0."""
+    """Two tensors [n, ...] -> [2 * m, ...], where m is n rounded up to 16: 16 rows of the first, 16
+    of the second, and so on. Rows beyond n are 0."""
     padded = []
     for part in pair:
         whole = part.new_zeros((_padded(part.shape[0]), *part.shape[1:]))

@@ -1,9 +1,14 @@
-"""Weights as the native kernels want them, packed once and kept in a file that every worker of the
-host maps: one copy in memory, ready at the next start.
+"""The packed file: weights in the layout of the native kernels. It is made once, and every worker
+of the host maps it: there is one copy in memory, ready at the next start.
 
-A file is: the magic, the digest of all that follows, the length of the header, the header in JSON,
-then the sections, each from a page's begin on. The header names what the file was made from; a file
-made from anything else, half written or changed since is made again. It may be deleted at any time.
+    offset  0   magic, 8 bytes
+            8   digest of everything after it, 8 bytes
+           16   length of the header, 8 bytes, little-endian
+           24   header, JSON: facts, and offset and length of each section
+                sections, each aligned to a page
+
+The facts name what the file was made from. A file that was made from anything else, is incomplete
+or was changed is made again. The file may be deleted at any time.
 
 See ADR 44.
 """
@@ -38,19 +43,19 @@ _DIGESTED_BYTES = 64 << 20
 _LOCK_INTERVAL_S = 0.05
 
 Facts = Mapping[str, Any]
-"""JSON: what a file was made from."""
+"""What a packed file was made from, as JSON values."""
 
 Contents = Callable[[str], Iterable[Tensor]]
-"""The bytes of a section, by its name: uint8, from front to back in pieces of any size; each is
-needed until the next one is asked for."""
+"""Yields the bytes of the section with the given name in order, as uint8 tensors of any size. Each
+tensor stays valid until the next one is requested."""
 
 Progress = Callable[[], None]
-"""Called every now and then by what takes long; what it raises ends that."""
+"""Called repeatedly during long work; an exception that it raises ends the work."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """`sections`: uint8, read-only memory of the mapped file. `facts`: what it was made from."""
+    """A mapped packed file. `sections`: uint8 views of the mapped memory, to be read only."""
 
     facts: Facts
     sections: Mapping[str, Tensor]
@@ -62,11 +67,12 @@ def packed_file(
     make: Callable[[], tuple[Facts, Mapping[str, int], Contents]],
     progress: Progress,
 ) -> PackedFile:
-    """The file at `path` if it is whole and current, else a new one: `make` says its facts, the
-    sizes of its sections in bytes, and what is in them.
+    """Map the file at `path`; make it first if it is missing, incomplete or not current.
 
-    Of several workers that start at once, one makes it and the others wait. StartupError: there is
-    no room, or no right to write there. Whatever `progress` raises leaves nothing half made.
+    `make` returns the facts of the new file, the sizes of its sections in bytes, and their
+    contents. If several workers start at once, one makes the file and the others wait. Raises
+    StartupError if the file cannot be read or written. An exception of `progress` leaves no
+    unfinished file behind.
     """
 
     def current() -> PackedFile | None:
@@ -88,7 +94,7 @@ def packed_file(
 
 @contextmanager
 def locked(path: Path, progress: Progress) -> Iterator[None]:
-    """Holds the lock of the file at `path`, which stays."""
+    """Hold an exclusive lock on the file at `path`. The file is created if missing, and stays."""
     with path.open("ab") as file:
         while not _locks(file.fileno()):
             progress()
@@ -105,7 +111,7 @@ def _locks(fd: int) -> bool:
 
 
 def _opened(path: Path, progress: Progress) -> PackedFile | None:
-    """None: it is not there, or not whole."""
+    """The mapped file, or None if it is missing or damaged."""
     try:
         mapped = _mapped(path)
     except (FileNotFoundError, ValueError):  # An empty file cannot be mapped.
@@ -118,7 +124,7 @@ def _opened(path: Path, progress: Progress) -> PackedFile | None:
 
 def _mapped(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
-        # Private, so that torch may take it for writable; nobody writes, so nothing is copied.
+        # torch needs a writable buffer, so the mapping is copy-on-write; nothing writes to it.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
@@ -133,7 +139,7 @@ def _read(mapped: mmap.mmap) -> PackedFile:
 
 
 def _digest(mapped: mmap.mmap, progress: Progress) -> bytes:
-    """Of all behind the digest's own place."""
+    """The digest of everything after the digest itself."""
     digest = xxhash.xxh3_64()
     with memoryview(mapped) as view:
         for begin in range(_DIGEST.stop, len(view), _DIGESTED_BYTES):
@@ -144,12 +150,12 @@ def _digest(mapped: mmap.mmap, progress: Progress) -> bytes:
 
 
 def _write(path: Path, facts: Facts, sizes: Mapping[str, int], contents: Contents) -> None:
-    """Under another name first: a file with its own is whole."""
+    """Write the file under a temporary name and rename it: a file with its own name is complete."""
     text = json.dumps({"facts": facts, "sections": dict(_places(sizes))}).encode()
     unfinished = path.with_name(f"{path.name}.part")
     try:
-        # By writes of 2 MiB and more, which the kernel keeps in huge pages, and many times as fast
-        # as through a mapping, which asks the file system for page after page.
+        # Writes of 2 MiB and more go to huge pages of the page cache. A mapping would fault in page
+        # after page, many times as slowly.
         with unfinished.open("wb", buffering=_WRITTEN_BYTES) as file:
             file.write(bytes(_DIGEST.stop))
             out = _Digesting(file)
@@ -170,7 +176,7 @@ def _write(path: Path, facts: Facts, sizes: Mapping[str, int], contents: Content
 
 
 class _Digesting:
-    """Writes to a file, from behind the digest on."""
+    """Writes what follows the digest to a file; computes the digest and the position meanwhile."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -183,12 +189,12 @@ class _Digesting:
         self.position += len(data)
 
     def pad(self) -> None:
-        """To the next page's begin."""
+        """Pad with zeros to the start of the next page."""
         self.write(bytes(_padded(self.position) - self.position))
 
 
 def _places(sizes: Mapping[str, int]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Offset, counted from where sections begin, and length of every section."""
+    """(name, (offset, length)) of every section; offsets count from the first section."""
     offset = 0
     for name, length in sizes.items():
         yield name, (offset, length)

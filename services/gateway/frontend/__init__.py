@@ -1,1 +1,1 @@
-"""The front doors: gRPC, HTTP and the relay of operations."""
+"""The gateway's servers: gRPC, HTTP, and the relay of operators' calls."""

@@ -1,5 +1,7 @@
-"""What the gateway does, free of gRPC and HTTP: both front doors speak to `Generator` in these
-types."""
+"""The interface between the gateway and its servers: `Generator` and its types.
+
+The gRPC and the HTTP server both call `Generator`; nothing here depends on either.
+"""
 
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
@@ -13,32 +15,34 @@ class ChatMessage:
     role: str
     content: str
     name: str = ""
-    """For chat templates that know several speakers of a role; "" where it has none."""
+    """The speaker, for chat templates that distinguish several speakers of one role; "" if none."""
 
 
 Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 """Text, token ids, or a conversation for the model's chat template."""
 
 TemplateArguments = Mapping[str, Any]
-"""What a client tells the chat template beside the messages."""
+"""Variables that a client sets for the chat template, in addition to the messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedBeams:
-    """Beam search, as the client wrote it; `length_penalty` None is 1."""
+    """The beam search parameters that the client sent, not checked yet."""
 
     width: int
     length_penalty: float | None = None
+    """None means 1."""
     early_stopping: EarlyStopping = EarlyStopping.WHEN_UNLIKELY
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedSampling:
-    """As the client wrote it: None takes the model's generation_config, then the field's default
-    (temperature 1, top_k 0 = all, top_p 1, min_p 0, repetition_penalty 1, a seed drawn at
-    admission, max_tokens up to the context and the pool, min_tokens 0).
-    `n`: how many sequences are drawn for the prompt, by one seed; `best_of`: so many are, and the
-    `n` best of them are the answer; None: all are."""
+    """The sampling parameters that the client sent, not checked yet.
+
+    None takes the value of the model's generation_config, then the parameter's default:
+    temperature 1, top_k 0 (all tokens), top_p 1, min_p 0, repetition_penalty 1, a seed drawn at
+    admission, max_tokens up to the limit of context and pool, min_tokens 0.
+    """
 
     temperature: float | None = None
     top_k: int | None = None
@@ -50,11 +54,13 @@ class RequestedSampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
+    """Number of sequences in the answer, all sampled with one seed."""
     best_of: int | None = None
+    """Number of sequences to sample; the answer has the `n` best. None means `n`."""
     logprobs: int | None = None
-    """Tell each token's logprob, and of so many of the likeliest; None: tell none."""
+    """Report each token's logprob and those of this many likeliest tokens; None: report none."""
     prompt_logprobs: int | None = None
-    """The same of each token of the prompt but the first."""
+    """Like `logprobs`, for each prompt token except the first."""
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -65,60 +71,64 @@ class RequestedSampling:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     usual_tokens: int | None = None
-    """Most tokens where `max_tokens` is None; None: what context and pool leave."""
+    """Limit of generated tokens if `max_tokens` is None; None: the limit of context and pool."""
     beam: RequestedBeams | None = None
 
     @property
     def width(self) -> int:
-        """How many sequences run for it at a time."""
+        """The number of sequences that run at the same time."""
         if self.beam is not None:
             return self.beam.width
         return self.n if self.best_of is None else self.best_of
 
     @property
     def chooses(self) -> bool:
-        """Whether fewer are told than are drawn."""
+        """Whether the answer has fewer sequences than are sampled."""
         return self.best_of is not None and self.best_of > self.n
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What a client has got of one sequence; with its `finish_reason`, all."""
+    """The part of one sequence that the client received before its stream broke."""
 
     index: int
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
+    """Set if the client received the whole sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """`request_id` is drawn when empty; `timeout_s` is what the client gave it, None for no
-    deadline. `received`: what the client has of a call that broke, of each sequence of which it has
-    anything; None: a new request. `resume_token`: the secret that a client needs to go on with the
-    request; a front door draws it when empty. `echo`: tell the prompt too. `template_arguments`:
-    variables of the chat template. `running_usage`: every delta has the usage so far, not only the
-    last."""
+    """A client's request, as the gRPC or HTTP server received it; admission checks it."""
 
     prompt: Prompt
     request_id: str = ""
+    """The gateway generates one if it is empty."""
     model: str = ""
     sampling: RequestedSampling = field(default=RequestedSampling())
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None
+    """Seconds until the client's deadline; None: no deadline."""
     received: tuple[Received, ...] | None = None
+    """The sequences of which the client received something in a call that broke. None: a new
+    request."""
     resume_token: str = ""
+    """The secret that a client needs to continue the request; the server generates one if it is
+    empty."""
     echo: bool = False
+    """Report the prompt too."""
     template_arguments: TemplateArguments = field(default_factory=dict)
     running_usage: bool = False
+    """Every delta has the usage so far; otherwise only the last one has the usage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """`num_cached_tokens`: None where the client may not know."""
-
     num_prompt_tokens: int
     num_cached_tokens: int | None
+    """None if the client may not know: without a cache salt of its own, the number could reveal
+    the prompts of other clients."""
     num_generated_tokens: int
     time_to_first_token_ms: float
     num_preemptions: int
@@ -126,55 +136,61 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A token that could be at some position. `rank`: 1 + how many have a larger logit. `token`:
-    its UTF-8, or part of a character; a special token's name."""
+    """A token that is possible at some position, with its logprob."""
 
     token_id: int
     logprob: float
     rank: int
+    """1 + the number of tokens with a larger logit."""
     token: bytes
+    """The token's text in UTF-8, which may be a part of a character; a special token's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one position: the token that is there, and the likeliest, likeliest first. `text_offset`:
-    how many characters of the text are before it."""
+    """The logprobs at one position."""
 
     chosen: Candidate
+    """The token at that position."""
     top: tuple[Candidate, ...]
+    """The likeliest tokens, likeliest first."""
     text_offset: int
+    """Number of characters of the text before the token."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptReport:
-    """A prompt as its client gets it back. `logprobs`: of each token but the first, or of none
-    where they were not asked for. `first_token`: as a candidate's `token`."""
+    """The prompt, as reported to a client that asked for an echo or for prompt logprobs."""
 
     text: str
     token_ids: tuple[int, ...]
     first_token: bytes
+    """See `Candidate.token`."""
     logprobs: tuple[TokenLogprobs, ...]
+    """Of each token except the first; empty if the client asked for no prompt logprobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a sequence gained. `text` has whole characters only and nothing of a stop string. The
-    last delta of a sequence has its `finish_reason` and, where a stop ended it, `stopped_by`; the
-    last of the request has `usage`, or each, where asked for. `logprobs`: of each token, where
-    asked for.
-    `prompt`: in the request's first delta, where asked for. `score`: of a sequence that was chosen,
-    the mean of its logprobs; of one that a beam search found, that search's."""
+    """The tokens and the text that a sequence gained since its previous delta."""
 
     request_id: str
     index: int
     token_ids: tuple[int, ...]
     text: str
+    """Whole characters only. No part of a stop string, unless the request asks to include it."""
     finish_reason: FinishReason | None = None
+    """Set in the last delta of a sequence."""
     stopped_by: str | int | None = None
+    """The stop string or stop token id that ended the sequence, in its last delta."""
     usage: Usage | None = None
+    """In the last delta of the request; with `running_usage` in every delta."""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token, if the request asks for logprobs."""
     prompt: PromptReport | None = None
+    """In the first delta of the request, if it asks for the prompt or its logprobs."""
     score: float | None = None
+    """The sequence's mean logprob if `best_of` chose it, its score if a beam search found it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,20 +202,23 @@ class ServedModel:
 
 
 class Generator(Protocol):
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """Stream one request. Closing the iterator cancels it at every hop.
+    """Generates text for requests: the gateway, as its gRPC and HTTP servers see it."""
 
-        Raises, before the first delta or in its place: InvalidRequest, PromptTooLong, UnknownModel,
-        DuplicateRequest, QueueFull, WouldBeLate, NoWorker, DeadlineExceeded, KVCorrupt
-        (services.common.errors).
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """Streams the answer to one request. Closing the generator cancels the request at every
+        process that works on it.
+
+        Raises InvalidRequest, PromptTooLong, UnknownModel, DuplicateRequest, QueueFull,
+        WouldBeLate, NoWorker, DeadlineExceeded or PoisonRequest (services.common.errors), usually
+        before the first delta.
         """
 
     def refused(self, request_id: str, model: str, code: str, reason: str) -> None:
-        """Count and log a request that was refused before `generate` heard of it. `model`: as the
-        client names it; empty: not known."""
+        """Counts and logs a request that a server refused without calling `generate`. `model`: the
+        name that the client sent; empty if it is not known."""
 
     def models(self) -> tuple[ServedModel, ...]:
         """The models that can be served now, sorted by name."""
 
     def ready(self) -> bool:
-        """Whether every kind of worker is there for at least one model."""
+        """Whether at least one model has a worker of every role."""

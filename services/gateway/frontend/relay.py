@@ -1,8 +1,9 @@
-"""Passes operations on, unchanged, to the service that has them: the block manager of the registry,
-and the supervisor of this run. They are served on a listener of their own, never on the public one.
+"""Relays operators' calls, unchanged, to the service that answers them: the block manager in the
+registry, or the supervisor of this run. Operations have their own listener, never the public one
+(ADR 99).
 
-Messages go on as the bytes that came, once it is clear that they are messages: what an operation of
-a later version has, needs nothing here but its name in the service's description.
+The relay checks that a request parses as its message, then forwards the received bytes. It takes
+the operations from the service's descriptor, so new operations and new fields need no change here.
 """
 
 from collections.abc import Callable
@@ -24,11 +25,13 @@ _PASSED_ON = ("x-request-id",)
 
 @dataclass(frozen=True, slots=True)
 class Relayed:
-    """A service, and what is raised when nobody is there to serve it, or nobody answers."""
+    """A service whose operations are relayed."""
 
     descriptor: Any
     absent: Callable[[], QuireError]
+    """The error to raise if no process serves it."""
     silent: Callable[[], QuireError]
+    """The error to raise if that process does not answer."""
 
     @property
     def name(self) -> str:
@@ -52,15 +55,16 @@ SUPERVISOR = Relayed(
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the service is now. `member_id`: of a service that takes calls with a proof for it
-    only; empty: its socket is open to its own user only, and needs no proof."""
+    """The process that serves a relayed service now."""
 
     address: str
     member_id: str = ""
+    """The member that a call's proof is made for. Empty: the service listens on a socket that only
+    its own user can open, and needs no proof."""
 
 
 class Relay:
-    """`find` answers where the service is at the moment; None: nobody is there."""
+    """Relays one service. `find` returns the process that serves it now, or None."""
 
     def __init__(
         self, relayed: Relayed, find: Callable[[], Target | None], rpc_key: bytes = b""
@@ -72,7 +76,7 @@ class Relay:
         self._channel: aio.Channel | None = None
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """One handler per operation, bytes in and bytes out."""
+        """One handler for each operation; requests and responses are bytes."""
         return grpc.method_handlers_generic_handler(
             self._relayed.name,
             {
@@ -90,7 +94,7 @@ class Relay:
         name = f"/{self._relayed.name}/{method.name}"
 
         async def call(request: bytes, context: aio.ServicerContext[bytes, bytes]) -> bytes:
-            message.FromString(request)  # DecodeError is the client's
+            message.FromString(request)  # DecodeError: the client sent no such message
             target = self._find()
             if target is None:
                 raise self._relayed.absent()
@@ -116,7 +120,7 @@ class Relay:
         return self._channel
 
     def _as_ours(self, error: aio.AioRpcError) -> QuireError:
-        """Their own error as it is; gRPC's, when nobody answers, in words."""
+        """The service's own error if it sent one; `silent()` if gRPC itself reports UNAVAILABLE."""
         said_by_it = any(key == CODE_TRAILER for key, _ in error.trailing_metadata() or ())
         if error.code() is grpc.StatusCode.UNAVAILABLE and not said_by_it:
             return self._relayed.silent()

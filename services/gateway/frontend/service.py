@@ -1,4 +1,4 @@
-"""The Inference service: protobuf at the edge of the gateway."""
+"""The gRPC service `Inference`: translates protobuf to the types of `frontend.api` and back."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -39,7 +39,10 @@ _OPTIONAL_SAMPLING = (
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """Errors are raised as they are; the server's interceptor turns them into statuses."""
+    """Serves `generator` over gRPC.
+
+    Methods raise the domain's errors; the server's interceptor maps them to gRPC statuses.
+    """
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator

@@ -1,1 +1,1 @@
-"""From a request as it arrives to one that may wait: checks, defaults, token ids."""
+"""Turns a received request into an admitted one: checks, defaults, token ids."""

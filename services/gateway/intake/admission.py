@@ -1,5 +1,6 @@
-"""What a request must be before it may wait: valid, tokenized, with every default resolved, and
-able to fit at all. Whatever is wrong is said here, at once, with the numbers."""
+"""Admits requests: checks the parameters, tokenizes the prompt, resolves every default, and refuses
+a request that no pool can ever hold. An admitted request may wait in a model queue.
+"""
 
 import math
 from collections.abc import Sequence
@@ -22,17 +23,16 @@ from services.protocol.ticket import MAX_SEQUENCES, PRIORITIES, SamplingParams, 
 
 MAX_SALT_CHARS = 1024
 MAX_LOGPROBS_AT_ONCE = 1 << 18
-"""Of a prompt, or of a sequence that comes whole: some 7 MB of a message, which may have 16 MiB."""
+"""Limit for the logprobs that one message carries: those of a prompt, or of a sequence that its
+client gets as a whole. They take about 7 MB; a message has at most 16 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that may wait. `request_id`: what gateway and workers call it. `arrived_at` and
-    `deadline` are times of the event loop's clock; `received`: what its client has of a call that
-    broke; None: a new request. `num_best`: it is told of so many of its sequences, the best; None:
-    of all."""
+    """A request that is checked, tokenized and complete, so that it may wait for workers."""
 
     request_id: str
+    """The scoped id (`services.gateway.intake.identity`), which gateway and workers use."""
     model: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -40,26 +40,32 @@ class Admitted:
     priority: int
     cache_salt: str
     arrived_at: float
+    """A time of the event loop's clock, like `deadline`."""
     deadline: float | None
     vocab_size: int
     num_sequences: int = 1
     num_best: int | None = None
+    """Number of sequences in the answer, the best ones; None: all."""
     received: tuple[Received, ...] | None = None
+    """What the client received in a call that broke; None: a new request."""
     prompt_logprobs: int | None = None
     include_stop_str: bool = False
     skip_special_tokens: bool = True
 
     @property
     def to_go_on(self) -> tuple[TicketSequence, ...]:
-        """The sequences that have not ended, with the tokens that the client has of them. Where
-        the best are chosen it has none: nobody knows yet which those are that it has."""
+        """The sequences that have not ended, each with the tokens that the client has received.
+
+        With `num_best`, all sequences start without tokens: `received` then numbers sequences by
+        rank, and the ranks are unknown until all sequences have ended.
+        """
         known = self.received if self.num_best is None else None
         received = {told.index: told for told in known or ()}
         told = (received.get(index, Received(index)) for index in range(self.num_sequences))
         return tuple(TicketSequence(t.index, t.token_ids) for t in told if not t.finish_reason)
 
     def continues(self, other: "Admitted") -> bool:
-        """Whether this is the same request as another one."""
+        """Whether `other` is the same request, so that this call can continue it."""
         return (
             (self.model, self.prompt_token_ids) == (other.model, other.prompt_token_ids)
             and self.sampling.draws_like(other.sampling)
@@ -73,11 +79,11 @@ class Admitted:
 
     @property
     def width(self) -> int:
-        """How many sequences run for it at a time: those that it asks for, or its beams."""
+        """The number of sequences that run at the same time: `num_sequences`, or the beams."""
         return self.num_sequences if self.sampling.beam is None else self.sampling.beam.width
 
     def misfit(self, spec: PoolSpec) -> str:
-        """Why it can never fit a pool; "" when it can."""
+        """Why the request can never fit a pool with this spec; "" if it can."""
         num_prompt, max_tokens = len(self.prompt_token_ids), self.sampling.max_tokens
         return misfit(num_prompt, max_tokens, spec, self.width)
 
@@ -90,7 +96,12 @@ async def admit(
     arrived_at: float,
     deadline: float | None,
 ) -> Admitted:
-    """InvalidRequest, PromptTooLong."""
+    """Checks and tokenizes `request` for the model `name`, and resolves its defaults.
+
+    `arrived_at` and `deadline` are times of the event loop's clock.
+
+    Raises InvalidRequest or PromptTooLong.
+    """
     asked = request.sampling
     check_text("cache_salt", request.cache_salt, MAX_SALT_CHARS)
     check_logprobs("logprobs", asked.logprobs)
@@ -162,7 +173,7 @@ def check_logprobs_at_once(name: str, num_tokens: int, num_top: int | None) -> N
 def check_received(
     request: GenerationRequest, max_tokens: int, temperature: float, vocab_size: int
 ) -> None:
-    """What it takes to go on with a request that another call began."""
+    """Raises InvalidRequest if `received` does not fit the request that it claims to continue."""
     if request.received is None:
         return
     require(
@@ -206,7 +217,11 @@ def check_num_sequences(n: int, best_of: int | None) -> None:
 
 
 def check_slots(width: int, most_slots: int | None) -> None:
-    """`most_slots`: of any decode worker; None: there is none now."""
+    """Raises InvalidRequest if no decode worker can run `width` sequences at the same time.
+
+    `most_slots`: the largest number of decode slots of any decode worker; None: no decode worker
+    exists now.
+    """
     require(
         most_slots is None or width <= most_slots,
         f"{width} sequences; the decode workers run at most {most_slots} at a time",
@@ -222,8 +237,13 @@ def resolve_max_tokens(
     *,
     usual: int | None = None,
 ) -> int:
-    """As asked for, where it fits; absent: all that context and largest pool leave, at most the
-    `usual` number."""
+    """The limit of generated tokens for each sequence.
+
+    `asked` if it fits. If `asked` is None: all that the context and the largest pool leave, at most
+    `usual`.
+
+    PromptTooLong: the prompt and the limit do not fit the context, or no pool can hold them.
+    """
     if num_prompt + 1 > max_model_len:
         raise prompt_too_long(str(num_prompt), max_model_len)
     if asked is not None and num_prompt + asked > max_model_len:
@@ -243,8 +263,10 @@ def resolve_max_tokens(
 
 
 def misfit(num_prompt: int, max_tokens: int, spec: PoolSpec, num_sequences: int) -> str:
-    """Why a request can never fit a pool; "" when it can. Its sequences share the prompt's full
-    blocks."""
+    """Why a request can never fit a pool with this spec; "" if it can.
+
+    The sequences of a request share the full blocks of its prompt.
+    """
     num_shared = num_prompt // spec.block_size
     num_own = math.ceil((num_prompt + max_tokens) / spec.block_size) - num_shared
     num_blocks = num_shared + num_sequences * num_own

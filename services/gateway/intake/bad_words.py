@@ -1,5 +1,5 @@
-"""Bad words to token sequences: those that a text would spell each word with, at its start and
-behind a space."""
+"""Turns each bad word into the token sequences that spell it: at the start of a text, and after a
+space."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -8,14 +8,17 @@ from services.gateway.intake.catalog import Model
 from services.gateway.intake.checks import require
 
 MAX_CHARS = 16_384
-"""Of all words of a request."""
+"""Limit for all bad words of a request together."""
 
 _FEW_CHARS = 512
-"""Up to here tokenizing takes less than passing it to a thread and back."""
+"""Up to this length, tokenizing takes less time than a change to a thread and back."""
 
 
 async def token_sequences(words: Sequence[str], model: Model) -> tuple[tuple[int, ...], ...]:
-    """Each sequence once. InvalidRequest: a word has no tokens of the model's."""
+    """The token sequences that spell `words`, without duplicates.
+
+    InvalidRequest: a word has no tokens, or a token outside the model's vocabulary.
+    """
     if sum(map(len, words)) <= _FEW_CHARS:
         return _token_sequences(words, model)
     return await asyncio.to_thread(_token_sequences, words, model)
@@ -26,8 +29,11 @@ def _token_sequences(words: Sequence[str], model: Model) -> tuple[tuple[int, ...
 
 
 def _spellings(word: str, model: Model) -> Iterator[tuple[int, ...]]:
-    """As vLLM has it, the one behind a space only where that makes another token of as many: not
-    where the space is a token of its own, so that the word itself comes next."""
+    """The word's tokens at the start of a text, and perhaps those after a space, as in vLLM.
+
+    The second sequence counts only if it is as long as the first and starts with another token. So
+    it is left out where the space is a token of its own and the word's tokens follow unchanged.
+    """
     word = word.lstrip()
     plain = _encode(word, model)
     require(bool(plain), f"the bad word {word!r} has no tokens")

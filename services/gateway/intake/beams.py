@@ -1,4 +1,4 @@
-"""What a beam search may be asked for, and with what it makes no sense."""
+"""Checks the parameters of a beam search, and which other parameters it excludes."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,12 +24,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprobs": (),
     "prompt_logprobs": (),
 }
-"""Parameters that a beam search does without, and what of them changes nothing; absent ones never
-do, whatever the model's generation_config says: it is about sampling."""
+"""Parameters that a beam search does not support, each with the values that have no effect and are
+therefore accepted. A beam search ignores the model's generation_config, which is about sampling."""
 
 
 def resolve_beam(asked: RequestedSampling) -> BeamParams | None:
-    """None: no beam search. InvalidRequest."""
+    """The checked parameters of the beam search; None if the request asks for none.
+
+    InvalidRequest: a parameter is out of range, or not supported by a beam search.
+    """
     beam = asked.beam
     if beam is None:
         return None
@@ -49,5 +52,6 @@ def resolve_beam(asked: RequestedSampling) -> BeamParams | None:
 
 
 def neutral(asked: RequestedSampling) -> RequestedSampling:
-    """With nothing left to chance: the likeliest token is what a search of one beam takes."""
+    """`asked` with greedy sampling, the choice of a beam search of width 1. The values replace
+    those of the model's generation_config."""
     return replace(asked, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)

@@ -1,4 +1,4 @@
-"""What the gateway knows of a model: its text and configuration, from the model's directory."""
+"""Loads what the gateway needs of a model: configuration, tokenizer and chat template."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +10,19 @@ from services.common.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """`chat_template` is None where the checkpoint has none."""
+    """A model as the gateway sees it, without weights."""
 
     config: ModelConfig
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    """None if the checkpoint has no chat template."""
 
 
 def load_model(directory: str) -> Model:
-    """StartupError: files are missing or wrong. Takes up to seconds for a large vocabulary."""
+    """Loads a model from its directory. Takes up to seconds for a large vocabulary.
+
+    StartupError: files are missing or wrong.
+    """
     path = Path(directory)
     tokenizer = Tokenizer.from_directory(path)
     return Model(

@@ -1,4 +1,4 @@
-"""What admission asks of single values."""
+"""Checks of single values of a request."""
 
 import math
 import struct
@@ -7,19 +7,20 @@ from services.common.errors import InvalidRequest
 
 
 def require(holds: bool, problem: str) -> None:
-    """InvalidRequest: it does not."""
+    """Raises InvalidRequest with the text `problem` unless `holds`."""
     if not holds:
         raise InvalidRequest(problem)
 
 
 def check_text(name: str, text: str, max_chars: int) -> None:
-    """InvalidRequest: it is too long, or no text."""
+    """Raises InvalidRequest if `text` is too long or has lone surrogates."""
     require(len(text) <= max_chars, f"{name} has {len(text)} characters, at most {max_chars}")
     require(is_unicode(text), f"{name} is not valid Unicode: it has a lone surrogate")
 
 
 def is_unicode(text: str) -> bool:
-    """False for a string with lone surrogates: it has no UTF-8, and no tokenizer takes it."""
+    """False for a string with lone surrogates: UTF-8 cannot encode it, and no tokenizer accepts
+    it."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -28,7 +29,10 @@ def is_unicode(text: str) -> bool:
 
 
 def float32(name: str, value: float) -> float:
-    """Rounded to the 32 bits that travel. InvalidRequest: not finite."""
+    """`value` rounded to 32 bits, the precision of the wire.
+
+    InvalidRequest: it is not finite, or too large for 32 bits.
+    """
     if not math.isfinite(value):
         raise InvalidRequest(f"{name} is {value}, not a finite number")
     try:

@@ -1,7 +1,8 @@
-"""What a request is called: its client's id together with a resume token that nobody else knows.
+"""The identity of a request: its client's id, scoped by a secret resume token.
 
-The gateway and the workers know a request under the id and a digest of the token. Another client
-that uses the same id therefore has another request, and cannot find out whether this one is there.
+Gateway and workers identify a request by the client's id and a digest of the token. A second client
+that uses the same id therefore names another request, and cannot find out whether the first one
+exists (ADR 101).
 """
 
 import base64
@@ -20,7 +21,8 @@ _DIGEST_BYTES = 16
 
 
 def check_identity(request: GenerationRequest) -> None:
-    """InvalidRequest."""
+    """Raises InvalidRequest if the id or the resume token is not usable, or if `received` comes
+    without them."""
     check_text("request_id", request.request_id, MAX_ID_CHARS)
     check_text("resume_token", request.resume_token, MAX_ID_CHARS)
     num_chars = len(request.resume_token)
@@ -37,19 +39,22 @@ def check_identity(request: GenerationRequest) -> None:
 
 
 def with_resume_token(request: GenerationRequest) -> GenerationRequest:
-    """With a token drawn where a new request has none."""
+    """`request` with a resume token: a new request without one gets a random one."""
     if request.resume_token or request.received is not None:
         return request
     return replace(request, resume_token=secrets.token_urlsafe(32))
 
 
 def scoped_id(request_id: str, resume_token: str) -> str:
-    """What gateway and workers call a request. They compare digests: the time that a comparison
-    takes says nothing about the token, and neither does a log."""
+    """The request's id at gateway and workers.
+
+    It has a digest of the token instead of the token. So neither a log nor the time that a
+    comparison takes reveals the token.
+    """
     digest = hashlib.sha256(resume_token.encode()).digest()[:_DIGEST_BYTES]
     return request_id + _SEPARATOR + base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
 def client_id(scoped: str) -> str:
-    """What its client calls it."""
+    """The client's part of a scoped id."""
     return scoped.rpartition(_SEPARATOR)[0] or scoped

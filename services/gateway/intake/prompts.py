@@ -1,5 +1,8 @@
-"""Prompts to token ids. Work that grows with the prompt is done in threads, and bounded: a text is
-refused after a look at as much of it as fills the context, not after all of it."""
+"""Turns prompts into token ids.
+
+Long prompts are tokenized in threads. The work is bounded: a text that does not fit the context is
+refused after the part that fills the context, not after all of it.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +15,10 @@ from services.gateway.frontend.api import ChatMessage, Prompt, TemplateArguments
 from services.gateway.intake.catalog import Model
 
 _SHORT_CHARS = 2048
-"""Up to here tokenizing takes less than passing it to a thread and back."""
+"""Up to this length, tokenizing takes less time than a change to a thread and back."""
 
 MAX_MESSAGES = 16_384
-"""Of a chat; rendering takes some 20 us for each."""
+"""Limit for the messages of a chat; to render a message takes about 20 us."""
 
 _FIRST_LOOK_CHARS = 1 << 17
 _NUM_THREADS = 2
@@ -26,9 +29,11 @@ _threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
 async def token_ids_of(
     prompt: Prompt, model: Model, max_model_len: int, arguments: TemplateArguments | None = None
 ) -> tuple[int, ...]:
-    """At least one token, each in the vocabulary. `arguments`: of a chat's template.
+    """The prompt's token ids: at least one, all in the vocabulary.
 
-    InvalidRequest, PromptTooLong.
+    `arguments`: variables of the chat template.
+
+    Raises InvalidRequest or PromptTooLong.
     """
     work = partial(_token_ids, prompt, model, max_model_len, arguments or {})
     if _num_chars(prompt) <= _SHORT_CHARS and not arguments:
@@ -41,13 +46,13 @@ async def token_ids_of(
 
 
 def check_num_messages(number: int) -> None:
-    """InvalidRequest."""
+    """Raises InvalidRequest if a chat has too many messages."""
     if number > MAX_MESSAGES:
         raise InvalidRequest(f"{number} messages, at most {MAX_MESSAGES}")
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """InvalidRequest names one that is not in the vocabulary."""
+    """Raises InvalidRequest, with the token id, if one is outside the vocabulary."""
     for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"{name}: {token_id} is not in the vocabulary of {vocab_size}")
@@ -60,7 +65,7 @@ def _num_chars(prompt: Prompt) -> int:
 
 
 def _messages(prompt: Prompt) -> tuple[ChatMessage, ...]:
-    """Of a chat; of any other prompt none."""
+    """The messages of a chat; none for any other prompt."""
     is_chat = bool(prompt) and isinstance(prompt[0], ChatMessage)
     return cast("tuple[ChatMessage, ...]", prompt) if is_chat else ()
 
@@ -86,7 +91,11 @@ def _token_ids(
 def _render(
     messages: Sequence[ChatMessage], model: Model, arguments: TemplateArguments
 ) -> tuple[str, Mapping[str, str]]:
-    """The template puts special tokens where they belong; those that a client wrote are hidden."""
+    """The rendered chat, and the special tokens that were hidden in it (`SpecialTokens.hide`).
+
+    Only the template may place special tokens. Those that the client wrote are hidden, so that they
+    stay text.
+    """
     if model.chat_template is None:
         raise InvalidRequest("this model has no chat template; send text or token ids")
     for number, message in enumerate(messages):
@@ -105,9 +114,10 @@ def _fields(message: ChatMessage) -> dict[str, str]:
 def _encode(
     text: str, model: Model, max_model_len: int, encode: Callable[[str], tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """Tokenize, looking at twice as much of a long text each time while it may still fit.
+    """Tokenizes `text`; tokenizes prefixes of a long text first, each twice as long as the last.
 
-    Cutting a text changes its tokens near the cut only; a tenth more than fits is surely too much.
+    Cutting a text changes its tokens near the cut only. So a prefix with more tokens than 1.1 times
+    the context, plus 64, proves that the whole text does not fit.
     """
     surely_too_many = max_model_len + max_model_len // 10 + 64
     look = _FIRST_LOOK_CHARS
@@ -133,5 +143,5 @@ def prompt_too_long(num_tokens: str, max_model_len: int) -> PromptTooLong:
 
 
 def context_length(num_tokens: int) -> str:
-    """The sentence by which clients of OpenAI's API know that a request is too long."""
+    """The sentence by which OpenAI's clients recognize that a request is too long."""
     return f"This model's maximum context length is {num_tokens} tokens."

@@ -1,4 +1,4 @@
-"""Sampling parameters as a client asked for them: checked, with every default resolved."""
+"""Checks a client's sampling parameters and resolves every default."""
 
 import secrets
 from collections.abc import Sequence
@@ -23,11 +23,14 @@ _UINT64 = 1 << 64
 
 
 async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingParams:
-    """Asked for, else the model's own, else neutral; `max_tokens` depends on the prompt and comes
-    later. Floats are rounded to the 32 bits that travel: what is checked is what is sampled with.
-    Logprobs are told where the best are chosen by them, too.
+    """The checked parameters: the client's value, else that of the model's generation_config, else
+    the neutral value.
 
-    InvalidRequest.
+    `max_tokens` is provisional, because it depends on the prompt (`resolve_max_tokens`). Floats are
+    rounded to the 32 bits of the wire before the checks, so that workers sample with the checked
+    values. Logprobs are on if `best_of` chooses sequences, which compares them.
+
+    Raises InvalidRequest.
     """
     _check_stops(asked, model.config.vocab_size)
     _check_biases(asked, model.config.vocab_size)
@@ -106,7 +109,11 @@ def _check_bad_words(words: Sequence[str]) -> None:
 
 
 def _check_something_is_left(sampling: SamplingParams, eos_token_ids: Sequence[int]) -> None:
-    """Of the allowed tokens. What bad words of several tokens leave is seen as they come."""
+    """Raises InvalidRequest if bad words and `min_tokens` ban every allowed token at the start.
+
+    Bad words of several tokens are left out: they ban a token only after others, which the sampler
+    decides step by step.
+    """
     allowed = set(sampling.allowed_token_ids)
     if not allowed:
         return
@@ -138,7 +145,7 @@ def _top_k(asked: int | None, default: int | None) -> int:
 
 
 def _share(name: str, asked: float | None, default: float | None, neutral: float) -> float:
-    """Of probability; top_p may not be 0."""
+    """A checked fraction: `top_p` in (0, 1], any other in [0, 1]."""
     share = float32(name, _first(asked, default, neutral))
     if name == "top_p":
         require(0 < share <= 1, f"top_p is {share:g}, not in (0, 1]")

@@ -1,1 +1,1 @@
-"""From tokens to what a client reads: text, logprobs, pacing, backpressure."""
+"""Turns tokens into the text and logprobs that a client reads; stream pacing and backpressure."""

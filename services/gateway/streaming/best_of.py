@@ -1,8 +1,5 @@
-"""What the client of a request gets that wants the best of several: nothing while any of them goes
-on, since which are best is known at the end only; then the best, whole.
-
-See ADR 81.
-"""
+"""The output of a request with `best_of`: nothing until all sequences have ended, since only then
+the best ones are known; then the best ones, each in one delta. See ADR 81."""
 
 from collections import deque
 from collections.abc import Callable
@@ -19,9 +16,12 @@ from services.protocol.ticket import FinishReason
 
 
 class BestOf(Output):
-    """The `num_best` sequences whose tokens have the highest mean logprob, numbered best first; of
-    equals the one with the lower index. What is kept until then is bounded by their length, and not
-    by how fast their client reads: it has nothing to read."""
+    """Gives the client the `num_best` sequences with the highest mean logprob, numbered best first;
+    of two equal ones the one with the lower index first.
+
+    The length of the sequences bounds the memory that they take until then. There is no
+    backpressure, since the client has nothing to read.
+    """
 
     def __init__(
         self,
@@ -42,7 +42,8 @@ class BestOf(Output):
         self._received: frozenset[int] = frozenset()
 
     def replay(self, received: Seq[Received]) -> None:
-        """By their places among the best: those are whole, and not told again."""
+        """Note the sequences that the client has received, by their rank among the best. Each was
+        sent whole, and is not sent again."""
         self._received = frozenset(told.index for told in received if told.finish_reason)
 
     def is_ahead_of(self, other: Output) -> bool:
@@ -50,7 +51,8 @@ class BestOf(Output):
         return not self._received <= other._received
 
     def catch_up(self, other: Output) -> None:
-        """Nobody has read any of it: it is all there, logprobs too."""
+        """Take over the sequences of `other`: its client has read none of them, so all their tokens
+        and logprobs are still there."""
         self.stats, self.sequences, self.living = other.stats, other.sequences, other.living
         self._num_unread, self._prompt_logprobs = other._num_unread, other._prompt_logprobs
 

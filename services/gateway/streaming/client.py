@@ -1,6 +1,7 @@
-"""Whom a request is for: what it has got, its deadline, and whether it reads.
+"""The client of a request: its output, its deadline, and whether it reads.
 
-Another call may go on for a client that has lost its stream; then that is the client.
+A client that lost its stream may continue the request with another call. That call then takes the
+place of the first one.
 """
 
 import asyncio
@@ -16,8 +17,11 @@ from services.protocol.ticket import FinishReason
 
 
 class Client:
-    """`on_read`: it has read what there was after a pause. `give_up`: it is too late for it, or it
-    reads too slowly."""
+    """Passes tokens to the client's output, and watches its deadline and its reading.
+
+    Calls `on_read` when the client has read everything after backpressure was on, and `give_up`
+    with an error when the deadline has passed or the client reads too slowly.
+    """
 
     def __init__(
         self,
@@ -42,9 +46,13 @@ class Client:
         self._alarm = None if deadline is None else loop.call_at(deadline, self._too_late)
 
     def resume(self, request: Admitted, output: Output) -> bool:
-        """Go on with another call: `output`, which has what its client has received, gets the rest,
-        and its deadline holds. True: nobody keeps logprobs, and where they are asked for the rest
-        is forgotten, to be computed again. DuplicateRequest: that is another request."""
+        """Continue with another call of the client. `output` holds what the client has received and
+        gets the rest; the deadline of the new call holds.
+
+        True: the tokens that the client has not received must be computed again, because the client
+        wants their logprobs and the gateway does not keep those. DuplicateRequest: the call is for
+        another request.
+        """
         before = self.output
         if not request.continues(self.request) or output.is_ahead_of(before):
             raise DuplicateRequest("what is running is another request than the one to go on with")
@@ -64,7 +72,9 @@ class Client:
         logprobs: tuple[Logprobs, ...] = (),
         score: float | None = None,
     ) -> None:
-        """Of a sequence that has not ended. Who is too far behind pauses, or is given up."""
+        """Pass on the next tokens of a sequence that has not ended. If the client is behind,
+        backpressure begins; if it is behind by more than MAX_UNREAD_TOKENS, the request is
+        cancelled."""
         self.output.write(index, token_ids, finish, logprobs, score)
         if self.output.overflowing:
             self._not_read()
@@ -73,13 +83,14 @@ class Client:
 
     @property
     def due_prompt_logprobs(self) -> int | None:
-        """With how many of the likeliest tokens the logprobs of its prompt are to be told; None:
-        they are not, or it has them."""
+        """How many of the likeliest tokens the logprobs of the prompt include; None: the client did
+        not ask for prompt logprobs, or has them."""
         return None if self.output.has_begun else self.request.prompt_logprobs
 
     @property
     def wants_logprobs(self) -> bool:
-        """Of what it has not received yet: to be told them, or to have the best chosen by them."""
+        """Whether tokens that the client has not received need logprobs: because it asked for them,
+        or because the best sequences are chosen by them."""
         request = self.request
         has_prompt = any(told.token_ids for told in request.received or ())
         of_prompt = request.prompt_logprobs is not None and not has_prompt
@@ -91,12 +102,12 @@ class Client:
         return self.output.living
 
     def living_sequence(self, index: int) -> Sequence | None:
-        """None: there is none of this index, or it has ended."""
+        """The sequence with this index; None if it does not exist or has ended."""
         sequence = self._sequence(index)
         return None if sequence is None or sequence.has_ended else sequence
 
     def is_over(self, index: int) -> bool:
-        """Whether there was such a sequence, and it has ended."""
+        """Whether a sequence with this index exists and has ended."""
         sequence = self._sequence(index)
         return sequence is not None and sequence.has_ended
 
@@ -106,24 +117,24 @@ class Client:
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt, and received so far of the sequences that have not ended."""
+        """Tokens of the prompt, and those received so far of the sequences that have not ended."""
         num_received = sum(len(sequence.tokens) for sequence in self.living)
         return len(self.request.prompt_token_ids) + num_received
 
     @property
     def pauses(self) -> bool:
-        """It has not read what there is."""
+        """Whether backpressure is on: the client has not read everything yet."""
         return self._pause.is_on
 
     def timeout_ms(self) -> int:
-        """What is left of its deadline; 0: it has none."""
+        """Milliseconds until the deadline, at least 1; 0: the client set no deadline."""
         if self.request.deadline is None:
             return 0
         left_s = self.request.deadline - asyncio.get_running_loop().time()
         return max(1, round(left_s * 1000))
 
     def close(self, error: Exception | None) -> None:
-        """Nothing more comes."""
+        """End the output, with `error` if there is one, and stop the timers."""
         if self._alarm is not None:
             self._alarm.cancel()
         self._pause.end()

@@ -1,4 +1,4 @@
-"""Logprobs as clients get them: with the tokens spelled out, and where they stand in the text."""
+"""Adds to logprobs what clients see: the text of the tokens, and their offsets in the text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from services.protocol.logprobs import Logprobs
 
 
 class LogprobText:
-    """Of one model's tokens."""
+    """Adds the text of one model's tokens to their logprobs."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def spell(self, token_id: int, logprobs: Logprobs, text_offset: int) -> TokenLogprobs:
-        """Of the token that is there."""
+        """The logprobs at one position, whose token is `token_id`, with the tokens' bytes."""
         top = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
         return TokenLogprobs(
             chosen=self._candidate(token_id, logprobs.logprob, logprobs.rank),
@@ -29,14 +29,14 @@ class LogprobText:
 
 @dataclass(frozen=True, slots=True)
 class PromptTeller:
-    """Tells a client of its own prompt."""
+    """Builds the report of a prompt that its client asked for with `echo` or `prompt_logprobs`."""
 
     prompt: Prompt
     token_ids: tuple[int, ...]
     tokenizer: Tokenizer
 
     def report(self, logprobs: Sequence[Logprobs]) -> PromptReport:
-        """`logprobs`: of all tokens but the first, or of none."""
+        """The prompt's text and tokens. `logprobs`: one for each token but the first, or none."""
         text, tokenizer, logprob_text = self._text(), self.tokenizer, LogprobText(self.tokenizer)
         spelled = (
             logprob_text.spell(*each)
@@ -50,14 +50,14 @@ class PromptTeller:
         )
 
     def _text(self) -> str:
-        """As it was sent, where it was sent as text."""
+        """The prompt as the client sent it, if it sent text; otherwise decoded from the tokens."""
         if isinstance(self.prompt, str):
             return self.prompt
         return self.tokenizer.decode(self.token_ids, skip_special_tokens=False)
 
     def _offsets(self, text: str) -> list[int]:
-        """How much of the text is before each token. A special token may stand in it by its name,
-        or be nothing of it."""
+        """The number of characters before each token. The text contains the name of a special
+        token, or nothing of it."""
         detokenizer, offsets, offset = self.tokenizer.detokenizer(starts_text=True), [], 0
         for token_id in self.token_ids:
             offsets.append(offset)
@@ -68,6 +68,6 @@ class PromptTeller:
     def _num_chars_of_name(self, text: str, offset: int, token_id: int) -> int:
         try:
             name = self.tokenizer.spell(token_id).decode()
-        except UnicodeDecodeError:  # part of a character
+        except UnicodeDecodeError:  # the token is a part of a character
             return 0
         return len(name) if text.startswith(name, offset) else 0

@@ -1,7 +1,8 @@
-"""What the client of a request gets: deltas of its sequences as they come, from a bounded buffer.
+"""The output of a request: a bounded buffer of tokens, read as deltas of its sequences.
 
-Workers write, the client reads; what it has not read yet of a sequence becomes one delta, so that a
-client (or an event loop) that is behind costs less per token, not more.
+Workers' events write to it and the client reads from it. All tokens of a sequence that the client
+has not read yet become one delta, so a token costs less, not more, when the client or the event
+loop is behind.
 """
 
 import asyncio
@@ -19,29 +20,29 @@ from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import FinishReason
 
 PAUSE_UNREAD_TOKENS = 1024
-"""A client that leaves more than this of a sequence unread does not keep up: its request pauses."""
+"""Unread tokens of one sequence above which backpressure begins for the request."""
 
 PAUSE_AFTER_S = 5.0
-"""A client that has taken nothing for so long, seconds, although there is more for it, does not
-keep up either."""
+"""Backpressure also begins if the client holds a delta this long and does not ask for the next."""
 
 MAX_UNREAD_TOKENS = 8192
-"""More than this is cancelled, should a worker not let go of what is to pause."""
+"""Unread tokens above which a request is cancelled: its worker did not hand it over for
+backpressure."""
 
 
 class Meter(Protocol):
-    """Where figures go; `services.gateway.request_metrics`."""
+    """Records a model's token metrics; see `services.gateway.request_metrics`."""
 
     def first_token(self, after_s: float) -> None:
-        """A request's, of whichever sequence."""
+        """A request got its first token, of any sequence, `after_s` seconds after its arrival."""
 
     def tokens(self, num_tokens: int, after_s: float | None) -> None:
-        """Of one sequence, since its last one; None: it had none before."""
+        """A sequence got tokens, `after_s` seconds after its last one; None: it had none before."""
 
 
 @dataclass(slots=True)
 class RequestStats:
-    """What usage is made of."""
+    """Counts and times of one request, for its usage, metrics and log line."""
 
     num_prompt_tokens: int
     arrived_at: float
@@ -55,7 +56,8 @@ class RequestStats:
     prefilled: bool = False
 
     def saw_prefill(self, num_cached_tokens: int) -> None:
-        """Only the first prefill found anything that others had computed."""
+        """Note the cached tokens of the first prefill. Later ones find what this request computed
+        itself, and do not count."""
         if not self.prefilled:
             self.prefilled = True
             self.num_cached_tokens = num_cached_tokens
@@ -75,8 +77,11 @@ class RequestStats:
 
 
 class Output:
-    """One request's; `sequences` by index. `prompt`: where its client is told of its prompt.
-    `pacer`: where its reader waits for its turn among those of others."""
+    """The output of one request, with its `sequences` by index.
+
+    `prompt` reports the prompt in the first delta; None: the client did not ask for it. `pacer`
+    limits how many streams are written in one turn of the event loop.
+    """
 
     def __init__(
         self,
@@ -91,14 +96,14 @@ class Output:
         self.stats = stats
         self.sequences = tuple(sequences)
         self.living = self.sequences
-        """Those that have not ended."""
+        """The sequences that have not ended."""
         self.finish_reason: FinishReason | None = None
-        """Of the sequence that ended last, once all have."""
+        """The finish reason of the last sequence; None until all have ended."""
         self.tells_usage = False
-        """With every delta, not only the last."""
+        """Whether every delta has the usage, not only the last."""
         self._request_id = request_id
         self._turns = deque(sequences)
-        """Those that its client is told of, in turn."""
+        """The sequences in the order in which the client gets their next deltas."""
         self._num_unread = 0
         self._untold_prompt = prompt
         self._prompt_logprobs: tuple[Logprobs, ...] = ()
@@ -109,9 +114,9 @@ class Output:
         self._error: Exception | None = None
         self._readable = asyncio.Event()
         self._given_at: float | None = None
-        """Since when the reader has had a delta and not asked for the next one."""
+        """When the reader got a delta; None once it has asked for the next one."""
         self.on_read: Callable[[], None] = lambda: None
-        """Called when the reader has taken all that there was."""
+        """Called when the reader has read everything."""
 
     @property
     def has_ended(self) -> bool:
@@ -132,7 +137,7 @@ class Output:
 
     @property
     def _backlog(self) -> int:
-        """Of the sequence of which its client leaves most unread."""
+        """The largest backlog of a sequence that has not ended, in unread tokens."""
         return max((sequence.backlog for sequence in self.living), default=0)
 
     @property
@@ -142,24 +147,26 @@ class Output:
 
     @property
     def num_steps(self) -> int:
-        """Tokens of the longest sequence."""
+        """The number of tokens of the longest sequence."""
         return max(len(sequence.tokens) for sequence in self.sequences)
 
     def replay(self, received: Seq[Received]) -> None:
-        """Take what the client has already of some sequences. InvalidRequest: nothing could
-        follow."""
+        """Add the tokens that the client has received, without sending them again. InvalidRequest:
+        they contain a stop string, so nothing can follow."""
         for told in received:
             self.sequences[told.index].replay(told)
             self.stats.num_generated_tokens += len(told.token_ids)
         self._part_with_the_ended()
 
     def is_ahead_of(self, other: "Output") -> bool:
-        """Whether it has anything, a token or an end, that the other has not."""
+        """Whether this output has tokens, or the end of a sequence, that `other` does not have, or
+        different tokens."""
         pairs = zip(self.sequences, other.sequences, strict=True)
         return not all(mine.goes_on_as(theirs) for mine, theirs in pairs)
 
     def catch_up(self, other: "Output") -> None:
-        """Take what came for another call of the same request, from where this one is on."""
+        """Write the tokens that this output does not have yet, from the output of an earlier call
+        of the same request."""
         for sequence in self.living:
             old = other.sequences[sequence.index]
             rest = tuple(old.tokens[len(sequence.tokens) :])
@@ -173,7 +180,8 @@ class Output:
         logprobs: tuple[Logprobs, ...] = (),
         score: float | None = None,
     ) -> None:
-        """Take the next tokens of a sequence that has not ended; `finish` comes with its last."""
+        """Add the next tokens of a sequence that has not ended. `finish`: None unless these are its
+        last ones."""
         sequence = self.sequences[index]
         sequence.score = score
         num_taken = sequence.write(token_ids, finish, logprobs)
@@ -186,19 +194,19 @@ class Output:
         self._readable.set()
 
     def write_prompt(self, logprobs: tuple[Logprobs, ...]) -> None:
-        """Of the prompt; they come with the first token."""
+        """Store the logprobs of the prompt, which arrive with the first token."""
         self._prompt_logprobs = logprobs
 
     def close(self, error: Exception | None) -> None:
-        """Nothing more comes. With an error the reader gets it in place of what it has not read."""
+        """End the output. With an error, the reader gets the error in place of unread tokens."""
         self._closed = True
         self._error = error
         self._readable.set()
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """What was written, until the end; of sequences that have something each in its turn.
-        Raises what `close` was given."""
-        while True:  # While the reader has a delta more may come, and the end.
+        """Yield deltas until the end, from the sequences with news in turn. Raises the error that
+        `close` was given."""
+        while True:  # While the reader has a delta, more tokens may arrive, or the end.
             if self._error is not None:
                 raise self._error
             if not any(sequence.has_news for sequence in self._turns):

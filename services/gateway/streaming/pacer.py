@@ -1,10 +1,10 @@
-"""Lets streams out a few in each turn of the event loop, and when all that waited are out, keeps
-the next ones waiting for a while.
+"""The stream pacer: lets a few streams write in each turn of the event loop, and rests after all
+waiting streams have written.
 
-All that a decode worker's step has for its streams comes in one message, and wakes all of them at
-once. Written out in one turn they keep whatever else is to be answered waiting, and gRPC accepts a
-call in no less than four turns; written out step after step they leave no turn without them. What
-comes for a stream while it waits is written with it: a wait costs no work, it saves some.
+One message with the outputs of a decode step wakes all streams of the step at once. If all of them
+wrote in one turn, new calls would wait: gRPC needs at least four turns to accept a call. Without
+rests, streams would write in every turn. Tokens that arrive while their stream waits are written
+together, so waiting saves work.
 
     turn | read step, wake a b c d e f | a b | accept | c d | e f | rest ... | g a b | ...
                                        '------- took t -----------'-- REST*t-'
@@ -17,27 +17,30 @@ from collections import deque
 
 AT_ONCE = 2
 REST = 2.0
-"""Times as long as those before took to get out: streams have at most a third of the time."""
+"""The length of a rest in multiples of the time that the streams before it took, so that streams
+have at most a third of the loop's time."""
 SHORTEST_REST_S, LONGEST_REST_S = 0.001, 0.05
-"""A timer of the loop is no finer. One that stood still does not make up for it."""
+"""The event loop's timers are not finer than the shortest rest, so a shorter one is skipped. The
+longest one keeps streams from resting for a loop that stood still."""
 
 
 class StreamPacer:
-    """Of one event loop. First come, first served."""
+    """Paces the streams of one event loop, first come, first served."""
 
     def __init__(self, at_once: int = AT_ONCE, rest: float = REST) -> None:
         self._at_once = at_once
         self._rest = rest
         self._loop = asyncio.get_running_loop()
         self._num_passed = 0
-        """In this turn."""
+        """Streams that may write in this turn."""
         self._began_at: float | None = None
-        """Since when some are let out, turn after turn."""
+        """When the current run of turns in which streams write began; None outside of one."""
         self._rests = False
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def wait(self) -> None:
-        """Return in this turn, or in one of the next that is no rest."""
+        """Return when the caller's stream may write: in this turn or in a later one, never in a
+        rest."""
         if self._began_at is None and not self._rests:
             self._began_at = self._loop.time()
             self._loop.call_soon(self._turn)
@@ -49,11 +52,11 @@ class StreamPacer:
         await turn
 
     def _turn(self) -> None:
-        """Another turn of the loop: the next of those that wait go on in it."""
+        """Let the next waiting streams write in this turn of the loop."""
         self._num_passed = 0
         while self._waiting and self._num_passed < self._at_once:
             turn = self._waiting.popleft()
-            if not turn.done():  # its stream was cancelled
+            if not turn.done():  # done: the stream was cancelled
                 turn.set_result(None)
                 self._num_passed += 1
         if self._num_passed:
@@ -62,7 +65,7 @@ class StreamPacer:
             self._end()
 
     def _end(self) -> None:
-        """All are out."""
+        """Begin a rest: all waiting streams have written."""
         assert self._began_at is not None
         rest_s = min(self._rest * (self._loop.time() - self._began_at), LONGEST_REST_S)
         self._began_at = None

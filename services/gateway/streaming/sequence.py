@@ -1,7 +1,5 @@
-"""One sequence of a request, as its client gets it: text out of tokens, cut at stop strings.
-
-See ADR 77.
-"""
+"""One sequence of a request's output: turns its tokens into text, and ends it at a stop string. See
+ADR 77."""
 
 from services.common.errors import InvalidRequest
 from services.common.text.stop_strings import Scanned
@@ -12,14 +10,17 @@ from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import FinishReason
 
 _LOGPROBS_A_TOKEN = 4
-"""So many unread logprobs count as one more unread token."""
+"""Unread logprobs that count as one unread token."""
 
 
 class Sequence:
-    """`tokens`: all that workers gave it, those behind a stop string too, which nobody is shown.
-    `worker_finish`: the worker's word that it has ended; `finish_reason`: how it did, for its
-    client. `stop_token_ids`: those of the request, to say what stopped it. `logprob_text`: where
-    the client asks for logprobs."""
+    """Collects the tokens of one sequence until the client reads them.
+
+    `tokens` are all tokens from workers, also those after a stop string, which the client does not
+    get. `worker_finish` is the finish reason that the worker reported, `finish_reason` the one that
+    the client sees. `stop_token_ids`: the request's, to report which one ended the sequence.
+    `logprob_text`: None if the client did not ask for logprobs.
+    """
 
     def __init__(
         self,
@@ -34,10 +35,10 @@ class Sequence:
         self.worker_finish: FinishReason | None = None
         self.last_token_at: float | None = None
         self.cumulative_logprob = 0.0
-        """Of all tokens that the client gets, as far as their logprobs came with them."""
+        """Sum over the tokens that the client gets and that came with logprobs."""
         self._num_logprobs = 0
         self.score: float | None = None
-        """Of one that a beam search found."""
+        """The beam search's score; None for other requests."""
         self._text = text
         self._stop_token_ids = stop_token_ids
         self._logprob_text = logprob_text
@@ -53,17 +54,18 @@ class Sequence:
 
     @property
     def mean_logprob(self) -> float:
-        """Of those; the token that ended it is one of them."""
+        """Mean logprob of the tokens in `cumulative_logprob`, among them the token that ended the
+        sequence."""
         return self.cumulative_logprob / max(self._num_logprobs, 1)
 
     @property
     def num_unread(self) -> int:
-        """Tokens that its client has not taken yet."""
+        """Tokens that the client has not read yet."""
         return len(self._unread_ids)
 
     @property
     def backlog(self) -> int:
-        """The same in tokens, with what is told of them."""
+        """Unread tokens, plus unread logprobs counted as tokens."""
         num_logprobs = sum(logprobs.num_entries for logprobs, _ in self._unread_logprobs)
         return len(self._unread_ids) + num_logprobs // _LOGPROBS_A_TOKEN
 
@@ -72,8 +74,8 @@ class Sequence:
         return bool(self._unread_ids) or (self.has_ended and not self._end_is_told)
 
     def replay(self, received: Received) -> None:
-        """Take what the client has already, text and all, and the end if it has that.
-        InvalidRequest: nothing could follow."""
+        """Add the tokens, and perhaps the end, that the client has received, without sending them
+        or their text again. InvalidRequest: they contain a stop string, so nothing can follow."""
         self.tokens.extend(received.token_ids)
         if received.finish_reason is not None:
             self.finish_reason, self._end_is_told = received.finish_reason, True
@@ -83,7 +85,7 @@ class Sequence:
         self._unread_text.clear()
 
     def goes_on_as(self, other: "Sequence") -> bool:
-        """Whether `other` has got all that this one has, and perhaps more."""
+        """Whether `other` has all tokens of this sequence, and its end if this one has ended."""
         num_tokens = len(self.tokens)
         is_its_end = other.has_ended or not self.has_ended
         return self.tokens == other.tokens[:num_tokens] and is_its_end
@@ -94,9 +96,11 @@ class Sequence:
         finish: FinishReason | None,
         logprobs: tuple[Logprobs, ...] = (),
     ) -> int:
-        """Take the next tokens, with their logprobs if they were asked for; `finish` comes with the
-        last. It ends by `finish` or by a stop string. How many the client gets: tokens that follow
-        a stop string are dropped."""
+        """Add the next tokens, with their logprobs if the client asked for them; `finish` comes
+        with the last ones. The sequence ends by `finish` or at a stop string.
+
+        Returns how many of the tokens the client gets: those after a stop string are dropped.
+        """
         offsets = []
         self.tokens.extend(token_ids)
         self.worker_finish = finish
@@ -116,7 +120,7 @@ class Sequence:
         return num_taken
 
     def take(self, request_id: str, usage: Usage | None, prompt: PromptReport | None) -> Delta:
-        """What the client has not read yet."""
+        """Everything that the client has not read yet, as one delta."""
         delta = Delta(
             request_id=request_id,
             index=self.index,
@@ -136,9 +140,9 @@ class Sequence:
         return delta
 
     def _keep(self, logprobs: tuple[Logprobs, ...], offsets: list[int]) -> None:
-        """Until they are read; they are spelled out only then."""
+        """Keep logprobs until the client reads them; only then their tokens become text."""
         self._num_logprobs += len(logprobs)
-        for each in logprobs:  # one by one: the sum is the same however they came
+        for each in logprobs:  # one by one, so that the sum does not depend on their grouping
             self.cumulative_logprob += each.logprob
         if self._logprob_text is not None:
             self._unread_logprobs.extend(zip(logprobs, offsets, strict=False))
@@ -150,7 +154,7 @@ class Sequence:
         return tuple(self._logprob_text.spell(token_id, *kept) for token_id, kept in unread)
 
     def _show(self, scanned: Scanned) -> bool:
-        """Add to the client's text; True when a stop string ended it."""
+        """Add to the client's text. True: a stop string ended the sequence."""
         if scanned.text:
             self._unread_text.append(scanned.text)
         if scanned.stop is None:
@@ -159,7 +163,8 @@ class Sequence:
         return True
 
     def _conclude(self, finish: FinishReason, token_ids: tuple[int, ...]) -> None:
-        """The worker's end of the sequence; what was held back comes out, unless that is a stop."""
+        """End the sequence as the worker says, with the text that was held back; if that text
+        completes a stop string, the stop string ends it instead."""
         if self._show(self._text.flush()):
             return
         self.finish_reason = finish

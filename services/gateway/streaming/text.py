@@ -1,12 +1,12 @@
-"""What the tokens of one sequence say: whole characters, as far as its first stop string."""
+"""Turns the tokens of one sequence into text: whole characters, up to the first stop string."""
 
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.stop_strings import Scanned, StopMatcher
 
 
 class Text:
-    """`min_tokens`: no stop string ends the text with any of so many first tokens. `shows_end`: the
-    token that ends the sequence is text too."""
+    """The text of one sequence. `min_tokens`: no stop string ends it within that many first tokens.
+    `shows_end`: the text includes the token that ends the sequence."""
 
     def __init__(
         self,
@@ -18,19 +18,20 @@ class Text:
     ) -> None:
         self.shows_end = shows_end
         self.num_chars = 0
-        """Of all tokens pushed, shown or not."""
+        """Characters of all tokens pushed, shown or not."""
         self._detokenizer = detokenizer
         self._stops = stops
         self._min_tokens = min_tokens
         self._num_tokens = 0
 
     def push(self, token_id: int) -> Scanned:
-        """What is certain after one more token, and the stop string that it completes."""
+        """Add a token. Returns the text that is certain now, and the stop string that the token
+        completes, if any."""
         self._num_tokens += 1
         return self._scan(self._detokenizer.push((token_id,)))
 
     def flush(self) -> Scanned:
-        """At the end: all that was held back, unless that is a stop string."""
+        """At the end, return the text that was held back, or the stop string that it completes."""
         scanned = self._scan(self._detokenizer.flush())
         if scanned.stop is not None:
             return scanned

@@ -1,1 +1,1 @@
-"""The workers that the gateway knows: found, connected, spoken to."""
+"""The gateway's worker directory, and its connections to workers."""

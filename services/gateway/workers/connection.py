@@ -1,6 +1,7 @@
-"""One Connect stream per worker: handshake, commands out, events in, and connecting again.
+"""The worker connection: one Connect stream to a worker, with handshake, commands out, events in
+and reconnects.
 
-CONNECTING ──Welcome──▶ CONNECTED ──stream breaks──▶ CONNECTING (after a while) ...
+CONNECTING ──Welcome──▶ CONNECTED ──stream breaks──▶ CONNECTING (after a backoff) ...
     └──other version──▶ REFUSED (logged, never used; a new process has a new id)
 """
 
@@ -42,32 +43,35 @@ _NUM_LOOKS = 4
 
 
 class WorkerEventSink(Protocol):
-    """Who hears what the workers say. Called in the event loop; must not block."""
+    """Receives the events of all workers. Called in the event loop; must not block."""
 
     def on_event(self, sender: Worker, event: RequestEvent) -> None: ...
 
     def on_lost(self, worker: Worker, *, died: bool) -> None:
-        """The stream ended; by contract the worker has let go of all that came over it. `died`: it
-        broke, and nobody expected that."""
+        """The stream to `worker` ended. By contract the worker then releases or parks everything
+        that came over the stream. `died`: the stream broke, and the worker was not draining."""
 
     def on_report(self, worker: Worker) -> None:
-        """Its load may be another, or what keeps it."""
+        """The worker reported its load, and whether it waits for its block store."""
 
     def on_change(self) -> None:
-        """A worker came or went, or takes nothing new any more."""
+        """A worker connected, disconnected or began to drain."""
 
 
 class Silent(Exception):
-    pass
+    """The worker sent no message for `silence_s`."""
 
 
 class Closed(Exception):
-    """The worker has ended the stream, and not because of an error."""
+    """The worker ended the stream without an error."""
 
 
 class WorkerConnection:
-    """Keeps the stream to one worker until `close`. One that says nothing for `silence_s`, not even
-    how loaded it is, is stuck: its stream is given up, and with it what runs there."""
+    """Keeps a stream to one worker open until `close`.
+
+    Workers report their load regularly. A worker that sends no message for `silence_s` is stuck:
+    the connection closes its stream, and the requests that run there are lost.
+    """
 
     def __init__(
         self,
@@ -90,14 +94,14 @@ class WorkerConnection:
         self._task = asyncio.create_task(self._keep_connected(), name=f"peer {member.member_id}")
 
     async def close(self) -> None:
-        """End the stream; what runs there for us is lost."""
+        """End the stream. The requests of this gateway that run at the worker are lost."""
         self._task.cancel()
         await asyncio.wait([self._task])
 
     def _send(self, command: Command) -> None:
-        # Not bounded by itself: a request has at most a few commands under way, and those are.
-        # Encoded here: what cannot be is the fault of one request, and must not end the stream.
-        # Nor before the worker has proven the secret.
+        # The outbox needs no bound: each request has only a few unsent commands.
+        # Commands are encoded here, so that an encoding error fails one request, not the stream.
+        # Nothing goes out before the worker has proven that it knows the secret.
         if self._outgoing is not None and self.worker.connected:
             self._outgoing.put(self._dialect.command(command))
 
@@ -120,10 +124,10 @@ class WorkerConnection:
                 reason = "no answer to the handshake"
             except aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
-            except Exception as error:  # a fault of ours must not lose the worker for ever
+            except Exception as error:  # our own fault must not disconnect the worker for good
                 log.error("worker_stream_failed", worker_id=self.worker.id, exc_info=error)
                 reason = "a fault of this gateway"
-            is_news = reason != self._last_reason  # the same again, while it tries, is none
+            is_news = reason != self._last_reason  # warn once, not at each attempt to reconnect
             self._last_reason = reason
             (log.warning if is_news else log.debug)(
                 "worker_disconnected", worker_id=self.worker.id, reason=reason
@@ -132,8 +136,9 @@ class WorkerConnection:
             self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
 
     async def _session(self) -> NoReturn:
-        """One stream, from Hello to its end: Closed, AioRpcError, TimeoutError, Silent, Garbled,
-        VersionMismatch, Unauthenticated."""
+        """Run one stream, from the hello to its end. Always raises: Closed, AioRpcError,
+        TimeoutError (no handshake), Silent, MalformedMessage, VersionMismatch or
+        Unauthenticated."""
         proof = Proof(self._rpc_key, self._dialect.method, self.worker.id)
         self._outgoing = outgoing = Outbox[Any](lambda command: int(command.ByteSize()))
         async with open_channel(self.worker.member.address) as channel:
@@ -147,7 +152,7 @@ class WorkerConnection:
                 raise
             finally:
                 self._outgoing = None
-                outgoing.close(drop=True)  # who still waits for commands waits for ever
+                outgoing.close(drop=True)  # ends `_requests`, which would wait forever
                 stream.cancel()
                 if self.worker.connected:
                     self.worker.connected = False
@@ -166,7 +171,7 @@ class WorkerConnection:
             yield bundled(commands)
 
     async def _shake_hands(self, stream: Stream, proof: Proof) -> None:
-        """Nothing of a request goes to a worker before this has ended well."""
+        """Complete the handshake. Only after it succeeds are requests sent to the worker."""
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 message = await read(stream)
@@ -184,8 +189,8 @@ class WorkerConnection:
         self._sink.on_change()
 
     def _check(self, welcome: worker_pb2.Welcome) -> None:
-        """VersionMismatch: not the worker that the registry announced, or one of another version.
-        (One that says nothing of Welcome has none of the versions either.)"""
+        """Raise VersionMismatch if the worker has another version, or is not the one that the
+        registry lists at this address. (A first message without a welcome has no version.)"""
         member = self.worker.member
         theirs = (welcome.protocol_version, welcome.function_library)
         if theirs != (PROTOCOL_VERSION, FUNCTION_LIBRARY):
@@ -210,8 +215,8 @@ class WorkerConnection:
             raise Silent from None
 
     async def _watch(self, limit: asyncio.Timeout) -> None:
-        """Let the limit pass after some looks without a word between them. Looks, not a clock: a
-        gateway that was stopped itself has not listened."""
+        """Let `limit` expire after several checks in a row that saw no message. It counts checks
+        instead of time, because a gateway process that was itself stopped received nothing."""
         num_silent = 0
         while num_silent < _NUM_LOOKS:
             self._heard = False
@@ -242,14 +247,14 @@ class WorkerConnection:
 
 
 async def read(stream: Stream) -> Any:
-    """The next message. Closed, AioRpcError, Garbled."""
+    """Read the next message. Closed; AioRpcError; MalformedMessage: it cannot be decoded."""
     message = await stream.read()
-    if message is None:  # gRPC's word for what it could not decode
+    if message is None:  # gRPC returns None for a message that it cannot decode
         raise MalformedMessage("bytes that are no message")
     if message is not aio.EOF:
         return message
     code = await stream.code()
     if code is StatusCode.OK:
         raise Closed
-    metadata = aio.Metadata()  # `stream.read` answers EOF for some errors
+    metadata = aio.Metadata()  # `stream.read` returns EOF for some errors
     raise aio.AioRpcError(code, metadata, metadata, await stream.details())

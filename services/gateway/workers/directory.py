@@ -1,4 +1,5 @@
-"""The workers that there are: found in the registry, connected, and grouped by pool and model."""
+"""The worker directory: finds workers in the registry, connects to them, and groups them by model
+and pool."""
 
 import asyncio
 import gc
@@ -25,14 +26,17 @@ log = get_logger(__name__)
 _WORKER_ROLES = ("prefill", "decode")
 
 _ABSENT_S = 5.0
-"""A worker that we are connected to may be out of the registry so long: that may have been lost."""
+"""How long a connected worker may be missing from the registry before it is removed: the registry
+may have lost its registration."""
 
 _STARTING_POLL_S = 0.1
-"""While a worker starts, somebody waits for it."""
+"""The longest time between two reads of the registry while a worker starts, since requests may wait
+for it."""
 
 
 class Connection(Protocol):
-    """A worker and what keeps it connected; `services.gateway.workers.connection.Peer`."""
+    """A worker and the connection to it; see
+    `services.gateway.workers.connection.WorkerConnection`."""
 
     worker: Worker
 
@@ -41,7 +45,7 @@ class Connection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model, and the pools that serve it whether or not all their workers are connected now."""
+    """A model, and the pools that serve it, also those whose workers are not connected now."""
 
     model: Model
     max_model_len: int
@@ -53,13 +57,16 @@ class Served:
 
     @property
     def most_slots(self) -> int | None:
-        """Of one decode worker; None: there is none now."""
+        """The most decode slots that one decode worker has; None: there is no decode worker now."""
         return max((pool.most_slots for pool in self.pools if pool.decode), default=None)
 
 
 class WorkerDirectory:
-    """`connect` makes the connection to a worker, `load` reads a model's directory (StartupError),
-    `on_change` is called when a worker came or went."""
+    """The workers in the registry, each with a connection.
+
+    `connect` opens the connection to a worker; `load` reads a model's directory (StartupError);
+    `on_change` is called when a worker comes, goes or begins to drain.
+    """
 
     def __init__(
         self,
@@ -80,7 +87,7 @@ class WorkerDirectory:
         self._poll_s = poll_s
         self._gateway_id = gateway_id
         self.others_serve = False
-        """Whether there is another gateway, for clients of ours to go on at."""
+        """Whether another gateway serves, at which this gateway's clients can continue."""
         self._connections: dict[str, Connection] = {}
         self._specs: dict[str, PoolSpec] = {}
         self._models: dict[str, Model] = {}
@@ -89,10 +96,10 @@ class WorkerDirectory:
         self._starting = False
         self.block_manager: Member | None = None
 
-    # ── what others ask ──────────────────────────────────────────────────────────────────────────
+    # ── queries ──────────────────────────────────────────────────────────────────────────────────
 
     def served(self, name: str) -> Served | None:
-        """None: no worker of this model is there."""
+        """The model `name` and its pools; None: the directory has no worker of this model."""
         members = [
             c.worker.member for c in self._connections.values() if c.worker.member.model == name
         ]
@@ -105,16 +112,16 @@ class WorkerDirectory:
         )
 
     def names(self) -> tuple[str, ...]:
-        """Models of which a worker is there, sorted."""
+        """The names of the models that have a worker in the directory, sorted."""
         return tuple(sorted({c.worker.member.model for c in self._connections.values()}))
 
     def complete_pools(self, name: str) -> tuple[Pool, ...]:
-        """Pools of a model with at least one prefill and one decode worker that take work."""
+        """The pools of a model with at least one prefill and one decode worker that take work."""
         served = self.served(name)
         return tuple(pool for pool in served.pools if pool.complete) if served else ()
 
     def decode_workers(self) -> dict[str, tuple[Worker, ...]]:
-        """Decode workers that are connected, also when they take nothing new, by pool."""
+        """The connected decode workers by pool id, including those that drain."""
         pools: dict[str, tuple[Worker, ...]] = {}
         for worker in (connection.worker for connection in self._connections.values()):
             if worker.member.role == "decode" and worker.connected:
@@ -122,7 +129,8 @@ class WorkerDirectory:
         return pools
 
     def who_may_have(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]:
-        """Everyone who may have something of a request, draining or not, and the pool it is on."""
+        """The decode workers of a model that may hold a request which another gateway left, each
+        with its pool's spec. Draining workers are among them, unresponsive ones are not."""
         workers = [connection.worker for connection in self._connections.values()]
         return tuple(
             (worker, self._specs[worker.member.pool_id])
@@ -136,7 +144,8 @@ class WorkerDirectory:
         return any(self.complete_pools(name) for name in self.names())
 
     def forget_refusals(self) -> None:
-        """Ask every decode worker again: what freed a slot may have been another gateway's."""
+        """Let every decode worker be asked for slots again, since a slot of another gateway may
+        have become free."""
         for connection in self._connections.values():
             connection.worker.forget_refusals()
 
@@ -155,7 +164,7 @@ class WorkerDirectory:
     # ── following the registry ───────────────────────────────────────────────────────────────────
 
     async def watch(self) -> None:
-        """Follow the registry until cancelled. StoreLost: this registry is another one now."""
+        """Follow the registry until cancelled. StoreLost: the server has lost its data."""
         try:
             while True:
                 try:
@@ -169,13 +178,14 @@ class WorkerDirectory:
             await self.close()
 
     def _pause_s(self) -> float:
-        """Until the registry is read again. Requests may wait for whoever is missing."""
+        """Seconds until the next read of the registry; shorter while workers start or none serve,
+        since requests may wait for them."""
         if self._starting:
             return min(self._poll_s, _STARTING_POLL_S)
         return self._poll_s if self.ready() else self._poll_s / 2
 
     async def refresh(self) -> None:
-        """Bring the fleet up to what the registry says now. BlockStoreError."""
+        """Read the registry, and add and remove workers accordingly. BlockStoreError."""
         members = await self._registry.members()
         managers = [member for member in members if member.role == "block_manager"]
         self.block_manager = managers[0] if managers else None
@@ -220,8 +230,8 @@ class WorkerDirectory:
         self._on_change()
 
     async def _prepare(self, member: Member) -> None:
-        """Read the model that a worker is loading, beside it. What is wrong with it is told once
-        the worker is there."""
+        """Read the model while the worker still loads its weights. An error is ignored here; it is
+        logged once the worker serves."""
         with suppress(StartupError):
             await self._read_model(member.model_dir)
 
@@ -229,10 +239,11 @@ class WorkerDirectory:
         if directory not in self._models:
             self._models[directory] = await asyncio.to_thread(self._load, directory)
             gc.collect()
-            gc.freeze()  # or each full collection walks through all of it: 0.1 s of a standstill
+            gc.freeze()  # otherwise each full collection visits all of it, and blocks for 0.1 s
 
     async def _learn(self, member: Member) -> bool:
-        """Know the worker's pool and model before it gets work. False: not yet, or not possible."""
+        """Load the spec of the worker's pool, and its model, before the worker gets requests.
+        False: one of them cannot be read, now or at all."""
         try:
             if member.pool_id not in self._specs:
                 self._specs[member.pool_id] = (await self._store.stats(member.pool_id)).spec

@@ -1,7 +1,7 @@
-"""What the gateway and its workers say to each other, free of protobuf: commands out, events in.
+"""The gateway's commands to workers and their events, as dataclasses.
 
-Everything about a request carries (request, attempt); `services.gateway.workers.wire` turns these
-into the messages of the Prefill and Decode streams and back.
+Each one about a request carries its id and attempt. `services.gateway.workers.wire` translates them
+to and from the protobuf messages of the Prefill and Decode streams.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from services.protocol.ticket import FinishReason, Ticket
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """To a decode worker: keep slots free before any work is done."""
+    """Asks a decode worker to keep decode slots free, before any work is done for the request."""
 
     request_id: str
     attempt: int
@@ -23,9 +23,11 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """To a prefill worker: compute a ticket that has no blocks. `prompt_logprobs`: and tell those
-    of its prompt, each with so many of the likeliest tokens. `suspect`: begin it while no other
-    suspect is being computed there."""
+    """Sends a ticket without blocks to a prefill worker, to be computed.
+
+    `prompt_logprobs`: also return the prompt's logprobs, each with so many of the likeliest tokens;
+    None: do not. `suspect`: the worker begins the request only while it computes no other suspect.
+    """
 
     ticket: Ticket
     prompt_logprobs: int | None = None
@@ -34,7 +36,8 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """To a decode worker: claim this ticket and go on with it; `suspect` as above."""
+    """Sends a ticket with blocks to a decode worker, which claims it and continues it. `suspect`:
+    see `Submit`."""
 
     ticket: Ticket
     suspect: bool = False
@@ -42,8 +45,8 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """To whoever may have a request, a reservation or a ticket at rest: let go of it; with an
-    `index`, of that one sequence, and go on with the others."""
+    """Tells a worker to release whatever it has of an attempt: a decode reservation, a running
+    request or a detached ticket. With `index`, the worker ends only that sequence."""
 
     request_id: str
     attempt: int
@@ -52,7 +55,8 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """To a decode worker: finish the step, and give the request back with its blocks at rest."""
+    """Asks a decode worker to finish the step, detach the request and return its ticket with its
+    blocks (`Requeued`)."""
 
     request_id: str
     attempt: int
@@ -60,8 +64,9 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """To a decode worker: give back, with its blocks at rest, what goes on as this ticket and was
-    another gateway's. Answered by Requeued."""
+    """Asks a decode worker for a request that another gateway left. `ticket` has the tokens that
+    the client received: what the worker has must continue them. The worker detaches the request and
+    answers with `Requeued`, without a ticket if it does not have the request."""
 
     ticket: Ticket
 
@@ -71,6 +76,8 @@ Command = Reserve | Submit | Admit | Abort | HandOver | Resume
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
+    """A decode worker's answer to `Reserve`."""
+
     request_id: str
     attempt: int
     granted: bool
@@ -78,7 +85,8 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """From here on the worker computes it; it said so before."""
+    """The worker begins to compute the request. It sends this before it begins, so that a crash can
+    be attributed."""
 
     request_id: str
     attempt: int
@@ -86,9 +94,12 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What a prefill or one decode step gave one sequence. `position`: of its first token, counted
-    from the start of the prompt. `logprobs`: of each token, or none. `score`: of a sequence that a
-    beam search found; while it searches, there are no tokens."""
+    """The output of a prefill or of one decode step for one sequence.
+
+    `position`: the position of the first token, counted from the start of the prompt. `logprobs`:
+    one for each token, or none. `score`: of a hypothesis that a beam search found; while the search
+    runs, outputs have no tokens.
+    """
 
     request_id: str
     attempt: int
@@ -106,9 +117,12 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """`outputs`: the next token of every sequence submitted. The ticket has those that go on, with
-    their blocks; none, if all have ended. `prompt_logprobs`: of each token of the prompt but the
-    first, where they were asked for."""
+    """A prefill worker has computed a ticket.
+
+    `outputs`: the next token of each submitted sequence. `ticket`: the sequences that continue,
+    with their blocks; none if all have ended. `prompt_logprobs`: one for each token of the prompt
+    but the first, if the request asked for them.
+    """
 
     ticket: Ticket
     outputs: tuple[Generated, ...]
@@ -125,7 +139,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """`code` is a domain error's."""
+    """A request ended at a worker with a domain error, whose code is `code`."""
 
     request_id: str
     attempt: int
@@ -134,6 +148,8 @@ class Failed:
 
 
 class RequeueReason(Enum):
+    """Why a worker returns a request."""
+
     PREEMPTED = "preempted"
     DRAINING = "draining"
     STALE_TICKET = "stale_ticket"
@@ -142,9 +158,12 @@ class RequeueReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Requeued:
-    """A worker gives a request back. `ticket`: at rest, with blocks (in its pool, or swapped out)
-    that the worker keeps until somebody claims them; None: the gateway builds it anew from what the
-    client has, and from where its beam `search` stands, if it is one."""
+    """A worker returns a request.
+
+    `ticket`: a detached ticket, whose blocks (in its pool or swapped out) the worker keeps until
+    another worker claims them; None: the gateway builds a new ticket from the tokens received and,
+    for a beam search, from the state of the search in `search`.
+    """
 
     request_id: str
     attempt: int
@@ -155,7 +174,7 @@ class Requeued:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A message about a request that makes no sense."""
+    """An invalid message about a request; `problem` says what is wrong with it."""
 
     request_id: str
     attempt: int
@@ -167,7 +186,7 @@ RequestEvent = Malformed | Reserved | Began | Prefilled | Generated | Failed | R
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """`stalled`: the worker waits for its block store."""
+    """A worker's load. `stalled`: the worker waits for its block store."""
 
     load: Load
     draining: bool = False
@@ -176,7 +195,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class DrainNotice:
-    """The worker takes no new work any more."""
+    """The worker drains: it takes no new requests."""
 
 
 Event = RequestEvent | LoadReport | DrainNotice

@@ -1,7 +1,7 @@
-"""The worker streams as protobuf: `services.gateway.workers.messages` out and in, for each kind of
-worker.
+"""Translates `services.gateway.workers.messages` to and from the protobuf messages of the worker
+streams.
 
-A `Dialect` is all that differs between the Prefill and the Decode stream.
+A `Dialect` holds everything that differs between the Prefill and the Decode stream.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -59,15 +59,18 @@ _ERRORS = {fault.code: error for error, fault in FAULTS.items() if issubclass(er
 
 
 class MalformedMessage(Exception):
-    """A worker's words of which nobody can tell whom they are about: any request there may have
-    lost something, so that its stream must end. The text says what it sent."""
+    """A message of a worker does not show which request it is about. Any request of the worker may
+    have lost an event, so the stream must end. The text says what the worker sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """`method` is the stream's full name, and `connect` opens it; `request` is its message type;
-    `parse` gives the events of one message without those in it (none for a kind that this version
-    does not know)."""
+    """One of the two worker streams.
+
+    `method`: the full name of its RPC; `connect` opens it; `request`: its request type; `parse`
+    yields the events of one message, not those of the messages batched in it. An event of an
+    unknown kind is skipped.
+    """
 
     method: str
     connect: Callable[[aio.Channel, AsyncIterator[Any], Metadata], Stream]
@@ -75,8 +78,8 @@ class Dialect:
     parse: Callable[[Any], Iterator[Event]]
 
     def events(self, message: Any) -> Iterator[Event]:
-        """What makes no sense is Malformed, of the request that it speaks of. Garbled: it speaks of
-        none."""
+        """The events of a message and of those batched in it. An invalid event about a request is
+        `Malformed`. MalformedMessage: an event about a request does not name the request."""
         for event in chain.from_iterable(map(self.parse, each_of(message))):
             if isinstance(event, RequestEvent) and not event.request_id:
                 raise MalformedMessage("a message about a request, and not which")
@@ -159,7 +162,7 @@ def _generated(output: worker_pb2.SequenceOutput) -> Generated | Malformed:
 
 
 def _output(output: worker_pb2.SequenceOutput) -> Generated:
-    """InvalidRequest."""
+    """The event for one output. InvalidRequest: a field of it is invalid."""
     return Generated(
         output.request_id,
         output.attempt,
@@ -188,7 +191,7 @@ def _common_events(kind: str | None, message: Any) -> Iterator[Event]:
 
 def _requeued(message: worker_pb2.Requeue) -> Requeued | Malformed:
     ticket = message.ticket
-    # A reason of a later version still gives the request back; only the count is not known.
+    # A reason that this version does not know requeues the request, too.
     reason = _REASONS.get(message.reason, RequeueReason.STALE_TICKET)
     try:
         has_blocks = any(sequence.block_ids for sequence in ticket.sequences)
@@ -212,7 +215,8 @@ DECODE = Dialect(
 
 
 def error_of(code: str, message: str) -> QuireError:
-    """The error that a worker reports. What has no domain error is passed on as it came."""
+    """The error that a worker reported by its code. An unknown code becomes PeerFailed, with the
+    same code and message."""
     error = _ERRORS.get(code)
     if error is None:
         return PeerFailed(message, code or "internal", StatusCode.INTERNAL)

@@ -1,4 +1,4 @@
-"""What the gateway knows of one worker: where it is, how loaded, and what runs there for us."""
+"""The gateway's view of one worker: its load, its state, and what this gateway runs there."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from services.gateway.workers.messages import Abort, Command, LoadReport
 
 @dataclass(frozen=True, slots=True)
 class PrefillLoad:
-    """What a prefill worker computes for one request: `num_tokens` that are nowhere yet, among them
-    the full blocks of `hashes`."""
+    """The tokens that a prefill worker computes for one request: `num_tokens` that no cache has,
+    among them the full blocks whose prefix hashes are `hashes`."""
 
     num_tokens: int
     hashes: tuple[PrefixHash, ...] = ()
 
 
 class Worker:
-    """One prefill or decode worker. `send` drops commands while the stream is down: whoever had
-    something there is told that the worker is lost."""
+    """One prefill or decode worker. `send` drops commands while the stream is down: every request
+    with something at the worker learns that the worker was lost."""
 
     def __init__(self, member: Member, send: Callable[[Command], None]) -> None:
         self.member = member
@@ -27,15 +27,17 @@ class Worker:
         self.connected = False
         self.draining = member.state == "draining"
         self.refused = 0
-        """So many slots were refused to somebody, and nothing has got free since; 0: none were."""
+        """The smallest number of decode slots that the worker has refused since slots last became
+        free; 0: it refused none."""
         self.unresponsive = False
-        """It did not answer a reservation in time, and has not since: it answers in order."""
+        """Whether the worker missed the time limit for a reservation and has answered none since.
+        It answers reservations in order, so a new one would wait, too."""
         self.stalled = False
-        """It waits for its block store, and begins nothing until that answers."""
+        """Whether the worker waits for its block store; it begins no request until that answers."""
         self.num_taken = 0
-        """Decode slots that requests of this gateway have, or ask for, at this decode worker."""
+        """Decode slots that requests of this gateway have or ask for here."""
         self.prefill_loads: dict[str, PrefillLoad] = {}
-        """By request: what this prefill worker has still to compute for us."""
+        """What this prefill worker has still to compute for this gateway, by request id."""
         self._load = member.load
         self._taken_at_report = 0
 
@@ -52,36 +54,38 @@ class Worker:
 
     @property
     def num_running(self) -> int:
-        """Sequences of all gateways at this decode worker, as last reported."""
+        """Sequences that run at this decode worker for all gateways, as last reported."""
         return self._load.num_running
 
     @property
     def num_slots(self) -> int:
-        """Most sequences that this decode worker runs."""
+        """The most sequences that this decode worker runs at a time."""
         return self.member.max_num_seqs
 
     @property
     def num_free_slots(self) -> int:
-        """As last reported, less what we have taken since. An estimate for choosing: the worker
-        itself grants or refuses."""
+        """Free decode slots as last reported, less those that this gateway has taken since. An
+        estimate for the router; the worker itself grants or refuses a reservation."""
         return self._load.num_free_slots - (self.num_taken - self._taken_at_report)
 
     @property
     def num_pending_tokens(self) -> int:
-        """Prompt tokens that this prefill worker has still to compute: as last reported, which
-        counts other gateways' too, or as we know, which is newer."""
+        """Prompt tokens that this prefill worker has still to compute: the larger of its last
+        report, which covers all gateways, and this gateway's own count, which is newer."""
         ours = sum(prefill_load.num_tokens for prefill_load in self.prefill_loads.values())
         return max(self._load.num_pending_tokens, ours)
 
     def num_blocks_under_way(self, hashes: tuple[PrefixHash, ...]) -> int:
-        """How many leading `hashes` this prefill worker is computing for somebody right now."""
+        """How many of the first `hashes` this prefill worker is computing for another request of
+        this gateway."""
         return max(
             (_common(prefill_load.hashes, hashes) for prefill_load in self.prefill_loads.values()),
             default=0,
         )
 
     def is_open(self, num_sequences: int = 1) -> bool:
-        """Whether it makes sense to ask for so many slots."""
+        """Whether the worker may grant `num_sequences` decode slots, as far as this gateway
+        knows."""
         refused = self.refused and num_sequences >= self.refused
         can = self.usable and not self.unresponsive and num_sequences <= self.num_slots
         return can and not refused
@@ -95,20 +99,20 @@ class Worker:
             self.forget_refusals()
 
     def refuse(self, num_sequences: int) -> None:
-        """It has just said that it has not so many slots."""
+        """Note that the worker has just refused `num_sequences` decode slots."""
         self.refused = min(self.refused or num_sequences, num_sequences)
 
     def forget_refusals(self) -> None:
         self.refused = 0
 
     def abort(self, request_id: str, attempt: int, index: int | None = None) -> None:
-        """End a request there, or one sequence of it."""
+        """Abort a request at this worker, or one sequence of it."""
         self.send(Abort(request_id, attempt, index))
 
 
 def _common(a: tuple[PrefixHash, ...], b: tuple[PrefixHash, ...]) -> int:
-    """Length of the common beginning. Hashes are chained: if two are equal, so is all before, and
-    a binary search finds the last equal pair."""
+    """The length of the common prefix of two lists of hashes. Hashes are chained, so two equal ones
+    mean that all before them are equal, and a binary search finds the last equal pair."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,1 +1,1 @@
-"""How the CPUs of a host are divided among its workers."""
+"""Divides the CPUs of a host among its workers."""

@@ -1,8 +1,9 @@
-"""Who computes on this host, and who is busy just now: a file of seats that all workers map.
+"""The CPU board: a file, mapped by all workers of a host, that says which workers are busy.
 
-A seat is 64 bytes: a word that says how many sequences its worker wants to compute now (0: it needs
-no CPU), then the role and the name. The seat is locked by its worker (a POSIX record lock, which
-the kernel drops when the process dies), so a seat that can be locked is free, whatever it says.
+An entry has 64 bytes: its worker's backlog (int32: how many sequences it wants to compute now; 0 if
+it needs no CPU), then role and name. The worker keeps its entry locked with a POSIX record lock,
+which the kernel drops when the process dies. So an entry that can be locked is free, whatever is in
+it.
 
 See ADR 45.
 """
@@ -24,7 +25,7 @@ _NAME = slice(4, SEAT_BYTES)
 
 @dataclass(frozen=True, slots=True, order=True)
 class CpuBoardEntry:
-    """`index`: of the seat on the board, in units of SEAT_BYTES."""
+    """A worker's entry. `index`: its position on the board, in units of SEAT_BYTES."""
 
     worker_id: str
     role: str
@@ -32,13 +33,13 @@ class CpuBoardEntry:
 
 
 class CpuBoard:
-    """One process's view, with at most one seat of its own.
+    """One process's view of the board, with at most one entry of its own.
 
-    The process must not open the file a second time: closing it would drop the seat's lock.
+    The process must not open the file a second time: closing that would drop the entry's lock.
     """
 
     def __init__(self, path: Path) -> None:
-        """OSError: the file cannot be made or mapped."""
+        """Open the board, and make the file if needed. OSError: it cannot be made or mapped."""
         self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.posix_fallocate(self._fd, 0, NUM_SEATS * SEAT_BYTES)
         self.memory = mmap.mmap(self._fd, NUM_SEATS * SEAT_BYTES)
@@ -46,7 +47,7 @@ class CpuBoard:
         self._own: CpuBoardEntry | None = None
 
     def sit_down(self, role: str, worker_id: str) -> CpuBoardEntry:
-        """Take a free seat. StartupError: there is none."""
+        """Take a free entry for this process. StartupError: there is none."""
         for index in range(NUM_SEATS):
             if self._lock(index):
                 self._own = CpuBoardEntry(worker_id, role, index)
@@ -55,7 +56,7 @@ class CpuBoard:
         raise StartupError(f"all {NUM_SEATS} seats of this host's workers are taken")
 
     def entries(self) -> tuple[CpuBoardEntry, ...]:
-        """All that are taken, by name."""
+        """The entries of all living workers, sorted by worker id."""
         found = (self._entry(index) for index in range(NUM_SEATS) if self._text(index))
         return tuple(sorted(entry for entry in found if entry is not None))
 
@@ -63,12 +64,12 @@ class CpuBoard:
         return self._words[entry.index * SEAT_WORDS]
 
     def set_backlog(self, num_sequences: int) -> None:
-        """Of the own seat; who has none wants nothing."""
+        """Set the backlog in the own entry; no effect without one."""
         if self._own is not None:
             self._words[self._own.index * SEAT_WORDS] = num_sequences
 
     def leave(self) -> None:
-        """Free the seat and close. Again: no error."""
+        """Free the own entry and close the file. No error if called twice."""
         if self._fd is None:
             return
         if self._own is not None:
@@ -82,7 +83,8 @@ class CpuBoard:
             return self._own
         text = self._text(index)
         if self._lock(index):
-            # Its worker died; a seat that is locked for this short time is not lost to others.
+            # Its worker died. If another worker finds the entry locked in this short time, it takes
+            # another entry.
             if self._text(index) == text:
                 self._write(index, b"")
             self._unlock(index)
@@ -95,7 +97,7 @@ class CpuBoard:
         return entry[_NAME].rstrip(b"\0")
 
     def _write(self, index: int, text: bytes) -> None:
-        """It wants nothing yet."""
+        """Write role and name, with backlog 0."""
         size = _NAME.stop - _NAME.start
         self._words[index * SEAT_WORDS] = 0
         begin = index * SEAT_BYTES

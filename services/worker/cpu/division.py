@@ -1,14 +1,13 @@
-"""How a host's CPUs are divided among its workers.
+"""Computes how a host's CPUs are divided among its workers.
 
-Decoding is bound by memory and prefill by arithmetic, so that side by side, each on CPUs of its
-own, neither slows the other down. Half of the CPUs are home to the decode workers and half to the
-prefill workers (all to the one role when there is no other); within its half, each worker has its
-equal part, or shares one where there are more workers than CPUs. A CPU whose home workers are idle
-is lent to one of the others at a time.
+Memory bandwidth bounds decode and arithmetic bounds prefill, so neither slows the other down if
+each has CPUs of its own. Half of the CPUs are home to the decode workers and half to the prefill
+workers; all are home to one role if there is no other. Within its half each worker has an equal
+part, or shares a CPU if there are more workers than CPUs. A CPU whose home workers are idle is lent
+to one other worker at a time.
 
-Decoding is never idle while a stream runs, so that prompts would have their half and no more. It
-pauses between steps, then: the more prompts wait for each stream that decodes, the longer, up to a
-limit.
+While a stream runs, decode is never idle, and prompts would have only their half. So decode pauses
+between steps: the more prompts wait for each running stream, the longer, up to a limit.
 
 See ADR 45.
 """
@@ -19,15 +18,18 @@ from kvops.native import Lane
 from services.worker.cpu.board import SEAT_WORDS, CpuBoardEntry
 
 _PROMPTS_WEIGHT = 0.5
-"""A prompt counts as much as so many streams: 4 that decode beside one prompt keep 8/9 of their
-CPUs' time, one beside 8 keeps a fifth."""
+"""A prompt counts like this many streams. Four streams beside one prompt keep 8/9 of the time of
+their CPUs, one stream beside eight prompts keeps a fifth."""
 
 
 def lanes(
     cpus: Sequence[int], entries: Sequence[CpuBoardEntry], own: CpuBoardEntry
 ) -> tuple[Lane, ...]:
-    """The lanes of `own`: first its home, then what it may borrow. `entries`: all workers of the
-    host, `own` among them, which all compute the same division from them."""
+    """The lanes of `own`: first those on its home CPUs, then lent ones on all others.
+
+    `entries`: of all workers of the host, `own` included; every worker computes the same division
+    from them.
+    """
     homes = divide(cpus, entries)
     mine = [Lane(cpu) for cpu in homes[own]]
     lent = []
@@ -36,7 +38,7 @@ def lanes(
             continue
         owners = [entry for entry in entries if cpu in homes[entry]]
         others = [entry for entry in entries if entry not in owners]
-        # Everybody is first in line for some CPU.
+        # The order of the borrowers begins with another worker for each CPU.
         start = turn % len(others)
         line = [*others[start:], *others[:start]]
         before = [*owners, *line[: line.index(own)]]
@@ -45,8 +47,8 @@ def lanes(
 
 
 def pause_s(step_s: float, num_decoding: int, num_prompts: float, limit_s: float) -> float:
-    """How long decoding leaves its CPUs to prompts after a step of `step_s`, so that from one token
-    to the next it takes no longer than `limit_s`, if the step allows."""
+    """How long decode leaves its CPUs to prompts after a step that took `step_s`. Step and pause
+    together take at most `limit_s`, unless the step alone takes longer."""
     wanted_s = step_s * _PROMPTS_WEIGHT * num_prompts / num_decoding
     return max(0.0, min(wanted_s, limit_s - step_s))
 
@@ -54,7 +56,7 @@ def pause_s(step_s: float, num_decoding: int, num_prompts: float, limit_s: float
 def divide(
     cpus: Sequence[int], entries: Sequence[CpuBoardEntry]
 ) -> Mapping[CpuBoardEntry, tuple[int, ...]]:
-    """Each worker's home CPUs, at least one."""
+    """The home CPUs of each worker, at least one."""
     decode = [entry for entry in entries if entry.role == "decode"]
     prefill = [entry for entry in entries if entry.role != "decode"]
     half = len(cpus) // 2

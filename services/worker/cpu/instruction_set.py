@@ -1,8 +1,8 @@
-"""The instruction set that a worker computes with.
+"""Chooses the instruction set that a worker computes with.
 
-All workers of a host have to agree in it, since their sums differ in the last bits, and so should
-two starts of one deployment. So a measurement is made once and kept in a file, beside the packed
-weights; the file's name says for which CPU and which kernels.
+Results of two instruction sets differ in the last bits, so all workers of a host must use the same
+one, and so should two starts of one deployment. The choice is therefore measured once and kept in a
+file beside the packed weights. The file's name identifies the CPU and the kernels.
 """
 
 import json
@@ -31,9 +31,9 @@ def measured_isa(
     cpuinfo: Path = _CPUINFO,
     measure: Measure = contest.measure,
 ) -> str | None:
-    """For bf16: what the file in `directory` says, else what a measurement says, which is then
-    kept there. None: the kernels' own choice, because nothing competes with it on this CPU.
+    """The instruction set for bf16: from the file in `directory`, or else measured and kept there.
 
+    None leaves the choice to the kernels, because this CPU has only one candidate.
     StartupError: the directory cannot be written.
     """
     isas = contest.contenders()
@@ -51,7 +51,7 @@ def measured_isa(
 
 
 def _kept(path: Path, isas: tuple[str, str]) -> str | None:
-    """None: there is no such file, or it is damaged."""
+    """The kept choice; None if there is no such file, or if it is damaged."""
     try:
         isa = json.loads(path.read_text())["isa"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -75,7 +75,7 @@ def _measured(path: Path, isas: tuple[str, str], facts: dict[str, object], measu
 
 
 def _identity(cpuinfo: Path) -> dict[str, str]:
-    """Of the first CPU: what distinguishes models, and versions of one."""
+    """The facts about the first CPU that distinguish CPU models, and versions of one model."""
     found: dict[str, str] = {}
     for line in cpuinfo.read_text().splitlines():
         name, _, value = line.partition(":")

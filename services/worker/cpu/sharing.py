@@ -1,5 +1,7 @@
-"""A runner on its worker's part of the host's CPUs, which is divided anew whenever a worker joins
-or leaves."""
+"""Runs the forward pass on its worker's part of the host's CPUs.
+
+The CPUs are divided again whenever a worker joins or leaves.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,15 +16,20 @@ from services.worker.cpu.board import SEAT_WORDS, CpuBoard, CpuBoardEntry
 from services.worker.cpu.division import lanes, pause_s
 
 _NOTICE_S = 0.001
-"""A borrower leaves by itself within this; found on its CPU, it would have to share it for a time
-slice of the operating system, and whoever shares its loop would wait."""
+"""How long before its next step decode announces that it needs its CPUs; a borrowing lane leaves
+within this time. Otherwise the two would share the CPU for a time slice of the operating system,
+and the borrower's other lanes would wait for it."""
 
 log = get_logger(__name__)
 
 
 class SharedCpus:
-    """`refresh` is anybody's, all else the engine thread's: a division takes effect with the next
-    step. `max_gap_s`: what decoding may take from step to step while prompts wait."""
+    """A forward pass that shares CPUs with the other workers of the host.
+
+    Any thread may call `refresh`; only the engine thread calls the other methods. A new division
+    takes effect with the next step. `max_gap_s`: the longest time from the start of one decode step
+    to the next while prompts wait.
+    """
 
     def __init__(
         self,
@@ -62,8 +69,8 @@ class SharedCpus:
         return drawn
 
     def give_way(self, pause: Pause) -> None:
-        """Streams wait for prompts; never the other way round, since prompts are computed on CPUs
-        of their own too."""
+        """Pause decode while prompts wait, so that they are computed on its CPUs too. Prefill does
+        not pause for decode."""
         if self._own.role != "decode":
             return
         prompts = sum(
@@ -86,7 +93,7 @@ class SharedCpus:
         wake(self._words, self._own.index * SEAT_WORDS)
 
     def refresh(self) -> None:
-        """Divide again if somebody came or went."""
+        """Divide the CPUs again if a worker joined or left."""
         entries = self._cpu_board.entries()
         if entries == self._entries:
             return

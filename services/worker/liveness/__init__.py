@@ -1,1 +1,1 @@
-"""Whether this worker may still write: registration, fencing, joining again, stuck steps."""
+"""Checks whether this worker may still write: registration, fencing, rejoining, stuck steps."""

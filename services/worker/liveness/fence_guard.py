@@ -1,13 +1,18 @@
-"""What a worker writes and answers counts only while it has not been given up.
+"""Stops a worker that was fenced, before it writes blocks or sends results.
 
-Who gives a worker up marks its lock file first, and reads the stamps then; the worker stamps blocks
-as its own first (with the answer that gives them to it, see `services.worker.membership`), and
-looks at the mark then. So either its blocks are seen to be its own, or it does not write into them.
-What it has read counts if it was not given up afterwards: until then nobody else wrote there.
+Before the block manager fences a worker, it marks the worker's lock file. The worker looks at the
+mark around everything that it does with blocks:
 
     marked? own blocks | marked? | compute or copy | marked? | complete stamps, answer
 
-The mark lies in the pool's directory, so that a worker that cannot reach the store sees it too.
+- Writes: the block manager sets the mark before it reads the stamps. The worker stamps new blocks
+  as its own (when the store grants them, see `services.worker.membership`) before it looks at the
+  mark. So either the block manager sees that the blocks belong to the worker, or the worker sees
+  the mark and does not write.
+- Reads: no other worker writes a block that this worker reads until the mark is set. So a result is
+  valid if the mark is not set after the computation.
+
+The mark is in the pool's directory, so a worker that cannot reach the store sees it too.
 
 See ADR 56.
 """
@@ -27,23 +32,26 @@ _LOOK_S = 0.5
 
 
 class FenceGuard:
-    """Of a worker on one pool, or on several."""
+    """Looks at the marks on a worker's locks, one for each pool that it is on."""
 
     def __init__(self, locks: Sequence[WorkerLock]) -> None:
         self._locks = locks
 
     def require(self) -> None:
-        """WorkerFenced: it was given up."""
+        """Raises WorkerFenced if a lock is marked."""
         if any(lock.is_given_up for lock in self._locks):
             raise WorkerFenced("this worker was given up while it did not run")
 
     async def keep(self) -> NoReturn:
-        """Look, also while nothing is computed, until cancelled. WorkerFenced."""
+        """Look every `_LOOK_S` until cancelled, so that an idle worker notices the mark too. Raises
+        WorkerFenced."""
         while True:
             self.require()
             await asyncio.sleep(until_tick(_LOOK_S))
 
     def for_copies(self, copy: Copy) -> Copy:
+        """Return `copy` with a look before and after it, which raises WorkerFenced."""
+
         def copy_permitted(pairs: Sequence[tuple[int, int]]) -> None:
             self.require()
             copy(pairs)
@@ -53,8 +61,10 @@ class FenceGuard:
 
 
 class GuardedForward:
-    """The engine's thread asks before it writes and before it answers. WorkerFenced: nothing of
-    that step counts."""
+    """A forward pass that looks at the mark before and after each step and copy.
+
+    WorkerFenced: the results of the step must not be used.
+    """
 
     def __init__(self, forward: ForwardPass, fence_guard: FenceGuard) -> None:
         self._forward = forward

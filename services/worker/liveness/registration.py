@@ -1,5 +1,8 @@
-"""A worker's entry in the registry, from before it imports and loads anything: gateways read the
-model's tokenizer meanwhile."""
+"""A worker's registration in the registry.
+
+It begins before the worker imports PyTorch and loads the model, so that gateways can read the
+model's tokenizer meanwhile.
+"""
 
 import asyncio
 import math
@@ -17,7 +20,7 @@ from services.common.runtime.registry_heartbeat import RegistryHeartbeat
 from services.protocol.version import PROTOCOL_VERSION
 from services.worker.config import WorkerSettings
 
-if TYPE_CHECKING:  # They import torch.
+if TYPE_CHECKING:  # these modules import torch
     from services.worker.loading import LoadedModel
     from services.worker.pool_worker import PoolWorker
 
@@ -26,10 +29,13 @@ if TYPE_CHECKING:  # They import torch.
 async def announced(
     role: Role, settings: WorkerSettings, patience_s: float
 ) -> AsyncIterator["Registration"]:
-    """An entry under a new name that is kept up to date, and withdrawn at the end. `patience_s`:
-    how long to wait for the server at first. Raises, at once and within, when it is lost."""
+    """Register a worker under a new name, renew the registration, and withdraw it at the end.
+
+    `patience_s`: how long to wait for Redis at the start. Raises if Redis is not there by then, or
+    if the registry is lost later.
+    """
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as vital:
-        # What runs holds blocks, and waits for the store for as long as it takes.
+        # Running requests hold blocks, so the worker waits for the store without limit.
         store, registry = await redis.connect(
             settings, stack, store_retry_for_s=math.inf, patience_s=patience_s
         )
@@ -40,7 +46,7 @@ async def announced(
 
 
 class Registration:
-    """The worker as the registry knows it at any moment, and the store that it works with."""
+    """What the registry says about a worker, and the worker's connection to the store."""
 
     def __init__(
         self, role: Role, settings: WorkerSettings, store: RedisStore, registry: Registry
@@ -69,15 +75,16 @@ class Registration:
 
     @property
     def serving(self) -> bool:
-        """Whether gateways may have something at it."""
+        """Whether the worker serves, so that gateways may have requests at it."""
         return self._worker is not None
 
     @property
     def leaving(self) -> bool:
-        """Whether it was asked to leave."""
+        """Whether the worker drains."""
         return self._worker is not None and self._worker.draining
 
     def serves(self, worker: "PoolWorker", address: str, loaded: "LoadedModel") -> None:
+        """Report from now on that the worker serves, at this address."""
         self._worker = worker
         self._member = replace(
             self._member,

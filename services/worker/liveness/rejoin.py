@@ -1,9 +1,10 @@
-"""A worker process lives more than once: who was given up while it did not run, or could not be
-heard, drops its work and joins again under another name, with the model that it has loaded.
+"""Lets a fenced worker rejoin: in the same process, under another name, with the loaded model.
 
-    announce -> (import, load: the first time) -> join -> serve -> leave
-        ▲                                           │ given up
-        └───── let go of locks, streams, store ◀────┘
+A worker is fenced if it did not run, or was cut off from Redis. Its work is dropped.
+
+    register -> (import, load: the first time) -> join -> serve -> leave
+        ▲                                           │ fenced
+        └────── drop locks, streams, store ◀────────┘
 
 See ADR 56.
 """
@@ -20,19 +21,20 @@ from services.common.runtime.logging import get_logger
 from services.worker.config import WorkerSettings
 from services.worker.liveness.registration import Registration, announced
 
-if TYPE_CHECKING:  # It imports torch.
+if TYPE_CHECKING:  # the module imports torch
     from services.worker.process import WorkerProcess
 
 log = get_logger(__name__)
 
 
 async def serve_worker(role: Role, settings: WorkerSettings, stop: asyncio.Event) -> None:
-    """Until `stop`, or until it is drained. Raises when engine, pool or store are lost."""
+    """Serve as a worker of this role until `stop`, or until the worker is drained. Raises if
+    engine, pool or store are lost."""
     await _Lives(role, settings, stop).run()
 
 
 class _Lives:
-    """Of one process, one after the other."""
+    """The workers of one process: each registers under its own name, after the last was fenced."""
 
     def __init__(self, role: Role, settings: WorkerSettings, stop: asyncio.Event) -> None:
         self._role = role
@@ -53,7 +55,7 @@ class _Lives:
                 log.error("worker_given_up", worker_id=self._worker_id, reason=str(reason))
             if self._entry is None or self._entry.leaving:
                 return
-            patience_s = math.inf  # it has served: whatever it cannot reach now will be back
+            patience_s = math.inf  # Redis was there before, so wait until it is back
 
     async def _live(self, patience_s: float) -> None:
         async with announced(self._role, self._settings, patience_s) as self._entry:
@@ -62,8 +64,8 @@ class _Lives:
             await self._process.live(self._entry)
 
     async def _live_until_stopped(self, patience_s: float) -> None:
-        """Who is told to stop before it serves ends there, whatever it waits for: nobody has
-        anything at it yet."""
+        """Run one worker. A stop before it serves cancels it, whatever it waits for, because no
+        gateway has a request at it yet."""
         living = asyncio.create_task(self._live(patience_s))
         stopping = asyncio.create_task(self._stop.wait())
         try:
@@ -83,7 +85,8 @@ class _Lives:
 
 
 async def _process(role: Role, settings: WorkerSettings, stop: asyncio.Event) -> "WorkerProcess":
-    """Imports torch for a second, which reads OpenMP's variables: only now are they set."""
+    """Import the modules that need torch, which takes a second. The import reads OpenMP's
+    environment variables, so they must be set before."""
     service = await asyncio.to_thread(import_module, f"services.{role}.service")
     from services.worker.process import WorkerProcess
 
@@ -91,6 +94,7 @@ async def _process(role: Role, settings: WorkerSettings, stop: asyncio.Event) ->
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    """The errors in a group and in the groups nested in it."""
     found: list[BaseException] = []
     for error in group.exceptions:
         found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]

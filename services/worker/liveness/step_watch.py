@@ -1,6 +1,7 @@
-"""Ends the process when a step does not come to an end: native code in an endless loop, a device
-that hangs. The worker's blocks are its own, and its gateways hear from it, for as long as its
-process lives: only its end lets others take over.
+"""Ends the process if a step does not end: native code in an endless loop, or a device that hangs.
+
+While the process lives, the worker keeps its blocks and its gateways get its load reports. Only the
+end of the process lets other workers take over.
 
 See ADR 73.
 """
@@ -20,22 +21,24 @@ log = get_logger(__name__)
 
 
 class Stepping(Protocol):
-    """An engine's thread."""
+    """An engine thread. `step_in_flight`: the number of the step that runs, or None."""
 
     @property
     def step_in_flight(self) -> int | None: ...
 
 
 def end_process(limit_s: float) -> None:
-    """At once, and loudly: no step can be ended from outside, nor a thread."""
+    """End the process at once, with the stacks of its threads on stderr: neither a step nor a
+    thread can be ended from outside."""
     log.critical("engine_stuck", step_limit_s=limit_s)
     faulthandler.dump_traceback()
     os._exit(EXIT_FAULT)
 
 
 class StepWatch:
-    """Calls `end` once a step has taken `limit_s`. It is looks that are counted and not a clock: a
-    process that was stopped is not blamed for the time in which it did not run."""
+    """Calls `end` if the same step is in flight at `_NUM_LOOKS` looks in a row, spread over
+    `limit_s`. It counts looks instead of reading a clock, so that the time in which the process was
+    stopped does not count."""
 
     def __init__(
         self, engine: Stepping, limit_s: float, end: Callable[[float], None] = end_process

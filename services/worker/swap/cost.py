@@ -1,32 +1,35 @@
-"""What swapping a sequence costs, and what computing it again would, both as measured.
+"""Measures what swapping costs, and what computing again costs.
 
 See ADR 55.
 """
 
 _WEIGHT = 0.3
-"""Of the newest measurement in a running mean."""
+"""The weight of the newest measurement in a running mean."""
 
 _FEW_TOKENS = 32
-"""A step of fewer costs about the same however many they are: it says nothing of a prompt's."""
+"""Steps with fewer tokens are not measured: their time hardly depends on the number of tokens, so
+it does not show what a prompt's token costs."""
 
 
 class SwapCost:
-    """Seconds: for each block copied, and for each swap whatever its size (answers of the store,
-    waking a thread)."""
+    """The measured time of swap-outs; a copy back is taken to cost the same. `block_s`: for each
+    block. `fixed_s`: for each swap, whatever its size (answers of the store, waking a thread).
+    None: not measured yet."""
 
     def __init__(self) -> None:
         self.block_s: float | None = None
         self.fixed_s: float | None = None
 
     def observe(self, num_blocks: int, copying_s: float, total_s: float) -> None:
-        """A swap copied so many blocks; the rest of its time was spent on something else."""
+        """Record a swap-out of `num_blocks` blocks that took `total_s`, of which copying them took
+        `copying_s`."""
         self.fixed_s = _mean(self.fixed_s, total_s - copying_s)
         if num_blocks:
             self.block_s = _mean(self.block_s, copying_s / num_blocks)
 
     def is_below(self, num_blocks: int, num_tokens: int, prefill_ns_per_token: int) -> bool:
-        """Whether copying `num_blocks` out and back takes less than computing `num_tokens`. What
-        nobody has measured yet is tried: there is no other way to measure it."""
+        """Whether copying `num_blocks` out and back takes less time than computing `num_tokens`.
+        True while a measurement is missing, because only a swap can provide it."""
         if self.block_s is None or self.fixed_s is None or not prefill_ns_per_token:
             return True
         swap_s = 2 * (num_blocks * self.block_s + self.fixed_s)
@@ -34,7 +37,7 @@ class SwapCost:
 
 
 class Pace:
-    """Time that a prompt's token takes, over the last steps that were long enough to tell."""
+    """A running mean of the time that a prefill step takes for each token."""
 
     def __init__(self) -> None:
         self._s_per_token: float | None = None
@@ -45,7 +48,7 @@ class Pace:
 
     @property
     def ns_per_token(self) -> int:
-        """0: not known yet."""
+        """The mean in ns; 0 if no step was measured yet."""
         return 0 if self._s_per_token is None else max(1, round(self._s_per_token * 1e9))
 
 

@@ -1,12 +1,12 @@
-"""The colder pool beside a worker's own: KV is swapped out to it, and comes back.
+"""Copies the KV of preempted requests to the swap pool and back.
 
-A colder pool is a pool like any other, with a ledger, stamps and locks of its own. What is swapped
-out there is a holder at rest, its full blocks stamped and in the colder pool's own prefix index: a
-prefix that is there already is shared, not copied again. The sequences of a group share there what
-they have in common, and do again when they are back.
+The swap pool is a pool like any other, with a ledger, stamps and locks of its own. A swapped-out
+request has a detached holder there. Its full blocks are stamped and in the swap pool's own prefix
+index, so a prefix that is there already is shared, not copied again. The sequences of a group share
+blocks in the swap pool as in the worker's pool, and share them again when they are back.
 
-    put     allocate there -> copy -> stamp, commit -> detach: at rest until somebody claims it
-    fetch   claim it -> compare stamps -> copy what the own pool has not cached -> release it
+    put     allocate there -> copy -> stamp, commit -> detach
+    fetch   claim -> compare stamps -> copy the blocks that are not cached here -> release
 
 See ADR 53.
 """
@@ -29,13 +29,13 @@ from services.protocol.ticket import Swapped, SwappedTable, Ticket
 from services.worker.swap.cost import SwapCost
 
 Copy = Callable[[Sequence[tuple[int, int]]], None]
-"""Copies blocks, (source, target) each, from one of the two arenas to the other."""
+"""Copies blocks, given as (source, target) pairs, from one of the two arenas to the other."""
 
 log = get_logger(__name__)
 
 
 class StampedPool(Protocol):
-    """A membership in a pool, as far as its blocks are concerned."""
+    """The part of a pool membership that copies use."""
 
     @property
     def spec(self) -> PoolSpec: ...
@@ -47,9 +47,9 @@ class StampedPool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """`begun`: where each sequence begins with what the worker's own blocks have now, cached or
-    copied. `num_blocks`: those that have been written. `completed`: full ones among them, to
-    commit."""
+    """The result of a fetch. `begun`: for each sequence, the leading blocks of the worker's pool
+    that now have its KV, cached or copied. `num_blocks`: how many were copied. `completed`: the
+    full ones among the copied blocks, to commit."""
 
     begun: Sequence[Begun]
     num_blocks: int = 0
@@ -57,9 +57,12 @@ class Fetched:
 
 
 class SwapPool:
-    """Copies run one at a time in a thread of their own, beside the steps: they touch only blocks
-    that no step touches. `copy_out` copies to the colder arena, `copy_back` from it. Where the
-    costs are not compared, swapping is always worth it."""
+    """Moves KV between a worker's own pool and the swap pool.
+
+    Copies run one at a time in a thread of their own, beside the steps; they touch only blocks that
+    no step touches. `copy_out` copies to the swap pool's arena, `copy_back` from it.
+    `compares_costs`: if False, swapping is always considered worthwhile.
+    """
 
     def __init__(
         self,
@@ -84,7 +87,8 @@ class SwapPool:
         self._thread = ThreadPoolExecutor(1, "copier")
 
     def holds(self, ticket: Ticket) -> bool:
-        """Whether it was swapped out to blocks that can be this pool's."""
+        """Whether a ticket was swapped out to this pool, with block ids and table lengths that are
+        possible. (Only the claim shows whether the blocks are still there.)"""
         swapped, size = ticket.swapped, self.spec.block_size
         if swapped is None or swapped.pool_id != self.spec.pool_id:
             return False
@@ -95,14 +99,19 @@ class SwapPool:
         )
 
     def is_worthwhile(self, num_blocks: int, num_tokens: int, prefill_ns_per_token: int) -> bool:
-        """Whether copying so many blocks out and back beats computing so many tokens again."""
+        """Whether to copy `num_blocks` out and back rather than compute `num_tokens` again."""
         cost = self.cost.is_below(num_blocks, num_tokens, prefill_ns_per_token)
         return cost or not self._compares_costs
 
     async def put(self, ticket: Ticket) -> Swapped | None:
-        """Copy the KV of sequences that no step touches any more, all or nothing; what several have
-        in common once. None: the colder pool has no room for it. The holder there has the same id
-        as the one in the own pool."""
+        """Copy the KV of a group that no step touches any more, all or nothing.
+
+        A block that several sequences share is copied once. The holder in the swap pool has the
+        same id as in the worker's pool.
+
+        None: the swap pool has no room, a cached block there does not match the group's tokens, or
+        the holder id was used there before.
+        """
         began = time.perf_counter()
         contents = BlockKeys.of(ticket, self.spec.block_size, num_left_out=1)
         sources = contents.blocks([state.block_ids for state in ticket.sequences])
@@ -132,9 +141,12 @@ class SwapPool:
         return Swapped(pool_id, holder_id, epoch, tuple(tables))
 
     async def fetch(self, ticket: Ticket, allocation: Allocation, contents: BlockKeys) -> Fetched:
-        """Copy back what the own pool's cache has not, into new blocks of `allocation`, which was
-        asked for with `contents`. It is less than was swapped out, down to nothing, where the
-        colder blocks are gone or say something else: the rest is computed."""
+        """Copy back the KV that the worker's pool has not cached, into the new blocks of
+        `allocation`, and release the holder in the swap pool.
+
+        `contents`: the block keys for which `allocation` was made. KV whose blocks in the swap pool
+        are gone, or do not match their stamps, is not copied; the worker computes it again.
+        """
         assert ticket.swapped is not None
         swapped, cached = ticket.swapped, allocation.cached(*contents.chains)
         holder = swapped.pool_id, swapped.holder_id
@@ -158,16 +170,17 @@ class SwapPool:
         return Fetched(begun, len(copied), computed.full_among(copied))
 
     async def release(self, swapped: Swapped) -> None:
-        """Let go of what is at rest there. StaleHolder: somebody has claimed it."""
+        """Release a detached holder in the swap pool. StaleHolder: a worker has claimed it."""
         await self._store.release(swapped.pool_id, swapped.holder_id, swapped.holder_epoch)
 
     def close(self) -> None:
-        """Copy nothing any more."""
+        """End the copy thread, after the copy in progress."""
         self._thread.shutdown()
 
     async def _allocate(
         self, ticket: Ticket, contents: BlockKeys, num_blocks: int
     ) -> Allocation | None:
+        """None: the swap pool has no room, or the holder id was used there before."""
         pool_id, holder_id = self.spec.pool_id, ticket.holder_id
         hashes, branches = contents.chains
         asked = self._worker_id, ticket.order, hashes, num_blocks, branches
@@ -176,12 +189,16 @@ class SwapPool:
         except (OutOfBlocks, MustWait):
             await self._store.withdraw(pool_id, holder_id)
             return None
-        except StaleHolder:  # something of this name was there before
+        except StaleHolder:
             return None
 
     def _are_in_place(self, swapped: Swapped, claim: Claim) -> bool:
-        """Whether its blocks stand as they were put: in each table as acquired, and unfinished ones
-        sequence by sequence, all of them. (Finished ones say themselves what they hold.)"""
+        """Whether the tables agree with the claim.
+
+        Each table must list its blocks in the order in which they were acquired, and the tables
+        together must name all unfinished blocks, in that order. Finished blocks are checked by
+        their stamps.
+        """
         places = {block_id: number for number, block_id in enumerate(claim.block_ids)}
         tables = ([places[b] for b in table.block_ids] for table in swapped.tables)
         named, held = (
@@ -193,8 +210,8 @@ class SwapPool:
     async def _leave_out_unsound(
         self, sources: dict[Key, int], contents: BlockKeys, owner: str
     ) -> None:
-        """Full blocks whose stamps are not of these tokens, others that are not the owner's
-        (law 6)."""
+        """Remove from `sources` full blocks whose stamps do not match their tokens, and partly
+        filled blocks that `owner` did not write (law 6)."""
         while wrong := contents.first_wrong(self._stamps, sources):
             await self._distrust(sources.pop(wrong), wrong)
         for tail in contents.tails:
@@ -214,8 +231,8 @@ class SwapPool:
         sources: Mapping[Key, int],
         targets: Mapping[Key, int],
     ) -> float:
-        """In the order of law 6: KV, stamp. (The owner came with the blocks.) How many seconds it
-        took."""
+        """Copy KV, and then complete the stamps of the full target blocks: law 6 requires this
+        order. Their owner was stamped when the store granted them. Returns the duration in s."""
 
         def work() -> float:
             began = time.perf_counter()
@@ -231,6 +248,6 @@ class SwapPool:
 
 
 def _tables(ticket: Ticket, swapped: Swapped) -> list[tuple[int, ...]]:
-    """Of the sequences that go on."""
+    """The block tables in the swap pool of the ticket's sequences, in their order."""
     tables = {table.index: table.block_ids for table in swapped.tables}
     return [tables[state.index] for state in ticket.sequences]

@@ -64,7 +64,7 @@ class Store(MemoryStore):
         return replace(report, violations=self.violations + report.violations)
 
 
-class Host:
+class PoolHost:
     """Pools under one root, workers as processes, and the store and registry of the moment."""
 
     def __init__(self, root: Path) -> None:
@@ -124,14 +124,14 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
-    host = Host(tmp_path)
+def host(tmp_path: Path) -> Iterator[PoolHost]:
+    host = PoolHost(tmp_path)
     yield host
     host.end()
 
 
 @asynccontextmanager
-async def managed(host: Host, **settings: float) -> AsyncIterator[None]:
+async def managed(host: PoolHost, **settings: float) -> AsyncIterator[None]:
     """The block manager runs meanwhile; nothing overdue unless `settings` say so."""
     usual = {"scan_interval_s": 0.02, "fence_after_s": 600, "pool_grace_s": 600}
     manager = BlockManager(
@@ -158,7 +158,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 def gone(
-    host: Host, pool: PoolDirectory, worker_id: str = "decode-1"
+    host: PoolHost, pool: PoolDirectory, worker_id: str = "decode-1"
 ) -> Callable[..., Awaitable[bool]]:
     """Neither in the store nor by a lock file."""
 
@@ -170,14 +170,14 @@ def gone(
 
 
 async def assert_lawful(
-    host: Host, pool: PoolDirectory, *, free: int, cached: int, held: int
+    host: PoolHost, pool: PoolDirectory, *, free: int, cached: int, held: int
 ) -> None:
     report = await host.store.audit(pool.pool_id)
     assert report.violations == ()
     assert (report.num_free, report.num_cached, report.num_held) == (free, cached, held)
 
 
-async def observed(host: Host, pool: PoolDirectory) -> bool:
+async def observed(host: PoolHost, pool: PoolDirectory) -> bool:
     """The manager has been round at least once, so that it waits for every lock."""
     labels = {"pool_id": pool.pool_id, "model_name": "tiny"}
     return host.metrics.get_sample_value("quire:kv_cache_holders", labels) is not None

@@ -2,11 +2,11 @@
 
 import signal
 
-from .conftest import Host, assert_lawful, equals, gone, managed, until
+from .conftest import PoolHost, assert_lawful, equals, gone, managed, until
 
 
 async def test_a_stopped_worker_is_fenced_and_its_blocks_are_quarantined_until_it_dies(
-    host: Host,
+    host: PoolHost,
 ) -> None:
     pool = await host.make_pool()
     worker = await host.start_worker(pool)
@@ -27,7 +27,7 @@ async def test_a_stopped_worker_is_fenced_and_its_blocks_are_quarantined_until_i
         await assert_lawful(host, pool, free=11, cached=0, held=0)
 
 
-async def test_who_is_stuck_is_fenced_on_every_pool_it_is_on(host: Host) -> None:
+async def test_a_stuck_worker_is_fenced_on_all_its_pools(host: PoolHost) -> None:
     """A pool and its colder one: they share nothing but the workers."""
     pools = [await host.make_pool(pool_id) for pool_id in ("tiny-1", "tiny-swap-1")]
     for pool in pools:
@@ -42,7 +42,7 @@ async def test_who_is_stuck_is_fenced_on_every_pool_it_is_on(host: Host) -> None
         await until(fenced)
 
 
-async def test_workers_that_report_or_are_still_starting_are_not_fenced(host: Host) -> None:
+async def test_workers_that_report_or_are_still_starting_are_not_fenced(host: PoolHost) -> None:
     """decode-3 is silent and holds something: when it is fenced, the others had their chance."""
     pool = await host.make_pool()
     for worker_id in ("decode-1", "decode-2", "decode-3"):

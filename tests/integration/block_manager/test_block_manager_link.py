@@ -108,7 +108,7 @@ async def test_other_errors_are_ours_and_end_the_loop() -> None:
         await Link(connection(), Servers().connect).every(lambda: 0.0, action)
 
 
-def test_what_is_wrong_look_after_look_is_overdue_at_the_limit() -> None:
+def test_a_lasting_fault_is_overdue_at_the_limit() -> None:
     clock = Clock()
     overdue = GraceTimer[str](3.0, clock)
     assert overdue.look(["a"]) == set()
@@ -120,7 +120,7 @@ def test_what_is_wrong_look_after_look_is_overdue_at_the_limit() -> None:
     assert overdue.look(["a", "b"]) == {"a", "b"}
 
 
-def test_what_was_right_once_in_between_starts_anew() -> None:
+def test_a_fault_that_was_gone_once_starts_anew() -> None:
     clock = Clock()
     overdue = GraceTimer[str](3.0, clock)
     overdue.look(["a"])

@@ -162,7 +162,7 @@ async def store(valkey: Valkey) -> AsyncIterator[RedisStore]:
     await store.close()
 
 
-async def test_it_serves_reaps_and_ends_cleanly(
+async def test_the_process_serves_reaps_and_ends_cleanly(
     valkey: Valkey, store: RedisStore, processes: Processes
 ) -> None:
     manager = processes.start_manager(valkey.url)
@@ -240,7 +240,7 @@ async def test_a_server_that_comes_back_empty_is_served_anew(
     assert manager.poll() is None
 
 
-async def test_who_joins_after_the_server_was_emptied_joins_the_pool_that_is_there(
+async def test_a_worker_that_joins_after_a_loss_joins_the_existing_pool(
     own_valkey: Valkey, processes: Processes
 ) -> None:
     """The server is still the same one, by its run_id; it is told again what it forgot."""

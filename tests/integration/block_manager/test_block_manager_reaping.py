@@ -18,7 +18,7 @@ from .conftest import (
     NUM_BLOCKS,
     ROOT,
     TOKENS,
-    Host,
+    PoolHost,
     assert_lawful,
     gone,
     managed,
@@ -27,7 +27,7 @@ from .conftest import (
 )
 
 
-async def test_a_killed_workers_blocks_are_back_at_once(host: Host) -> None:
+async def test_a_killed_workers_blocks_are_back_at_once(host: PoolHost) -> None:
     pool = await host.make_pool()
     worker = await host.start_worker(pool)
     other = await host.start_worker(pool, "decode-2")
@@ -46,7 +46,7 @@ async def test_a_killed_workers_blocks_are_back_at_once(host: Host) -> None:
     assert other.poll() is None
 
 
-async def test_a_lock_file_keeps_its_name_until_its_worker_is_reaped(host: Host) -> None:
+async def test_a_lock_file_keeps_its_name_until_its_worker_is_reaped(host: PoolHost) -> None:
     """Who buries dies too: whatever is not done yet is found by the next one."""
     pool = await host.make_pool()
     worker = await host.start_worker(pool)
@@ -67,7 +67,7 @@ async def test_a_lock_file_keeps_its_name_until_its_worker_is_reaped(host: Host)
     assert names == [("decode-1",), ("decode-1",)]
 
 
-async def test_what_a_dead_worker_had_finished_is_published(host: Host) -> None:
+async def test_finished_blocks_of_a_dead_worker_are_published(host: PoolHost) -> None:
     """Block 1 is committed, 2 finished and not yet committed, 3 private, 4 finished by another."""
     pool = await host.make_pool()
     worker = await host.start_worker(pool)
@@ -92,7 +92,7 @@ async def test_what_a_dead_worker_had_finished_is_published(host: Host) -> None:
     assert adopted.block_ids[:2] == (first, second)
 
 
-async def test_a_finished_block_that_was_given_back_is_not_published(host: Host) -> None:
+async def test_a_finished_block_that_was_given_back_is_not_published(host: PoolHost) -> None:
     pool = await host.make_pool()
     worker = await host.start_worker(pool)
     given = await host.store.allocate(pool.pool_id, "h", "decode-1", 1, [], 2)
@@ -110,7 +110,7 @@ async def test_a_finished_block_that_was_given_back_is_not_published(host: Host)
     await assert_lawful(host, pool, free=10, cached=1, held=0)
 
 
-async def test_unreadable_stamps_do_not_keep_a_worker_from_being_reaped(host: Host) -> None:
+async def test_unreadable_stamps_do_not_keep_a_worker_from_being_reaped(host: PoolHost) -> None:
     pool = await host.make_pool()
     worker = await host.start_worker(pool)
     await host.store.allocate(pool.pool_id, "h", "decode-1", 1, [], 2)
@@ -121,7 +121,7 @@ async def test_unreadable_stamps_do_not_keep_a_worker_from_being_reaped(host: Ho
     await assert_lawful(host, pool, free=11, cached=0, held=0)
 
 
-async def test_a_ticket_that_was_claimed_outlives_its_issuer(host: Host) -> None:
+async def test_a_ticket_that_was_claimed_outlives_its_issuer(host: PoolHost) -> None:
     pool = await host.make_pool()
     worker = await host.start_worker(pool, "prefill-1")
     await host.start_worker(pool, "decode-1")
@@ -135,7 +135,7 @@ async def test_a_ticket_that_was_claimed_outlives_its_issuer(host: Host) -> None
 
 
 async def test_a_worker_that_dies_while_the_store_is_away_is_reaped_when_it_is_back(
-    host: Host,
+    host: PoolHost,
 ) -> None:
     pool = await host.make_pool()
     worker = await host.start_worker(pool)
@@ -151,7 +151,7 @@ async def test_a_worker_that_dies_while_the_store_is_away_is_reaped_when_it_is_b
         await asyncio.gather(*pending)
 
 
-async def test_a_worker_that_leaves_is_not_reaped(host: Host) -> None:
+async def test_a_worker_that_leaves_is_not_reaped(host: PoolHost) -> None:
     pool = await host.make_pool()
     await host.start_worker(pool, "decode-2")
     lock = WorkerLock.create(pool.lock_path("decode-1"))
@@ -163,7 +163,7 @@ async def test_a_worker_that_leaves_is_not_reaped(host: Host) -> None:
     assert host.count("workers_reaped") == 0
 
 
-async def test_a_broken_law_is_counted(host: Host) -> None:
+async def test_a_broken_law_is_counted(host: PoolHost) -> None:
     host.store.violations = ("block 3 has 2 references and 1 holder",)
     pool = await host.make_pool()
     labels = {"pool_id": pool.pool_id, "model_name": "tiny"}

@@ -13,12 +13,12 @@ from services.block_manager.link import Link
 from services.block_manager.manager import IDLE_SCANS, BlockManager
 from services.common.runtime.metrics import PoolMetrics
 
-from .conftest import Host
+from .conftest import PoolHost
 
 SCAN_S = 0.25
 
 
-async def one_round(manager: BlockManager, host: Host) -> float:
+async def one_round(manager: BlockManager, host: PoolHost) -> float:
     """Look around once; the pause after it."""
     async with asyncio.TaskGroup() as tasks:
         await manager._look_around(tasks, host.connection)
@@ -26,13 +26,13 @@ async def one_round(manager: BlockManager, host: Host) -> float:
 
 
 @pytest.fixture
-def manager(host: Host) -> BlockManager:
+def manager(host: PoolHost) -> BlockManager:
     settings = BlockManagerSettings(pool_root=host.root, scan_interval_s=SCAN_S)  # type: ignore[call-arg]
     return BlockManager(settings, Link(host.connection, host.connect), PoolMetrics(host.metrics))
 
 
 async def test_a_round_reads_each_pool_once(
-    host: Host, manager: BlockManager, monkeypatch: pytest.MonkeyPatch
+    host: PoolHost, manager: BlockManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for pool_id in ("tiny-1", "tiny-2"):
         await host.start_worker(await host.make_pool(pool_id))
@@ -48,7 +48,9 @@ async def test_a_round_reads_each_pool_once(
     assert num_reads == {"tiny-1": 1, "tiny-2": 1}
 
 
-async def test_rounds_are_rare_while_nobody_needs_them(host: Host, manager: BlockManager) -> None:
+async def test_rounds_are_rare_while_nobody_needs_them(
+    host: PoolHost, manager: BlockManager
+) -> None:
     assert manager._pause_s() == SCAN_S  # nothing is known yet
     pool = await host.make_pool()
     await host.start_worker(pool)
@@ -61,8 +63,8 @@ async def test_rounds_are_rare_while_nobody_needs_them(host: Host, manager: Bloc
     assert await one_round(manager, host) == IDLE_SCANS * SCAN_S
 
 
-async def test_who_starts_or_is_silent_is_watched_closely(
-    host: Host, manager: BlockManager
+async def test_starting_and_silent_workers_are_watched_closely(
+    host: PoolHost, manager: BlockManager
 ) -> None:
     pool = await host.make_pool()
     await host.start_worker(pool)

@@ -241,7 +241,7 @@ async def drain_status(served: Served, worker_id: str) -> grpc.StatusCode:
     return raised.value.code()
 
 
-async def test_what_is_no_worker_cannot_be_drained(served: Served) -> None:
+async def test_drain_refuses_a_member_that_is_no_worker(served: Served) -> None:
     await served.announce("gateway-1", "gateway")
     assert await drain_status(served, "gateway-1") is grpc.StatusCode.NOT_FOUND
     assert await drain_status(served, "") is grpc.StatusCode.NOT_FOUND
@@ -253,7 +253,7 @@ async def test_a_worker_that_still_starts_cannot_be_drained_yet(served: Served) 
     assert await drain_status(served, "decode-1") is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_another_worker_at_the_address_is_not_drained(served: Served) -> None:
+async def test_drain_spares_another_worker_at_the_address(served: Served) -> None:
     worker = await start(served, "decode", "decode-2")
     assert await drain_status(served, "decode-1") is grpc.StatusCode.UNAUTHENTICATED
     assert worker.hello is None

@@ -10,10 +10,10 @@ from services.block_manager.link import Connection
 from services.common.pool.directory import pool_directories
 from services.common.pool.locks import host_lock
 
-from .conftest import Host, Store, assert_lawful, equals, gone, managed, observed, until
+from .conftest import PoolHost, Store, assert_lawful, equals, gone, managed, observed, until
 
 
-async def test_a_pool_without_workers_goes_after_a_grace(host: Host) -> None:
+async def test_a_pool_without_workers_goes_after_a_grace(host: PoolHost) -> None:
     empty, used = await host.make_pool("tiny-1"), await host.make_pool("tiny-2")
     await host.start_worker(used)
 
@@ -26,14 +26,14 @@ async def test_a_pool_without_workers_goes_after_a_grace(host: Host) -> None:
     assert await host.store.pool_ids() == ("tiny-2",)
 
 
-async def test_half_a_pool_whose_maker_died_is_removed(host: Host) -> None:
+async def test_half_a_pool_whose_maker_died_is_removed(host: PoolHost) -> None:
     half = host.root / ".half-tiny-1"
     (half / "workers").mkdir(parents=True)
     async with managed(host):
         await until(lambda: equals(half.exists(), False))
 
 
-async def test_the_pool_of_the_last_worker_that_died_is_removed(host: Host) -> None:
+async def test_the_pool_of_the_last_worker_that_died_is_removed(host: PoolHost) -> None:
     pool = await host.make_pool()
     worker = await host.start_worker(pool)
 
@@ -45,7 +45,7 @@ async def test_the_pool_of_the_last_worker_that_died_is_removed(host: Host) -> N
         await until(removed)
 
 
-async def test_a_pool_of_the_store_without_directory_or_members_is_dropped(host: Host) -> None:
+async def test_a_pool_of_the_store_without_directory_or_members_is_dropped(host: PoolHost) -> None:
     """Another host's pool has no directory here, but members."""
     for name in ("tiny-1", "tiny-2"):
         pool = await host.make_pool(name)
@@ -59,7 +59,7 @@ async def test_a_pool_of_the_store_without_directory_or_members_is_dropped(host:
         await until(dropped)
 
 
-async def test_a_worker_of_the_store_without_a_lock_file_is_reaped(host: Host) -> None:
+async def test_a_worker_of_the_store_without_a_lock_file_is_reaped(host: PoolHost) -> None:
     pool = await host.make_pool()
     await host.store.register_worker(pool.read_header().spec, "decode-9")
     await host.store.allocate(pool.pool_id, "h", "decode-9", 1, [], 2)
@@ -68,7 +68,7 @@ async def test_a_worker_of_the_store_without_a_lock_file_is_reaped(host: Host) -
     await assert_lawful(host, pool, free=11, cached=0, held=0)
 
 
-async def test_after_the_store_was_lost_the_manager_serves_the_new_one(host: Host) -> None:
+async def test_after_the_store_was_lost_the_manager_serves_the_new_one(host: PoolHost) -> None:
     """The old pool's directory stays while its worker lives, and goes after it."""
     old = await host.make_pool("tiny-1")
     old_worker = await host.start_worker(old)

@@ -91,7 +91,7 @@ async def test_where_nothing_is_chosen_nothing_is_asked_for(
     assert not ticket.sampling.HasField("logprobs")
 
 
-async def test_who_asks_for_logprobs_gets_those_of_the_best(house: House) -> None:
+async def test_requested_logprobs_are_those_of_the_best(house: House) -> None:
     call = Call(house.gateway, choosing(sampling={"logprobs": 2}))
     await call.result()
     assert told(call) == BEST
@@ -125,7 +125,7 @@ async def test_a_worker_that_dies_changes_nothing(make_house: Any) -> None:
     assert last.usage.num_generated_tokens == NUM * NUM_TOKENS
 
 
-async def test_who_gives_way_goes_on_where_it_was(house: House, workers: Any) -> None:
+async def test_a_preempted_request_goes_on_where_it_was(house: House, workers: Any) -> None:
     prefill, decode = workers
     call = await half_way(house, decode)
     decode.requeue("r1", worker_pb2.Requeue.REASON_PREEMPTED)
@@ -138,7 +138,7 @@ async def test_who_gives_way_goes_on_where_it_was(house: House, workers: Any) ->
     assert [len(s.token_ids) for s in prefill.submitted[-1].sequences] == [4] * NUM
 
 
-async def test_it_moves_from_a_worker_that_leaves(make_house: Any) -> None:
+async def test_best_of_moves_from_a_worker_that_leaves(make_house: Any) -> None:
     prefill, leaving, staying = FakePrefill(), FakeDecode("decode-1"), FakeDecode("decode-2", 8)
     house = await make_house(prefill, leaving, staying)
     call = await half_way(house, leaving)
@@ -156,7 +156,7 @@ async def test_cancelled_it_lets_go_of_everything(house: House, workers: Any) ->
     assert not call.deltas
 
 
-async def test_its_deadline_ends_it_with_nothing(house: House, workers: Any) -> None:
+async def test_the_deadline_ends_best_of_without_an_answer(house: House, workers: Any) -> None:
     """What has been drawn by then is not among the best of anything."""
     decode = workers[1]
     call = await half_way(house, decode, timeout_s=0.3)
@@ -211,7 +211,9 @@ async def test_a_client_goes_on_at_another_gateway(
     await until(lambda: not decode.slots and not decode.parked)
 
 
-async def test_another_call_at_the_same_gateway_takes_it_over(house: House, workers: Any) -> None:
+async def test_a_second_call_at_the_same_gateway_takes_the_request_over(
+    house: House, workers: Any
+) -> None:
     """Nothing is drawn again."""
     prefill, decode = workers
     lost = await half_way(house, decode)
@@ -226,7 +228,7 @@ async def test_another_call_at_the_same_gateway_takes_it_over(house: House, work
     assert len(prefill.submitted) == 1
 
 
-async def test_who_has_the_best_one_gets_the_others(house: House) -> None:
+async def test_a_resumed_call_with_the_best_gets_the_others(house: House) -> None:
     received = (Received(0, tuple(BEST[0]), FinishReason.LENGTH),)
     call = Call(house.gateway, choosing(received=received))
     await call.result()
@@ -247,7 +249,7 @@ async def test_who_has_the_best_one_gets_the_others(house: House) -> None:
         ({"best_of": 4, "beam": Beam(4)}, "best_of is 4: a beam search does without"),
     ],
 )
-async def test_what_makes_no_sense_is_refused_with_the_numbers(
+async def test_contradictory_numbers_are_refused_and_named(
     make_house: Any, sampling: dict[str, Any], problem: str
 ) -> None:
     """By the client library and gRPC as well."""

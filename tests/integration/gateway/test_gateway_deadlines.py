@@ -60,7 +60,7 @@ async def test_a_deadline_that_the_line_does_not_leave_is_refused_at_once(busy: 
     assert busy.house.assembly.dispatcher.num_waiting == 1
 
 
-async def test_who_has_time_or_none_to_keep_waits(busy: Busy) -> None:
+async def test_requests_with_time_or_without_a_deadline_wait(busy: Busy) -> None:
     busy.has_taken(10.0)
     busy.call("r2", timeout_s=46.0)
     busy.call("r3")
@@ -73,13 +73,13 @@ async def test_an_urgent_request_has_nobody_before_it(busy: Busy) -> None:
     await busy.house.num_waiting(2)
 
 
-async def test_nobody_is_refused_on_a_guess(busy: Busy) -> None:
+async def test_no_request_is_refused_on_a_guess(busy: Busy) -> None:
     """Nothing has ended yet, and what runs is milliseconds old."""
     busy.call("r2", timeout_s=20.0)
     await busy.house.num_waiting(2)
 
 
-async def test_who_is_late_when_its_turn_comes_is_not_begun(busy: Busy) -> None:
+async def test_a_late_request_is_not_begun(busy: Busy) -> None:
     """`r1` has a minute, and it turns out that each takes an hour: the slot goes to who is next."""
     busy.call("r2")
     await busy.house.num_waiting(2)

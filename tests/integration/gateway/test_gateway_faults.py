@@ -132,7 +132,7 @@ async def test_a_wrong_ticket_is_refused_and_computed_again(make_house: Any, spo
     assert len(decode.commands(decode_pb2.Admit)) == 1
 
 
-async def test_another_protocol_version_is_not_used(make_house: Any) -> None:
+async def test_workers_of_another_protocol_version_are_not_used(make_house: Any) -> None:
     house = await make_house(FakePrefill(), patience_s=0.2)
     old = FakeDecode(protocol_version=99)
     await house.announce(old)

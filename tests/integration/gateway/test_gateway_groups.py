@@ -32,7 +32,7 @@ def all_of(num_tokens: int = 8, num: int = NUM) -> dict[int, list[int]]:
     return {index: expected(PROMPT, num_tokens, index) for index in range(num)}
 
 
-async def test_each_sequence_comes_with_its_index(make_house: Any) -> None:
+async def test_sequences_come_with_their_indices(make_house: Any) -> None:
     """One ticket, one prefill, a slot for each."""
     prefill, decode = FakePrefill(), FakeDecode()
     house: House = await make_house(prefill, decode)
@@ -66,7 +66,7 @@ async def test_a_group_whose_worker_dies_goes_on_elsewhere(make_house: Any, rece
     assert [list(s.token_ids) for s in again.sequences] == list(all_of(received).values())
 
 
-async def test_what_has_ended_is_not_computed_again(make_house: Any) -> None:
+async def test_ended_sequences_are_not_computed_again(make_house: Any) -> None:
     """One is ended by its stop string, and then the worker dies."""
     texts = {index: bytes(tokens).decode() for index, tokens in all_of().items()}
     stop = texts[1][2:5]
@@ -189,9 +189,7 @@ async def test_a_group_moves_from_a_worker_that_leaves(make_house: Any) -> None:
     assert [len(s.token_ids) for s in admit.ticket.sequences] == [3, 3, 3]
 
 
-async def test_who_does_not_read_a_group_pauses_it(
-    make_house: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unread_group_is_paused(make_house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "PAUSE_UNREAD_TOKENS", 20)
     decode = FakeDecode()
     decode.pause_after = 40

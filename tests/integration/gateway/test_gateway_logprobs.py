@@ -78,7 +78,7 @@ async def test_every_token_has_its_own(make_house: Any, workers: Any) -> None:
     assert reader.of_prompt == OF_PROMPT
 
 
-async def test_who_does_not_ask_gets_none(make_house: Any, workers: Any) -> None:
+async def test_logprobs_come_only_when_asked_for(make_house: Any, workers: Any) -> None:
     house = await make_house(*workers)
     async with AsyncClient(await house.listen()) as client:
         reader = Reader(client)
@@ -118,7 +118,7 @@ async def test_a_prompt_too_long_for_its_logprobs_is_refused(
     assert not workers[0].seen
 
 
-async def test_those_of_a_prompt_come_once_although_workers_die(
+async def test_prompt_logprobs_come_once_although_workers_die(
     make_house: Any, workers: Any
 ) -> None:
     """One that dies over the prompt has told nothing; after the first token nobody asks again."""
@@ -167,7 +167,9 @@ async def test_a_client_that_moves_gets_the_rest_once(make_house: Any, workers: 
     assert list(prefill.submitted[-1].sequences[0].token_ids) == TOKENS[:3]
 
 
-async def test_who_has_nothing_yet_gets_the_prompts_again(make_house: Any, workers: Any) -> None:
+async def test_a_resumed_call_without_tokens_gets_prompt_logprobs_again(
+    make_house: Any, workers: Any
+) -> None:
     """At the same gateway, which takes it for running: the new call gets all of it."""
     prefill, decode = workers
     house: House = await make_house(prefill, decode)

@@ -152,7 +152,7 @@ async def join(
     return announce
 
 
-async def test_both_doors_serve_once_there_are_workers(
+async def test_grpc_and_http_serve_once_there_are_workers(
     stack: AsyncExitStack, valkey: Any, model_dir: Path, tmp_path: Path
 ) -> None:
     gateway = await launch(stack, valkey.url, tmp_path)

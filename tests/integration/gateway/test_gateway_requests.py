@@ -180,7 +180,7 @@ async def test_a_chat_that_fits_no_context_is_refused_before_it_is_rendered(hous
         await Call(house.gateway, asked("r", prompt=prompt)).result()
 
 
-async def test_what_can_never_fit_the_pool_is_told_the_numbers(make_house: Any) -> None:
+async def test_a_request_larger_than_the_pool_is_refused_with_the_numbers(make_house: Any) -> None:
     house = await make_house(FakePrefill(max_model_len=8192), FakeDecode(max_model_len=8192))
     error = await refused(house, asked("r", max_tokens=POOL_TOKENS - len(PROMPT) + 1))
     assert isinstance(error, PromptTooLong)
@@ -253,7 +253,7 @@ async def test_an_absent_seed_is_drawn_and_a_given_one_kept(house: Any, monkeypa
     assert seeds == [64, (1 << 64) - 1]
 
 
-async def test_what_fits_no_pool_any_more_is_told_so_and_holds_nobody_up(
+async def test_a_request_that_fits_no_pool_any_more_fails_and_delays_no_other(
     house: Any, monkeypatch: Any
 ) -> None:
     """It was admitted for a pool that is gone since."""

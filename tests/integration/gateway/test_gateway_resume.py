@@ -78,7 +78,7 @@ async def client(two: Two) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-async def test_both_gateways_serve_from_the_same_workers(two: Two, workers: Any) -> None:
+async def test_two_gateways_serve_from_the_same_workers(two: Two, workers: Any) -> None:
     for proxy in two.proxies:
         async with AsyncClient(proxy.address) as client:
             completion = await client.complete(list(PROMPT), Sampling(0.0, max_tokens=8))
@@ -165,7 +165,7 @@ async def test_held_back_text_comes_once(two: Two, client: AsyncClient, workers:
     assert reader.tokens == expected(PROMPT, 6)
 
 
-async def test_the_same_gateway_may_come_back(two: Two, workers: Any) -> None:
+async def test_a_gateway_of_the_same_name_may_come_back(two: Two, workers: Any) -> None:
     decode = workers[1]
     decode.pause_after = 3
     async with AsyncClient(two.proxies[0].address) as client:
@@ -285,7 +285,7 @@ async def test_a_client_goes_on_with_the_same_request_only(
 
 @pytest.mark.parametrize("num_received", [None, 0, 3, 5])
 @pytest.mark.parametrize("is_parked", [False, True])
-async def test_nobody_else_gets_a_request_or_learns_of_it(
+async def test_another_client_neither_gets_a_request_nor_learns_of_it(
     two: Two, workers: Any, num_received: int | None, is_parked: bool
 ) -> None:
     """Who knows the id and the body, and even the tokens, is served as if nothing ran or were
@@ -345,7 +345,7 @@ async def test_the_first_response_brings_the_token(make_house: Any, workers: Any
         (6, {"stop": [TEXT[2:4]]}, "a stop string is in the tokens received"),
     ],
 )
-async def test_what_cannot_be_gone_on_with_is_told_so(
+async def test_a_resume_that_is_impossible_is_refused(
     make_house: Any, workers: Any, num_received: int, changes: dict[str, Any], problem: str
 ) -> None:
     house = await make_house(*workers)

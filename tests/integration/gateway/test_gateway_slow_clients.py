@@ -42,7 +42,7 @@ async def stalled(house: House, decode: FakeDecode) -> AsyncGenerator[Delta, Non
     return deltas
 
 
-async def test_who_does_not_read_pauses_and_goes_on(make_house: Any, decode: FakeDecode) -> None:
+async def test_an_unread_request_pauses_and_goes_on(make_house: Any, decode: FakeDecode) -> None:
     """Meanwhile its slot is another's. Every token comes, and none is computed twice."""
     prefill = FakePrefill()
     house = await make_house(prefill, decode)
@@ -54,7 +54,9 @@ async def test_who_does_not_read_pauses_and_goes_on(make_house: Any, decode: Fak
     assert [ticket.request_id for ticket in prefill.submitted] == ["r1", "r2"]
 
 
-async def test_who_never_reads_on_is_cancelled(make_house: Any, decode: FakeDecode) -> None:
+async def test_a_client_that_never_reads_on_is_cancelled(
+    make_house: Any, decode: FakeDecode
+) -> None:
     house = await make_house(FakePrefill(), decode, read_window_s=0.05)
     async with aclosing(await stalled(house, decode)) as deltas:
         await until(lambda: bool(decode.aborted))
@@ -63,7 +65,7 @@ async def test_who_never_reads_on_is_cancelled(make_house: Any, decode: FakeDeco
     assert house.assembly.dispatcher.num_running == 0
 
 
-async def test_who_leaves_while_it_pauses_leaves_nothing(
+async def test_a_client_that_leaves_during_a_pause_leaves_nothing(
     make_house: Any, decode: FakeDecode
 ) -> None:
     house = await make_house(FakePrefill(), decode)
@@ -72,7 +74,7 @@ async def test_who_leaves_while_it_pauses_leaves_nothing(
     assert house.assembly.dispatcher.num_running == 0
 
 
-async def test_what_pauses_may_lose_its_blocks(make_house: Any, decode: FakeDecode) -> None:
+async def test_a_paused_request_may_lose_its_blocks(make_house: Any, decode: FakeDecode) -> None:
     """Its ticket is taken back: it is computed again once its client reads on, and not before."""
     prefill = FakePrefill()
     house = await make_house(prefill, decode)
@@ -85,7 +87,7 @@ async def test_what_pauses_may_lose_its_blocks(make_house: Any, decode: FakeDeco
     assert [ticket.request_id for ticket in prefill.submitted] == ["r1", "r2", "r1"]
 
 
-async def test_who_reads_nothing_for_a_while_pauses(
+async def test_a_client_that_reads_nothing_for_a_while_is_paused(
     make_house: Any, decode: FakeDecode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with few tokens unread: a slow decode would keep its slot for minutes until there are

@@ -11,7 +11,7 @@ from .conftest import PROMPT, Call, asked, until
 from .fakes import FakeDecode, FakePrefill, expected
 
 
-async def test_who_only_waited_at_workers_that_died_goes_on(make_house: Any) -> None:
+async def test_requests_that_waited_at_workers_that_died_go_on(make_house: Any) -> None:
     """Two prefill workers, one after the other, died before they had begun it: while the block
     store stands still nobody begins anything."""
     prefill = FakePrefill()
@@ -30,7 +30,7 @@ async def test_who_only_waited_at_workers_that_died_goes_on(make_house: Any) -> 
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_who_was_computed_by_workers_that_left_goes_on(make_house: Any, role: str) -> None:
+async def test_requests_of_workers_that_left_go_on(make_house: Any, role: str) -> None:
     """A worker that closes its stream has not died of anything."""
     prefill, decode = FakePrefill(), FakeDecode()
     house = await make_house(prefill, decode)
@@ -52,7 +52,7 @@ async def test_who_was_computed_by_workers_that_left_goes_on(make_house: Any, ro
     assert not any(command.suspect for command in sent)
 
 
-async def test_who_was_computed_by_workers_that_fell_silent_goes_on(make_house: Any) -> None:
+async def test_requests_of_workers_that_fell_silent_go_on(make_house: Any) -> None:
     """They were stopped, or starved: a process that says nothing has not died."""
     prefill = FakePrefill()
     house = await make_house(prefill, FakeDecode(), silence_s=0.4)
@@ -116,7 +116,7 @@ async def test_the_suspects_of_two_gateways_are_tried_one_at_a_time(
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["waiting", "begun"])
-async def test_what_waits_at_a_worker_without_its_store_goes_elsewhere(
+async def test_requests_at_a_worker_without_its_store_go_elsewhere(
     make_house: Any, begun: bool
 ) -> None:
     """Where another prefill worker's store answers. What it has begun, it can end."""

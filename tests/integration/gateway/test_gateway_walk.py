@@ -138,7 +138,7 @@ async def test_a_draining_worker_gets_nothing_new(make_house: Any) -> None:
     assert [c.request_id for c in staying.commands(decode_pb2.Reserve)] == ["r1", "r2"]
 
 
-async def test_what_an_earlier_attempt_says_is_dropped(make_house: Any) -> None:
+async def test_events_of_an_earlier_attempt_are_dropped(make_house: Any) -> None:
     """The first decode worker goes on with what it gave back: nothing of it reaches the client."""
     prefill, decode = FakePrefill(), FakeDecode()
     house = await make_house(prefill, decode)
@@ -246,7 +246,7 @@ async def test_a_full_queue_says_when_to_come_again(make_house: Any) -> None:
     await waiting.result()
 
 
-async def test_who_is_being_tokenized_has_a_place_in_the_queue_already(make_house: Any) -> None:
+async def test_a_request_being_tokenized_has_its_queue_position_already(make_house: Any) -> None:
     """Many who come at once are refused before any work is done for them."""
     dispatcher = (await make_house(FakePrefill(), FakeDecode(), max_waiting=1)).assembly.dispatcher
     with dispatcher.entering("r1"), pytest.raises(QueueFull), dispatcher.entering("r2"):

@@ -148,7 +148,7 @@ async def test_several_samples_of_several_prompts_are_numbered_prompt_by_prompt(
     assert [request.sampling.n for request in generator.requests] == [3, 3]
 
 
-async def test_each_sample_of_a_streamed_chat_has_its_own_opening(
+async def test_samples_of_a_streamed_chat_have_their_own_openings(
     client: openai.AsyncOpenAI,
 ) -> None:
     stream = await client.chat.completions.create(
@@ -162,7 +162,7 @@ async def test_each_sample_of_a_streamed_chat_has_its_own_opening(
         assert mine[-1].finish_reason == "stop"
 
 
-async def test_who_goes_on_has_the_opening_already(
+async def test_a_resumed_chat_has_no_second_opening(
     http: httpx.AsyncClient, generator: FakeGenerator
 ) -> None:
     """Of choices of which it has anything."""

@@ -72,9 +72,7 @@ async def test_ambiguous_requests_are_refused(
         (b"GET /" + b"a" * 100_000, 431),
     ],
 )
-async def test_what_is_not_supported_is_refused(
-    port: int, request_bytes: bytes, status: int
-) -> None:
+async def test_unsupported_framing_is_refused(port: int, request_bytes: bytes, status: int) -> None:
     async with connected(port) as connection:
         connection.send(request_bytes)
         answer = await connection.answer()

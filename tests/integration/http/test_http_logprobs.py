@@ -157,7 +157,9 @@ async def test_of_a_text_completion(http: httpx.AsyncClient, generator: Generato
     assert (request.sampling.logprobs, request.sampling.prompt_logprobs) == (2, None)
 
 
-async def test_nobody_is_told_unasked(http: httpx.AsyncClient, generator: Generator) -> None:
+async def test_logprobs_come_only_when_asked_for(
+    http: httpx.AsyncClient, generator: Generator
+) -> None:
     for fields in ({}, {"logprobs": None}, {"logprobs": False}):
         choice = await complete(http, **fields)
         assert choice["logprobs"] is None
@@ -309,7 +311,7 @@ async def test_a_prompt_is_scored_without_an_answer(
         ("completions", {"prompt_logprobs": 1, "stream": True}, "not available with stream"),
     ],
 )
-async def test_what_cannot_be_told_is_refused(
+async def test_unsupported_logprobs_are_refused(
     http: httpx.AsyncClient, path: str, fields: dict[str, Any], problem: str
 ) -> None:
     prompts: dict[str, dict[str, Any]] = {

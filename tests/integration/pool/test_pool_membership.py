@@ -101,7 +101,7 @@ async def test_other_weights_get_a_pool_of_their_own(joined: Join, tmp_path: Pat
     assert len(pool_directories(tmp_path)) == 2
 
 
-async def test_who_joins_a_pool_that_the_store_has_lost_tells_it(joined: Join) -> None:
+async def test_a_worker_that_joins_a_lost_pool_reports_it(joined: Join) -> None:
     """And the worker that was there before may hold something of it."""
     before, emptied = await joined("decode-1"), MemoryStore()
     member = await joined("decode-2", run_id="run-2", store=emptied)
@@ -121,7 +121,7 @@ async def test_who_joins_a_pool_that_the_store_has_lost_tells_it(joined: Join) -
         replace(LAYOUT, num_layers=3),
     ],
 )
-async def test_another_geometry_of_the_same_weights_is_refused_with_both(
+async def test_a_different_geometry_of_the_same_weights_is_refused_with_both(
     joined: Join, other: PoolLayout
 ) -> None:
     first = await joined("decode-1")

@@ -86,7 +86,7 @@ async def test_workers_allocate_the_rest_together_while_they_use_it(joined: Join
 
 
 @pytest.mark.usefixtures("small_front")
-async def test_who_joins_later_goes_on_for_who_died(joined: Join) -> None:
+async def test_a_later_worker_continues_a_dead_workers_pool(joined: Join) -> None:
     first, second = await joined("prefill-1"), await joined("decode-1")
     die(first)
     assert missing_bytes(second.directory.kv) > 0
@@ -158,7 +158,7 @@ print(tuple(pool.kv.shape), pool.kv.dtype, float(pool.kv[4, 0, 0, 0, 0, 0]))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_what_one_process_writes_another_reads(joined: Join, dtype: Dtype) -> None:
+async def test_writes_of_one_process_are_read_by_another(joined: Join, dtype: Dtype) -> None:
     layout = replace(LAYOUT, dtype=dtype)
     member = await joined("prefill-1", layout=layout)
     member.pool.kv[4] = -2.0

@@ -132,7 +132,7 @@ def test_services_are_groups_of_their_own_in_one_session(start: Callable[..., Ru
     assert run.end() == 0
 
 
-def test_it_says_how_to_talk_to_it(start: Callable[..., Run]) -> None:
+def test_the_supervisor_prints_how_to_send_requests(start: Callable[..., Run]) -> None:
     run = start()
     run.wait_until_serving()
     assert f"quire generate --address 127.0.0.1:{run.grpc_port} " in run.text()
@@ -141,7 +141,7 @@ def test_it_says_how_to_talk_to_it(start: Callable[..., Run]) -> None:
 
 
 @pytest.mark.parametrize("role", ["redis", "block_manager", "prefill", "decode", "gateway"])
-def test_whoever_is_killed_comes_back(start: Callable[..., Run], role: str) -> None:
+def test_a_killed_service_is_restarted(start: Callable[..., Run], role: str) -> None:
     run = start()
     run.wait_until_serving()
     (victim,) = run.pids(role)
@@ -151,9 +151,7 @@ def test_whoever_is_killed_comes_back(start: Callable[..., Run], role: str) -> N
 
 
 @pytest.mark.parametrize("role", ["redis", "block_manager", "gateway"])
-def test_who_ends_well_without_being_asked_by_us_comes_back(
-    start: Callable[..., Run], role: str
-) -> None:
+def test_a_service_that_exits_unasked_is_restarted(start: Callable[..., Run], role: str) -> None:
     run = start()
     run.wait_until_serving()
     (victim,) = run.pids(role)

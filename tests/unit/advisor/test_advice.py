@@ -87,7 +87,7 @@ async def test_long_contexts_want_what_attention_is_fast_with() -> None:
     assert "attention -5." in advice.reasons[1]
 
 
-def test_each_part_by_hand() -> None:
+def test_parts_equal_hand_computed_values() -> None:
     """Attention is 40 % of a step and takes a quarter longer; the store takes 10 of 100 us."""
     found = [
         costs(16),
@@ -112,7 +112,7 @@ def test_each_part_by_hand() -> None:
     )
 
 
-def test_what_timings_cannot_tell_apart_goes_to_the_smaller() -> None:
+def test_equal_timings_choose_the_smaller() -> None:
     found = [
         costs(16, attention_us=100.5),
         costs(32, attention_us=100.0),
@@ -123,7 +123,7 @@ def test_what_timings_cannot_tell_apart_goes_to_the_smaller() -> None:
     assert advice.reasons[-1] == "32 is ahead by 0.5%, which timings do not tell from nothing"
 
 
-def test_what_is_clearly_ahead_is_taken() -> None:
+def test_a_clearly_better_choice_is_taken() -> None:
     found = [costs(16, attention_us=106.0), costs(32, attention_us=100.0)]
     assert advise(found, StepTime(attention_share=1.0, token_us=1.0)).block_size == 32
 

@@ -33,7 +33,7 @@ def test_a_sequence_goes_on_with_room_ahead_and_never_beyond_its_end() -> None:
     assert [blocks_to_go_on(5, 8, longest, 4) for longest in (6, 9, 13, 100)] == [2, 3, 4, 4]
 
 
-async def test_one_request_by_hand() -> None:
+async def test_a_request_equals_hand_computed_times() -> None:
     """A prompt of 4 and 3 tokens more in blocks of 4: two blocks, of which three steps see
 
     KV    4  5  6
@@ -51,7 +51,7 @@ async def test_one_request_by_hand() -> None:
     assert memory.num_blocks == 2
 
 
-async def test_who_does_not_know_the_end_looks_ahead_of_it() -> None:
+async def test_an_unknown_length_is_estimated_ahead() -> None:
     """The same request, for which four blocks are held from the second step on: 8 tokens ahead."""
     memory = await paged(32, 4, max_model_len=100)
     outcome = await simulate([Asked(4, 3)], memory)
@@ -175,7 +175,9 @@ async def test_contiguous_pieces_by_hand() -> None:
         (Asked(30, 2), lambda: paged(40, 64)),
     ],
 )
-async def test_what_never_fits_is_told(asked: Asked, memory: Callable[[], object]) -> None:
+async def test_a_request_that_never_fits_is_reported(
+    asked: Asked, memory: Callable[[], object]
+) -> None:
     made = memory()
     with pytest.raises(DoesNotFit, match="never fits a pool of"):
         await simulate([asked], await made)  # type: ignore[misc]

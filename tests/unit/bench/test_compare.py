@@ -39,7 +39,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: type[BaseExce
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, PeerFailed])
-def test_what_was_measured_is_shown(
+def test_measured_values_are_shown(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -37,7 +37,7 @@ def test_sharegpts_outputs_spread_as_figure_2_says() -> None:
     )
 
 
-def test_the_same_seed_draws_the_same_requests() -> None:
+def test_requests_of_a_seed_are_the_same() -> None:
     trace = TRACES["alpaca"]
     assert trace.requests(10, seed=3) == trace.requests(10, seed=3) != trace.requests(10, seed=4)
 

@@ -19,7 +19,7 @@ def test_latencies_are_of_arrivals() -> None:
     assert seen.num_tokens == 5
 
 
-def test_what_waited_for_a_slow_client_came_together() -> None:
+def test_tokens_that_waited_for_a_slow_client_came_together() -> None:
     """A client that got no CPU for a while reads several messages in microseconds: no gaps."""
     seen = Record(0.0)
     for now in (1.0, 1.00001, 1.00009, 1.002, 1.00201):

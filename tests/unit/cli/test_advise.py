@@ -63,7 +63,9 @@ def test_json_is_the_whole_answer(asked: list[dict[str, str]], capsys: Any) -> N
     assert json.loads(capsys.readouterr().out) == ANSWER
 
 
-def test_what_has_no_answer_fails_in_words(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_question_without_an_answer_fails_in_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     monkeypatch.setattr(advise, "_ask", lambda _: {"error": "w.jsonl: empty"})
     assert main(["advise", "block-size", "--workload", "w.jsonl"]) == 1
     assert capsys.readouterr().err == "quire: w.jsonl: empty\n"

@@ -60,7 +60,7 @@ async def test_closing_an_async_stream_cancels_the_request(hello: Any) -> None:
 
 
 @pytest.mark.parametrize("status", ERRORS, ids=lambda status: status.name)
-def test_each_status_has_its_error(gateway: Any, status: grpc.StatusCode) -> None:
+def test_statuses_have_their_errors(gateway: Any, status: grpc.StatusCode) -> None:
     gateway.refuse(status, "the reason")
     with Client(gateway.address) as client, pytest.raises(quire.QuireError) as error:
         client.models()
@@ -75,7 +75,7 @@ def test_overload_says_when_to_come_back(gateway: Any) -> None:
     assert error.value.retry_delay_s == 1.5
 
 
-async def test_nobody_there_is_told_apart_from_nobody_who_could_do_it() -> None:
+async def test_an_absent_gateway_differs_from_a_gateway_without_workers() -> None:
     async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(quire.Unreachable):
             await client.models()
@@ -103,7 +103,7 @@ def test_an_empty_prompt_is_for_the_server_to_refuse() -> None:
     assert generate_request(Request([])).WhichOneof("input") == "token_ids"
 
 
-def test_each_sample_of_a_completion_is_a_choice(samples: Any) -> None:
+def test_samples_of_a_completion_are_choices(samples: Any) -> None:
     with Client(samples.address) as client:
         completion = client.complete("Hi", Sampling(n=2))
     assert samples.requests[0].sampling.n == 2

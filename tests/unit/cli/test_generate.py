@@ -34,7 +34,7 @@ def test_a_dash_reads_standard_input(hello: Any, monkeypatch: pytest.MonkeyPatch
     assert hello.requests[0].chat.messages[0].content == "from a pipe"
 
 
-def test_what_is_not_asked_for_is_left_to_the_server(hello: Any) -> None:
+def test_options_not_given_are_left_to_the_server(hello: Any) -> None:
     main(["generate", "Hi"])
     sampling = hello.requests[0].sampling
     optional = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
@@ -54,7 +54,7 @@ def test_every_sampling_flag_arrives(hello: Any) -> None:
     assert sampling.skip_special_tokens
 
 
-def test_what_changes_the_logits_and_the_text_arrives(hello: Any) -> None:
+def test_logit_and_text_options_arrive(hello: Any) -> None:
     flags = "--repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty -0.25"
     flags += " --logit-bias 7=2.5 --logit-bias 8=-1 --allowed-token-id 7 --allowed-token-id 8"
     flags += " --min-tokens 3 --stop-token-id 9 --include-stop --show-special-tokens"
@@ -182,7 +182,7 @@ def test_a_value_that_the_wire_cannot_carry_is_an_error(hello: Any, capsys: Any)
     assert hello.requests == []
 
 
-def test_nobody_there_is_told_apart(capsys: Any) -> None:
+def test_an_absent_gateway_has_its_own_exit_status(capsys: Any) -> None:
     assert main(["generate", "Hi", "--address", "127.0.0.1:1"]) == 3
     assert capsys.readouterr().err.startswith("quire: nobody answers at 127.0.0.1:1 (is `quire")
 

@@ -63,7 +63,7 @@ def test_several_are_asked_again_also_where_nothing_was_heard(clock: Clock) -> N
         asked.broke(GONE)
 
 
-def test_what_was_heard_goes_on_within_the_window(clock: Clock) -> None:
+def test_a_broken_stream_resumes_within_the_window(clock: Clock) -> None:
     asked = progress(clock, num_gateways=2)
     asked.saw(SOME)
     pauses = [asked.broke(GONE) for _ in range(6)]
@@ -89,9 +89,7 @@ def test_a_gateway_that_stops_is_one_that_is_gone(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("status", [StatusCode.UNAVAILABLE, StatusCode.CANCELLED])
-def test_what_a_stopping_server_makes_of_a_call_is_a_break(
-    clock: Clock, status: StatusCode
-) -> None:
+def test_a_call_cut_by_a_stopping_server_is_a_break(clock: Clock, status: StatusCode) -> None:
     """gRPC's own statuses, without a code of ours; nobody here has cancelled anything."""
     with pytest.raises(Unreachable) as caught, translated("here"):
         raise aio.AioRpcError(status, aio.Metadata(), aio.Metadata())

@@ -79,7 +79,7 @@ def test_where_nobody_serves_operations_nobody_is_asked(runs: Runs) -> None:
         run_address("/gone", runs.root)
 
 
-def test_who_has_named_a_gateway_does_not_get_another_ones_run(
+def test_a_named_gateway_is_never_replaced_by_another_run(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = runs.add("50051-aa")

@@ -85,7 +85,7 @@ async def deltas(walk: Walk) -> list[Delta]:
     return [delta async for delta in walk.output.deltas()]
 
 
-async def test_what_is_found_comes_at_the_end_with_its_score() -> None:
+async def test_hypotheses_come_at_the_end_with_their_scores() -> None:
     walk = searching()
     ticket = await until_searching(walk)
     assert ticket.sequences == (TicketSequence(0),)
@@ -117,7 +117,7 @@ async def test_a_search_that_ends_with_its_first_tokens() -> None:
     assert [delta.token_ids for delta in await deltas(walk)] == list(FOUND)
 
 
-async def test_it_is_settled_once_its_worker_says_that_it_goes_on() -> None:
+async def test_a_move_is_settled_once_the_worker_goes_on() -> None:
     walk = searching()
     await until_searching(walk)
     assert walk.lifecycle.settled_at is None
@@ -127,7 +127,7 @@ async def test_it_is_settled_once_its_worker_says_that_it_goes_on() -> None:
 
 
 @pytest.mark.parametrize("reason", [RequeueReason.PREEMPTED, RequeueReason.DRAINING])
-async def test_what_was_given_back_goes_on_from_its_beams(reason: RequeueReason) -> None:
+async def test_a_returned_search_goes_on_from_its_beams(reason: RequeueReason) -> None:
     walk = searching()
     ticket = await until_searching(walk)
     left = begun(ticket, 4, holder_epoch=0)
@@ -141,7 +141,7 @@ async def test_what_was_given_back_goes_on_from_its_beams(reason: RequeueReason)
     assert not any(one.block_ids for one in again.sequences)
 
 
-async def test_what_was_given_back_of_another_search_is_not_gone_on_from() -> None:
+async def test_beams_of_another_search_are_refused() -> None:
     """A wider one, that no worker would take as this one."""
     walk = searching()
     ticket = await until_searching(walk)
@@ -152,7 +152,7 @@ async def test_what_was_given_back_of_another_search_is_not_gone_on_from() -> No
     assert [len(one.token_ids) for one in walk.start().sequences] == [1, 1, 1]
 
 
-async def test_what_was_swapped_out_is_fetched_with_the_tokens_that_it_had() -> None:
+async def test_a_swapped_out_search_is_fetched_with_its_tokens() -> None:
     walk = Walk(beam=BeamParams(width=1, num_returned=1))
     assert await walk.reserve()
     ticket = walk.start()
@@ -170,7 +170,7 @@ async def test_what_was_swapped_out_is_fetched_with_the_tokens_that_it_had() -> 
     assert again.swapped == left.swapped
 
 
-async def test_what_its_worker_took_along_begins_where_the_last_ticket_stood() -> None:
+async def test_a_search_lost_with_its_worker_restarts_at_its_last_ticket() -> None:
     walk = searching()
     await until_searching(walk)
     walk.on_lost(walk.decode, died=True)
@@ -218,7 +218,7 @@ async def test_a_ticket_that_is_no_search_is_refused(wrong: Callable[[Ticket], T
         {"index": 1 << 31},
     ],
 )
-async def test_what_is_no_whole_sequence_is_refused(wrong: dict[str, Any]) -> None:
+async def test_incomplete_sequences_are_refused(wrong: dict[str, Any]) -> None:
     walk = searching()
     await until_searching(walk)
     walk.on_event(walk.decode, replace(goes_on(walk), **wrong))
@@ -226,7 +226,7 @@ async def test_what_is_no_whole_sequence_is_refused(wrong: dict[str, Any]) -> No
     assert not any(sequence.tokens for sequence in walk.output.sequences)
 
 
-async def test_it_cannot_go_on_for_ever() -> None:
+async def test_beam_search_cannot_go_on_for_ever() -> None:
     walk = searching()
     await until_searching(walk)
     for _ in range(MAX_TOKENS - 2):
@@ -244,7 +244,7 @@ async def test_only_a_search_has_scores() -> None:
     assert walk.output.sequences[0].tokens == expected(1)
 
 
-def test_what_was_received_of_a_search_is_whole() -> None:
+def test_received_hypotheses_are_complete() -> None:
     """Nothing could follow the tokens of half a sequence."""
     sampling = RequestedSampling(n=2, beam=RequestedBeams(2))
     half, whole = Received(0, (5,)), Received(0, (5,), FinishReason.STOP)
@@ -272,7 +272,7 @@ def test_absent_fields_take_transformers_defaults() -> None:
     "harmless",
     [{"temperature": 0.0}, {"temperature": 1.0}, {"top_k": -1}, {"top_p": 1.0}, {"min_p": 0.0}],
 )
-def test_what_changes_nothing_may_be_said(harmless: dict[str, Any]) -> None:
+def test_parameters_without_effect_are_accepted(harmless: dict[str, Any]) -> None:
     asked = RequestedSampling(beam=RequestedBeams(4), **harmless)
     assert resolve_beam(asked) is not None
     assert neutral(asked).temperature == 0
@@ -293,7 +293,7 @@ def test_what_changes_nothing_may_be_said(harmless: dict[str, Any]) -> None:
         (RequestedBeams(2), {"stop": ("a",)}, "stop is"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_contradictory_parameters_are_refused(
     beam: RequestedBeams, others: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=problem):

@@ -87,7 +87,7 @@ async def test_of_equals_the_first_one_is_the_best() -> None:
     assert [delta.token_ids async for delta in output.deltas()] == [(60,), (61,)]
 
 
-async def test_how_a_sum_came_together_does_not_matter() -> None:
+async def test_sums_do_not_depend_on_their_order() -> None:
     """Tokens come one by one, or some at once after a pause."""
     values = [-(10.0**-power) for power in range(17)]
     logprobs = tuple(Logprobs(value, 1) for value in values)
@@ -99,7 +99,7 @@ async def test_how_a_sum_came_together_does_not_matter() -> None:
     assert one_by_one.mean_logprob == at_once.mean_logprob
 
 
-async def test_who_has_nothing_to_read_is_not_too_slow() -> None:
+async def test_a_client_without_tokens_to_read_is_not_too_slow() -> None:
     walk = choosing()
     await walk.until_decoding()
     num_tokens = MAX_UNREAD_TOKENS + 1
@@ -124,7 +124,7 @@ async def test_after_a_loss_nothing_is_counted_or_scored_twice() -> None:
     assert await best_told(walk) == dict(enumerate(BEST))
 
 
-async def test_what_was_at_rest_keeps_its_scores() -> None:
+async def test_a_detached_ticket_keeps_its_scores() -> None:
     walk = choosing()
     await walk.until_decoding()
     finish(walk, 2)
@@ -138,7 +138,7 @@ async def test_what_was_at_rest_keeps_its_scores() -> None:
     assert await best_told(walk) == dict(enumerate(BEST))
 
 
-async def test_another_call_goes_on_with_all_that_there_is() -> None:
+async def test_a_resumed_call_goes_on_with_all_sequences() -> None:
     """Nobody has read any of it: nothing is forgotten, and nothing computed again."""
     walk = choosing()
     await walk.until_decoding()
@@ -161,7 +161,7 @@ async def test_another_call_goes_on_with_all_that_there_is() -> None:
             pass
 
 
-async def test_nobody_has_one_of_the_best_of_what_still_runs() -> None:
+async def test_no_sequence_is_delivered_while_others_run() -> None:
     walk = choosing()
     await walk.until_decoding()
     request = walk.lifecycle.client.request
@@ -176,7 +176,7 @@ async def test_nobody_has_one_of_the_best_of_what_still_runs() -> None:
 
 
 @pytest.mark.parametrize("position", [0, 1])
-async def test_who_has_one_of_the_best_gets_the_other(position: int) -> None:
+async def test_a_resumed_call_with_one_of_the_best_gets_the_other(position: int) -> None:
     """All are computed again, since nobody knows which one it was."""
     walk = choosing()
     walk.output.replay((Received(position, tuple(BEST[position]), FinishReason.LENGTH),))
@@ -190,7 +190,7 @@ async def test_who_has_one_of_the_best_gets_the_other(position: int) -> None:
     assert told.usage.num_generated_tokens == NUM * MAX_TOKENS
 
 
-async def test_what_goes_on_elsewhere_is_all_of_them() -> None:
+async def test_all_sequences_go_on_elsewhere() -> None:
     """Whoever looks for it looks for what was drawn, not for what is told."""
     request = choosing().lifecycle.client.request
     received = (Received(0, tuple(BEST[0]), FinishReason.LENGTH),)

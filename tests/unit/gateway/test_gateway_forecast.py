@@ -5,7 +5,7 @@ import pytest
 from services.gateway.scheduling.forecast import Forecast
 
 
-def test_nothing_known_nobody_refused() -> None:
+def test_without_samples_no_request_is_refused() -> None:
     forecast = Forecast()
     assert forecast.wait_s(1000, 0, now=5.0) == 0.0
     assert forecast.work_s(1000, to_the_end=True) == 0.0
@@ -46,7 +46,7 @@ def test_as_many_tokens_as_the_others_unless_it_says_so(
     assert forecast.work_s(max_tokens, to_the_end=to_the_end) == pytest.approx(work_s)
 
 
-def test_who_gave_way_is_no_sample() -> None:
+def test_a_preempted_request_is_no_sample() -> None:
     forecast = Forecast()
     forecast.started("one", 0.0)
     forecast.gave_way("one")

@@ -55,7 +55,7 @@ async def test_a_group_walks_as_one_and_ends_with_its_last() -> None:
     assert [usage.num_generated_tokens for usage in usages] == [NUM * MAX_TOKENS]
 
 
-async def test_who_ends_with_the_first_token_is_not_in_the_ticket() -> None:
+async def test_a_sequence_of_one_token_is_not_in_the_ticket() -> None:
     walk = Walk(num_sequences=NUM)
     assert await walk.reserve()
     ticket = walk.start()
@@ -173,7 +173,7 @@ async def test_a_group_moves_without_those_that_have_ended() -> None:
     assert walk.host.ended == [None]
 
 
-async def test_whoever_has_it_is_asked_for_those_that_go_on_with_what_the_client_has() -> None:
+async def test_the_worker_continues_unfinished_sequences_from_the_clients_tokens() -> None:
     request = replace(
         Walk(num_sequences=4).lifecycle.client.request,
         received=(Received(3, (5, 6)), Received(0, (7,), FinishReason.STOP), Received(1, (8,))),
@@ -185,7 +185,7 @@ async def test_whoever_has_it_is_asked_for_those_that_go_on_with_what_the_client
     )
 
 
-async def test_what_another_gateway_left_goes_on_from_what_each_has() -> None:
+async def test_a_group_of_another_gateway_goes_on_from_its_tokens() -> None:
     """The second has ended; the others are ahead of what the client has, each by its own."""
     walk = Walk(num_sequences=NUM)
     received = (
@@ -217,7 +217,7 @@ async def test_what_another_gateway_left_goes_on_from_what_each_has() -> None:
     }
 
 
-async def test_another_call_goes_on_with_a_group() -> None:
+async def test_a_resumed_call_goes_on_with_a_group() -> None:
     """It has got the first sequence to its end, half of the second, nothing of the third; the
     fourth has ended since."""
     walk = Walk(num_sequences=4)

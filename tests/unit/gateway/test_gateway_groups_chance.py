@@ -92,7 +92,7 @@ def likely_stop(chance: random.Random) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-async def test_whatever_happens_each_sequence_has_its_own_tokens(seed: int) -> None:
+async def test_sequences_keep_their_own_tokens_whatever_happens(seed: int) -> None:
     """Each is a beginning of its own."""
     chance = random.Random(seed)
     stop = likely_stop(chance)
@@ -109,7 +109,7 @@ async def test_whatever_happens_each_sequence_has_its_own_tokens(seed: int) -> N
 
 
 @pytest.mark.parametrize("seed", range(60))
-async def test_whatever_happens_the_best_are_those_of_an_undisturbed_walk(seed: int) -> None:
+async def test_best_of_equals_an_undisturbed_walk_whatever_happens(seed: int) -> None:
     """And all that was computed for them is counted once."""
     chance = random.Random(seed)
     stop = likely_stop(chance)

@@ -77,7 +77,7 @@ def ids(text: str) -> tuple[int, ...]:
     return tuple(text.encode())
 
 
-async def test_what_was_not_read_becomes_one_delta() -> None:
+async def test_unread_tokens_become_one_delta() -> None:
     output = make()
     for char in "abc":
         output.write(0, ids(char), None)
@@ -93,7 +93,7 @@ async def test_what_was_not_read_becomes_one_delta() -> None:
     assert delta.usage.time_to_first_token_ms == 1000
 
 
-async def test_what_comes_while_the_reader_has_a_delta_is_the_next_one() -> None:
+async def test_tokens_during_a_read_form_the_next_delta() -> None:
     output = make()
     output.write(0, ids("a"), None)
     deltas = output.deltas()
@@ -134,7 +134,7 @@ async def test_a_stop_string_is_never_shown_and_the_rest_is_dropped() -> None:
     assert last.usage.num_generated_tokens == 7
 
 
-async def test_what_was_held_back_for_a_stop_string_comes_out_at_the_end() -> None:
+async def test_text_held_back_for_a_stop_string_comes_at_the_end() -> None:
     output = make("STOP")
     output.write(0, ids("go STO"), FinishReason.LENGTH)
     output.close(None)
@@ -267,7 +267,7 @@ async def test_unread_logprobs_count() -> None:
     assert not output.congested
 
 
-async def test_what_ended_it_can_be_shown() -> None:
+async def test_a_matched_stop_string_can_be_shown() -> None:
     output = make("STOP", shows_end=True)
     output.write(0, ids("go STOP and more"), None)
     assert output.has_ended

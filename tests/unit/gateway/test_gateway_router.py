@@ -56,7 +56,7 @@ async def test_the_pool_with_the_longest_cached_prefix_comes_first() -> None:
     assert await routes(store, "", *pools) == [("b", 3), ("c", 1), ("a", 0)]
 
 
-async def test_what_another_salt_has_cached_does_not_count() -> None:
+async def test_blocks_cached_under_another_salt_do_not_count() -> None:
     store = MemoryStore()
     pools = [pool("a"), pool("b", num_blocks=32)]
     for each in pools:
@@ -99,7 +99,7 @@ def test_a_long_queue_outweighs_a_shared_prefix() -> None:
     assert chosen[0] is idle
 
 
-def test_what_is_cached_is_no_reason_to_follow() -> None:
+def test_a_cached_prefix_is_no_reason_to_follow() -> None:
     """All of the prefix is in the pool, for every worker: the idle one takes it."""
     leader, idle = worker("p1"), worker("p2")
     leader.prefill_loads["other"] = PrefillLoad(10, route().hashes)
@@ -115,7 +115,7 @@ def test_without_usable_prefill_workers_there_is_no_choice() -> None:
     assert choose_prefill(route(leaving), 64) is None
 
 
-def test_who_waits_for_its_store_is_the_last_choice() -> None:
+def test_a_worker_waiting_for_its_store_is_the_last_choice() -> None:
     stalled, busy = worker("p1"), worker("p2", num_pending_tokens=1000)
     stalled.report(LoadReport(Load(), stalled=True))
     chosen = choose_prefill(route(stalled, busy), 64)
@@ -160,7 +160,7 @@ def test_decode_workers_are_asked_the_least_loaded_first_and_not_where_they_refu
     assert [each.id for each in every.open_decode()] == ["d1"]
 
 
-def test_who_refused_many_is_asked_for_few_and_for_many_once_there_is_room() -> None:
+def test_a_worker_that_refused_many_is_offered_few_until_it_has_room() -> None:
     decode = worker("d", num_free_slots=4)
     decode.refuse(8)
     assert [decode.is_open(number) for number in (1, 7, 8, 9)] == [True, True, False, False]

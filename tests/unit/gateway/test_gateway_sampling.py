@@ -74,7 +74,7 @@ async def test_the_models_own_penalty_is_the_default(model: Model) -> None:
     assert (await resolved(model, repetition_penalty=1.5)).repetition_penalty == 1.5
 
 
-async def test_what_is_checked_is_what_travels(model: Model) -> None:
+async def test_checked_parameters_are_sent_unchanged(model: Model) -> None:
     """Floats of 32 bits."""
     sampling = await resolved(model, presence_penalty=0.1, logit_bias=((3, 0.1),))
     assert sampling.presence_penalty == sampling.logit_bias[0][1] == 0.10000000149011612

@@ -106,7 +106,7 @@ async def test_every_field_arrives() -> None:
     )
 
 
-async def test_what_is_not_said_is_left_to_the_model() -> None:
+async def test_omitted_parameters_are_left_to_the_model() -> None:
     """Zero is said: a temperature of 0 is greedy, not the default."""
     chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
     silent = inference_pb2.GenerateRequest(chat=chat)

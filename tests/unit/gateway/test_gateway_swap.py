@@ -44,7 +44,7 @@ async def waiting(walk: Walk) -> ScriptedWorker:
     return issuer
 
 
-async def test_it_goes_on_through_prefill_which_is_told_where_its_blocks_are() -> None:
+async def test_a_swapped_out_request_goes_on_through_prefill_with_its_parked_blocks() -> None:
     walk = Walk()
     issuer = await waiting(walk)
     assert not walk.lifecycle.is_computed
@@ -83,7 +83,7 @@ async def test_a_prefill_worker_that_gives_it_back_leaves_it_where_it_was() -> N
 
 
 @pytest.mark.parametrize("how", ["taken back", "issuer lost", "given up"])
-async def test_one_that_is_gone_is_computed_again(how: str) -> None:
+async def test_a_lost_parked_ticket_is_computed_again(how: str) -> None:
     walk = Walk()
     issuer = await waiting(walk)
     match how:
@@ -99,7 +99,7 @@ async def test_one_that_is_gone_is_computed_again(how: str) -> None:
     walk.lifecycle.close()
 
 
-async def test_one_that_does_not_go_on_where_we_are_is_refused() -> None:
+async def test_a_parked_ticket_that_does_not_continue_the_request_is_refused() -> None:
     walk = Walk()
     ticket = await walk.until_decoding()
     walk.on_event(walk.decode, swapped_out(walk, ticket, num_tokens=3))

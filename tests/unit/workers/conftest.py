@@ -23,7 +23,9 @@ from .fakes import Arena, FakeForward, FakeSession, join, make_pool, make_stamps
 
 
 @dataclass
-class Bench:
+class WorkerPair:
+    """A prefill and a decode worker on one arena and one store, with fake models."""
+
     store: MemoryStore
     spec: PoolSpec
     arena: Arena
@@ -55,7 +57,7 @@ class Bench:
                 await asyncio.sleep(0.001)
 
 
-MakeBench = Callable[..., "asyncio.Future[Bench]"]
+MakePair = Callable[..., "asyncio.Future[WorkerPair]"]
 
 
 @asynccontextmanager
@@ -70,7 +72,7 @@ async def running(worker: PoolWorker) -> AsyncIterator[None]:
 
 
 @pytest.fixture
-async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
+async def make_pair(tmp_path: Path) -> AsyncIterator[MakePair]:
     async with AsyncExitStack() as stack:
 
         async def make(
@@ -83,7 +85,7 @@ async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
             num_swap_blocks: int = 0,
             compares_costs: bool = False,
             park_window_s: float = 0.0,
-        ) -> Bench:
+        ) -> WorkerPair:
             """`num_swap_blocks`: with a colder pool of so many blocks."""
             store = MemoryStore()
             spec = await make_pool(store, num_blocks, block_size)
@@ -125,7 +127,7 @@ async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
             for model in models:
                 stack.callback(model.gate.set)
             prefill, decode = workers
-            return Bench(
+            return WorkerPair(
                 *(
                     store,
                     spec,
@@ -143,5 +145,5 @@ async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
 
 
 @pytest.fixture
-async def bench(make_bench: MakeBench) -> Bench:
-    return await make_bench()
+async def pair(make_pair: MakePair) -> WorkerPair:
+    return await make_pair()

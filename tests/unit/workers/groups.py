@@ -1,4 +1,4 @@
-"""Requests of several sequences on their way through the workers of a `Bench`."""
+"""Requests of several sequences on their way through the workers of a `WorkerPair`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,7 +7,7 @@ from services.engine.batch import Draw
 from services.protocol.ticket import Ticket, TicketSequence
 from services.worker.events import Output, Prefilled
 
-from .conftest import Bench
+from .conftest import WorkerPair
 from .fakes import PROMPT, SAMPLED, FakeSession, expected, ticket
 from .runs import outputs, prefill
 
@@ -25,14 +25,14 @@ def right(index: int, num_tokens: int, prompt: Sequence[int] = PROMPT) -> list[i
     return expected(prompt, num_tokens, Draw(SAMPLED, index))
 
 
-def admit(bench: Bench, issued: Ticket) -> None:
-    bench.decode.reserve(bench.session, *issued.key, len(issued.sequences))
-    bench.decode.admit(bench.session, issued)
+def admit(pair: WorkerPair, issued: Ticket) -> None:
+    pair.decode.reserve(pair.session, *issued.key, len(issued.sequences))
+    pair.decode.admit(pair.session, issued)
 
 
-async def start(bench: Bench, wanted: Ticket) -> Ticket:
-    issued = await prefill(bench, wanted)
-    admit(bench, issued)
+async def start(pair: WorkerPair, wanted: Ticket) -> Ticket:
+    issued = await prefill(pair, wanted)
+    admit(pair, issued)
     return issued
 
 
@@ -56,16 +56,16 @@ def ended(session: FakeSession, request_id: str = "r1") -> set[int]:
     return {output.index for output in outputs(session, request_id) if output.finish}
 
 
-async def answer(bench: Bench, wanted: Ticket) -> Prefilled:
+async def answer(pair: WorkerPair, wanted: Ticket) -> Prefilled:
     session = FakeSession()
-    bench.prefill.submit(session, wanted)
-    await bench.until(lambda: bool(session.of(Prefilled)))
+    pair.prefill.submit(session, wanted)
+    await pair.until(lambda: bool(session.of(Prefilled)))
     (event,) = session.of(Prefilled)
     assert isinstance(event, Prefilled)
     return event
 
 
-async def num_held(bench: Bench) -> int:
-    await bench.decode.writer.flush()
-    (holder,) = await bench.store.holders("pool")
+async def num_held(pair: WorkerPair) -> int:
+    await pair.decode.writer.flush()
+    (holder,) = await pair.store.holders("pool")
     return holder.num_blocks

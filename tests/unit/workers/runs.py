@@ -1,25 +1,25 @@
-"""Requests on their way through the workers of a `Bench`, and what their client has."""
+"""Requests on their way through the workers of a `WorkerPair`, and what their client has."""
 
 from services.protocol.ticket import Ticket
 from services.worker.events import Output, Prefilled, Step
 
-from .conftest import Bench
+from .conftest import WorkerPair
 from .fakes import FakeSession
 
 
-async def prefill(bench: Bench, asked: Ticket) -> Ticket:
+async def prefill(pair: WorkerPair, asked: Ticket) -> Ticket:
     """The ticket as the prefill worker issues it."""
     session = FakeSession()
-    bench.prefill.submit(session, asked)
-    await bench.until(lambda: bool(session.of(Prefilled)))
+    pair.prefill.submit(session, asked)
+    await pair.until(lambda: bool(session.of(Prefilled)))
     ticket: Ticket = session.of(Prefilled)[0].ticket
     return ticket
 
 
-async def start(bench: Bench, asked: Ticket) -> Ticket:
-    issued = await prefill(bench, asked)
-    bench.decode.reserve(bench.session, *issued.key, 1)
-    bench.decode.admit(bench.session, issued)
+async def start(pair: WorkerPair, asked: Ticket) -> Ticket:
+    issued = await prefill(pair, asked)
+    pair.decode.reserve(pair.session, *issued.key, 1)
+    pair.decode.admit(pair.session, issued)
     return issued
 
 

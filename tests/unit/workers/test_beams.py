@@ -16,28 +16,28 @@ from services.protocol.ticket import (
 )
 from services.worker.events import Found, Prefilled, Requeued, RequeueReason, Step
 
-from .conftest import Bench, MakeBench
+from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, FakeSession
 from .searches import MAX_TOKENS, asked, right
 
 
-async def prefill(bench: Bench, wanted: Ticket) -> Prefilled:
+async def prefill(pair: WorkerPair, wanted: Ticket) -> Prefilled:
     session = FakeSession()
-    bench.prefill.submit(session, wanted)
-    await bench.until(lambda: bool(session.of(Prefilled)))
+    pair.prefill.submit(session, wanted)
+    await pair.until(lambda: bool(session.of(Prefilled)))
     event: Prefilled = session.of(Prefilled)[0]
     return event
 
 
-def admit(bench: Bench, issued: Ticket) -> None:
-    bench.decode.reserve(bench.session, *issued.key, issued.width)
-    bench.decode.admit(bench.session, issued)
+def admit(pair: WorkerPair, issued: Ticket) -> None:
+    pair.decode.reserve(pair.session, *issued.key, issued.width)
+    pair.decode.admit(pair.session, issued)
 
 
-async def start(bench: Bench, wanted: Ticket) -> Ticket:
-    event = await prefill(bench, wanted)
+async def start(pair: WorkerPair, wanted: Ticket) -> Ticket:
+    event = await prefill(pair, wanted)
     assert event.outputs == ()
-    admit(bench, event.ticket)
+    admit(pair, event.ticket)
     return event.ticket
 
 
@@ -52,137 +52,137 @@ def hypotheses(outputs: Iterable[Any]) -> tuple[Hypothesis, ...]:
     return tuple(Hypothesis(one.token_ids, one.score, one.finish) for one in found)
 
 
-async def result(bench: Bench, request_id: str = "r1") -> tuple[Hypothesis, ...]:
-    await bench.until(lambda: bool(hypotheses(heard(bench.session, request_id))))
-    return hypotheses(heard(bench.session, request_id))
+async def result(pair: WorkerPair, request_id: str = "r1") -> tuple[Hypothesis, ...]:
+    await pair.until(lambda: bool(hypotheses(heard(pair.session, request_id))))
+    return hypotheses(heard(pair.session, request_id))
 
 
-async def more_heard(bench: Bench, number: int) -> None:
-    wanted = len(heard(bench.session, "r1")) + number
-    await bench.until(lambda: len(heard(bench.session, "r1")) >= wanted)
+async def more_heard(pair: WorkerPair, number: int) -> None:
+    wanted = len(heard(pair.session, "r1")) + number
+    await pair.until(lambda: len(heard(pair.session, "r1")) >= wanted)
 
 
-async def more_requeued(bench: Bench, num_seen: int) -> None:
-    await bench.until(lambda: len(bench.session.of(Requeued)) > num_seen)
+async def more_requeued(pair: WorkerPair, num_seen: int) -> None:
+    await pair.until(lambda: len(pair.session.of(Requeued)) > num_seen)
 
 
-async def more_events(bench: Bench, num_seen: int) -> None:
-    await bench.until(lambda: len(bench.session.events) > num_seen)
+async def more_events(pair: WorkerPair, num_seen: int) -> None:
+    await pair.until(lambda: len(pair.session.events) > num_seen)
 
 
 @pytest.mark.parametrize("early_stopping", EarlyStopping)
 @pytest.mark.parametrize("width", [1, 2, 4, 9])
 async def test_a_search_finds_the_best(
-    make_bench: MakeBench, width: int, early_stopping: EarlyStopping
+    make_pair: MakePair, width: int, early_stopping: EarlyStopping
 ) -> None:
-    bench = await make_bench(num_blocks=160)
+    pair = await make_pair(num_blocks=160)
     wanted = asked(
         width=width, num_returned=1 + width // 2, stop_ids=(3, 17), early_stopping=early_stopping
     )
-    await start(bench, wanted)
-    assert await result(bench) == right(wanted)
-    await bench.until_empty()
+    await start(pair, wanted)
+    assert await result(pair) == right(wanted)
+    await pair.until_empty()
 
 
-async def test_one_that_finds_all_with_its_first_token_ends_at_prefill(bench: Bench) -> None:
+async def test_a_search_complete_with_its_first_token_ends_at_prefill(pair: WorkerPair) -> None:
     wanted = asked(max_tokens=1)
-    event = await prefill(bench, wanted)
+    event = await prefill(pair, wanted)
     assert event.ticket.sequences == ()
     assert event.ticket.beams is None
     assert hypotheses(event.outputs) == right(wanted)
-    await bench.until_empty()
+    await pair.until_empty()
 
 
-async def test_its_beams_share_what_they_have_in_common(make_bench: MakeBench) -> None:
+async def test_beams_share_their_common_blocks(make_pair: MakePair) -> None:
     """Each writes only its own tail: a step computes one token of each beam, and copies no more
     than what forks."""
-    bench = await make_bench(num_blocks=160)
+    pair = await make_pair(num_blocks=160)
     wanted = asked(width=8)
-    await start(bench, wanted)
-    assert await result(bench) == right(wanted)
-    assert bench.arena.num_computed == len(wanted.prompt_token_ids) + 8 * (MAX_TOKENS - 1)
-    assert bench.arena.num_copied < 8 * MAX_TOKENS
-    await bench.until_empty()
+    await start(pair, wanted)
+    assert await result(pair) == right(wanted)
+    assert pair.arena.num_computed == len(wanted.prompt_token_ids) + 8 * (MAX_TOKENS - 1)
+    assert pair.arena.num_copied < 8 * MAX_TOKENS
+    await pair.until_empty()
 
 
-async def test_while_it_searches_the_gateway_hears_that_it_does(bench: Bench) -> None:
-    await start(bench, asked(max_tokens=500, width=2))
-    await bench.until(lambda: len(heard(bench.session, "r1")) > 3)
-    assert set(heard(bench.session, "r1")) == {Found("r1", 1, 0, len(PROMPT) + 1)}
-    bench.decode.abort(bench.session, "r1", 1)
-    await bench.until_empty()
+async def test_while_it_searches_the_gateway_hears_that_it_does(pair: WorkerPair) -> None:
+    await start(pair, asked(max_tokens=500, width=2))
+    await pair.until(lambda: len(heard(pair.session, "r1")) > 3)
+    assert set(heard(pair.session, "r1")) == {Found("r1", 1, 0, len(PROMPT) + 1)}
+    pair.decode.abort(pair.session, "r1", 1)
+    await pair.until_empty()
 
 
-async def test_what_moves_goes_on_where_it_was(bench: Bench) -> None:
+async def test_a_moved_search_goes_on_where_it_was(pair: WorkerPair) -> None:
     wanted = asked(max_tokens=40, stop_ids=(5,), early_stopping=EarlyStopping.WHEN_IMPOSSIBLE)
-    issued = await start(bench, wanted)
+    issued = await start(pair, wanted)
     for attempt in range(1, 5):
-        await more_heard(bench, 3)
-        bench.decode.hand_over(bench.session, "r1", attempt)
-        await more_requeued(bench, attempt - 1)
-        at_rest = bench.session.of(Requeued)[-1].ticket
+        await more_heard(pair, 3)
+        pair.decode.hand_over(pair.session, "r1", attempt)
+        await more_requeued(pair, attempt - 1)
+        at_rest = pair.session.of(Requeued)[-1].ticket
         assert at_rest.holder_id == issued.holder_id
         assert at_rest.beams.scores == tuple(sorted(at_rest.beams.scores, reverse=True))
-        admit(bench, replace(at_rest, attempt=attempt + 1))
-    assert await result(bench) == right(wanted)
-    num_steps = len(heard(bench.session, "r1")) - len(right(wanted)) + 1
-    assert bench.arena.num_computed == len(wanted.prompt_token_ids) + 4 * num_steps
-    await bench.until_empty()
+        admit(pair, replace(at_rest, attempt=attempt + 1))
+    assert await result(pair) == right(wanted)
+    num_steps = len(heard(pair.session, "r1")) - len(right(wanted)) + 1
+    assert pair.arena.num_computed == len(wanted.prompt_token_ids) + 4 * num_steps
+    await pair.until_empty()
 
 
-async def test_what_was_given_back_goes_on_from_its_beams(bench: Bench) -> None:
+async def test_a_returned_search_goes_on_from_its_beams(pair: WorkerPair) -> None:
     wanted = asked(stop_ids=(5,))
-    await start(bench, wanted)
-    await bench.until(lambda: len(heard(bench.session, "r1")) > 6)
-    bench.decode.give_back()
-    await bench.until(lambda: bool(bench.session.of(Requeued)))
-    requeued = bench.session.of(Requeued)[0]
+    await start(pair, wanted)
+    await pair.until(lambda: len(heard(pair.session, "r1")) > 6)
+    pair.decode.give_back()
+    await pair.until(lambda: bool(pair.session.of(Requeued)))
+    requeued = pair.session.of(Requeued)[0]
     assert requeued.reason is RequeueReason.DRAINING
     left = requeued.ticket
     assert len(left.sequences) == 4
     assert all(len(one.token_ids) > 6 and not one.block_ids for one in left.sequences)
-    await bench.until_empty()
-    await start(bench, replace(left, attempt=2, holder_id="h-again"))
-    assert await result(bench) == right(wanted)
-    await bench.until_empty()
+    await pair.until_empty()
+    await start(pair, replace(left, attempt=2, holder_id="h-again"))
+    assert await result(pair) == right(wanted)
+    await pair.until_empty()
 
 
 async def test_searches_that_want_more_than_there_is_give_way_and_find_the_same(
-    make_bench: MakeBench,
+    make_pair: MakePair,
 ) -> None:
     """Also at the prefill worker, and more than once."""
-    bench = await make_bench(num_blocks=40)
+    pair = await make_pair(num_blocks=40)
     tickets = {f"r{number}": asked(number, max_tokens=24) for number in (1, 2, 3)}
     for wanted in tickets.values():
-        bench.prefill.submit(bench.session, wanted)
+        pair.prefill.submit(pair.session, wanted)
     num_seen, num_requeued, attempt = 0, 0, 1
 
     def all_found() -> bool:
-        return all(hypotheses(heard(bench.session, one)) for one in tickets)
+        return all(hypotheses(heard(pair.session, one)) for one in tickets)
 
     while not all_found():
-        await more_events(bench, num_seen)
-        for event in bench.session.events[num_seen:]:
+        await more_events(pair, num_seen)
+        for event in pair.session.events[num_seen:]:
             num_seen += 1
             match event:
                 case Prefilled(ticket):
-                    admit(bench, ticket)
+                    admit(pair, ticket)
                 case Requeued(ticket):
                     num_requeued, attempt = num_requeued + 1, attempt + 1
                     again = replace(ticket, attempt=attempt, holder_id=f"h-{attempt}")
-                    bench.prefill.submit(bench.session, again)
+                    pair.prefill.submit(pair.session, again)
     assert num_requeued > 0
     for request_id, wanted in tickets.items():
-        assert hypotheses(heard(bench.session, request_id)) == right(wanted)
-    await bench.until_empty()
+        assert hypotheses(heard(pair.session, request_id)) == right(wanted)
+    await pair.until_empty()
 
 
-async def test_a_step_waits_for_all_beams(make_bench: MakeBench) -> None:
+async def test_a_step_waits_for_all_beams(make_pair: MakePair) -> None:
     """Prompts and tokens are computed in chunks of 3 tokens: beams come to their ends at different
     times."""
-    bench = await make_bench(num_blocks=160, max_num_batched_tokens=3, max_num_seqs=4)
+    pair = await make_pair(num_blocks=160, max_num_batched_tokens=3, max_num_seqs=4)
     wanted = asked()
-    first = await prefill(bench, wanted)
+    first = await prefill(pair, wanted)
     again = replace(
         first.ticket,
         attempt=2,
@@ -190,39 +190,39 @@ async def test_a_step_waits_for_all_beams(make_bench: MakeBench) -> None:
         holder_epoch=0,
         sequences=tuple(TicketSequence(s.index, s.token_ids) for s in first.ticket.sequences),
     )
-    second = await prefill(bench, again)
+    second = await prefill(pair, again)
     assert [len(one.token_ids) for one in second.ticket.sequences] == [2] * 4
     assert all(one.finish is FinishReason.LENGTH for one in right(wanted))
-    bench.prefill.abort(FakeSession(), "r1", 1)
-    bench.prefill.give_back()
-    await bench.until_empty()
+    pair.prefill.abort(FakeSession(), "r1", 1)
+    pair.prefill.give_back()
+    await pair.until_empty()
 
 
-async def test_a_search_needs_a_slot_for_each_beam_that_it_may_have(bench: Bench) -> None:
-    issued = (await prefill(bench, asked())).ticket
+async def test_a_search_needs_a_slot_for_each_beam_that_it_may_have(pair: WorkerPair) -> None:
+    issued = (await prefill(pair, asked())).ticket
     assert issued.beams is not None
     one = replace(
         issued,
         sequences=issued.sequences[:1],
         beams=replace(issued.beams, scores=issued.beams.scores[:1]),
     )
-    bench.decode.reserve(bench.session, *issued.key, 3)
+    pair.decode.reserve(pair.session, *issued.key, 3)
     with pytest.raises(InvalidRequest, match="4 sequences for 3 slots"):
-        bench.decode.admit(bench.session, one)
-    num_free = bench.decode.load().num_free_slots
-    bench.decode.abort(bench.session, *issued.key)
-    bench.decode.reserve(bench.session, *issued.key, 5)
-    bench.decode.admit(bench.session, one)
-    assert bench.decode.load().num_free_slots == num_free + 3 - 4
-    bench.decode.abort(bench.session, *issued.key)
-    await bench.until_empty()
+        pair.decode.admit(pair.session, one)
+    num_free = pair.decode.load().num_free_slots
+    pair.decode.abort(pair.session, *issued.key)
+    pair.decode.reserve(pair.session, *issued.key, 5)
+    pair.decode.admit(pair.session, one)
+    assert pair.decode.load().num_free_slots == num_free + 3 - 4
+    pair.decode.abort(pair.session, *issued.key)
+    await pair.until_empty()
 
 
-async def test_nobody_ends_a_beam(bench: Bench) -> None:
+async def test_stop_conditions_do_not_end_a_beam(pair: WorkerPair) -> None:
     """However early it is told to: the search could not go on with fewer."""
     wanted = asked()
-    issued = await start(bench, wanted)
+    issued = await start(pair, wanted)
     for index in range(4):
-        bench.decode.abort(bench.session, *issued.key, index)
-    assert await result(bench) == right(wanted)
-    await bench.until_empty()
+        pair.decode.abort(pair.session, *issued.key, index)
+    assert await result(pair) == right(wanted)
+    await pair.until_empty()

@@ -106,7 +106,7 @@ def test_a_shared_home_is_lent_when_all_who_live_there_are_idle() -> None:
     assert third == (Lane(0), Lane(1, byte(0, 2)))
 
 
-def test_one_cpu_has_nothing_to_lend() -> None:
+def test_a_single_cpu_is_not_lent() -> None:
     assert lanes_of(1, "p d") == [(Lane(0),), (Lane(0),)]
 
 
@@ -199,7 +199,7 @@ def test_lists_of_cpus_are_read(text: str, expected: tuple[int, ...]) -> None:
         ("64", "'64': this process may use the CPUs"),
     ],
 )
-def test_what_is_no_list_of_usable_cpus_is_refused(text: str, message: str) -> None:
+def test_invalid_cpu_lists_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         settings(cpus=text)
 

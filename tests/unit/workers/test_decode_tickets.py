@@ -9,7 +9,7 @@ from services.common.errors import InvalidRequest
 from services.protocol.ticket import TicketSequence
 from services.worker.events import Failed, Requeued, RequeueReason
 
-from .conftest import Bench
+from .conftest import WorkerPair
 from .fakes import PROMPT, expected, ticket
 from .runs import finished, outputs, prefill, tokens
 
@@ -26,11 +26,11 @@ BEYOND = 1 << 31
     ids=["too few blocks", "no such block", "nothing to compute"],
 )
 async def test_a_ticket_that_makes_no_sense_is_refused(
-    bench: Bench, sequence: TicketSequence
+    pair: WorkerPair, sequence: TicketSequence
 ) -> None:
-    bench.decode.reserve(bench.session, "r1", 1, 1)
+    pair.decode.reserve(pair.session, "r1", 1, 1)
     with pytest.raises(InvalidRequest):
-        bench.decode.admit(bench.session, ticket("r1", PROMPT, sequences=(sequence,)))
+        pair.decode.admit(pair.session, ticket("r1", PROMPT, sequences=(sequence,)))
 
 
 @pytest.mark.parametrize(
@@ -43,75 +43,79 @@ async def test_a_ticket_that_makes_no_sense_is_refused(
     ],
     ids=lambda named: next(iter(named)),
 )
-async def test_sampling_names_tokens_of_the_vocabulary(bench: Bench, named: dict[str, Any]) -> None:
+async def test_sampling_names_tokens_of_the_vocabulary(
+    pair: WorkerPair, named: dict[str, Any]
+) -> None:
     """A ticket's are an index into the logits."""
     asked = ticket("r1", PROMPT)
     asked = replace(asked, sampling=replace(asked.sampling, **named))
     with pytest.raises(InvalidRequest, match="beyond the vocabulary of 2147483648"):
-        bench.prefill.submit(bench.session, asked)
+        pair.prefill.submit(pair.session, asked)
 
 
-async def test_a_ticket_with_blocks_that_its_holder_does_not_have_is_refused(bench: Bench) -> None:
+async def test_a_ticket_with_blocks_that_its_holder_does_not_have_is_refused(
+    pair: WorkerPair,
+) -> None:
     """Nobody reads another's blocks by naming them, and the ticket can still be claimed rightly."""
-    other = await prefill(bench, ticket("r2", range(50, 60)))
-    issued = await prefill(bench, ticket("r1", PROMPT))
+    other = await prefill(pair, ticket("r2", range(50, 60)))
+    issued = await prefill(pair, ticket("r1", PROMPT))
     (state,) = issued.sequences
     forged = replace(state, block_ids=other.sequences[0].block_ids)
-    bench.decode.reserve(bench.session, "r1", 1, 1)
-    bench.decode.admit(bench.session, replace(issued, sequences=(forged,)))
-    await bench.until(lambda: bool(bench.session.of(Failed)))
-    assert bench.session.of(Failed)[0].code == "invalid_request"
-    bench.decode.reserve(bench.session, "r1", 1, 1)
-    bench.decode.admit(bench.session, issued)
-    await bench.until(lambda: finished(bench.session, "r1"))
-    assert tokens(bench.session, issued) == expected(PROMPT, 8)
+    pair.decode.reserve(pair.session, "r1", 1, 1)
+    pair.decode.admit(pair.session, replace(issued, sequences=(forged,)))
+    await pair.until(lambda: bool(pair.session.of(Failed)))
+    assert pair.session.of(Failed)[0].code == "invalid_request"
+    pair.decode.reserve(pair.session, "r1", 1, 1)
+    pair.decode.admit(pair.session, issued)
+    await pair.until(lambda: finished(pair.session, "r1"))
+    assert tokens(pair.session, issued) == expected(PROMPT, 8)
 
 
-async def test_a_ticket_whose_blocks_hold_other_tokens_is_computed_again(bench: Bench) -> None:
+async def test_a_ticket_whose_blocks_hold_other_tokens_is_computed_again(pair: WorkerPair) -> None:
     """It would be written on, and published, as what it is not."""
-    issued = await prefill(bench, ticket("r1", PROMPT))
+    issued = await prefill(pair, ticket("r1", PROMPT))
     lie = replace(issued, prompt_token_ids=(99, *PROMPT[1:]))
-    bench.decode.reserve(bench.session, "r1", 1, 1)
-    bench.decode.admit(bench.session, lie)
-    await bench.until(lambda: bool(bench.session.of(Requeued)))
-    assert bench.session.of(Requeued)[0].reason is RequeueReason.STALE_TICKET
-    await bench.until_empty()
+    pair.decode.reserve(pair.session, "r1", 1, 1)
+    pair.decode.admit(pair.session, lie)
+    await pair.until(lambda: bool(pair.session.of(Requeued)))
+    assert pair.session.of(Requeued)[0].reason is RequeueReason.STALE_TICKET
+    await pair.until_empty()
 
 
-async def test_a_shortened_ticket_does_not_write_into_finished_blocks(bench: Bench) -> None:
-    issued = await prefill(bench, ticket("r1", PROMPT))
+async def test_a_shortened_ticket_does_not_write_into_finished_blocks(pair: WorkerPair) -> None:
+    issued = await prefill(pair, ticket("r1", PROMPT))
     (state,) = issued.sequences
     short = replace(
         issued, prompt_token_ids=PROMPT[:4], sequences=(replace(state, num_computed_tokens=4),)
     )
-    bench.decode.reserve(bench.session, "r1", 1, 1)
-    bench.decode.admit(bench.session, short)
-    await bench.until(lambda: bool(bench.session.of(Requeued)))
-    assert not outputs(bench.session, "r1")
+    pair.decode.reserve(pair.session, "r1", 1, 1)
+    pair.decode.admit(pair.session, short)
+    await pair.until(lambda: bool(pair.session.of(Requeued)))
+    assert not outputs(pair.session, "r1")
 
 
-async def test_a_holder_has_one_sequence(bench: Bench) -> None:
+async def test_a_holder_has_one_sequence(pair: WorkerPair) -> None:
     """The same ticket again, as another attempt or of another gateway: one of them runs."""
-    issued = await prefill(bench, ticket("r1", PROMPT, max_tokens=30))
-    bench.decode_model.gate.clear()
+    issued = await prefill(pair, ticket("r1", PROMPT, max_tokens=30))
+    pair.decode_model.gate.clear()
     for attempt in (1, 2):
-        bench.decode.reserve(bench.session, "r1", attempt, 1)
-    bench.decode.admit(bench.session, issued)
+        pair.decode.reserve(pair.session, "r1", attempt, 1)
+    pair.decode.admit(pair.session, issued)
     with pytest.raises(InvalidRequest, match="claimed here"):
-        bench.decode.admit(bench.session, replace(issued, attempt=2))
-    bench.decode_model.gate.set()
-    await bench.until(lambda: finished(bench.session, "r1"))
-    assert tokens(bench.session, issued) == expected(PROMPT, 30)
+        pair.decode.admit(pair.session, replace(issued, attempt=2))
+    pair.decode_model.gate.set()
+    await pair.until(lambda: finished(pair.session, "r1"))
+    assert tokens(pair.session, issued) == expected(PROMPT, 30)
 
 
 @pytest.mark.parametrize("token", [50_000, 2**32 - 1])
-async def test_tokens_beyond_the_vocabulary_are_refused(bench: Bench, token: int) -> None:
+async def test_tokens_beyond_the_vocabulary_are_refused(pair: WorkerPair, token: int) -> None:
     """They would end the worker, and everybody's request with it."""
-    issued = await prefill(bench, ticket("r1", PROMPT))
-    bench.decode.limits = replace(bench.decode.limits, vocab_size=50_000)
+    issued = await prefill(pair, ticket("r1", PROMPT))
+    pair.decode.limits = replace(pair.decode.limits, vocab_size=50_000)
     (state,) = issued.sequences
-    bench.decode.reserve(bench.session, "r1", 1, 1)
+    pair.decode.reserve(pair.session, "r1", 1, 1)
     with pytest.raises(InvalidRequest, match="vocabulary"):
-        bench.decode.admit(
-            bench.session, replace(issued, sequences=(replace(state, token_ids=(token,)),))
+        pair.decode.admit(
+            pair.session, replace(issued, sequences=(replace(state, token_ids=(token,)),))
         )

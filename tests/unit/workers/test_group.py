@@ -22,7 +22,7 @@ SIZE = 4
 KEY = "h-r1"
 
 
-class Host:
+class EnginePair:
     """Two engines on one arena: `prefill` and `decode`, whose sequences look 2 tokens ahead."""
 
     def __init__(self, directory: Path, budget: int = 64) -> None:
@@ -61,8 +61,8 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Host:
-    return Host(tmp_path)
+def engine_pair(tmp_path: Path) -> EnginePair:
+    return EnginePair(tmp_path)
 
 
 def rules(asked: Ticket) -> Rules:
@@ -86,11 +86,11 @@ def tables(sequences: Sequence[TicketSequence]) -> dict[int, tuple[int, ...]]:
     return {state.index: state.block_ids for state in sequences}
 
 
-def test_one_prompt_is_computed_once_for_all(host: Host) -> None:
+def test_the_prompt_is_computed_once_for_all(engine_pair: EnginePair) -> None:
     """10 tokens: three sequences share its 2 full blocks and its tail; 2 blocks are for copies."""
     wanted = asked(3)
     assert num_blocks_for(wanted, SIZE) == 5
-    at_rest, advances = host.prefilled(wanted, range(5))
+    at_rest, advances = engine_pair.prefilled(wanted, range(5))
     assert tables(at_rest.sequences) == dict.fromkeys(range(3), (0, 1, 2))
     assert [state.token_ids for state in at_rest.sequences] == [right(i, 1) for i in range(3)]
     assert {state.num_computed_tokens for state in at_rest.sequences} == {10}
@@ -100,118 +100,118 @@ def test_one_prompt_is_computed_once_for_all(host: Host) -> None:
         (2, 10),
     ]
     assert [block_id for block_id, _ in advances[-1].completed] == [0, 1]
-    assert host.arena.num_computed == 10
+    assert engine_pair.arena.num_computed == 10
     assert not any(advance.freed for advance in advances)
 
 
-def test_a_prompt_of_full_blocks_has_no_tail_to_copy(host: Host) -> None:
+def test_a_prompt_of_full_blocks_has_no_tail_to_copy(engine_pair: EnginePair) -> None:
     """The block after it is the first one's; the others get theirs where they go on."""
-    at_rest, _ = host.prefilled(asked(3, PROMPT[:8]), range(5))
+    at_rest, _ = engine_pair.prefilled(asked(3, PROMPT[:8]), range(5))
     assert tables(at_rest.sequences) == {0: (0, 1, 2), 1: (0, 1), 2: (0, 1)}
-    outcome = host.admit(at_rest, spare=(3, 4), num_acquired=5)
+    outcome = engine_pair.admit(at_rest, spare=(3, 4), num_acquired=5)
     assert outcome.num_tokens == 3
-    assert tables(host.removed()) == {0: (0, 1, 2), 1: (0, 1, 3), 2: (0, 1, 4)}
-    assert host.model.num_copies == 0
+    assert tables(engine_pair.removed()) == {0: (0, 1, 2), 1: (0, 1, 3), 2: (0, 1, 4)}
+    assert engine_pair.model.num_copies == 0
 
 
 @pytest.mark.parametrize("budget", [1, 3, 7, 64])
 def test_however_the_prompt_is_cut(tmp_path: Path, budget: int) -> None:
-    at_rest, _ = Host(tmp_path, budget).prefilled(asked(3), range(5))
+    at_rest, _ = EnginePair(tmp_path, budget).prefilled(asked(3), range(5))
     assert [state.token_ids for state in at_rest.sequences] == [right(i, 1) for i in range(3)]
 
 
-def test_a_shared_tail_is_copied_before_it_is_written(host: Host) -> None:
+def test_a_shared_tail_is_copied_before_it_is_written(engine_pair: EnginePair) -> None:
     """All but the last that refers to it, by index, in one call; then each goes its own way."""
-    at_rest, _ = host.prefilled(asked(3), range(5))
-    outcome = host.admit(at_rest, spare=(3, 4), num_acquired=5)
-    assert (host.model.num_copies, host.arena.num_copied) == (1, 2)
+    at_rest, _ = engine_pair.prefilled(asked(3), range(5))
+    outcome = engine_pair.admit(at_rest, spare=(3, 4), num_acquired=5)
+    assert (engine_pair.model.num_copies, engine_pair.arena.num_copied) == (1, 2)
     assert [token.token for token in outcome.advances[0].tokens] == [
         right(i, 2)[1] for i in range(3)
     ]
     # 12 tokens and 2 ahead: one more block for each
     assert outcome.advances[0].wanted_blocks == 5 + 3
-    assert tables(host.removed()) == {0: (0, 1, 3), 1: (0, 1, 4), 2: (0, 1, 2)}
+    assert tables(engine_pair.removed()) == {0: (0, 1, 3), 1: (0, 1, 4), 2: (0, 1, 2)}
 
 
-def test_a_row_whose_copy_has_no_block_sits_out(host: Host) -> None:
+def test_a_row_whose_copy_has_no_block_sits_out(engine_pair: EnginePair) -> None:
     """Blocks go to who needs them first, by index; the last needs none."""
-    at_rest, _ = host.prefilled(asked(3), range(5))
-    assert host.admit(at_rest, spare=(), num_acquired=3).num_tokens == 0
+    at_rest, _ = engine_pair.prefilled(asked(3), range(5))
+    assert engine_pair.admit(at_rest, spare=(), num_acquired=3).num_tokens == 0
     ran = []
     for block_id in (7, 8):
-        (advance,) = host.decode.step([Grow(KEY, (block_id,))]).advances
+        (advance,) = engine_pair.decode.step([Grow(KEY, (block_id,))]).advances
         ran.append([token.index for token in advance.tokens])
     assert ran == [[0], [0, 1, 2]]
-    assert host.arena.num_copied == 2
+    assert engine_pair.arena.num_copied == 2
 
 
-def test_what_is_wanted_is_told_before_anybody_can_run(host: Host) -> None:
+def test_required_blocks_are_known_before_any_sequence_runs(engine_pair: EnginePair) -> None:
     """2 copies; 11 tokens and 2 ahead need a fourth block each."""
-    at_rest, _ = host.prefilled(asked(3), range(5))
+    at_rest, _ = engine_pair.prefilled(asked(3), range(5))
     group = Group.to_continue(at_rest, rules(at_rest), (), num_acquired=3)
     assert group.total_wanted(look_ahead=2) == 3 + 2 + 3
     assert group.total_wanted(look_ahead=1) == 3 + 2
 
 
-def test_whoever_ends_leaves_what_nobody_else_has(host: Host) -> None:
+def test_an_ended_sequence_releases_its_own_blocks(engine_pair: EnginePair) -> None:
     """Finished blocks go back, a tail goes to a sibling that wants one."""
-    at_rest, _ = host.prefilled(asked(2), range(4))
-    host.admit(at_rest, spare=(3,), num_acquired=4)  # 0 writes block 3, 1 writes block 2
-    host.decode.step([Grow(KEY, (5, 6))])  # 12 tokens: 5 is 0's, 6 is 1's
-    host.decode.step([])  # block 3 and 2 are full, 5 and 6 have a token
-    (advance,) = host.decode.step([End(KEY, 0)]).advances
+    at_rest, _ = engine_pair.prefilled(asked(2), range(4))
+    engine_pair.admit(at_rest, spare=(3,), num_acquired=4)  # 0 writes block 3, 1 writes block 2
+    engine_pair.decode.step([Grow(KEY, (5, 6))])  # 12 tokens: 5 is 0's, 6 is 1's
+    engine_pair.decode.step([])  # block 3 and 2 are full, 5 and 6 have a token
+    (advance,) = engine_pair.decode.step([End(KEY, 0)]).advances
     assert [token.index for token in advance.tokens] == [1]
     assert advance.freed == (3,)
     assert advance.wanted_blocks == 0  # 15 tokens and 2 ahead: it will have 5
-    host.decode.step([])
-    assert tables(host.removed()) == {1: (0, 1, 2, 6, 5)}
+    engine_pair.decode.step([])
+    assert tables(engine_pair.removed()) == {1: (0, 1, 2, 6, 5)}
 
 
-def test_a_tail_that_somebody_leaves_is_written_in_place(host: Host) -> None:
+def test_a_tail_that_somebody_leaves_is_written_in_place(engine_pair: EnginePair) -> None:
     """No block has come for a copy, and none is needed any more."""
-    at_rest, _ = host.prefilled(asked(2), range(4))
-    host.admit(at_rest, spare=(), num_acquired=3)
-    (advance,) = host.decode.step([End(KEY, 0)]).advances
+    at_rest, _ = engine_pair.prefilled(asked(2), range(4))
+    engine_pair.admit(at_rest, spare=(), num_acquired=3)
+    (advance,) = engine_pair.decode.step([End(KEY, 0)]).advances
     assert [token.index for token in advance.tokens] == [1]
-    assert host.arena.num_copied == 0
-    assert tables(host.removed()) == {1: (0, 1, 2)}
+    assert engine_pair.arena.num_copied == 0
+    assert tables(engine_pair.removed()) == {1: (0, 1, 2)}
 
 
-def test_the_last_to_end_takes_the_group_along(host: Host) -> None:
-    at_rest, _ = host.prefilled(asked(2), range(4))
-    host.admit(at_rest, spare=(3,), num_acquired=4)
-    (removed,) = host.decode.step([End(KEY, 0), End(KEY, 1)]).removed
+def test_the_last_to_end_takes_the_group_along(engine_pair: EnginePair) -> None:
+    at_rest, _ = engine_pair.prefilled(asked(2), range(4))
+    engine_pair.admit(at_rest, spare=(3,), num_acquired=4)
+    (removed,) = engine_pair.decode.step([End(KEY, 0), End(KEY, 1)]).removed
     assert removed.sequences == ()
-    assert host.decode.step([Remove(KEY)]).removed == ()
+    assert engine_pair.decode.step([Remove(KEY)]).removed == ()
 
 
-def test_sequences_end_by_themselves(host: Host) -> None:
-    at_rest, _ = host.prefilled(asked(2, max_tokens=3), range(4))
-    (first,) = host.admit(at_rest, spare=(3,), num_acquired=4).advances
+def test_sequences_end_by_themselves(engine_pair: EnginePair) -> None:
+    at_rest, _ = engine_pair.prefilled(asked(2, max_tokens=3), range(4))
+    (first,) = engine_pair.admit(at_rest, spare=(3,), num_acquired=4).advances
     assert first.left is None
-    (second,) = host.decode.step([]).advances
+    (second,) = engine_pair.decode.step([]).advances
     assert [token.finish for token in second.tokens] == [FinishReason.LENGTH] * 2
     assert second.left == ()
 
 
-def test_who_ends_with_its_first_token_leaves_the_others_their_blocks(host: Host) -> None:
+def test_a_sequence_of_one_token_leaves_the_others_their_blocks(engine_pair: EnginePair) -> None:
     """Its copy of the tail is needed by nobody."""
     wanted = asked(3)
     first = right(1, 1)[0]
     sampling = replace(wanted.sampling, stop_token_ids=(first,))
-    at_rest, advances = host.prefilled(replace(wanted, sampling=sampling), range(5))
+    at_rest, advances = engine_pair.prefilled(replace(wanted, sampling=sampling), range(5))
     assert tables(at_rest.sequences) == {0: (0, 1, 2), 2: (0, 1, 2)}
     assert advances[-1].freed == (4,)
 
 
-def test_a_row_that_is_not_finite_ends_its_group_alone(host: Host) -> None:
-    at_rest, _ = host.prefilled(asked(2), range(4))
+def test_a_row_that_is_not_finite_ends_its_group_alone(engine_pair: EnginePair) -> None:
+    at_rest, _ = engine_pair.prefilled(asked(2), range(4))
     other = ticket("r2", (7, 8, 9))
-    (of_other,) = host.prefilled(other, (8,))[0].sequences
-    host.model.poison = PROMPT[0]
+    (of_other,) = engine_pair.prefilled(other, (8,))[0].sequences
+    engine_pair.model.poison = PROMPT[0]
     group = Group.to_continue(replace(other, sequences=(of_other,)), rules(other), (9,), 2)
-    host.decode.step([Admit(group)])
-    outcome = host.admit(at_rest, spare=(3,), num_acquired=4)
+    engine_pair.decode.step([Admit(group)])
+    outcome = engine_pair.admit(at_rest, spare=(3,), num_acquired=4)
     (broken,) = outcome.broken
     assert (broken.key, broken.fault) == (KEY, Fault.NOT_FINITE)
     assert [block_id for block_id, _ in broken.blocks] == [0, 1]
@@ -235,14 +235,14 @@ def test_a_group_is_computed_again_with_what_each_has(
     tmp_path: Path, length: int, budget: int
 ) -> None:
     """The prompt once, then each one's own; all have one token more, whatever they had."""
-    host, wanted = Host(tmp_path, budget), again(PROMPT[:length])
+    engine_pair, wanted = EnginePair(tmp_path, budget), again(PROMPT[:length])
     num_blocks = num_blocks_for(wanted, SIZE)
-    at_rest, advances = host.prefilled(wanted, range(num_blocks))
+    at_rest, advances = engine_pair.prefilled(wanted, range(num_blocks))
     states = {state.index: state for state in at_rest.sequences}
     for index, num_tokens in AGAIN.items():
         assert states[index].token_ids == right(index, num_tokens + 1, PROMPT[:length])
         assert states[index].num_computed_tokens == length + num_tokens
-    assert host.arena.num_computed == num_tokens_of(wanted) == length + 3 + 9
+    assert engine_pair.arena.num_computed == num_tokens_of(wanted) == length + 3 + 9
     drawn = sorted(token.index for advance in advances for token in advance.tokens)
     assert drawn == [0, 1, 3]
     completed = [block for advance in advances for block, _ in advance.completed]
@@ -253,12 +253,12 @@ def test_a_group_is_computed_again_with_what_each_has(
     assert in_tables <= set(range(num_blocks))
     # and on it goes
     spare = [block for block in range(num_blocks) if block not in in_tables]
-    outcome = host.admit(at_rest, spare, num_blocks)
+    outcome = engine_pair.admit(at_rest, spare, num_blocks)
     for token in outcome.advances[0].tokens:
         assert token.token == right(token.index, AGAIN[token.index] + 2, PROMPT[:length])[-1]
 
 
-def test_what_all_have_got_alike_is_computed_once() -> None:
+def test_tokens_common_to_all_are_computed_once() -> None:
     """Greedy ones, or a token that everybody drew."""
     states = [(5, 6, 7), (5, 6), (5, 6, 8, 9)]
     group = replace(
@@ -269,15 +269,15 @@ def test_what_all_have_got_alike_is_computed_once() -> None:
     assert num_blocks_for(group, SIZE) == 3 + 3 * 1  # 12 full; then 13, 12 and 14 and one more
 
 
-def test_what_some_have_got_alike_is_computed_once_too(host: Host) -> None:
+def test_tokens_common_to_some_are_computed_once_too(engine_pair: EnginePair) -> None:
     """Beams that part late: 14 tokens of two of them, and the third goes its own way after 10."""
     own = [(5, 6, 7, 8, 9), (2,), (5, 6, 7, 8, 1)]
     states = tuple(TicketSequence(i, tokens) for i, tokens in enumerate(own))
     wanted = replace(asked(1), sequences=states)
     assert num_tokens_of(wanted) == 10 + 4 + 1 + 1 + 1
     assert num_blocks_for(wanted, SIZE) == 3 + 3 * 1  # one more full one that two have
-    at_rest, _ = host.prefilled(wanted, range(6))
-    assert host.arena.num_computed == 17
+    at_rest, _ = engine_pair.prefilled(wanted, range(6))
+    assert engine_pair.arena.num_computed == 17
     for index, tokens in enumerate(own):
         drawn = next_token((*PROMPT, *tokens), Draw(wanted.sampling, index))
         assert at_rest.sequences[index].token_ids == (*tokens, drawn)
@@ -287,21 +287,21 @@ def test_what_some_have_got_alike_is_computed_once_too(host: Host) -> None:
     assert len({first[3], third[3], second[2], first[2]}) == 4
 
 
-def test_each_goes_on_from_where_it_has_begun(host: Host) -> None:
+def test_sequences_go_on_from_their_own_tokens(engine_pair: EnginePair) -> None:
     """0 has all its full blocks, 1 and 2 the prompt's: what those two have in common is one until
     it is computed."""
     wanted = replace(asked(1), sequences=(TicketSequence(0, (7,) * 7), *_pair()))
     alone = replace(wanted, sequences=wanted.sequences[:1])
-    at_rest, _ = host.prefilled(alone, range(20, 25))
+    at_rest, _ = engine_pair.prefilled(alone, range(20, 25))
     table = at_rest.sequences[0].block_ids
     begun = [Begun.of_full(table[:4], SIZE), *[Begun.of_full(table[:2], SIZE)] * 2]
     group = Group.to_compute(wanted, rules(wanted), range(30, 36), begun)
     assert group.num_uncomputed == 1 + (2 + 2 + 1 + 1)
-    num_computed = host.arena.num_computed
-    (advance, *_) = host.prefill.step([Admit(group)]).advances
+    num_computed = engine_pair.arena.num_computed
+    (advance, *_) = engine_pair.prefill.step([Admit(group)]).advances
     while advance.left is None:
-        (advance, *_) = host.prefill.step([]).advances
-    assert host.arena.num_computed - num_computed == 7
+        (advance, *_) = engine_pair.prefill.step([]).advances
+    assert engine_pair.arena.num_computed - num_computed == 7
     assert tables(advance.left)[0][:4] == table[:4]
     for state, before in zip(advance.left, wanted.sequences, strict=True):
         drawn = next_token((*PROMPT, *before.token_ids), Draw(wanted.sampling, before.index))
@@ -312,26 +312,28 @@ def _pair() -> tuple[TicketSequence, ...]:
     return TicketSequence(1, (5, 6, 8)), TicketSequence(2, (5, 6, 9))
 
 
-def test_a_block_that_somebody_adopted_is_not_copied_for_its_last_token(host: Host) -> None:
+def test_a_block_that_somebody_adopted_is_not_copied_for_its_last_token(
+    engine_pair: EnginePair,
+) -> None:
     """0 ends where an adopted block does, which 1 has too: its last token is computed again, and
     stored nowhere (law 2)."""
     states = TicketSequence(0, (5, 6)), TicketSequence(1, (5, 6, 7))
     wanted = replace(asked(1), sequences=states)
-    whole, _ = host.prefilled(replace(wanted, sequences=states[1:]), range(20, 25))
+    whole, _ = engine_pair.prefilled(replace(wanted, sequences=states[1:]), range(20, 25))
     adopted = whole.sequences[0].block_ids[:3]
     begun = [Begun(adopted, 11, 3), Begun.of_full(adopted, SIZE)]
     group = Group.to_compute(wanted, rules(wanted), (30, 31), begun)
-    num_copied = host.arena.num_copied
-    (advance,) = host.prefill.step([Admit(group)]).advances
+    num_copied = engine_pair.arena.num_copied
+    (advance,) = engine_pair.prefill.step([Admit(group)]).advances
     assert advance.left is not None
     assert tables(advance.left) == {0: (*adopted, 31), 1: (*adopted, 30)}
-    assert host.arena.num_copied == num_copied
+    assert engine_pair.arena.num_copied == num_copied
 
 
-def test_one_alone_is_computed_like_any_prompt(host: Host) -> None:
+def test_a_group_of_one_is_computed_like_a_prompt(engine_pair: EnginePair) -> None:
     """No branch, no copy, no spare block."""
     wanted = replace(asked(1), sequences=(TicketSequence(0, right(0, 5)),))
-    at_rest, advances = host.prefilled(wanted, range(4))
+    at_rest, advances = engine_pair.prefilled(wanted, range(4))
     assert len(advances) == 1
     assert tables(at_rest.sequences) == {0: (0, 1, 2, 3)}
     assert at_rest.sequences[0].token_ids == right(0, 6)

@@ -9,7 +9,7 @@ from services.common.errors import InvalidRequest
 from services.protocol.ticket import FinishReason, TicketSequence
 from services.worker.events import Failed, Output, Requeued, RequeueReason
 
-from .conftest import Bench, MakeBench
+from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT
 from .groups import admit, answer, asked, ended, num_held, of_each, right, start, tokens
 from .runs import prefill
@@ -17,48 +17,48 @@ from .runs import prefill
 # Prefill
 
 
-async def test_a_group_is_issued_with_a_token_for_each(bench: Bench) -> None:
+async def test_a_group_is_issued_with_a_token_for_each(pair: WorkerPair) -> None:
     """One pass over the prompt; 2 blocks shared for good, a tail shared until it is written, and a
     block for each copy."""
-    event = await answer(bench, asked(4))
+    event = await answer(pair, asked(4))
     assert event.outputs == tuple(Output("r1", 1, i, 10, right(i, 1)[0], None) for i in range(4))
     assert [state.block_ids for state in event.ticket.sequences] == [(0, 1, 2)] * 4
-    assert bench.arena.num_computed == 10
-    assert await num_held(bench) == 2 + 4
+    assert pair.arena.num_computed == 10
+    assert await num_held(pair) == 2 + 4
 
 
-async def test_sequences_that_end_with_their_first_token_are_left_out(bench: Bench) -> None:
+async def test_sequences_that_end_with_their_first_token_are_left_out(pair: WorkerPair) -> None:
     wanted = asked(3)
     sampling = replace(wanted.sampling, stop_token_ids=(right(1, 1)[0],))
-    event = await answer(bench, replace(wanted, sampling=sampling))
+    event = await answer(pair, replace(wanted, sampling=sampling))
     assert [output.finish for output in event.outputs] == [None, FinishReason.STOP, None]
     assert [state.index for state in event.ticket.sequences] == [0, 2]
-    assert await num_held(bench) == 2 + 2
+    assert await num_held(pair) == 2 + 2
 
 
-async def test_a_group_that_ends_with_its_first_tokens_holds_nothing(bench: Bench) -> None:
-    event = await answer(bench, asked(3, max_tokens=1))
+async def test_a_group_that_ends_with_its_first_tokens_holds_nothing(pair: WorkerPair) -> None:
+    event = await answer(pair, asked(3, max_tokens=1))
     assert {output.finish for output in event.outputs} == {FinishReason.LENGTH}
     assert event.ticket.sequences == ()
-    await bench.until_empty()
+    await pair.until_empty()
 
 
 async def test_a_group_that_cannot_have_its_blocks_at_once_is_refused(
-    make_bench: MakeBench,
+    make_pair: MakePair,
 ) -> None:
     """2 + 6 x 1 of 7."""
-    bench = await make_bench(num_blocks=7)
+    pair = await make_pair(num_blocks=7)
     with pytest.raises(InvalidRequest, match="6 sequences need 8 blocks"):
-        bench.prefill.submit(bench.session, asked(6))
-    await prefill(bench, asked(5))
+        pair.prefill.submit(pair.session, asked(6))
+    await prefill(pair, asked(5))
 
 
-async def test_a_group_finds_its_prompt_in_the_cache(bench: Bench) -> None:
-    await prefill(bench, asked(1, number=2))
-    issued = await prefill(bench, asked(4))
+async def test_a_group_finds_its_prompt_in_the_cache(pair: WorkerPair) -> None:
+    await prefill(pair, asked(1, number=2))
+    issued = await prefill(pair, asked(4))
     assert issued.num_cached_tokens == 8
     assert [state.token_ids for state in issued.sequences] == [(right(i, 1)[0],) for i in range(4)]
-    assert bench.arena.num_computed == 10 + 2
+    assert pair.arena.num_computed == 10 + 2
 
 
 # Decode
@@ -66,102 +66,102 @@ async def test_a_group_finds_its_prompt_in_the_cache(bench: Bench) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 5])
 @pytest.mark.parametrize("length", [3, 4, 10])
-async def test_each_sequence_goes_to_its_end(make_bench: MakeBench, n: int, length: int) -> None:
+async def test_sequences_end_independently(make_pair: MakePair, n: int, length: int) -> None:
     """With the tokens that it has alone; the tail of the prompt is copied for all but one."""
-    bench = await make_bench(num_blocks=64)
-    issued = await start(bench, asked(n, 15, PROMPT[:length]))
-    await bench.until(lambda: ended(bench.session) == set(range(n)))
-    assert tokens(bench.session, issued) == {i: right(i, 15, PROMPT[:length]) for i in range(n)}
-    for drawn in of_each(bench.session).values():
+    pair = await make_pair(num_blocks=64)
+    issued = await start(pair, asked(n, 15, PROMPT[:length]))
+    await pair.until(lambda: ended(pair.session) == set(range(n)))
+    assert tokens(pair.session, issued) == {i: right(i, 15, PROMPT[:length]) for i in range(n)}
+    for drawn in of_each(pair.session).values():
         assert [output.position for output in drawn] == list(range(length + 1, length + 15))
-    assert bench.arena.num_copied == (n - 1 if length % 4 else 0)
-    assert bench.arena.num_computed == length + n * 14
-    await bench.until_empty()
+    assert pair.arena.num_copied == (n - 1 if length % 4 else 0)
+    assert pair.arena.num_computed == length + n * 14
+    await pair.until_empty()
 
 
-async def test_a_sequence_that_ends_gives_its_blocks_back_at_once(bench: Bench) -> None:
+async def test_a_sequence_that_ends_gives_its_blocks_back_at_once(pair: WorkerPair) -> None:
     """0 ends at position 20, when 3 blocks of its own are full: they are cached, and nobody's.
     Its last one is for the others."""
     wanted = asked(3, 100)
     sampling = replace(wanted.sampling, stop_token_ids=(right(0, 11)[-1],))
-    bench.decode_model.pause_after = 10
-    await start(bench, replace(wanted, sampling=sampling))
-    await bench.until(lambda: ended(bench.session) == {0})
-    await bench.decode.writer.flush()
-    assert (await bench.store.stats("pool")).num_cached == 3
-    assert bench.decode.load().num_free_slots == 16 - 2
+    pair.decode_model.pause_after = 10
+    await start(pair, replace(wanted, sampling=sampling))
+    await pair.until(lambda: ended(pair.session) == {0})
+    await pair.decode.writer.flush()
+    assert (await pair.store.stats("pool")).num_cached == 3
+    assert pair.decode.load().num_free_slots == 16 - 2
     hashes = prefix_hashes(bytes(16), (*PROMPT, *right(0, 10)), 4)
-    assert await bench.store.match("pool", hashes) == 5  # it stays in the cache
-    bench.decode.abort(bench.session, "r1", 1)
-    bench.decode_model.gate.set()
-    await bench.until_empty()
+    assert await pair.store.match("pool", hashes) == 5  # it stays in the cache
+    pair.decode.abort(pair.session, "r1", 1)
+    pair.decode_model.gate.set()
+    await pair.until_empty()
 
 
-async def test_an_abort_of_one_lets_the_others_go_on(bench: Bench) -> None:
-    bench.decode_model.gate.clear()
-    issued = await start(bench, asked(3, 12))
-    await bench.until(lambda: bench.decode_model.num_begun == 1)
-    bench.decode.abort(bench.session, "r1", 1, 1)
-    assert bench.decode.load().num_free_slots == 16 - 2
-    bench.decode.abort(bench.session, "r1", 1, 1)  # again, or of nobody: no error
-    bench.decode.abort(bench.session, "r1", 1, 7)
-    bench.decode_model.gate.set()
-    await bench.until(lambda: ended(bench.session) == {0, 2})
-    got = tokens(bench.session, issued)
+async def test_an_abort_of_one_lets_the_others_go_on(pair: WorkerPair) -> None:
+    pair.decode_model.gate.clear()
+    issued = await start(pair, asked(3, 12))
+    await pair.until(lambda: pair.decode_model.num_begun == 1)
+    pair.decode.abort(pair.session, "r1", 1, 1)
+    assert pair.decode.load().num_free_slots == 16 - 2
+    pair.decode.abort(pair.session, "r1", 1, 1)  # again, or of nobody: no error
+    pair.decode.abort(pair.session, "r1", 1, 7)
+    pair.decode_model.gate.set()
+    await pair.until(lambda: ended(pair.session) == {0, 2})
+    got = tokens(pair.session, issued)
     assert (got[0], got[2]) == (right(0, 12), right(2, 12))
     assert len(got[1]) == 1  # nothing of the step in flight either
-    await bench.until_empty()
+    await pair.until_empty()
 
 
-async def test_an_abort_of_one_that_is_being_claimed(bench: Bench) -> None:
+async def test_an_abort_of_one_that_is_being_claimed(pair: WorkerPair) -> None:
     """Its part of the blocks is not the others'."""
-    issued = await prefill(bench, asked(3, 12))
-    admit(bench, issued)
-    bench.decode.abort(bench.session, "r1", 1, 1)
-    await bench.until(lambda: ended(bench.session) == {0, 2})
-    assert 1 not in of_each(bench.session)
-    await bench.until_empty()
+    issued = await prefill(pair, asked(3, 12))
+    admit(pair, issued)
+    pair.decode.abort(pair.session, "r1", 1, 1)
+    await pair.until(lambda: ended(pair.session) == {0, 2})
+    assert 1 not in of_each(pair.session)
+    await pair.until_empty()
 
 
-async def test_the_abort_of_the_last_one_is_that_of_the_request(bench: Bench) -> None:
-    bench.decode_model.gate.clear()
-    await start(bench, asked(2, 500))
-    await bench.until(lambda: bench.decode_model.num_begun == 1)
+async def test_the_abort_of_the_last_one_is_that_of_the_request(pair: WorkerPair) -> None:
+    pair.decode_model.gate.clear()
+    await start(pair, asked(2, 500))
+    await pair.until(lambda: pair.decode_model.num_begun == 1)
     for index in (1, 0):
-        bench.decode.abort(bench.session, "r1", 1, index)
-    bench.decode_model.gate.set()
-    await bench.until_empty()
-    assert bench.decode.load().num_free_slots == 16
-    assert not bench.session.of(Failed)
+        pair.decode.abort(pair.session, "r1", 1, index)
+    pair.decode_model.gate.set()
+    await pair.until_empty()
+    assert pair.decode.load().num_free_slots == 16
+    assert not pair.session.of(Failed)
 
 
-async def test_an_abort_that_crosses_the_end_of_the_others(bench: Bench) -> None:
+async def test_an_abort_that_crosses_the_end_of_the_others(pair: WorkerPair) -> None:
     """1 ends in the step in flight, 0 is aborted: nobody is left, and the gateway knows why."""
     wanted = asked(2, 500)
     sampling = replace(wanted.sampling, stop_token_ids=(right(1, 2)[-1],))
-    bench.decode_model.gate.clear()
-    await start(bench, replace(wanted, sampling=sampling))
-    await bench.until(lambda: bench.decode_model.num_begun == 1)
-    bench.decode.abort(bench.session, "r1", 1, 0)
-    bench.decode_model.gate.set()
-    await bench.until_empty()
-    assert ended(bench.session) == {1}
-    assert bench.decode.load().num_free_slots == 16
+    pair.decode_model.gate.clear()
+    await start(pair, replace(wanted, sampling=sampling))
+    await pair.until(lambda: pair.decode_model.num_begun == 1)
+    pair.decode.abort(pair.session, "r1", 1, 0)
+    pair.decode_model.gate.set()
+    await pair.until_empty()
+    assert ended(pair.session) == {1}
+    assert pair.decode.load().num_free_slots == 16
 
 
-async def test_slots_are_kept_for_each_sequence(bench: Bench) -> None:
-    issued = await prefill(bench, asked(3))
-    bench.decode.reserve(bench.session, "r1", 1, 2)
+async def test_slots_are_kept_for_each_sequence(pair: WorkerPair) -> None:
+    issued = await prefill(pair, asked(3))
+    pair.decode.reserve(pair.session, "r1", 1, 2)
     with pytest.raises(InvalidRequest, match="3 sequences for 2 slots"):
-        bench.decode.admit(bench.session, issued)
+        pair.decode.admit(pair.session, issued)
 
 
-async def test_one_that_is_not_finite_ends_its_request(bench: Bench) -> None:
-    bench.decode_model.poison = right(1, 1)[0]
-    await start(bench, asked(3))
-    await bench.until(lambda: bool(bench.session.of(Failed)))
-    assert bench.session.of(Failed)[0].code == "poison_request"
-    await bench.until_empty()
+async def test_non_finite_logits_end_the_request(pair: WorkerPair) -> None:
+    pair.decode_model.poison = right(1, 1)[0]
+    await start(pair, asked(3))
+    await pair.until(lambda: bool(pair.session.of(Failed)))
+    assert pair.session.of(Failed)[0].code == "poison_request"
+    await pair.until_empty()
 
 
 # Tickets that make no sense
@@ -189,46 +189,46 @@ SOUND = (
     ids=str,
 )
 async def test_tables_that_do_not_go_together_are_refused(
-    bench: Bench, which: int, changes: dict[str, object], problem: str
+    pair: WorkerPair, which: int, changes: dict[str, object], problem: str
 ) -> None:
     """Before anybody is asked for the blocks."""
     states = list(SOUND)
     states[which] = replace(states[which], **changes)  # type: ignore[arg-type]
     at_rest = replace(asked(1), holder_epoch=2)
-    bench.decode.reserve(bench.session, "r1", 1, 3)
+    pair.decode.reserve(pair.session, "r1", 1, 3)
     with pytest.raises(InvalidRequest, match=problem):
-        bench.decode.admit(bench.session, replace(at_rest, sequences=tuple(states)))
-    bench.decode.admit(bench.session, replace(at_rest, sequences=SOUND))  # it is only not there
-    await bench.until(lambda: bool(bench.session.of(Requeued)))
+        pair.decode.admit(pair.session, replace(at_rest, sequences=tuple(states)))
+    pair.decode.admit(pair.session, replace(at_rest, sequences=SOUND))  # it is only not there
+    await pair.until(lambda: bool(pair.session.of(Requeued)))
 
 
-async def test_blocks_that_the_holder_does_not_hold_are_refused(bench: Bench) -> None:
-    other = await prefill(bench, asked(1, prompt=range(50, 60), number=2))
-    issued = await prefill(bench, asked(2))
+async def test_blocks_that_the_holder_does_not_hold_are_refused(pair: WorkerPair) -> None:
+    other = await prefill(pair, asked(1, prompt=range(50, 60), number=2))
+    issued = await prefill(pair, asked(2))
     (state, second) = issued.sequences
     stolen = (*second.block_ids[:2], other.sequences[0].block_ids[2])
-    admit(bench, replace(issued, sequences=(state, replace(second, block_ids=stolen))))
-    await bench.until(lambda: bool(bench.session.of(Failed)))
-    assert bench.session.of(Failed)[0].code == "invalid_request"
-    admit(bench, issued)  # it can still be claimed rightly
-    await bench.until(lambda: ended(bench.session) == {0, 1})
+    admit(pair, replace(issued, sequences=(state, replace(second, block_ids=stolen))))
+    await pair.until(lambda: bool(pair.session.of(Failed)))
+    assert pair.session.of(Failed)[0].code == "invalid_request"
+    admit(pair, issued)  # it can still be claimed rightly
+    await pair.until(lambda: ended(pair.session) == {0, 1})
 
 
-async def test_tables_of_siblings_that_are_exchanged_are_not_believed(bench: Bench) -> None:
+async def test_tables_of_siblings_that_are_exchanged_are_not_believed(pair: WorkerPair) -> None:
     """The finished blocks of each are compared with its tokens."""
-    bench.decode_model.pause_after = 8
-    await start(bench, asked(2, 20))
-    await bench.until(lambda: bench.decode_model.num_begun == 9)
-    bench.decode.hand_over(bench.session, "r1", 1)
-    bench.decode_model.gate.set()
-    await bench.until(lambda: bool(bench.session.of(Requeued)))
-    at_rest = bench.session.of(Requeued)[0].ticket
+    pair.decode_model.pause_after = 8
+    await start(pair, asked(2, 20))
+    await pair.until(lambda: pair.decode_model.num_begun == 9)
+    pair.decode.hand_over(pair.session, "r1", 1)
+    pair.decode_model.gate.set()
+    await pair.until(lambda: bool(pair.session.of(Requeued)))
+    at_rest = pair.session.of(Requeued)[0].ticket
     first, second = at_rest.sequences
     swapped = (
         replace(first, block_ids=second.block_ids),
         replace(second, block_ids=first.block_ids),
     )
-    admit(bench, replace(at_rest, attempt=2, sequences=swapped))
-    await bench.until(lambda: len(bench.session.of(Requeued)) == 2)
-    assert bench.session.of(Requeued)[1].reason is RequeueReason.STALE_TICKET
-    await bench.until_empty()
+    admit(pair, replace(at_rest, attempt=2, sequences=swapped))
+    await pair.until(lambda: len(pair.session.of(Requeued)) == 2)
+    assert pair.session.of(Requeued)[1].reason is RequeueReason.STALE_TICKET
+    await pair.until_empty()

@@ -8,7 +8,7 @@ from blockstore.memory_store import MemoryStore
 from blockstore.records import Heartbeat
 from services.worker import pool_worker
 
-from .conftest import MakeBench
+from .conftest import MakePair
 from .fakes import ticket
 
 
@@ -41,24 +41,24 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 async def test_the_pulse_of_an_idle_worker_waits_for_a_reason(
-    calls: Calls, make_bench: MakeBench
+    calls: Calls, make_pair: MakePair
 ) -> None:
-    bench = await make_bench()
-    prefill, decode = bench.prefill.worker_id, bench.decode.worker_id
-    await bench.until(lambda: calls.num_pauses == 2)
+    pair = await make_pair()
+    prefill, decode = pair.prefill.worker_id, pair.decode.worker_id
+    await pair.until(lambda: calls.num_pauses == 2)
     assert calls.num_heartbeats == {prefill: 1, decode: 1}
-    assert not bench.prefill.stalled
+    assert not pair.prefill.stalled
 
-    bench.prefill_model.gate.clear()  # a request: demands may come for it
-    bench.prefill.submit(bench.session, ticket("r1", range(6), max_tokens=1))
-    await bench.until(lambda: calls.num_heartbeats[prefill] > 5)
+    pair.prefill_model.gate.clear()  # a request: demands may come for it
+    pair.prefill.submit(pair.session, ticket("r1", range(6), max_tokens=1))
+    await pair.until(lambda: calls.num_heartbeats[prefill] > 5)
     assert calls.num_heartbeats[decode] == 1
 
-    bench.prefill_model.gate.set()  # its end: blocks are freed, which both hear of
-    await bench.until_empty()
-    await bench.until(lambda: calls.num_heartbeats[decode] == 2)
-    await bench.until(lambda: calls.num_pauses >= 4)
+    pair.prefill_model.gate.set()  # its end: blocks are freed, which both hear of
+    await pair.until_empty()
+    await pair.until(lambda: calls.num_heartbeats[decode] == 2)
+    await pair.until(lambda: calls.num_pauses >= 4)
     num_heartbeats = calls.num_heartbeats.copy()
     for _ in range(20):
-        await bench.store.stats("pool")
+        await pair.store.stats("pool")
     assert calls.num_heartbeats == num_heartbeats

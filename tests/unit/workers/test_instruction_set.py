@@ -33,7 +33,7 @@ stepping\t: 9
 """
 
 
-class Host:
+class MeasuredHost:
     """Counts measurements, each of which says what it is told."""
 
     def __init__(self, path: Path) -> None:
@@ -56,13 +56,13 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MeasuredHost:
     every = ["avx512_bf16", "avx512", "avx2", "portable"]
     monkeypatch.setattr(contest, "usable_kernels", lambda: every)
-    return Host(tmp_path)
+    return MeasuredHost(tmp_path)
 
 
-def test_a_measurement_decides_once_and_for_all(host: Host) -> None:
+def test_a_measurement_decides_once_and_for_all(host: MeasuredHost) -> None:
     """Later ones would say otherwise; nobody asks them."""
     assert host.isa() == "avx512"
     host.timings = FASTER
@@ -70,12 +70,12 @@ def test_a_measurement_decides_once_and_for_all(host: Host) -> None:
     assert host.num_measured == 1
 
 
-def test_the_set_that_the_kernels_prefer_is_kept_where_it_is_as_fast(host: Host) -> None:
+def test_the_set_that_the_kernels_prefer_is_kept_where_it_is_as_fast(host: MeasuredHost) -> None:
     host.timings = FASTER
     assert host.isa() == "avx512_bf16"
 
 
-def test_the_file_says_what_was_measured_on_which_cpu(host: Host) -> None:
+def test_the_file_says_what_was_measured_on_which_cpu(host: MeasuredHost) -> None:
     host.isa()
     (path,) = host.kept()
     kept = json.loads(path.read_text())
@@ -83,7 +83,7 @@ def test_the_file_says_what_was_measured_on_which_cpu(host: Host) -> None:
     assert (kept["model name"], kept["stepping"]) == ("Intel(R) Xeon(R) Platinum 8481C", "8")
 
 
-def test_another_cpu_is_measured_for_itself(host: Host) -> None:
+def test_a_different_cpu_is_measured_anew(host: MeasuredHost) -> None:
     """And one of the same kind is not, whatever else of it differs."""
     host.isa()
     host.cpuinfo.write_text(CPUINFO.replace("2700.000", "3100.000"))
@@ -96,7 +96,7 @@ def test_another_cpu_is_measured_for_itself(host: Host) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"isa": "sse9"}'])
-def test_a_damaged_file_is_made_again(host: Host, text: str) -> None:
+def test_a_damaged_file_is_made_again(host: MeasuredHost, text: str) -> None:
     host.isa()
     (path,) = host.kept()
     path.write_text(text)
@@ -105,7 +105,7 @@ def test_a_damaged_file_is_made_again(host: Host, text: str) -> None:
     assert json.loads(path.read_text())["isa"] == "avx512"
 
 
-def test_of_workers_that_start_at_once_one_measures(host: Host) -> None:
+def test_of_workers_that_start_at_once_one_measures(host: MeasuredHost) -> None:
     found: list[str | None] = []
     workers = [Thread(target=lambda: found.append(host.isa())) for _ in range(8)]
     for worker in workers:
@@ -116,14 +116,14 @@ def test_of_workers_that_start_at_once_one_measures(host: Host) -> None:
     assert host.num_measured == 1
 
 
-def test_a_directory_that_cannot_be_written_ends_the_start(host: Host) -> None:
+def test_a_directory_that_cannot_be_written_ends_the_start(host: MeasuredHost) -> None:
     host.cache.write_text("a file")
     with pytest.raises(StartupError, match=r"the choice of instructions .*: File exists"):
         host.isa()
 
 
 def test_where_nothing_competes_nothing_is_measured(
-    host: Host, monkeypatch: pytest.MonkeyPatch
+    host: MeasuredHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contest, "usable_kernels", lambda: ["avx2", "portable"])
     assert host.isa() is None
@@ -141,7 +141,7 @@ def test_where_nothing_competes_nothing_is_measured(
         ({"dtype": "bfloat16", "backend": "reference"}, None),
     ],
 )
-def test_what_computes_bf16_in_cpp_is_measured_unless_a_setting_names_it(
+def test_bf16_kernels_are_measured_unless_a_setting_names_the_set(
     given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "measured_isa", lambda *_: "measured")

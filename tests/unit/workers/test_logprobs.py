@@ -7,7 +7,7 @@ from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import SamplingParams
 from services.worker.events import Output, Prefilled, Requeued, RequeueReason, Step
 
-from .conftest import Bench, MakeBench
+from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, expected, logprobs_of, ticket
 
 LONG = tuple(range(200, 250))
@@ -18,91 +18,91 @@ def of_prompt(prompt: tuple[int, ...], num_top: int) -> tuple[Logprobs, ...]:
     return tuple(logprobs_of(prompt[:end], num_top) for end in range(2, len(prompt) + 1))
 
 
-async def submit(bench: Bench, name: str, prompt: tuple[int, ...], **fields: Any) -> Prefilled:
+async def submit(pair: WorkerPair, name: str, prompt: tuple[int, ...], **fields: Any) -> Prefilled:
     num_top = fields.pop("prompt_logprobs", None)
-    bench.prefill.submit(bench.session, ticket(name, prompt, **fields), num_top)
-    return await prefilled(bench, name)
+    pair.prefill.submit(pair.session, ticket(name, prompt, **fields), num_top)
+    return await prefilled(pair, name)
 
 
-async def prefilled(bench: Bench, name: str) -> Prefilled:
+async def prefilled(pair: WorkerPair, name: str) -> Prefilled:
     def found() -> list[Prefilled]:
-        events = bench.session.of(Prefilled)
+        events = pair.session.of(Prefilled)
         return [event for event in events if event.ticket.request_id == name]
 
-    await bench.until(lambda: bool(found()))
+    await pair.until(lambda: bool(found()))
     (event,) = found()
     return event
 
 
-async def test_of_every_token_from_prompt_to_end(bench: Bench) -> None:
+async def test_of_every_token_from_prompt_to_end(pair: WorkerPair) -> None:
     """At the prefill worker the first, then at the decode worker, a token a step."""
-    event = await submit(bench, "r1", PROMPT, sampling=ASKS, prompt_logprobs=3)
+    event = await submit(pair, "r1", PROMPT, sampling=ASKS, prompt_logprobs=3)
     assert event.prompt_logprobs == of_prompt(PROMPT, 3)
     tokens = expected(PROMPT, 4)
     wanted = [logprobs_of([*PROMPT, *tokens[:end]], 2) for end in range(1, 5)]
     (first,) = event.outputs
     assert isinstance(first, Output)
     assert first.logprobs == wanted[0]
-    bench.decode.reserve(bench.session, "r1", 1, 1)
-    bench.decode.admit(bench.session, event.ticket)
+    pair.decode.reserve(pair.session, "r1", 1, 1)
+    pair.decode.admit(pair.session, event.ticket)
     outputs = []
-    await bench.until(lambda: len(bench.session.of(Step)) == 3)
-    for step in bench.session.of(Step):
+    await pair.until(lambda: len(pair.session.of(Step)) == 3)
+    for step in pair.session.of(Step):
         outputs += [(output.token_id, output.logprobs) for output in step.outputs]
     assert outputs == list(zip(tokens[1:], wanted[1:], strict=True))
 
 
-async def test_a_prompt_in_chunks_beside_others(make_bench: MakeBench) -> None:
+async def test_a_prompt_in_chunks_beside_others(make_pair: MakePair) -> None:
     """50 tokens at 16 a step, with others that ask for nothing, or for their tokens'."""
-    bench: Bench = await make_bench(num_blocks=64)
-    bench.prefill_model.gate.clear()
+    pair: WorkerPair = await make_pair(num_blocks=64)
+    pair.prefill_model.gate.clear()
     plain = replace(ASKS, logprobs=None)
     for number, sampling in enumerate((plain, ASKS, plain), 2):
         asked = ticket(f"r{number}", PROMPT[:number], sampling=sampling)
-        bench.prefill.submit(bench.session, asked)
-    bench.prefill.submit(bench.session, ticket("r1", LONG), 1)
-    bench.prefill_model.gate.set()
-    assert (await prefilled(bench, "r1")).prompt_logprobs == of_prompt(LONG, 1)
-    assert (await prefilled(bench, "r2")).prompt_logprobs == ()
-    (output,) = (await prefilled(bench, "r3")).outputs
+        pair.prefill.submit(pair.session, asked)
+    pair.prefill.submit(pair.session, ticket("r1", LONG), 1)
+    pair.prefill_model.gate.set()
+    assert (await prefilled(pair, "r1")).prompt_logprobs == of_prompt(LONG, 1)
+    assert (await prefilled(pair, "r2")).prompt_logprobs == ()
+    (output,) = (await prefilled(pair, "r3")).outputs
     assert isinstance(output, Output)
     assert output.logprobs == logprobs_of([*PROMPT[:3], output.token_id], 2)
 
 
-async def test_a_cached_prompt_is_computed_again_and_not_stored(bench: Bench) -> None:
+async def test_a_cached_prompt_is_computed_again_and_not_stored(pair: WorkerPair) -> None:
     """It adopts what is cached, reads it, and writes none of it (the fake would fail); so does one
     whose prompt ends with its cached blocks."""
-    await submit(bench, "r1", LONG, max_tokens=1)
-    before = bench.arena.num_computed
-    again = await submit(bench, "r2", LONG, max_tokens=1, prompt_logprobs=0)
+    await submit(pair, "r1", LONG, max_tokens=1)
+    before = pair.arena.num_computed
+    again = await submit(pair, "r2", LONG, max_tokens=1, prompt_logprobs=0)
     assert again.prompt_logprobs == of_prompt(LONG, 0)
     assert again.ticket.num_cached_tokens == 0
-    assert bench.arena.num_computed - before == len(LONG)
-    whole = await submit(bench, "r3", LONG[:48], max_tokens=1, prompt_logprobs=0)
+    assert pair.arena.num_computed - before == len(LONG)
+    whole = await submit(pair, "r3", LONG[:48], max_tokens=1, prompt_logprobs=0)
     assert whole.prompt_logprobs == of_prompt(LONG[:48], 0)
-    assert (await bench.store.stats("pool")).num_cached == len(LONG) // 4
-    await bench.until_empty()
+    assert (await pair.store.stats("pool")).num_cached == len(LONG) // 4
+    await pair.until_empty()
 
 
-async def test_after_a_preemption_they_come_once_and_whole(make_bench: MakeBench) -> None:
+async def test_after_a_preemption_they_come_once_and_whole(make_pair: MakePair) -> None:
     """Half of the prompt is computed when its blocks are wanted: it goes back, and whoever computes
     it again tells all of it."""
-    bench: Bench = await make_bench(max_num_batched_tokens=8)
-    bench.prefill_model.pause_after = 3
-    bench.prefill.submit(bench.session, ticket("r1", LONG), 2)
-    await bench.until(lambda: bench.prefill_model.num_begun == 4)
-    bench.prefill._on_demands(["h-r1"])
-    bench.prefill_model.pause_after = 0
-    bench.prefill_model.gate.set()
-    await bench.until(lambda: bool(bench.session.of(Requeued)))
-    (back,) = bench.session.of(Requeued)
+    pair: WorkerPair = await make_pair(max_num_batched_tokens=8)
+    pair.prefill_model.pause_after = 3
+    pair.prefill.submit(pair.session, ticket("r1", LONG), 2)
+    await pair.until(lambda: pair.prefill_model.num_begun == 4)
+    pair.prefill._on_demands(["h-r1"])
+    pair.prefill_model.pause_after = 0
+    pair.prefill_model.gate.set()
+    await pair.until(lambda: bool(pair.session.of(Requeued)))
+    (back,) = pair.session.of(Requeued)
     assert back.reason is RequeueReason.PREEMPTED
-    assert not bench.session.of(Prefilled)
+    assert not pair.session.of(Prefilled)
     anew = replace(back.ticket, attempt=2, holder_id="h-again")
-    bench.prefill.submit(bench.session, anew, 2)
-    assert (await prefilled(bench, "r1")).prompt_logprobs == of_prompt(LONG, 2)
+    pair.prefill.submit(pair.session, anew, 2)
+    assert (await prefilled(pair, "r1")).prompt_logprobs == of_prompt(LONG, 2)
 
 
-async def test_a_prompt_of_one_token_has_none(bench: Bench) -> None:
-    event = await submit(bench, "r1", PROMPT[:1], prompt_logprobs=5)
+async def test_a_prompt_of_one_token_has_none(pair: WorkerPair) -> None:
+    event = await submit(pair, "r1", PROMPT[:1], prompt_logprobs=5)
     assert event.prompt_logprobs == ()

@@ -9,7 +9,7 @@ from services.common.errors import InvalidRequest
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
 from services.worker.events import Failed, Output, Prefilled, Requeued, RequeueReason, Step
 
-from .conftest import Bench, MakeBench
+from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, FakeSession, expected, ticket
 
 NUM_TOKENS = 60
@@ -17,16 +17,16 @@ ASKED = ticket("r1", PROMPT, max_tokens=NUM_TOKENS)
 
 
 @pytest.fixture
-async def bench(make_bench: MakeBench) -> Bench:
+async def pair(make_pair: MakePair) -> WorkerPair:
     """`r1` runs at the decode worker, and its gateway has some tokens."""
-    bench = await make_bench(park_window_s=30.0)
-    bench.prefill.submit(bench.session, ASKED)
-    await bench.until(lambda: bool(bench.session.of(Prefilled)))
-    issued = bench.session.of(Prefilled)[0].ticket
-    bench.decode.reserve(bench.session, "r1", 1, 1)
-    bench.decode.admit(bench.session, issued)
-    await bench.until(lambda: len(generated(bench.session)) > 8)
-    return bench
+    pair = await make_pair(park_window_s=30.0)
+    pair.prefill.submit(pair.session, ASKED)
+    await pair.until(lambda: bool(pair.session.of(Prefilled)))
+    issued = pair.session.of(Prefilled)[0].ticket
+    pair.decode.reserve(pair.session, "r1", 1, 1)
+    pair.decode.admit(pair.session, issued)
+    await pair.until(lambda: len(generated(pair.session)) > 8)
+    return pair
 
 
 def generated(session: FakeSession) -> list[int]:
@@ -42,72 +42,72 @@ def wanted(num_received: int, **changes: Any) -> Ticket:
     return replace(ASKED, **fields | changes)
 
 
-async def answer(bench: Bench, session: FakeSession, asked: Ticket) -> Ticket:
-    bench.decode.resume(session, asked)
-    await bench.until(lambda: bool(session.of(Requeued)))
+async def answer(pair: WorkerPair, session: FakeSession, asked: Ticket) -> Ticket:
+    pair.decode.resume(session, asked)
+    await pair.until(lambda: bool(session.of(Requeued)))
     requeued = session.of(Requeued)[0]
     assert requeued.ticket.key == asked.key
     given: Ticket = requeued.ticket
     return given
 
 
-async def goes_on(bench: Bench, session: FakeSession, given: Ticket) -> None:
+async def goes_on(pair: WorkerPair, session: FakeSession, given: Ticket) -> None:
     """Each position was computed once, and all tokens are those of an undisturbed run."""
     assert given.sequences[0].block_ids
-    bench.decode.reserve(session, "r1", 8, 1)
-    bench.decode.admit(session, replace(given, attempt=8))
-    await bench.until(lambda: any(o.finish for s in session.of(Step) for o in s.outputs))
+    pair.decode.reserve(session, "r1", 8, 1)
+    pair.decode.admit(session, replace(given, attempt=8))
+    await pair.until(lambda: any(o.finish for s in session.of(Step) for o in s.outputs))
     so_far = list(given.sequences[0].token_ids)
     rest = [o.token_id for s in session.of(Step) for o in s.outputs if o.attempt == 8]
     assert [*so_far, *rest] == expected(PROMPT, NUM_TOKENS)
-    assert bench.arena.num_computed == len(PROMPT) + NUM_TOKENS - 1
-    await bench.until_empty()
-    assert not bench.decode._jobs._timers
+    assert pair.arena.num_computed == len(PROMPT) + NUM_TOKENS - 1
+    await pair.until_empty()
+    assert not pair.decode._jobs._timers
 
 
-async def parked(bench: Bench) -> None:
-    bench.decode.close(bench.session)
-    await bench.until(lambda: bool(bench.decode._detached._on_pool))
+async def parked(pair: WorkerPair) -> None:
+    pair.decode.close(pair.session)
+    await pair.until(lambda: bool(pair.decode._detached._on_pool))
 
 
-async def test_a_parked_sequence_goes_on_at_another_gateway(bench: Bench) -> None:
-    await parked(bench)
-    assert bench.decode.load().num_free_slots == 16
+async def test_a_parked_sequence_goes_on_at_another_gateway(pair: WorkerPair) -> None:
+    await parked(pair)
+    assert pair.decode.load().num_free_slots == 16
     another = FakeSession()
-    await goes_on(bench, another, await answer(bench, another, wanted(3)))
+    await goes_on(pair, another, await answer(pair, another, wanted(3)))
 
 
-async def test_a_gateway_that_does_not_know_yet_loses_it(bench: Bench) -> None:
+async def test_a_gateway_that_does_not_know_yet_loses_it(pair: WorkerPair) -> None:
     """Its client has gone elsewhere, and that gateway asks first."""
     another = FakeSession()
-    given = await answer(bench, another, wanted(3))
-    (failed,) = bench.session.of(Failed)
+    given = await answer(pair, another, wanted(3))
+    (failed,) = pair.session.of(Failed)
     assert (failed.request_id, failed.attempt, failed.code) == ("r1", 1, "duplicate_request")
-    bench.decode.close(bench.session)  # what it had is not its own any more
-    bench.decode.abort(bench.session, "r1", 1)
-    await goes_on(bench, another, given)
+    pair.decode.close(pair.session)  # what it had is not its own any more
+    pair.decode.abort(pair.session, "r1", 1)
+    await goes_on(pair, another, given)
 
 
-async def test_who_asks_while_it_comes_to_rest_is_told_once(bench: Bench) -> None:
-    bench.decode_model.gate.clear()
-    bench.decode.close(bench.session)
+async def test_a_lookup_during_parking_is_answered_once(pair: WorkerPair) -> None:
+    pair.decode_model.gate.clear()
+    pair.decode.close(pair.session)
     another = FakeSession()
-    bench.decode.resume(another, wanted(3))
-    bench.decode_model.gate.set()
-    await bench.until(lambda: bool(another.of(Requeued)))
-    await bench.decode.writer.flush()
+    pair.decode.resume(another, wanted(3))
+    pair.decode_model.gate.set()
+    await pair.until(lambda: bool(another.of(Requeued)))
+    await pair.decode.writer.flush()
     (only,) = another.of(Requeued)
-    assert not bench.session.of(Requeued)
-    await goes_on(bench, another, only.ticket)
+    assert not pair.session.of(Requeued)
+    await goes_on(pair, another, only.ticket)
 
 
-async def test_it_is_given_to_one_after_another(bench: Bench) -> None:
+async def test_a_parked_request_is_given_to_one_gateway_after_another(pair: WorkerPair) -> None:
     """Should that gateway go too before it has claimed it."""
-    await parked(bench)
+    await parked(pair)
     second, third = FakeSession(), FakeSession()
-    await answer(bench, second, wanted(3))
-    bench.decode.close(second)
-    await goes_on(bench, third, await answer(bench, third, wanted(4)))
+    await answer(pair, second, wanted(3))
+    pair.decode.close(second)
+    await goes_on(pair, third, await answer(pair, third, wanted(4)))
 
 
 @pytest.mark.parametrize(
@@ -121,63 +121,63 @@ async def test_it_is_given_to_one_after_another(bench: Bench) -> None:
     ],
     ids=["another id", "another prompt", "another salt", "other parameters", "other tokens"],
 )
-async def test_who_does_not_know_the_request_gets_nothing(
-    bench: Bench, changes: dict[str, Any]
+async def test_a_lookup_with_a_wrong_identity_gets_nothing(
+    pair: WorkerPair, changes: dict[str, Any]
 ) -> None:
-    await parked(bench)
+    await parked(pair)
     stranger, owner = FakeSession(), FakeSession()
-    given = await answer(bench, stranger, wanted(3, **changes))
+    given = await answer(pair, stranger, wanted(3, **changes))
     assert not given.sequences[0].block_ids
     assert stranger.of(Requeued)[0].reason is RequeueReason.STALE_TICKET
-    await goes_on(bench, owner, await answer(bench, owner, wanted(3)))
+    await goes_on(pair, owner, await answer(pair, owner, wanted(3)))
 
 
-async def test_what_is_asked_for_does_not_take_the_place_of_another(bench: Bench) -> None:
+async def test_a_requested_entry_displaces_no_other(pair: WorkerPair) -> None:
     """An attempt is one job: that which lost its place would be nobody's."""
-    await parked(bench)
+    await parked(pair)
     owner = FakeSession()
-    bench.decode.reserve(owner, "r1", 7, 1)
+    pair.decode.reserve(owner, "r1", 7, 1)
     with pytest.raises(InvalidRequest, match="attempt 7"):
-        bench.decode.resume(owner, wanted(3))
-    bench.decode.abort(owner, "r1", 7)
-    await goes_on(bench, owner, await answer(bench, owner, wanted(3)))
+        pair.decode.resume(owner, wanted(3))
+    pair.decode.abort(owner, "r1", 7)
+    await goes_on(pair, owner, await answer(pair, owner, wanted(3)))
 
 
-async def test_when_the_window_closes_its_blocks_are_free(make_bench: MakeBench) -> None:
-    bench = await make_bench(park_window_s=0.02)
-    bench.prefill.submit(bench.session, ASKED)
-    await bench.until(lambda: bool(bench.session.of(Prefilled)))
-    bench.decode.reserve(bench.session, "r1", 1, 1)
-    bench.decode.admit(bench.session, bench.session.of(Prefilled)[0].ticket)
-    bench.decode.close(bench.session)
-    await bench.until_empty()
+async def test_when_the_window_closes_its_blocks_are_free(make_pair: MakePair) -> None:
+    pair = await make_pair(park_window_s=0.02)
+    pair.prefill.submit(pair.session, ASKED)
+    await pair.until(lambda: bool(pair.session.of(Prefilled)))
+    pair.decode.reserve(pair.session, "r1", 1, 1)
+    pair.decode.admit(pair.session, pair.session.of(Prefilled)[0].ticket)
+    pair.decode.close(pair.session)
+    await pair.until_empty()
     late = FakeSession()
-    assert not (await answer(bench, late, wanted(1))).sequences[0].block_ids
+    assert not (await answer(pair, late, wanted(1))).sequences[0].block_ids
 
 
-async def test_a_demand_ends_a_parked_sequence(bench: Bench) -> None:
-    await parked(bench)
-    bench.decode._on_demands([ASKED.holder_id])
-    await bench.until_empty()
+async def test_a_demand_ends_a_parked_sequence(pair: WorkerPair) -> None:
+    await parked(pair)
+    pair.decode._on_demands([ASKED.holder_id])
+    await pair.until_empty()
 
 
 @pytest.mark.parametrize(("temperature", "is_found"), [(0.0, True), (1.0, False)])
 async def test_only_who_draws_has_to_know_the_seed(
-    bench: Bench, temperature: float, is_found: bool
+    pair: WorkerPair, temperature: float, is_found: bool
 ) -> None:
     """A gateway draws one where the client gave none; of a greedy request no other can know it."""
     sampling = SamplingParams(temperature, 0, 1.0, 0.0, seed=5, max_tokens=NUM_TOKENS)
     drawn = replace(ASKED, sampling=sampling)
-    bench.decode.abort(bench.session, "r1", 1)
-    await bench.until_empty()
+    pair.decode.abort(pair.session, "r1", 1)
+    await pair.until_empty()
     session = FakeSession()
-    bench.prefill.submit(session, replace(drawn, holder_id="h-again"))
-    await bench.until(lambda: bool(session.of(Prefilled)))
-    bench.decode.reserve(session, "r1", 1, 1)
-    bench.decode.admit(session, session.of(Prefilled)[0].ticket)
-    bench.decode.close(session)
-    await bench.until(lambda: bool(bench.decode._detached._on_pool))
+    pair.prefill.submit(session, replace(drawn, holder_id="h-again"))
+    await pair.until(lambda: bool(session.of(Prefilled)))
+    pair.decode.reserve(session, "r1", 1, 1)
+    pair.decode.admit(session, session.of(Prefilled)[0].ticket)
+    pair.decode.close(session)
+    await pair.until(lambda: bool(pair.decode._detached._on_pool))
     given = await answer(
-        bench, FakeSession(), wanted(1, sampling=replace(sampling, seed=6), holder_id="h-x")
+        pair, FakeSession(), wanted(1, sampling=replace(sampling, seed=6), holder_id="h-x")
     )
     assert bool(given.sequences[0].block_ids) == is_found

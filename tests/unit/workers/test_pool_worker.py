@@ -18,7 +18,7 @@ from services.worker import pool_worker
 from services.worker.events import Event, Step
 from services.worker.pool_worker import Limits
 
-from .conftest import Bench
+from .conftest import WorkerPair
 from .fakes import Arena, FakeForward, FakeSession, join, make_pool, make_stamps, ticket
 
 
@@ -29,7 +29,7 @@ class DeafSession(FakeSession):
         super().send(event, then)
 
 
-async def test_what_goes_wrong_after_a_step_ends_the_worker(tmp_path: Path) -> None:
+async def test_an_error_after_a_step_ends_the_worker(tmp_path: Path) -> None:
     """The outcomes of the rest of the step are lost: it must not seem to go on."""
     store = MemoryStore()
     spec = await make_pool(store, num_blocks=8, block_size=4)
@@ -55,13 +55,13 @@ async def test_what_goes_wrong_after_a_step_ends_the_worker(tmp_path: Path) -> N
 
 
 async def test_a_worker_whose_store_does_not_answer_says_so(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_worker, "_STALLED_S", 0.3)
-    await bench.until(lambda: not bench.decode.stalled)
+    await pair.until(lambda: not pair.decode.stalled)
     silence: asyncio.Future[Heartbeat] = asyncio.get_running_loop().create_future()
     with monkeypatch.context() as cut:
-        cut.setattr(bench.decode.store, "heartbeat", lambda *_: silence)
-        await bench.until(lambda: bench.decode.stalled)
+        cut.setattr(pair.decode.store, "heartbeat", lambda *_: silence)
+        await pair.until(lambda: pair.decode.stalled)
     silence.set_result(Heartbeat(fenced=False, demands=()))
-    await bench.until(lambda: not bench.decode.stalled)
+    await pair.until(lambda: not pair.decode.stalled)

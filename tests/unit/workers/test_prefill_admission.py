@@ -10,88 +10,88 @@ from services.common.errors import InvalidRequest
 from services.prefill.worker import PrefillWorker
 from services.worker.events import Requeued, RequeueReason
 
-from .conftest import Bench, MakeBench
+from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, expected, ticket
 from .runs import prefilled
 
 
-async def test_who_finds_no_blocks_waits_in_order(make_bench: MakeBench) -> None:
+async def test_requests_without_blocks_wait_in_order(make_pair: MakePair) -> None:
     """A pool of 4 blocks, r1 has all. r2 wants 4 and waits, r3 wants 1 and waits behind it."""
-    bench = await make_bench(num_blocks=4)
-    bench.prefill.submit(bench.session, ticket("r1", range(50, 64)))
-    await bench.until(lambda: len(bench.session.events) == 1)
-    bench.prefill.submit(bench.session, ticket("r2", range(14)))
-    bench.prefill.submit(bench.session, ticket("r3", (1,)))
-    await bench.until(lambda: bench.prefill.load().num_waiting == 2)
-    bench.prefill.abort(bench.session, "r1", 1)
-    await bench.until(lambda: len(bench.session.events) == 2)
-    assert list(prefilled(bench.session)) == ["r1", "r2"]
-    bench.prefill.abort(bench.session, "r2", 1)
-    await bench.until(lambda: len(bench.session.events) == 3)
-    assert list(prefilled(bench.session)) == ["r1", "r2", "r3"]
+    pair = await make_pair(num_blocks=4)
+    pair.prefill.submit(pair.session, ticket("r1", range(50, 64)))
+    await pair.until(lambda: len(pair.session.events) == 1)
+    pair.prefill.submit(pair.session, ticket("r2", range(14)))
+    pair.prefill.submit(pair.session, ticket("r3", (1,)))
+    await pair.until(lambda: pair.prefill.load().num_waiting == 2)
+    pair.prefill.abort(pair.session, "r1", 1)
+    await pair.until(lambda: len(pair.session.events) == 2)
+    assert list(prefilled(pair.session)) == ["r1", "r2"]
+    pair.prefill.abort(pair.session, "r2", 1)
+    await pair.until(lambda: len(pair.session.events) == 3)
+    assert list(prefilled(pair.session)) == ["r1", "r2", "r3"]
 
 
-async def test_order_decides_not_the_time_of_coming(make_bench: MakeBench) -> None:
+async def test_order_decides_not_the_time_of_coming(make_pair: MakePair) -> None:
     """r9 has all 4 blocks; of those who wait for them the first in order came last."""
-    bench = await make_bench(num_blocks=4)
-    bench.prefill.submit(bench.session, ticket("r9", range(50, 64)))
-    await bench.until(lambda: len(bench.session.events) == 1)
+    pair = await make_pair(num_blocks=4)
+    pair.prefill.submit(pair.session, ticket("r9", range(50, 64)))
+    await pair.until(lambda: len(pair.session.events) == 1)
     for number in (5, 3, 1):
-        bench.prefill.submit(bench.session, ticket(f"r{number}", range(number, number + 14)))
+        pair.prefill.submit(pair.session, ticket(f"r{number}", range(number, number + 14)))
     for number, last in enumerate(("r9", "r1", "r3"), 2):
-        bench.prefill.abort(bench.session, last, 1)
-        await bench.until(lambda num=number: len(bench.session.events) == num)  # type: ignore[misc]
-    assert list(prefilled(bench.session)) == ["r9", "r1", "r3", "r5"]
+        pair.prefill.abort(pair.session, last, 1)
+        await pair.until(lambda num=number: len(pair.session.events) == num)  # type: ignore[misc]
+    assert list(prefilled(pair.session)) == ["r9", "r1", "r3", "r5"]
 
 
 @pytest.mark.parametrize(
     ("max_num_seqs", "num_let_in"), [(3, 3), (100, 8)], ids=["rows", "two steps of four quarters"]
 )
-async def test_who_is_far_from_its_turn_holds_nothing(
-    make_bench: MakeBench, max_num_seqs: int, num_let_in: int
+async def test_requests_far_from_their_turn_hold_nothing(
+    make_pair: MakePair, max_num_seqs: int, num_let_in: int
 ) -> None:
     """12 prompts of 10 tokens: the engine computes 16 a step, and a prompt counts as 4 at most."""
-    bench = await make_bench(num_blocks=64, max_num_seqs=max_num_seqs)
-    bench.prefill_model.gate.clear()
+    pair = await make_pair(num_blocks=64, max_num_seqs=max_num_seqs)
+    pair.prefill_model.gate.clear()
     for number in range(1, 13):
-        bench.prefill.submit(bench.session, ticket(f"r{number}", range(number, number + 10)))
-    await bench.until(lambda: bench.prefill.load().num_running == num_let_in)
-    assert len(await bench.store.holders("pool")) == num_let_in
-    bench.prefill_model.gate.set()
-    await bench.until(lambda: len(bench.session.events) == 12)
+        pair.prefill.submit(pair.session, ticket(f"r{number}", range(number, number + 10)))
+    await pair.until(lambda: pair.prefill.load().num_running == num_let_in)
+    assert len(await pair.store.holders("pool")) == num_let_in
+    pair.prefill_model.gate.set()
+    await pair.until(lambda: len(pair.session.events) == 12)
 
 
-async def test_a_waiter_that_is_aborted_lets_the_next_one_in(make_bench: MakeBench) -> None:
-    bench = await make_bench(num_blocks=4)
-    bench.prefill.submit(bench.session, ticket("r1", PROMPT))
-    await bench.until(lambda: len(bench.session.events) == 1)
-    bench.prefill.submit(bench.session, ticket("r2", range(10)))
-    bench.prefill.submit(bench.session, ticket("r3", (1,)))
-    waiters = bench.store.ledger("pool").waiters
-    await bench.until(lambda: "h-r2" in waiters)
-    bench.prefill.abort(bench.session, "r2", 1)
-    await bench.until(lambda: len(bench.session.events) == 2)
-    assert list(prefilled(bench.session)) == ["r1", "r3"]
+async def test_a_waiter_that_is_aborted_lets_the_next_one_in(make_pair: MakePair) -> None:
+    pair = await make_pair(num_blocks=4)
+    pair.prefill.submit(pair.session, ticket("r1", PROMPT))
+    await pair.until(lambda: len(pair.session.events) == 1)
+    pair.prefill.submit(pair.session, ticket("r2", range(10)))
+    pair.prefill.submit(pair.session, ticket("r3", (1,)))
+    waiters = pair.store.ledger("pool").waiters
+    await pair.until(lambda: "h-r2" in waiters)
+    pair.prefill.abort(pair.session, "r2", 1)
+    await pair.until(lambda: len(pair.session.events) == 2)
+    assert list(prefilled(pair.session)) == ["r1", "r3"]
 
 
 @pytest.mark.parametrize(("wrong", "num_cached_tokens"), [(0, 0), (1, 4)])
 async def test_a_block_that_says_something_else_is_never_adopted(
-    bench: Bench, wrong: int, num_cached_tokens: int
+    pair: WorkerPair, wrong: int, num_cached_tokens: int
 ) -> None:
     """Law 6: an index entry that leads to another prompt's KV is retracted, not served; what is
     right before it is."""
-    bench.prefill.submit(bench.session, ticket("r1", PROMPT, max_tokens=1))
-    await bench.until(lambda: bool(bench.session.events))
-    bench.prefill._admission._stamps.own([wrong], "somebody else")
-    bench.prefill.submit(bench.session, ticket("r2", PROMPT))
-    await bench.until(lambda: len(bench.session.events) == 2)
-    event = prefilled(bench.session)["r2"]
+    pair.prefill.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
+    await pair.until(lambda: bool(pair.session.events))
+    pair.prefill._admission._stamps.own([wrong], "somebody else")
+    pair.prefill.submit(pair.session, ticket("r2", PROMPT))
+    await pair.until(lambda: len(pair.session.events) == 2)
+    event = prefilled(pair.session)["r2"]
     assert event.ticket.num_cached_tokens == num_cached_tokens
     assert event.ticket.holder_id == "h-r2+"
     assert event.ticket.sequences[0].token_ids == tuple(expected(PROMPT, 1))
-    assert bench.prefill.metrics.kv_corrupt._value.get() == 1
-    bench.prefill.abort(bench.session, "r2", 1)
-    await bench.until_empty()
+    assert pair.prefill.metrics.kv_corrupt._value.get() == 1
+    pair.prefill.abort(pair.session, "r2", 1)
+    await pair.until_empty()
 
 
 @pytest.mark.parametrize(
@@ -100,60 +100,60 @@ async def test_a_block_that_says_something_else_is_never_adopted(
     ids=["another parent", "other tokens"],
 )
 async def test_an_equal_hash_is_not_enough(
-    bench: Bench, parent: bytes, tokens: tuple[int, ...]
+    pair: WorkerPair, parent: bytes, tokens: tuple[int, ...]
 ) -> None:
     """Two prompts whose hashes collide: the block says whose it is."""
-    bench.prefill.submit(bench.session, ticket("r1", PROMPT, max_tokens=1))
-    await bench.until(lambda: bool(bench.session.events))
-    bench.arena.stamps.own([0], "h-r1")
+    pair.prefill.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
+    await pair.until(lambda: bool(pair.session.events))
+    pair.arena.stamps.own([0], "h-r1")
     (first, _) = prefix_hashes(bytes(16), PROMPT, block_size=4)
-    bench.arena.stamps.complete(0, first, parent, tokens)
-    bench.prefill.submit(bench.session, ticket("r2", PROMPT, max_tokens=1))
-    await bench.until(lambda: len(bench.session.events) == 2)
-    assert prefilled(bench.session)["r2"].ticket.num_cached_tokens == 0
-    assert bench.prefill.metrics.kv_corrupt._value.get() == 1
+    pair.arena.stamps.complete(0, first, parent, tokens)
+    pair.prefill.submit(pair.session, ticket("r2", PROMPT, max_tokens=1))
+    await pair.until(lambda: len(pair.session.events) == 2)
+    assert prefilled(pair.session)["r2"].ticket.num_cached_tokens == 0
+    assert pair.prefill.metrics.kv_corrupt._value.get() == 1
 
 
 async def test_an_abort_while_blocks_are_asked_for_frees_them(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allocate = bench.store.allocate
+    allocate = pair.store.allocate
 
     async def slow(*args: Any) -> Allocation:
         allocation = await allocate(*args)
-        bench.prefill.abort(bench.session, "r1", 1)
+        pair.prefill.abort(pair.session, "r1", 1)
         return allocation
 
-    monkeypatch.setattr(bench.store, "allocate", slow)
-    bench.prefill.submit(bench.session, ticket("r1", PROMPT))
-    await bench.until(lambda: not bench.prefill.load().num_waiting)
-    await bench.until_empty()
-    assert not bench.session.events
+    monkeypatch.setattr(pair.store, "allocate", slow)
+    pair.prefill.submit(pair.session, ticket("r1", PROMPT))
+    await pair.until(lambda: not pair.prefill.load().num_waiting)
+    await pair.until_empty()
+    assert not pair.session.events
 
 
 async def test_an_abort_while_a_wrong_block_is_given_up_leaves_no_waiter(
-    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody would withdraw the successor of a holder whose request has ended."""
-    bench = await make_bench(num_blocks=3)
-    bench.prefill.submit(bench.session, ticket("r1", PROMPT, max_tokens=1))
-    await bench.until(lambda: bool(bench.session.events))
-    bench.prefill._admission._stamps.own([0], "somebody else")
-    retract, submitted = bench.store.retract, ticket("r2", PROMPT)
+    pair = await make_pair(num_blocks=3)
+    pair.prefill.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
+    await pair.until(lambda: bool(pair.session.events))
+    pair.prefill._admission._stamps.own([0], "somebody else")
+    retract, submitted = pair.store.retract, ticket("r2", PROMPT)
 
     async def aborted(*args: Any) -> None:
         await retract(*args)
-        bench.prefill.abort(bench.session, "r2", 1)
-        await bench.store.release("pool", "h-r2", 1)
-        await bench.store.allocate("pool", "other", "DecodeWorker", 0, [], 3)
+        pair.prefill.abort(pair.session, "r2", 1)
+        await pair.store.release("pool", "h-r2", 1)
+        await pair.store.allocate("pool", "other", "DecodeWorker", 0, [], 3)
 
-    monkeypatch.setattr(bench.store, "retract", aborted)
-    bench.prefill.submit(bench.session, submitted)
-    await bench.until(lambda: bench.prefill.metrics.kv_corrupt._value.get() == 1)
-    await bench.prefill.writer.flush()
-    await bench.store.release("pool", "other", 1)
-    await bench.until_empty()
-    assert (await bench.store.stats("pool")).num_waiters == 0
+    monkeypatch.setattr(pair.store, "retract", aborted)
+    pair.prefill.submit(pair.session, submitted)
+    await pair.until(lambda: pair.prefill.metrics.kv_corrupt._value.get() == 1)
+    await pair.prefill.writer.flush()
+    await pair.store.release("pool", "other", 1)
+    await pair.until_empty()
+    assert (await pair.store.stats("pool")).num_waiters == 0
 
 
 @pytest.mark.parametrize(
@@ -165,28 +165,30 @@ async def test_an_abort_while_a_wrong_block_is_given_up_leaves_no_waiter(
         {"sequences": ()},
     ],
 )
-async def test_a_ticket_that_does_not_fit_is_refused(bench: Bench, changes: dict[str, Any]) -> None:
+async def test_a_ticket_that_does_not_fit_is_refused(
+    pair: WorkerPair, changes: dict[str, Any]
+) -> None:
     with pytest.raises(InvalidRequest):
-        bench.prefill.submit(bench.session, ticket("r1", PROMPT, **changes))
-    assert isinstance(bench.prefill, PrefillWorker)
+        pair.prefill.submit(pair.session, ticket("r1", PROMPT, **changes))
+    assert isinstance(pair.prefill, PrefillWorker)
 
 
-async def test_a_holder_that_was_used_before_costs_its_request_only(bench: Bench) -> None:
+async def test_a_holder_that_was_used_before_costs_its_request_only(pair: WorkerPair) -> None:
     """A gateway that gives one out twice hears of it; the worker goes on."""
-    bench.prefill.submit(bench.session, ticket("r1", PROMPT, max_tokens=1))
-    await bench.until(lambda: len(bench.session.events) == 1)
-    bench.prefill.submit(bench.session, ticket("r2", PROMPT, holder_id="h-r1"))
-    bench.prefill.submit(bench.session, ticket("r3", PROMPT, max_tokens=1))
-    await bench.until(lambda: len(bench.session.events) == 3)
-    (requeued,) = bench.session.of(Requeued)
+    pair.prefill.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
+    await pair.until(lambda: len(pair.session.events) == 1)
+    pair.prefill.submit(pair.session, ticket("r2", PROMPT, holder_id="h-r1"))
+    pair.prefill.submit(pair.session, ticket("r3", PROMPT, max_tokens=1))
+    await pair.until(lambda: len(pair.session.events) == 3)
+    (requeued,) = pair.session.of(Requeued)
     assert requeued.ticket.request_id == "r2"
     assert requeued.reason is RequeueReason.STALE_TICKET
-    assert set(prefilled(bench.session)) == {"r1", "r3"}
-    await bench.until_empty()
+    assert set(prefilled(pair.session)) == {"r1", "r3"}
+    await pair.until_empty()
 
 
-async def test_the_same_attempt_twice_is_refused(bench: Bench) -> None:
-    bench.prefill_model.gate.clear()
-    bench.prefill.submit(bench.session, ticket("r1", PROMPT))
+async def test_an_attempt_submitted_twice_is_refused(pair: WorkerPair) -> None:
+    pair.prefill_model.gate.clear()
+    pair.prefill.submit(pair.session, ticket("r1", PROMPT))
     with pytest.raises(InvalidRequest):
-        bench.prefill.submit(bench.session, ticket("r1", PROMPT))
+        pair.prefill.submit(pair.session, ticket("r1", PROMPT))

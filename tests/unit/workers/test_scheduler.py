@@ -29,7 +29,7 @@ def shares(batch: Batch) -> list[tuple[str, int]]:
     return [(run.group.key.removeprefix("h-"), run.num_tokens) for run in batch]
 
 
-def test_what_fits_runs_whole() -> None:
+def test_prompts_that_fit_run_whole() -> None:
     made = scheduler(group(1, 10), group(2, 6))
     assert shares(made.next_batch()) == [("r1", 10), ("r2", 6)]
 

@@ -32,7 +32,7 @@ async def test_a_step_without_an_end_ends_the_worker() -> None:
 
 
 @pytest.mark.parametrize("steps", [[1, None], [1, 2], [None]])
-async def test_who_goes_on_or_waits_is_not_stuck(steps: list[int | None]) -> None:
+async def test_running_and_waiting_engines_are_not_stuck(steps: list[int | None]) -> None:
     """Each look sees another step than the one before, or none."""
     looks = 0
 

@@ -10,41 +10,41 @@ from services.protocol.ticket import Swapped, SwappedTable, Ticket, TicketSequen
 from services.worker.events import Failed, Prefilled, Requeued, RequeueReason
 from services.worker.swap.cost import Pace, SwapCost
 
-from .conftest import Bench, MakeBench
+from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, FakeSession, expected, next_token, ticket
 from .runs import finished, outputs, start, tokens
 
 PREEMPTIONS = "quire:num_preemptions_total"
 
 
-async def victim(bench: Bench, num_tokens: int = 5) -> Ticket:
+async def victim(pair: WorkerPair, num_tokens: int = 5) -> Ticket:
     """A sequence that runs at the decode worker and has drawn some tokens; the gate is closed."""
-    bench.decode_model.pause_after = num_tokens
-    issued = await start(bench, ticket("r9", PROMPT, max_tokens=20))
-    await bench.until(lambda: len(outputs(bench.session, "r9")) == num_tokens)
+    pair.decode_model.pause_after = num_tokens
+    issued = await start(pair, ticket("r9", PROMPT, max_tokens=20))
+    await pair.until(lambda: len(outputs(pair.session, "r9")) == num_tokens)
     return issued
 
 
-async def give_way(bench: Bench) -> Ticket:
+async def give_way(pair: WorkerPair) -> Ticket:
     """The pool demands the victim; the ticket that the gateway gets."""
-    bench.store.ledger("pool").demands.add("h-r9")
-    await bench.until(lambda: bench.decode_figures.get_sample_value(PREEMPTIONS) == 1)
-    bench.decode_model.gate.set()
-    await bench.until(lambda: bool(bench.session.of(Requeued)))
-    (requeued,) = bench.session.of(Requeued)
+    pair.store.ledger("pool").demands.add("h-r9")
+    await pair.until(lambda: pair.decode_figures.get_sample_value(PREEMPTIONS) == 1)
+    pair.decode_model.gate.set()
+    await pair.until(lambda: bool(pair.session.of(Requeued)))
+    (requeued,) = pair.session.of(Requeued)
     assert requeued.reason is RequeueReason.PREEMPTED
     back: Ticket = requeued.ticket
     return back
 
 
-async def come_back(bench: Bench, back: Ticket, session: FakeSession) -> Ticket:
+async def come_back(pair: WorkerPair, back: Ticket, session: FakeSession) -> Ticket:
     """The gateway sends it to prefill again, under a new holder, and to decode."""
     again = replace(back, attempt=2, holder_id="h-r9-again")
-    bench.prefill.submit(session, again)
-    await bench.until(lambda: bool(session.events))
+    pair.prefill.submit(session, again)
+    await pair.until(lambda: bool(session.events))
     issued: Ticket = session.of(Prefilled)[0].ticket
-    bench.decode.reserve(bench.session, *issued.key, 1)
-    bench.decode.admit(bench.session, issued)
+    pair.decode.reserve(pair.session, *issued.key, 1)
+    pair.decode.admit(pair.session, issued)
     return issued
 
 
@@ -54,220 +54,220 @@ def num_swapped(back: Ticket) -> int:
     return len(PROMPT) + len(sequence.token_ids) - 1
 
 
-def evict_all(bench: Bench) -> None:
+def evict_all(pair: WorkerPair) -> None:
     """What the pool has cached is gone."""
-    blocks = bench.store.ledger("pool").blocks
+    blocks = pair.store.ledger("pool").blocks
     for block_id in list(blocks.cached):
         blocks.retract(block_id, blocks.hash_of[block_id])
-        bench.arena.wipe(block_id)
+        pair.arena.wipe(block_id)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-async def test_what_was_swapped_out_goes_on_with_one_token_computed(
-    make_bench: MakeBench, block_size: int
+async def test_a_swapped_out_request_goes_on_with_one_token_computed(
+    make_pair: MakePair, block_size: int
 ) -> None:
-    bench = await make_bench(128 // block_size, block_size, num_swap_blocks=64 // block_size)
-    issued = await victim(bench)
-    back = await give_way(bench)
+    pair = await make_pair(128 // block_size, block_size, num_swap_blocks=64 // block_size)
+    issued = await victim(pair)
+    back = await give_way(pair)
     assert back.swapped is not None
     assert back.sequences[0].block_ids == ()
     (table,) = back.swapped.tables
     assert len(table.block_ids) == -(-num_swapped(back) // block_size)
-    assert list(back.sequences[0].token_ids) == tokens(bench.session, issued)
-    await bench.until_empty()
-    evict_all(bench)
+    assert list(back.sequences[0].token_ids) == tokens(pair.session, issued)
+    await pair.until_empty()
+    evict_all(pair)
 
-    num_computed, session = bench.arena.num_computed, FakeSession()
-    issued_again = await come_back(bench, back, session)
+    num_computed, session = pair.arena.num_computed, FakeSession()
+    issued_again = await come_back(pair, back, session)
     assert issued_again.swapped is None
-    await bench.until(lambda: finished(bench.session, "r9"))
+    await pair.until(lambda: finished(pair.session, "r9"))
     num_new = 20 - len(back.sequences[0].token_ids)
-    assert bench.arena.num_computed - num_computed == num_new
-    drawn = [*back.sequences[0].token_ids, *_new(bench, back, issued_again)]
+    assert pair.arena.num_computed - num_computed == num_new
+    drawn = [*back.sequences[0].token_ids, *_new(pair, back, issued_again)]
     assert drawn == expected(PROMPT, 20)
-    await bench.until_empty()
-    await bench.until_colder_is_empty()
+    await pair.until_empty()
+    await pair.until_colder_is_empty()
 
 
-def _new(bench: Bench, back: Ticket, issued_again: Ticket) -> Sequence[int]:
+def _new(pair: WorkerPair, back: Ticket, issued_again: Ticket) -> Sequence[int]:
     num_before = len(back.sequences[0].token_ids)
     of_prefill = issued_again.sequences[0].token_ids[num_before:]
-    of_decode = [o.token_id for o in outputs(bench.session, "r9") if o.attempt == 2]
+    of_decode = [o.token_id for o in outputs(pair.session, "r9") if o.attempt == 2]
     return [*of_prefill, *of_decode]
 
 
-async def test_what_is_still_cached_is_not_copied_back(make_bench: MakeBench) -> None:
+async def test_cached_blocks_are_not_copied_back(make_pair: MakePair) -> None:
     """And what comes back can be shared by whoever has the same prefix."""
-    bench = await make_bench(num_swap_blocks=16)
-    await victim(bench)
-    back = await give_way(bench)
-    await bench.until_empty()
-    session, num_copied = FakeSession(), bench.arena.num_copied
-    await come_back(bench, back, session)
+    pair = await make_pair(num_swap_blocks=16)
+    await victim(pair)
+    back = await give_way(pair)
+    await pair.until_empty()
+    session, num_copied = FakeSession(), pair.arena.num_copied
+    await come_back(pair, back, session)
     num_full, tail = divmod(num_swapped(back), 4)
-    assert bench.arena.num_copied - num_copied == (tail > 0)
-    await bench.until(lambda: finished(bench.session, "r9"))
-    assert bench.arena.num_copied <= num_full + 1
+    assert pair.arena.num_copied - num_copied == (tail > 0)
+    await pair.until(lambda: finished(pair.session, "r9"))
+    assert pair.arena.num_copied <= num_full + 1
 
 
 async def test_a_prefix_that_is_in_the_colder_pool_is_not_copied_again(
-    make_bench: MakeBench,
+    make_pair: MakePair,
 ) -> None:
     """It stays there as cached blocks when its sequence has come back."""
-    bench = await make_bench(num_swap_blocks=16)
-    assert bench.swap_pool is not None
-    await victim(bench)
-    back = await give_way(bench)
-    await bench.until_empty()
-    num_copied = bench.swap_pool.num_copied
-    bench.session.events.clear()
-    bench.decode_model.pause_after = bench.decode_model.num_steps + 2
-    issued = await come_back(bench, back, FakeSession())
-    await bench.until_colder_is_empty()
-    await bench.until(lambda: len(outputs(bench.session, "r9")) == 2)
-    bench.store.ledger("pool").demands.add(issued.holder_id)
-    await bench.until(lambda: bench.decode_figures.get_sample_value(PREEMPTIONS) == 2)
-    bench.decode_model.gate.set()
-    await bench.until(lambda: bool(bench.session.of(Requeued)))
-    again = bench.session.of(Requeued)[0].ticket.swapped
+    pair = await make_pair(num_swap_blocks=16)
+    assert pair.swap_pool is not None
+    await victim(pair)
+    back = await give_way(pair)
+    await pair.until_empty()
+    num_copied = pair.swap_pool.num_copied
+    pair.session.events.clear()
+    pair.decode_model.pause_after = pair.decode_model.num_steps + 2
+    issued = await come_back(pair, back, FakeSession())
+    await pair.until_colder_is_empty()
+    await pair.until(lambda: len(outputs(pair.session, "r9")) == 2)
+    pair.store.ledger("pool").demands.add(issued.holder_id)
+    await pair.until(lambda: pair.decode_figures.get_sample_value(PREEMPTIONS) == 2)
+    pair.decode_model.gate.set()
+    await pair.until(lambda: bool(pair.session.of(Requeued)))
+    again = pair.session.of(Requeued)[0].ticket.swapped
     assert back.swapped is not None
     num_shared = num_swapped(back) // 4
     assert again.block_ids[:num_shared] == back.swapped.block_ids[:num_shared]
-    assert bench.swap_pool.num_copied - num_copied == len(again.block_ids) - num_shared
+    assert pair.swap_pool.num_copied - num_copied == len(again.block_ids) - num_shared
 
 
 async def test_without_room_in_the_colder_pool_it_is_computed_again(
-    make_bench: MakeBench,
+    make_pair: MakePair,
 ) -> None:
     """All or nothing; and nobody waits there."""
-    bench = await make_bench(num_swap_blocks=2)
-    await victim(bench)
-    back = await give_way(bench)
+    pair = await make_pair(num_swap_blocks=2)
+    await victim(pair)
+    back = await give_way(pair)
     assert back.swapped is None
-    assert bench.store.ledger("colder").waiters == {}
-    evict_all(bench)
-    await come_back(bench, back, FakeSession())
-    await bench.until(lambda: finished(bench.session, "r9"))
-    assert (await bench.store.stats("colder")).num_held == 0
+    assert pair.store.ledger("colder").waiters == {}
+    evict_all(pair)
+    await come_back(pair, back, FakeSession())
+    await pair.until(lambda: finished(pair.session, "r9"))
+    assert (await pair.store.stats("colder")).num_held == 0
 
 
-async def test_who_aborts_while_it_is_at_rest_there_frees_it(make_bench: MakeBench) -> None:
-    bench = await make_bench(num_swap_blocks=16)
-    await victim(bench)
-    back = await give_way(bench)
-    assert (await bench.store.stats("colder")).num_held > 0
-    bench.decode.abort(bench.session, "r9", back.attempt)
-    await bench.until_colder_is_empty()
+async def test_an_abort_while_swapped_out_frees_the_blocks(make_pair: MakePair) -> None:
+    pair = await make_pair(num_swap_blocks=16)
+    await victim(pair)
+    back = await give_way(pair)
+    assert (await pair.store.stats("colder")).num_held > 0
+    pair.decode.abort(pair.session, "r9", back.attempt)
+    await pair.until_colder_is_empty()
 
 
-async def test_who_aborts_while_it_is_copied_frees_both(make_bench: MakeBench) -> None:
-    bench = await make_bench(num_swap_blocks=16)
-    assert bench.swap_pool is not None
-    await victim(bench)
-    bench.swap_pool.copying.clear()
-    bench.store.ledger("pool").demands.add("h-r9")
-    await bench.until(lambda: bench.decode_figures.get_sample_value(PREEMPTIONS) == 1)
-    bench.decode_model.gate.set()
-    await bench.until(lambda: bench.decode.load().num_running == 0)
-    bench.decode.abort(bench.session, "r9", 1)
-    assert (await bench.store.stats("pool")).num_held > 0
-    bench.swap_pool.copying.set()
-    await bench.until_empty()
-    await bench.until_colder_is_empty()
-    assert bench.decode.num_busy == 0
-    assert not bench.session.of(Requeued)
+async def test_an_abort_during_the_copy_frees_both(make_pair: MakePair) -> None:
+    pair = await make_pair(num_swap_blocks=16)
+    assert pair.swap_pool is not None
+    await victim(pair)
+    pair.swap_pool.copying.clear()
+    pair.store.ledger("pool").demands.add("h-r9")
+    await pair.until(lambda: pair.decode_figures.get_sample_value(PREEMPTIONS) == 1)
+    pair.decode_model.gate.set()
+    await pair.until(lambda: pair.decode.load().num_running == 0)
+    pair.decode.abort(pair.session, "r9", 1)
+    assert (await pair.store.stats("pool")).num_held > 0
+    pair.swap_pool.copying.set()
+    await pair.until_empty()
+    await pair.until_colder_is_empty()
+    assert pair.decode.num_busy == 0
+    assert not pair.session.of(Requeued)
 
 
-async def test_a_ticket_that_is_gone_there_is_computed_again(make_bench: MakeBench) -> None:
-    bench = await make_bench(num_swap_blocks=16)
-    issued = await victim(bench)
-    back = await give_way(bench)
-    bench.decode.abort(bench.session, "r9", back.attempt)
-    await bench.until_colder_is_empty()
-    evict_all(bench)
-    again = await come_back(bench, back, FakeSession())
-    await bench.until(lambda: finished(bench.session, "r9"))
-    assert [*back.sequences[0].token_ids, *_new(bench, back, again)] == expected(PROMPT, 20)
+async def test_a_ticket_that_is_gone_there_is_computed_again(make_pair: MakePair) -> None:
+    pair = await make_pair(num_swap_blocks=16)
+    issued = await victim(pair)
+    back = await give_way(pair)
+    pair.decode.abort(pair.session, "r9", back.attempt)
+    await pair.until_colder_is_empty()
+    evict_all(pair)
+    again = await come_back(pair, back, FakeSession())
+    await pair.until(lambda: finished(pair.session, "r9"))
+    assert [*back.sequences[0].token_ids, *_new(pair, back, again)] == expected(PROMPT, 20)
     assert issued.holder_id != again.holder_id
 
 
-async def test_blocks_that_its_holder_does_not_have_are_not_read(make_bench: MakeBench) -> None:
+async def test_blocks_that_its_holder_does_not_have_are_not_read(make_pair: MakePair) -> None:
     """A ticket that names them in another order, or others: it is computed."""
-    bench = await make_bench(num_swap_blocks=16)
-    await victim(bench)
-    back = await give_way(bench)
+    pair = await make_pair(num_swap_blocks=16)
+    await victim(pair)
+    back = await give_way(pair)
     assert back.swapped is not None
-    await bench.until_empty()
-    evict_all(bench)
-    num_copied = bench.arena.num_copied
+    await pair.until_empty()
+    evict_all(pair)
+    num_copied = pair.arena.num_copied
     forged = replace(back.swapped, tables=(SwappedTable(0, back.swapped.block_ids[::-1]),))
-    again = await come_back(bench, replace(back, swapped=forged), FakeSession())
-    await bench.until(lambda: finished(bench.session, "r9"))
-    assert [*back.sequences[0].token_ids, *_new(bench, back, again)] == expected(PROMPT, 20)
-    assert bench.arena.num_copied == num_copied
-    assert bench.prefill.metrics.kv_corrupt._value.get() == 0
+    again = await come_back(pair, replace(back, swapped=forged), FakeSession())
+    await pair.until(lambda: finished(pair.session, "r9"))
+    assert [*back.sequences[0].token_ids, *_new(pair, back, again)] == expected(PROMPT, 20)
+    assert pair.arena.num_copied == num_copied
+    assert pair.prefill.metrics.kv_corrupt._value.get() == 0
 
 
 @pytest.mark.parametrize("wrong", [0, 1, -1])
 async def test_blocks_that_say_something_else_are_not_trusted(
-    make_bench: MakeBench, wrong: int
+    make_pair: MakePair, wrong: int
 ) -> None:
     """From the wrong one on all is computed again: a full block is known by its tokens, the last
     one by its owner."""
-    bench = await make_bench(num_swap_blocks=16)
-    assert bench.swap_pool is not None
-    await victim(bench, num_tokens=7)
-    back = await give_way(bench)
+    pair = await make_pair(num_swap_blocks=16)
+    assert pair.swap_pool is not None
+    await victim(pair, num_tokens=7)
+    back = await give_way(pair)
     assert back.swapped is not None
-    bench.swap_pool.stamps.own([back.swapped.block_ids[wrong]], "somebody")
-    evict_all(bench)
-    num_computed = bench.arena.num_computed
-    again = await come_back(bench, back, FakeSession())
-    await bench.until(lambda: finished(bench.session, "r9"))
-    assert [*back.sequences[0].token_ids, *_new(bench, back, again)] == expected(PROMPT, 20)
+    pair.swap_pool.stamps.own([back.swapped.block_ids[wrong]], "somebody")
+    evict_all(pair)
+    num_computed = pair.arena.num_computed
+    again = await come_back(pair, back, FakeSession())
+    await pair.until(lambda: finished(pair.session, "r9"))
+    assert [*back.sequences[0].token_ids, *_new(pair, back, again)] == expected(PROMPT, 20)
     num_tokens = num_swapped(back)
     num_sound = wrong * 4 if wrong >= 0 else num_tokens // 4 * 4
     num_new = 20 - len(back.sequences[0].token_ids)
-    assert bench.arena.num_computed - num_computed == num_new + num_tokens - num_sound
-    await bench.until_colder_is_empty()
+    assert pair.arena.num_computed - num_computed == num_new + num_tokens - num_sound
+    await pair.until_colder_is_empty()
 
 
-async def test_a_demand_while_it_comes_back_loses_nothing_but_time(make_bench: MakeBench) -> None:
-    bench = await make_bench(num_swap_blocks=16)
-    await victim(bench)
-    back = await give_way(bench)
-    await bench.until_empty()
-    evict_all(bench)
+async def test_a_demand_while_it_comes_back_loses_nothing_but_time(make_pair: MakePair) -> None:
+    pair = await make_pair(num_swap_blocks=16)
+    await victim(pair)
+    back = await give_way(pair)
+    await pair.until_empty()
+    evict_all(pair)
     session = FakeSession()
-    bench.arena.copying.clear()
-    bench.prefill.submit(session, replace(back, attempt=2, holder_id="h2"))
-    await bench.until(lambda: "h2" in bench.store.ledger("pool").holders)
-    bench.store.ledger("pool").demands.add("h2")
-    await bench.until(lambda: any(job.ending for job in bench.prefill._jobs))
-    bench.arena.copying.set()
-    await bench.until(lambda: bool(session.events))
+    pair.arena.copying.clear()
+    pair.prefill.submit(session, replace(back, attempt=2, holder_id="h2"))
+    await pair.until(lambda: "h2" in pair.store.ledger("pool").holders)
+    pair.store.ledger("pool").demands.add("h2")
+    await pair.until(lambda: any(job.ending for job in pair.prefill._jobs))
+    pair.arena.copying.set()
+    await pair.until(lambda: bool(session.events))
     (requeued,) = session.of(Requeued)
     assert requeued.ticket.swapped is None
-    await bench.until_empty()
-    await bench.until_colder_is_empty()
+    await pair.until_empty()
+    await pair.until_colder_is_empty()
 
 
-async def test_a_ticket_for_another_colder_pool_is_computed(make_bench: MakeBench) -> None:
+async def test_a_ticket_for_another_colder_pool_is_computed(make_pair: MakePair) -> None:
     """And one whose block ids cannot be: nothing is read from there."""
-    bench = await make_bench(num_swap_blocks=16)
+    pair = await make_pair(num_swap_blocks=16)
     sequence = TicketSequence(0, tuple(expected(PROMPT, 2)))
     wrong = ("elsewhere", (0, 1, 2)), ("colder", (0, 1, 99)), ("colder", (0, 1))
     for number, (pool_id, block_ids) in enumerate(wrong, 1):
         swapped = Swapped(pool_id, "h", 2, (SwappedTable(0, block_ids),))
         session = FakeSession()
         asked = ticket(f"r{number}", PROMPT, sequences=(sequence,), swapped=swapped)
-        bench.prefill.submit(session, asked)
-        await bench.until(lambda session=session: bool(session.events))  # type: ignore[misc]
+        pair.prefill.submit(session, asked)
+        await pair.until(lambda session=session: bool(session.events))  # type: ignore[misc]
         assert not session.of(Failed)
         drawn = session.of(Prefilled)[0].ticket.sequences[0].token_ids[-1]
         assert drawn == next_token([*PROMPT, *sequence.token_ids])
     with pytest.raises(StaleHolder):
-        await bench.store.claim("colder", "h", 2, "PrefillWorker")
+        await pair.store.claim("colder", "h", 2, "PrefillWorker")
 
 
 def test_swapping_is_compared_with_computing_once_both_are_measured() -> None:
@@ -289,13 +289,13 @@ def test_short_steps_say_nothing_of_what_a_prompt_costs() -> None:
     assert pace.ns_per_token == 1_000_000
 
 
-async def test_only_what_nobody_else_has_counts_as_lost(make_bench: MakeBench) -> None:
+async def test_only_what_nobody_else_has_counts_as_lost(make_pair: MakePair) -> None:
     """Two sequences share two blocks of prompt: the younger loses only its own."""
-    bench = await make_bench(num_swap_blocks=16, compares_costs=True)
-    swapping = bench.decode._swapping
+    pair = await make_pair(num_swap_blocks=16, compares_costs=True)
+    swapping = pair.decode._swapping
     assert swapping is not None
-    assert bench.decode.swap_pool is not None
-    bench.decode.swap_pool.cost.observe(num_blocks=10, copying_s=0.010, total_s=0.010)
+    assert pair.decode.swap_pool is not None
+    pair.decode.swap_pool.cost.observe(num_blocks=10, copying_s=0.010, total_s=0.010)
     own = ticket("r1", PROMPT, sequences=(TicketSequence(0, (1,), (0, 1, 2), 10),))
     other = ticket("r2", PROMPT, sequences=(TicketSequence(0, (1,), (0, 1, 3), 10),))
     own = replace(own, prefill_ns_per_token=700_000)

@@ -7,9 +7,10 @@ import pytest
 
 from services.protocol.ticket import TicketSequence
 
-from .conftest import Bench, MakeBench
+from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, expected, ticket
-from .giving_way import (
+from .groups import admit
+from .preempting import (
     MAX_TOKENS,
     asked,
     come_back,
@@ -23,7 +24,6 @@ from .giving_way import (
     tables,
     unstarted,
 )
-from .groups import admit
 from .runs import outputs
 from .searches import asked as search
 from .searches import right as best
@@ -38,180 +38,182 @@ REFUSED = "quire:num_swaps_refused_total"
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5, 9])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("n", [1, 2, 5])
-async def test_what_was_swapped_out_goes_on_with_one_token_each_computed(
-    make_bench: MakeBench, n: int, block_size: int, num_steps: int
+async def test_a_swapped_out_group_goes_on_with_one_token_each_computed(
+    make_pair: MakePair, n: int, block_size: int, num_steps: int
 ) -> None:
     """At any place in a block, also with a tail that all still share."""
-    bench = await make_bench(
+    pair = await make_pair(
         256 // block_size, block_size, num_swap_blocks=256 // block_size, max_num_batched_tokens=64
     )
     if num_steps:
-        await running(bench, asked(n), num_steps)
+        await running(pair, asked(n), num_steps)
     else:
-        await unstarted(bench, asked(n))
-    back = await give_way(bench)
+        await unstarted(pair, asked(n))
+    back = await give_way(pair)
     assert back.swapped is not None
-    await bench.until_empty()
-    evict_all(bench)
-    num_computed = bench.arena.num_computed
-    issued = await come_back(bench, back)
-    assert bench.arena.num_computed - num_computed == n
-    drawn = await finish(bench, issued)
+    await pair.until_empty()
+    evict_all(pair)
+    num_computed = pair.arena.num_computed
+    issued = await come_back(pair, back)
+    assert pair.arena.num_computed - num_computed == n
+    drawn = await finish(pair, issued)
     assert drawn == {index: right(index) for index in range(n)}
 
 
-async def test_each_block_is_copied_once_and_shared_again(make_bench: MakeBench) -> None:
+async def test_blocks_are_copied_once_and_shared_again(make_pair: MakePair) -> None:
     """2 blocks of the prompt and 2 of each of 3: 10 + 8 tokens, of which 17 are computed, so the
     last block of each has one."""
-    bench = await make_bench(64, num_swap_blocks=32)
-    assert bench.swap_pool is not None
-    back = await swapped_out(bench, asked(3))
+    pair = await make_pair(64, num_swap_blocks=32)
+    assert pair.swap_pool is not None
+    back = await swapped_out(pair, asked(3))
     assert back.swapped is not None
     assert {len(state.token_ids) for state in back.sequences} == {8}
     there = [table.block_ids for table in back.swapped.tables]
     assert there == [(0, 1, 2, 3, 4), (0, 1, 5, 6, 7), (0, 1, 8, 9, 10)]
-    assert bench.swap_pool.num_copied == 2 + 3 * 3
-    assert (await bench.store.stats("colder")).num_held == 2 + 3 * 3
-    evict_all(bench)
-    num_copied = bench.arena.num_copied
-    issued = await come_back(bench, back)
-    assert bench.arena.num_copied - num_copied == 2 + 3 * 3
+    assert pair.swap_pool.num_copied == 2 + 3 * 3
+    assert (await pair.store.stats("colder")).num_held == 2 + 3 * 3
+    evict_all(pair)
+    num_copied = pair.arena.num_copied
+    issued = await come_back(pair, back)
+    assert pair.arena.num_copied - num_copied == 2 + 3 * 3
     here = tables(issued.sequences)
     assert len({table[:2] for table in here}) == 1
     assert len({block for table in here for block in table[2:]}) == 3 * 3
-    assert await finish(bench, issued) == {index: right(index) for index in range(3)}
+    assert await finish(pair, issued) == {index: right(index) for index in range(3)}
 
 
-async def test_what_is_still_cached_is_not_copied_back(make_bench: MakeBench) -> None:
+async def test_cached_blocks_are_not_copied_back(make_pair: MakePair) -> None:
     """Of each sequence: its own full blocks too."""
-    bench = await make_bench(64, num_swap_blocks=32)
-    back = await swapped_out(bench, asked(3))
-    num_copied, num_computed = bench.arena.num_copied, bench.arena.num_computed
-    issued = await come_back(bench, back)
-    assert bench.arena.num_copied - num_copied == 3  # the tails
-    assert bench.arena.num_computed - num_computed == 3
-    assert await finish(bench, issued) == {index: right(index) for index in range(3)}
+    pair = await make_pair(64, num_swap_blocks=32)
+    back = await swapped_out(pair, asked(3))
+    num_copied, num_computed = pair.arena.num_copied, pair.arena.num_computed
+    issued = await come_back(pair, back)
+    assert pair.arena.num_copied - num_copied == 3  # the tails
+    assert pair.arena.num_computed - num_computed == 3
+    assert await finish(pair, issued) == {index: right(index) for index in range(3)}
 
 
-async def test_what_is_in_the_colder_pool_is_not_copied_again(make_bench: MakeBench) -> None:
+async def test_blocks_in_the_swap_pool_are_not_copied_again(make_pair: MakePair) -> None:
     """Its full blocks stay there, cached, when it has come back: giving way twice copies what is
     new."""
-    bench = await make_bench(64, num_swap_blocks=64)
-    assert bench.swap_pool is not None
-    back = await swapped_out(bench, asked(3))
-    issued = await come_back(bench, back)
-    num_copied = bench.swap_pool.num_copied
-    bench.decode_model.pause_after = bench.decode_model.num_steps + 2
-    num_begun = bench.decode_model.num_begun
-    admit(bench, issued)
-    await bench.until(lambda: bench.decode_model.num_begun == num_begun + 3)
-    again = await give_way(bench, "h-again")
+    pair = await make_pair(64, num_swap_blocks=64)
+    assert pair.swap_pool is not None
+    back = await swapped_out(pair, asked(3))
+    issued = await come_back(pair, back)
+    num_copied = pair.swap_pool.num_copied
+    pair.decode_model.pause_after = pair.decode_model.num_steps + 2
+    num_begun = pair.decode_model.num_begun
+    admit(pair, issued)
+    await pair.until(lambda: pair.decode_model.num_begun == num_begun + 3)
+    again = await give_way(pair, "h-again")
     assert {len(state.token_ids) for state in again.sequences} == {12}
-    assert bench.swap_pool.num_copied - num_copied == 3 * 2  # tokens 16 to 20 of each
+    assert pair.swap_pool.num_copied - num_copied == 3 * 2  # tokens 16 to 20 of each
     assert again.swapped is not None
     assert back.swapped is not None
     for before, now in zip(back.swapped.tables, again.swapped.tables, strict=True):
         assert now.block_ids[:4] == before.block_ids[:4]
 
 
-async def test_greedy_sequences_are_one_until_they_differ(make_bench: MakeBench) -> None:
+async def test_greedy_sequences_are_one_until_they_differ(make_pair: MakePair) -> None:
     """They hold the same tokens in blocks of their own; one copy of each is shared afterwards."""
-    bench = await make_bench(64, num_swap_blocks=8)
-    assert bench.swap_pool is not None
-    back = await swapped_out(bench, asked(4, greedy=True))
-    assert bench.swap_pool.num_copied == 5
-    evict_all(bench)
-    num_computed = bench.arena.num_computed
-    issued = await come_back(bench, back)
-    assert bench.arena.num_computed - num_computed == 1
+    pair = await make_pair(64, num_swap_blocks=8)
+    assert pair.swap_pool is not None
+    back = await swapped_out(pair, asked(4, greedy=True))
+    assert pair.swap_pool.num_copied == 5
+    evict_all(pair)
+    num_computed = pair.arena.num_computed
+    issued = await come_back(pair, back)
+    assert pair.arena.num_computed - num_computed == 1
     assert len(set(tables(issued.sequences))) == 1
-    drawn = await finish(bench, issued)
+    drawn = await finish(pair, issued)
     assert drawn == dict.fromkeys(range(4), tuple(expected(PROMPT, MAX_TOKENS)))
 
 
 @pytest.mark.parametrize("evicted", [False, True])
-async def test_a_search_goes_on_where_it_was(make_bench: MakeBench, evicted: bool) -> None:
-    bench = await make_bench(128, num_swap_blocks=64)
+async def test_a_search_goes_on_where_it_was(make_pair: MakePair, evicted: bool) -> None:
+    pair = await make_pair(128, num_swap_blocks=64)
     wanted = search(width=4, max_tokens=MAX_TOKENS)
-    back = await swapped_out(bench, wanted)
+    back = await swapped_out(pair, wanted)
     assert back.beams is not None
     assert len(back.sequences) == 4
     if evicted:
-        evict_all(bench)
-    num_computed = bench.arena.num_computed
-    issued = await come_back(bench, back)
-    assert bench.arena.num_computed - num_computed <= 4
-    admit(bench, issued)
-    await bench.until(lambda: bool(hypotheses(heard(bench.session, "r1"))))
-    assert hypotheses(heard(bench.session, "r1")) == best(wanted)
-    await bench.until_empty()
-    await bench.until_colder_is_empty()
+        evict_all(pair)
+    num_computed = pair.arena.num_computed
+    issued = await come_back(pair, back)
+    assert pair.arena.num_computed - num_computed <= 4
+    admit(pair, issued)
+    await pair.until(lambda: bool(hypotheses(heard(pair.session, "r1"))))
+    assert hypotheses(heard(pair.session, "r1")) == best(wanted)
+    await pair.until_empty()
+    await pair.until_colder_is_empty()
 
 
 # Computed again
 
 
-async def test_one_that_is_computed_again_finds_what_each_sequence_has_cached(
-    bench: Bench,
+async def test_a_recomputed_group_finds_the_cached_blocks_of_its_sequences(
+    pair: WorkerPair,
 ) -> None:
     """17 tokens of each were computed: 2 blocks are everybody's, 2 each one's own, and the last
     two tokens are computed."""
-    await running(bench, asked(3), 6)
-    back = await give_way(bench)
+    await running(pair, asked(3), 6)
+    back = await give_way(pair)
     assert back.swapped is None
-    await bench.until_empty()
-    num_computed = bench.arena.num_computed
-    issued = await come_back(bench, back)
-    assert bench.arena.num_computed - num_computed == 3 * 2
+    await pair.until_empty()
+    num_computed = pair.arena.num_computed
+    issued = await come_back(pair, back)
+    assert pair.arena.num_computed - num_computed == 3 * 2
     here = tables(issued.sequences)
     assert len({table[:2] for table in here}) == 1
-    admit(bench, issued)
-    await bench.until(lambda: ended_again(bench) == {0, 1, 2})
-    await bench.until_empty()
+    admit(pair, issued)
+    await pair.until(lambda: ended_again(pair) == {0, 1, 2})
+    await pair.until_empty()
 
 
 @pytest.mark.parametrize("gone", range(3))
-async def test_whoever_finds_nothing_is_computed_beside_the_others(bench: Bench, gone: int) -> None:
+async def test_sequences_without_cached_blocks_are_computed_beside_the_others(
+    pair: WorkerPair, gone: int
+) -> None:
     """Its first own block was evicted: 9 tokens of it are computed, and 2 of the others."""
-    await running(bench, asked(3), 6)
-    back = await give_way(bench)
-    await bench.until_empty()
-    blocks = bench.store.ledger("pool").blocks
+    await running(pair, asked(3), 6)
+    back = await give_way(pair)
+    await pair.until_empty()
+    blocks = pair.store.ledger("pool").blocks
     tokens = (*PROMPT, *right(gone)[:2])
     (block_id,) = [
         block_id
         for block_id in blocks.cached
-        if [bench.arena.slots[block_id * 4 + i][1] for i in range(4)] == list(tokens[8:12])
-        and bench.arena.slots[block_id * 4][0] == 8
+        if [pair.arena.slots[block_id * 4 + i][1] for i in range(4)] == list(tokens[8:12])
+        and pair.arena.slots[block_id * 4][0] == 8
     ]
     blocks.retract(block_id, blocks.hash_of[block_id])
-    bench.arena.wipe(block_id)
-    num_computed = bench.arena.num_computed
-    issued = await come_back(bench, back)
-    assert bench.arena.num_computed - num_computed == 10 + 2 * 2
-    admit(bench, issued)
-    await bench.until(lambda: ended_again(bench) == {0, 1, 2})
-    drawn = [output for output in outputs(bench.session, "r1") if output.attempt == 2]
+    pair.arena.wipe(block_id)
+    num_computed = pair.arena.num_computed
+    issued = await come_back(pair, back)
+    assert pair.arena.num_computed - num_computed == 10 + 2 * 2
+    admit(pair, issued)
+    await pair.until(lambda: ended_again(pair) == {0, 1, 2})
+    drawn = [output for output in outputs(pair.session, "r1") if output.attempt == 2]
     for state in issued.sequences:
         rest = [output.token_id for output in drawn if output.index == state.index]
         assert (*state.token_ids, *rest) == right(state.index)
-    await bench.until_empty()
+    await pair.until_empty()
 
 
 @pytest.mark.parametrize("num_swap_blocks", [1, 10])
 async def test_without_room_for_all_of_it_it_is_computed_again(
-    make_bench: MakeBench, num_swap_blocks: int
+    make_pair: MakePair, num_swap_blocks: int
 ) -> None:
     """All or nothing: it takes 11 blocks. Somebody can see why."""
-    bench = await make_bench(64, num_swap_blocks=num_swap_blocks)
-    await running(bench, asked(3), 6)
-    back = await give_way(bench)
+    pair = await make_pair(64, num_swap_blocks=num_swap_blocks)
+    await running(pair, asked(3), 6)
+    back = await give_way(pair)
     assert back.swapped is None
-    assert bench.decode_figures.get_sample_value(REFUSED) == 1
-    assert bench.store.ledger("colder").waiters == {}
-    evict_all(bench)
-    issued = await come_back(bench, back)
-    assert await finish(bench, issued) == {index: right(index) for index in range(3)}
+    assert pair.decode_figures.get_sample_value(REFUSED) == 1
+    assert pair.store.ledger("colder").waiters == {}
+    evict_all(pair)
+    issued = await come_back(pair, back)
+    assert await finish(pair, issued) == {index: right(index) for index in range(3)}
 
 
 # What is not as it was
@@ -219,54 +221,54 @@ async def test_without_room_for_all_of_it_it_is_computed_again(
 
 @pytest.mark.parametrize("which", ["trunk", "own", "tail", "shared tail"])
 async def test_blocks_that_say_something_else_are_not_trusted(
-    make_bench: MakeBench, which: str
+    make_pair: MakePair, which: str
 ) -> None:
     """From the wrong one on all is computed again, of those who have it."""
-    bench = await make_bench(64, num_swap_blocks=32)
-    assert bench.swap_pool is not None
+    pair = await make_pair(64, num_swap_blocks=32)
+    assert pair.swap_pool is not None
     if which == "shared tail":
-        await unstarted(bench, asked(3))
+        await unstarted(pair, asked(3))
     else:
-        await running(bench, asked(3), 6)
-    back = await give_way(bench)
-    await bench.until_empty()
+        await running(pair, asked(3), 6)
+    back = await give_way(pair)
+    await pair.until_empty()
     assert back.swapped is not None
     number = {"trunk": 1, "own": 2, "tail": 4, "shared tail": 2}[which]
     wrong = back.swapped.tables[1].block_ids[number]
-    bench.swap_pool.stamps.own([wrong], "somebody")
-    evict_all(bench)
-    num_computed = bench.arena.num_computed
-    issued = await come_back(bench, back)
+    pair.swap_pool.stamps.own([wrong], "somebody")
+    evict_all(pair)
+    num_computed = pair.arena.num_computed
+    issued = await come_back(pair, back)
     num_again = {"trunk": 6 + 3 * 8, "own": 1 + 10 + 1, "tail": 1 + 2 + 1, "shared tail": 2 + 3}
-    assert bench.arena.num_computed - num_computed == num_again[which]
-    assert await finish(bench, issued) == {index: right(index) for index in range(3)}
+    assert pair.arena.num_computed - num_computed == num_again[which]
+    assert await finish(pair, issued) == {index: right(index) for index in range(3)}
 
 
-async def test_tails_of_siblings_that_are_exchanged_are_not_read(make_bench: MakeBench) -> None:
+async def test_tails_of_siblings_that_are_exchanged_are_not_read(make_pair: MakePair) -> None:
     """They say only whose they are; they stand where they were put, or nowhere."""
-    bench = await make_bench(64, num_swap_blocks=32)
-    back = await swapped_out(bench, asked(2))
+    pair = await make_pair(64, num_swap_blocks=32)
+    back = await swapped_out(pair, asked(2))
     assert back.swapped is not None
     first, second = back.swapped.tables
     forged = (
         replace(first, block_ids=(*first.block_ids[:-1], second.block_ids[-1])),
         replace(second, block_ids=(*second.block_ids[:-1], first.block_ids[-1])),
     )
-    evict_all(bench)
-    num_copied = bench.arena.num_copied
-    issued = await come_back(bench, replace(back, swapped=replace(back.swapped, tables=forged)))
-    assert bench.arena.num_copied - num_copied == 1  # of the prompt's tail, to write into
-    assert await finish(bench, issued) == {index: right(index) for index in range(2)}
+    evict_all(pair)
+    num_copied = pair.arena.num_copied
+    issued = await come_back(pair, replace(back, swapped=replace(back.swapped, tables=forged)))
+    assert pair.arena.num_copied - num_copied == 1  # of the prompt's tail, to write into
+    assert await finish(pair, issued) == {index: right(index) for index in range(2)}
 
 
 # Whether it is worth it
 
 
-async def test_what_is_shared_is_copied_and_computed_once(make_bench: MakeBench) -> None:
+async def test_shared_blocks_are_copied_and_computed_once(make_pair: MakePair) -> None:
     """2 blocks of prompt and 1 of each of 3: 5 blocks to copy out and back at 1 ms, or 8 + 3 x 2
     tokens to compute."""
-    bench = await make_bench(num_swap_blocks=16, compares_costs=True)
-    swapping, swap_pool = bench.decode._swapping, bench.decode.swap_pool
+    pair = await make_pair(num_swap_blocks=16, compares_costs=True)
+    swapping, swap_pool = pair.decode._swapping, pair.decode.swap_pool
     assert swapping is not None
     assert swap_pool is not None
     swap_pool.cost.observe(num_blocks=10, copying_s=0.010, total_s=0.010)

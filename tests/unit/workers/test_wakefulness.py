@@ -37,7 +37,7 @@ class Stopped:
         return thread
 
 
-async def test_nobody_is_asked_while_it_runs() -> None:
+async def test_the_lock_is_not_read_while_steps_run() -> None:
     worker = Stopped()
     for _ in range(3):
         worker.now += GAP_S

@@ -18,7 +18,7 @@ from services.protocol.codec import ticket_to_wire
 from services.protocol.version import PROTOCOL_VERSION
 from services.worker import stream
 
-from .conftest import Bench
+from .conftest import WorkerPair
 from .fakes import ticket
 
 HELLO = worker_pb2.Hello(
@@ -42,7 +42,7 @@ async def first_failed(responses: AsyncIterator[Any]) -> Any:
                     return response.failed
 
 
-async def test_a_ticket_that_is_refused_leaves_no_slot_taken(bench: Bench) -> None:
+async def test_a_ticket_that_is_refused_leaves_no_slot_taken(pair: WorkerPair) -> None:
     """The gateway is told that the request failed, and sends no abort after that."""
     wrong = ticket_to_wire(ticket("r1", PROMPT, pool_id="another"))
     gateway = said(
@@ -52,11 +52,11 @@ async def test_a_ticket_that_is_refused_leaves_no_slot_taken(bench: Bench) -> No
         ),
         decode_pb2.DecodeConnectRequest(admit=decode_pb2.Admit(ticket=wrong)),
     )
-    service: Any = DecodeService(bench.decode)
+    service: Any = DecodeService(pair.decode)
     async with aclosing(service.Connect(gateway, None)) as responses:
         failed = await first_failed(responses)
         assert (failed.request_id, failed.code) == ("r1", "invalid_request")
-        assert bench.decode.load().num_free_slots == 16
+        assert pair.decode.load().num_free_slots == 16
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ async def test_a_ticket_that_is_refused_leaves_no_slot_taken(bench: Bench) -> No
     ],
     ids=lambda command: next(iter(command)),
 )
-async def test_what_makes_no_sense_ends_its_own_request_only(
-    bench: Bench, command: dict[str, Any]
+async def test_a_senseless_command_ends_its_own_request_only(
+    pair: WorkerPair, command: dict[str, Any]
 ) -> None:
     """The reservation of another one on the same stream stands."""
     gateway = said(
@@ -79,40 +79,40 @@ async def test_what_makes_no_sense_ends_its_own_request_only(
         ),
         decode_pb2.DecodeConnectRequest(**command),
     )
-    service: Any = DecodeService(bench.decode)
+    service: Any = DecodeService(pair.decode)
     async with aclosing(service.Connect(gateway, None)) as responses:
         failed = await first_failed(responses)
         assert failed.request_id in ("r2", "r" * 400)
         assert (failed.attempt, failed.code) == (3, "invalid_request")
-        assert bench.decode.load().num_free_slots == 15
+        assert pair.decode.load().num_free_slots == 15
 
 
-async def test_what_speaks_of_no_request_ends_the_stream(bench: Bench) -> None:
+async def test_a_command_of_no_request_ends_the_stream(pair: WorkerPair) -> None:
     gateway = said(
         decode_pb2.DecodeConnectRequest(hello=HELLO),
         decode_pb2.DecodeConnectRequest(resume=decode_pb2.Resume()),
     )
-    service: Any = DecodeService(bench.decode)
+    service: Any = DecodeService(pair.decode)
     async with asyncio.timeout(10):
         with pytest.raises(InvalidRequest, match="request_id is empty"):
             async for _ in service.Connect(gateway, None):
                 pass
 
 
-async def test_a_stream_that_ends_takes_along_what_came_over_it(bench: Bench) -> None:
+async def test_a_stream_that_ends_takes_along_what_came_over_it(pair: WorkerPair) -> None:
     gateway = said(
         decode_pb2.DecodeConnectRequest(hello=HELLO),
         decode_pb2.DecodeConnectRequest(
             reserve=decode_pb2.Reserve(request_id="r1", attempt=1, num_sequences=1)
         ),
     )
-    service: Any = DecodeService(bench.decode)
+    service: Any = DecodeService(pair.decode)
     async with aclosing(service.Connect(gateway, None)) as responses, asyncio.timeout(10):
         async for together in responses:
             if any(one.WhichOneof("event") == "reserved" for one in each_of(together)):
                 break
-        assert bench.decode.load().num_free_slots == 15
-    await bench.until(lambda: bench.decode.load().num_free_slots == 16)
+        assert pair.decode.load().num_free_slots == 15
+    await pair.until(lambda: pair.decode.load().num_free_slots == 16)
 
 
 async def test_a_gateway_that_does_not_read_loses_its_stream(
@@ -129,7 +129,7 @@ async def test_a_gateway_that_does_not_read_loses_its_stream(
     assert [fields async for fields in session.messages()] == []
 
 
-async def test_what_is_put_together_is_sent_together() -> None:
+async def test_batched_events_are_sent_together() -> None:
     """And what follows it follows all of it. What is put meanwhile is sent next: there may be no
     end of that."""
     session = stream.StreamSession("gateway", lambda event: {})
@@ -158,32 +158,32 @@ def _names(together: list[stream.Fields]) -> list[str]:
     return [welcome.worker_id for welcome in welcomes if isinstance(welcome, worker_pb2.Welcome)]
 
 
-async def test_that_it_drains_is_told_at_once(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+async def test_draining_is_announced_at_once(
+    pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not with the next report: what runs here is to be moved."""
     monkeypatch.setattr(stream, "_LOAD_INTERVAL_S", 60.0)
     gateway = said(decode_pb2.DecodeConnectRequest(hello=HELLO))
-    service: Any = DecodeService(bench.decode)
+    service: Any = DecodeService(pair.decode)
     async with aclosing(service.Connect(gateway, None)) as responses, asyncio.timeout(10):
         reports = [(await anext(responses)).WhichOneof("event"), await anext(responses)]
         assert reports[0] == "welcome"
         assert not reports[1].load.draining
-        bench.decode.drain()
+        pair.decode.drain()
         assert (await anext(responses)).load.draining
 
 
-async def test_an_attempt_sent_twice_fails_as_a_whole(bench: Bench) -> None:
-    bench.prefill_model.gate.clear()
+async def test_an_attempt_sent_twice_fails_as_a_whole(pair: WorkerPair) -> None:
+    pair.prefill_model.gate.clear()
     submit = prefill_pb2.PrefillSubmit(ticket=ticket_to_wire(ticket("r1", PROMPT)))
     gateway = said(
         prefill_pb2.PrefillConnectRequest(hello=HELLO),
         prefill_pb2.PrefillConnectRequest(submit=submit),
         prefill_pb2.PrefillConnectRequest(submit=submit),
     )
-    service: Any = PrefillService(bench.prefill)
+    service: Any = PrefillService(pair.prefill)
     async with aclosing(service.Connect(gateway, None)) as responses:
         assert (await first_failed(responses)).request_id == "r1"
-        bench.prefill_model.gate.set()
-        await bench.until_empty()
-        await bench.until(lambda: not bench.prefill._jobs)
+        pair.prefill_model.gate.set()
+        await pair.until_empty()
+        await pair.until(lambda: not pair.prefill._jobs)

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible front door, on Starlette and uvicorn in the gateway's event loop."""
+"""The OpenAI-compatible HTTP server: Starlette and uvicorn in the gateway's event loop."""

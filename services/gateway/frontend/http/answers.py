@@ -1,4 +1,4 @@
-"""What the generator's deltas become: one answer, or a stream of its parts."""
+"""Turns the generator's deltas into one JSON answer, or into a stream of its parts."""
 
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
@@ -17,33 +17,35 @@ from services.gateway.frontend.http.logprobs import JSON, echoed_logprobs, joine
 from services.protocol.ticket import FinishReason
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
-"""With the number of the prompt that they belong to; closing it cancels them all. Choices are
-numbered prompt by prompt: those of the first, those of the second ..."""
+"""The deltas of all prompts, each with the number of its prompt. Closing the generator cancels all.
+The choices of an answer are numbered prompt by prompt: first all choices of prompt 0, then all of
+prompt 1, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What an answer is to tell. `num_logprobs`, `num_prompt_logprobs`: of generated tokens and of
-    the prompt's, each with so many of the likeliest; None: none."""
+    """The contents of an answer that the client asked for."""
 
     token_ids: bool = False
     num_logprobs: int | None = None
+    """Report each generated token's logprob and those of this many likeliest tokens; None: none."""
     num_prompt_logprobs: int | None = None
+    """Like `num_logprobs`, for the prompt's tokens."""
     usage_in_stream: bool = False
-    """As a part of its own; one answer always has it."""
+    """A stream ends with a part for the usage. An answer without stream always has the usage."""
     usage_in_parts: bool = False
-    """And in each part, so far."""
+    """In addition, each part of a stream has the usage so far."""
     echo: bool = False
-    """The text begins with the prompt's."""
+    """The text begins with the prompt's text."""
     only_prompt: bool = False
-    """Nothing that was generated is told."""
+    """The answer has nothing of the generated tokens."""
     begun: Collection[int] = ()
-    """Choices of which the client has something, of a stream that broke."""
+    """The choices of which the client received something in a stream that broke."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How to say it, and what was asked to be told."""
+    """Formats the answer to one HTTP request."""
 
     dialect: Dialect
     envelope: Envelope
@@ -74,7 +76,7 @@ class Answer:
         return {**answer, "usage": self._usage(usages)}
 
     async def parts(self, deltas: Deltas) -> AsyncGenerator[JSON, None]:
-        """Each delta as a part of the answer, as it comes."""
+        """Yields each delta as a part of the answer, as it comes."""
         usages: dict[int, Usage] = {}
         prompts: dict[int, PromptReport] = {}
         num_echoed: dict[int, int] = {}
@@ -100,7 +102,8 @@ class Answer:
         return number * self.choices_per_prompt + delta.index
 
     def _openings(self, first: Usage | None) -> Iterator[JSON]:
-        """What a stream begins with, once there is a first delta, with its usage."""
+        """The parts before those of the first delta, whose usage is `first`: one for each choice
+        of which the client received nothing yet."""
         opening = self.dialect.opening()
         if opening is None:
             return
@@ -112,7 +115,8 @@ class Answer:
     def _choice(
         self, index: int, told: Transcript, say: Callable[[str], JSON], num_echoed: int
     ) -> JSON:
-        """`num_echoed`: how many characters of the text are the prompt's."""
+        """`say`: the dialect's format of the text. `num_echoed`: number of characters of the
+        choice's text that are the prompt's."""
         generated = Transcript(last=_cut(told.last)) if self.asked.only_prompt else told
         echoed = told.prompt if self.asked.echo else None
         text = generated.text if echoed is None else echoed.text + generated.text
@@ -132,12 +136,13 @@ class Answer:
         return len(prompt.text) if prompt is not None and self.asked.echo else 0
 
     def _tell_prompts(self, answer: JSON, prompts: Sequence[PromptReport | None]) -> None:
-        """vLLM's place for it is a text completion's choice, but the answer of a chat."""
+        """Adds the prompt logprobs where vLLM has them: in each choice of a text completion, at the
+        top level of a chat completion."""
         num_top = self.asked.num_prompt_logprobs
         if num_top is None:
             return
         places = answer["choices"] if self.dialect.tells_prompt_in_choice else [answer]
-        for place, prompt in zip(places, prompts, strict=False):  # a chat has but one
+        for place, prompt in zip(places, prompts, strict=False):  # a chat has only one place
             told = None if prompt is None else prompt_logprobs(prompt, num_top)
             place["prompt_logprobs"] = told
 
@@ -157,7 +162,7 @@ class Answer:
 
 
 def _cut(last: Delta | None) -> Delta | None:
-    """Of what is not told nothing is told: it ends where no more was asked for."""
+    """The last delta as if no token was generated: the choice ends at its limit of 0 tokens."""
     if last is None or last.finish_reason is None:
         return last
     return replace(last, finish_reason=FinishReason.LENGTH, stopped_by=None)

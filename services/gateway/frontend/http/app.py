@@ -1,4 +1,4 @@
-"""The application: its routes, and the walk of one HTTP request to the generator and back."""
+"""The HTTP application: its routes, and the path of one request to the generator and back."""
 
 import time
 from collections.abc import Sequence
@@ -49,8 +49,11 @@ def create_app(
     allowed_hosts: Sequence[str] = (),
     max_body_memory_bytes: int = DEFAULT_BODY_MEMORY_BYTES,
 ) -> Starlette:
-    """The HTTP front door of `generator`; `/metrics` shows what is in `metrics`. `allowed_hosts`:
-    those of `AllowedHosts`; `max_body_memory_bytes`: of all bodies that are not read yet."""
+    """The HTTP application that serves `generator`, with `metrics` at `/metrics`.
+
+    `allowed_hosts`: see `AllowedHosts`. `max_body_memory_bytes`: limit for all request bodies that
+    are being received, together (`BodyLimits`).
+    """
     endpoints = _Endpoints(generator, metrics)
     return Starlette(
         routes=[
@@ -83,7 +86,7 @@ class _Endpoints:
         return await self._answer(request, await self._body(request, ChatBody), ChatDialect())
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
-        """What the client asks for; the refusal of a body that cannot be read is counted."""
+        """The request's body. A body that is refused is counted and logged."""
         try:
             return await read_body(request, kind)
         except (InvalidRequest, HTTPException) as error:
@@ -113,7 +116,7 @@ class _Endpoints:
         )
         deltas = merged([self._generator.generate(each) for each in requests])
         if body.stream:
-            # Only a stream of one prompt can go on. A client knows the token that it chose.
+            # Only a stream of one prompt can be continued. A client knows a token that it chose.
             is_told = len(requests) == 1 and not body.resume_token
             headers = {RESUME_TOKEN_HEADER: requests[0].resume_token} if is_told else {}
             return EventStream(
@@ -134,7 +137,7 @@ class _Endpoints:
         raise UnknownModel(f"model {name!r} is not served")
 
     async def health(self, _request: Request) -> Response:
-        """200 while requests can be served, for load balancers."""
+        """For load balancers: 200 while the gateway can serve requests, 503 otherwise."""
         if self._generator.ready():
             return Json({"status": "serving"})
         return Json({"status": "not_serving"}, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -144,7 +147,7 @@ class _Endpoints:
         return Response(content, headers={"Content-Type": content_type})
 
     def _name(self, asked_for: str | None) -> str:
-        """What the answer calls the model; a request without a model is for the only one."""
+        """The model's name in the answer; a request without a model uses the only one served."""
         return asked_for or next((model.model for model in self._generator.models()), "")
 
     def _model_json(self, model: ServedModel) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Bounds what bodies of requests take in memory: each alone, and all that are not read yet."""
+"""Bounds the memory that request bodies take: each body, and all that are being received."""
 
 import asyncio
 import ctypes
@@ -14,17 +14,18 @@ from services.common.rpc.transport import MAX_MESSAGE_BYTES
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES
 DEFAULT_BODY_MEMORY_BYTES = 256 * 1024 * 1024
 _SMALL_BODY_BYTES = 64 * 1024
-"""So much of a body is always taken: large ones do not keep small ones out."""
+"""This much of a body is always accepted, so that large bodies do not keep small ones out."""
 _TRIM_BYTES = 32 * 1024 * 1024
+"""Freed memory is returned to the kernel if bodies took more than this."""
 _RETRY_DELAY_S = 1.0
 
 
 class BodyLimits:
     """Middleware: `receive` raises HTTPException 413 for a body of more than MAX_BODY_BYTES, and
-    Overloaded when all bodies together would take more than `max_memory_bytes`.
+    Overloaded if all bodies together would take more than `max_memory_bytes`.
 
-    A body counts from its first byte until the application asks for what comes after it, which it
-    does once it has parsed the body, or has ended.
+    A body counts from its first byte until the application calls `receive` for the message after
+    the body, or returns. The application makes that call after it has parsed the body.
     """
 
     def __init__(self, app: ASGIApp, max_memory_bytes: int) -> None:
@@ -32,7 +33,7 @@ class BodyLimits:
         self._max_memory_bytes = max_memory_bytes
         self._num_bytes = 0
         self._peak_bytes = 0
-        """Since freed memory was last given back to the kernel."""
+        """The largest `_num_bytes` since freed memory was last returned to the kernel."""
         self._give_back = _malloc_trim()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,7 +77,8 @@ class BodyLimits:
         self._peak_bytes = max(self._peak_bytes, total)
 
     def _release(self, num_bytes: int) -> None:
-        """glibc keeps what is freed below something that is in use, unless it is asked."""
+        """Takes a body off the count. After a peak, asks glibc to return freed memory: otherwise
+        glibc keeps all freed memory that lies below memory in use."""
         self._num_bytes -= num_bytes
         if self._peak_bytes > _TRIM_BYTES and self._num_bytes < self._peak_bytes // 2:
             self._peak_bytes = self._num_bytes
@@ -88,6 +90,6 @@ def _too_large() -> HTTPException:
 
 
 def _malloc_trim() -> Callable[[], None]:
-    """glibc's; other C libraries have none, and nothing is done there."""
+    """glibc's `malloc_trim`; a function that does nothing with other C libraries."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return (lambda: None) if trim is None else (lambda: trim(0))

@@ -1,5 +1,7 @@
-"""Reads a request's body: strict JSON, its counts bounded, all fields checked and the first
-mistakes named. How large it may be is for `services.gateway.frontend.http.bodies`."""
+"""Reads a request's body: parses strict JSON, and checks the number of its values and all fields.
+
+`services.gateway.frontend.http.bodies` bounds the size of bodies.
+"""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -16,18 +18,18 @@ from services.gateway.frontend.http.failures import InvalidField
 _MAX_PROBLEMS = 5
 
 _SMALL_BYTES = 1 << 16
-"""A body up to here is parsed within a millisecond or two, whatever it contains."""
+"""A body of at most this size is parsed in a millisecond or two, whatever it contains."""
 
-# One thread: large bodies are parsed one after another, so that their objects are there once and
-# the event loop competes with one thread for the interpreter's lock.
+# One thread parses large bodies one after another. So the objects of only one are in memory before
+# the body is checked, and the event loop competes with only one thread for the interpreter's lock.
 _parsing = ThreadPoolExecutor(1, thread_name_prefix="parse")
 
 M = TypeVar("M", bound=BaseModel)
 
 
 async def read_body(request: Request, model: type[M]) -> M:
-    """InvalidRequest names what is wrong."""
-    # Not `request.body()`, which keeps it as long as the answer takes.
+    """The request's body, parsed and checked. InvalidRequest names the first mistakes."""
+    # Not `request.body()`, which keeps the bytes as long as the answer takes.
     content = b"".join([part async for part in request.stream()])
     if len(content) <= _SMALL_BYTES:
         return _validated(content, model)
@@ -75,6 +77,6 @@ def _text(location: tuple[int | str, ...], kind: str, message: str) -> str:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content`."""
+    """The location of a field, for example `messages[0].content`."""
     steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in location]
     return "".join(steps).removeprefix(".")

@@ -1,11 +1,11 @@
-"""One HTTP connection: uvicorn's, parsed by httptools, with limits on what a client can take.
+"""One HTTP connection: uvicorn's httptools protocol, with limits on what a client can take.
 
     idle ── header_timeout_s ──▶ headers ── body_timeout_s ──▶ body ──▶ answer ──▶ idle
                                     └── refused, or answered before its end ──▶ closing
 
-httptools refuses ambiguous framing (Content-Length beside Transfer-Encoding, bare line feeds,
-folded headers). This class adds what a parser cannot know: timeouts, sizes, and the work that one
-turn of the event loop may have with it.
+httptools refuses ambiguous framing (Content-Length together with Transfer-Encoding, bare line
+feeds, folded headers). `Connection` adds timeouts, limits on sizes, and a limit on the work that
+the connection may cause in one turn of the event loop. See ADR 96.
 """
 
 import asyncio
@@ -29,20 +29,22 @@ from services.gateway.frontend.http.failures import http_error
 from services.gateway.frontend.http.flow import ClosingTransport, Flow
 
 _MAX_HEAD_BYTES = 64 * 1024
-"""Of a request's line and headers. What frames a body (chunk sizes, trailers) may have as much, and
-eight bytes for each byte of the body: a body in chunks of one byte has five."""
+"""Limit for the bytes of a request that are not its body: line, headers, chunk sizes, trailers.
+Each byte of the body allows eight more; chunks of one byte need five."""
 _BULK_BYTES = 2048
-"""Larger reads take turns with those of other connections."""
+"""Larger reads wait for the pacer, which lets one through in a turn of the event loop."""
 _LINGER_S = 1.0
+"""How long a closing connection still reads and drops what its client sends, so that the client can
+read the answer. If the server closed at once, the kernel would answer unread bytes with a reset,
+and the client might lose the answer."""
 _MAX_DISCARDED_BYTES = 32 * 1024 * 1024
-"""A client that is cut off while it sends may not get to read why: so long, and so many bytes, of
-what it still sends are read and dropped."""
+"""Limit for the bytes that are dropped in this way."""
 _RESET = struct.pack("ii", 1, 0)
-"""For SO_LINGER."""
+"""A value of SO_LINGER: closing the socket resets the connection."""
 
 
 class _Refused(Exception):
-    """Raised in a callback of the parser; `Connection` answers with the status and the text."""
+    """Raised in a parser callback; `Connection` answers with this status and text."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -50,7 +52,7 @@ class _Refused(Exception):
 
 
 class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """`connections`: what it shares with the others of its server."""
+    """One client's connection. `connections`: what all connections of its server share."""
 
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -63,15 +65,18 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._num_framing_bytes = 0
-        """Of the message that is received, as counted for _MAX_HEAD_BYTES."""
+        """Of the message that is being received, as counted for _MAX_HEAD_BYTES."""
         self._heard = False
+        """Whether any byte has come."""
         self._upgrade_ignored = False
         self._num_discarded: int | None = None
-        """Bytes that were dropped; None while input is parsed."""
+        """Number of dropped bytes; None while input is parsed."""
         self._lingers = False
+        """Whether `close` waits for the client to read the answer."""
         self._answering: RequestResponseCycle | None = None
+        """The request that is being answered; `cycle`, uvicorn's, is the one received last."""
 
-    # ── its beginning and its end ────────────────────────────────────────────────────────────────
+    # ── open and close ───────────────────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._socket = transport
@@ -89,12 +94,13 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._stop_timer()
         self._stop_write_timer()
         self.pipeline.clear()
-        if self._answering is not None:  # uvicorn tells only the request that came last
+        if self._answering is not None:  # uvicorn marks only `cycle` as disconnected
             self._disconnect(self._answering)
         super().connection_lost(exc)
 
     def close(self) -> None:
-        """Close when all is written. A client that still sends gets to read what was answered."""
+        """Closes after all answers are written. If the client still sends, lingers so that the
+        client can read them."""
         if self._socket.is_closing() or self._lingers:
             return
         if self._num_discarded is None and not self._receives_body:
@@ -114,14 +120,14 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         return self._lingers or self._socket.is_closing()
 
     def evict(self) -> None:
-        """End it at once: it is idle, and another one needs its place."""
+        """Closes this idle connection at once, to make room for a new one."""
         self._socket.abort()
 
     @property
     def _receives_body(self) -> bool:
         return self.cycle is not None and self.cycle.more_body
 
-    # ── what it reads ────────────────────────────────────────────────────────────────────────────
+    # ── read ─────────────────────────────────────────────────────────────────────────────────────
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._connections.buffer
@@ -164,8 +170,12 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._refuse(400 if in_body else 431, f"{what} more than {_MAX_HEAD_BYTES} bytes")
 
     def _parse(self, data: bytes) -> None:
-        """A request to upgrade the connection is answered as if it did not ask for that, as HTTP
-        allows; httptools would take what follows its headers for another protocol."""
+        """Feeds `data` to the parser, and ignores a request to upgrade the connection, as HTTP
+        allows.
+
+        httptools takes the bytes after the headers of such a request for another protocol. So a new
+        parser gets the headers again, without `Upgrade`, and then those bytes.
+        """
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -189,7 +199,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_headers_complete()
 
     def _check_head(self) -> None:
-        """What httptools accepts, but not this server."""
+        """Refuses headers that httptools accepts and this server does not."""
         names = [name for name, _ in self.headers]
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
@@ -217,14 +227,15 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._num_discarded > _MAX_DISCARDED_BYTES:
             self._socket.abort()
 
-    # ── what it answers ──────────────────────────────────────────────────────────────────────────
+    # ── answer ───────────────────────────────────────────────────────────────────────────────────
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
         super()._start_asgi_task(cycle, app)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An answer to a request whose body is still being sent closes the connection."""
+        """Runs the application. An answer that starts before the end of its request's body closes
+        the connection."""
 
         async def send_on(message: Message) -> None:
             is_first = message["type"] == "http.response.start"
@@ -244,7 +255,12 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._refuse(400, msg)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer what cannot be received, and close. Requests before it are answered first."""
+        """Answers a request that cannot be received with an error, and closes the connection.
+
+        The error is not sent in two cases. If headers are refused while earlier requests wait for
+        their answers, the connection closes after those answers. If a body is refused while its
+        own answer has begun, or while earlier requests wait, the connection is aborted.
+        """
         self._stop_timer()
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
@@ -273,8 +289,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().resume_writing()
 
     def _watch_writing(self, num_unsent_bytes: int) -> None:
-        """End the connection of a client that reads nothing for `write_timeout_s`: by a reset, or
-        the kernel would go on with what it was to send."""
+        """Resets the connection if its client reads nothing for `write_timeout_s`. Without a reset,
+        the kernel would keep trying to send the bytes that it has."""
 
         def check() -> None:
             num_now = self._socket.get_write_buffer_size()
@@ -287,7 +303,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
         self._write_timer = self.loop.call_later(self._limits.write_timeout_s, check)
 
-    # ── its timers ───────────────────────────────────────────────────────────────────────────────
+    # ── timers ───────────────────────────────────────────────────────────────────────────────────
 
     def _set_timer(self, delay_s: float, then: Callable[[], None] | None = None) -> None:
         self._stop_timer()

@@ -1,4 +1,5 @@
-"""What all HTTP connections of a server share: how many there may be, and whose turn it is."""
+"""What all HTTP connections of a server share: their limits, a read buffer, and a pacer for large
+reads (ADR 96)."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -9,7 +10,7 @@ from services.common.runtime.logging import get_logger
 from services.gateway.streaming.pacer import StreamPacer
 
 _READ_BYTES = 16 * 1024
-"""One read. In chunks of one byte it takes the parser some 5 ms."""
+"""Size of one read. The parser needs about 5 ms for a read that is full of chunks of one byte."""
 _LOG_EVERY_S = 10.0
 
 log = get_logger(__name__)
@@ -17,16 +18,17 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """`header_timeout_s`: from a connection's start, or a request's first byte, to the end of its
-    headers; `body_timeout_s`: from there to the end of its body; `write_timeout_s`: how long a
-    client may read nothing of what is there for it. `max_unsent_bytes`: of an answer, before its
-    request has to wait for the client."""
+    """The limits on what clients can take of an HTTP server."""
 
     max_connections: int = 4096
     header_timeout_s: float = 10.0
+    """From the start of a connection, or the first byte of a request, to the end of its headers."""
     body_timeout_s: float = 60.0
+    """From the end of the headers to the end of the body."""
     write_timeout_s: float = 20.0
+    """How long a client may read nothing while there are bytes for it."""
     max_unsent_bytes: int = 16 * 1024
+    """Unsent bytes of an answer, in this process, above which the request waits for its client."""
 
 
 class Evictable(Protocol):
@@ -34,24 +36,28 @@ class Evictable(Protocol):
 
 
 class Connections:
-    """Of one server, in one event loop. At `max_connections` a new one takes the place of the one
-    that has been idle longest, so that connections without requests keep nobody out."""
+    """The open connections of one server, in one event loop.
+
+    At `max_connections`, a new connection replaces the one that has been idle longest. So idle
+    connections never keep a client out.
+    """
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self.buffer = memoryview(bytearray(_READ_BYTES))
-        """Where each connection reads to; it is parsed, or copied, in the same callback."""
+        """The read buffer of all connections. A connection copies its bytes out of it in the
+        callback that reports them."""
         self.pacer = StreamPacer(at_once=1)
         self._open: set[Evictable] = set()
         self._idle: dict[Evictable, None] = {}
-        """Without a request; the one that has been so for longest is first."""
+        """Connections without a request, the longest idle first."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_evicted = 0
         self._num_refused = 0
         self._log_timer: asyncio.TimerHandle | None = None
 
     def add(self, connection: Evictable) -> bool:
-        """A new one, which is idle. False: it has no place, since all have requests."""
+        """Adds a new, idle connection. False: all `max_connections` connections have requests."""
         is_full = len(self._open) >= self.limits.max_connections
         if is_full:
             longest_idle = next(iter(self._idle), None)
@@ -69,27 +75,27 @@ class Connections:
         return True
 
     def remove(self, connection: Evictable) -> None:
-        """Again: no error."""
+        """Removes a connection, if it is there."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
 
     def is_idle(self, connection: Evictable) -> None:
-        """Its requests are answered."""
+        """Records that all requests of the connection are answered."""
         if connection in self._open:
             self._idle[connection] = None
 
     def is_busy(self, connection: Evictable) -> None:
-        """It has a request."""
+        """Records that the connection has a request."""
         self._idle.pop(connection, None)
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
-        """Run it in a task of its own."""
+        """Runs `work` in a task, and holds a reference to the task, since the loop holds none."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _log_soon(self) -> None:
-        """One event for all of the next seconds."""
+        """Logs one event for the evictions and refusals of the next `_LOG_EVERY_S` seconds."""
         if self._log_timer is None:
             self._log_timer = asyncio.get_running_loop().call_later(_LOG_EVERY_S, self._log)
 

@@ -1,4 +1,4 @@
-"""The two shapes of an answer: OpenAI's text completion and its chat completion, with vLLM's
+"""The two formats of an answer: OpenAI's text completion and chat completion, both with vLLM's
 `stop_reason` and `token_ids`."""
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from services.gateway.frontend.http.logprobs import JSON, chat_logprobs, text_lo
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What every part of one answer carries."""
+    """The fields that all parts of one answer have in common."""
 
     answer_id: str
     created_unix_s: int
@@ -29,7 +29,7 @@ class Envelope:
 
 @dataclass(slots=True)
 class Transcript:
-    """All that came of one choice."""
+    """Collects the deltas of one choice."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -50,25 +50,27 @@ class Transcript:
 
 
 class Dialect(Protocol):
-    """How one endpoint says it. `kind` and `chunk_kind`: the `object` of an answer and of a part of
-    it. `tells_prompt_in_choice`: what is told of a prompt is in its choice, not in the answer."""
+    """The format of one endpoint's answers."""
 
     id_prefix: str
     kind: str
+    """The field `object` of an answer that is not streamed."""
     chunk_kind: str
+    """The field `object` of each part of a stream."""
     tells_prompt_in_choice: bool
+    """Whether prompt logprobs are in the choice; otherwise they are at the answer's top level."""
 
     def opening(self) -> JSON | None:
-        """The choice that a stream begins with."""
+        """The fields of the choice with which a stream begins, if it begins with one."""
 
     def gained(self, text: str) -> JSON:
-        """The fields for what a delta adds."""
+        """The fields of a choice for the text of a delta."""
 
     def said(self, text: str) -> JSON:
-        """The fields for the whole text."""
+        """The fields of a choice for the whole text."""
 
     def logprobs(self, tokens: Sequence[TokenLogprobs], begin: int) -> JSON:
-        """The tokens' logprobs; `begin`: how much of the text is not theirs."""
+        """The field `logprobs`. `begin`: characters of the choice's text before the tokens' own."""
 
 
 class TextDialect:
@@ -114,7 +116,7 @@ def choice(
     token_ids: list[int] | None,
     logprobs: JSON | None,
 ) -> JSON:
-    """One choice of an answer. `token_ids`, `logprobs`: None where they were not asked for."""
+    """One choice of an answer. `token_ids`, `logprobs`: None if the client did not ask for them."""
     reason = delta.finish_reason if delta else None
     fields = {
         "index": index,
@@ -127,7 +129,7 @@ def choice(
 
 
 def usage_of(usages: Iterable[Usage]) -> JSON:
-    """Of all prompts of an answer together."""
+    """The field `usage`: the sum over all prompts of an answer."""
     usages = tuple(usages)
     num_prompt = sum(usage.num_prompt_tokens for usage in usages)
     num_generated = sum(usage.num_generated_tokens for usage in usages)

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: the right status, and one JSON shape."""
+"""Turns errors into answers as OpenAI's clients expect them: a status, and one JSON format."""
 
 import math
 import secrets
@@ -26,7 +26,7 @@ _CODES = {
 
 
 class InvalidField(InvalidRequest):
-    """`param` names the field that is wrong."""
+    """A field of the body is wrong. `param`: its path, or None for the body as a whole."""
 
     def __init__(self, message: str, param: str | None) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class InvalidField(InvalidRequest):
 
 
 def error_body(failure: Failure, param: str | None = None) -> dict[str, Any]:
-    """`{"error": {...}}`, for an answer or the end of a stream."""
+    """`{"error": {...}}`: the body of an answer, or the last event of a stream."""
     return {
         "error": {
             "message": failure.text,
@@ -46,14 +46,14 @@ def error_body(failure: Failure, param: str | None = None) -> dict[str, Any]:
 
 
 def error_response(error: Exception) -> Json:
-    """The answer to a request that ended with this error."""
+    """The answer to a request that failed with `error`."""
     failure = failure_of(error)
     body = error_body(failure, getattr(error, "param", None))
     return Json(body, failure.http_status, _retry_headers(failure.retry_delay_s))
 
 
 def http_error(status: int, message: str) -> dict[str, Any]:
-    """`{"error": {...}}` for what HTTP itself refuses, before there is a request to Quire."""
+    """`{"error": {...}}` for a refusal by the HTTP protocol, before a request reaches Quire."""
     return {
         "error": {
             "message": message,
@@ -69,14 +69,14 @@ def _code_of(status: int) -> str:
 
 
 def refusal_of(error: InvalidRequest | HTTPException) -> tuple[str, str]:
-    """Code and text."""
+    """The code and the text of a refusal, for `Generator.refused`."""
     if isinstance(error, InvalidRequest):
         return error.code, str(error)
     return _code_of(error.status_code), error.detail
 
 
 async def answer_http_exception(request: Request, error: Exception) -> Json:
-    """Starlette's own errors (no such path, no such method) and a too large body."""
+    """Answers Starlette's own errors (unknown path or method) and a body that is too large."""
     assert isinstance(error, HTTPException)
     status, text = error.status_code, error.detail
     if status == 404:
@@ -87,10 +87,11 @@ async def answer_http_exception(request: Request, error: Exception) -> Json:
 
 
 class FrontDoor:
-    """Middleware around everything: each request gets an id, each exception an answer.
+    """The outermost middleware: gives each request an id, and turns each exception into an answer.
 
-    The client's X-Request-Id comes back as it is. In `scope["state"]["request_id"]` it has a suffix
-    of ours: a proxy that tries again sends the same id while the first attempt may still run.
+    The answer repeats the client's X-Request-Id unchanged. The id in
+    `scope["state"]["request_id"]` has a random suffix, because a proxy that retries sends the same
+    id while the first attempt may still run.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -114,7 +115,7 @@ class FrontDoor:
         try:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
-            return  # nobody reads an answer
+            return  # there is no client to answer
         except Exception as error:
             if started:
                 raise
@@ -134,7 +135,8 @@ def _type_of(http_status: int) -> str:
 
 
 def _retry_headers(delay_s: float | None) -> dict[str, str]:
-    """Whole seconds as HTTP has it, and milliseconds as OpenAI's clients read first."""
+    """Retry-After in whole seconds, as HTTP defines it, and Retry-After-Ms, which OpenAI's clients
+    prefer."""
     if delay_s is None:
         return {}
     return {"Retry-After": str(math.ceil(delay_s)), "Retry-After-Ms": str(round(delay_s * 1000))}

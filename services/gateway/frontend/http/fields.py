@@ -1,7 +1,7 @@
-"""Parts of the bodies: what single fields may be, and the objects in them.
+"""Types and checks of the single fields of a body, and of the objects in a body.
 
-A list stops at its first wrong item, and an object with too many fields is refused as a whole: a
-body has few errors, however large it is.
+The check of a list stops at its first wrong item, and an object with too many fields is refused as
+a whole. So even a large body causes few errors.
 """
 
 from typing import Annotated, Any, Literal
@@ -14,16 +14,18 @@ from services.gateway.intake.prompts import MAX_MESSAGES
 from services.protocol.ticket import FinishReason
 
 MAX_FIELDS = 128
-"""Of one object of a body."""
+"""Limit for the fields of one object of a body."""
 
 MAX_PROMPTS = 128
-"""Prompts of one body; each is a request of its own."""
+"""Limit for the prompts of one body; each becomes a request of its own."""
 
 Integers = Annotated[list[int], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
+    """An object of a body. Drops the fields of `ignored_fields`, and refuses unknown ones."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -42,11 +44,12 @@ class StreamOptions(Body):
 
 
 class ReceivedBody(Body):
-    """What the client has got of one choice, with the end if it has that."""
+    """The part of one choice that the client received before its stream broke."""
 
     index: int
     token_ids: Integers
     finish_reason: Literal["stop", "length"] | None = None
+    """Set if the client received the whole choice."""
 
     def told(self) -> Received:
         finish = None if self.finish_reason is None else FinishReason(self.finish_reason)
@@ -63,7 +66,7 @@ def texts(value: Any) -> tuple[str, ...]:
 
 
 def biases_of(value: Any) -> tuple[tuple[int, float], ...]:
-    """By rising token id; JSON's keys are strings."""
+    """(token id, bias), by rising token id. The keys of a JSON object are strings."""
     biases = {} if value is None else value
     if not isinstance(biases, dict) or any(
         isinstance(bias, bool) or not isinstance(bias, int | float) for bias in biases.values()
@@ -98,12 +101,13 @@ def prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
 
 
 def unless_false(value: Any) -> Any:
-    """In a chat it is a flag; standard clients send an idle one here too."""
+    """None for false. `logprobs` is a flag in a chat, and standard clients send it, as false, in
+    text completions too, where it is a number."""
     return None if value is False else value
 
 
 def _are_token_ids(value: Any) -> bool:
-    """An empty list is an empty prompt."""
+    # An empty list is an empty prompt.
     return isinstance(value, list) and _types(value) <= {int}
 
 
@@ -112,7 +116,8 @@ def _types(values: list[Any]) -> set[type]:
 
 
 def _content(value: Any) -> str:
-    """Text, or parts of type text, which are lines. null is an empty text, as vLLM has it."""
+    """A message's text. Parts of type text are joined as lines; null is an empty text, as in
+    vLLM."""
     if value is None:
         return ""
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""How a connection reads and closes, as uvicorn sees it."""
+"""The flow control and the transport that uvicorn sees instead of its own."""
 
 import asyncio
 from collections.abc import Callable, Sized
@@ -8,8 +8,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 
 class Flow(FlowControl):
-    """Reads nothing while requests wait in `pipeline` behind the one that is answered, or while
-    what was read waits for its turn."""
+    """Flow control that does not resume reading in two more cases: while pipelined requests wait
+    for the current answer, and while bytes that were read wait for the pacer."""
 
     def __init__(self, transport: asyncio.Transport, pipeline: Sized) -> None:
         super().__init__(transport)
@@ -21,20 +21,19 @@ class Flow(FlowControl):
             super().resume_reading()
 
     def hold(self) -> None:
-        """What was read waits."""
+        """Stops reading: the bytes that were read wait for the pacer."""
         self._is_held = True
         self._transport.pause_reading()
 
     def release(self) -> None:
-        """It has had its turn."""
+        """Ends `hold`."""
         self._is_held = False
         if not self.read_paused:
             self._transport.resume_reading()
 
 
 class ClosingTransport:
-    """A transport that is closed by `close`, which may take a while; `is_closing` says whether it
-    does."""
+    """A transport with another `close`, which may take a while; `is_closing` is true meanwhile."""
 
     def __init__(
         self,

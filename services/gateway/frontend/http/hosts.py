@@ -1,4 +1,4 @@
-"""Refuses requests for other hosts than those that this server is."""
+"""Refuses requests whose Host header does not name this server."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,12 @@ from services.common.errors import InvalidRequest
 
 
 class AllowedHosts:
-    """Middleware: the Host header names one of `hosts`, with any port. `*.example.com` stands for
-    all hosts below that one; without `hosts` nothing is checked.
+    """Middleware: raises InvalidRequest unless the Host header names one of `hosts`, with any port.
 
-    A web page whose name was pointed at this server's address (DNS rebinding) has its own name
-    there.
+    `*.example.com` stands for all hosts below example.com. Without `hosts` nothing is checked.
+
+    This protects against DNS rebinding, where a web page's own host name resolves to this server's
+    address: such a page's requests carry the page's host name.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
@@ -31,6 +32,6 @@ class AllowedHosts:
 
 
 def _without_port(host: str) -> str:
-    """An IPv6 address has brackets, with and without a port."""
+    # An IPv6 address has brackets, with and without a port.
     name, colon, port = host.rpartition(":")
     return name if colon and (port.isdecimal() or not port) else host

@@ -1,7 +1,7 @@
-"""Fields that are not supported, but that standard clients send with values that ask for nothing.
+"""Drops unsupported fields with values that request nothing, since standard clients send them.
 
-Such a value is dropped; with any other the field is refused as every unknown one, by its name:
-nothing that a client asks for is silently ignored.
+With any other value, such a field is refused by its name, like an unknown field. So nothing that a
+client requests is silently ignored.
 """
 
 from collections.abc import Collection
@@ -30,7 +30,7 @@ INERT: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "refusal": (),
     "response_format": ({"type": "text"},),
-    # Neither puts any there: no decoder of a supported family does.
+    # Both values have the same effect: no supported model family's decoder adds such spaces.
     "spaces_between_special_tokens": (True, False),
     "suffix": ("",),
     "tool_calls": _EMPTY,
@@ -40,11 +40,11 @@ INERT: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "verbosity": (),
 }
-"""Field -> values that ask for nothing; null always does."""
+"""Field -> the values that request nothing, in addition to null."""
 
 
 def without_ignored(fields: dict[str, Any], supported: Collection[str]) -> dict[str, Any]:
-    """The fields but for the unsupported ones that ask for nothing."""
+    """`fields` without the unsupported ones that request nothing."""
     return {
         name: value
         for name, value in fields.items()
@@ -53,7 +53,7 @@ def without_ignored(fields: dict[str, Any], supported: Collection[str]) -> dict[
 
 
 def _asks_for_nothing(value: Any, inert: tuple[Any, ...]) -> bool:
-    """Equal to one of them, but true is not 1."""
+    # In Python True == 1, but in JSON true is not 1.
     return value is None or any(
         value == other and isinstance(value, bool) == isinstance(other, bool) for other in inert
     )

@@ -1,4 +1,4 @@
-"""Logprobs in the shapes of OpenAI's two endpoints."""
+"""Logprobs in the JSON formats of OpenAI's two endpoints."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,14 +9,17 @@ from services.protocol.logprobs import MAX_LOGPROBS
 JSON = dict[str, Any]
 
 _LEAST = -9999.0
-"""For what has no number in JSON: the logarithm of 0. vLLM's."""
+"""Stands for the logarithm of 0, which JSON cannot express; the same value as in vLLM."""
 
 
 def text_logprobs(
     tokens: Sequence[TokenLogprobs], begin: int = 0, num_top: int = MAX_LOGPROBS
 ) -> JSON:
-    """Of a text completion; their text begins at `begin`. The token that is there is among
-    `top_logprobs` too, so that there may be one more than was asked for."""
+    """The field `logprobs` of a text completion.
+
+    `begin`: offset of the tokens' text in the choice's text. `top_logprobs` includes the chosen
+    token too, so it may have one token more than the client asked for.
+    """
     return {
         "text_offset": [begin + token.text_offset for token in tokens],
         "token_logprobs": [_number(token.chosen) for token in tokens],
@@ -29,7 +32,7 @@ def text_logprobs(
 
 
 def echoed_logprobs(prompt: PromptReport, num_top: int) -> JSON:
-    """Of an echoed prompt. Nobody knows how likely its first token was."""
+    """The field `logprobs` of an echoed prompt, whose first token has no logprob."""
     first = Candidate(prompt.token_ids[0], 0.0, 0, prompt.first_token)
     nobody_knows: JSON = {
         "text_offset": [0],
@@ -41,11 +44,13 @@ def echoed_logprobs(prompt: PromptReport, num_top: int) -> JSON:
 
 
 def joined(first: JSON, then: JSON) -> JSON:
+    """Joins two results of `text_logprobs`."""
     return {name: first[name] + then[name] for name in first}
 
 
 def prompt_logprobs(prompt: PromptReport, num_top: int) -> list[JSON | None]:
-    """vLLM's, of either endpoint: by token id, with the `num_top` likeliest, null for the first."""
+    """The field `prompt_logprobs`, as in vLLM, for both endpoints: for each prompt token an object
+    by token id, with the token and the `num_top` likeliest; for the first token null."""
     return [
         None,
         *(
@@ -56,7 +61,7 @@ def prompt_logprobs(prompt: PromptReport, num_top: int) -> list[JSON | None]:
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprobs]) -> JSON:
-    """Of a chat completion."""
+    """The field `logprobs` of a chat completion."""
     content = [
         {**_entry(token.chosen), "top_logprobs": list(map(_entry, token.top))} for token in tokens
     ]
@@ -84,7 +89,8 @@ def _number(candidate: Candidate) -> float:
 
 
 def _name(candidate: Candidate) -> str:
-    """Part of a character is told by its bytes, so that tokens do not get one name."""
+    """The token's text. A part of a character is named by its bytes, so that different tokens do
+    not share a name."""
     try:
         return candidate.token.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Several async generators as one."""
+"""Merges several async generators into one."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -19,8 +19,11 @@ class _Ended:
 async def merged(
     streams: Sequence[AsyncGenerator[T, None]],
 ) -> AsyncGenerator[tuple[int, T], None]:
-    """Items as they come, each with its stream's number. The first error is raised; then, and when
-    this is closed, all streams are closed. Each runs in a task of its own."""
+    """Yields the items of all streams as they come, each with the number of its stream.
+
+    Raises the first error of a stream. After an error, and when this generator is closed, all
+    streams are closed. Several streams run in one task each.
+    """
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
             async for item in stream:

@@ -1,4 +1,4 @@
-"""How answers leave: JSON at once, or server-sent events; both end when the client goes away."""
+"""Sends answers: JSON as a whole, or server-sent events. Both end when the client disconnects."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 CLIENT_GONE = 499
-"""Status of an answer that nobody reads; nginx's."""
+"""Status of an answer whose client has disconnected, as in nginx."""
 
 
 class Json(Response):
@@ -25,9 +25,9 @@ class Json(Response):
 class EventStream(Response):
     """Sends each of `events` as it comes, then `[DONE]`.
 
-    Headers wait for the first event, so that an error in its place still has its own status; a
-    later one becomes the last event, `{"error": ...}`. The generator is closed as soon as the
-    client goes away, not when the next event is there.
+    The headers wait for the first event. So an error before that event still sets the answer's
+    status; a later error becomes the last event, `{"error": ...}`. The generator is closed as soon
+    as the client disconnects, not at the next event.
     """
 
     media_type = "text/event-stream"
@@ -40,7 +40,7 @@ class EventStream(Response):
     ) -> None:
         self.status_code = 200
         self.background = None
-        # X-Accel-Buffering: a proxy must not collect what should be seen at once.
+        # X-Accel-Buffering: a proxy must pass each event on at once and not collect them.
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         self._events = events
         self._error_event = error_event
@@ -67,8 +67,11 @@ async def _send_event(send: Send, data: bytes) -> None:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None when the client went away first: then `work` is cancelled, and has
-    ended when this returns. The request's body must have been read."""
+    """The result of `work`, or None if the client disconnects first.
+
+    In that case `work` is cancelled, and has ended when this function returns. The caller must have
+    read the request's body before.
+    """
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_disconnected(receive))
     try:

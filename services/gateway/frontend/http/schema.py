@@ -1,6 +1,6 @@
 """The bodies of /v1/completions and /v1/chat/completions: OpenAI's fields and vLLM's extras.
 
-Only types are checked here; which values are allowed is for the gateway's admission to say, for
+This module checks types and combinations of fields. The gateway's admission checks the values, for
 gRPC and HTTP alike.
 """
 
@@ -34,7 +34,7 @@ _BEAM_FIELDS: dict[str, object] = {
     "early_stopping": False,
     "length_penalty": 1,
 }
-"""What is said of a beam search, and what of it asks for none."""
+"""The parameters of a beam search, each with the value that is accepted without a beam search."""
 
 _EARLY_STOPPING = {
     False: EarlyStopping.WHEN_UNLIKELY,
@@ -43,12 +43,12 @@ _EARLY_STOPPING = {
 }
 
 USUAL_TOKENS = 16
-"""Of a text completion without max_tokens, as OpenAI has it."""
+"""The default of max_tokens for a text completion, as in OpenAI's API."""
 
 
 class GenerationBody(Body):
-    """What both bodies have. `metadata` to `user` are notes to a provider, accepted as vLLM accepts
-    them, and used for nothing."""
+    """The fields that both bodies have. Like vLLM, Quire accepts `metadata` to `user`, which are
+    notes to a provider, and does not use them."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -95,7 +95,7 @@ class GenerationBody(Body):
 
     @model_validator(mode="after")
     def _beams_need_a_search(self) -> Self:
-        """Of a search `best_of`, like `beam_width`, is how many beams there are."""
+        # In a beam search, `best_of` is the number of beams, like `beam_width`.
         both = self.beam_width, self.best_of
         if self.use_beam_search and None not in both and both[0] != both[1]:
             raise ValueError("beam_width and best_of differ; give one of them")
@@ -136,39 +136,41 @@ class GenerationBody(Body):
 
     @property
     def running_usage(self) -> bool:
-        """Whether every part of a stream has the usage so far."""
+        """Whether each part of a stream has the usage so far."""
         options = self.stream_options
         return self.include_usage and bool(options and options.continuous_usage_stats)
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens to generate, as asked for."""
+        """The limit of generated tokens that the client set."""
         return self.max_tokens
 
     @property
     def usual_tokens(self) -> int | None:
-        """Most tokens where nothing is asked for; None: what context and pool leave."""
+        """The limit of generated tokens if the client set none; None: the limit of context and
+        pool."""
         return None
 
     @property
     def num_choices(self) -> int:
-        """Of each prompt."""
+        """The number of choices for each prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def chooses(self) -> bool:
-        """Whether fewer choices are told than are sampled."""
+        """Whether the answer has fewer choices than are sampled."""
         is_search = bool(self.use_beam_search)
         return not is_search and self.best_of is not None and self.best_of > self.num_choices
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to tell, beside each token's own; None: none at all."""
+        """Number of likeliest tokens whose logprobs to report, in addition to each token's own;
+        None: report no logprobs."""
         raise NotImplementedError
 
     @property
     def echoes(self) -> bool:
-        """Whether the text begins with the prompt's."""
+        """Whether the text begins with the prompt's text."""
         return False
 
     @property
@@ -178,12 +180,12 @@ class GenerationBody(Body):
 
     @property
     def only_prompt(self) -> bool:
-        """Whether nothing that is generated is told."""
+        """Whether the answer has nothing of the generated tokens."""
         return False
 
     @property
     def asked_prompt_logprobs(self) -> int | None:
-        """Of the model."""
+        """Like `num_logprobs`, for the prompt's tokens, as requested from the gateway."""
         return self.prompt_logprobs
 
     def request(self, prompt: Prompt, request_id: str) -> GenerationRequest:
@@ -261,12 +263,12 @@ class CompletionBody(GenerationBody):
 
     @property
     def only_prompt(self) -> bool:
-        """To score it: with an echo, no token may be asked for."""
+        """With an echo, max_tokens may be 0: the client wants the prompt's logprobs only."""
         return self.echoes and self.max_tokens == 0
 
     @property
     def most_tokens(self) -> int | None:
-        """One comes with the prompt, asked for or not."""
+        """1 if `only_prompt`: a prompt is not computed without generating a token."""
         return 1 if self.only_prompt else self.max_tokens
 
     @property
@@ -275,13 +277,14 @@ class CompletionBody(GenerationBody):
 
     @property
     def asked_prompt_logprobs(self) -> int | None:
-        """An echoed token has logprobs like a generated one."""
+        """The larger of what `prompt_logprobs` and an echo need: echoed tokens have logprobs like
+        generated ones."""
         of_echo = self.logprobs if self.echoes else None
         asked = [number for number in (self.prompt_logprobs, of_echo) if number is not None]
         return max(asked, default=None)
 
     def requests(self, request_id: str) -> list[GenerationRequest]:
-        """One per prompt, in order."""
+        """One request for each prompt, in order."""
         if len(self.prompt) == 1:
             return [self.request(self.prompt[0], request_id)]
         return [

@@ -1,4 +1,5 @@
-"""uvicorn as a guest in a running event loop: it owns a socket, and nothing else of the process."""
+"""Runs uvicorn in an already running event loop: uvicorn owns the listening socket, but neither the
+process nor its signals."""
 
 import asyncio
 import math
@@ -17,13 +18,15 @@ from services.gateway.frontend.http.connection import Connection
 from services.gateway.frontend.http.connections import ConnectionLimits, Connections
 
 _BACKLOG = 2048
+"""Connections that wait in the kernel to be accepted."""
 _DATE_INTERVAL_S = 1.0
 _ACCEPTED_AT_ONCE = 16
 """Connections that one turn of the event loop accepts."""
 _MAX_UNSENT_BYTES = 16 * 1024
-"""Of an answer, in the kernel: it would take megabytes for a client that does not read."""
+"""Limit for the unsent bytes of one connection in the kernel, which would otherwise buffer
+megabytes for a client that does not read."""
 _KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections, so that the client is the one that closes them."""
+"""Longer than clients keep idle connections, so that the client closes them and not the server."""
 
 
 @asynccontextmanager
@@ -34,10 +37,12 @@ async def http_server(
     grace_s: float = 10.0,
     limits: ConnectionLimits | None = None,
 ) -> AsyncIterator[int]:
-    """Serve `app` inside the block; gives the port. Afterwards, requests that run get `grace_s`
-    (whole seconds, rounded up), then they are cancelled; all have ended when the block is left.
+    """Serves `app` inside the block; yields the port.
 
-    StartupError: the address cannot be listened on.
+    At the end of the block, running requests get `grace_s` (rounded up to whole seconds) to finish;
+    then they are cancelled. All requests have ended when the context manager returns.
+
+    StartupError: the server cannot listen on the address.
     """
     listening = _listen(host, port)
     connections = Connections(limits or ConnectionLimits())
@@ -77,19 +82,22 @@ class _Server(uvicorn.Server):
         self._leaving.set()
 
     async def main_loop(self) -> None:
-        """uvicorn's looks ten times a second whether it should exit. What else it does, with every
-        tenth look, is to set the date that answers carry."""
+        """Sets the date header of answers once per second, until `leave`.
+
+        uvicorn's own loop wakes ten times per second to check whether it should exit.
+        """
         while not await self.on_tick(0):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._leaving.wait(), until_tick(_DATE_INTERVAL_S))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the service's: `services.common.runtime.process`."""
+        """Leaves signals to the service (`services.common.runtime.process`)."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """asyncio accepts as many at once as its backlog has; the kernel's is a longer one."""
+        """Raises the kernel's backlog to `_BACKLOG`. asyncio uses one `backlog` for two things: the
+        kernel's backlog, and the number of connections that it accepts in one turn."""
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(_BACKLOG)
@@ -106,8 +114,9 @@ def _listen(host: str, port: int) -> socket.socket:
         raise StartupError(
             f"HTTP: cannot listen on {join_host_port(host, port)}: {error.strerror or error}"
         ) from error
-    # Connections inherit both. asyncio sets TCP_NODELAY only where a socket names its protocol,
-    # which create_server's does not: then a small write waits for the client's delayed ACK.
+    # Accepted connections inherit both options. asyncio sets TCP_NODELAY only on a socket that
+    # names its protocol, which create_server's does not. Without the option, a small write waits
+    # for the client's delayed ACK.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
     return listening

@@ -9,7 +9,7 @@ def batching_delay(ms_per_token: float = 4.0) -> PrefillBatchingDelay:
     return made
 
 
-def test_nobody_waits_on_a_guess() -> None:
+def test_no_prompt_waits_on_a_guess() -> None:
     assert PrefillBatchingDelay(512).patience_s(64, 0.0) == 0.0
 
 
@@ -21,14 +21,14 @@ def test_a_step_waits_for_a_fortieth_of_its_time_at_most() -> None:
     assert made.patience_s(40, 0.004) == 0.0
 
 
-def test_it_begins_when_for_5_ms_nobody_came() -> None:
+def test_the_batch_begins_after_5_ms_without_arrivals() -> None:
     """256 tokens take 1 s, so they have 25 ms: as long as others keep coming."""
     made = batching_delay()
     assert made.patience_s(256, 0.0) == 0.005
     assert made.patience_s(256, 0.018) == 0.005
 
 
-def test_who_comes_brings_time_along() -> None:
+def test_arrivals_extend_the_delay() -> None:
     made = batching_delay()
     assert made.patience_s(40, 0.005) == 0.0
     assert made.patience_s(80, 0.005) == 0.003

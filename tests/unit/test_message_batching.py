@@ -13,7 +13,7 @@ def _reserve(name: str) -> decode_pb2.DecodeConnectRequest:
     return decode_pb2.DecodeConnectRequest(reserve=decode_pb2.Reserve(request_id=name))
 
 
-async def test_what_is_there_goes_together_and_what_comes_meanwhile_next() -> None:
+async def test_queued_messages_go_together_and_later_ones_next() -> None:
     outbox = Outbox[str](len)
     for one in ("a", "b", "c"):
         outbox.put(one)
@@ -50,7 +50,7 @@ async def test_a_closed_outbox_gives_what_was_put_and_then_nothing() -> None:
     assert await outbox.take() == []
 
 
-async def test_who_waits_for_what_is_dropped_waits_no_longer() -> None:
+async def test_senders_of_dropped_messages_wait_no_longer() -> None:
     outbox = Outbox[str](len)
     taking = asyncio.create_task(outbox.take())
     await asyncio.sleep(0)
@@ -60,14 +60,14 @@ async def test_who_waits_for_what_is_dropped_waits_no_longer() -> None:
     assert len(outbox) == 0
 
 
-def test_what_was_bundled_comes_in_order() -> None:
+def test_batched_messages_come_in_order() -> None:
     names = ["a", "b", "c"]
     together = bundled([_reserve(name) for name in names])
     arrived = decode_pb2.DecodeConnectRequest.FromString(together.SerializeToString())
     assert [one.reserve.request_id for one in each_of(arrived)] == names
 
 
-def test_one_alone_is_as_it_was() -> None:
+def test_a_lone_message_is_unchanged() -> None:
     assert bundled([_reserve("a")]) == _reserve("a")
 
 

@@ -40,7 +40,7 @@ def test_rows_that_ask_nothing_are_told_tokens() -> None:
     assert told(rows, answers(asked, broken=[1])) == [(), (10,), Fault.NOT_FINITE]
 
 
-def test_who_asks_is_told() -> None:
+def test_logit_queries_are_answered() -> None:
     """Each as many of the likeliest as it asks for."""
     rows = [row(1, draw(0)), row(1, draw()), row(1, draw(2))]
     asked = queries(rows)

@@ -37,7 +37,7 @@ def lock(tmp_path: Path) -> WorkerLock:
     return WorkerLock.create(tmp_path / "decode-1.lock")
 
 
-def test_nothing_is_written_once_it_was_given_up(lock: WorkerLock) -> None:
+def test_a_surrendered_guard_forbids_writes(lock: WorkerLock) -> None:
     forward = Forward()
     permitted = GuardedForward(forward, FenceGuard([lock]))
     permitted.run(())
@@ -49,7 +49,7 @@ def test_nothing_is_written_once_it_was_given_up(lock: WorkerLock) -> None:
     assert forward.num_runs == 1
 
 
-def test_what_was_computed_meanwhile_does_not_count(lock: WorkerLock) -> None:
+def test_results_computed_meanwhile_are_dropped(lock: WorkerLock) -> None:
     """What it read may have been somebody else's by then."""
     permitted = GuardedForward(Forward(lambda: give_up(lock.path)), FenceGuard([lock]))
     with pytest.raises(WorkerFenced):

@@ -6,7 +6,7 @@ import pytest
 
 from quire.types import Beam, Candidate, Delta, Sampling, TokenLogprobs
 from tests.chaos.cases import Case, Said, cases
-from tests.chaos.heard import Fault, Heard
+from tests.chaos.received import Fault, Heard
 
 
 def told(token_id: int) -> TokenLogprobs:
@@ -28,7 +28,7 @@ OTHER = Delta("r1", 1, (4,), "d", "length", logprobs=(told(4),))
 LAST = Delta("r1", 0, (3,), "c", "stop", "c", logprobs=(told(3),), score=-1.5)
 
 
-def test_what_is_told_as_undisturbed_is_taken() -> None:
+def test_tokens_of_an_undisturbed_run_are_accepted() -> None:
     heard = Heard(CASE)
     for delta in (FIRST, OTHER, LAST):
         heard.take(delta)

@@ -15,7 +15,7 @@ from services.engine.runner import Runner
 from services.worker.cpu.board import SEAT_WORDS, CpuBoard, CpuBoardEntry
 from services.worker.cpu.sharing import SharedCpus
 
-from .board_guest import Guest, guest
+from .cpu_board_member import Guest, guest
 
 CPUS = (0, 1)
 MAX_GAP_S = 10.0
@@ -100,7 +100,7 @@ ALONE = (Lane(0), Lane(1))
 BESIDE_PREFILL = (Lane(0), Lane(1, (SEAT_WORDS,)))  # a prefill worker in seat 1
 
 
-def test_who_is_alone_has_all_cpus_from_the_first_step_on(worker: Worker) -> None:
+def test_a_lone_worker_has_all_cpus_from_the_first_step_on(worker: Worker) -> None:
     assert worker.native.told == []
     assert worker.cpus.run(ROWS) == [(2,)]
     assert worker.native.told == [ALONE]

@@ -39,14 +39,14 @@ async def test_a_few_go_on_in_each_turn() -> None:
     assert await passes(StreamPacer(at_once=2), 7) == [0, 0, 2, 2, 3, 3, 4]
 
 
-async def test_who_comes_alone_does_not_wait() -> None:
+async def test_a_lone_reader_does_not_wait() -> None:
     pacer = StreamPacer(at_once=1)
     for _ in range(3):
         assert await passes(pacer, 1) == [0]
         await asyncio.sleep(0)
 
 
-async def test_they_go_on_in_the_order_in_which_they_came() -> None:
+async def test_readers_go_on_in_the_order_of_arrival() -> None:
     pacer, order = StreamPacer(at_once=1), list[int]()
 
     async def one(number: int) -> None:
@@ -61,7 +61,7 @@ async def test_they_go_on_in_the_order_in_which_they_came() -> None:
     assert order == [0, 1, 2, 3, 4]
 
 
-async def test_who_is_cancelled_while_it_waits_holds_nobody_up() -> None:
+async def test_a_cancelled_reader_delays_no_other() -> None:
     pacer = StreamPacer(at_once=1)
     waiting = [asyncio.create_task(pacer.wait()) for _ in range(4)]
     await asyncio.sleep(0)
@@ -71,7 +71,7 @@ async def test_who_is_cancelled_while_it_waits_holds_nobody_up() -> None:
         await waiting[3]
 
 
-async def test_what_comes_while_a_reader_waits_for_its_turn_is_read_together() -> None:
+async def test_tokens_that_come_while_a_reader_waits_are_read_together() -> None:
     """Whoever goes first: the one that waits for a turn costs nothing per token."""
     pacer = StreamPacer(at_once=1)
     outputs = [_watched(Walk().output, pacer) for _ in range(2)]
@@ -124,7 +124,7 @@ async def test_when_all_are_out_it_rests_for_as_long_as_that_took() -> None:
     assert late.done()
 
 
-async def test_who_comes_after_the_rest_does_not_wait() -> None:
+async def test_a_reader_after_the_pause_does_not_wait() -> None:
     clock, pacer = Clock(), StreamPacer(at_once=1, rest=1.0)
     await _pass(pacer, clock, (0.01,))
     clock.now += 0.011
@@ -132,7 +132,7 @@ async def test_who_comes_after_the_rest_does_not_wait() -> None:
     assert await passes(pacer, 1) == [0]
 
 
-async def test_what_took_no_time_is_followed_by_no_rest() -> None:
+async def test_a_read_that_took_no_time_is_followed_by_no_pause() -> None:
     clock, pacer = Clock(), StreamPacer(at_once=1, rest=1.0)
     await _pass(pacer, clock, (0.0004, 0.0004))
     late = asyncio.create_task(pacer.wait())

@@ -26,7 +26,7 @@ async def test_a_task_that_loses_a_cancellation_ends_all_the_same() -> None:
     assert task.cancelled()
 
 
-async def test_one_that_has_failed_has_ended() -> None:
+async def test_a_failed_task_has_ended() -> None:
     async def fail() -> None:
         raise ValueError
 

@@ -26,7 +26,7 @@ async def finish(*calls: Call) -> None:
 
 
 @pytest.mark.parametrize("told_by", ["worker", "registry"])
-async def test_what_runs_at_a_draining_worker_moves(make_house: Any, told_by: str) -> None:
+async def test_requests_of_a_draining_worker_move(make_house: Any, told_by: str) -> None:
     prefill, leaving, other = FakePrefill(), FakeDecode("leaving"), FakeDecode("other")
     house = await make_house(prefill, leaving)
     calls = await running_at(house, leaving, "r1", "r2", "r3")
@@ -60,7 +60,7 @@ async def test_all_that_move_come_to_rest_together(make_house: Any) -> None:
     assert ["hand_over"] * 3 in leaving.together
 
 
-async def test_what_finds_no_slot_goes_on_where_it_is(make_house: Any) -> None:
+async def test_a_request_without_a_slot_elsewhere_stays(make_house: Any) -> None:
     """The first in order has the only slot elsewhere."""
     leaving, other = FakeDecode("leaving"), FakeDecode("other", num_slots=1)
     house = await make_house(FakePrefill(), leaving)
@@ -132,7 +132,7 @@ async def reported(house: House, decode: FakeDecode, num_running: int) -> None:
     await until(lambda: worker.num_running == num_running)
 
 
-async def test_who_has_much_more_gives_half_the_difference_the_youngest_first(
+async def test_a_fuller_worker_gives_half_the_difference_the_youngest_first(
     uneven: tuple[House, FakeDecode, FakeDecode, list[Call]],
 ) -> None:
     house, busy, idle, calls = uneven
@@ -147,7 +147,7 @@ async def test_who_has_much_more_gives_half_the_difference_the_youngest_first(
     await finish(*calls)
 
 
-async def test_who_was_moved_is_not_moved_back_at_once(
+async def test_a_moved_request_is_not_moved_back_at_once(
     uneven: tuple[House, FakeDecode, FakeDecode, list[Call]],
 ) -> None:
     house, busy, idle, calls = uneven

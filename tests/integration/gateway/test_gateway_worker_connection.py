@@ -16,7 +16,7 @@ from .conftest import PROMPT, Call, House, asked, until
 from .fakes import FakeDecode, FakePrefill, expected
 
 
-async def test_what_cannot_be_sent_is_the_fault_of_one_request(make_house: Any) -> None:
+async def test_an_unsendable_message_fails_one_request(make_house: Any) -> None:
     """Not of all others on the same stream."""
     prefill, decode = FakePrefill(), FakeDecode()
     house = await make_house(prefill, decode)
@@ -57,7 +57,7 @@ class Undecodable:
 
 
 @pytest.mark.parametrize("garbled", ["no message", "no request"])
-async def test_what_cannot_be_told_ends_the_stream_and_is_begun_again(
+async def test_an_undecodable_message_ends_the_stream_which_is_begun_again(
     make_house: Any, garbled: str
 ) -> None:
     """Whatever it was about: nobody waits for what will not come."""
@@ -76,7 +76,7 @@ async def test_what_cannot_be_told_ends_the_stream_and_is_begun_again(
     assert call.tokens == expected(PROMPT, 8)
 
 
-async def test_what_makes_no_sense_ends_the_attempt_of_one_request(make_house: Any) -> None:
+async def test_a_senseless_event_ends_the_attempt_of_one_request(make_house: Any) -> None:
     """It is begun again; another one on the same stream is not."""
     prefill, decode = FakePrefill(), FakeDecode()
     house = await make_house(prefill, decode)
@@ -99,7 +99,7 @@ async def test_what_makes_no_sense_ends_the_attempt_of_one_request(make_house: A
     assert len(prefill.commands(prefill_pb2.PrefillSubmit)) == 3
 
 
-async def test_who_is_cancelled_while_it_closes_a_stream_stays_cancelled(make_house: Any) -> None:
+async def test_cancellation_while_a_stream_closes_is_kept(make_house: Any) -> None:
     house = await make_house(FakePrefill())
     member = Member("nobody", "decode", "127.0.0.1:1", "serving", 1, PROTOCOL_VERSION)
     peer = WorkerConnection(member, "gateway", SECRET.rpc_key, house.assembly.dispatcher)

@@ -49,7 +49,7 @@ async def test_a_request_over_which_two_workers_die_is_given_up() -> None:
         await walk.tokens()
 
 
-async def test_who_only_waited_when_two_workers_died_goes_on() -> None:
+async def test_a_request_that_waited_at_two_dead_workers_goes_on() -> None:
     """Chaos, seed 5: the store stood still, so that neither of them had begun it."""
     walk = Walk()
     for _ in range(2):
@@ -79,7 +79,7 @@ async def test_waiting_elsewhere_clears_nobody(num_waits: int) -> None:
         await walk.tokens()
 
 
-async def test_what_one_worker_began_is_not_begun_at_the_next() -> None:
+async def test_a_request_begun_at_one_worker_is_not_begun_at_the_next() -> None:
     walk = Walk()
     await until_computing(walk)
     walk.on_event(walk.decode, Began("r1", walk.lifecycle.attempt.number))  # nobody asked it
@@ -147,7 +147,7 @@ async def test_a_token_of_the_other_role_clears_nobody() -> None:
         await walk.tokens()
 
 
-async def test_what_had_tokens_from_a_worker_is_under_suspicion_too() -> None:
+async def test_requests_with_tokens_from_a_dead_worker_are_suspects_too() -> None:
     """It may kill in mid-stream."""
     walk = Walk()
     await until_running(walk)

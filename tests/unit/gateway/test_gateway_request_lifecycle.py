@@ -161,7 +161,7 @@ async def test_more_tokens_than_were_asked_for_never_reach_the_client() -> None:
     assert await walk.tokens() == expected(1)
 
 
-async def test_who_gave_it_back_is_not_told_but_the_other_is() -> None:
+async def test_a_worker_that_returned_the_request_is_not_aborted_but_the_other_is() -> None:
     walk = Walk()
     assert await walk.reserve()
     walk.start()
@@ -210,7 +210,7 @@ async def test_no_stage_is_skipped() -> None:
 
 
 @pytest.mark.parametrize("seed", range(100))
-async def test_whatever_happens_tokens_are_final_and_nothing_is_left_behind(seed: int) -> None:
+async def test_tokens_are_final_and_leases_are_released_whatever_happens(seed: int) -> None:
     """Law 7 and conservation at the gateway: workers answer, give back, vanish, repeat tickets and
     go on with old attempts by chance. (A stream itself never repeats a step.) The client gets a
     beginning of the expected tokens, all of them if the request finishes; every reservation and

@@ -40,7 +40,7 @@ def test_more_draws_than_that_are_still_one_part() -> None:
     assert [len(states) for states, _ in parts([*draws, Query(500, 7, 3, 0)])] == [73, 1]
 
 
-def test_each_is_answered_by_its_own_state() -> None:
+def test_rows_are_sampled_with_their_own_state() -> None:
     """Tokens to come and tokens there, several to a state, with as many of the likeliest as each
     asks for."""
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2))

@@ -23,14 +23,14 @@ def hashes(tokens: Sequence[int]) -> tuple[bytes, ...]:
     return prefix_hashes(ROOT, tokens, SIZE)
 
 
-def test_one_sequence_is_a_trunk_and_a_tail() -> None:
+def test_a_lone_sequence_is_a_trunk_and_a_tail() -> None:
     contents = BlockKeys.of(group((1, 2, 3)), SIZE)
     tokens = (*PROMPT, 1, 2, 3)
     assert contents.chains == (hashes(tokens), ())
     assert contents.keys_of(0) == (*hashes(tokens), next_hash(hashes(tokens)[-1], (3,)))
 
 
-def test_each_goes_on_behind_what_all_have() -> None:
+def test_keys_of_sequences_follow_the_common_ones() -> None:
     """10 tokens of prompt: 2 blocks are everybody's, then each has its own."""
     own = [(1, 2, 3, 4, 5, 6), (1, 2, 9), (7,)]
     contents = BlockKeys.of(group(*own), SIZE)
@@ -41,7 +41,7 @@ def test_each_goes_on_behind_what_all_have() -> None:
     assert branches[0][0] == branches[1][0]
 
 
-def test_what_is_alike_has_one_key() -> None:
+def test_equal_contents_have_one_key() -> None:
     """Full or not, and beside a longer one."""
     alike = BlockKeys.of(group((1, 2, 3), (1, 2, 3), (1, 2, 3, 4)), SIZE)
     assert alike.keys_of(0) == alike.keys_of(1)
@@ -83,7 +83,7 @@ def test_where_each_begins_with_what_is_found() -> None:
     assert contents.begun({h1: 6, of_2[0]: 7}) == [Begun()] * 3
 
 
-def test_what_is_not_found_is_copied_once() -> None:
+def test_missing_blocks_are_copied_once() -> None:
     """0 finds its own third block; 1 and 2 have theirs, and a tail in common, from elsewhere."""
     asked = group((1, 2, 3, 4, 5), (7, 8, 9, 9), (7, 8, 9, 6))
     contents, computed = BlockKeys.of(asked, SIZE), BlockKeys.of(asked, SIZE, num_left_out=1)
@@ -101,7 +101,7 @@ def test_what_is_not_found_is_copied_once() -> None:
     assert [block_id for block_id, _ in computed.full_among(copied)] == [6]
 
 
-def test_what_is_gone_there_ends_the_way_of_all_who_have_it() -> None:
+def test_a_missing_block_ends_the_lookup_of_all_its_sequences() -> None:
     asked = group((1, 2, 3, 4, 5, 6, 7), (1, 2, 9), (7, 8, 9))
     contents, computed = BlockKeys.of(asked, SIZE), BlockKeys.of(asked, SIZE, num_left_out=1)
     sources = computed.blocks([(0, 1, 2, 3), (0, 1, 2), (0, 1, 4)])

@@ -8,7 +8,7 @@ import pytest
 from services.common.errors import StartupError
 from services.worker.cpu.board import NUM_SEATS, SEAT_BYTES, CpuBoard, CpuBoardEntry
 
-from .board_guest import guest
+from .cpu_board_member import guest
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_killed_workers_seat_can_be_taken_before_anybody_has_looked(
     assert cpu_board.backlog(own) == 0
 
 
-def test_who_looks_drops_nobodys_seat(cpu_board: CpuBoard, path: Path) -> None:
+def test_reading_the_board_frees_no_entry(cpu_board: CpuBoard, path: Path) -> None:
     """Looking locks the seats of the dead, for a moment, and lets go of nothing else."""
     own = cpu_board.sit_down("decode", "own")
     for _ in range(3):
@@ -91,7 +91,7 @@ def test_a_backlog_is_of_the_own_seat_alone(cpu_board: CpuBoard, path: Path) -> 
         assert (cpu_board.backlog(own), cpu_board.backlog(other.entry)) == (0, 70_000)
 
 
-def test_who_has_no_seat_wants_nothing(cpu_board: CpuBoard) -> None:
+def test_a_worker_without_an_entry_has_no_backlog(cpu_board: CpuBoard) -> None:
     before = bytes(cpu_board.memory)
     cpu_board.set_backlog(1)
     assert bytes(cpu_board.memory) == before

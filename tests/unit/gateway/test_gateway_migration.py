@@ -82,7 +82,7 @@ async def test_without_a_slot_elsewhere_it_stays() -> None:
     walk.lifecycle.close()
 
 
-async def test_who_has_a_slot_elsewhere_runs_on_until_it_is_told_to_move() -> None:
+async def test_a_request_with_a_slot_elsewhere_runs_until_it_is_moved() -> None:
     """Others that move with it may have to wait for theirs. Preempted meanwhile, it has lost it."""
     walk = Walk()
     _, other, slot = await moving(walk)
@@ -96,7 +96,7 @@ async def test_who_has_a_slot_elsewhere_runs_on_until_it_is_told_to_move() -> No
 
 
 @pytest.mark.parametrize("end", ["finished", "preempted", "cancelled", "lost"])
-async def test_what_ends_while_it_moves_gives_the_slot_back(end: str) -> None:
+async def test_a_request_that_ends_during_a_move_releases_the_slot(end: str) -> None:
     walk = Walk()
     _, other, slot = await moving(walk)
     walk.on_event(other, Reserved("r1", 2, granted=True))
@@ -131,7 +131,7 @@ async def at_rest(walk: Walk) -> ScriptedWorker:
     return issuer
 
 
-async def test_who_waits_with_a_ticket_at_rest_goes_on_from_it() -> None:
+async def test_a_waiting_request_goes_on_from_its_detached_ticket() -> None:
     walk = Walk()
     issuer = await at_rest(walk)
     assert not await walk.reserve(granted=False)

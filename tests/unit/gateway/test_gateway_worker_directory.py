@@ -99,7 +99,7 @@ async def test_a_model_is_read_once_for_all_its_workers(harbour: Harbour) -> Non
     assert harbour.num_loads == 1
 
 
-async def test_who_leaves_the_registry_is_disconnected_and_everybody_hears_of_it(
+async def test_a_worker_that_leaves_the_registry_is_disconnected_and_announced(
     harbour: Harbour,
 ) -> None:
     await harbour.announce(member("p1", "prefill"), member("d1", "decode"))
@@ -150,7 +150,7 @@ async def test_a_model_is_read_while_its_workers_start(harbour: Harbour) -> None
     assert harbour.directory.ready()
 
 
-async def test_who_starts_is_looked_for_more_often(
+async def test_starting_workers_are_looked_for_more_often(
     harbour: Harbour, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []

@@ -1,0 +1,242 @@
+"""Tickets at rest at a decode worker: handed over, claimed, taken back."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.common.runtime.metrics import WorkerMetrics
+from services.decode.worker import DecodeWorker
+from services.protocol.ticket import Ticket
+from services.worker.events import Requeued, RequeueReason
+
+from .conftest import MakePair, WorkerPair, running
+from .fakes import PROMPT, FakeForward, FakeSession, expected, join, ticket
+from .runs import finished, outputs, start, tokens
+
+
+async def handed_over(pair: WorkerPair, request_id: str, attempt: int = 1) -> Ticket:
+    """The ticket at rest of what runs at the decode worker."""
+    pair.decode.hand_over(pair.session, request_id, attempt)
+    await pair.until(lambda: bool(pair.session.of(Requeued)))
+    requeued = pair.session.of(Requeued)[0]
+    assert requeued.reason is RequeueReason.HANDED_OVER
+    assert requeued.ticket.key == (request_id, attempt)
+    ticket: Ticket = requeued.ticket
+    return ticket
+
+
+async def test_a_handed_over_sequence_goes_on_where_it_was(pair: WorkerPair) -> None:
+    """At another worker, from block ids alone: each position is computed once, by whoever ran it,
+    and the holder stays."""
+    other = await another_decode_worker(pair)
+    issued = await start(pair, ticket("r1", PROMPT, max_tokens=60))
+    await pair.until(lambda: len(outputs(pair.session, "r1")) > 8)
+    at_rest = await handed_over(pair, "r1")
+    assert at_rest.holder_id == issued.holder_id
+    assert at_rest.holder_epoch == 4  # allocated 1, issued 2, claimed 3, at rest 4
+    assert pair.decode.load().num_free_slots == 16
+    got = tokens(pair.session, issued)
+    assert at_rest.sequences[0].token_ids == tuple(got)
+    assert at_rest.sequences[0].num_computed_tokens == len(PROMPT) + len(got) - 1
+
+    session = FakeSession()
+    async with running(other):
+        other.reserve(session, "r1", 2, 1)
+        other.admit(session, replace(at_rest, attempt=2))
+        await pair.until(lambda: finished(session, "r1"))
+        rest = [output.token_id for output in outputs(session, "r1")]
+        assert [*got, *rest] == expected(PROMPT, 60)
+        assert pair.arena.num_computed == len(PROMPT) + 60 - 1
+        await pair.until_empty()
+
+
+async def test_a_detached_request_waits_for_no_step_of_others(pair: WorkerPair) -> None:
+    """The step in flight is its own, too; the next one is not."""
+    for request_id in ("r1", "r2"):
+        await start(pair, ticket(request_id, PROMPT, max_tokens=500))
+    await pair.until(lambda: all(outputs(pair.session, name) for name in ("r1", "r2")))
+    model = pair.decode_model
+    model.gate.clear()
+    await pair.until(lambda: model.num_begun > model.num_steps)
+    pair.decode.hand_over(pair.session, "r1", 1)
+    model.pause_after = model.num_steps + 1
+    model.gate.set()
+    await pair.until(lambda: bool(pair.session.of(Requeued)))
+    assert model.num_steps == model.pause_after
+    model.pause_after = 0
+    model.gate.set()
+    for request_id in ("r1", "r2"):
+        pair.decode.abort(pair.session, request_id, 1)
+    await pair.until_empty()
+
+
+async def test_detaching_takes_one_exchange_with_the_store(
+    pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One exchange never carries two calls about one holder: with a second one for each, those who
+    come to rest together would do so one after the other."""
+    names = ["r1", "r2", "r3"]
+    holders = {
+        (await start(pair, ticket(name, PROMPT, max_tokens=500))).holder_id for name in names
+    }
+    await pair.until(lambda: all(outputs(pair.session, name) for name in names))
+    detached: list[str] = []
+    detach = pair.store.detach
+
+    async def counted(pool_id: str, holder_id: str, epoch: int) -> int:
+        detached.append(holder_id)
+        return await detach(pool_id, holder_id, epoch)
+
+    monkeypatch.setattr(pair.store, "detach", counted)
+    for name in names:
+        pair.decode.hand_over(pair.session, name, 1)
+    await pair.until(lambda: len(pair.session.of(Requeued)) == 3)
+    assert sorted(detached) == sorted(holders)
+    for name in names:
+        pair.decode.abort(pair.session, name, 1)
+    await pair.until_empty()
+
+
+async def test_a_ticket_is_offered_once_it_is_at_rest_in_the_store(
+    pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before: whoever claims it would be refused, and all computed again."""
+    await start(pair, ticket("r1", PROMPT, max_tokens=500))
+    await pair.until(lambda: bool(outputs(pair.session, "r1")))
+    detach, may_detach, asked = pair.store.detach, asyncio.Event(), asyncio.Event()
+
+    async def late(*args: Any) -> int:
+        asked.set()
+        await may_detach.wait()
+        return await detach(*args)
+
+    monkeypatch.setattr(pair.store, "detach", late)
+    pair.decode.hand_over(pair.session, "r1", 1)
+    async with asyncio.timeout(10):
+        await asked.wait()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not pair.session.of(Requeued)
+    may_detach.set()
+    await pair.until(lambda: bool(pair.session.of(Requeued)))
+    pair.decode.abort(pair.session, "r1", 1)
+    await pair.until_empty()
+
+
+async def test_a_handed_over_sequence_may_come_back(pair: WorkerPair) -> None:
+    issued = await start(pair, ticket("r1", PROMPT, max_tokens=60))
+    await pair.until(lambda: len(outputs(pair.session, "r1")) > 8)
+    at_rest = await handed_over(pair, "r1")
+    pair.decode.reserve(pair.session, "r1", 2, 1)
+    pair.decode.admit(pair.session, replace(at_rest, attempt=2))
+    await pair.until(lambda: finished(pair.session, "r1"))
+    assert tokens(pair.session, issued) == expected(PROMPT, 60)
+    assert not pair.decode._detached._on_pool
+    await pair.until_empty()
+
+
+async def test_a_sequence_that_waits_for_its_next_block_is_handed_over_without_it(
+    make_pair: MakePair,
+) -> None:
+    """It had 12 slots for 13 tokens; whoever claims it gets the fourth block."""
+    pair = await make_pair(num_blocks=4)
+    await pair.store.allocate("pool", "in the way", "PrefillWorker", 9, [], 1)
+    issued = await start(pair, ticket("r1", PROMPT, max_tokens=6))
+    await pair.until(lambda: len(tokens(pair.session, issued)) == 3)
+    await pair.until(lambda: bool(pair.decode._extender._wanting))
+    at_rest = await handed_over(pair, "r1")
+    assert len(at_rest.sequences[0].block_ids) == 3
+    await pair.store.release("pool", "in the way", 1)
+    pair.decode.reserve(pair.session, "r1", 2, 1)
+    pair.decode.admit(pair.session, replace(at_rest, attempt=2))
+    await pair.until(lambda: finished(pair.session, "r1"))
+    assert tokens(pair.session, issued) == expected(PROMPT, 6)
+
+
+async def test_an_abort_ends_a_ticket_at_rest(pair: WorkerPair) -> None:
+    await start(pair, ticket("r1", PROMPT, max_tokens=500))
+    await pair.until(lambda: bool(outputs(pair.session, "r1")))
+    await handed_over(pair, "r1")
+    pair.decode.abort(pair.session, "r1", 1)
+    await pair.until_empty()
+    assert len(pair.session.of(Requeued)) == 1
+
+
+async def test_an_abort_on_the_way_to_rest_frees_the_blocks(pair: WorkerPair) -> None:
+    await start(pair, ticket("r1", PROMPT, max_tokens=500))
+    await pair.until(lambda: bool(outputs(pair.session, "r1")))
+    pair.decode.hand_over(pair.session, "r1", 1)
+    pair.decode.abort(pair.session, "r1", 1)
+    await pair.until_empty()
+    assert not pair.session.of(Requeued)
+
+
+async def test_a_ticket_at_rest_that_nobody_claims_is_taken_back(pair: WorkerPair) -> None:
+    pair.decode.limits = replace(pair.decode.limits, ticket_ttl_s=0.02)
+    await start(pair, ticket("r1", PROMPT, max_tokens=500))
+    await pair.until(lambda: bool(outputs(pair.session, "r1")))
+    await handed_over(pair, "r1")
+    await pair.until_empty()
+    await pair.until(lambda: len(pair.session.of(Requeued)) == 2)
+    taken_back = pair.session.of(Requeued)[1]
+    assert taken_back.reason is RequeueReason.STALE_TICKET
+    assert not taken_back.ticket.sequences[0].block_ids
+
+
+async def test_a_demand_ends_a_ticket_at_rest(pair: WorkerPair) -> None:
+    """The last in order gives way, whether it runs or rests."""
+    issued = await start(pair, ticket("r1", PROMPT, max_tokens=500))
+    await pair.until(lambda: bool(outputs(pair.session, "r1")))
+    await handed_over(pair, "r1")
+    pair.decode._on_demands([issued.holder_id])
+    await pair.until_empty()
+    await pair.until(lambda: len(pair.session.of(Requeued)) == 2)
+    assert pair.session.of(Requeued)[1].reason is RequeueReason.PREEMPTED
+
+
+async def test_a_drained_worker_stays_until_its_tickets_are_claimed(pair: WorkerPair) -> None:
+    other = await another_decode_worker(pair)
+    await start(pair, ticket("r1", PROMPT, max_tokens=500))
+    await pair.until(lambda: bool(outputs(pair.session, "r1")))
+    pair.decode.drain()
+    at_rest = await handed_over(pair, "r1")
+    drained = asyncio.create_task(pair.decode.drained())
+    await asyncio.wait([drained], timeout=0.2)
+    assert not drained.done()
+    session = FakeSession()
+    async with running(other):
+        other.reserve(session, "r1", 2, 1)
+        other.admit(session, replace(at_rest, attempt=2))
+        await asyncio.wait_for(drained, timeout=10)
+        other.abort(session, "r1", 2)
+        await pair.until_empty()
+
+
+async def test_requests_left_after_the_grace_period_are_returned(
+    pair: WorkerPair,
+) -> None:
+    """What runs, and what is at rest and not claimed."""
+    running = await start(pair, ticket("r1", PROMPT, max_tokens=500))
+    await start(pair, ticket("r2", PROMPT, max_tokens=500))
+    await pair.until(lambda: bool(outputs(pair.session, "r1") and outputs(pair.session, "r2")))
+    pair.decode.drain()
+    await handed_over(pair, "r2")
+    pair.decode.give_back()
+    async with asyncio.timeout(10):
+        await pair.decode.drained()
+    await pair.until_empty()
+    back = {r.ticket.request_id: r for r in pair.session.of(Requeued)[1:]}
+    assert set(back) == {"r1", "r2"}
+    assert all(r.reason is RequeueReason.DRAINING for r in back.values())
+    assert not any(r.ticket.sequences[0].block_ids for r in back.values())
+    assert list(back["r1"].ticket.sequences[0].token_ids) == tokens(pair.session, running)
+
+
+async def another_decode_worker(pair: WorkerPair) -> DecodeWorker:
+    membership = await join(pair.store, pair.spec, "another", pair.arena.stamps)
+    metrics = WorkerMetrics(CollectorRegistry())
+    model = FakeForward(pair.arena)
+    return DecodeWorker(pair.store, membership, model, pair.decode.limits, metrics)
