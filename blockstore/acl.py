@@ -1,11 +1,11 @@
-"""What Quire's services may do at a server that they share with others: an ACL file for Redis or
-Valkey, for a user `quire` and nobody else."""
+"""Writes an ACL file for Redis or Valkey. It allows the user `quire` exactly what Quire's services
+need, and no other user anything."""
 
 import hashlib
 
 USER = "quire"
 KEYS = "{*}*"
-"""Pools' keys begin with {pool}, the registry's with {quire}."""
+"""A pool's keys begin with {pool}, the registry's with {quire}."""
 CHANNELS = "{*}:room"
 
 COMMANDS = {
@@ -24,11 +24,13 @@ COMMANDS = {
         *("zrange", "zrangebyscore", "zrevrange"),
     ),
 }
-"""Commands that Python sends, and those that the functions call: both count against the user."""
+"""The commands that Python sends and those that the functions call; the server checks both against
+the user's permissions."""
 
 
 def acl_file(password: str) -> str:
-    """The server reads it at its start (`--aclfile`); it holds a hash of the password."""
+    """Return the text of the file, which the server reads at its start (`--aclfile`). It contains
+    a hash of the password, not the password."""
     hashed = hashlib.sha256(password.encode()).hexdigest()
     commands = " ".join(f"+{name}" for names in COMMANDS.values() for name in names)
     return (

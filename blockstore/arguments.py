@@ -1,7 +1,6 @@
-"""What the arguments of a ledger's operations may be; the same as in functions/10_keys.lua.
+"""Checks the arguments of a ledger's operations, by the same rules as functions/10_keys.lua.
 
-Every function here says nothing where all is well, and raises InvalidArgument where its docstring
-names nothing else.
+Every check raises InvalidArgument unless its docstring names another error.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -13,19 +12,19 @@ from blockstore.store import MAX_BRANCHES
 
 MAX_TEXT_BYTES = 1024
 MAX_NUMBER = 2**53 - 1
-"""The server's functions count in doubles."""
+"""Numbers in the server's functions are doubles, which are exact up to here."""
 
 HASH_BYTES = 16
 
 
 def check(**arguments: Any) -> None:
-    """Each is what its name says, of those in `_KINDS`."""
+    """Check each argument by the rule that `_KINDS` has for its name."""
     for name, value in arguments.items():
         _KINDS[name](name, value)
 
 
 def check_pool_id(pool_id: str) -> None:
-    """It is the hash tag of the pool's keys, so it has no braces."""
+    """A pool's id has no braces, because it is the hash tag of the pool's keys."""
     _check_text("pool_id", pool_id)
     if "{" in pool_id or "}" in pool_id:
         raise InvalidArgument(f"pool_id {pool_id!r} has braces")
@@ -34,7 +33,7 @@ def check_pool_id(pool_id: str) -> None:
 def check_prefix(
     hashes: Sequence[PrefixHash], branches: Sequence[Sequence[PrefixHash]], num_blocks: int
 ) -> None:
-    """Some of so many blocks have these hashes."""
+    """An allocation of `num_blocks` blocks may share blocks with these hashes."""
     for each in (hashes, *branches):
         check(hashes=each)
     _check_distinct(hashes)
@@ -46,7 +45,7 @@ def check_prefix(
 
 
 def check_same_pool(ours: PoolSpec, theirs: PoolSpec, worker_id: str) -> None:
-    """GeometryMismatch, FingerprintMismatch."""
+    """A worker's spec matches the pool's. GeometryMismatch; FingerprintMismatch, checked next."""
     for name in ("block_size", "num_blocks", "block_bytes"):
         here, there = getattr(ours, name), getattr(theirs, name)
         if here != there:
@@ -108,7 +107,7 @@ def _check_growths(_: str, growths: Sequence[Growth]) -> None:
 
 
 def _utf8(text: str) -> bytes:
-    """Empty where it has none: a lone surrogate."""
+    """The text in UTF-8, or nothing if it cannot be encoded (a lone surrogate)."""
     try:
         return text.encode()
     except UnicodeEncodeError:

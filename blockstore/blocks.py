@@ -1,6 +1,6 @@
-"""The blocks of one pool in memory: which are free, cached or held, and which holds which prefix.
+"""The blocks of one pool in memory: which are free, cached or held, and the prefix index.
 
-Knows nothing of holders but their number per block; `blockstore.ledger` knows who they are.
+Holders appear here only as a reference count of each block; `blockstore.ledger` has the holders.
 """
 
 import copy
@@ -12,16 +12,16 @@ from blockstore.records import Content, PrefixHash
 
 
 class Blocks:
-    """Every block is in exactly one place (law 1):
+    """Tracks the state of each block, which is in exactly one of these places (law 1):
 
         [0 ............ next_unused)[next_unused ... num_blocks)
          returned | cached | refs    never used
 
-    (While a ledger is recovered, those from `next_unused` on are in `refs`, or nowhere yet.)
+    (During a recovery, a block from `next_unused` on is in `refs`, or not yet in any place.)
 
-    `returned` is a stack, given back last and handed out first. `cached` is in order of use, least
-    recently first. `refs` maps a held block to the number of its holders. `index` and `hash_of` are
-    inverse to each other and name cached and held blocks only.
+    `returned` is a stack: the block that was given back last is handed out first. `cached` is in
+    order of use, least recently used first. `refs` maps a held block to the number of its holders.
+    `index` and `hash_of` are inverse to each other and contain cached and held blocks only.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -32,8 +32,8 @@ class Blocks:
         self.refs: dict[int, int] = {}
         self.index: dict[PrefixHash, int] = {}
         self.hash_of: dict[int, PrefixHash] = {}
-        self.ranks: dict[int, int] = {}  # of restored blocks
-        self.num_freed = 0  # ever; nothing here depends on it
+        self.ranks: dict[int, int] = {}  # restored block -> `Content.rank`, during a recovery
+        self.num_freed = 0  # since the start, to see that blocks were freed
 
     @property
     def num_free(self) -> int:
@@ -44,7 +44,7 @@ class Blocks:
         return self.num_free + len(self.cached)
 
     def hits(self, hashes: Sequence[PrefixHash]) -> list[int]:
-        """Blocks of the leading `hashes` that are in the index."""
+        """Return the blocks of the longest run of leading `hashes` that is in the index."""
         hits: list[int] = []
         for prefix_hash in hashes:
             if prefix_hash not in self.index:
@@ -55,25 +55,25 @@ class Blocks:
     def hits_of_tree(
         self, hashes: Sequence[PrefixHash], branches: Sequence[Sequence[PrefixHash]]
     ) -> tuple[list[int], tuple[int, ...]]:
-        """The same, and behind all of `hashes` those of each branch; every block once. How many
-        each branch has."""
+        """Return `hits(hashes)` and, if all of `hashes` is indexed, the hits of each branch, every
+        block once; and the number of hits of each branch."""
         hits = self.hits(hashes)
         is_whole = len(hits) == len(hashes)
         runs = [self.hits(branch) if is_whole else [] for branch in branches]
         return list(dict.fromkeys(chain(hits, *runs))), tuple(map(len, runs))
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """One more holder for each; those that were cached can no longer be evicted."""
+        """Give each block one more holder; cached blocks become held."""
         for block_id in block_ids:
             self.cached.pop(block_id, None)
             self.refs[block_id] = self.refs.get(block_id, 0) + 1
 
     def take(self, num_blocks: int) -> list[int]:
-        """New blocks with one holder each; at most `num_available`."""
+        """Return new blocks with one holder each; `num_blocks` is at most `num_available`."""
         return [self._take_one() for _ in range(num_blocks)]
 
     def drop(self, block_id: int) -> None:
-        """One holder less."""
+        """Remove one holder of a block; the last one makes it cached or free."""
         self.refs[block_id] -= 1
         if self.refs[block_id] > 0:
             return
@@ -87,7 +87,7 @@ class Blocks:
             self.returned.append(block_id)
 
     def publish(self, block_id: int, prefix_hash: PrefixHash) -> bool:
-        """Whether `block_id` is now the block of this hash; the first one stays."""
+        """Index a block under a hash unless another block is. True: this block is indexed now."""
         first = self.index.setdefault(prefix_hash, block_id)
         if first == block_id:
             self.hash_of[block_id] = prefix_hash
@@ -103,7 +103,7 @@ class Blocks:
             self.num_freed += 1
 
     def restore(self, content: Content) -> None:
-        """Account for the next block."""
+        """Account for the block `next_unused`, during a recovery."""
         block_id = self.next_unused
         self.next_unused += 1
         is_first = content.prefix_hash is not None and self.publish(block_id, content.prefix_hash)

@@ -1,10 +1,10 @@
-"""Connections to the one server that a store began with.
+"""Connections to the server of a store.
 
-`Server.open` hands out single connections and vouches for each: the server behind it is the one of
-the connections before (by its `run_id`), or `renew` has brought back what it did not know; without
-`renew`, StoreLost for ever. What redis-py raises becomes one of ours
-in one place, `translated`. Nothing here retries: redis-py's own retry is off, since it would send
-what is not known to have failed (see `blockstore.stream`).
+`Server.open` makes single connections and checks each: either the server is the same process as
+before (the same `run_id`), or `renew` has rebuilt the data that the server lacked. Without `renew`,
+another `run_id` means StoreLost from then on. `translated` is the one place that turns redis-py's
+exceptions into those of the block store. Nothing here retries: redis-py's own retry is off, because
+it would send a command again that may have been executed (see `blockstore.stream`).
 """
 
 import re
@@ -42,7 +42,8 @@ Argument = str | bytes | int
 Command = Sequence[Argument]
 
 MIN_REDIS_VERSION = (7, 0)
-"""The first with functions. Valkey answers the Redis version that it is compatible with."""
+"""The first version with functions. Valkey reports the Redis version with which it is
+compatible."""
 
 ERRORS: dict[type[RedisError], type[BlockStoreError]] = {
     AuthenticationError: StoreUnsuitable,
@@ -56,17 +57,17 @@ ERRORS: dict[type[RedisError], type[BlockStoreError]] = {
     TimeoutError: StoreUnavailable,
     RedisError: BlockStoreError,
 }
-"""What an exception of redis-py means; the most specific entry counts."""
+"""The block store's error for each exception of redis-py; the most specific entry counts."""
 
 BUSY_CODES = {"BUSY", "MISCONF", "LOADING", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN"}
-"""Error replies of a server that cannot answer at the moment."""
+"""Error replies of a server that temporarily cannot execute commands."""
 
 
 def translate(url: str, error: RedisError) -> BlockStoreError:
-    """What redis-py raised, as an error of the block store. Error replies of our functions are
-    `CODE text` (see `errors.BY_CODE`)."""
+    """Return the block store's error for an exception of redis-py. Error replies of the functions
+    are `CODE text` (see `errors.BY_CODE`)."""
     if type(error) is ConnectionError and isinstance(error.__cause__, RedisError):
-        error = error.__cause__  # what the server answered while redis-py was connecting
+        error = error.__cause__  # the server's error reply while redis-py connected
     code, *rest = str(error).split() or [""]
     if code == OutOfBlocks.code:
         return OutOfBlocks(int(rest[0]), int(rest[1]))
@@ -82,7 +83,7 @@ def translate(url: str, error: RedisError) -> BlockStoreError:
 
 @contextmanager
 def translated(url: str) -> Iterator[None]:
-    """Raise what redis-py raises inside as an error of the block store."""
+    """Translate exceptions of redis-py inside the context to errors of the block store."""
     try:
         yield
     except RedisError as error:
@@ -90,19 +91,19 @@ def translated(url: str) -> Iterator[None]:
 
 
 def redacted(url: str) -> str:
-    """The URL without its passwords, for texts and logs."""
+    """Return the URL without its passwords, for error texts and logs."""
     without_user_password = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", url)
     return re.sub(r"([?&]\w*password=)[^&]*", r"\1***", without_user_password)
 
 
 def parse_info(text: bytes) -> dict[str, str]:
-    """The fields of an INFO reply."""
+    """Return the fields of an INFO reply."""
     lines = text.decode().splitlines()
     return dict(line.split(":", 1) for line in lines if ":" in line)
 
 
 def require_suitable(url: str, info: dict[str, str]) -> None:
-    """Raise StoreUnsuitable, with what to do about it, for a server that cannot carry the store."""
+    """StoreUnsuitable: the server cannot hold a block store; the text says what to do."""
     version = info["redis_version"]
     if tuple(map(int, version.split(".")[:2])) < MIN_REDIS_VERSION:
         raise StoreUnsuitable(
@@ -122,23 +123,25 @@ def require_suitable(url: str, info: dict[str, str]) -> None:
 
 
 Renew = Callable[[str], Awaitable[None]]
-"""Tells a server, of this run_id, what it has lost. Raises StoreUnavailable (to be done again), or
-what then ends the store."""
+"""Rebuilds the lost data on a server; the argument is its run_id. StoreUnavailable: call it again.
+Any other error ends the store: later calls raise it."""
 
 
 class Server:
-    """Opens connections to one server. It is `in_doubt` when it is another one now, or answers as
-    if it were; `on_doubt` is called then. Only who opens with `renews` ends the doubt."""
+    """Opens connections to one server. The server is `in_doubt` from when another process answers,
+    or an answer shows that data is lost, until `open(renews=True)` has rebuilt the data; `on_doubt`
+    is called when the doubt begins."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        """`timeout_s`: to connect, and for each answer. StoreUnsuitable: no URL for Redis."""
+        """`timeout_s` limits connecting and each reply. StoreUnsuitable: the URL is not one for
+        Redis."""
         self.url = redacted(url)
         self.run_id = ""
         self.in_doubt = False
         self._renew: Renew | None = None
         self._on_doubt: Callable[[], None] = lambda: None
         self._lost: BlockStoreError | None = None
-        ours = {  # what this file relies on, whatever the URL says
+        ours = {  # options on which this file relies; they override those in the URL
             "protocol": 2,
             "retry": Retry(NoBackoff(), 0),
             "socket_timeout": timeout_s,
@@ -149,19 +152,21 @@ class Server:
             options: dict[str, Any] = {**parse_url(url), **ours}
             self._connections = ConnectionPool(**options)
             self._new_connection()
-        except (ValueError, TypeError) as exc:  # TypeError: an option that is none
+        except (ValueError, TypeError) as exc:  # TypeError: an unknown option
             raise StoreUnsuitable(f"{self.url}: {exc}") from exc
 
     def renewed_by(self, renew: Renew, on_doubt: Callable[[], None] = lambda: None) -> None:
-        """Follow the server from loss to loss."""
+        """Rebuild lost data with `renew` from now on, instead of raising StoreLost."""
         self._renew = renew
         self._on_doubt = on_doubt
 
     async def open(self, renews: bool = False) -> AbstractConnection:
-        """A new connection, the caller's to disconnect.
+        """Return a new connection, which the caller disconnects.
 
-        StoreLost: another server answers. StoreUnavailable: nobody does, or the server is in doubt.
-        StoreUnsuitable: as it says.
+        With `renews`, rebuild lost data first. StoreLost: the server has lost its data, and there
+        is no `renew`. StoreUnavailable: the server does not answer, or is in doubt and not yet
+        rebuilt. StoreUnsuitable: for example, the server refuses the password. Other errors are
+        those of `renew`.
         """
         self.check()
         with translated(self.url):
@@ -180,7 +185,7 @@ class Server:
         return connection
 
     def doubt(self) -> None:
-        """The server does not know what it should; the next who opens with `renews` sees to it."""
+        """Record that the server has lost data; the next `open(renews=True)` rebuilds it."""
         if not self.in_doubt and self._lost is None:
             self.in_doubt = True
             self._on_doubt()
@@ -204,33 +209,35 @@ class Server:
         self.run_id, self.in_doubt = run_id, False
 
     def _new_connection(self) -> AbstractConnection:
-        """Not connected yet."""
+        """Return a connection object that is not connected yet."""
         connection: AbstractConnection = self._connections.make_connection()  # type: ignore[no-untyped-call]
         return connection
 
     def lose(self, reason: str) -> BlockStoreError:
-        """Remember that what the server knew is gone; from now on `check` raises."""
+        """End the store because the server has lost its data, and return the error to raise; from
+        now on `check` raises it, too."""
         return self._end(StoreLost(f"{self.url} lost the block store: {reason}"))
 
     def _end(self, error: BlockStoreError) -> BlockStoreError:
-        """Nothing is in doubt any more, and nobody tries to renew what has ended."""
+        """End the store with its first fatal error. The doubt ends, so that nothing renews it."""
         self._lost, self.in_doubt = self._lost or error, False
         return self._lost
 
     def check(self) -> None:
-        """Raise StoreLost when the store has been lost, or why it could not be renewed."""
+        """Raise the error that ended the store, if any: StoreLost, or why it could not be
+        renewed."""
         if self._lost is not None:
             raise type(self._lost)(*self._lost.args)
 
 
 async def ask(connection: AbstractConnection, *command: Argument) -> Any:
-    """Send one command on an open connection and read its reply; raises what redis-py raises."""
+    """Send one command on an open connection and return its reply; raises redis-py's exceptions."""
     await connection.send_command(*command)
     return await connection.read_response()
 
 
 async def read_reply(connection: AbstractConnection) -> Any:
-    """The next reply; an error reply is returned, a broken connection raised."""
+    """Return the next reply; an error reply is returned, too. A broken connection raises."""
     try:
         return await connection.read_response()
     except ResponseError as error:

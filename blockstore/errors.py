@@ -4,16 +4,16 @@ BlockStoreError
 ├── StoreUnavailable      no answer from the server within the limit
 ├── StoreLost             the server lost its data (another run_id, or the pool is unknown to it)
 │   └── PoolGone          and the pool's content is gone too: nothing to recover
-├── StoreUnsuitable       the server is too old, evicts keys, or lacks functions
-└── LedgerError           the ledger refused; carries its code and numbers
+├── StoreUnsuitable       the server is too old, evicts keys, or has other functions of this name
+└── LedgerError           the ledger refused an operation; has a code and numbers
     ├── PoolExists  UnknownPool  UnknownWorker
-    ├── Recovering            the ledger was lost, and is not whole again yet
+    ├── Recovering        the ledger was lost, and its recovery is not over
     ├── GeometryMismatch  FingerprintMismatch
     ├── WorkerFenced      a fenced worker may only release
-    ├── WorkerNotEmpty    a worker that leaves still holds or waits
-    ├── OutOfBlocks       needed > available; the caller of allocate is a waiter now
+    ├── WorkerNotEmpty    a worker that leaves still has holders or waits
+    ├── OutOfBlocks       needed > available; after `allocate` the holder is a waiter
     ├── MustWait          an earlier request waits
-    ├── StaleHolder       released, or at another epoch
+    ├── StaleHolder       the holder was released, or is at another epoch
     ├── NotHeld           a block is not held by this holder, or already carries another hash
     └── InvalidArgument   an argument can never be right: out of range, malformed, named twice
 """
@@ -30,20 +30,19 @@ class StoreUnavailable(BlockStoreError):
 
 
 class StoreLost(BlockStoreError):
-    """The server answers, but it is not the one that knew this pool."""
+    """The server answers, but has lost its data."""
 
 
 class PoolGone(StoreLost):
-    """Neither the server nor anybody else knows what the pool held."""
+    """The server has lost the ledger, and the pool's content is gone, too."""
 
 
 class StoreUnsuitable(BlockStoreError):
-    """The server cannot carry a block store."""
+    """The server cannot hold a block store."""
 
 
 class LedgerError(BlockStoreError):
-    """The ledger refused an operation; `code` is what the server's functions answer, before its
-    numbers."""
+    """The ledger refused an operation; `code` begins the error reply of the server's functions."""
 
     code: ClassVar[str]
 
@@ -81,7 +80,7 @@ class WorkerNotEmpty(LedgerError):
 
 
 class OutOfBlocks(LedgerError):
-    """`needed` new blocks were asked for, `available` could be had."""
+    """The call needs `needed` new blocks; only `available` can be allocated."""
 
     code = "OUT_OF_BLOCKS"
 
@@ -112,5 +111,5 @@ def _leaves(cls: type[LedgerError]) -> list[type[LedgerError]]:
 
 
 BY_CODE: dict[str, type[LedgerError]] = {error.code: error for error in _leaves(LedgerError)}
-"""What a function's error reply `CODE numbers` means; a test knows that every code in functions/ is
-here."""
+"""The error for the code in a function's error reply `CODE numbers`; a test checks that every code
+in functions/ is here."""

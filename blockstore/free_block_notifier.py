@@ -1,4 +1,4 @@
-"""Waiting until blocks are freed: one subscription connection for all waiters of a store."""
+"""Waits until blocks are freed, with one subscription connection for all waiters of a store."""
 
 import asyncio
 import contextlib
@@ -17,9 +17,9 @@ RECONNECT_S = 0.05
 
 
 class FreeBlockNotifier:
-    """Wakes who waits on a channel when something is announced there.
+    """Ends the waits on a channel when a message arrives there.
 
-    Also when the subscription begins or begins again: what was announced before went unheard.
+    A new subscription ends the waits of its channel, too: a message before it may have been missed.
     """
 
     def __init__(self, server: Server) -> None:
@@ -32,8 +32,9 @@ class FreeBlockNotifier:
     async def wait(
         self, channel: str, timeout_s: float, require: Callable[[], Awaitable[None]]
     ) -> None:
-        """Return when something is announced, or after the timeout. `require` is checked while
-        already listening. Raises what it raises, StoreLost, StoreUnsuitable."""
+        """Return after a message on `channel` or after the timeout. `require` runs when the wait is
+        registered already, so that a message during it is not missed. Raises the errors of
+        `require`, StoreLost, StoreUnsuitable."""
         self._check()
         announced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[channel].add(announced)
@@ -52,34 +53,35 @@ class FreeBlockNotifier:
             await end(self._task)
 
     def _check(self) -> None:
-        """Raise why nobody listens any more."""
+        """Raise the error that ended the store or the listening task, if any."""
         self._server.check()
         if self._task is not None and self._task.done():
             self._task.result()
 
     async def _subscribe(self, channel: str) -> None:
-        """Unless it is; a new connection subscribes by itself to everything that is waited for."""
+        """Subscribe to the channel, if that is not done. A new connection subscribes to the
+        channels of all waits by itself."""
         if self._task is None:
             self._task = asyncio.create_task(self._listen(), name="blockstore-rooms")
         elif self._connection is not None and channel not in self._subscribed:
             self._subscribed.add(channel)
-            with contextlib.suppress(RedisError):  # the listener finds it broken too
+            with contextlib.suppress(RedisError):  # a broken connection; `_follow` notices it, too
                 await self._connection.send_command("SUBSCRIBE", channel)
 
     async def _listen(self) -> None:
-        """Until closed, or the store is lost."""
+        """Keep a subscription connection open until closed, or until the store has ended."""
         while True:
             try:
                 await self._follow(await self._server.open())
             except StoreUnavailable:
                 await asyncio.sleep(RECONNECT_S)
-            except BlockStoreError:  # every `wait` that wakes now finds out why
+            except BlockStoreError:  # every `wait` that wakes now raises it
                 for channel in self._waiting:
                     self._wake(channel)
                 raise
 
     async def _follow(self, connection: AbstractConnection) -> None:
-        """Pass on announcements until the connection breaks, which raises StoreUnavailable."""
+        """End waits as messages arrive. StoreUnavailable: the connection broke."""
         self._connection, self._subscribed = connection, set(self._waiting)
         try:
             with translated(self._server.url):

@@ -1,8 +1,8 @@
 """Prefix hashes: chained xxh3-128 over (parent hash, the block's token ids).
 
-A chain is rooted in what must never be shared across: the pool's fingerprint, the deployment's
-secret and the request's cache salt. xxh3 is fast and no MAC: that a block really holds the tokens
-which its hash promises is checked against the block's stamp, never concluded from the hash.
+A chain is rooted in the pool's fingerprint, the deployment's secret and the request's cache salt:
+requests that differ in one of them share no blocks. xxh3 is fast, but it is no MAC: Quire compares
+a block's token ids with those in the block's stamp, and never relies on the hash alone.
 """
 
 import hashlib
@@ -17,10 +17,11 @@ _TOKEN_ID_BYTES = 4
 
 
 def root_hash(fingerprint: str, secret: bytes, cache_salt: str) -> PrefixHash:
-    """Parent of a sequence's first block: 16 bytes.
+    """Return the parent hash of a sequence's first block: 16 bytes.
 
-    Every part goes in behind its length, so that ("ab", "c") and ("a", "bc") differ. Of the secret
-    only 64 derived bits do: the secret itself must not be open to guessing through a fast hash.
+    Every part is hashed behind its length, so that ("ab", "c") and ("a", "bc") differ. Only 64 bits
+    derived from the secret are hashed, so that nobody can find the secret itself by guessing with a
+    fast hash.
     """
     derived = hashlib.blake2b(secret, digest_size=8, person=b"quire-prefix").digest()
     parts = (fingerprint.encode(), derived, cache_salt.encode())
@@ -28,7 +29,7 @@ def root_hash(fingerprint: str, secret: bytes, cache_salt: str) -> PrefixHash:
 
 
 def next_hash(parent: PrefixHash, token_ids: Sequence[int]) -> PrefixHash:
-    """Hash of the block that follows `parent` and holds `token_ids` (one whole block of them).
+    """Return the hash of the block that follows `parent` and contains `token_ids`, a full block.
 
     ValueError: a token id is not in [0, 2**32).
     """
@@ -38,7 +39,7 @@ def next_hash(parent: PrefixHash, token_ids: Sequence[int]) -> PrefixHash:
 def prefix_hashes(
     root: PrefixHash, token_ids: Sequence[int], block_size: int
 ) -> tuple[PrefixHash, ...]:
-    """Hashes of the full blocks of `token_ids`: len(token_ids) // block_size of them, in order.
+    """Return the hashes of the full blocks of `token_ids`, in order: len(token_ids) // block_size.
 
     ValueError: a token id is not in [0, 2**32).
     """
@@ -51,7 +52,7 @@ def prefix_hashes(
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:
-    """Little-endian uint32, whatever the machine."""
+    """Return the token ids as uint32, little-endian on every machine."""
     try:
         return struct.pack(f"<{len(token_ids)}I", *token_ids)
     except struct.error as exc:

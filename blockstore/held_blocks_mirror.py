@@ -1,10 +1,10 @@
-"""What a worker holds and waits for, by what the store has answered it: what it tells a server that
-has lost everything.
+"""A store client's record of the holders and waits of its worker. In a recovery, the client reports
+them to the server that has lost the ledger.
 
-Kept by the store's client, in the order of the replies: a call without an answer is not in here,
-and is sent again after the recovery, to the new ledger. New blocks are marked as their holder's in
-the same moment: a recovery that hears of a holder never takes what its blocks held before for what
-they hold.
+The record follows the server's replies, in their order. A call without a reply is not in the record
+yet; the client sends it again after the recovery, to the new ledger. Each update also marks new
+blocks in their stamps as owned by their holder. So a recovery that gets a holder's report never
+mistakes the old content of the holder's blocks for their current one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ class _Holder:
 
 
 class HeldBlocksMirror:
-    """One worker on one pool."""
+    """Records the holders and waits of one worker on one pool."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class HeldBlocksMirror:
         self._waits: dict[str, Wait] = {}
 
     def told(self) -> tuple[list[Asserted], list[Wait]]:
-        """All of it."""
+        """Return all holders and waits, as arguments for `BlockStore.reassert`."""
         holders = [
             Asserted(
                 holder_id,
@@ -57,7 +57,7 @@ class HeldBlocksMirror:
         ]
         return holders, list(self._waits.values())
 
-    # What answers mean; `reply` is the server's, or an error
+    # One method for each operation; `reply` is the server's reply, or an error
 
     def allocated(self, worker_id: str, holder_id: str, order: int, reply: Any) -> None:
         if worker_id != self.worker_id:
@@ -115,11 +115,11 @@ class HeldBlocksMirror:
             self._waits[holder_id] = Wait(holder_id, holder.order, epoch)
 
     def _went_stale(self, holder_id: str, epoch: int, error: Exception) -> None:
-        """Somebody else has claimed it, or it was ended."""
+        """Forget a holder after StaleHolder: another worker claimed it, or it was released."""
         holder = self._holders.get(holder_id)
         if isinstance(error, StaleHolder) and holder and holder.epoch == epoch:
             del self._holders[holder_id]
 
 
 def _own_nothing(holder_id: str, block_ids: Sequence[int]) -> None:
-    """Of a worker that writes into no blocks."""
+    """The `own` of a worker that writes into no blocks."""

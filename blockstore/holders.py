@@ -1,4 +1,4 @@
-"""Who holds blocks of a pool, and who has held some."""
+"""The holders of a pool's blocks, and the tombstones of released ones."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +11,9 @@ from blockstore.store import TOMBSTONE_S
 
 @dataclass(slots=True)
 class Holder:
-    """`acquired`: every block it ever got, in order; `held`: those that it has not given back.
-    `runs`: how many hashes of each branch were found at its allocation."""
+    """A holder and its blocks. `acquired`: every block that the holder ever got, in order; `held`:
+    those that it has not given back. `runs`: the number of hashes of each branch that were found in
+    the prefix index at the allocation."""
 
     holder_id: str
     worker_id: str
@@ -28,7 +29,7 @@ class Holder:
         return self.order, self.holder_id
 
     def require(self, epoch: int) -> None:
-        """StaleHolder."""
+        """StaleHolder: the holder is at another epoch."""
         if self.epoch != epoch:
             raise StaleHolder(f"{self.holder_id} is at epoch {self.epoch}, not {epoch}")
 
@@ -53,21 +54,21 @@ class Holder:
 
 
 class Holders(dict[str, Holder]):
-    """By id."""
+    """The holders of a pool by id."""
 
     def require(self, holder_id: str) -> Holder:
-        """StaleHolder."""
+        """Return a holder. StaleHolder: there is none with this id."""
         if holder_id not in self:
             raise StaleHolder(f"{holder_id} holds nothing")
         return self[holder_id]
 
     def of(self, worker_id: str) -> list[Holder]:
-        """In order."""
+        """Return a worker's holders, in order."""
         own = [holder for holder in self.values() if holder.worker_id == worker_id]
         return sorted(own, key=lambda holder: holder.place)
 
     def order_of(self, holder_id: str) -> int:
-        """0 for who is not there."""
+        """Return the holder's order, or 0 if there is no such holder."""
         return self[holder_id].order if holder_id in self else 0
 
     def copy(self) -> "Holders":
@@ -76,7 +77,7 @@ class Holders(dict[str, Holder]):
 
 @dataclass(slots=True)
 class Tombstones:
-    """What was ended (id -> last epoch) and is remembered for `TOMBSTONE_S`."""
+    """Remembers released holders or reaped workers (id -> last epoch) for `TOMBSTONE_S`."""
 
     clock: Callable[[], float]
     epochs: dict[str, int] = field(default_factory=dict)
@@ -84,7 +85,7 @@ class Tombstones:
 
     def bury(self, key: str, epoch: int = 0) -> None:
         self._forget_old()
-        self._until.pop(key, None)  # the oldest stay in front
+        self._until.pop(key, None)  # keep `_until` in order of age
         self._until[key] = self.clock() + TOMBSTONE_S
         self.epochs[key] = epoch
 

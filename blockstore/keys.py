@@ -1,5 +1,5 @@
-"""Names of the keys that Python touches; those of the functions stand at the head of
-functions/*.lua, and all derive from `pool_tag`."""
+"""Names of the keys that Python code uses. functions/10_keys.lua lists the keys of the functions;
+all keys of a pool begin with its `pool_tag`."""
 
 MEMBERS = "{quire}:members"
 ARRIVALS = "{quire}:arrivals"
@@ -12,15 +12,16 @@ def member(member_id: str) -> str:
 
 
 def pool_tag(pool_id: str) -> str:
-    """KEYS[1] of every function: what places all of a pool's keys on one node of a cluster."""
+    """KEYS[1] of every function; as a hash tag, it puts all of a pool's keys on one cluster
+    node."""
     return f"{{{pool_id}}}"
 
 
 def pool_header(pool_id: str) -> str:
-    """Is there as long as the pool is."""
+    """The key of the pool's header, which exists as long as the pool does."""
     return f"{pool_tag(pool_id)}:pool"
 
 
 def room_channel(pool_id: str) -> str:
-    """Where a pool's functions announce freed blocks."""
+    """The channel on which a pool's functions announce freed blocks and ended waits."""
     return f"{pool_tag(pool_id)}:room"

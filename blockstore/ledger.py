@@ -1,9 +1,9 @@
-"""The ledger of one pool: who holds which block, and which block holds which prefix.
+"""The ledger of one pool in memory: its holders, blocks, prefix index and waiters.
 
-The model in plain, synchronous Python of what `blockstore.store` promises: `MemoryStore` serves it,
-the explorer copies it and walks through all its states. Every method checks everything before it
-changes anything, so that an error leaves the ledger as it was (but for the waiter that a refused
-`allocate` leaves behind).
+The ledger implements the contract of `blockstore.store` in plain, synchronous Python. `MemoryStore`
+keeps one for each pool; the explorer in tests/model_checking copies it to visit all its states.
+Every method checks everything before it changes anything, so that an error leaves the ledger as it
+was (except for the waiter that a refused `allocate` leaves).
 """
 
 import copy
@@ -43,10 +43,11 @@ from blockstore.waiters import Waiter, Waiters
 
 
 class Ledger:
-    """One pool. Methods are those of `BlockStore` without their pool_id; so are their errors.
+    """The ledger of one pool. The methods and their errors are those of `BlockStore`, without the
+    pool_id.
 
-    `clock` counts seconds from anywhere; it only ages tombstones. `missing`: workers of a pool
-    whose ledger was lost; None when this is its first.
+    `clock` returns seconds from any start; only the age of tombstones depends on it. `missing`: the
+    workers of a pool whose ledger was lost; None: the pool is new.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Ledger:
         self.workers = dict.fromkeys(missing or (), False)  # worker -> fenced
         self.holders = Holders()
         self.waiters = Waiters()
-        self.demands: set[str] = set()  # holders that must give way
+        self.demands: set[str] = set()  # holders to preempt
         self.released = Tombstones(clock)
         self.reaped = Tombstones(clock)
         self.num_prefix_queries = 0
@@ -87,7 +88,7 @@ class Ledger:
         self.waiters.end_of(worker_id)
         if worker_id in self.rebuilding.missing:
             self.rebuilding.missing.remove(worker_id)
-            self.rebuilding.top = self.spec.num_blocks  # no stamp may go unseen
+            self.rebuilding.top = self.spec.num_blocks  # restore needs the stamps of all blocks
             self.holders[QUARANTINE + worker_id] = quarantine_of(worker_id)
 
     def leave(self, worker_id: str) -> None:
@@ -311,7 +312,7 @@ class Ledger:
         return self.blocks.num_free if self.rebuilding.is_over else len(self.blocks.returned)
 
     def copy(self) -> Self:
-        """An independent ledger in the same state."""
+        """Return an independent ledger in the same state."""
         twin = copy.copy(self)
         own = (
             "blocks",
@@ -328,7 +329,8 @@ class Ledger:
         return twin
 
     def snapshot(self) -> Hashable:
-        """Equal for two ledgers that will answer everything alike (while no tombstone expires)."""
+        """Return a value that is equal for two ledgers if they give the same answers to all
+        operations (while no tombstone expires)."""
         return (
             self.blocks.snapshot(),
             frozenset(holder.snapshot() for holder in self.holders.values()),
@@ -374,7 +376,7 @@ class Ledger:
         del self.waiters[holder_id]
 
     def _admit(self, holder: Holder, hits: Sequence[int], num_blocks: int) -> None:
-        self.blocks.share(hits)  # first, so that the new ones do not evict them
+        self.blocks.share(hits)  # first, so that `take` does not evict them
         holder.acquire(hits)
         holder.acquire(self.blocks.take(num_blocks - len(hits)))
         self.holders[holder.holder_id] = holder
@@ -391,15 +393,16 @@ class Ledger:
 
     def _demand_one(self) -> None:
         if any(not self.workers[self.holders[h].worker_id] for h in self.demands):
-            return  # somebody is about to give way already
+            return  # a demand is outstanding
         last = self._last_in_order()
         if last is not None:
             self.demands.add(last.holder_id)
 
-    # Ends
+    # Release
 
     def _drop(self, holder: Holder, block_ids: set[int]) -> None:
-        """From the last acquired to the first, so that tails are evicted before heads."""
+        """Drop blocks from the last acquired to the first, so that tails are evicted before
+        heads."""
         for block_id in reversed(holder.acquired):
             if block_id not in block_ids or block_id not in holder.held:
                 continue
@@ -412,7 +415,7 @@ class Ledger:
         del self.holders[holder.holder_id]
         self.released.bury(holder.holder_id, holder.epoch)
 
-    # Who
+    # Demands
 
     def _demands_of(self, worker_id: str) -> tuple[str, ...]:
         own = self.holders.of(worker_id)

@@ -1,5 +1,5 @@
-"""The library of functions in the server: its text, and loading it without ever replacing
-another."""
+"""The function library in the server: builds its text and loads it. A library with the same name
+and another text is never replaced."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,13 +16,13 @@ FUNCTIONS = Path(__file__).parent / "functions"
 
 
 def library_text(name: str = FUNCTION_LIBRARY) -> str:
-    """All files of functions/ in the order of their names, as one library."""
+    """Return all files of functions/, in the order of their names, as one library."""
     files = sorted(FUNCTIONS.glob("*.lua"))
     return "\n".join([f"#!lua name={name}", *(file.read_text() for file in files)])
 
 
 async def vet(server: Server) -> None:
-    """Connect for the first time and refuse a server that cannot carry the store."""
+    """Make the first connection. StoreUnsuitable: the server cannot hold a block store."""
     connection = await server.open()
     try:
         await _vet(server.url, connection)
@@ -31,8 +31,8 @@ async def vet(server: Server) -> None:
 
 
 async def install(server: Server) -> None:
-    """`vet`, and load the library unless it is there. StoreUnsuitable: another text has its
-    name."""
+    """Make the first connection and load the library unless the server has it. StoreUnsuitable:
+    the server cannot hold a block store, or has a library with this name and another text."""
     connection = await server.open()
     try:
         await _vet(server.url, connection)
@@ -52,11 +52,11 @@ async def _vet(url: str, connection: AbstractConnection) -> None:
 
 async def _load(url: str, connection: AbstractConnection) -> None:
     text = library_text()
-    while (loaded := await _loaded_text(connection)) is None:  # or gone again: FUNCTION FLUSH
+    while (loaded := await _loaded_text(connection)) is None:  # again after a FUNCTION FLUSH
         try:
             await ask(connection, "FUNCTION", "LOAD", text)
         except ResponseError as error:
-            if "already exists" not in str(error):  # somebody else was faster
+            if "already exists" not in str(error):  # another process loaded it first
                 raise
     if loaded != text.encode():
         raise StoreUnsuitable(

@@ -7,8 +7,8 @@ from blockstore.registry import Member
 
 
 class MemoryRegistry:
-    """Members and arrivals of one process. `clock` counts seconds from anywhere; members run out,
-    and requests arrive, by it."""
+    """Keeps members and arrivals in one process. `clock` returns seconds from any start; expiry of
+    members and arrivals follow it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,6 +1,6 @@
-"""`BlockStore` in plain Python: a `Ledger` per pool, in one process.
+"""`BlockStore` in plain Python: one `Ledger` for each pool, in one process.
 
-The fake of the unit tests and the model that the property tests compare the server with.
+The unit tests use it as a fake; the property tests compare the server with it.
 """
 
 import asyncio
@@ -31,7 +31,8 @@ from blockstore.store import Own, Recovery
 
 
 class MemoryStore:
-    """All pools of one process. `clock` counts seconds from anywhere; it only ages tombstones."""
+    """Keeps all pools of one process. `clock` returns seconds from any start; only the age of
+    tombstones depends on it."""
 
     def __init__(
         self,
@@ -41,8 +42,8 @@ class MemoryStore:
         self._clock = clock
         self._make_ledger = make_ledger
         self._ledgers: dict[str, Ledger] = {}
-        self._owns: dict[tuple[str, str], Own] = {}  # of (pool, worker)
-        self._room: dict[str, asyncio.Event] = {}  # pool -> set when its blocks were freed
+        self._owns: dict[tuple[str, str], Own] = {}  # by (pool, worker)
+        self._room: dict[str, asyncio.Event] = {}  # by pool; set when blocks are freed
 
     async def register_pool(self, spec: PoolSpec) -> None:
         check_pool_id(spec.pool_id)
@@ -191,7 +192,7 @@ class MemoryStore:
             own(holder_id, block_ids)
 
     def ledger(self, pool_id: str) -> Ledger:
-        """The pool's ledger itself, to look at. UnknownPool."""
+        """Return the pool's ledger. UnknownPool."""
         check_pool_id(pool_id)
         try:
             return self._ledgers[pool_id]
@@ -200,7 +201,7 @@ class MemoryStore:
 
     @contextmanager
     def _freeing(self, pool_id: str) -> Iterator[Ledger]:
-        """The pool's ledger; whoever waits for room is woken when blocks were freed."""
+        """Give the pool's ledger, and end the waits for room if the context freed blocks."""
         ledger = self.ledger(pool_id)
         num_freed_before = ledger.blocks.num_freed
         yield ledger

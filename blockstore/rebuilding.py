@@ -1,7 +1,7 @@
-"""A ledger that is being rebuilt from what others know of it, since the server lost it.
+"""The recovery of a ledger that the server lost.
 
-The workers say what they hold, the stamps what is in the blocks. What neither accounts for may
-still be written by a worker that is stuck: it stays with that worker, in quarantine.
+The workers report what they hold; the stamps say what the blocks contain. A stuck worker makes no
+report, and may still write private blocks: its quarantine holds them.
 
 See ADR 58.
 """
@@ -18,8 +18,8 @@ from blockstore.store import QUARANTINE
 
 
 class Rebuilding:
-    """`missing`: workers that have not said yet what they hold. `top`: blocks below it have to be
-    accounted for. `is_over`: all blocks are accounted for."""
+    """Tracks the progress of a recovery. `missing`: workers that have not reported yet what they
+    hold. `top`: blocks below it have to be accounted for. `is_over`: no recovery is in progress."""
 
     def __init__(self, missing: Iterable[str] = (), is_over: bool = True) -> None:
         self.missing = set(missing)
@@ -27,22 +27,23 @@ class Rebuilding:
         self.is_over = is_over
 
     def require_over(self) -> None:
-        """Recovering."""
+        """Recovering: a recovery is in progress."""
         if not self.is_over:
             raise Recovering("the pool is recovering: nothing changes until it is whole")
 
     def require_heard(self, worker_id: str) -> None:
-        """Recovering."""
+        """Recovering: the worker is missing."""
         if worker_id in self.missing:
             raise Recovering(f"{worker_id} has not said what it holds")
 
     def require_all_heard(self) -> None:
-        """Recovering."""
+        """Recovering: a worker is missing."""
         if self.missing:
             raise Recovering(f"missing are {', '.join(sorted(self.missing))}")
 
     def enter(self, known: Holder | None, asserted: Asserted, worker_id: str) -> Holder | None:
-        """The holder that `asserted` makes; None where `known` is at its epoch or a higher one."""
+        """Return the holder that `asserted` describes, or None if `known`, an earlier report of the
+        same holder, has the same epoch or a higher one."""
         if known is not None and known.epoch >= asserted.epoch:
             return None
         holder = Holder(asserted.holder_id, worker_id, asserted.order, asserted.num_cached_blocks)
@@ -55,7 +56,8 @@ class Rebuilding:
     def restore(
         self, blocks: Blocks, quarantines: Sequence[Holder], first: int, contents: Sequence[Content]
     ) -> None:
-        """Account for those of the blocks from `first` on that are not. Recovering: a gap."""
+        """Account for the blocks from `first` on, unless that is done. Recovering: blocks before
+        `first` are not accounted for."""
         if first > blocks.next_unused:
             raise Recovering(f"blocks from {blocks.next_unused} on are not accounted for")
         for content in contents[blocks.next_unused - first :]:
@@ -66,7 +68,7 @@ class Rebuilding:
             blocks.restore(content)
 
     def end(self, blocks: Blocks) -> None:
-        """Recovering: somebody holds a block that is not accounted for."""
+        """End the recovery. Recovering: a block that may be held is not accounted for."""
         if blocks.next_unused < self.top:
             raise Recovering(f"blocks {blocks.next_unused} to {self.top - 1} may be held")
         self.is_over = True
@@ -74,7 +76,7 @@ class Rebuilding:
         blocks.ranks = {}
 
     def copy(self) -> Self:
-        """Itself once it is over: then nothing in it changes any more."""
+        """Return a copy, or the object itself when the recovery is over: it cannot change then."""
         if self.is_over:
             return self
         twin = copy.copy(self)
@@ -86,7 +88,8 @@ class Rebuilding:
 
 
 def quarantine_of(worker_id: str) -> Holder:
-    """At rest, and first in order, so that it is nobody's victim. It gets blocks by `restore`."""
+    """Return the quarantine of a fenced worker: detached, and first in order. `restore` gives it
+    its blocks."""
     quarantine = Holder(QUARANTINE + worker_id, worker_id, order=0, num_cached_blocks=0)
     quarantine.epoch = 2
     return quarantine

@@ -1,4 +1,4 @@
-"""What the block store (`blockstore.store`) is told and what it answers."""
+"""Data types of the block store's arguments and answers (`blockstore.store`)."""
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ PrefixHash = bytes
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """What a pool is; the same for everyone who joins it.
+    """The identity and geometry of a pool; all workers that join it have the same ones.
 
-    `watermark_blocks` must stay free when `allocate` admits a request to a pool on which something
-    is held.
+    `allocate` leaves `watermark_blocks` available when it admits a request, unless no block of the
+    pool is held.
     """
 
     pool_id: str
@@ -27,8 +27,8 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """`block_ids[:num_cached_blocks]` were found in the prefix index and are shared, the rest are
-    new. `runs`: how many hashes of each branch were found."""
+    """The answer to `allocate`. `block_ids[:num_cached_blocks]` were found in the prefix index and
+    are shared, the rest are new. `runs`: the number of hashes of each branch that were found."""
 
     holder_id: str
     epoch: int
@@ -39,7 +39,7 @@ class Allocation:
     def cached(
         self, hashes: Sequence[PrefixHash], branches: Sequence[Sequence[PrefixHash]] = ()
     ) -> dict[PrefixHash, int]:
-        """What was found of what was asked for: a block for each hash."""
+        """Return the block of each hash that was found; the arguments are those of `allocate`."""
         runs = (branch[:run] for branch, run in zip(branches, self.runs, strict=False))
         found = dict.fromkeys(chain(hashes[: self.num_cached_blocks], *runs))
         return dict(zip(found, self.block_ids, strict=False))
@@ -47,8 +47,8 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Bring `holder_id` to `total` blocks ever acquired; the answer starts at acquisition number
-    `have`."""
+    """A request to give a holder new blocks until it has acquired `total` in all; the answer starts
+    at acquisition number `have`."""
 
     holder_id: str
     epoch: int
@@ -58,8 +58,8 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """Answer to one `Growth`. `error` is None, "OUT_OF_BLOCKS" or "STALE_HOLDER"; with an error,
-    `block_ids` is empty."""
+    """The answer to one `Growth`. `error` is None, "OUT_OF_BLOCKS" or "STALE_HOLDER"; with an
+    error, `block_ids` is empty."""
 
     holder_id: str
     block_ids: tuple[int, ...]
@@ -68,7 +68,7 @@ class Grown:
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """`demands`: holders of the asking worker that must give way (be detached and released) so that
+    """The answer to `extend`. `demands`: holders that the asking worker must preempt, so that
     others can grow."""
 
     grown: tuple[Grown, ...]
@@ -77,8 +77,8 @@ class Extension:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A holder as whoever takes it over gets it. `num_acquired`: blocks that it ever got;
-    `block_ids`: those of them that it holds, as acquired."""
+    """The answer to `claim`. `num_acquired`: the number of blocks that the holder ever got;
+    `block_ids`: the blocks that it holds now, in order of acquisition."""
 
     epoch: int
     num_acquired: int
@@ -86,7 +86,8 @@ class Claim:
 
     @classmethod
     def of(cls, epoch: int, acquired: Sequence[int], held: Set[int]) -> "Claim":
-        """A block that was given back and acquired again counts as acquired last."""
+        """Make a claim. A block that the holder gave back and acquired again is listed at its last
+        acquisition."""
         latest = dict.fromkeys(reversed(acquired))
         block_ids = tuple(block_id for block_id in reversed(latest) if block_id in held)
         return cls(epoch, len(acquired), block_ids)
@@ -100,7 +101,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class HolderInfo:
-    """`num_blocks`: those that it holds now, without what it gave back."""
+    """A holder in answers of the store. `num_blocks`: the number of blocks that it holds now."""
 
     holder_id: str
     epoch: int
@@ -111,8 +112,8 @@ class HolderInfo:
 
 @dataclass(frozen=True, slots=True)
 class Asserted:
-    """A holder as its worker knows it. `block_ids`: every block that it ever got, as acquired;
-    `given_back`: those of them that it does not hold any more."""
+    """A holder as its worker reports it in a recovery. `block_ids`: every block that it ever got,
+    in order of acquisition; `given_back`: those that it no longer holds."""
 
     holder_id: str
     epoch: int
@@ -124,8 +125,8 @@ class Asserted:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A wait as its worker knows it. `released_epoch`: of one that gave way and comes back, its
-    holder's last; else 0."""
+    """A wait as its worker reports it in a recovery. `released_epoch`: for a returning waiter, the
+    last epoch of its released holder; otherwise 0."""
 
     holder_id: str
     order: int
@@ -134,9 +135,9 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a block's stamp says: finished KV of `prefix_hash`, or that somebody wrote there
-    (`private`), or neither: it was never used. Finished ones are evicted lowest `rank` first;
-    ranks are distinct, and below the pool's number of blocks."""
+    """What a block's stamp says: the block has finished KV of `prefix_hash`, or a holder may have
+    written into it (`private`), or neither: it was never used. Finished blocks are evicted in order
+    of `rank`, lowest first; ranks are distinct, and less than the pool's number of blocks."""
 
     prefix_hash: PrefixHash | None = None
     private: bool = False
@@ -145,11 +146,11 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """O(1) counters; num_free + num_cached + num_held == spec.num_blocks, but while the pool is
-    recovering: then num_free counts free blocks that are accounted for.
+    """Counters of a pool, read in O(1). num_free + num_cached + num_held == spec.num_blocks, except
+    while the pool is recovering: then num_free counts only free blocks that are accounted for.
 
     `num_prefix_queries` and `num_prefix_hits` count the hashes of allocations that were served.
-    `ledger_epoch`: 1, and one more each time that the server lost the ledger.
+    `ledger_epoch`: 1 + the number of times that the server lost the ledger.
     """
 
     spec: PoolSpec
@@ -166,15 +167,17 @@ class PoolStats:
     recovering: bool = False
     missing_worker_ids: tuple[str, ...] = ()
     num_accounted: int = 0
-    """Blocks from 0 up that are accounted for, or were used."""
+    """The number of blocks from 0 up that are accounted for or, without a recovery, were ever
+    used."""
     num_to_account: int = 0
-    """Blocks from 0 up that have to be accounted for before the pool is reopened."""
+    """The number of blocks from 0 up that have to be accounted for before the pool is reopened."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """`ledger_checked` is False when the pool kept changing under a paged recount, so that only
-    counters were checked, and while it is `recovering`, when its blocks have no places yet."""
+    """The result of an audit; each violation is a sentence with its numbers. `ledger_checked` is
+    False if the pool changed during every attempt of a paged recount, so that only its counters
+    were checked, or if the pool is `recovering`, so that not every block has a state yet."""
 
     pool_id: str
     num_blocks: int

@@ -1,4 +1,5 @@
-"""Audit of a ledger in memory: recount everything from the holders' block lists and compare."""
+"""Audits a ledger in memory: recounts references from the holders' block lists and compares them
+with counters, block states and prefix index."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from blockstore.records import AuditReport
 
 
 def audit(ledger: Ledger) -> AuditReport:
-    """Recount and compare; each violation is a sentence with its numbers."""
+    """Audit a ledger; each violation is a sentence with its numbers."""
     stats = ledger.stats()
     references = _references(ledger)
     is_whole = ledger.rebuilding.is_over
@@ -75,7 +76,8 @@ def _index(blocks: Blocks) -> Iterator[str]:
 
 
 def _people(ledger: Ledger) -> Iterator[str]:
-    """Every holder has a worker (law 3), every waiter one that may still be served."""
+    """Every holder has a registered worker (law 3), every waiter a registered one that is not
+    fenced, every demand a holder."""
     for holder in ledger.holders.values():
         if holder.worker_id not in ledger.workers:
             yield f"holder {holder.holder_id} has worker {holder.worker_id}, which is not there"

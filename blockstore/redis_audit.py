@@ -1,7 +1,7 @@
-"""Reading a pool's whole ledger out of the server, to be recounted like one in memory.
+"""Reads a pool's whole ledger from the server and audits it like a ledger in memory.
 
-A small pool is read in one atomic call. A large one is read in pages, none of which keeps the
-server busy for long; they fit together only while nothing changes the pool in between.
+A small pool is read in one atomic call. A large one is read in pages, so that no call keeps the
+server busy for long. If the pool changes between two pages, reading starts again.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from blockstore.recount import audit
 from blockstore.waiters import Waiter
 
 ATOMIC_LIMIT = 65_536
-"""Blocks of the largest pool that is read in one call."""
+"""The most blocks of a pool that is read in one call."""
 
 PAGE_LIMITS = {"blocks": 2048, "returned": 8192, "holders": 4}
-"""Entries of one page: a few milliseconds each."""
+"""The entries of one page, by part; the server needs a few milliseconds for a page."""
 
 WHOLE = ("people", "sizes")
-"""Parts that are always read in one piece."""
+"""The parts that are always read in one piece."""
 
 EVERYTHING = 2**31
 MAX_RESTARTS = 3
@@ -40,7 +40,7 @@ class Changed(Exception):
 
 @dataclass(slots=True)
 class Reading:
-    """What has been read: the answers of each part, page after page."""
+    """The ledger as read so far: the answers of each part, page after page."""
 
     version: int | None = None
     next_unused: int = 0
@@ -48,7 +48,7 @@ class Reading:
     answers: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, parts: Sequence[str], reply: list[Any]) -> None:
-        """Enter the reply to one call. Raises Changed."""
+        """Add the reply to one call. Raises Changed."""
         version, self.next_unused, recovering, *answers = reply
         self.recovering = recovering == 1
         if self.version not in (None, version):
@@ -61,7 +61,7 @@ class Reading:
 async def audit_pool(
     stats: PoolStats, read: ReadParts, atomic_limit: int = ATOMIC_LIMIT
 ) -> AuditReport:
-    """Recount the pool; `ledger_checked` is False where it kept changing."""
+    """Audit the pool; `ledger_checked` is False if the pool changed during every attempt."""
     if stats.spec.num_blocks <= atomic_limit:
         return await asyncio.to_thread(_recount, stats.spec, await _read_at_once(read))
     for _ in range(1 + MAX_RESTARTS):
@@ -145,7 +145,8 @@ def _items(flat: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _strays(blocks: Blocks, sizes: list[int]) -> Iterator[str]:
-    """Entries that no block in use leads to, found by the size of their key."""
+    """Report entries that belong to no block in use. Only their number is known: the size of a key
+    less the entries found by block."""
     found = {
         "refs": len(blocks.refs),
         "hashes": len(blocks.hash_of),

@@ -1,8 +1,8 @@
-"""How a store calls the functions in its server, and what it does when that has lost its data.
+"""Calls the functions in a store's server, and detects that the server has lost its data.
 
-Mutations go through one ordered stream, and are sent again, in order, until they are answered;
-reads have a connection of their own, and so has listening for freed blocks. When the server has
-lost its data, the stream of mutations has it brought back (`_renew`) before it sends anything else.
+Mutations go through one ordered stream, which sends them again, in order, until they are answered.
+Reads have a connection of their own, and so has the subscription to freed blocks. When the server
+has lost its data, the stream of mutations rebuilds it (`_renew`) before it sends anything else.
 """
 
 from abc import ABC, abstractmethod
@@ -20,10 +20,12 @@ from blockstore.store import FUNCTION_LIBRARY
 from blockstore.stream import CommandStream, Learn
 
 MAX_ANSWER_S = 2.0
-"""A connection that does not answer for so long is taken for broken."""
+"""A connection without an answer for this long counts as broken."""
 
 
 class RedisCalls(ABC):
+    """The part of `RedisStore` that connects, calls functions and detects a loss."""
+
     def __init__(self, url: str, server: Server, retry_for_s: float) -> None:
         """Use `connect`."""
         self._url = url
@@ -33,15 +35,15 @@ class RedisCalls(ABC):
         self._free_block_notifier = FreeBlockNotifier(server)
         self._joined: dict[
             str, list[HeldBlocksMirror]
-        ] = {}  # pools that are there, or the store is lost
+        ] = {}  # by pool; if the server does not know one of these, it has lost its data
 
     @classmethod
     async def connect(cls, url: str, *, retry_for_s: float = 5.0) -> Self:
-        """A store on redis://, rediss:// or unix://, its functions loaded.
+        """Connect to a server at redis://, rediss:// or unix://, and load the functions.
 
-        `retry_for_s`: how long an unanswered call is sent again. StoreUnavailable: nobody there.
-        StoreUnsuitable: older than Redis 7, evicting, a replica, or with other functions of this
-        name.
+        `retry_for_s`: how long an unanswered call is sent again. StoreUnavailable: the server does
+        not answer. StoreUnsuitable: it is older than Redis 7, may evict keys, is a replica, or has
+        other functions of this name.
         """
         store = await cls._on(url, retry_for_s)
         store._server.renewed_by(store._renew, store._mutations.wake)
@@ -49,14 +51,14 @@ class RedisCalls(ABC):
 
     @classmethod
     async def _on(cls, url: str, retry_for_s: float) -> Self:
-        """A store on the server that is there now, and no other."""
+        """Connect like `connect`, but without a recovery: the store ends if the server restarts."""
         server = Server(url, timeout_s=min(MAX_ANSWER_S, retry_for_s / 2))
         await install(server)
         return cls(url, server, retry_for_s)
 
     @property
     def run_id(self) -> str:
-        """The server's, of the first connection."""
+        """The server's run_id; it changes when a restarted server has been renewed."""
         return self._server.run_id
 
     async def close(self) -> None:
@@ -74,8 +76,9 @@ class RedisCalls(ABC):
         about: Collection[str] | None = None,
         learn: Callable[[HeldBlocksMirror, Any], None] | None = None,
     ) -> Any:
-        """`about`: the holders that it changes; None: the pool or a worker as a whole. `learn`:
-        what its answer means to each worker's holdings on the pool."""
+        """Call a function that changes the pool. `about`: the holders that it changes; None: the
+        pool or a worker as a whole. `learn` updates each held-blocks mirror on the pool with the
+        answer."""
 
         def learn_all(reply: object) -> None:
             for held_blocks in self._of(pool_id):
@@ -108,7 +111,8 @@ class RedisCalls(ABC):
 
     @contextmanager
     def _known(self, pool_id: str) -> Iterator[None]:
-        """StoreLost: a pool that this store registered or joined is unknown to its server."""
+        """StoreLost, instead of UnknownPool: the server does not know a pool that this store
+        registered or joined."""
         try:
             yield
         except UnknownPool as error:
@@ -120,8 +124,8 @@ class RedisCalls(ABC):
         return self._joined.get(pool_id, [])
 
     def _join(self, pool_id: str, run_id: bytes) -> None:
-        """StoreLost: the pool was made before the server was restarted, and is back from a file: an
-        old truth."""
+        """Record that this store uses the pool. StoreLost: the pool was made before the server
+        restarted; the server read an old state from a file."""
         if run_id.decode() != self.run_id:
             raise self._server.lose(f"pool {pool_id} is of before its restart")
         self._joined.setdefault(pool_id, [])
@@ -130,7 +134,8 @@ class RedisCalls(ABC):
 
     @property
     def _recoverable(self) -> bool:
-        """Whether this store's workers can tell a server what it has lost."""
+        """Whether each pool that this store uses was joined by a worker of this store, and all of
+        these workers have a `recovery`."""
         return all(
             pool and all(joined.recovery is not None for joined in pool)
             for pool in self._joined.values()
@@ -138,8 +143,8 @@ class RedisCalls(ABC):
 
     @abstractmethod
     async def _renew(self, run_id: str) -> None:
-        """Tell the server everything, and wait until all others have too. StoreUnavailable: to be
-        done again. Other errors end the store."""
+        """Report everything that this store's workers hold to the server with this run_id, and wait
+        until the pools are rebuilt. StoreUnavailable: call it again. Other errors end the store."""
 
 
 def _fcall(command: str, function: str, pool_id: str, args: Sequence[Argument]) -> Command:

@@ -1,19 +1,19 @@
 """The registry in Redis: plain keys under `{quire}`.
 
-{quire}:members         SET     ids of members, also of some whose time has run out
+{quire}:members         SET     ids of members, including some that have expired
 {quire}:member:<id>     STRING  one member, signed: HMAC-SHA256 in hex, a space, the member as JSON;
-                                expires with its time to live
+                                expires unless renewed
 {quire}:arrivals        ZSET    "arrivals" -> the last arrival: the server's clock in ms, or 1 more
-                                than the arrival before (a sorted set, since ZADD GT only ever
-                                raises it)
+                                than the arrival before (a sorted set, because ZADD GT only raises
+                                a score)
 
-A server that has lost all this is followed: members announce themselves again, and the server's
-clock is ahead of every arrival before (at less than a thousand a second).
+A server may lose all this: members announce themselves again, and the server's clock is later than
+every arrival before, unless there were a thousand a second.
 
-An entry whose signature was not made with this deployment's key is left out and reported. The
-signature covers the key's name and the whole member, its address too. It does not tell an entry of
-now from an old one that somebody has put back, so a service that connects to a member asks it for a
-proof of its own (docs/adr/0098).
+`members` leaves out and reports entries whose signature was not made with this deployment's key.
+The signature covers the key's name and the whole member, including the address. It cannot show that
+an entry is an old one that somebody restored, so a service that connects to a member also requires
+a proof from it (docs/adr/0098).
 """
 
 import asyncio
@@ -36,8 +36,8 @@ def encode(member: Member, key: bytes) -> str:
 
 
 def decode(member_id: str, entry: bytes, key: bytes) -> Member | None:
-    """A member as it was announced; None: the entry is not signed with `key`, or not as this
-    member's. Fields that a newer member has and we do not know are left out."""
+    """Return a member as it announced itself; None: the entry's signature is not that of `key` for
+    this member id. Unknown fields, which a newer version may have written, are left out."""
     signature, _, text = entry.partition(b" ")
     if not hmac.compare_digest(signature, _signature(key, member_id, text).encode()):
         return None
@@ -56,8 +56,8 @@ def _known(cls: type[Load] | type[Member], values: dict[str, Any]) -> dict[str, 
 
 
 class RedisRegistry:
-    """See `blockstore.registry.Registry`. `refused`: ids of entries that were left out of the last
-    answer of `members`; `on_refused` is called with each new one."""
+    """The registry in Redis; see `blockstore.registry.Registry`. `refused`: the ids of the entries
+    that the last call of `members` left out; `on_refused` is called with each new one."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class RedisRegistry:
         retry_for_s: float = 5.0,
         on_refused: Callable[[str], None] = lambda member_id: None,
     ) -> Self:
-        """`key` signs entries. Raises StoreUnavailable, StoreUnsuitable."""
+        """Connect; `key` signs entries. StoreUnavailable, StoreUnsuitable."""
         server = Server(url, timeout_s=min(2.0, retry_for_s / 2))
         await vet(server)
         stream = CommandStream(server, retry_for_s, renews=True)
@@ -92,7 +92,7 @@ class RedisRegistry:
 
     @property
     def run_id(self) -> str:
-        """The server's, of the first connection."""
+        """The server's run_id; it changes when the server has restarted."""
         return self._server.run_id
 
     async def announce(self, member: Member, ttl_s: float) -> None:
@@ -117,7 +117,7 @@ class RedisRegistry:
             return ()
         values = await self._stream.send("MGET", *map(keys.member, ids))
         found = dict(zip(ids, values, strict=True))
-        # One that comes back just now loses its id, and has it again with its next heartbeat.
+        # A member that renews its entry at this moment loses its id until its next heartbeat.
         if expired := [member_id for member_id, value in found.items() if value is None]:
             await self._stream.send("SREM", keys.MEMBERS, *expired)
         there = {
@@ -135,7 +135,8 @@ class RedisRegistry:
         self.refused = refused
 
     async def next_arrival(self) -> int:
-        """After a lost answer a number may be left out; none is given twice."""
+        """Return the next arrival; after a lost answer a number may be left out, but none is given
+        twice."""
         while True:
             seconds, microseconds = map(int, await self._stream.send("TIME"))
             ahead = max(1000 * seconds + microseconds // 1000, self._last_arrival)
@@ -146,11 +147,11 @@ class RedisRegistry:
             if (arrival := int(float(answer))) > ahead:
                 self._last_arrival = max(self._last_arrival, arrival)
                 return arrival
-            # The server lost the first command's effect before the second came.
+            # The server lost the first command's effect before the second one arrived.
 
     async def close(self) -> None:
         await self._stream.close()
 
 
 async def _follow(run_id: str) -> None:
-    """There is nothing to tell a new server."""
+    """Renew nothing: members announce themselves again to a server that lost its data."""

@@ -1,4 +1,4 @@
-"""What goes over the wire for the functions in functions/*.lua, and what comes back."""
+"""Encodes arguments for the functions in functions/*.lua, and decodes their replies."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,13 +7,15 @@ from blockstore.connection import Argument
 from blockstore.records import Asserted, Claim, Content, HolderInfo, PoolSpec, Wait
 
 REASSERT_PAGE = 4096
-"""Arguments after which a call of `reassert` ends: a few milliseconds."""
+"""A call of `reassert` takes no more holders after this many arguments; the server needs a few
+milliseconds for it."""
 
 
 def pages_of(
     worker_id: str, holders: Sequence[Asserted], waits: Sequence[Wait]
 ) -> Iterator[list[Argument]]:
-    """The arguments of as many calls of `reassert` as it takes, at least one."""
+    """Give the arguments of each call of the function `reassert`: one call or more. The last one
+    carries the waits and a 1."""
     waiting: list[Argument] = [len(waits)]
     for wait in waits:
         waiting += (wait.holder_id, wait.order, wait.released_epoch)
@@ -50,7 +52,7 @@ def holder_info(reply: list[Any]) -> HolderInfo:
 
 
 def claim(reply: list[Any]) -> Claim:
-    """All of its worker's part; see functions/60_holding.lua."""
+    """Decode the reply to `claim`; see functions/60_holding.lua."""
     epoch, _, _, num_acquired, *blocks = map(int, reply)
     acquired, given_back = blocks[:num_acquired], blocks[num_acquired:]
     return Claim.of(epoch, acquired, set(acquired).difference(given_back))

@@ -49,14 +49,14 @@ from blockstore.store import Own, Recovery
 
 HOLDER_PAGE = 1000
 RESTORE_PAGE = 1024
-"""Blocks of one call of `restore`."""
+"""The blocks of one call of `restore`."""
 _LOOK_AGAIN_S = 0.02
-"""Others have still to say what they hold."""
+"""How often a recovery checks whether other workers have reported."""
 
 
 class RedisStore(RedisCalls):
-    """See `blockstore.store.BlockStore`; besides the errors there, every method raises
-    StoreUnavailable and StoreLost."""
+    """The block store in Redis; see `blockstore.store.BlockStore`. Besides the errors there, every
+    method raises StoreUnavailable and StoreLost."""
 
     # Pools
 
@@ -111,7 +111,8 @@ class RedisStore(RedisCalls):
         return Heartbeat(fenced == 1, names(demands))
 
     async def reap(self, pool_id: str, worker_id: str) -> int:
-        """After a lost answer the number may be too low; what it says is done is done."""
+        """Reap a worker; after a lost answer the returned number may be too low, but all holders
+        are released."""
         num_released, is_more = 0, 1
         while is_more:
             num, is_more = await self._mutate("reap", pool_id, worker_id)
@@ -241,7 +242,7 @@ class RedisStore(RedisCalls):
             *worker_ids,
         )
         await self._mutations.send("SADD", keys.POOLS, spec.pool_id)
-        # Workers that have nothing to ask for hear of the loss, and that they are missing.
+        # Also workers that make no calls now must notice the loss, and that they are missing.
         await self._mutations.send("PUBLISH", keys.room_channel(spec.pool_id), "")
 
     async def reassert(
@@ -270,7 +271,7 @@ class RedisStore(RedisCalls):
         return None if info is None else holder_info(info)
 
     async def holders(self, pool_id: str) -> tuple[HolderInfo, ...]:
-        """Atomic up to 1,000 holders."""
+        """Return all holders, in order; atomic up to `HOLDER_PAGE` holders."""
         infos: list[HolderInfo] = []
         page = [None] * HOLDER_PAGE
         while len(page) == HOLDER_PAGE:
@@ -279,7 +280,8 @@ class RedisStore(RedisCalls):
         return tuple(sorted(infos, key=lambda info: (info.order, info.holder_id)))
 
     async def stats(self, pool_id: str) -> PoolStats:
-        """UnknownPool: also one that the server has read back from a file."""
+        """Return a pool's counters. UnknownPool: also for a pool that a restarted server read from
+        a file."""
         reply = await self._read("stats", pool_id)
         header, num_free, num_cached, num_held, num_holders, num_waiters, workers, missing = reply
         fields = text_fields(header)
@@ -325,21 +327,21 @@ class RedisStore(RedisCalls):
     # When the server has lost its data
 
     async def _renew(self, run_id: str) -> None:
-        """Tell the server everything, and wait until all others have too. StoreUnavailable: to be
-        done again. StoreLost, PoolGone: it cannot be done. WorkerFenced, UnknownWorker: a worker of
-        this store was given up meanwhile."""
+        """Report everything that this store's workers hold, and wait until the pools are rebuilt.
+        StoreUnavailable: call it again. StoreLost, PoolGone: a recovery is impossible.
+        WorkerFenced, UnknownWorker: a worker of this store was fenced or reaped meanwhile."""
         if not self._recoverable:
             raise self._server.lose("it was restarted, or replaced by another one")
         fresh = await self._on(self._url, MAX_ANSWER_S)
         try:
             members = [held_blocks for pool in self._joined.values() for held_blocks in pool]
-            for held_blocks in members:  # all of them before waiting for others, who wait for these
+            for held_blocks in members:  # all, before waiting for other processes, which wait, too
                 await _tell(fresh, held_blocks)
             for held_blocks in members:
                 await _until_whole(fresh, held_blocks)
         except (WorkerFenced, UnknownWorker, PoolGone):
             raise
-        except (LedgerError, StoreLost) as error:  # it was lost again, or somebody else was faster
+        except (LedgerError, StoreLost) as error:  # lost again, or another process went on
             raise StoreUnavailable(f"{self._server.url}: {error}") from error
         finally:
             await fresh.close()

@@ -1,8 +1,8 @@
-"""The registry's interface: which gateways, workers and block managers are there, and the arrivals
-of requests.
+"""The registry's interface: it lists gateways, workers and block managers, and gives requests their
+arrivals.
 
-Plain keys under `{quire}`, kept alive by heartbeats; never touched by the functions of the block
-store.
+Its entries are plain keys under `{quire}`, which expire unless heartbeats renew them; the block
+store's functions never use them.
 """
 
 from dataclasses import dataclass, field
@@ -14,8 +14,8 @@ State = Literal["starting", "serving", "draining"]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`num_free_slots`: sequences a decode worker can still take. `num_pending_tokens`: a prefill
-    worker's backlog."""
+    """The load of a service. `num_free_slots`: how many more sequences a decode worker can take.
+    `num_pending_tokens`: prompt tokens that a prefill worker has yet to compute."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -25,11 +25,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One running service. `address` is host:port of its gRPC server as others reach it.
+    """One running service. `address` is the host:port at which others reach its gRPC server.
 
-    Workers also carry their pool and model: `model_dir` is where the gateway reads tokenizer and
-    config from, `max_model_len` the longest prompt + generation, `engine` what computes (backend,
-    dtype, isa, threads).
+    A worker's entry also has its pool and model: the gateway reads tokenizer and config from
+    `model_dir`, `max_model_len` limits prompt + generated tokens, and `engine` describes the
+    computation (backend, dtype, isa, threads).
     """
 
     member_id: str
@@ -48,20 +48,20 @@ class Member:
 
 
 class Registry(Protocol):
-    """Errors: StoreUnavailable, StoreLost."""
+    """The list of members and the counter of arrivals. Errors: StoreUnavailable, StoreLost."""
 
     async def announce(self, member: Member, ttl_s: float) -> None:
-        """Enter or refresh a member; without a refresh it is gone after `ttl_s`, by the server's
-        clock."""
+        """Add or renew a member's entry, which expires after `ttl_s` by the server's clock unless
+        renewed."""
 
     async def withdraw(self, member_id: str) -> None:
-        """Leave. A member that is not there is no error."""
+        """Remove a member's entry. A member without an entry is no error."""
 
     async def members(self) -> tuple[Member, ...]:
-        """Everyone whose time has not run out, sorted by id."""
+        """Return the members whose entries have not expired, sorted by id."""
 
     async def next_arrival(self) -> int:
-        """The store's clock in milliseconds, or 1 more than the last arrival where that is not
-        less: every arrival is later than those before, of whichever gateway."""
+        """Return the server's clock in milliseconds, or the last arrival + 1 if that is later: each
+        arrival is later than all before it, for all gateways together."""
 
     async def close(self) -> None: ...

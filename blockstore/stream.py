@@ -1,19 +1,20 @@
 """One ordered stream of commands to the server, over one connection at a time.
 
-Callers may wait concurrently; commands are executed in the order in which they were submitted, and
-what is queued goes out in one piece. A command without an answer (the connection broke, or nothing
-came in time) is sent again, in its place, before any later one. Before that the old connection is
-killed on the server, so that nothing of it can be executed late, out of order. So is a command that
-the server refused because it has lost its data: one stream of a store `renews`, and sends nothing
-until the server has been told.
+The server executes commands in the order in which they were submitted; callers may wait for several
+at once. One exchange sends several queued commands together and reads their replies. A command
+without a reply (the connection broke, or the time limit passed) keeps its place in the queue and is
+sent again before any later one. Before that, the stream kills its old connection on the server, so
+that the server cannot execute commands of it late, out of order. A command that the server refuses
+because it has lost its data is sent again, too: the one stream of a store that `renews` sends
+nothing until the data is rebuilt.
 
-    queue   [ sent, no answer yet | waiting to be sent        ]
+    queue   [ sent, no reply yet  | not sent yet              ]
               <---- one exchange ---->
               first to be answered, first to be sent again
 
-A lost answer makes commands of one exchange run again after later ones of it have run. So every
-command must be safe to send twice, and one exchange never carries two commands about the same
-subject: an allocation sent again after the release that followed it would be refused.
+After a lost reply, a command may run again although later commands of its exchange have run. So
+every command must be safe to send twice, and an exchange never has two commands about the same
+subject: an allocation that is sent again after its holder's release would be refused.
 """
 
 import asyncio
@@ -33,17 +34,19 @@ from blockstore.errors import BlockStoreError, StoreUnavailable
 from blockstore.task_cancellation import end
 
 MAX_IN_FLIGHT = 128
-"""Commands in one exchange: enough to hide the round trip, few enough to be sent again quickly."""
+"""The most commands of one exchange: enough to hide the round trip, few enough to be sent again
+quickly."""
 
 MAX_BACKOFF_S = 0.25
 
 Learn = Callable[[object], None]
-"""Gets a reply, or the error that it was, before the caller does, even one that was cancelled."""
+"""Called with a reply, or with the error that it was, before the caller gets it; also for a
+cancelled caller."""
 
 
 @dataclass(slots=True)
 class _Call:
-    """A packed command and who waits for its reply, until `deadline` (of the loop's clock)."""
+    """A packed command and the future of its reply; `deadline` is a time of the loop's clock."""
 
     command: bytes
     about: Collection[str] | None
@@ -64,7 +67,8 @@ class _Call:
 
 
 class CommandStream:
-    """Sends commands in order, and again until they are answered or `retry_for_s` has passed."""
+    """Sends commands in order, and again until the server answers or `retry_for_s` has passed.
+    With `renews`, the stream rebuilds data that the server has lost (`Server.open`)."""
 
     def __init__(self, server: Server, retry_for_s: float, renews: bool = False) -> None:
         self._server = server
@@ -74,16 +78,16 @@ class CommandStream:
         self._queued = asyncio.Event()
         self._drained = asyncio.Event()
         self._connection: AbstractConnection | None = None
-        self._client = ("", 0)  # on the server of this run_id
+        self._client = ("", 0)  # (run_id of the server, id of our connection there)
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
     async def send(self, *command: str | bytes | int) -> Any:
-        """The reply to one command that is about nothing; see `submit`."""
+        """Return the reply to a command that has no subject; see `submit`."""
         return await self.submit(command)
 
     def wake(self) -> None:
-        """The server is in doubt: renew it, also while nothing is queued."""
+        """Rebuild the server's data now, even if no command is queued: the server is in doubt."""
         if not self._closed:
             self._start()
             self._queued.set()
@@ -95,19 +99,20 @@ class CommandStream:
         learn: Learn | None = None,
         is_loss: Callable[[Exception], bool] = lambda error: False,
     ) -> asyncio.Future[Any]:
-        """Queue a command now, and answer its reply; a cancelled caller does not take it back.
+        """Queue a command and return its future reply. Cancelling the caller does not remove the
+        command from the queue.
 
-        `about`: names of its subjects; None: it is sent alone. `is_loss`: whether an error means
-        that the server has lost its data; then the command is kept and sent again. The reply raises
-        what it says, StoreUnavailable when there was none within `retry_for_s` (the command may or
-        may not have been executed), StoreLost. TypeError, at once: an argument that is no text,
-        bytes or number.
+        `about`: the names of the command's subjects; None: it is sent alone. `is_loss`: whether an
+        error means that the server has lost its data; then the command stays queued and is sent
+        again. The reply raises the server's error, StoreUnavailable if there is no reply within
+        `retry_for_s` (the command may or may not have been executed), or StoreLost. TypeError, at
+        once: an argument is not text, bytes or a number.
         """
         self._server.check()
         if self._closed:
             raise StoreUnavailable(f"{self._server.url}: the store is closed")
         self._start()
-        packed = pack_command(tuple(command))  # type: ignore[arg-type]  # its stub knows 1 argument
+        packed = pack_command(tuple(command))  # type: ignore[arg-type]  # the stub has 1 argument
         deadline = asyncio.get_running_loop().time() + self._retry_for_s
         call = _Call(packed, about, deadline, learn, is_loss)
         self._queue.append(call)
@@ -115,7 +120,7 @@ class CommandStream:
         return call.reply
 
     async def close(self, drain_s: float = 1.0) -> None:
-        """Wait for what is queued, at most `drain_s`, then fail the rest with StoreUnavailable."""
+        """Wait at most `drain_s` for queued commands, then fail the rest with StoreUnavailable."""
         self._closed = True
         if self._task is None:
             return
@@ -143,7 +148,8 @@ class CommandStream:
             self._fail_all(StoreUnavailable(f"{self._server.url}: the store is closed"))
 
     async def _answer_queued(self) -> None:
-        """Until every queued command has been answered or given up, and there is no doubt."""
+        """Exchange until every queued command has been answered or has expired, and the server is
+        no longer in doubt."""
         backoff_s = 0.0
         while self._queue or self._has_to_renew:
             try:
@@ -161,8 +167,8 @@ class CommandStream:
             backoff_s = min(max(0.01, 2 * backoff_s), MAX_BACKOFF_S)
 
     async def _exchange(self) -> None:
-        """Send the first commands of the queue and take each off when its reply is there."""
-        if self._server.in_doubt:  # unread answers are of a time that is over
+        """Send the first commands of the queue, and remove each one when its reply arrives."""
+        if self._server.in_doubt:  # its unread replies are of the lost data
             await self._disconnect()
         connection = self._connection or await self._connect()
         calls = self._next_calls()
@@ -183,7 +189,7 @@ class CommandStream:
         return self._renews and self._server.in_doubt
 
     def _next_calls(self) -> list[_Call]:
-        """The first calls of the queue that may be sent in one exchange."""
+        """Return the first calls of the queue that may be sent in one exchange."""
         if not self._queue:
             return []
         first = self._queue[0]
@@ -219,7 +225,7 @@ class CommandStream:
                 await connection.disconnect(nowait=True)
 
     def _expire(self, error: Exception) -> None:
-        """Give up what has waited long enough; later commands keep their place."""
+        """Fail the first commands whose deadline has passed; later ones keep their place."""
         now = asyncio.get_running_loop().time()
         while self._queue and self._queue[0].deadline <= now:
             text = str(error) or f"{self._server.url}: no answer"

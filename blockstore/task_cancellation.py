@@ -1,4 +1,4 @@
-"""The end of a task that talks to the server."""
+"""Cancels tasks that use redis-py's connections."""
 
 import asyncio
 
@@ -6,11 +6,11 @@ _AGAIN_S = 0.1
 
 
 async def end(task: "asyncio.Task[None]") -> None:
-    """Cancel it, and return when it has ended, however it did. It is cancelled again and again:
-    Python 3.11's `wait_for`, which redis-py writes with, loses a cancellation that comes when the
+    """Cancel a task, and return when it has ended, whatever its result. Cancels repeatedly: Python
+    3.11's `wait_for`, with which redis-py writes, loses a cancellation that arrives when the
     connection has just broken."""
     while not task.done():
         task.cancel()
         await asyncio.wait([task], timeout=_AGAIN_S)
     if not task.cancelled():
-        task.exception()  # of no interest any more
+        task.exception()  # retrieve it, so that asyncio does not log it

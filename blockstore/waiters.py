@@ -1,4 +1,4 @@
-"""Who waits for room in a pool, and who will be back."""
+"""The waiters of a pool, returning ones included."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ class Waiter:
 
 
 class Waiters(dict[str, Waiter]):
-    """By holder: those that were refused, and those that gave way and are to come back, as another
-    holder of the same order."""
+    """The waiters by holder id: of requests that were refused blocks, and returning ones of
+    preempted requests, which come back as another holder of the same order."""
 
     def of(self, worker_id: str) -> list[str]:
         return [holder_id for holder_id, waiter in self.items() if waiter.worker_id == worker_id]
@@ -22,7 +22,7 @@ class Waiters(dict[str, Waiter]):
         return all(waiter.order <= other.order for other in self.values())
 
     def has_come_back(self, order: int, released: Tombstones) -> None:
-        """Whoever gave way and was to come back with this order is here now."""
+        """Remove the returning waiter of this order: its request asks for blocks again."""
         for holder_id, waiter in tuple(self.items()):
             if waiter.order == order and released.epoch(holder_id) is not None:
                 del self[holder_id]

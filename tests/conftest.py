@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -99,6 +100,14 @@ class Valkey:
             return self.command("PING") in (True, b"PONG")
         except redis.ConnectionError:
             return False
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory like `tmp_path`, with room for the name of a Unix socket: the path of a socket
+    has at most 107 bytes, and `tmp_path` takes most of them."""
+    with TemporaryDirectory(prefix="quire-") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -32,7 +32,7 @@ float* Adjuster::apply(const Adjustment& a, float* logits, int64_t vocab,
     touched.assign(a.biased, a.biased + a.num_biased);
     touched.insert(touched.end(), a.seen, a.seen + a.num_seen);
   }
-  // Neither makes anything else of -inf.
+  // Biases and penalties leave -inf as it is.
   for (int64_t i = 0; i < a.num_biased; ++i) put(a.biased[i], row_[a.biased[i]] + a.biases[i]);
   for (int64_t i = 0; i < a.num_seen; ++i)
     put(a.seen[i], penalized(row_[a.seen[i]], a.counts[i], a));
@@ -49,7 +49,7 @@ void Adjuster::put(int64_t token_id, float logit) {
   row_[token_id] = logit;
 }
 
-// Backwards: of a token that changed twice, the first change knows its logit.
+// Undoes changes in reverse order: for a token that changed twice, the first change has its logit.
 void Adjuster::undo(size_t num_kept) {
   for (; changes_.size() > num_kept; changes_.pop_back())
     row_[changes_.back().token_id] = changes_.back().before;

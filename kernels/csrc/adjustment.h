@@ -1,5 +1,5 @@
-// What changes a row's logits before anything is chosen from them:
-// `services/engine/sampling/adjustment.py` in native code, which says what it is.
+// Changes a row's logits (penalties, biases, allowed tokens, bans) before a token is chosen.
+// `services/engine/sampling/adjustment.py` is the reference, which defines the computation.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace quire {
 
-// Token ids are the caller's promise: they are below the vocabulary's size.
+// Token ids are not checked; the caller ensures that they are less than the vocabulary's size.
 struct Adjustment {
   const int64_t* biased;  // each once
   const float* biases;
@@ -17,27 +17,28 @@ struct Adjustment {
   const float* counts;
   int64_t num_seen;
   float repetition, frequency, presence;
-  const int64_t* allowed;  // null: all
+  const int64_t* allowed;  // null: all tokens are allowed
   int64_t num_allowed;
   const int64_t* banned;
   int64_t num_banned;
 };
 
-// One row at a time; its memory is kept from row to row. The logits are changed where they are and
-// changed back, so that nothing of the vocabulary's size is written for a few tokens: where only
-// some tokens are allowed, they go into a row of its own, which is -inf otherwise.
+// Applies an adjustment to one row at a time, and keeps its memory from row to row. It changes the
+// logits in place and restores them, so that a few tokens cost no writes of the vocabulary's size.
+// If only some tokens are allowed, it writes their logits into a row of its own, which is -inf
+// elsewhere.
 class Adjuster {
  public:
-  // The row to choose from, without the bans; it holds until `restore`. Token ids whose logits
-  // changed are in `touched`, but for those that are not allowed any more: they are -inf.
+  // Returns the row to choose from, without the bans; it is valid until `restore`. `touched` gets
+  // the ids of tokens whose logits changed, except those that are not allowed, which are -inf.
   float* apply(const Adjustment& adjustment, float* logits, int64_t vocab,
                std::vector<int64_t>& touched);
 
-  // The bans, which `lift` takes back.
+  // Applies the bans; `lift` undoes them.
   void ban(const Adjustment& adjustment);
   void lift() { undo(num_before_bans_); }
 
-  // All logits are what they were.
+  // Restores all logits.
   void restore() { undo(0); }
 
  private:
@@ -50,7 +51,7 @@ class Adjuster {
   void undo(size_t num_kept);
 
   float* row_ = nullptr;
-  std::vector<float> allowed_row_;  // -inf, but between `apply` and `restore`
+  std::vector<float> allowed_row_;  // all -inf, except between `apply` and `restore`
   std::vector<Change> changes_;
   size_t num_before_bans_ = 0;
 };

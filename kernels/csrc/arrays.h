@@ -1,4 +1,5 @@
-// Arrays from Python (torch and numpy tensors by DLPack), checked once at the door.
+// Arrays from Python (torch tensors and numpy arrays, by DLPack), and checks of their shapes and
+// dtypes.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,7 +14,7 @@ namespace quire {
 
 namespace nb = nanobind;
 
-// Any array in CPU memory; its last dimension is contiguous (or of size 1).
+// Any array in CPU memory; `check_rank` requires a contiguous last dimension.
 using Array = nb::ndarray<nb::device::cpu>;
 
 inline bool is_f32(const Array& a) { return a.dtype() == nb::dtype<float>(); }
@@ -47,7 +48,7 @@ inline T* data(const Array& a, const char* name) {
   return static_cast<T*>(a.data());
 }
 
-// fp32 [size].
+// Returns the values of an fp32 array [size].
 inline const float* floats(const Array& a, size_t size, const char* name) {
   check_rank(a, 1, name);
   if (a.size() != size)

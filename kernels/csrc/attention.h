@@ -1,15 +1,15 @@
-// Causal attention over the paged arena, decode and prefill alike: a tile of keys and values is
+// Causal attention over the paged arena, for decode and prefill alike. A tile of keys and values is
 // read once for all queries of the call and all heads that share it.
 //
-// A row here is one query of one head of the group: row r of a call is its query r / group, head
-// r % group. It takes the tiles that it sees in order, and of a tile exactly the positions that it
-// sees, whatever its neighbours see: its result is the same, to the bit, in any company, chunk or
-// call.
+// In this file, a row is one query of one head of the group: row r of a call is query r / group of
+// head r % group. A row takes the tiles that it sees in order, and from a tile exactly the
+// positions that it sees, whatever the other rows see. So a row's result has the same bits in every
+// batch, chunk and call.
 //
-// Rows of one query each that begin in the same blocks are such rows, too: what they share is read
-// once for all of them, and each goes on alone behind it.
+// A call may also take one query each from several rows of the batch that begin in the same blocks:
+// the shared positions are read once for all of them, and then each continues alone.
 //
-// Head sizes: even, up to kMaxHeadDim; fastest are multiples of 32 (bf16) or 16 (fp32).
+// Head sizes are even and at most kMaxHeadDim; multiples of 32 (bf16) or 16 (fp32) are fastest.
 #pragma once
 
 #include "attention_decode.h"
@@ -24,10 +24,10 @@ namespace quire::QUIRE_ISA {
 inline int smaller(int a, int b) { return a < b ? a : b; }
 inline int larger(int a, int b) { return a > b ? a : b; }
 
-// Memory of a call, in bytes from the beginning of its scratch.
+// The layout of a call's scratch memory: offsets in bytes.
 struct AttentionLayout {
   int64_t tile, queries, scores, probabilities, sums, states, corrections;
-  int64_t begun_sums, begun_states;  // of rows that go on alone
+  int64_t begun_sums, begun_states;  // over shared positions, of rows that then continue alone
   int64_t bytes;
 };
 
@@ -54,7 +54,7 @@ inline AttentionLayout attention_layout(const AttentionCall& call) {
   return at;
 }
 
-// Up to kAttentionRows rows of a call.
+// Computes up to kAttentionRows rows of a call.
 template <Dtype dtype>
 class AttentionRows {
  public:
@@ -76,7 +76,7 @@ class AttentionRows {
     }
   }
 
-  // One query of each of the piece's rows.
+  // Takes one query of each of the piece's rows.
   AttentionRows(const AttentionCall& call, const AttentionPiece& piece, int kv_head, void* scratch)
       : call_(call),
         row_(piece.rows[0]),
@@ -104,8 +104,8 @@ class AttentionRows {
     for (int row = 0; row < num_rows_; ++row) finish(row);
   }
 
-  // Only positions below `end`, which all rows see. What the group of heads of the piece's row i
-  // knows then begins at sums + i * stride vectors of columns, and at states + i * stride.
+  // Computes only positions below `end`, which all rows see. The results of the group of heads of
+  // the piece's row i go to sums + i * stride vectors of columns, and to states + i * stride.
   void begin(int end, float* sums, SoftmaxState* states, int stride) {
     start();
     pass(0, end);
@@ -134,13 +134,13 @@ class AttentionRows {
     corrections_ = reinterpret_cast<float*>(memory + at.corrections);
   }
 
-  // All rows over the positions [begin, end).
+  // Computes all rows over the positions [begin, end).
   void pass(int begin, int end) {
     int tile = begin / kTile * kTile;
-    TileRows where[2];  // of this tile and the next
+    TileRows where[2];  // addresses of this tile and the next
     locate(call_, row_, kv_head_, tile, begin, end, where[0]);
     for (int parity = 0; tile < end; tile += kTile, parity ^= 1) {
-      int first = 0, last = num_rows_;  // rows that see some of it
+      int first = 0, last = num_rows_;  // rows that see some of the tile
       while (position(first) < tile) ++first;
       while (first_visible(last - 1) >= tile + kTile) --last;
       TileRows &rows = where[parity], &next = where[parity ^ 1];
@@ -154,7 +154,8 @@ class AttentionRows {
     }
   }
 
-  // A caller goes on with the next head, if it can: what is read next is its first tile then.
+  // Locates the tile to prefetch: the next one, or behind the last one the first tile of the next
+  // head, with which the caller usually continues.
   void locate_next(int tile, int begin, int end, TileRows& rows) const {
     if (tile < end) return locate(call_, row_, kv_head_, tile, begin, end, rows);
     const int visible_end = kv_head_ + 1 < call_.num_kv_heads ? end : 0;
@@ -169,7 +170,7 @@ class AttentionRows {
     return {larger(0, first_visible(row) - tile), smaller(kTile, position(row) + 1 - tile)};
   }
 
-  // Where a row's query or output begins, in elements.
+  // The offset of a row's query or output, in elements.
   int64_t place(int row, int64_t stride) const {
     const int64_t head = int64_t{kv_head_} * group_ + (begin_ + row) % group_;
     return tokens_[row] * stride + head * call_.head_dim;
@@ -185,11 +186,11 @@ class AttentionRows {
     std::memset(sums_, 0, sizeof(float) * num_rows_ * num_columns_);
   }
 
-  // Probabilities of a block of rows over the tile of keys.
+  // Computes the probabilities of a block of rows over the tile of keys.
   void weigh(int tile, int row, int num_rows) {
     Span spans[kBlockRows];
     for (int i = 0; i < num_rows; ++i) spans[i] = visible(tile, row + i);
-    // Behind what the last row sees, nobody sees anything.
+    // No row sees positions behind those that the last row sees.
     const int seen = (spans[num_rows - 1].end + kLanes - 1) / kLanes * kLanes;
     multiply<dtype>({queries_ + int64_t{row} * num_words_, num_words_, tile_, kTile, scores_, kTile,
                      nullptr, num_words_},
@@ -198,8 +199,8 @@ class AttentionRows {
                         probabilities_ + row * kSteps, corrections_ + row);
   }
 
-  // Outputs of a block of rows over the tile of values: together what all see, and before and
-  // behind it each row what it sees alone.
+  // Adds the tile of values to the outputs of a block of rows: the positions that all rows see in
+  // one product, those before and behind them for each row alone.
   void add_values(int tile, int row, int num_rows) {
     Span spans[kBlockRows];
     Span common = {0, kTile};
@@ -230,8 +231,8 @@ class AttentionRows {
     corrections_[row] = 1.0f;
   }
 
-  // Of the steps [begin, end) those that the row sees something of; what it does not see of a pair
-  // may be NaN, which a probability of 0 would not keep out.
+  // Adds the steps in [begin, end) of which the row sees a position. A hidden position of a pair is
+  // masked: it may be NaN, and a probability of 0 times NaN is NaN.
   void add_alone(int row, Span span, int begin, int end) {
     const float one = 1.0f;
     for (int step = begin; step < end; ++step) {
@@ -261,7 +262,7 @@ class AttentionRows {
 
   const AttentionCall& call_;
   const int row_, kv_head_;
-  const int begin_, num_rows_;  // of (query, head) pairs
+  const int begin_, num_rows_;  // in (query, head) pairs
   const int group_;
   const int num_words_, num_columns_;
   uint32_t* tile_;                  // keys [words, kTile], then values [kSteps, columns]
@@ -270,8 +271,8 @@ class AttentionRows {
   uint32_t* probabilities_;         // [rows, kSteps]
   float* sums_;                     // [rows, columns]: values times probabilities
   SoftmaxState* states_;            // [rows]
-  float* corrections_;              // [rows]: of the sums, by the tile at hand
-  int64_t tokens_[kAttentionRows];  // of the rows' queries
+  float* corrections_;              // [rows]: the current tile's factors of the sums
+  int64_t tokens_[kAttentionRows];  // token indices of the rows' queries
   int positions_[kAttentionRows];
 };
 
@@ -291,7 +292,8 @@ inline bool decode(const AttentionCall& call, int row, int head_begin, int head_
 inline bool decode(const AttentionCall&, int, int, int, const Begun&, void*) { return false; }
 #endif
 
-// Whether no window hides anything from the rows of a piece: else there is less to share.
+// Whether no window hides positions from a piece's rows. Otherwise their shared positions are not
+// computed together.
 inline bool sees_all(const AttentionCall& call, const AttentionPiece& piece) {
   if (call.window == 0) return true;
   for (int i = 0; i < piece.num_rows; ++i)
@@ -308,7 +310,7 @@ inline void attention_of(const AttentionCall& call, const AttentionPiece& piece,
   auto* states = reinterpret_cast<SoftmaxState*>(memory + at.begun_states);
   const int64_t columns = num_columns(dtype, call.head_dim);
   const int group = call.num_heads / call.num_kv_heads;
-  const int stride = (head_end - head_begin) * group;  // of what is known from row to row
+  const int stride = (head_end - head_begin) * group;  // from row to row, in sums and states
   const int shared = sees_all(call, piece) ? piece.shared : 0;
   for (int head = head_begin; shared > 0 && head < head_end; ++head) {
     const int first = (head - head_begin) * group;

@@ -1,13 +1,14 @@
-// Attention of one query, over some of its key/value heads: too few rows to be worth a tile in
-// memory. Keys and values go from the arena through registers, in the order in which they lie
-// there: 16 positions of all heads, then the next 16. (Those of one head lie a power of two apart,
-// and fall into the same few sets of L1.) What is fetched is one such piece ahead.
+// Attention of one query over some of its key/value heads. One query has too few rows to justify a
+// reordered tile in memory, so keys and values go from the arena straight into registers, in the
+// order of their addresses: 16 positions of all heads, then the next 16. (The positions of one head
+// are a power of two apart and would compete for the same few sets of L1.) Prefetching is one such
+// piece ahead.
 //
-// An element is computed by the operations of attention.h in their order: which of the two ran
-// cannot be told from the bits.
+// Each element is computed by the same operations, in the same order, as in attention.h, so that
+// both give the same bits.
 //
-// For AVX-512, bf16, head sizes that are multiples of 32, groups of 1, 2, 4 or 8 heads, and block
-// sizes that are multiples of 16.
+// This path needs AVX-512, bf16, head sizes that are multiples of 32, groups of 1, 2, 4 or 8 heads,
+// and block sizes that are multiples of 16.
 //
 // See ADR 46.
 #pragma once
@@ -21,15 +22,15 @@ namespace quire::QUIRE_ISA {
 
 #if defined(__AVX512F__)
 
-inline constexpr int kPiece = 16;  // positions, of one block
+inline constexpr int kPiece = 16;  // positions, all in one block
 inline constexpr int kPieces = kTile / kPiece;
 
-// Asks for a piece line by line, in the order of its addresses: so the CPU's own prefetching joins
-// in, which has more requests under way than a program's can have. Into L2: two pieces of all heads
-// are more than an L1 holds.
+// Prefetches a piece line by line, in the order of its addresses. This order also starts the CPU's
+// own prefetcher, which can have more requests in flight than a program. The lines go into L2,
+// because two pieces of all heads do not fit into L1.
 struct Fetch {
   const char* row;
-  int64_t stride, num_bytes;  // to the next row; of a row
+  int64_t stride, num_bytes;  // from row to row; length of a row
   int64_t offset = 0;
 
   void some(int num_lines) {
@@ -44,7 +45,7 @@ struct Fetch {
   }
 };
 
-// Lane 4 j + k: word k of the four at rows + 4 j strides.
+// Returns a vector whose lane 4 j + k is word k of the four words at rows + 4 j strides.
 inline u32x16 four_words(const char* rows, int64_t stride) {
   const auto words = [&](int row) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + row * stride));
@@ -57,7 +58,7 @@ inline u32x16 four_words(const char* rows, int64_t stride) {
 
 typedef uint64_t u64x8 __attribute__((vector_size(64)));
 
-// Of every 16 bytes: the lower (upper) two words of a and of b, in turn.
+// For every 16 bytes: the lower (upper) two words of a and b, interleaved.
 inline u64x8 lower_words(u32x16 a, u32x16 b) {
   return (u64x8)__builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13,
                                         29);
@@ -73,7 +74,8 @@ inline u32x16 upper_pairs(u64x8 a, u64x8 b) {
   return (u32x16)__builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
 }
 
-// Four words of a piece's rows, a vector a word: lanes are rows.
+// Loads four words of each of a piece's rows, transposed: columns[k] has word k, its lanes are
+// rows.
 inline void four_columns(const char* rows, int64_t stride, u32x16 (&columns)[4]) {
   const u32x16 a = four_words(rows, stride), b = four_words(rows + stride, stride);
   const u32x16 c = four_words(rows + 2 * stride, stride);
@@ -142,9 +144,9 @@ class DecodeQuery {
   }
 
  private:
-  static constexpr int kHeads = group <= 2 ? 2 : 1;  // at once: enough that no sum waits for itself
+  static constexpr int kHeads = group <= 2 ? 2 : 1;  // at once, so that no sum waits for itself
 
-  // Where a piece begins; behind the end, where the last one does.
+  // The address of the keys at `position`, or of the last piece for a position behind the end.
   const char* keys(int position) const {
     if (position >= end_) position = (end_ - 1) / kPiece * kPiece;
     const int64_t block = int64_t{table_[position / call_.block_size]} * call_.block_stride * 2;
@@ -152,12 +154,12 @@ class DecodeQuery {
   }
   const char* values(int position) const { return keys(position) + 2 * call_.value_offset; }
 
-  // Probabilities of the tile's positions.
+  // Computes the probabilities of the tile's positions.
   void weigh(int tile, Span seen) const {
     const int end = tile + seen.end;
     for (int piece = tile + seen.begin / kPiece * kPiece; piece < end; piece += kPiece) {
       const char* from = keys(piece);
-      // values begin where the tile's keys did
+      // after the last piece of keys comes the tile's first piece of values
       const char* next =
           piece + kPiece < end ? keys(piece + kPiece) : values(tile + seen.begin / kPiece * kPiece);
       Fetch fetch{next, stride_, num_heads_ * head_bytes_};
@@ -175,7 +177,7 @@ class DecodeQuery {
                                 at_.probabilities + row * (kTile / 2), at_.corrections + row);
   }
 
-  // Scores of a piece, of some heads.
+  // Computes a piece's scores for some heads.
   template <int heads>
   void score(const char* piece, Fetch& fetch, int head, float* scores) const {
     const uint32_t* queries = queries_ + head * group * num_words_;
@@ -223,8 +225,8 @@ class DecodeQuery {
     }
   }
 
-  // sums += probabilities * values, of the positions of a piece that are seen; `vectors` of 16
-  // words at once.
+  // sums += probabilities * values, over the visible positions of a piece; `vectors` vectors of 16
+  // words at a time.
   template <int vectors>
   void add(const char* piece, Fetch& fetch, Span seen, const uint32_t* probabilities, float* sums,
            int word = 0) const {
@@ -254,7 +256,7 @@ class DecodeQuery {
         u32x16 a = load<u32x16>(piece + row + 64 * i);
         u32x16 b = load<u32x16>(piece + row + stride_ + 64 * i);
         fetch.some(2);
-        if (!sees_first) a = u32x16{};  // it may be NaN, which a probability of 0 does not keep out
+        if (!sees_first) a = u32x16{};  // it may be NaN, and 0 * NaN is NaN
         if (!sees_second) b = u32x16{};
         const u32x16 lower = (a & 0xffffu) | (b << 16), upper = (a >> 16) | (b & 0xffff0000u);
 #pragma GCC unroll 8
@@ -274,15 +276,16 @@ class DecodeQuery {
   const AttentionCall& call_;
   const DecodeScratch at_;
   const int num_heads_, num_words_;
-  const int64_t head_bytes_, stride_;  // to the next head and position
+  const int64_t head_bytes_, stride_;  // from head to head, from position to position
   const int32_t* table_;
-  const int end_, begin_;  // of the positions that the query sees
+  const int end_, begin_;  // the query sees positions [begin_, end_)
   const char* kv_;
   const uint32_t* queries_;
   bf16* out_;
 };
 
-// False: this is not one query of a shape that there is a DecodeQuery for.
+// Computes the row and returns true, if it is one query of a shape that DecodeQuery supports;
+// otherwise returns false.
 inline bool decode(const AttentionCall& call, int row, int head_begin, int head_end,
                    const Begun& begun, const DecodeScratch& scratch) {
   if (call.dtype != Dtype::bf16 || call.head_dim % (2 * kLanes) || call.block_size % kPiece ||

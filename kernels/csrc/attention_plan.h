@@ -1,4 +1,4 @@
-// How the attention of a batch is cut into pieces, and those into tasks for the lanes.
+// Divides the attention of a batch into pieces, and the pieces into tasks for the lanes.
 //
 // See ADR 93.
 #pragma once
@@ -10,13 +10,13 @@
 
 namespace quire {
 
-// Made once for all layers of a step.
+// A plan is made once for all layers of a step.
 class AttentionPlan {
  public:
-  // Of `call` only shapes, tables and lengths are looked at.
+  // Reads only shapes, tables and lengths from `call`.
   void make(const AttentionCall& call, int num_rows, int num_lanes);
 
-  // Longest first, so that no lane starts a long one when the others are done.
+  // Tasks are ordered longest first, so that no lane starts a long one when the others are done.
   int64_t num_tasks() const { return static_cast<int64_t>(pieces_.size()) * num_parts_; }
 
   void attend(const Kernels& kernels, const AttentionCall& call, int64_t task,

@@ -1,8 +1,9 @@
-// C += A B, in the words that a lane of a dot product takes: both halves of attention.
+// The matrix product C += A B of attention; its inputs are the 4-byte words that a lane of a dot
+// product takes.
 //
-// Scores are queries times transposed keys, outputs are probabilities times values. An element of C
-// is one lane of one accumulator, to which the steps are added from front to back: it does not know
-// what was computed beside it, nor where the steps were interrupted.
+// Scores are queries times transposed keys; outputs are probabilities times values. An element of C
+// is one lane of one accumulator, to which the steps are added in order. Its bits depend neither on
+// the elements beside it nor on where the steps were divided between calls.
 #pragma once
 
 #include "kernels.h"
@@ -30,12 +31,12 @@ struct Product {
   int64_t b_stride;
   float* c;  // [rows, columns]
   int64_t c_stride;
-  const float* keep;  // [rows]: factors of what C holds; null: it holds nothing yet
+  const float* keep;  // [rows]: factors of C's old values; null: C is overwritten
   int64_t num_steps;
 };
 
-// Registers of a block: 6 x 4 sums, 4 columns of B and one broadcast fill AVX-512's 32, 2 x 4 the
-// 16 of the others.
+// The size of a register block. 6 x 4 sums, 4 columns of B and one broadcast value fill the 32
+// registers of AVX-512; 2 x 4 sums fill the 16 registers of the others.
 inline constexpr int kBlockRows = kWide == 16 ? 6 : 2;
 inline constexpr int kBlockVectors = 4;
 
@@ -68,7 +69,7 @@ inline void multiply_block(const Product& product, int64_t column) {
     for (int i = 0; i < vectors; ++i) store(c + row * product.c_stride + i * kWide, sums[row][i]);
 }
 
-// Columns [begin, end), a multiple of a vector.
+// Computes columns [begin, end); their number is a multiple of a vector's lanes.
 template <Dtype dtype, int rows, int vectors = kBlockVectors>
 inline void multiply_columns(const Product& product, int64_t begin, int64_t end) {
   for (; begin + vectors * kWide <= end; begin += vectors * kWide)
@@ -76,7 +77,7 @@ inline void multiply_columns(const Product& product, int64_t begin, int64_t end)
   if constexpr (vectors > 1) multiply_columns<dtype, rows, vectors / 2>(product, begin, end);
 }
 
-// Up to kBlockRows rows.
+// Computes up to kBlockRows rows.
 template <Dtype dtype, int rows = kBlockRows>
 inline void multiply(const Product& product, int num_rows, int64_t num_columns) {
   if (num_rows == rows) return multiply_columns<dtype, rows>(product, 0, num_columns);

@@ -14,15 +14,16 @@ struct Span {
   int begin, end;
 };
 
-// What a (query, head) pair knows of the positions before. Of nothing: the lowest number as
-// maximum, so that the first tile's correction is exactly 0 without a case of its own.
+// The softmax of a (query, head) pair over the positions so far. Before the first position the
+// maximum is the lowest number, so that the first tile's correction is exactly 0 without a special
+// case.
 struct SoftmaxState {
-  float max;           // of the products, not scaled yet
-  float sums[kLanes];  // of lane i: probabilities of words i, i + 16, ... of each tile
+  float max;           // of the products before scaling
+  float sums[kLanes];  // [i]: the sum of the probabilities of words i, i + 16, ... of each tile
 };
 
-// What the (query, head) pairs of a query know of the positions before `end`, a multiple of kTile:
-// a row of sums and a state for each. Of nothing: end is 0.
+// The results of a query's (query, head) pairs over the positions before `end`, a multiple of
+// kTile: a row of sums and a state for each pair. end = 0: nothing is computed yet.
 struct Begun {
   int end;
   const float* sums;
@@ -31,14 +32,14 @@ struct Begun {
 
 inline constexpr float kLowest = -3.402823466e+38f;
 
-// sum += each word's elements.
+// Adds each word's elements to `sum`.
 template <Dtype dtype>
 inline f32x16 add_words(f32x16 sum, u32x16 words) {
   if constexpr (dtype == Dtype::f32) return sum + (f32x16)words;
   return dot_bf16(sum, words, 0x3f803f80u - u32x16{});  // a pair of ones
 }
 
-// -inf for what a row does not see, whatever was there.
+// Sets the scores that a row does not see to -inf, even if they are NaN.
 inline void mask_scores(float* scores, Span visible) {
   const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (int i = 0; i < kTile; i += kLanes) {
@@ -47,15 +48,15 @@ inline void mask_scores(float* scores, Span visible) {
   }
 }
 
-// NaN does not count.
+// The largest score; NaN is ignored.
 inline float largest_score(const float* scores) {
   f32x16 largest = splat(kLowest);
   for (int i = 0; i < kTile; i += kLanes) largest = max(load_f32(scores + i), largest);
   return reduce_max(largest);
 }
 
-// Probabilities are rounded to the dtype of the values before they are summed, so that those that
-// weigh the values add up to the sum that divides them.
+// Computes probabilities from scores. They are rounded to the dtype of the values before they are
+// summed, so that the weights of the values add up to exactly the sum that divides the output.
 template <Dtype dtype>
 inline void exponentiate(const float* scores, float scale, SoftmaxState& state, float correction,
                          uint32_t* out) {
@@ -69,9 +70,9 @@ inline void exponentiate(const float* scores, float scale, SoftmaxState& state, 
   store_f32(state.sums, sum);
 }
 
-// From scores [num_rows, kTile] to probabilities of the same shape, not yet divided by their sums:
-// powers of two, so `scale` has log2 e in it. `corrections` are the factors of everything summed
-// before. Up to 16 rows.
+// Computes probabilities, not yet divided by their sums, from scores [num_rows, kTile], for up to
+// 16 rows. The exponentials are powers of two, so `scale` includes log2 e. `corrections` gets the
+// factors by which each row's earlier sums must be multiplied.
 template <Dtype dtype>
 inline void softmax_step(float* scores, float scale, const Span* visible, SoftmaxState* states,
                          int num_rows, uint32_t* out, float* corrections) {

@@ -1,6 +1,6 @@
-// A tile of keys or values: from wherever its blocks lie into the order that products take it.
+// Reads a tile of keys or values from its blocks into the order that the products need.
 //
-// Positions that no query of the call sees are zeros here, whatever the arena holds.
+// Positions that no query of the call sees become zeros, whatever the arena contains.
 #pragma once
 
 #include "attention_product.h"
@@ -14,13 +14,13 @@ inline constexpr int kMaxColumns = kMaxHeadDim;  // a multiple of 32, see num_co
 
 alignas(64) inline constexpr uint32_t kZeros[kMaxHeadDim] = {};
 
-// Where a tile's keys and values begin, by position.
+// The addresses of a tile's keys and values, by position.
 struct TileRows {
   const char* keys[kTile];
   const char* values[kTile];
 };
 
-// Positions [begin, end) of the tile that begins at `tile`; kZeros stands for the others.
+// Locates positions [begin, end) of the tile that begins at `tile`; the others point to kZeros.
 inline void locate(const AttentionCall& call, int row, int kv_head, int64_t tile, int64_t begin,
                    int64_t end, TileRows& rows) {
   const auto size = static_cast<int64_t>(size_of(call.dtype));
@@ -52,7 +52,8 @@ inline constexpr int kOdd = (lane & half) ? 16 + lane : lane + half;
       select<half, 10>, select<half, 11>, select<half, 12>, select<half, 13>, select<half, 14>, \
       select<half, 15>
 
-// Of 16 x 16 words, exchanges what lies across the diagonal in blocks of 2 half x 2 half.
+// A step of transposing 16 x 16 words: in each block of 2 half x 2 half, exchanges the two
+// quadrants off the diagonal.
 template <int half>
 inline void exchange(u32x16 (&rows)[kLanes]) {
 #pragma GCC unroll 16
@@ -65,11 +66,11 @@ inline void exchange(u32x16 (&rows)[kLanes]) {
 }
 #undef QUIRE_LANES
 
-// A decode is bound by memory, and the rows of one head lie too far apart for a CPU to guess them:
-// while a line of this tile is read, the same one of the next tile is asked for, into L2.
+// Decode is bound by memory, and the rows of one head are too far apart for the CPU's prefetcher.
+// So with each line of this tile, the same line of the next tile is prefetched into L2.
 inline void prefetch(const char* from) { __builtin_prefetch(from, 0, 2); }
 
-// Keys as [words, kTile]: lanes are positions.
+// Writes keys as [words, kTile]: lanes are positions.
 inline void transpose_keys(const TileRows& rows, const TileRows& next, int num_words,
                            uint32_t* out) {
   for (int begin = 0; begin < kTile; begin += kLanes) {
@@ -95,9 +96,9 @@ inline void transpose_keys(const TileRows& rows, const TileRows& next, int num_w
   }
 }
 
-// Columns of a tile of values, and of the sums of outputs: head dimensions, in an order of their
-// own. fp32: as they are; bf16: of every 16 words first the lower halves, then the upper ones.
-// Padded with zeros.
+// The number of columns of a tile of values, and of the sums of outputs. Columns are head
+// dimensions, padded with zeros. In fp32 they are in order; in bf16 each 16 words give first their
+// lower halves, then their upper ones.
 inline int num_columns(Dtype dtype, int head_dim) {
   const int width = kLanes * per_word(dtype);
   return (head_dim + width - 1) / width * width;
@@ -110,7 +111,7 @@ inline u32x16 load_words(const char* from, int count) {
   return load<u32x16>(words);
 }
 
-// Values as [kTile / per_word, columns]; for bf16 two positions are one word.
+// Writes values as [kTile / per_word, columns]; in bf16, a word has two positions.
 template <Dtype dtype>
 inline void interleave_values(const TileRows& rows, const TileRows& next, int num_words,
                               uint32_t* out) {
@@ -132,7 +133,7 @@ inline void interleave_values(const TileRows& rows, const TileRows& next, int nu
   }
 }
 
-// 16 words of columns, divided by `total`, as elements in the order of head dimensions.
+// Divides 16 words of columns by `total` and writes them in the order of head dimensions.
 template <Dtype dtype>
 inline void join(const float* columns, float total, typename Word<dtype>::Element* out) {
   const f32x16 first = load_f32(columns) / total;

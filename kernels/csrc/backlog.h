@@ -1,5 +1,5 @@
-// A word in memory that processes share: how many sequences a worker wants to compute just now. Who
-// waits for its CPU sleeps until the word is 0.
+// A word in memory that processes share: the number of sequences that a worker wants to compute
+// now. Lent lanes on the worker's CPUs sleep until the word is 0.
 #pragma once
 
 #include <linux/futex.h>
@@ -21,7 +21,8 @@ class Backlog {
 
   void wake() const { futex(FUTEX_WAKE, INT32_MAX, nullptr); }
 
-  // Until it changes, or for so long: a worker that dies wakes nobody.
+  // Sleeps until `wake` is called, but not if the value is not `old`, and at most for `limit`: a
+  // worker that dies does not call `wake`.
   void wait_past(int32_t old, std::chrono::milliseconds limit) const {
     const timespec time{limit.count() / 1000, limit.count() % 1000 * 1000000};
     futex(FUTEX_WAIT, old, &time);

@@ -7,7 +7,7 @@ namespace quire {
 std::vector<const Kernels*> usable_kernels() {
   std::vector<const Kernels*> usable;
 #if defined(__x86_64__)
-  // __builtin_cpu_supports asks the operating system too (XGETBV): it must save the registers.
+  // __builtin_cpu_supports also checks (XGETBV) that the operating system saves the registers.
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                     __builtin_cpu_supports("f16c");

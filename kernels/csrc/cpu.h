@@ -1,4 +1,4 @@
-// What this CPU can run.
+// The instruction sets that this CPU can run.
 #pragma once
 
 #include <string>
@@ -8,10 +8,11 @@
 
 namespace quire {
 
-// The tables that this build has and this CPU can run, best first; the portable one is always last.
+// The tables that are in this build and that this CPU can run, best first; the last one is always
+// the portable one.
 std::vector<const Kernels*> usable_kernels();
 
-// The one called `name`. std::invalid_argument: no such one, or this CPU cannot run it.
+// The table called `name`. std::invalid_argument: there is none, or this CPU cannot run it.
 const Kernels& kernels_called(const std::string& name);
 
 }  // namespace quire

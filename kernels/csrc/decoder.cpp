@@ -9,7 +9,7 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kTokensAtOnce = 8;  // of a loop over tokens
+constexpr int64_t kTokensAtOnce = 8;  // grain of loops over tokens
 
 float widened(const void* from, Dtype dtype, int64_t i) {
   if (dtype == Dtype::f32) return static_cast<const float*>(from)[i];
@@ -19,8 +19,8 @@ float widened(const void* from, Dtype dtype, int64_t i) {
   return value;
 }
 
-// Elements from row to row: an odd number of cache lines, since the rows of a tile, a power of two
-// apart, would all want the same few lines of an L1.
+// The stride of rows, in elements: an odd number of cache lines. At a stride of a power of two, the
+// rows of a tile would compete for the same few cache sets of L1.
 int64_t spaced(int64_t width, size_t size) {
   const int64_t line = 64 / static_cast<int64_t>(size);
   return ((width + line - 1) / line | 1) * line;
@@ -60,7 +60,7 @@ Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
   return b;
 }
 
-// Of every layer; what differs between them is filled in by `attend`.
+// The call for every layer, without the fields that differ between layers: `attend` sets those.
 AttentionCall Decoder::attention_call(const Batch& batch, const Arena& arena,
                                       const Buffers& b) const {
   AttentionCall call{};
@@ -96,7 +96,7 @@ void Decoder::forward(const Batch& batch, const Arena& arena, float* hidden) {
              Epilogue::store_f32, b.qkv, b.qkv_stride);
       attend(lane, layer, static_cast<int64_t>(i), batch, arena, b);
       if (i + 1 == layers_.size() && batch.num_wanted < m) {
-        // The KV is stored: nothing more is asked of the other tokens.
+        // All KV is stored, so only the wanted tokens are needed from here on.
         keep_wanted(lane, batch, arena.dtype, b);
         m = batch.num_wanted;
       }
@@ -153,7 +153,7 @@ void Decoder::attend(Lane& lane, const Layer& layer, int64_t index, const Batch&
   });
 }
 
-// Moves the wanted rows of the stream and of the attention's output to the front.
+// Moves the wanted rows of the residual stream and of the attention's output to the front.
 void Decoder::keep_wanted(Lane& lane, const Batch& batch, Dtype dtype, const Buffers& b) {
   lane.loop(1, 1, [&](int64_t, int64_t) {
     const size_t stream = shape_.hidden * sizeof(float);
@@ -197,7 +197,7 @@ void Decoder::linear(Lane& lane, const Linear& weights, const Activations& x, in
             [&](int64_t begin, int64_t end) { kernels_.linear(call, begin, end, 0, m); });
 }
 
-// What is in fp32 or bf16 already is taken as it is; int8 weights want bytes.
+// Returns x as the input of the next linear: quantized for int8 weights, otherwise as it is.
 Activations Decoder::taken(Lane& lane, const void* x, Dtype dtype, int64_t stride, int64_t m,
                            const Linear& next, const Buffers& b) {
   if (next.kind != WeightKind::int8) return {x, stride, nullptr};

@@ -1,9 +1,9 @@
-// A decoder-only transformer (Llama, Qwen2, Qwen3, Mistral) below its head: one call computes one
+// A decoder-only transformer (Llama, Qwen2, Qwen3, Mistral) without its head: one call computes one
 // step of a batch, all layers, without Python in between.
 //
-// The residual stream is fp32; what goes into a linear is rounded to the weights' kind (fp32, bf16,
-// or bytes with a scale per token), what goes into attention to the KV's dtype. Buffers grow to the
-// largest batch seen and are kept.
+// The residual stream is fp32. A linear's input is rounded to the weights' kind (fp32, bf16, or
+// bytes with a scale for each token), the inputs of attention to the KV's dtype. Buffers grow to
+// the largest batch so far and are kept.
 //
 // See ADR 42.
 #pragma once
@@ -46,7 +46,7 @@ struct Arena {
   int block_size;
 };
 
-// T tokens of B rows, as `services.engine.models.Batch`.
+// T tokens of B rows, as in `services.engine.models.Batch`.
 struct Batch {
   int64_t num_tokens, num_rows;
   const int64_t* token_ids;     // [T]
@@ -56,7 +56,7 @@ struct Batch {
   int64_t table_stride;
   const int32_t* cu_query_lens;  // [B + 1]
   const int32_t* context_lens;   // [B]
-  const int64_t* wanted;         // [num_wanted], rising: tokens whose final state is asked for
+  const int64_t* wanted;         // [num_wanted], ascending: tokens whose final states are needed
   int64_t num_wanted;
 };
 
@@ -75,7 +75,8 @@ class Decoder {
         cos_(cos),
         sin_(sin) {}
 
-  // Final, normed states fp32 [num_wanted, hidden]; writes the new tokens' KV into the arena.
+  // Writes the final, normed states, fp32 [num_wanted, hidden], to `hidden`, and the new tokens' KV
+  // to the arena.
   void forward(const Batch& batch, const Arena& arena, float* hidden);
 
  private:
@@ -89,7 +90,7 @@ class Decoder {
     void* q;          // [T, H * D], the arena's dtype
     void* attended;   // [T, H * D], the arena's dtype
     void* gated;      // [T, intermediate], fp32 or bf16
-    Rows inputs;      // [T, widest]: what the next linear takes
+    Rows inputs;      // [T, widest]: the input of the next linear
     char* scratch;    // per lane
     size_t scratch_bytes;
   };

@@ -1,5 +1,5 @@
-// The decoder as Python sees it. Arguments are checked here; values of index arrays (token ids,
-// positions, slots, block ids) are the caller's promise.
+// Python bindings of the decoder. They check their arguments, except the values of index arrays
+// (token ids, positions, slots, block ids).
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -23,7 +23,7 @@ void check_linear(const PackedLinear& linear, int64_t n, int64_t k, const char* 
                                 std::to_string(k) + "]");
 }
 
-// A layer's weights; what they point to is kept alive by Python (see `bind_decoder`).
+// A layer's weights; Python keeps the packed linears alive (`keep_alive` in `bind_decoder`).
 class LayerWeights {
  public:
   LayerWeights(Array input_norm, const PackedLinear& qkv, std::optional<Array> query_norm,

@@ -11,11 +11,11 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kStatesAtOnce = 8;   // of a loop over states
-constexpr int64_t kLogitsAtOnce = 64;  // rows: 39 MB of a vocabulary of 150,000
+constexpr int64_t kStatesAtOnce = 8;   // grain of loops over states
+constexpr int64_t kLogitsAtOnce = 64;  // rows; 39 MB with a vocabulary of 150,000
 const Draw kLikeliest{};               // temperature 0
 
-// To nearest, ties to even; NaN stays NaN.
+// Rounds to nearest, ties to even; NaN stays NaN.
 bf16 narrowed(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -23,7 +23,8 @@ bf16 narrowed(float value) {
   return static_cast<bf16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Whether a larger one comes later; NaN is the largest, the first one stays.
+// Whether a later value replaces the best one so far: NaN is the largest, the first of equals
+// stays.
 bool beats(const Best& challenger, const Best& holder) {
   if (holder.value != holder.value) return false;
   return challenger.value > holder.value || challenger.value != challenger.value;
@@ -42,7 +43,8 @@ void Head::logits(const float* hidden, int64_t m, float* out) {
   });
 }
 
-// States that draw are few, and computed together; a prompt's are as many as its chunk is long.
+// States with draws are few and computed together. States with scores alone may be as many as a
+// prompt's chunk has tokens, and are computed kLogitsAtOnce at a time.
 void Head::answer(const float* hidden, int64_t m, const Questions& asked) {
   plan(m, asked);
   int64_t size = num_likeliest_ + std::max(num_drawing_, kLogitsAtOnce);
@@ -80,7 +82,7 @@ void Head::plan(int64_t m, const Questions& asked) {
   std::partial_sum(first_.begin(), first_.end(), first_.begin());
 }
 
-// Of the states at some places.
+// Computes the states at places [begin, end).
 //
 //   begin |== likeliest alone ==|======= draws =======|======= scores =======| end
 //         0                     num_best              num_best + num_drawing m
@@ -129,7 +131,7 @@ void Head::compute(const float* hidden, int64_t begin, int64_t end, const Questi
   keep_likeliest(begin, num_best, num_parts, asked);
 }
 
-// One lane answers all draws from a state: they change its logits, one after another.
+// One lane draws all tokens of a state: each draw temporarily changes the state's logits.
 void Head::draw(Sampler& sampler, float* logits, int64_t place, const Questions& asked) {
   for (int64_t at = first_[place]; at < first_[place + 1]; ++at) {
     const int64_t question = questions_[at], slot = slots_[question];
@@ -152,7 +154,7 @@ void Head::keep_likeliest(int64_t begin, int64_t num_best, int64_t num_parts,
   }
 }
 
-// Side by side; where they are, if they are so already.
+// Returns the states at places [begin, end) in contiguous memory; copies them only if necessary.
 const float* Head::gathered(const float* hidden, int64_t begin, int64_t end) {
   const int64_t width = hidden_size(), first = order_[begin];
   bool is_there = true;

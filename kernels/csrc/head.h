@@ -1,5 +1,5 @@
-// From final states to tokens: the product with the head, and all that is asked of it. Its weights
-// are the largest of a model's; a step reads them once, whatever its rows want to know.
+// The model's head: from final states to logits, tokens and logprobs. The head's weights are the
+// largest of a model; a step reads them once for all its questions.
 //
 // See ADR 85.
 #pragma once
@@ -15,13 +15,14 @@
 
 namespace quire {
 
-// Q tokens, each of one of M states: they come after it, or are there already (given).
+// Q questions, each about the token that follows one of M states. The token is given, or is chosen
+// by the draw.
 struct Questions {
   int64_t num;
   const int64_t* states;             // [Q]
-  const std::optional<Draw>* draws;  // [Q]; none: the likeliest token, or one that is given
-  int64_t* tokens;        // [Q]: given ones; -1 for others, and in the end: logits not finite
-  const int64_t* scored;  // [S]: indices of questions whose tokens have scores
+  const std::optional<Draw>* draws;  // [Q]; none: the likeliest token, or a given one
+  int64_t* tokens;        // [Q]; in: given tokens, else -1; out: chosen ones, -1: not finite logits
+  const int64_t* scored;  // [S]: indices of questions whose tokens get scores
   int64_t num_scored;
   Scores scores;  // [S]
 };
@@ -34,17 +35,17 @@ class Head {
   int64_t vocab() const { return weights_.n; }
   int64_t hidden_size() const { return weights_.k; }
 
-  // From states [M, hidden] to fp32 logits [M, vocab].
+  // Computes fp32 logits [M, vocab] from states [M, hidden].
   void logits(const float* hidden, int64_t m, float* out);
 
-  // Logits are in memory for states alone that need them, and of a long prompt's states for some at
-  // a time.
+  // Answers all questions. Only states whose questions need logits get them in memory, and the
+  // states of a long prompt get them some at a time.
   void answer(const float* hidden, int64_t m, const Questions& asked);
 
  private:
   using Lane = ThreadPool::Lane;
 
-  // What a state's questions need, in the order in which states are computed.
+  // What a state's questions need; states are computed in this order.
   enum class Need : char { likeliest, draws, scores };
 
   void plan(int64_t m, const Questions& asked);
@@ -59,15 +60,15 @@ class Head {
   ThreadPool& pool_;
   const Linear& weights_;
   Rows inputs_{};
-  std::vector<Sampler> samplers_;  // one a lane
+  std::vector<Sampler> samplers_;  // one for each lane
   Scorer scorer_;
 
-  // A state's place is where it is computed: first those that need no logits, then those that draw.
-  std::vector<Need> needs_;         // of states
+  // A state's place is its position in the order of computation (see Need).
+  std::vector<Need> needs_;         // by state
   std::vector<int64_t> order_;      // states by place
-  std::vector<int64_t> first_;      // by place: the first of its questions in `questions_`
-  std::vector<int64_t> questions_;  // their indices, by place
-  std::vector<int64_t> slots_;      // of questions: where in `scores`; -1: nowhere
+  std::vector<int64_t> first_;      // by place: the index of its first question in `questions_`
+  std::vector<int64_t> questions_;  // indices of questions, by place
+  std::vector<int64_t> slots_;      // by question: its slot in `scores`, or -1
   int64_t num_likeliest_ = 0, num_drawing_ = 0;
   Scratch gathered_, rounded_, scales_, logits_, bests_;
 };

@@ -1,5 +1,5 @@
-// The head, draws and scores as Python sees them. Arguments are checked here; token ids of
-// adjustments are the caller's promise.
+// Python bindings of the head, the sampler and the scorer. They check their arguments, except the
+// token ids of adjustments.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -19,7 +19,7 @@ using namespace nb::literals;
 namespace quire {
 namespace {
 
-// An adjustment with the arrays that it points into.
+// An adjustment together with the arrays into which it points.
 class BoundAdjustment {
  public:
   BoundAdjustment(Array biased, Array biases, Array seen, Array counts, float repetition,
@@ -66,7 +66,8 @@ Draw checked_draw(const DrawTuple& tuple) {
   return draw;
 }
 
-// tokens [M] int64, drawn from logits [M, vocab] fp32, which change meanwhile; -1: not finite.
+// Draws tokens [M] int64 from logits [M, vocab] fp32; -1: the row's logits are not finite. The
+// logits change during the call and are restored.
 void sample(const std::string& isa, Array logits, const std::vector<DrawTuple>& draws,
             Array tokens) {
   check_rank(logits, 2, "logits");
@@ -83,7 +84,8 @@ void sample(const std::string& isa, Array logits, const std::vector<DrawTuple>& 
                               checked[row]);
 }
 
-// token_ids [M, 1 + k] int64, the first of each row asked for; logprobs as many, fp32; ranks [M].
+// token_ids: [M, 1 + k] int64, each row beginning with the token whose score is asked for;
+// logprobs: [M, 1 + k] fp32; ranks: [M].
 Scores checked_scores(const Array& token_ids, const Array& logprobs, const Array& ranks, size_t m,
                       int64_t vocab) {
   check_rank(token_ids, 2, "token_ids");

@@ -1,9 +1,9 @@
-// The kernels that exist once per instruction set, as a table of functions: what each computes,
-// over which memory, and which slice of it one call does. Nothing here allocates, starts threads or
-// throws; whoever calls splits the work (thread_pool.h) and has checked the arguments.
+// The table of kernels, which are compiled once for each instruction set. A call computes a slice
+// of the work, given by its begin and end arguments. The kernels do not allocate, start threads or
+// throw; their callers split the work (thread_pool.h) and check the arguments.
 //
-// Law: a row's result never depends on how the work was split, nor on the other rows. Every output
-// element is accumulated by one thread, in one order.
+// Law: a row's result never depends on how the work was split, nor on the other rows. One thread
+// accumulates an output element, in one order.
 //
 // Letters: M rows (tokens), N outputs, K inputs of a linear; T tokens, H query heads, G key/value
 // heads, D head size.
@@ -25,15 +25,15 @@ enum class WeightKind : int { f32 = 0, bf16 = 1, int8 = 2 };
 
 inline constexpr int kPanel = 32;  // columns (outputs) of a panel
 
-// K values that a lane takes at once: one float, a pair of bf16, four bytes.
+// The number of K values in the 4 bytes of a vector lane: one float, two bf16 or four bytes.
 inline int group_of(WeightKind kind) {
   return kind == WeightKind::f32 ? 1 : kind == WeightKind::bf16 ? 2 : 4;
 }
 
-// Weights [N, K] as panels [ceil(N / 32)][ceil(K / group)][32][group]; what is behind N or K is 0.
-// One step of one panel is 128 bytes, so that a panel is one stream, read from front to back.
-// int8: weight = scale[n] * value; `sums[n]` is the sum of the values over K, because activations
-// are stored with an offset of 128. bias: fp32 [N padded to 32], or null.
+// Weights [N, K] as panels [ceil(N / 32)][ceil(K / group)][32][group], padded with zeros. One step
+// of one panel is 128 bytes, so that a panel is one stream, read from front to back. int8: weight =
+// scale[n] * value; `sums[n]` is the sum of the values over K, which corrects for the offset of 128
+// that activations have. bias: fp32 [N padded to 32], or null.
 struct Linear {
   WeightKind kind;
   int64_t n;
@@ -44,26 +44,26 @@ struct Linear {
   const float* bias;
 };
 
-// Row m of the input: K elements at data + m * stride (elements, padded with 0 to a multiple of the
-// group). f32 for f32 weights, bf16 for bf16, and for int8: unsigned bytes q with
-// x = scale[m] * (q - 128).
+// The input of a linear. Row m is K elements at data + m * stride (in elements), padded with 0 to a
+// multiple of the group. Elements are f32 for f32 weights, bf16 for bf16 weights, and for int8
+// weights unsigned bytes q with x = scale[m] * (q - 128).
 struct Activations {
   const void* data;
   int64_t stride;
   const float* scales;  // int8 only, [M]
 };
 
-// What becomes of y = x W^T + bias (fp32).
+// What a linear does with its result y = x W^T + bias (fp32).
 enum class Epilogue : int {
   store_f32 = 0,  // out[m, n] = y
   store_bf16 = 1,
   add_f32 = 2,  // out[m, n] += y: the residual stream
-  // Panels are 16 columns of `gate` and the same 16 of `up`:
+  // With panels of 16 columns of `gate` and the same 16 of `up`:
   silu_mul_f32 = 3,  // out[m, j] = silu(gate_j) * up_j
   silu_mul_bf16 = 4,
-  // Of rows below `num_best`: best[m] = the largest y of the columns of this call and its column,
-  // of equal ones the first (a NaN is larger than anything, as for torch.argmax). Of the others:
-  // out[m - num_best, n] = y.
+  // For rows below `num_best`: best[m] = the largest y among the columns of this call, and its
+  // column; the first of equal ones (a NaN is larger than all numbers, as in torch.argmax). For the
+  // other rows: out[m - num_best, n] = y.
   best_or_f32 = 5,
 };
 
@@ -84,11 +84,11 @@ struct LinearCall {
 
 // ---- attention ---------------------------------------------------------------------------------
 
-// Shapes and meaning as `kvops.ops.Backend.paged_attention`; strides in elements, heads and head
-// dimensions contiguous. A step of the online softmax is `kTile` positions, aligned at position 0,
-// whatever the block size: block by block in block order, the same for every query.
+// Shapes and meaning are those of `kvops.ops.Backend.paged_attention`; strides are in elements,
+// heads and head dimensions contiguous. A step of the online softmax takes `kTile` positions,
+// aligned at position 0 for every block size, in order and alike for every query.
 inline constexpr int kTile = 64;
-inline constexpr int kMostHeadDim = 256;  // and even
+inline constexpr int kMostHeadDim = 256;  // head sizes are also even
 
 struct AttentionCall {
   Dtype dtype;  // of q, kv and out
@@ -107,24 +107,26 @@ struct AttentionCall {
   int64_t out_stride;
 };
 
-// Queries [query_begin, query_end) of one row, counted from its first. Or several rows of one query
-// each, whose positions below `shared`, a multiple of kTile, lie in the same blocks.
+// The part of a batch that one call computes: queries [query_begin, query_end) of one row, counted
+// from the row's first; or several rows of one query each, whose positions below `shared`, a
+// multiple of kTile, are in the same blocks.
 struct AttentionPiece {
   const int* rows;
   int num_rows, shared;
   int query_begin, query_end;
 };
 
-// (Query, head) pairs that are kept beside a tile of one head's keys and values: enough that
-// reading and reordering the tile is a small part of the work, few enough that their queries and
-// sums stay in L2. A multiple of every register block (attention_product.h).
+// The most (query, head) pairs that are computed with one tile of one head's keys and values:
+// enough that reading and reordering the tile is a small part of the work, few enough that their
+// queries and sums stay in L2. A multiple of every register block (attention_product.h).
 inline constexpr int kAttentionRows = 192;
-// And that are kept between what rows share and what each has alone, of all heads of a call.
+// The most (query, head) pairs of a call, over all its heads, whose sums over the shared positions
+// are kept until each row continues alone.
 inline constexpr int kTogetherRows = 512;
 
 // ---- rows --------------------------------------------------------------------------------------
 
-// How the linear that comes next wants its input.
+// The output of a row kernel, in the form that the next linear reads.
 struct Rows {
   WeightKind kind;
   void* data;  // f32, bf16 or bytes, [M, stride]
@@ -141,9 +143,9 @@ struct NormCall {
   Rows out;
 };
 
-// From the output of the fused query/key/value linear, fp32 [T, (H + 2 G) * D], to queries as
-// attention takes them and keys and values in their slots: norm of queries and keys (weights may be
-// null), rotation (GPT-NeoX halves), store. Slot -1: nowhere.
+// Turns the output of the fused query/key/value linear, fp32 [T, (H + 2 G) * D], into queries for
+// attention, and into keys and values in their slots: norm of queries and keys (unless the weights
+// are null), rotation (GPT-NeoX halves), store. Slot -1: keys and values are not stored.
 struct QkvCall {
   Dtype dtype;  // of q and kv
   int num_heads, num_kv_heads, head_dim, block_size;
@@ -165,9 +167,9 @@ struct QkvCall {
 // ---- sampling ----------------------------------------------------------------------------------
 
 inline constexpr int kLogitChunk = 64;
-inline constexpr int kUniforms = 64;  // made at once
+inline constexpr int kUniforms = 64;  // random numbers of one call
 
-// What a draw's random numbers are a function of.
+// The key of a draw: the draw's random numbers are a function of it.
 struct DrawKey {
   uint64_t seed, sequence_index, position;
 };
@@ -175,46 +177,48 @@ struct DrawKey {
 struct Kernels {
   const char* name;
 
-  // One linear over panels [panel_begin, panel_end) and rows [row_begin, row_end).
+  // Computes a linear for panels [panel_begin, panel_end) and rows [row_begin, row_end).
   void (*linear)(const LinearCall&, int64_t panel_begin, int64_t panel_end, int64_t row_begin,
                  int64_t row_end);
-  // Weights into panels [panel_begin, panel_end): row n is the K values, f32 or bf16, at rows[n],
-  // zeros where that is null. int8 fills scales and sums too: scale = largest |w| / 127.
+  // Packs weights into panels [panel_begin, panel_end): row n is the K values, f32 or bf16, at
+  // rows[n], or zeros if rows[n] is null. For int8 it also writes scales and sums: scale =
+  // largest |w| / 127.
   void (*pack)(const Linear&, const void* const* rows, Dtype dtype, int64_t panel_begin,
                int64_t panel_end);
 
-  // A piece, of all query heads of the key/value heads [head_begin, head_end): together at most
-  // kAttentionRows query heads, and kTogetherRows times the piece's rows, if those are several.
-  // `scratch` has `attention_scratch` bytes, 64-byte aligned.
+  // Computes a piece for all query heads of the key/value heads [head_begin, head_end). These are
+  // at most kAttentionRows query heads; if the piece has several rows, query heads times rows are
+  // at most kTogetherRows. `scratch` has `attention_scratch` bytes, 64-byte aligned.
   void (*attention)(const AttentionCall&, const AttentionPiece&, int head_begin, int head_end,
                     void* scratch);
   size_t (*attention_scratch)(const AttentionCall&);
 
   void (*rms_norm)(const NormCall&, int64_t row_begin, int64_t row_end);
-  // fp32 or bf16 rows into bytes with a scale per row: q = round(x / scale) + 128,
+  // Quantizes fp32 or bf16 rows to bytes with a scale for each row: q = round(x / scale) + 128,
   // scale = largest |x| / 127.
   void (*quantize)(const void* x, Dtype dtype, int64_t stride, int width, const Rows& out,
                    int64_t row_begin, int64_t row_end);
   void (*qkv)(const QkvCall&, int64_t token_begin, int64_t token_end);
 
-  // Of a row of n logits: the largest of each chunk (NaN if there is one). Of one chunk of n of
-  // them: scaled = (x - largest) / temperature and powers = e^scaled, [kLogitChunk] each; -inf and
-  // 0 behind n.
+  // `largest`: the largest logit of each chunk of a row of n logits; NaN if the chunk has one.
+  // `exp_scaled`, for one chunk of n logits: scaled = (x - largest) / temperature and powers =
+  // e^scaled, each [kLogitChunk], with -inf and 0 behind n.
   void (*largest)(const float* x, int64_t n, float* chunks);
   void (*exp_scaled)(const float* x, int64_t n, float largest, float temperature, float* scaled,
                      float* powers);
-  // Of a row of n logits: the sum of powers of each chunk, without those of less than `threshold`
-  // scaled.
+  // The sum of the powers of each chunk of a row of n logits, without those whose scaled logit is
+  // less than `threshold`.
   void (*masses)(const float* x, int64_t n, float largest, float temperature, float threshold,
                  float* chunks);
-  // Of a row of n logits those not below `bound`, in their order, and how many they are; `chunks`:
-  // the largest of each chunk. `kept` has room for n and a chunk.
+  // Writes the logits of a row of n that are not less than `bound` to `kept`, in order, and returns
+  // their number. `chunks` has the largest logit of each chunk. `kept` has room for n logits and a
+  // chunk.
   int64_t (*keep)(const float* x, int64_t n, const float* chunks, float bound, float* kept);
-  // Numbers [kUniforms * block, kUniforms * (block + 1)) of a draw, in (0, 1).
+  // Writes random numbers [kUniforms * block, kUniforms * (block + 1)) of a draw, each in (0, 1).
   void (*uniforms)(const DrawKey&, int64_t block, float* numbers);
 };
 
-// The table for each instruction set that this build has; null where it has not.
+// The tables, one for each instruction set; the build decides which of them exist.
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();

@@ -30,7 +30,7 @@ PackedLinear::PackedLinear(const std::string& kind, int64_t n, int64_t k, Array 
                            std::optional<Array> bias)
     : memory_(memory) {
   require(n > 0 && k > 0, "a linear without inputs or outputs");
-  // 255 * 127 a product: the sum of them has to fit 32 bits.
+  // A product is at most 255 * 127, and the sum over K has to fit in 32 bits.
   require(kind != "int8" || k <= INT32_MAX / (255 * 127),
           "int8 weights of more than 66,311 inputs");
   linear_.kind = kind_called(kind);

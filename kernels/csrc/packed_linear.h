@@ -1,4 +1,4 @@
-// A linear whose packed weights lie in memory that somebody else owns (a mapped file).
+// A linear whose packed weights are in memory of another owner (a mapped file).
 #pragma once
 
 #include <optional>
@@ -16,10 +16,10 @@ inline int64_t round_up(int64_t n, int64_t multiple) {
 
 WeightKind kind_called(const std::string& name);
 
-// Panels, then (int8) scales and sums: the sections of `PackedLinear`'s memory.
+// The size of `PackedLinear`'s memory: the panels, then for int8 the scales and the sums.
 size_t packed_bytes(WeightKind kind, int64_t n, int64_t k);
 
-// K elements of an input row, padded as `Activations` wants them.
+// The number of elements of an input row, padded as `Activations` requires.
 inline int64_t input_width(const Linear& linear) {
   return round_up(linear.k, group_of(linear.kind));
 }
@@ -27,7 +27,7 @@ inline int64_t input_width(const Linear& linear) {
 class PackedLinear {
  public:
   // memory: uint8, packed_bytes long, 64-byte aligned. bias: fp32 [N], or none.
-  // std::invalid_argument: they are not.
+  // std::invalid_argument: they are not as described.
   PackedLinear(const std::string& kind, int64_t n, int64_t k, Array memory,
                std::optional<Array> bias);
 
@@ -40,9 +40,10 @@ class PackedLinear {
   std::vector<float> bias_;
 };
 
-// The outputs of a linear that is made of several weights [n_i, K]: the address of each one's row.
-// They take turns by `turn` rows, null behind the end of one; 0: each whole, one after another.
-// std::invalid_argument: they differ in K or dtype.
+// The outputs of a linear that is made of several weights [n_i, K]: the address of each output's
+// row. Outputs alternate between the weights, `turn` rows at a time, null behind the end of a
+// weight; 0: the weights follow one another whole. std::invalid_argument: the weights differ in K
+// or dtype.
 struct Outputs {
   Outputs(const std::vector<Array>& weights, int64_t turn);
 

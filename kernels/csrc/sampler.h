@@ -1,5 +1,5 @@
-// One token of a row of logits: `services/engine/sampling/sampler.py` in native code, which says
-// what is computed and why, and is what this is tested against.
+// Chooses one token from a row of logits. `services/engine/sampling/sampler.py` is the reference:
+// it defines and explains the computation, and the tests compare this implementation with it.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 namespace quire {
 
 struct Draw {
-  float temperature;  // 0: the largest logit, of equal ones the first
+  float temperature;  // 0: the largest logit, the first of equal ones
   float min_p;        // 0: off
   int64_t top_k;      // 0: off
   double top_p;       // 1: off
@@ -20,25 +20,25 @@ struct Draw {
   std::optional<Adjustment> adjustment;
 };
 
-// Looks at a row chunk by chunk, at most of them only at their largest logit. Its memory is kept
-// from draw to draw.
+// Reads a row chunk by chunk; of most chunks a draw needs only the largest logit. The sampler keeps
+// its memory from draw to draw.
 class Sampler {
  public:
   explicit Sampler(const Kernels& kernels) : kernels_(kernels) {}
 
-  // -1: the logits are not finite. An adjustment changes them meanwhile; they are as they were
-  // afterwards.
+  // Returns a token, or -1: the logits are not finite. An adjustment changes the logits during the
+  // call; they are restored.
   int64_t sample(float* logits, int64_t vocab, const Draw& draw);
 
  private:
-  // A token that the filters have left so far.
+  // A token that has passed the filters so far.
   struct Kept {
     float scaled;  // (logit - largest) / temperature
     float power;   // e^ that
   };
   static bool likelier(const Kept& a, const Kept& b) { return a.scaled > b.scaled; }
 
-  // A part of the row, of chunks or of tokens in a chunk, expanded.
+  // Scaled logits and powers of some chunks' largest logits, or of the tokens of a chunk.
   struct Part {
     float scaled[kLogitChunk];
     float powers[kLogitChunk];
@@ -72,16 +72,16 @@ class Sampler {
   float largest_ = 0;
   Draw draw_{};
   std::vector<float> chunks_;     // each chunk's largest logit
-  std::vector<float> ranks_;      // of chunks
-  std::vector<char> changed_;     // chunks to look at again
+  std::vector<float> ranks_;      // a copy of chunks_, partly sorted
+  std::vector<char> changed_;     // by chunk: whether to compute its largest logit again
   std::vector<int64_t> touched_;  // tokens whose logits were adjusted
-  std::vector<float> masses_;     // of chunks: their powers in all
+  std::vector<float> masses_;     // by chunk: the sum of its powers
   std::vector<float> kept_logits_;
   int64_t num_kept_ = 0;
   std::vector<Kept> kept_;
-  std::vector<double> weights_;  // sums of powers of tokens that are about as likely
-  std::vector<float> numbers_;   // of chunks: random ones
-  std::vector<float> earliest_;  // of chunks: a time that they do not finish before
+  std::vector<double> weights_;  // sums of powers of tokens that are about equally likely
+  std::vector<float> numbers_;   // by chunk: its random number
+  std::vector<float> earliest_;  // by chunk: a lower bound of its finishing time
 };
 
 }  // namespace quire

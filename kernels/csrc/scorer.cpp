@@ -16,7 +16,7 @@ struct Candidate {
   float logit;
   int64_t token_id;
 
-  bool operator<(const Candidate& other) const {  // likelier; of equal ones the lower id
+  bool operator<(const Candidate& other) const {  // likelier; of equal logits the lower id
     return logit != other.logit ? logit > other.logit : token_id < other.token_id;
   }
 };
@@ -50,7 +50,7 @@ void Scorer::look(int64_t part) {
   parts_[part].largest = largest;
 }
 
-// NaN where there is one.
+// NaN if the row has one.
 float Scorer::largest_of(int64_t row) const {
   const Part* parts = parts_.data() + row * parts_per_row_;
   float largest = parts[0].largest;
@@ -67,7 +67,7 @@ void Scorer::add(int64_t part) {
   Part& found = parts_[part];
   found.sum = 0;
   found.num_larger = 0;
-  if (!std::isfinite(largest)) return;  // no token may have come of them
+  if (!std::isfinite(largest)) return;  // the asked token may be -1
   const float asked = logits[scores_.asked(rows_[row].slot)];
   const int64_t end = std::min(begin + kPart, vocab_);
   double sums[4] = {};  // independent chains of additions
@@ -103,8 +103,8 @@ void Scorer::conclude(int64_t row) {
   if (scores_.num_top > 0) find_top(row, largest, log_sum);
 }
 
-// A chunk's largest is a member of the row, so that the k-th largest of them bounds the k-th
-// largest of all from below.
+// Finds the num_top likeliest tokens. Each chunk's largest logit is in the row, so the k-th largest
+// of them is a lower bound of the row's k-th largest logit.
 void Scorer::find_top(int64_t row, float largest, double log_sum) {
   const int64_t num_top = scores_.num_top;
   const float* chunks = chunks_.data() + row * chunks_per_row_;

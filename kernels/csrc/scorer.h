@@ -1,5 +1,6 @@
-// What rows of logits say of tokens: `services/engine/sampling/logprobs.py` in native code, which
-// says what is computed and why, and is what this is tested against.
+// Computes logprobs and ranks of tokens from rows of logits. `services/engine/sampling/logprobs.py`
+// is the reference: it defines and explains the computation, and the tests compare this
+// implementation with it.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +10,8 @@
 
 namespace quire {
 
-// Of M slots. The first token of a slot is the one that is asked for; behind it come the `num_top`
-// likeliest. A rank of 0: the row's logits are not finite, and nothing else is said of it.
+// The results, in M slots. The first token of a slot is the one that is asked for; the `num_top`
+// likeliest follow. A rank of 0: the row's logits are not finite, and nothing else is written.
 struct Scores {
   int64_t* token_ids;  // [M, 1 + num_top]
   float* logprobs;     // [M, 1 + num_top]
@@ -20,14 +21,15 @@ struct Scores {
   int64_t& asked(int64_t slot) const { return token_ids[slot * (1 + num_top)]; }
 };
 
-// Logits, and where it goes what they say.
+// A row of logits, and the slot of its results.
 struct ScoredRow {
   const float* logits;
   int64_t slot;
 };
 
-// Rows are looked at in parts of a fixed size, by any number of threads: all of `look`, then all of
-// `add`, then all of `conclude`. A row's sum runs over its parts in order, whoever computed them.
+// Any number of threads compute the rows in parts of a fixed size: all calls of `look`, then all of
+// `add`, then all of `conclude`. A row's sum adds its parts in order, whichever thread computed
+// them.
 class Scorer {
  public:
   explicit Scorer(const Kernels& kernels) : kernels_(kernels) {}
@@ -36,9 +38,9 @@ class Scorer {
 
   int64_t num_rows() const { return static_cast<int64_t>(rows_.size()); }
   int64_t num_parts() const { return num_rows() * parts_per_row_; }
-  void look(int64_t part);  // what its largest logits are
+  void look(int64_t part);  // finds the largest logits of a part
   void add(
-      int64_t part);  // its share of the sum, and how many of its tokens go before the one asked
+      int64_t part);  // sums a part's powers, and counts its tokens likelier than the one asked for
   void conclude(int64_t row);
 
  private:

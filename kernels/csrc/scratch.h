@@ -1,4 +1,4 @@
-// Memory that grows and is kept: no allocation in a step of a size that was seen before.
+// Memory that grows and is kept: a step allocates only if it is larger than all before it.
 #pragma once
 
 #include <cstdlib>
@@ -13,7 +13,7 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
-  // At least `size` bytes, 64-byte aligned; what was in it is lost. std::bad_alloc.
+  // Returns at least `size` bytes, 64-byte aligned; growing loses the content. std::bad_alloc.
   void* get(size_t size) {
     if (size <= size_) return memory_;
     std::free(memory_);

@@ -1,4 +1,4 @@
-// How a linear is shared out among lanes.
+// How a linear is divided among lanes.
 #pragma once
 
 #include <algorithm>
@@ -6,9 +6,10 @@
 
 namespace quire {
 
-// Panels that a lane takes at once, for m rows. A call begins with weights that nobody has fetched,
-// so few rows, which wait for memory, want few calls; many rows want lanes that end together. And
-// no call is so long that a lent lane could not leave: a millisecond where layers are wide.
+// The number of panels that a lane takes at once, for m rows. A call begins with weights that were
+// not prefetched, so few rows, which wait for memory, are computed in few calls. Many rows are
+// computed in more calls, so that the lanes end together. No call is so long that a lent lane could
+// not leave soon: wide layers take a millisecond.
 inline int64_t linear_grain(int64_t num_panels, int64_t m, int num_lanes) {
   constexpr int64_t kFewRows = 48, kMostPanels = 64, kMostPanelRows = 1024;
   const bool is_few = m <= kFewRows;

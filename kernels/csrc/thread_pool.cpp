@@ -15,7 +15,8 @@ namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(50);
 
-// Of sleeping beside a busy owner, who may die, or of lanes that are assigned anew meanwhile.
+// A lent lane sleeps at most this long: its owner may die without waking it, or the lanes may be
+// assigned anew.
 constexpr auto kLongestSleep = std::chrono::milliseconds(100);
 
 void relax() {
@@ -26,7 +27,8 @@ void relax() {
 #endif
 }
 
-// A CPU may have been taken from us since it was assigned: not pinned, the lane still computes.
+// Pinning may fail, because the CPU may no longer be allowed for this process. The lane then
+// computes without being pinned.
 void pin(pthread_t thread, int cpu) {
   if (cpu < 0) return;
   cpu_set_t set;
@@ -134,7 +136,7 @@ std::shared_ptr<const ThreadPool::Lanes> ThreadPool::lanes() {
   return lanes_;
 }
 
-// False: there is no step. While a loop is being closed it is not known whether it was the last.
+// False: no step is running. Waits while a loop is being closed: it may be the step's last one.
 bool ThreadPool::join(State& joined) {
   State state = state_.load();
   for (;;) {
@@ -158,7 +160,7 @@ void ThreadPool::meet(bool is_last) {
   gate_.wait_for(met.generation + 1);
 }
 
-// Nothing of the step may be touched after the others were let on.
+// A lane that has left must not touch anything of the step: the others may finish it at any time.
 void ThreadPool::leave() {
   State state = state_.load(), left;
   do {
@@ -168,7 +170,7 @@ void ThreadPool::leave() {
   throw Left{};
 }
 
-// By the last one that the others wait for.
+// The last lane for which the others wait calls this.
 void ThreadPool::close(State state, bool is_last) {
   const uint32_t next = state.generation + 1;
   next_.store(0, std::memory_order_relaxed);

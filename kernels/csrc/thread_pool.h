@@ -1,16 +1,16 @@
-// Threads that compute one step together: all run the same body, and share out loops within it.
+// Threads that compute one step together: all run the same body and divide its loops among them.
 //
 //   pool.run([&](ThreadPool::Lane& lane) {
 //     lane.loop(num_panels, 4, [&](int64_t begin, int64_t end) { ... });  // ends in a barrier
 //     lane.loop(...);
 //   });
 //
-// The caller is lane 0. The others join when they are awake, and go through the body from the first
-// loop that is not over: what stands between loops must not mind being run late. A lane may be
-// lent: it works on a CPU that belongs to other workers, and only while all of them are idle; as
-// soon as one is busy it leaves the step, between two pieces of a loop, and the others do its
-// share; when they are idle again it joins again. Lanes that wait spin for some microseconds, then
-// sleep, so that a core is never burnt beside a worker that could use it.
+// The caller is lane 0. The other lanes join when they are awake, and run the body from the first
+// loop that is not finished: code between loops must allow a late run. A lane may be lent: it uses
+// a CPU that belongs to other workers, and only while all of them are idle. As soon as one of them
+// is busy, the lane leaves the step, between two pieces of a loop, and the other lanes do its
+// share; when the owners are idle again, the lane joins again. Waiting lanes spin for some
+// microseconds and then sleep, so that they do not waste a core that a worker could use.
 //
 // See ADR 42 and ADR 45.
 #pragma once
@@ -28,12 +28,12 @@
 
 namespace quire {
 
-// A value that only grows (and wraps), which others wait for.
+// A value that only grows (and wraps), and for which threads can wait.
 class Signal {
  public:
   uint32_t value() const { return value_.load(std::memory_order_acquire); }
   void set(uint32_t value);
-  // Until it is `value`, or past it: spins, then sleeps.
+  // Returns when the signal is at `value` or past it: spins, then sleeps.
   void wait_for(uint32_t value);
 
  private:
@@ -48,10 +48,10 @@ class Signal {
 };
 
 struct LaneSpec {
-  int cpu;                      // -1: wherever the system puts it
-  std::vector<Backlog> owners;  // of the CPU; none: the lane is never lent
+  int cpu;                      // -1: the thread is not pinned
+  std::vector<Backlog> owners;  // of the CPU; none: the lane is not lent
 
-  // One that wants the CPU now, or null.
+  // An owner that wants the CPU now, or null.
   const Backlog* busy_owner() const {
     for (const Backlog& owner : owners)
       if (owner.is_there()) return &owner;
@@ -64,12 +64,12 @@ class ThreadPool {
   // One thread's part in a step.
   class Lane {
    public:
-    // `num_over`: loops of this step that are over.
+    // `num_over`: the number of this step's loops that are finished.
     Lane(ThreadPool& pool, int index, const LaneSpec& spec, uint32_t num_over)
         : index(index), pool_(pool), spec_(spec), num_over_(num_over) {}
 
-    // Calls body(begin, end) for pieces of [0, size) of at most `grain`, on whichever lane is free;
-    // returns when all pieces of all lanes are done.
+    // Calls body(begin, end) for pieces of [0, size) of at most `grain`, which free lanes take in
+    // turn; returns when all pieces of all lanes are done.
     template <typename Body>
     void loop(int64_t size, int64_t grain, const Body& body) {
       if (num_over_ > 0) {
@@ -100,30 +100,31 @@ class ThreadPool {
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
-  // From the next step on. The first lane is the caller's and never lent. By the thread that calls
-  // `run`, or before it has. std::invalid_argument: no lanes, or no such CPU.
+  // Sets the lanes from the next step on. The first lane is the calling thread and cannot be lent.
+  // Only the thread that calls `run` may call this, or any thread before the first `run`.
+  // std::invalid_argument: no lanes, a lent first lane, or no such CPU.
   void assign(std::vector<LaneSpec> lanes);
 
   int num_lanes() const { return static_cast<int>(lanes_->size()); }
 
-  // One caller at a time. `body` must not throw.
+  // Runs one step. One thread may call this at a time; `body` must not throw.
   void run(const std::function<void(Lane&)>& body);
 
  private:
   using Lanes = std::vector<LaneSpec>;
   struct Left {};  // unwinds a lane that has left its step
 
-  // Who takes part, in one word that all change by compare-and-set. Nobody comes or goes once all
-  // active lanes have met: the last one closes the loop, and opens the next.
+  // The lanes that take part, in one word that all change by compare-and-set. When all active lanes
+  // have met, no lane joins or leaves until the last one has closed the loop and opened the next.
   struct State {
-    uint32_t generation;  // of loops, through all steps
-    uint16_t num_active;  // lanes in the step; 0: there is none
-    uint16_t num_met;     // of them, those that wait for the others
+    uint32_t generation;  // the number of closed loops, over all steps
+    uint16_t num_active;  // lanes in the step; 0: no step is running
+    uint16_t num_met;     // active lanes that wait for the others
 
     bool is_closing() const { return num_active == num_met; }
   };
 
-  void start();  // one more thread
+  void start();  // starts one more thread
   void work(int index);
   std::shared_ptr<const Lanes> lanes();
   bool join(State& joined);
@@ -131,17 +132,17 @@ class ThreadPool {
   [[noreturn]] void leave();
   void close(State state, bool is_last);
 
-  std::mutex mutex_;  // of lanes_, which the caller changes and the others read
+  std::mutex mutex_;  // guards lanes_, which the caller changes and the others read
   std::shared_ptr<const Lanes> lanes_;
-  std::vector<std::thread> threads_;  // of lanes 1, 2, ...; never fewer than once needed
+  std::vector<std::thread> threads_;  // of lanes 1, 2, ...; never shrinks
   bool is_pinned_ = false;
   std::atomic<bool> is_ending_{false};
 
   const std::function<void(Lane&)>* body_ = nullptr;
-  uint32_t first_ = 0;  // generation of the step's first loop
+  uint32_t first_ = 0;  // the generation at the step's first loop
   std::atomic<State> state_{State{0, 0, 0}};
-  Signal started_;  // steps, ever
-  Signal gate_;     // the generation, just after the state has it
+  Signal started_;  // the number of steps started
+  Signal gate_;     // the generation, set just after it is set in state_
   alignas(64) std::atomic<int64_t> next_{0};
 };
 

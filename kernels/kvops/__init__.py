@@ -4,7 +4,7 @@
     ops.store_kv(kv[:, layer], k, v, slot_mapping)
     out = ops.paged_attention(q, kv[:, layer], block_tables, cu_query_lens, context_lens, scale)
 
-`ops.py` says what each operation does; `kernels.py` is what a device implements.
+`ops.py` defines what each operation does; `kernels.py` is the interface that a device implements.
 """
 
 from kvops.backend import BACKENDS, BackendUnavailable, backend

@@ -1,4 +1,4 @@
-"""The choice of a backend: once, by name, and never another one than asked for."""
+"""Makes the backend with a given name, and never falls back to another one."""
 
 from collections.abc import Callable
 
@@ -11,12 +11,12 @@ from kvops.reference import ReferenceKernels
 
 
 class BackendUnavailable(Exception):
-    """No such backend, or it cannot run here; the text says what is missing."""
+    """There is no such backend, or it cannot run here; the text says what is missing."""
 
 
 def backend(name: str, isa: str | None = None) -> Backend:
-    """The backend called `name`, one of `BACKENDS`; `isa` is the native kernels' instruction set,
-    by default the best that this CPU has. BackendUnavailable, with what is missing."""
+    """Return the backend called `name`, one of `BACKENDS`. `isa` is the instruction set of the
+    native kernels; by default it is the best one of this CPU. BackendUnavailable."""
     if name not in _FACTORIES:
         raise BackendUnavailable(f"no backend {name!r}; there are {', '.join(BACKENDS)}")
     try:
@@ -36,7 +36,7 @@ def backend(name: str, isa: str | None = None) -> Backend:
         ) from error
 
 
-# Packages are imported by who asks for a backend that needs them, and by nobody else.
+# These functions import optional packages, so that only their backends need them.
 
 
 def _triton() -> Kernels:

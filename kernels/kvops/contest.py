@@ -1,8 +1,9 @@
-"""Which instruction set multiplies bf16 matrices fastest on this CPU, by measurement.
+"""Measures which instruction set multiplies bf16 matrices fastest on this CPU.
 
-Only one choice needs it: `avx512_bf16` multiplies bf16 numbers in one instruction, which some CPUs
-run at half the rate of fp32's, so that on them `avx512`, which widens the numbers first, is faster.
-For fp32 the two are the same, and for int8 the first one has an instruction that the other lacks.
+Only the choice between `avx512_bf16` and `avx512` needs a measurement. `avx512_bf16` multiplies
+bf16 numbers with one instruction. Some CPUs run that instruction at half the rate of fp32
+multiplication; on them `avx512`, which widens the numbers first, is faster. For fp32 the two are
+equally fast, and for int8 `avx512_bf16` has an instruction that `avx512` lacks.
 """
 
 import math
@@ -14,27 +15,29 @@ import torch
 from kvops.native import NativeCpu, usable_kernels
 
 CONTENDERS = ("avx512_bf16", "avx512")
-"""The first one is the choice wherever the other one is not clearly faster."""
+"""The first one is chosen unless the second one is clearly faster."""
 
 _MARGIN = 1.05
-"""How many times as long the first one has to take, so that noise does not decide."""
+"""The second one is chosen if the first one takes this many times as long; with less, noise could
+decide."""
 
 _LIMIT_S = 0.02
 _SHAPES = ((4, 1024, 1024), (64, 1024, 1024))
-"""(rows, outputs, inputs): of a decode step, and of a prompt; 2 MB of weights in bf16."""
+"""(rows, outputs, inputs) of a decode step and of a prompt; the weights take 2 MB in bf16."""
 
 Timings = Sequence[tuple[float, float]]
-"""Seconds that the fastest run of the first one took, and of the second: for each of _SHAPES."""
+"""For each of `_SHAPES`: the seconds of the fastest run of the first contender, and of the
+second."""
 
 
 def contenders() -> tuple[str, str] | None:
-    """None: this CPU has at most one of them, so that there is nothing to measure."""
+    """Return both contenders, or None if this CPU lacks one: there is nothing to measure then."""
     return CONTENDERS if set(CONTENDERS) <= set(usable_kernels()) else None
 
 
 def measure(isas: tuple[str, str], limit_s: float = _LIMIT_S) -> Timings:
-    """Times bf16 linears on one thread for `limit_s`, after one run of each. Both take turns, so
-    that what else runs here disturbs them alike."""
+    """Time bf16 linears on one thread for `limit_s`, after one run of each. The contenders take
+    turns, so that other load on this machine slows them equally."""
     linears = [[_linear(isa, *shape) for isa in isas] for shape in _SHAPES]
     fastest = [[math.inf, math.inf] for _ in _SHAPES]
     order = [0, 1]
@@ -51,7 +54,7 @@ def measure(isas: tuple[str, str], limit_s: float = _LIMIT_S) -> Timings:
 
 
 def second_is_faster(timings: Timings) -> bool:
-    """By the geometric mean of the ratios of their times."""
+    """Whether the second contender is clearly faster, by the geometric mean of the time ratios."""
     ratios = [first / second for first, second in timings]
     return math.prod(ratios) ** (1 / len(ratios)) > _MARGIN
 

@@ -1,4 +1,4 @@
-"""Blocks from one arena to another, on whatever devices they are."""
+"""Copies blocks from one arena to another; the arenas may be on different devices."""
 
 from collections.abc import Iterator
 
@@ -6,14 +6,14 @@ from torch import Tensor
 
 
 def copy_between(target: Tensor, source: Tensor, pairs: Tensor) -> None:
-    """Block `pairs[i, 0]` of `source` to `pairs[i, 1]` of `target`. Blocks that lie side by side in
-    both are one piece of memory, and one copy."""
+    """Copy block `pairs[i, 0]` of `source` to block `pairs[i, 1]` of `target`. A run of blocks that
+    is contiguous in both arenas takes one copy."""
     for first, to, count in _runs(pairs.tolist()):
         target[to : to + count].copy_(source[first : first + count])
 
 
 def _runs(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """(first source, first target, how many)."""
+    """Give contiguous runs as (first source, first target, number of blocks)."""
     begin = 0
     for end in range(1, len(pairs) + 1):
         block, to = pairs[begin]

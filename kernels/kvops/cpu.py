@@ -1,7 +1,7 @@
 """The single operations on a CPU: linears and attention in C++, the rest in PyTorch.
 
-The engine does not compose a step of these: it runs a whole one in C++ (`native`), from the same
-kernels, with everything elementwise fused into them.
+The engine does not use them for a step: `native` computes a whole step in C++, with the same
+kernels and with the elementwise operations fused into them.
 """
 
 import torch
@@ -18,7 +18,7 @@ class CpuKernels:
     name = "cpu"
 
     def __init__(self, isa: str | None = None) -> None:
-        """ValueError: this CPU does not have that instruction set."""
+        """ValueError: this CPU does not have the instruction set."""
         self.native = NativeCpu(isa=isa)
 
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
@@ -62,7 +62,8 @@ class CpuKernels:
         kv.index_copy_(0, targets, kv.index_select(0, sources))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Packs the weight each time: for one that is used again, keep `native.pack`'s."""
+        """Packs the weight on each call. For repeated use, call `native.pack` once and keep its
+        result."""
         packed = self.native.pack(_KINDS[weight.dtype], weight.contiguous(), bias)
         out = torch.empty(len(x), len(weight), dtype=x.dtype)
         if len(x):

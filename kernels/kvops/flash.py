@@ -1,9 +1,10 @@
-"""Attention by the flash-attn package, everything else as in Triton.
+"""Attention by the flash-attn package; all other operations are those of the Triton backend.
 
-Its kernels take the arena as it is: one layer's keys, `kv_layer[:, 0]`, are its paged cache
-`[num_blocks, page_block_size, K, D]` with the block's own stride. They want blocks of a multiple of
-256 slots, and bf16 or fp16. Positions that a window hides are multiplied by zero, not skipped: here
-they must be finite, as they are in blocks that a sequence has filled.
+flash-attn's kernels read the arena directly: one layer's keys, `kv_layer[:, 0]`, are a paged cache
+`[num_blocks, page_block_size, K, D]` with a block's stride. The kernels need block sizes that are
+multiples of 256, and bf16 or fp16. They multiply positions outside a window by zero instead of
+skipping them: with this backend these positions must be finite, as they are in blocks that a
+sequence has filled.
 """
 
 import torch
@@ -19,8 +20,8 @@ PAGE = 256
 
 
 class FlashKernels(TritonKernels):
-    """ValueError at the first attention, which warming up does: an arena that flash-attn cannot
-    read."""
+    """The flash backend. ValueError, at the first attention (the engine's warm-up): flash-attn
+    cannot read the arena."""
 
     name = "flash"
 
@@ -39,7 +40,7 @@ class FlashKernels(TritonKernels):
     ) -> Tensor:
         _check(kv_layer)
         keys, values = kv_layer.unbind(dim=1)
-        # How far each side sees; with `causal` the right side is at most 0 in any case.
+        # Positions seen on either side of a query; `causal` limits the right side to 0 anyway.
         reach = (-1, -1) if window is None else (window - 1, 0)
         tables, lens = block_tables.int().contiguous(), context_lens.int()
         if self._is_decode(cu_query_lens, len(q)):
@@ -60,7 +61,8 @@ class FlashKernels(TritonKernels):
             values,
             cu_seqlens_q=cu_query_lens.int(),
             cu_seqlens_k=torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)),
-            # Upper bounds do: they size the launch, and the exact ones are on the device.
+            # Upper bounds suffice: they only size the launch, and the exact lengths are on the
+            # device, where reading them would wait for it.
             max_seqlen_q=len(q),
             max_seqlen_k=tables.shape[1] * kv_layer.shape[2],
             softmax_scale=scale,
@@ -71,8 +73,8 @@ class FlashKernels(TritonKernels):
         return out
 
     def _is_decode(self, cu_query_lens: Tensor, num_tokens: int) -> bool:
-        """Whether every row has one token. The device is asked once a step, not once a layer: all
-        layers get the same tensor, and no step changes that of another."""
+        """Whether every row has one token. The result is read from the device once a step, not once
+        a layer: all layers of a step get the same tensor, and each step has a new one."""
         if num_tokens != len(cu_query_lens) - 1:
             return False
         if self._last_step is None or self._last_step[0] is not cu_query_lens:

@@ -1,5 +1,5 @@
-"""What a device implements. `ops.Backend` has checked every argument; its docstrings are the
-contract."""
+"""The interface that a device implements. `ops.Backend` checks every argument before; its
+docstrings define the operations."""
 
 from typing import Protocol
 

@@ -1,5 +1,5 @@
-"""The C++ kernels (`kernels/csrc`): the instruction set that this CPU has, the threads that
-compute, weights in panels, and a decoder in one call.
+"""The C++ kernels (`kernels/csrc`) as Python uses them: instruction set, threads, packed weights,
+and whole decoder steps in one call.
 
     cpu = NativeCpu(num_threads=2)
     weights = cpu.pack("bfloat16", weight)         # [N, K]
@@ -48,15 +48,15 @@ __all__ = [
 Kind = Literal["float32", "bfloat16", "int8"]
 
 NativeDraw = tuple[float, float, int, float, int, int, int, NativeAdjustment | None]
-"""(temperature or 0 for the likeliest, min_p, top_k, top_p, seed, sequence index, position,
-adjustment)."""
+"""(temperature, min_p, top_k, top_p, seed, sequence index, position, adjustment). Temperature 0
+chooses the likeliest token."""
 
 PACKING = "panels-32.1"
-"""Names the layout of packed weights; another layout, another name."""
+"""The name of the layout of packed weights; a change of the layout changes the name."""
 
 NUMERICS = "2"
-"""Of what the kernels compute, down to the last bit: another order of sums or another draw, another
-number."""
+"""The version of the kernels' results. It changes with every change to a bit of a result, such as
+another order of summation or another draw."""
 
 _ALIGNMENT = 64
 _PANEL = 32
@@ -65,17 +65,19 @@ _PIECE_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A thread on `cpu` (None: wherever the system puts it), which works only while all `owners`,
-    indices of int32 words on a board that workers share, are 0. Who sets one to 0 calls `wake`."""
+    """A thread's place in a step: pinned to `cpu` (None: not pinned). `owners` are indices of int32
+    words on a board that workers share; the thread computes only while all these words are 0. A
+    worker that sets a word to 0 calls `wake`."""
 
     cpu: int | None = None
     owners: tuple[int, ...] = ()
 
 
 class NativeCpu:
-    """`num_threads` threads on one instruction set, by default the best that this CPU has.
+    """Runs the kernels of one instruction set on `num_threads` threads. The default instruction set
+    is the best one of this CPU.
 
-    ValueError: no such instruction set here, or no threads.
+    ValueError: this CPU lacks the instruction set, or num_threads is less than 1.
     """
 
     def __init__(self, num_threads: int = 1, isa: str | None = None) -> None:
@@ -88,13 +90,14 @@ class NativeCpu:
         return self.pool.num_lanes
 
     def assign(self, lanes: Sequence[Lane], board: Tensor | None = None) -> None:
-        """The threads of the next steps; the first, the caller's own, has no owners. To be called
-        where steps are. ValueError: no lanes, no such CPU, or an owner that is not on the board."""
+        """Set the threads of the next steps. The first lane is the calling thread and has no
+        owners. Call it on the thread that runs the steps. ValueError: no lanes, no such CPU, or an
+        owner that is not on the board."""
         cpus = [-1 if lane.cpu is None else lane.cpu for lane in lanes]
         self.pool.assign(cpus, [list(lane.owners) for lane in lanes], board)
 
     def pack(self, kind: Kind, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """Weights [N, K] fp32 or bf16 in memory of their own."""
+        """Pack weights [N, K], fp32 or bf16, into newly allocated memory."""
         n, k = weight.shape
         memory = aligned(packed_bytes(kind, n, k))
         packed = PackedLinear(kind, n, k, memory, None if bias is None else bias.float())
@@ -104,11 +107,11 @@ class NativeCpu:
     def packed_pieces(
         self, kind: Kind, num_outputs: int, weights: Sequence[Tensor], turn: int = 0
     ) -> Iterator[Tensor]:
-        """The `packed_bytes` of a linear of several weights [n_i, K], all fp32 or all bf16, from
-        front to back, uint8; each piece holds until the next one is asked for.
+        """Give the `packed_bytes` of one linear made of several weights [n_i, K], all fp32 or all
+        bf16, as consecutive uint8 pieces. Each piece is valid until the next one is requested.
 
-        `turn`: the weights take turns by so many outputs, zeros behind the end of one; 0: each
-        whole, one after another.
+        `turn`: the outputs alternate between the weights, `turn` at a time; zeros follow the end of
+        a shorter weight. 0: the weights follow one another whole.
         """
         k = weights[0].shape[1]
         step = max(1, _PIECE_BYTES // packed_bytes(kind, _PANEL, k)) * _PANEL
@@ -118,7 +121,7 @@ class NativeCpu:
             n = min(step, num_outputs - first)
             piece = memory[: packed_bytes(kind, n, k)]
             self.ops.pack(PackedLinear(kind, n, k, piece), weights, turn, first)
-            if kind == "int8":  # What is behind the panels belongs behind those of all pieces.
+            if kind == "int8":  # Scales and sums follow the panels of all pieces.
                 num_panel_bytes = len(piece) - 2 * 4 * -(-n // _PANEL) * _PANEL
                 piece, values = piece[:num_panel_bytes], piece[num_panel_bytes:].clone()
                 scales.append(values[: len(values) // 2])
@@ -135,8 +138,8 @@ class NativeCpu:
         final_norm: Tensor,
         rotation: tuple[Tensor, Tensor],
     ) -> Decoder:
-        """embedding: [vocab, hidden] fp32 or bf16. final_norm: [hidden] fp32. rotation: cosines and
-        sines [positions, head_dim / 2] fp32."""
+        """Make a decoder of `layers`. embedding: [vocab, hidden] fp32 or bf16. final_norm: [hidden]
+        fp32. rotation: cosines and sines, each [positions, head_dim / 2] fp32."""
         return Decoder(
             self.isa,
             self.pool,
@@ -149,12 +152,12 @@ class NativeCpu:
         )
 
     def head(self, weights: PackedLinear) -> Head:
-        """weights: [vocab, hidden]."""
+        """Make a head, from final states to tokens and logprobs. weights: [vocab, hidden]."""
         return Head(self.isa, self.pool, weights)
 
 
 def aligned(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes] that begins at a multiple of 64."""
+    """Return a uint8 tensor [num_bytes] whose address is a multiple of 64."""
     memory = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
     begin = -memory.data_ptr() % _ALIGNMENT
     return memory[begin : begin + num_bytes]

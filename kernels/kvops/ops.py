@@ -1,13 +1,13 @@
-"""The operations, their shapes and their checks: the one public face of every backend.
+"""The operations of every backend, with their shapes and checks.
 
 Letters in shapes: T new tokens of all rows, B rows, H query heads, K key/value heads, D head size.
 
-The arena is `[num_blocks, num_layers, 2, block_size, K, D]`, index 0 of the third dimension keys,
-1 values; one layer of it, `kv[:, layer]`, is `[num_blocks, 2, block_size, K, D]`, a strided view.
-Slot s is offset s % block_size of block s // block_size. Slots that no row has stored may hold
-anything, NaN included; nothing reads them.
+The arena is `[num_blocks, num_layers, 2, block_size, K, D]`; in the third dimension, index 0 has
+the keys and 1 the values. One layer, `kv[:, layer]`, is `[num_blocks, 2, block_size, K, D]`, a
+strided view. Slot s is at offset s % block_size of block s // block_size. Slots into which no row
+was stored may have any content, including NaN; no operation reads them.
 
-Wrong shapes, dtypes or devices: ValueError. Values of index tensors are the caller's promise.
+ValueError: a wrong shape, dtype or device. The values of index tensors are not checked.
 
 See ADR 10.
 """
@@ -24,7 +24,8 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 class Backend:
-    """The operations on one kind of device. Those that write into an argument say so first."""
+    """The operations on one kind of device. The docstring of an operation that writes into an
+    argument begins with "Writes"."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -35,16 +36,18 @@ class Backend:
 
     @property
     def native(self) -> NativeCpu | None:
-        """What computes whole steps in C++; None where steps are composed of these operations."""
+        """The native kernels, which compute whole steps in C++; None for a backend on which the
+        engine composes steps of these operations."""
         return self._kernels.native if isinstance(self._kernels, CpuKernels) else None
 
     def describe(self, dtype: torch.dtype) -> dict[str, str]:
-        """What computes, for logs and the registry."""
+        """Return a description of the computation for logs and the registry."""
         num_threads = self.native.num_lanes if self.native else torch.get_num_threads()
         return {**self.numerics(dtype), "threads": str(num_threads)}
 
     def numerics(self, dtype: torch.dtype) -> dict[str, str]:
-        """All that the last bits of a result depend on; workers that share a pool agree in it."""
+        """Return everything that the bits of a result depend on; workers that share a pool must
+        have equal values."""
         return {
             "backend": self.name,
             "dtype": str(dtype).removeprefix("torch."),
@@ -54,7 +57,7 @@ class Backend:
         }
 
     def _processor(self) -> str:
-        """The instruction set or the GPU that computes."""
+        """Return the instruction set, or the name of the GPU, that computes."""
         if self.native is not None:
             return self.native.isa
         if self.name in ("triton", "flash") and torch.cuda.is_available():
@@ -62,7 +65,8 @@ class Backend:
         return torch.backends.cpu.get_cpu_capability()
 
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        """Writes `kv_layer`: token t's key and value go to slot `slot_mapping[t]`, -1: nowhere.
+        """Writes `kv_layer`: stores token t's key and value in slot `slot_mapping[t]`; -1: skips
+        the token.
 
         k, v: [T, K, D], any strides. slot_mapping: [T], int; no slot twice.
         """
@@ -83,16 +87,17 @@ class Backend:
         scale: float,
         window: int | None = None,
     ) -> Tensor:
-        """Causal attention of every row's new tokens over its context, new tokens included.
+        """Computes causal attention of each row's new tokens over the row's context, which includes
+        the new tokens.
 
-        q: [T, H, D], row b's tokens at `cu_query_lens[b] : cu_query_lens[b + 1]`; they stand at the
-        last positions of its context, so that query i of n sees `context_lens[b] - n + i + 1`
-        positions. With a `window` (>= 1) it sees the last `window` of those, its own included;
-        positions that no query of the row sees may hold anything, NaN included. Prefill, a chunk
-        and a decode step differ by n alone. Keys and values are read from the arena only: store the
-        new ones first. Position p of row b is in block `block_tables[b, p // block_size]`; what a
-        table holds behind its row's context is not read. Query head h uses key/value head
-        h // (H / K).
+        q: [T, H, D]. Row b's tokens are at `cu_query_lens[b] : cu_query_lens[b + 1]` and at the
+        last positions of the row's context, so that query i of n sees
+        `context_lens[b] - n + i + 1` positions. With a `window` (>= 1) a query sees the last
+        `window` of these, including its own; positions that no query of the row sees may have any
+        content, including NaN. Prefill, a chunk and a decode step differ in n alone. Keys and
+        values are read from the arena only: store the new ones first. Position p of row b is in
+        block `block_tables[b, p // block_size]`; table entries behind the row's context are not
+        read. Query head h uses key/value head h // (H / K).
 
         block_tables: [B, any], cu_query_lens: [B + 1], context_lens: [B], int. scale > 0. Result:
         [T, H, D].
@@ -115,12 +120,12 @@ class Backend:
         )
 
     def copy_blocks(self, kv: Tensor, pairs: Tensor, source: Tensor | None = None) -> None:
-        """Writes `kv`: block `pairs[i, 1]` becomes a copy of block `pairs[i, 0]`, all layers, of
-        `kv` itself or of `source`.
+        """Writes `kv`: block `pairs[i, 1]` becomes a copy of block `pairs[i, 0]` of `kv`, or of
+        `source` if that is given, in all layers.
 
-        kv: the arena, or anything whose first dimension is blocks. source: another one, with blocks
-        of the same shape, on any device. pairs: [any, 2], int; no destination twice. All sources
-        are read before any destination is written.
+        kv: the arena, or any tensor whose first dimension is blocks. source: another such tensor
+        with blocks of the same shape, on any device. pairs: [any, 2], int; no destination twice.
+        All source blocks are read before any destination is written.
         """
         if kv.dim() < 2:
             raise ValueError(f"kv: {_shape(kv)} has no blocks in it")
@@ -130,7 +135,7 @@ class Backend:
         self._kernels.copy_blocks(kv, pairs, source)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, in] @ weight [out, in] transposed + bias [out]: [T, out]."""
+        """Computes x [T, in] @ weight [out, in] transposed + bias [out]. Result: [T, out]."""
         _check("x", x, weight, (-1, weight.shape[-1]))
         _check("weight", weight, weight, (-1, -1))
         if bias is not None:
@@ -138,20 +143,20 @@ class Backend:
         return self._kernels.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 (Zhang and Sennrich,
-        2019). x: [..., n], weight: [n]. Result: x's shape."""
+        """Computes x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 (Zhang and
+        Sennrich, 2019). x: [..., n], weight: [n]. Result: x's shape."""
         _check("weight", weight, x, (x.shape[-1],))
         return self._kernels.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Writes `residual`: it becomes residual + x; the result is its rms_norm. Both [..., n]."""
+        """Writes `residual`: adds x to it. Result: the rms_norm of the sum. Both are [..., n]."""
         _check("residual", residual, x, tuple(x.shape))
         _check("weight", weight, x, (x.shape[-1],))
         return self._kernels.add_rms_norm(x, residual, weight, eps)
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Writes `q` and `k`: rotates the pair (x[i], x[i + D / 2]) of every head by token t's i-th
-        angle, in fp32 (Su et al., 2021, with the halves of GPT-NeoX).
+        """Writes `q` and `k`: rotates the pair (x[i], x[i + D / 2]) of each head by the token's
+        i-th angle, in fp32 (Su et al., 2021; paired by halves as in GPT-NeoX).
 
         q: [T, H, D], k: [T, K, D], any strides. cos, sin: [T, D / 2], fp32.
         """
@@ -163,7 +168,7 @@ class Backend:
         self._kernels.rope(q, k, cos, sin)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up, elementwise (Shazeer, 2020). Both [T, n], any strides."""
+        """Computes silu(gate) * up, elementwise (Shazeer, 2020). Both are [T, n], any strides."""
         _check("up", up, gate, tuple(gate.shape))
         return self._kernels.silu_mul(gate, up)
 
@@ -173,7 +178,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _fits(tensor: Tensor, shape: tuple[int, ...]) -> bool:
-    """-1 in `shape` stands for any size."""
+    """Whether the tensor has this shape; -1 in `shape` means any size."""
     return tensor.dim() == len(shape) and all(
         wanted in (-1, size) for size, wanted in zip(tensor.shape, shape, strict=True)
     )

@@ -1,5 +1,5 @@
-"""The oracle: every operation as its formula, in fp32, one position at a time where that is
-clearest. Slow on purpose; runs anywhere."""
+"""The reference backend, against which all others are tested: each operation as its plain formula,
+in fp32. It is written for clarity, not speed, and runs on every device."""
 
 import torch
 from torch import Tensor
@@ -76,7 +76,8 @@ class ReferenceKernels:
 
 
 def _gather(kv_layer: Tensor, block_table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of positions 0 .. context_len - 1: [context_len, K, D] each, fp32."""
+    """Return the keys and the values of positions 0 to context_len - 1, each
+    [context_len, K, D], fp32."""
     block_size = kv_layer.shape[2]
     positions = torch.arange(context_len, device=kv_layer.device)
     blocks, offsets = block_table[positions // block_size].long(), positions % block_size

@@ -23,11 +23,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from quire.sockets import operations_socket
 from quire.supervisor.errors import NoSuchRun, PortInUse, ServeError
 
 RUNS = Path(f"/dev/shm/quire-{os.getuid()}")
 _POLL_S = 0.05
 _RECORD = "run.json"
+_MAX_SOCKET_PATH = 107
+"""Bytes of a Unix socket's path in Linux, without the final NUL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,12 @@ def _is_free(host: str, port: int) -> bool:
 
 def _create(runs: Path, record: RunRecord) -> RunDirectory:
     path = runs / f"{record.grpc_port}-{secrets.token_hex(4)}"
+    longest = operations_socket(path, record.host, record.grpc_port)
+    if len(os.fsencode(longest)) > _MAX_SOCKET_PATH:
+        raise ServeError(
+            f"the path of the run's sockets, such as {longest}, is longer than "
+            f"{_MAX_SOCKET_PATH} bytes; choose a shorter --run-root"
+        )
     path.mkdir(mode=0o700)
     lock = _try_lock(path)
     if lock is None:

@@ -19,17 +19,17 @@ def record(grpc_port: int | None = None) -> RunRecord:
     return RunRecord(os.getpid(), "127.0.0.1", grpc_port, free_port("127.0.0.1"))
 
 
-def test_a_run_has_a_private_directory_that_says_who_it_is(tmp_path: Path) -> None:
+def test_a_run_has_a_private_directory_that_says_who_it_is(short_path: Path) -> None:
     mine = record()
-    run = claim(tmp_path / "runs", mine)
+    run = claim(short_path / "runs", mine)
     assert run.path.name.startswith(f"{mine.grpc_port}-")
     assert run.path.stat().st_mode & 0o777 == 0o700
     assert json.loads((run.path / "run.json").read_text())["pid"] == os.getpid()
     run.remove()
 
 
-def test_the_last_run_takes_the_root_with_it(tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
+def test_the_last_run_takes_the_root_with_it(short_path: Path) -> None:
+    runs = short_path / "runs"
     first, second = claim(runs, record()), claim(runs, record())
     first.remove()
     assert [path.name for path in runs.iterdir()] == [second.path.name]
@@ -37,8 +37,8 @@ def test_the_last_run_takes_the_root_with_it(tmp_path: Path) -> None:
     assert not runs.exists()
 
 
-def test_leftovers_of_a_dead_run_are_removed_and_a_live_run_is_kept(tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
+def test_leftovers_of_a_dead_run_are_removed_and_a_live_run_is_kept(short_path: Path) -> None:
+    runs = short_path / "runs"
     alive = claim(runs, record())
     dead = runs / "50051-dead"
     (dead / "pools" / "p-1").mkdir(parents=True)
@@ -48,33 +48,38 @@ def test_leftovers_of_a_dead_run_are_removed_and_a_live_run_is_kept(tmp_path: Pa
     assert not dead.exists()
 
 
-def test_a_second_run_on_the_same_port_is_refused(tmp_path: Path) -> None:
+def test_a_second_run_on_the_same_port_is_refused(short_path: Path) -> None:
     mine = record()
-    claim(tmp_path / "runs", mine)
+    claim(short_path / "runs", mine)
     with pytest.raises(PortInUse, match=rf"`quire serve` with pid {os.getpid()} has port"):
-        claim(tmp_path / "runs", record(mine.grpc_port), patience_s=0)
+        claim(short_path / "runs", record(mine.grpc_port), patience_s=0)
 
 
-def test_every_gateway_of_a_run_has_its_ports(tmp_path: Path) -> None:
+def test_every_gateway_of_a_run_has_its_ports(short_path: Path) -> None:
     two = RunRecord(os.getpid(), "127.0.0.1", 7000, 8000, num_gateways=2)
     assert two.ports == (7000, 8000, 7001, 8001)
     for ports, shared in [((7001, 9000), True), ((9000, 8001), True), ((7002, 8002), False)]:
         assert RunRecord(1, "127.0.0.1", *ports).shares_port_with(two) is shared
     overlapping = RunRecord(os.getpid(), "127.0.0.1", 7000, 7001, num_gateways=2)
     with pytest.raises(PortInUse, match="2 gateways would share ports"):
-        claim(tmp_path / "runs", overlapping, patience_s=0)
+        claim(short_path / "runs", overlapping, patience_s=0)
 
 
-def test_a_port_that_another_program_has_is_named(tmp_path: Path) -> None:
+def test_a_port_that_another_program_has_is_named(short_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(PortInUse, match=rf"another program listens on 127.0.0.1:{port}"):
-            claim(tmp_path / "runs", record(port), patience_s=0)
+            claim(short_path / "runs", record(port), patience_s=0)
 
 
-def test_a_new_run_waits_for_the_old_one_to_end(tmp_path: Path) -> None:
+def test_a_root_too_long_for_sockets_is_refused(short_path: Path) -> None:
+    with pytest.raises(ServeError, match="choose a shorter --run-root"):
+        claim(short_path / ("long" * 20), record())
+
+
+def test_a_new_run_waits_for_the_old_one_to_end(short_path: Path) -> None:
     """Its lock drops with its process, here by kill -9."""
-    runs, mine = tmp_path / "runs", record()
+    runs, mine = short_path / "runs", record()
     old = _run_elsewhere(runs, mine)
     old.kill()
     old.wait()
@@ -82,8 +87,8 @@ def test_a_new_run_waits_for_the_old_one_to_end(tmp_path: Path) -> None:
     assert [path.name for path in runs.iterdir()] == [run.path.name]
 
 
-def test_stop_run_ends_the_run_on_that_port(tmp_path: Path) -> None:
-    runs, mine = tmp_path / "runs", record()
+def test_stop_run_ends_the_run_on_that_port(short_path: Path) -> None:
+    runs, mine = short_path / "runs", record()
     other = claim(runs, record())
     with _run_elsewhere(runs, mine) as process:
         assert stop_run(runs, mine.grpc_port).pid == process.pid
@@ -91,25 +96,25 @@ def test_stop_run_ends_the_run_on_that_port(tmp_path: Path) -> None:
     assert other.path.exists()
 
 
-def test_the_only_run_needs_no_port(tmp_path: Path) -> None:
-    with _run_elsewhere(tmp_path / "runs", record()) as process:
-        assert stop_run(tmp_path / "runs", None).pid == process.pid
+def test_the_only_run_needs_no_port(short_path: Path) -> None:
+    with _run_elsewhere(short_path / "runs", record()) as process:
+        assert stop_run(short_path / "runs", None).pid == process.pid
 
 
-def test_of_several_runs_one_must_be_named(tmp_path: Path) -> None:
-    ports = sorted(claim(tmp_path / "runs", record()).path.name[:-9] for _ in range(2))
+def test_of_several_runs_one_must_be_named(short_path: Path) -> None:
+    ports = sorted(claim(short_path / "runs", record()).path.name[:-9] for _ in range(2))
     with pytest.raises(NoSuchRun, match=rf"ports of runs: {ports[0]}, {ports[1]}$"):
-        stop_run(tmp_path / "runs", None)
+        stop_run(short_path / "runs", None)
 
 
-def test_stopping_without_a_run_is_an_error(tmp_path: Path) -> None:
+def test_stopping_without_a_run_is_an_error(short_path: Path) -> None:
     with pytest.raises(NoSuchRun, match="on port 50051 to end; ports of runs: none"):
-        stop_run(tmp_path / "runs", 50051)
-    assert not (tmp_path / "runs").exists()
+        stop_run(short_path / "runs", 50051)
+    assert not (short_path / "runs").exists()
 
 
-def test_a_root_that_others_may_write_is_refused(tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
+def test_a_root_that_others_may_write_is_refused(short_path: Path) -> None:
+    runs = short_path / "runs"
     runs.mkdir()
     runs.chmod(0o777)
     with pytest.raises(ServeError, match="open to others"):

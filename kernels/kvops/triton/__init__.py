@@ -1,4 +1,4 @@
-"""Kernels for CUDA, written in Triton (the package of that name: imports here are absolute)."""
+"""CUDA kernels, written in Triton. `import triton` in this folder means the package Triton."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -8,7 +8,8 @@ from kvops.triton import attention, fusions
 
 
 class TritonKernels:
-    """Needs Triton, and a GPU or Triton's interpreter (TRITON_INTERPRET=1)."""
+    """The triton backend; it needs the package Triton, and a GPU or Triton's interpreter
+    (TRITON_INTERPRET=1)."""
 
     name = "triton"
 
@@ -30,8 +31,8 @@ class TritonKernels:
         )
 
     def copy_blocks(self, kv: Tensor, pairs: Tensor, source: Tensor | None) -> None:
-        """By PyTorch: sources go through a buffer, since one pair's source may be another's target,
-        and both ways are plain copies at memory speed already."""
+        """Copies with PyTorch, at memory speed. Within one arena the blocks go through a buffer,
+        because one pair's source may be another's target."""
         if source is not None:
             copy_between(kv, source, pairs)
             return
@@ -39,7 +40,7 @@ class TritonKernels:
         kv.index_copy_(0, targets, kv.index_select(0, sources))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """By PyTorch, which asks cuBLAS."""
+        """Computed by PyTorch with cuBLAS."""
         return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,20 +1,22 @@
-"""Attention over paged KV: one kernel for rows of any length, in two shapes, and what joins splits.
+"""Attention over paged KV: one kernel for rows of any length, and one that combines splits.
 
-A program takes one *tile*, some query tokens of one row with all query heads of one key/value head,
-so that what it reads of the KV serves the whole group:
+A program computes one *tile*: some query tokens of one row, with all query heads of one key/value
+head, so that the program reads each key and value once for the whole group of heads. The kernel
+runs in one of two shapes:
 
-    prefill   as many tokens as fill 64 lines; it walks the tile's context alone
-    decode    one token; the context is cut into splits, one program each, joined by `_combine`
+    prefill   a tile has as many tokens as fill 64 lines; one program reads its whole context
+    decode    a tile has one token; one program reads each split of the context, and `_combine`
+              combines them
 
-Either shape computes any batch rightly; which one is used only decides how fast. Nothing that the
-host would have to ask the device for is needed: tiles and splits are bounded by the shapes of q and
-the block tables, and programs beyond a row's last tile or split end at once.
+Both shapes give correct results for any batch; the choice only affects speed. The launch waits for
+no values from the device: the shapes of q and the block tables bound the number of tiles and
+splits, and programs beyond a row's last tile or split end at once.
 
-Where splits begin depends on a row's own context alone, so that a decoded row has the same bits in
-whichever batch it comes. The softmax is that of FlashAttention (Dao et al., 2022), the splits those
-of Flash-Decoding (Dao et al., 2023).
+A split's bounds depend only on the row's own context, so that a decoded row has the same bits in
+every batch. The softmax is that of FlashAttention (Dao et al., 2022), the splits are those of
+Flash-Decoding (Dao et al., 2023).
 """
-# Triton has no types, and a kernel's arguments are none of Python's.
+# Triton has no type annotations, and a kernel's arguments have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped"
 
@@ -27,7 +29,7 @@ from torch import Tensor
 
 _PREFILL_LINES = 64
 _MIN_DOT = 16  # the smallest side of a matrix product on tensor cores
-_MIN_SPLIT = 256  # positions: what keeps one program busy for about as long as a launch takes
+_MIN_SPLIT = 256  # positions; a program needs about as long for them as a launch takes
 _MAX_SPLITS = 32
 _NO_WINDOW = 1 << 30
 
@@ -46,7 +48,7 @@ def paged_attention(
     block_size, num_kv_heads = kv_layer.shape[2:4]
     num_rows, group = len(context_lens), num_heads // num_kv_heads
     decode = num_tokens <= num_rows
-    # Wide lines: fewer keys at once, for the shared memory, and more warps, for the registers.
+    # Wide lines take fewer keys at once, to fit shared memory, and more warps, to fit registers.
     wide = q.element_size() * head_dim > 256
     lines = max(_MIN_DOT if decode else _PREFILL_LINES, triton.next_power_of_2(group))
     tokens_per_tile = 1 if decode else lines // group
@@ -99,8 +101,8 @@ def paged_attention(
 
 
 def _partials(out: Tensor, num_splits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every token, head and split: the values' weighted sum, the largest score, the weights'
-    sum. fp32."""
+    """Allocate the results of each token, head and split, fp32: the weighted sum of the values, the
+    largest score, and the sum of the weights."""
     num_tokens, num_heads, head_dim = out.shape
     shape = (num_tokens, num_heads, num_splits)
     parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=out.device)
@@ -110,10 +112,11 @@ def _partials(out: Tensor, num_splits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @triton.jit
 def _tile(tile, cu_query_lens, num_rows, ROWS: tl.constexpr, TOKENS: tl.constexpr):
-    """The tile's row, and its first token and the row's last but one within q.
+    """Return the tile's row, the index of the tile's first token in q, and the end of the row's
+    tokens in q (exclusive).
 
-    With several tokens a tile, row r begins at tile cu_query_lens[r] // TOKENS + r: that leaves
-    each row enough tiles, and some that are empty.
+    If a tile has several tokens, row r begins at tile cu_query_lens[r] // TOKENS + r: that gives
+    each row enough tiles, and leaves some tiles empty.
     """
     rows = tl.arange(0, ROWS)
     begins = tl.load(cu_query_lens + rows, mask=rows < num_rows, other=0).to(tl.int32)
@@ -153,11 +156,11 @@ def _attend(
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """One tile over its context, or over one split of it.
+    """Computes one tile over its context, or over one split of it.
 
-    Line i of a tile is token i // GROUP with head i % GROUP of the group. `scale` holds log2(e),
-    since the exponentials are powers of two. `out`: [T, H, D], or with SPLIT [T, H, splits, D], of
-    which nothing but the maximum is written where the split is empty.
+    Line i of a tile is token i // GROUP with head i % GROUP of the group. `scale` includes log2(e),
+    because the exponentials are powers of two. `out` is [T, H, D], or with SPLIT [T, H, splits, D].
+    For an empty split, only the maximum (-inf) is written.
     """
     kv_head, split = tl.program_id(1), tl.program_id(2)
     row, first_token, end_token = _tile(tl.program_id(0), cu_query_lens, num_rows, ROWS, TOKENS)
@@ -174,8 +177,8 @@ def _attend(
     is_dim = dims < HEAD_DIM
     positions = context - end_token + tokens
 
-    # The tile's first query sees furthest back, its last one furthest ahead. What lies outside may
-    # hold anything and is not read.
+    # The tile's first query sees the earliest positions, its last one the latest. Positions that no
+    # query sees may have any content and are not read.
     first_position = context - end_token + first_token
     first_key = tl.maximum(first_position - window + 1, 0)
     end_key = tl.minimum(first_position + TOKENS, context)
@@ -216,7 +219,7 @@ def _attend(
         seen = is_key[None, :] & (ahead <= 0) & (ahead > -window)
         scores = tl.where(seen, scores, float("-inf"))
         raised = tl.maximum(largest, tl.max(scores, axis=1))
-        base = tl.where(raised == float("-inf"), 0.0, raised)  # a line that has seen nothing yet
+        base = tl.where(raised == float("-inf"), 0.0, raised)  # a line that has not seen a key yet
         weights = tl.exp2(scores - base[:, None])
         kept = tl.exp2(largest - base)
         v = tl.load(
@@ -237,7 +240,7 @@ def _attend(
             return
         tl.store(sums + spots, total, mask=is_line)
     else:
-        # A line without a token may have seen nothing.
+        # A line without a token may have seen no key, so its total may be 0.
         values = values / tl.where(is_line, total, 1.0)[:, None]
     tl.store(
         out + spots[:, None] * HEAD_DIM + dims[None, :],
@@ -257,8 +260,9 @@ def _combine(
     DIMS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """One token's head: its splits weighted by exp2(own maximum - largest). The sum is always one
-    of MAX_SPLITS terms, zeros too, so that its order is the same in every batch."""
+    """Combines the splits of one token and head, each weighted by exp2(its maximum - the largest
+    maximum). The sum always has MAX_SPLITS terms, zeros included, so that its order is the same in
+    every batch."""
     spot = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     splits, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, DIMS)
     places = spot * num_splits + splits

@@ -1,6 +1,7 @@
-"""What goes through memory once instead of several times: norms, rotation, activation, and the
-store of new keys and values. One program a token; all arithmetic in fp32."""
-# Triton has no types, and a kernel's arguments are none of Python's.
+"""Fused kernels, which read and write memory once instead of several times: norms, rotation,
+activation, and the store of new keys and values. One program computes one token (or a part of it);
+all arithmetic is in fp32."""
+# Triton has no type annotations, and a kernel's arguments have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped"
 
@@ -66,11 +67,11 @@ def _store_kv(
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Of x, or of `residual`, which first becomes residual + x."""
+    """Return the norm of x, or of `residual` after adding x to it."""
     size = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tokens = x.reshape(-1, size)
-    # view, not reshape: what is written must be the caller's memory, never a copy of it.
+    # view, not reshape: the kernel must write into the caller's memory, never into a copy of it.
     sums = tokens if residual is None else residual.view(-1, size)
     _rms_norm[(len(tokens),)](
         tokens,
@@ -113,7 +114,7 @@ def _rms_norm(
         tl.store(place, total, inside)
         wide = total.to(
             tl.float32
-        )  # the norm is that of the rounded sum, which the next layer adds to
+        )  # the norm uses the rounded sum, which is the residual that the next layer adds to
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
     weights = tl.load(weight + dims * weight_strides[0], inside, other=0.0).to(tl.float32)
     tl.store(out + token * SIZE + dims, (wide * scale * weights).to(out.dtype.element_ty), inside)
@@ -175,7 +176,7 @@ def _turn(
     ALL_HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Turns one token's heads; `cos` and `sin` as wide as the padded half."""
+    """Rotates one token's heads; `cos` and `sin` are as wide as the padded half of a head."""
     heads, dims = tl.arange(0, ALL_HEADS)[:, None], tl.arange(0, cos.shape[0])[None, :]
     inside = (heads < HEADS) & (dims < HALF)
     first = x + heads * head_stride + dims * dim_stride

@@ -153,9 +153,9 @@ async def join(
 
 
 async def test_grpc_and_http_serve_once_there_are_workers(
-    stack: AsyncExitStack, valkey: Any, model_dir: Path, tmp_path: Path
+    stack: AsyncExitStack, valkey: Any, model_dir: Path, short_path: Path
 ) -> None:
-    gateway = await launch(stack, valkey.url, tmp_path)
+    gateway = await launch(stack, valkey.url, short_path)
     await gateway.until_health(NOT_SERVING)
     assert (await gateway.http.get("/health")).status_code == 503
 
@@ -184,11 +184,11 @@ async def test_grpc_and_http_serve_once_there_are_workers(
 
 
 async def test_stopped_it_gives_what_runs_its_grace_and_then_says_so(
-    stack: AsyncExitStack, valkey: Any, model_dir: Path, tmp_path: Path
+    stack: AsyncExitStack, valkey: Any, model_dir: Path, short_path: Path
 ) -> None:
     decode = FakeDecode()
     decode.pause_after = 2
-    gateway = await launch(stack, valkey.url, tmp_path)
+    gateway = await launch(stack, valkey.url, short_path)
     await join(stack, valkey.url, model_dir, FakePrefill(), decode)
     await gateway.until_health(SERVING)
     call = gateway.generate("r1", 8)
@@ -203,12 +203,12 @@ async def test_stopped_it_gives_what_runs_its_grace_and_then_says_so(
 
 
 async def test_a_lost_store_costs_no_request(
-    stack: AsyncExitStack, own_valkey: Any, model_dir: Path, tmp_path: Path
+    stack: AsyncExitStack, own_valkey: Any, model_dir: Path, short_path: Path
 ) -> None:
     """What runs goes on, and who comes while Redis is away waits for it."""
     decode = FakeDecode()
     decode.pause_after = 2
-    gateway = await launch(stack, own_valkey.url, tmp_path)
+    gateway = await launch(stack, own_valkey.url, short_path)
     announce = await join(stack, own_valkey.url, model_dir, FakePrefill(), decode)
     await gateway.until_health(SERVING)
     running = gateway.generate("r1", 8)
@@ -224,7 +224,7 @@ async def test_a_lost_store_costs_no_request(
     assert (await running.code(), await comes_now.code()) == (grpc.StatusCode.OK,) * 2
 
 
-async def test_a_misspelt_setting_is_told_and_it_does_not_start(tmp_path: Path) -> None:
+async def test_a_misspelt_setting_is_told_and_it_does_not_start(short_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.gateway"),
         env={"QUIRE_GATEWAY_MAX_WAITNG": "5"},
@@ -236,12 +236,12 @@ async def test_a_misspelt_setting_is_told_and_it_does_not_start(tmp_path: Path) 
 
 
 async def test_operations_are_served_where_operators_are_and_nowhere_else(
-    stack: AsyncExitStack, valkey: Any, tmp_path: Path
+    stack: AsyncExitStack, valkey: Any, short_path: Path
 ) -> None:
     """There is no block manager here: who relays says so, the public port has no such service."""
     port = await free_port()
-    gateway = await launch(stack, valkey.url, tmp_path, OPERATIONS_PORT=str(port))
-    (socket,) = living_sockets(tmp_path)
+    gateway = await launch(stack, valkey.url, short_path, OPERATIONS_PORT=str(port))
+    (socket,) = living_sockets(short_path)
     answers = {}
     for address in (gateway.address, f"unix:{socket}", f"127.0.0.1:{port}"):
         async with open_channel(address) as channel:
@@ -267,12 +267,12 @@ async def services_at(channel: aio.Channel) -> set[str]:
 
 
 async def test_idle_connections_leave_both_doors_open(
-    stack: AsyncExitStack, valkey: Any, model_dir: Path, tmp_path: Path
+    stack: AsyncExitStack, valkey: Any, model_dir: Path, short_path: Path
 ) -> None:
     """More of them than the process may have open files: HTTP serves all the while, gRPC closes
     what says nothing, and the log has a few lines at most."""
     num_connections = 600
-    log = tmp_path / "log"
+    log = short_path / "log"
 
     def limit_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
@@ -281,7 +281,7 @@ async def test_idle_connections_leave_both_doors_open(
         gateway = await launch(
             stack,
             valkey.url,
-            tmp_path / "run",
+            short_path / "run",
             {"preexec_fn": limit_open_files, "stderr": stderr},
         )
     await join(stack, valkey.url, model_dir, FakePrefill(), FakeDecode())

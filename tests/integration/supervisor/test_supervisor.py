@@ -72,11 +72,11 @@ class Run:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+def start(short_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def start(**options: object) -> Run:
-        runs.append(Run(tmp_path / "runs", **options))  # type: ignore[arg-type]
+        runs.append(Run(short_path / "runs", **options))  # type: ignore[arg-type]
         return runs[-1]
 
     yield start

@@ -43,11 +43,11 @@ def address(run: Path) -> str:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
+def runs(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
     for name in ("QUIRE_ADDRESS", "QUIRE_OPERATIONS_ADDRESS", "QUIRE_RUN"):
         monkeypatch.delenv(name, raising=False)
     with ExitStack() as stack:
-        yield Runs(tmp_path, stack)
+        yield Runs(short_path, stack)
 
 
 def test_the_only_run_needs_no_name(runs: Runs) -> None:
