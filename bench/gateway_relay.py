@@ -42,7 +42,7 @@ from services.common.rpc.transport import RpcServer, open_channel
 from services.common.runtime.secret import Secret
 from services.gateway.frontend.service import SERVICE_NAME, InferenceService
 from services.gateway.request_metrics import RequestMetrics
-from services.gateway.scheduling.dispatcher import Limits
+from services.gateway.scheduling.placement import Limits
 from services.gateway.wiring import assembled
 from services.protocol.version import PROTOCOL_VERSION
 

@@ -26,7 +26,7 @@ from services.gateway.frontend.http.server import http_server
 from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.gateway.frontend.service import InferenceService
 from services.gateway.request_metrics import RequestMetrics
-from services.gateway.scheduling.dispatcher import Limits
+from services.gateway.scheduling.placement import Limits
 from services.gateway.streaming.output import PAUSE_AFTER_S
 from services.gateway.wiring import Wiring, assembled, keep_health
 

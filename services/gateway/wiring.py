@@ -15,8 +15,9 @@ from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.gateway import Gateway
 from services.gateway.intake.catalog import load_model
 from services.gateway.request_metrics import RequestMetrics
-from services.gateway.scheduling.dispatcher import Dispatcher, Limits
+from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
+from services.gateway.scheduling.placement import Limits
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.connection import SILENCE_S, WorkerConnection
 from services.gateway.workers.directory import WorkerDirectory
@@ -88,7 +89,7 @@ async def assembled(
         report_cached_tokens=report_cached_tokens,
     )
     async with asyncio.TaskGroup() as tasks:
-        migration = Migration(directory, changes, limits.reserve_timeout_s)
+        migration = Migration(directory, dispatcher, changes, limits.reserve_timeout_s)
         background = [
             tasks.create_task(directory.watch(), name="registry"),
             tasks.create_task(migration.clear_out(), name="clear out"),

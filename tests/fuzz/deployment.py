@@ -39,7 +39,7 @@ from services.gateway.frontend.http.server import http_server
 from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.gateway.frontend.service import InferenceService
 from services.gateway.request_metrics import RequestMetrics
-from services.gateway.scheduling.dispatcher import Limits as GatewayLimits
+from services.gateway.scheduling.placement import Limits as GatewayLimits
 from services.gateway.wiring import Wiring, assembled
 from services.prefill.service import PrefillService
 from services.prefill.worker import PrefillWorker
@@ -146,7 +146,7 @@ class Deployment:
         assert (await self.store.audit("pool")).violations == ()
         (pool,) = self.assembly.directory.complete_pools("toy")
         for worker in (*pool.prefill, *pool.decode):
-            assert not worker.guests
+            assert worker.num_taken == 0
             assert not worker.prefill_loads
 
     async def _start_workers(self) -> None:

@@ -17,8 +17,9 @@ from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.gateway import Gateway
 from services.gateway.intake.catalog import load_model
 from services.gateway.request_metrics import RequestMetrics
-from services.gateway.scheduling.dispatcher import Dispatcher, Limits
+from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
+from services.gateway.scheduling.placement import Limits
 from services.gateway.scheduling.router import Pool, Router
 from services.gateway.workers.directory import Served
 from services.gateway.workers.messages import Command, DrainNotice, LoadReport
@@ -175,7 +176,7 @@ class House:
         for line in self.lines:
             line.open(self.dispatcher)
         self.gateway = Gateway(directory, self.dispatcher, changes, request_metrics)
-        migration = Migration(directory, changes, limits.reserve_timeout_s)
+        migration = Migration(directory, self.dispatcher, changes, limits.reserve_timeout_s)
         self._moving = asyncio.create_task(migration.clear_out())
 
     def line(self, fake: FakePrefill | FakeDecode) -> Line:

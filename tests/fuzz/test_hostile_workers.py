@@ -159,7 +159,7 @@ def check_nothing_left(house: House, honest: tuple[SearchingPrefill, SearchingDe
     assert (dispatcher.num_waiting, dispatcher.num_running) == (0, 0)
     assert not dispatcher._lifecycles
     for line in house.lines:
-        assert not line.worker.guests, line.worker
+        assert line.worker.num_taken == 0, line.worker
         assert not line.worker.prefill_loads, line.worker
     prefill, decode = honest
     assert not prefill.held

@@ -32,8 +32,8 @@ from services.gateway.frontend.service import InferenceService
 from services.gateway.gateway import Gateway
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
-from services.gateway.scheduling.dispatcher import Limits as GatewayLimits
 from services.gateway.scheduling.migration import Migration
+from services.gateway.scheduling.placement import Limits as GatewayLimits
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.messages import Began, Command, LoadReport
@@ -225,7 +225,7 @@ class House:
         await self.directory.refresh()
         gateway = Gateway(self.directory, self.dispatcher, changes, request_metrics)
         self._service = InferenceService(gateway)
-        migration = Migration(self.directory, changes, limits.reserve_timeout_s)
+        migration = Migration(self.directory, self.dispatcher, changes, limits.reserve_timeout_s)
         self._moving = asyncio.create_task(migration.clear_out())
         await self.until(lambda: all(line.worker.connected for line in self._lines.values()))
 

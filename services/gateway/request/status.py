@@ -1,16 +1,16 @@
-"""Where a request is on its walk through the workers.
+"""The status of a request, and which status may follow which.
 
-          reserve()            start()                Prefilled                move()
-    QUEUED ───────▶ RESERVING ─────────▶ PREFILLING ────────────▶ DECODING ◀──────────┐
-      ▲ ▲   refused  │ │                     │                     ▲  │ │ handed over │
-      │ └────────────┘ │ go_on()             │                     │  │ └─────────────┘
-      │                └─────────────────────┼─────────────────────┘  │
-      └──────────────────────────────────────┴────────────────────────┘
-        given back (preempted, draining, stale ticket), or the worker was lost
+             reserve()             submit()              Prefilled
+    QUEUED ────────────▶ RESERVING ────────▶ PREFILLING ───────────▶ DECODING ◀┐
+      ▲ ▲    refused       │   │ admit(), with a            │        ▲  │   │  │ moved to another
+      │ └──────────────────┤   │ detached ticket            │        │  │   └──┘ decode worker
+      │                    │   └────────────────────────────┼────────┘  │
+      └────────────────────┴────────────────────────────────┴───────────┘
+       requeue(): preempted, drained, handed over without a target, ticket gone, worker lost
 
-    any ───▶ ENDED    finish reason, stop string, error, cancelled, deadline
+    every status ───▶ ENDED    close(): finished, stop string, error, cancelled, deadline
 
-A request walks as one, however many sequences it has: it ends when the last of them has.
+All sequences of a request share one status. The request ends when its last sequence has ended.
 """
 
 from enum import Enum
@@ -24,7 +24,7 @@ class RequestStatus(Enum):
     ENDED = "ended"
 
     def next(self, status: "RequestStatus") -> "RequestStatus":
-        """`status`. RuntimeError: no way leads there."""
+        """Returns `status`. RuntimeError: it may not follow this one."""
         if status not in _NEXT[self]:
             raise RuntimeError(f"{self.value} cannot become {status.value}")
         return status

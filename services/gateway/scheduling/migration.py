@@ -1,15 +1,15 @@
-"""Moves running requests from one decode worker to another of its pool: away from one that leaves,
-and from one that has much more than another.
+"""Migration: decides which running requests move to another decode worker of their pool.
 
-Nothing is computed again and no KV is copied: slots are got there first, then the tickets change
-hands. All that move together come to rest with one step and go on with one: what is said about one
-of them is said about all in one message, and nobody waits for a step of the others.
+Requests leave a worker that drains, and a worker that runs many more sequences than another one. A
+move computes nothing again and copies no KV: the gateway reserves the slots first, and then the
+tickets change hands. Requests that move together stop after the same step and go on with the same
+step: their messages travel as one, and none of them waits for a step of the others.
 
 See ADR 50 and ADR 90.
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 from services.common.runtime.logging import get_logger
@@ -22,67 +22,86 @@ from services.gateway.workers.worker import Worker
 log = get_logger(__name__)
 
 LOOK_AGAIN_S = 0.05
-"""While somebody is to be moved that cannot be yet: its ticket is under way."""
+"""How soon to look again while a worker that drains has requests that cannot move yet, because
+their tickets are under way."""
 
 MIN_GAP = 4
 MIN_RATIO = 1.5
-"""One worker has much more than another when it runs so many more sequences, and so many times as
-many."""
+"""A worker has many more sequences than another if it runs at least `MIN_GAP` more, and at least
+`MIN_RATIO` times as many."""
 
 REST_S = 10.0
-"""Who was moved stays for so long, unless its worker leaves."""
+"""How long a request that has moved stays, unless its worker drains."""
 
 
 class Workers(Protocol):
-    """What the mover needs of the fleet."""
+    """The part of the worker directory that migration needs."""
 
     def decode_workers(self) -> Mapping[str, tuple[Worker, ...]]:
-        """Those that are connected, also when they take nothing new, by pool."""
+        """The connected decode workers by pool, also those that drain."""
+
+
+class Requests(Protocol):
+    """The part of the dispatcher that migration needs."""
+
+    @property
+    def lifecycles(self) -> Collection[RequestLifecycle]: ...
 
 
 class Migration:
-    """`changes` rings when anything changes that may let somebody move."""
+    """`changes` notifies of every change that may let a request move."""
 
-    def __init__(self, workers: Workers, changes: ChangeNotifier, reserve_timeout_s: float) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        requests: Requests,
+        changes: ChangeNotifier,
+        reserve_timeout_s: float,
+    ) -> None:
         self._workers = workers
+        self._requests = requests
         self._changes = changes
         self._reserve_timeout_s = reserve_timeout_s
         self._clock = asyncio.get_running_loop().time
         self._uneven: dict[str, tuple[Worker, Worker]] = {}
 
-    # ── away from who leaves ─────────────────────────────────────────────────────────────────────
+    def _settled_at(self, worker: Worker) -> list[RequestLifecycle]:
+        return [each for each in self._requests.lifecycles if each.settled_at is worker]
+
+    # ── drain ────────────────────────────────────────────────────────────────────────────────────
 
     async def clear_out(self) -> NoReturn:
-        """Take what runs at draining workers elsewhere, first in order first. What finds no slot
+        """Move the requests of draining workers, first in order first. A request that finds no slot
         goes on where it is."""
         while True:
-            heard = self._changes.num_changes
-            leaving = False
+            seen = self._changes.num_changes
+            drains = False
             for pool in self._workers.decode_workers().values():
                 for source in pool:
-                    if source.draining and source.guests:
-                        leaving = True
+                    if source.draining and source.num_taken:
+                        drains = True
                         await self._clear(source, pool)
-            await self._changes.wait(heard, LOOK_AGAIN_S if leaving else None)
+            await self._changes.wait(seen, LOOK_AGAIN_S if drains else None)
 
     async def _clear(self, source: Worker, pool: tuple[Worker, ...]) -> None:
+        settled = self._settled_at(source)
         moves = []
-        for lifecycle in sorted(_settled(source), key=lambda lifecycle: lifecycle.position.order):
+        for lifecycle in sorted(settled, key=lambda lifecycle: lifecycle.position.order):
             if target := _roomiest(pool, lifecycle.num_sequences):
                 moves.append(Move(lifecycle, target))
         await self._make(moves)
 
-    # ── from who has much more ───────────────────────────────────────────────────────────────────
+    # ── rebalance ────────────────────────────────────────────────────────────────────────────────
 
     async def rebalance(self, interval_s: float) -> NoReturn:
-        """Look every `interval_s`, for ever."""
+        """Compare the decode workers of each pool every `interval_s` seconds, for ever."""
         while True:
             await asyncio.sleep(until_tick(interval_s))
             await self.look()
 
     async def look(self) -> None:
-        """What is as uneven as at the last look is evened out; what was at the last one only, is
-        forgotten."""
+        """Even out each pair of workers that was already uneven at the last look. A pair that is
+        uneven for the first time is only remembered."""
         uneven_before, self._uneven = self._uneven, {}
         for pool_id, pool in self._workers.decode_workers().items():
             if pair := _uneven_pair(pool):
@@ -92,16 +111,15 @@ class Migration:
                     self._uneven[pool_id] = pair
 
     async def _even_out(self, source: Worker, target: Worker) -> None:
-        """Move half of what one has more than the other, the youngest first; of several gateways
-        each its share."""
+        """Move half of the difference, the youngest requests first. Each gateway moves its share of
+        that half."""
         now = self._clock()
-        rested = [j for j in _settled(source) if now - j.moved_at >= REST_S]
         half = (source.num_running - target.num_running) // 2
         share = source.num_taken / max(source.num_running, source.num_taken)
         num_to_move = round(half * share)
-        youngest = sorted(rested, key=lambda lifecycle: -lifecycle.position.order)
+        rested = [each for each in self._settled_at(source) if now - each.moved_at >= REST_S]
         moves = []
-        for lifecycle in youngest:
+        for lifecycle in sorted(rested, key=lambda lifecycle: -lifecycle.position.order):
             num_sequences = lifecycle.num_sequences
             if num_sequences > num_to_move:
                 continue
@@ -112,52 +130,48 @@ class Migration:
         await self._make(moves)
 
     async def _make(self, moves: Sequence["Move"]) -> None:
-        """Nobody comes to rest before all have been answered: it runs on meanwhile."""
-        await asyncio.gather(*(move.slot.answered(self._reserve_timeout_s) for move in moves))
+        """Wait for all answers before the first hand-over: the requests run on meanwhile."""
+        await asyncio.gather(*(move.slots.answered(self._reserve_timeout_s) for move in moves))
         for move in moves:
-            move.go()
+            move.begin()
 
 
 class Move:
-    """Of one request, for which a slot counts as taken at the target from now on."""
+    """The move of one request. Its slots at the target count as taken from now on."""
 
     def __init__(self, lifecycle: RequestLifecycle, target: Worker) -> None:
         self._lifecycle = lifecycle
-        self._target = target
-        self.slot = lifecycle.ask_to_move(target)
+        self.slots = lifecycle.reserve_target(target)
 
-    def go(self) -> None:
-        """Also when it has ended meanwhile, or has gone elsewhere."""
-        lifecycle, worker_id = self._lifecycle, self._target.id
+    def begin(self) -> None:
+        """Ask for the hand-over, unless the request has ended or left meanwhile."""
+        lifecycle = self._lifecycle
         try:
-            moves = lifecycle.move(self.slot)
-        except Exception as error:  # a fault of ours in one request must not end all moving
-            lifecycle.end(error)
+            granted = lifecycle.request_move(self.slots)
+        except Exception as error:  # a fault in one request must not end migration
+            lifecycle.close(error)
             return
         log.debug(
-            "request_moves", request_id=client_id(lifecycle.id), worker_id=worker_id, granted=moves
+            "request_moves",
+            request_id=client_id(lifecycle.id),
+            worker_id=self.slots.worker.id,
+            granted=granted,
         )
 
 
-def _settled(worker: Worker) -> Iterator[RequestLifecycle]:
-    for guest in tuple(worker.guests):
-        if isinstance(guest, RequestLifecycle) and guest.settled_at is worker:
-            yield guest
-
-
 def _has_room(worker: Worker, num_sequences: int) -> bool:
-    """As far as is known here."""
+    """Whether it has so many free slots, as far as this gateway knows."""
     return worker.is_open(num_sequences) and worker.num_free_slots >= num_sequences
 
 
 def _roomiest(pool: tuple[Worker, ...], num_sequences: int) -> Worker | None:
-    """Where there is most room, of those that have it for so many."""
+    """The worker with most free slots; None: no worker has enough of them."""
     open_workers = [worker for worker in pool if _has_room(worker, num_sequences)]
     return max(open_workers, key=lambda worker: (worker.num_free_slots, worker.id), default=None)
 
 
 def _uneven_pair(pool: tuple[Worker, ...]) -> tuple[Worker, Worker] | None:
-    """Who has most and who has least, where that is much less."""
+    """The workers that run most and least, if the difference is large."""
     usable = [worker for worker in pool if worker.usable]
     if len(usable) < 2:
         return None

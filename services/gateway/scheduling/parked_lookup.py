@@ -1,4 +1,4 @@
-"""Looks at the decode workers for a request that another gateway left there.
+"""Parked lookup: asks the decode workers for a request that another gateway left there.
 
 See ADR 63.
 """
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from blockstore.records import PoolSpec
 from services.gateway.intake.admission import Admitted
-from services.gateway.request.leases import Entrusted
+from services.gateway.request.lease import DetachedTicket
 from services.gateway.request.tickets import is_what_was_wanted, new_ticket
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.messages import (
@@ -24,19 +24,21 @@ from services.protocol.ticket import FinishReason, Ticket
 
 
 class ParkedLookup:
-    """Every worker is asked at once; the first that has it is the one. Those that answer later, or
-    never, are told to let go."""
+    """The lookup of one request. It asks all workers at once and takes the first ticket that comes;
+    it aborts the request at workers that answer later or never."""
 
     def __init__(self, request: Admitted, attempt: int) -> None:
         self._request = request
         self._attempt = attempt
         self._asked: dict[Worker, Ticket] = {}
-        self._found: asyncio.Future[Entrusted | None] = asyncio.get_running_loop().create_future()
+        self._found: asyncio.Future[DetachedTicket | None] = (
+            asyncio.get_running_loop().create_future()
+        )
 
     async def run(
         self, workers: Sequence[tuple[Worker, PoolSpec]], router: Router, timeout_s: float
-    ) -> Entrusted | None:
-        """The ticket at rest; None: nobody has it, and it is computed again."""
+    ) -> DetachedTicket | None:
+        """The parked ticket; None: no worker has it, and the request is computed again."""
         request, to_go_on = self._request, self._request.to_go_on
         for worker, spec in workers:
             root_hash = router.root(spec, request.cache_salt)
@@ -58,10 +60,10 @@ class ParkedLookup:
         wanted = self._asked[sender]
         match event:
             case Requeued(ticket=Ticket() as ticket) if is_what_was_wanted(ticket, wanted):
-                self._has_answered(sender, Entrusted(ticket, sender))
+                self._has_answered(sender, DetachedTicket(sender, ticket))
             case Requeued(ticket=None) | Failed() | Generated(finish_reason=FinishReason()):
                 self._has_answered(sender, None)
-            case Requeued() | Malformed():  # whatever it is that it keeps for us
+            case Requeued() | Malformed():  # the worker may keep another ticket for us
                 self._has_answered(sender, None)
                 sender.abort(self._request.request_id, self._attempt)
 
@@ -69,7 +71,7 @@ class ParkedLookup:
         if worker in self._asked:
             self._has_answered(worker, None)
 
-    def _has_answered(self, worker: Worker, found: Entrusted | None) -> None:
+    def _has_answered(self, worker: Worker, found: DetachedTicket | None) -> None:
         self._asked.pop(worker, None)
         if found and self._found.done():
             worker.abort(self._request.request_id, self._attempt)

@@ -1,6 +1,6 @@
 """The gateway's view of one worker: its load, its state, and what this gateway runs there."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from blockstore.records import PrefixHash
@@ -34,8 +34,8 @@ class Worker:
         It answers reservations in order, so a new one would wait, too."""
         self.stalled = False
         """Whether the worker waits for its block store; it begins no request until that answers."""
-        self.guests: dict[Hashable, int] = {}
-        """The number of decode slots that each request of this gateway has or asks for here."""
+        self.num_taken = 0
+        """Decode slots that requests of this gateway have or ask for here."""
         self.prefill_loads: dict[str, PrefillLoad] = {}
         """What this prefill worker has still to compute for this gateway, by request id."""
         self._load = member.load
@@ -61,11 +61,6 @@ class Worker:
     def num_slots(self) -> int:
         """The most sequences that this decode worker runs at a time."""
         return self.member.max_num_seqs
-
-    @property
-    def num_taken(self) -> int:
-        """Decode slots that requests of this gateway have or ask for."""
-        return sum(self.guests.values())
 
     @property
     def num_free_slots(self) -> int:
@@ -102,15 +97,6 @@ class Worker:
         self.draining = self.draining or report.draining
         if report.load.num_free_slots >= self.refused:
             self.forget_refusals()
-
-    def join(self, guest: Hashable, num_sequences: int) -> None:
-        """Count `num_sequences` decode slots for `guest`, in place of an earlier number."""
-        self.guests[guest] = num_sequences
-
-    def leave(self, guest: Hashable) -> None:
-        """Count no slots for `guest` any more, and forget refusals: slots may be free again."""
-        self.guests.pop(guest, None)
-        self.forget_refusals()
 
     def refuse(self, num_sequences: int) -> None:
         """Note that the worker has just refused `num_sequences` decode slots."""

@@ -22,7 +22,7 @@ from services.gateway.frontend.api import Delta, GenerationRequest, RequestedSam
 from services.gateway.frontend.service import SERVICE_NAME, InferenceService
 from services.gateway.gateway import Gateway
 from services.gateway.request_metrics import RequestMetrics
-from services.gateway.scheduling.dispatcher import Limits
+from services.gateway.scheduling.placement import Limits
 from services.gateway.wiring import Wiring, assembled
 from tests.secret import SECRET
 

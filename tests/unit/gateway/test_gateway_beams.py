@@ -61,12 +61,12 @@ def begun(ticket: Ticket, num_tokens: int = 1, **changes: Any) -> Ticket:
 
 
 def goes_on(walk: Walk) -> Generated:
-    return Generated("r1", walk.lifecycle.attempt, 0, len(PROMPT), (), None)
+    return Generated("r1", walk.lifecycle.attempt.number, 0, len(PROMPT), (), None)
 
 
 def found(walk: Walk, *indices: int) -> list[Generated]:
     finish = (FinishReason.LENGTH, FinishReason.STOP)
-    position, attempt = len(PROMPT), walk.lifecycle.attempt
+    position, attempt = len(PROMPT), walk.lifecycle.attempt.number
     return [
         Generated("r1", attempt, index, position, FOUND[index], finish[index], score=-0.5 - index)
         for index in indices
@@ -76,7 +76,7 @@ def found(walk: Walk, *indices: int) -> list[Generated]:
 async def until_searching(walk: Walk) -> Ticket:
     assert await walk.reserve()
     ticket = walk.start()
-    walk.lifecycle.on_event(walk.prefill, Prefilled(begun(ticket), ()))
+    walk.on_event(walk.prefill, Prefilled(begun(ticket), ()))
     assert walk.lifecycle.status is RequestStatus.DECODING
     return ticket
 
@@ -94,7 +94,7 @@ async def test_hypotheses_come_at_the_end_with_their_scores() -> None:
     assert isinstance(admit, Admit)
     assert admit.ticket.sequences == begun(ticket).sequences
     for event in [goes_on(walk), *found(walk, 0, 1)]:
-        walk.lifecycle.on_event(walk.decode, event)
+        walk.on_event(walk.decode, event)
     first, second = await deltas(walk)
     assert (first.token_ids, first.score, first.finish_reason) == (
         *(FOUND[0], -0.5),
@@ -106,14 +106,14 @@ async def test_hypotheses_come_at_the_end_with_their_scores() -> None:
     )
     assert second.usage is not None
     assert walk.host.ended == [None]
-    assert not walk.decode.guests
+    assert walk.decode.num_taken == 0
 
 
 async def test_a_search_that_ends_with_its_first_tokens() -> None:
     walk = searching()
     assert await walk.reserve()
     over = replace(walk.start(), sequences=())
-    walk.lifecycle.on_event(walk.prefill, Prefilled(over, tuple(found(walk, 0, 1))))
+    walk.on_event(walk.prefill, Prefilled(over, tuple(found(walk, 0, 1))))
     assert [delta.token_ids for delta in await deltas(walk)] == list(FOUND)
 
 
@@ -121,7 +121,7 @@ async def test_a_move_is_settled_once_the_worker_goes_on() -> None:
     walk = searching()
     await until_searching(walk)
     assert walk.lifecycle.settled_at is None
-    walk.lifecycle.on_event(walk.decode, goes_on(walk))
+    walk.on_event(walk.decode, goes_on(walk))
     assert walk.lifecycle.settled_at is walk.decode
     assert walk.lifecycle.num_sequences == 3
 
@@ -132,7 +132,7 @@ async def test_a_returned_search_goes_on_from_its_beams(reason: RequeueReason) -
     ticket = await until_searching(walk)
     left = begun(ticket, 4, holder_epoch=0)
     left = replace(left, sequences=tuple(replace(s, block_ids=()) for s in left.sequences))
-    walk.lifecycle.on_event(walk.decode, Requeued("r1", 1, reason, None, left))
+    walk.on_event(walk.decode, Requeued("r1", 1, reason, None, left))
     assert walk.lifecycle.status is RequestStatus.QUEUED
     assert await walk.reserve()
     again = walk.start()
@@ -147,7 +147,7 @@ async def test_beams_of_another_search_are_refused() -> None:
     ticket = await until_searching(walk)
     wider = replace(ticket.sampling, beam=BeamParams(width=9, num_returned=2))
     left = begun(ticket, 4, holder_epoch=0, sampling=wider)
-    walk.lifecycle.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED, None, left))
+    walk.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED, None, left))
     assert await walk.reserve()
     assert [len(one.token_ids) for one in walk.start().sequences] == [1, 1, 1]
 
@@ -157,13 +157,13 @@ async def test_a_swapped_out_search_is_fetched_with_its_tokens() -> None:
     assert await walk.reserve()
     ticket = walk.start()
     one = replace(begun(ticket), sequences=begun(ticket).sequences[:1], beams=BeamState((-1.0,)))
-    walk.lifecycle.on_event(walk.prefill, Prefilled(one, ()))
+    walk.on_event(walk.prefill, Prefilled(one, ()))
     left = replace(
         one,
         sequences=(TicketSequence(0, (5,) * 4),),
         swapped=Swapped("colder", "h", 2, (SwappedTable(0, (7,)),)),
     )
-    walk.lifecycle.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED, left))
+    walk.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED, left))
     assert await walk.reserve()
     again = walk.start()
     assert again.sequences == left.sequences
@@ -173,7 +173,7 @@ async def test_a_swapped_out_search_is_fetched_with_its_tokens() -> None:
 async def test_a_search_lost_with_its_worker_restarts_at_its_last_ticket() -> None:
     walk = searching()
     await until_searching(walk)
-    walk.lifecycle.on_lost(walk.decode, died=True)
+    walk.on_lost(walk.decode, died=True)
     assert await walk.reserve()
     again = walk.start()
     assert [one.token_ids for one in again.sequences] == [(5,), (6,), (7,)]
@@ -197,7 +197,7 @@ async def test_a_search_lost_with_its_worker_restarts_at_its_last_ticket() -> No
 async def test_a_ticket_that_is_no_search_is_refused(wrong: Callable[[Ticket], Ticket]) -> None:
     walk = searching()
     assert await walk.reserve()
-    walk.lifecycle.on_event(walk.prefill, Prefilled(wrong(walk.start()), ()))
+    walk.on_event(walk.prefill, Prefilled(wrong(walk.start()), ()))
     assert walk.lifecycle.status is RequestStatus.QUEUED
     assert await walk.reserve()
     assert walk.start().beams is None
@@ -221,7 +221,7 @@ async def test_a_ticket_that_is_no_search_is_refused(wrong: Callable[[Ticket], T
 async def test_incomplete_sequences_are_refused(wrong: dict[str, Any]) -> None:
     walk = searching()
     await until_searching(walk)
-    walk.lifecycle.on_event(walk.decode, replace(goes_on(walk), **wrong))
+    walk.on_event(walk.decode, replace(goes_on(walk), **wrong))
     assert walk.lifecycle.status is RequestStatus.QUEUED
     assert not any(sequence.tokens for sequence in walk.output.sequences)
 
@@ -230,16 +230,16 @@ async def test_beam_search_cannot_go_on_for_ever() -> None:
     walk = searching()
     await until_searching(walk)
     for _ in range(MAX_TOKENS - 2):
-        walk.lifecycle.on_event(walk.decode, goes_on(walk))
+        walk.on_event(walk.decode, goes_on(walk))
         assert walk.lifecycle.status is RequestStatus.DECODING
-    walk.lifecycle.on_event(walk.decode, goes_on(walk))
+    walk.on_event(walk.decode, goes_on(walk))
     assert walk.lifecycle.status is RequestStatus.QUEUED
 
 
 async def test_only_a_search_has_scores() -> None:
     walk = Walk()
     await walk.until_decoding()
-    walk.lifecycle.on_event(walk.decode, replace(generated(walk, expected(2)[1]), score=-1.0))
+    walk.on_event(walk.decode, replace(generated(walk, expected(2)[1]), score=-1.0))
     assert walk.lifecycle.status is RequestStatus.QUEUED
     assert walk.output.sequences[0].tokens == expected(1)
 
@@ -258,7 +258,7 @@ async def test_half_an_answer_is_no_answer_of_a_prefill_worker() -> None:
     walk = searching()
     assert await walk.reserve()
     over = replace(walk.start(), sequences=())
-    walk.lifecycle.on_event(walk.prefill, Prefilled(over, tuple(found(walk, 0))))
+    walk.on_event(walk.prefill, Prefilled(over, tuple(found(walk, 0))))
     assert walk.lifecycle.status is RequestStatus.QUEUED
 
 

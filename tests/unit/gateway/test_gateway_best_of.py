@@ -107,7 +107,7 @@ async def test_a_client_without_tokens_to_read_is_not_too_slow() -> None:
     walk.lifecycle.client.write(0, tokens, None, logprobs)
     assert not walk.lifecycle.client.pauses
     assert walk.lifecycle.status is RequestStatus.DECODING
-    walk.lifecycle.end()
+    walk.lifecycle.close()
 
 
 async def test_after_a_loss_nothing_is_counted_or_scored_twice() -> None:
@@ -115,7 +115,7 @@ async def test_after_a_loss_nothing_is_counted_or_scored_twice() -> None:
     await walk.until_decoding()
     finish(walk, 1)
     step(walk, 0, 2)
-    walk.lifecycle.on_lost(walk.decode, died=True)
+    walk.on_lost(walk.decode, died=True)
     again = await walk.until_decoding()
     assert [sequence.index for sequence in again.sequences] == [0, 2, 3]
     finish(walk, 0, 2, 3)
@@ -130,9 +130,9 @@ async def test_a_detached_ticket_keeps_its_scores() -> None:
     finish(walk, 2)
     for index in (0, 1, 3):
         step(walk, index, 2)
-    walk.lifecycle.on_event(walk.decode, requeued(walk, at_rest(walk, 0, 1, 3)))
+    walk.on_event(walk.decode, requeued(walk, at_rest(walk, 0, 1, 3)))
     assert await walk.reserve()
-    walk.lifecycle.go_on()
+    walk.lifecycle.admit()
     finish(walk, 0, 1, 3)
     assert len(walk.prefill.sent) == 2  # a submit, and the word that its ticket was claimed
     assert await best_told(walk) == dict(enumerate(BEST))
@@ -172,7 +172,7 @@ async def test_no_sequence_is_delivered_while_others_run() -> None:
         walk.lifecycle.resume(replace(request, received=received), output)
     with pytest.raises(DuplicateRequest):
         walk.lifecycle.resume(replace(request, num_best=3), output_of(request))
-    walk.lifecycle.end()
+    walk.lifecycle.close()
 
 
 @pytest.mark.parametrize("position", [0, 1])

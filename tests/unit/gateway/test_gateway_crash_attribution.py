@@ -14,7 +14,7 @@ from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected, generated,
 
 def begin(walk: Walk, worker: ScriptedWorker) -> None:
     """The worker says that it computes the request now."""
-    walk.lifecycle.on_event(worker, Began("r1", walk.lifecycle.attempt))
+    walk.on_event(worker, Began("r1", walk.lifecycle.attempt.number))
 
 
 async def until_computing(walk: Walk) -> None:
@@ -35,7 +35,7 @@ async def test_setbacks_without_a_token_have_a_limit() -> None:
     for _ in range(4):
         assert await walk.reserve()
         walk.start()
-        walk.lifecycle.on_lost(walk.decode, died=True)  # it had a slot there, and nothing more
+        walk.on_lost(walk.decode, died=True)  # it had a slot there, and nothing more
     with pytest.raises(Unavailable, match="decode worker d was lost"):
         await walk.tokens()
 
@@ -44,7 +44,7 @@ async def test_a_request_over_which_two_workers_die_is_given_up() -> None:
     walk = Walk()
     for _ in range(2):
         await until_computing(walk)
-        walk.lifecycle.on_lost(walk.prefill, died=True)
+        walk.on_lost(walk.prefill, died=True)
     with pytest.raises(PoisonRequest, match="its prefill worker died twice"):
         await walk.tokens()
 
@@ -55,11 +55,11 @@ async def test_a_request_that_waited_at_two_dead_workers_goes_on() -> None:
     for _ in range(2):
         assert await walk.reserve()
         walk.start()
-        walk.lifecycle.on_lost(walk.prefill, died=True)
+        walk.on_lost(walk.prefill, died=True)
         assert walk.lifecycle.status is RequestStatus.QUEUED
     await walk.until_decoding()
     rest = expected(MAX_TOKENS)[1:]
-    walk.lifecycle.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
+    walk.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
     assert await walk.tokens() == expected(MAX_TOKENS)
 
 
@@ -68,13 +68,13 @@ async def test_waiting_elsewhere_clears_nobody(num_waits: int) -> None:
     """It is a suspect until it has got a token."""
     walk = Walk()
     await until_computing(walk)
-    walk.lifecycle.on_lost(walk.prefill, died=True)
+    walk.on_lost(walk.prefill, died=True)
     for _ in range(num_waits):
         assert await walk.reserve()
         walk.start()
-        walk.lifecycle.on_lost(walk.prefill, died=True)
+        walk.on_lost(walk.prefill, died=True)
     await until_computing(walk)
-    walk.lifecycle.on_lost(walk.prefill, died=True)
+    walk.on_lost(walk.prefill, died=True)
     with pytest.raises(PoisonRequest):
         await walk.tokens()
 
@@ -82,13 +82,13 @@ async def test_waiting_elsewhere_clears_nobody(num_waits: int) -> None:
 async def test_a_request_begun_at_one_worker_is_not_begun_at_the_next() -> None:
     walk = Walk()
     await until_computing(walk)
-    walk.lifecycle.on_event(walk.decode, Began("r1", walk.lifecycle.attempt))  # nobody asked it
-    walk.lifecycle.on_lost(walk.prefill, died=True)
-    late = Began("r1", walk.lifecycle.attempt - 1)
+    walk.on_event(walk.decode, Began("r1", walk.lifecycle.attempt.number))  # nobody asked it
+    walk.on_lost(walk.prefill, died=True)
+    late = Began("r1", walk.lifecycle.attempt.number - 1)
     assert await walk.reserve()
     walk.start()
-    walk.lifecycle.on_event(walk.prefill, late)
-    walk.lifecycle.on_lost(walk.prefill, died=True)
+    walk.on_event(walk.prefill, late)
+    walk.on_lost(walk.prefill, died=True)
     assert walk.lifecycle.status is RequestStatus.QUEUED
 
 
@@ -97,7 +97,7 @@ async def test_a_worker_that_is_lost_alive_makes_no_suspects() -> None:
     walk = Walk()
     for _ in range(2):
         await until_computing(walk)
-        walk.lifecycle.on_lost(walk.prefill, died=False)
+        walk.on_lost(walk.prefill, died=False)
     assert walk.lifecycle.status is RequestStatus.QUEUED
     await until_computing(walk)
     assert not walk.prefill.sent[-1].suspect  # type: ignore[union-attr]
@@ -111,7 +111,7 @@ async def test_workers_that_are_lost_with_a_request_have_a_limit(begun: bool) ->
     for _ in range(4):
         assert walk.lifecycle.status is not RequestStatus.ENDED
         await (until_running(walk) if begun else walk.until_decoding())
-        walk.lifecycle.on_lost(walk.decode, died=not begun)
+        walk.on_lost(walk.decode, died=not begun)
     with pytest.raises(Unavailable, match="given up after 4 decode workers were lost"):
         await walk.tokens()
 
@@ -121,17 +121,17 @@ async def test_a_request_that_makes_progress_is_never_given_up() -> None:
     walk = Walk()
     for _ in range(MAX_TOKENS // 2 - 1):
         await until_running(walk)
-        walk.lifecycle.on_event(
+        walk.on_event(
             walk.decode,
             generated(
                 walk,
                 next_token([*PROMPT, *expected(walk.lifecycle.client.num_tokens - len(PROMPT))]),
             ),
         )
-        walk.lifecycle.on_lost(walk.decode, died=True)
+        walk.on_lost(walk.decode, died=True)
     await until_running(walk)
     rest = expected(MAX_TOKENS)[walk.lifecycle.client.num_tokens - len(PROMPT) :]
-    walk.lifecycle.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
+    walk.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
     assert await walk.tokens() == expected(MAX_TOKENS)
 
 
@@ -140,9 +140,9 @@ async def test_a_token_of_the_other_role_clears_nobody() -> None:
     one from its prefill worker."""
     walk = Walk()
     await until_running(walk)
-    walk.lifecycle.on_lost(walk.decode, died=True)
+    walk.on_lost(walk.decode, died=True)
     await until_running(walk)
-    walk.lifecycle.on_lost(walk.decode, died=True)
+    walk.on_lost(walk.decode, died=True)
     with pytest.raises(PoisonRequest, match="its decode worker died twice"):
         await walk.tokens()
 
@@ -151,13 +151,13 @@ async def test_requests_with_tokens_from_a_dead_worker_are_suspects_too() -> Non
     """It may kill in mid-stream."""
     walk = Walk()
     await until_running(walk)
-    walk.lifecycle.on_event(walk.decode, generated(walk, expected(2)[1]))
-    walk.lifecycle.on_lost(walk.decode, died=True)
+    walk.on_event(walk.decode, generated(walk, expected(2)[1]))
+    walk.on_lost(walk.decode, died=True)
     await until_running(walk)
     admit = walk.decode.sent[-1]
     assert isinstance(admit, Admit)
     assert admit.suspect
-    walk.lifecycle.on_lost(walk.decode, died=True)
+    walk.on_lost(walk.decode, died=True)
     with pytest.raises(PoisonRequest):
         await walk.tokens()
 
@@ -166,12 +166,12 @@ async def test_a_suspect_is_sent_as_one_until_it_has_a_token() -> None:
     """To workers of the role that died."""
     walk = Walk()
     await until_running(walk)
-    walk.lifecycle.on_lost(walk.decode, died=True)
+    walk.on_lost(walk.decode, died=True)
     await until_running(walk)
     assert [c.suspect for c in walk.prefill.sent if isinstance(c, Submit)] == [False, False]
     assert [c.suspect for c in walk.decode.sent if isinstance(c, Admit)] == [False, True]
-    walk.lifecycle.on_event(walk.decode, generated(walk, expected(3)[2]))
-    walk.lifecycle.on_lost(walk.decode, died=False)
+    walk.on_event(walk.decode, generated(walk, expected(3)[2]))
+    walk.on_lost(walk.decode, died=False)
     await until_running(walk)
     assert [c.suspect for c in walk.decode.sent if isinstance(c, Admit)] == [False, True, False]
 
@@ -182,11 +182,11 @@ async def until_searching(walk: Walk, num_steps: int) -> None:
     ticket = walk.start()
     state = TicketSequence(0, (5,), (9,), len(PROMPT))
     issued = replace(ticket, holder_epoch=2, sequences=(state,), beams=BeamState((-1.0,)))
-    walk.lifecycle.on_event(walk.prefill, Prefilled(issued, ()))
+    walk.on_event(walk.prefill, Prefilled(issued, ()))
     begin(walk, walk.decode)
     for _ in range(num_steps):
-        goes_on = Generated("r1", walk.lifecycle.attempt, 0, len(PROMPT), (), None)
-        walk.lifecycle.on_event(walk.decode, goes_on)
+        goes_on = Generated("r1", walk.lifecycle.attempt.number, 0, len(PROMPT), (), None)
+        walk.on_event(walk.decode, goes_on)
 
 
 async def test_a_search_that_kills_its_workers_at_a_step_is_given_up() -> None:
@@ -194,7 +194,7 @@ async def test_a_search_that_kills_its_workers_at_a_step_is_given_up() -> None:
     walk = Walk(beam=BeamParams(1, 1))
     for _ in range(2):
         await until_searching(walk, num_steps=3)
-        walk.lifecycle.on_lost(walk.decode, died=True)
+        walk.on_lost(walk.decode, died=True)
     with pytest.raises(PoisonRequest, match="its decode worker died twice"):
         await walk.tokens()
 
@@ -204,10 +204,10 @@ async def test_a_search_is_not_blamed_for_what_others_have_done_before() -> None
     walk = Walk(beam=BeamParams(1, 1))
     for num_steps in (2, 1, 0, 3):
         await until_searching(walk, num_steps)
-        walk.lifecycle.on_lost(walk.decode, died=True)
+        walk.on_lost(walk.decode, died=True)
         assert walk.lifecycle.status is RequestStatus.QUEUED
     for _ in range(3):
         await until_searching(walk, num_steps=1)
-        walk.lifecycle.on_lost(walk.decode, died=True)
+        walk.on_lost(walk.decode, died=True)
     with pytest.raises(Unavailable, match="given up after 4 decode workers were lost"):
         await walk.tokens()

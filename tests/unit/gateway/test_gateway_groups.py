@@ -6,7 +6,7 @@ import pytest
 
 from services.common.errors import DuplicateRequest
 from services.gateway.frontend.api import Received
-from services.gateway.request.leases import Entrusted
+from services.gateway.request.lease import DetachedTicket
 from services.gateway.request.status import RequestStatus
 from services.gateway.workers.messages import Abort, Admit, HandOver, Reserve, Reserved
 from services.protocol.ticket import FinishReason, Ticket, TicketSequence
@@ -44,7 +44,7 @@ async def test_a_group_walks_as_one_and_ends_with_its_last() -> None:
     assert not walk.host.ended
     step(walk, 0, 3)
     assert walk.host.ended == [None]
-    assert not walk.decode.guests
+    assert walk.decode.num_taken == 0
     assert [type(command) for command in walk.decode.sent] == [Reserve, Admit]
     deltas = await deltas_of(walk)
     for index, each in deltas.items():
@@ -59,18 +59,18 @@ async def test_a_sequence_of_one_token_is_not_in_the_ticket() -> None:
     walk = Walk(num_sequences=NUM)
     assert await walk.reserve()
     ticket = walk.start()
-    walk.lifecycle.on_event(walk.prefill, walk.prefilled(ticket, None, FinishReason.STOP))
+    walk.on_event(walk.prefill, walk.prefilled(ticket, None, FinishReason.STOP))
     admit = walk.decode.sent[-1]
     assert isinstance(admit, Admit)
     assert [sequence.index for sequence in admit.ticket.sequences] == [0, 2]
-    assert walk.decode.guests == {walk.lifecycle: 2}
+    assert walk.decode.num_taken == 2
 
 
 async def test_all_that_end_with_the_first_token_go_nowhere() -> None:
     walk = Walk(num_sequences=2)
     assert await walk.reserve()
     ticket = walk.start()
-    walk.lifecycle.on_event(walk.prefill, walk.prefilled(ticket, *[FinishReason.STOP] * 2))
+    walk.on_event(walk.prefill, walk.prefilled(ticket, *[FinishReason.STOP] * 2))
     assert walk.lifecycle.status is RequestStatus.ENDED
     assert walk.prefill.sent == [walk.prefill.sent[0]]  # it knows
     assert walk.decode.sent[-1] == Abort("r1", 1)  # a slot
@@ -84,9 +84,9 @@ async def test_a_stop_string_ends_its_own_sequence_only() -> None:
     await walk.until_decoding()
     step(walk, 1, 2)
     assert walk.decode.sent[-1] == Abort("r1", 1, 1)
-    assert walk.decode.guests == {walk.lifecycle: 2}
-    walk.lifecycle.on_event(walk.decode, generated(walk, 200, index=1))
-    walk.lifecycle.on_event(walk.decode, generated(walk, 201, skip=7, index=1))
+    assert walk.decode.num_taken == 2
+    walk.on_event(walk.decode, generated(walk, 200, index=1))
+    walk.on_event(walk.decode, generated(walk, 201, skip=7, index=1))
     for index in (0, 2):
         step(walk, index, MAX_TOKENS - 1)
     assert walk.host.ended == [None]
@@ -122,7 +122,7 @@ async def test_after_a_loss_those_that_go_on_are_computed_from_what_each_has() -
     await walk.until_decoding()
     step(walk, 0, 3)
     step(walk, 1, MAX_TOKENS - 1)
-    walk.lifecycle.on_lost(walk.decode, died=True)
+    walk.on_lost(walk.decode, died=True)
     assert await walk.reserve()
     assert walk.decode.sent[-1] == Reserve("r1", 2, 2)
     ticket = walk.start()
@@ -130,7 +130,7 @@ async def test_after_a_loss_those_that_go_on_are_computed_from_what_each_has() -
         TicketSequence(0, tuple(expected(4, 0))),
         TicketSequence(2, tuple(expected(1, 2))),
     )
-    walk.lifecycle.on_event(walk.prefill, walk.prefilled(ticket))
+    walk.on_event(walk.prefill, walk.prefilled(ticket))
     step(walk, 0)
     step(walk, 2, 4)
     assert walk.output.stats.usage().num_generated_tokens == NUM * MAX_TOKENS
@@ -142,11 +142,11 @@ async def test_a_group_lost_between_its_first_tokens_is_whole_again() -> None:
     walk = Walk(num_sequences=2)
     await walk.until_decoding()
     step(walk, 0)
-    walk.lifecycle.on_lost(walk.decode, died=True)
+    walk.on_lost(walk.decode, died=True)
     assert await walk.reserve()
     lengths = [len(sequence.token_ids) for sequence in walk.start().sequences]
     assert lengths == [2, 1]
-    walk.lifecycle.end()
+    walk.lifecycle.close()
 
 
 async def test_a_group_moves_without_those_that_have_ended() -> None:
@@ -156,14 +156,14 @@ async def test_a_group_moves_without_those_that_have_ended() -> None:
     for index in range(NUM):
         step(walk, index)
     other = ScriptedWorker("other")
-    slot = walk.lifecycle.ask_to_move(other)
+    slot = walk.lifecycle.reserve_target(other)
     assert other.sent == [Reserve("r1", 2, NUM)]
-    walk.lifecycle.on_event(other, Reserved("r1", 2, granted=True))
-    assert walk.lifecycle.move(slot)
+    walk.on_event(other, Reserved("r1", 2, granted=True))
+    assert walk.lifecycle.request_move(slot)
     assert walk.decode.sent[-1] == HandOver("r1", 1)
     step(walk, 1)
-    assert other.guests == {walk.lifecycle: 2}
-    walk.lifecycle.on_event(walk.decode, requeued(walk, at_rest(walk, 0, 1, 2)))
+    assert other.num_taken == 2
+    walk.on_event(walk.decode, requeued(walk, at_rest(walk, 0, 1, 2)))
     admit = other.sent[-1]
     assert isinstance(admit, Admit)
     assert [sequence.index for sequence in admit.ticket.sequences] == [0, 2]
@@ -201,10 +201,10 @@ async def test_a_group_of_another_gateway_goes_on_from_its_tokens() -> None:
     )
     sampling, issuer = walk.lifecycle.client.request.sampling, ScriptedWorker("issuer")
     ticket = Ticket("r1", 7, 5, "pool", "h", 4, ROOT, PROMPT, sampling, sequences)
-    walk.lifecycle.adopt(Entrusted(ticket, issuer))
-    assert walk.lifecycle.can_go_on
+    walk.lifecycle.adopt(DetachedTicket(issuer, ticket))
+    assert walk.lifecycle.is_computed
     assert await walk.reserve()
-    walk.lifecycle.go_on()
+    walk.lifecycle.admit()
     admit = walk.decode.sent[-1]
     assert isinstance(admit, Admit)
     assert {s.index: s.token_ids for s in admit.ticket.sequences} == there

@@ -35,22 +35,22 @@ async def disturb(walk: Walk, chance: random.Random) -> bool:
     for _ in range(80):
         if lifecycle.status is RequestStatus.ENDED:
             break
-        attempt, last = lifecycle.attempt, chance.random()
+        attempt, last = lifecycle.attempt.number, chance.random()
         if lifecycle.status is RequestStatus.QUEUED:
             if not await walk.reserve(granted=last < 0.8):
                 told.add(("d", attempt))
-            elif lifecycle.can_go_on:
-                lifecycle.go_on()
+            elif lifecycle.is_computed:
+                lifecycle.admit()
         elif lifecycle.status is RequestStatus.RESERVING:
             walk.start()
         elif last < 0.05:
             sender = walk.prefill if lifecycle.status is RequestStatus.PREFILLING else walk.decode
             told.add((sender.id, attempt))
-            lifecycle.on_event(sender, Requeued("r1", attempt, RequeueReason.PREEMPTED))
+            walk.on_event(sender, Requeued("r1", attempt, RequeueReason.PREEMPTED))
         elif last < 0.1:
             lost = chance.choice([walk.prefill, walk.decode])
             told |= {(lost.id, number) for number in range(attempt + 1)}
-            lifecycle.on_lost(lost, died=True)
+            walk.on_lost(lost, died=True)
         elif lifecycle.status is RequestStatus.PREFILLING:
             submit = next(c for c in reversed(walk.prefill.sent) if isinstance(c, Submit))
             ended = [
@@ -59,11 +59,11 @@ async def disturb(walk: Walk, chance: random.Random) -> bool:
             ]
             if all(ended):
                 told.add(("p", attempt))
-            lifecycle.on_event(walk.prefill, walk.prefilled(submit.ticket, *ended))
-        elif last < 0.2 and lifecycle.at_rest is None:
+            walk.on_event(walk.prefill, walk.prefilled(submit.ticket, *ended))
+        elif last < 0.2 and lifecycle.attempt.detached is None:
             told.add(("d", attempt))  # of the slot; the ticket is its own to claim again
             living = [s.index for s in lifecycle.client.living]
-            lifecycle.on_event(walk.decode, requeued(walk, at_rest(walk, *living)))
+            walk.on_event(walk.decode, requeued(walk, at_rest(walk, *living)))
         else:
             sequence = chance.choice(lifecycle.client.living)
             token = next_token([*PROMPT, *sequence.tokens], sequence.index)
@@ -72,16 +72,16 @@ async def disturb(walk: Walk, chance: random.Random) -> bool:
                 told.add(("d", attempt))
             finish = FinishReason.LENGTH if is_last else None
             event = generated(walk, token, finish=finish, index=sequence.index)
-            lifecycle.on_event(walk.decode, event)
+            walk.on_event(walk.decode, event)
     finished = walk.output.has_ended
-    lifecycle.end()
+    lifecycle.close()
     for worker in (walk.prefill, walk.decode):
         begun = {c.attempt for c in worker.sent if isinstance(c, Reserve)}
         begun |= {c.ticket.attempt for c in worker.sent if isinstance(c, Submit)}
         over = {c.attempt for c in worker.sent if isinstance(c, Abort) and c.index is None}
         over |= {attempt for worker_id, attempt in told if worker_id == worker.id}
         assert begun <= over
-        assert not worker.guests
+        assert worker.num_taken == 0
         assert not worker.prefill_loads
     return finished
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from services.gateway.request.lease import DecodeReservation
 from services.gateway.request.status import RequestStatus
-from services.gateway.scheduling.decode_reservation import DecodeReservation
 from services.gateway.workers.messages import (
     Abort,
     Admit,
@@ -18,25 +18,27 @@ from services.gateway.workers.messages import (
 )
 from services.protocol.ticket import FinishReason, Ticket, TicketSequence
 
-from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected, generated
+from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, abort_detached, expected, generated
 
 
 def handed_over(walk: Walk, ticket: Ticket) -> Requeued:
     """The decode worker has put at rest what it was sent."""
     received = expected(walk.lifecycle.client.num_tokens - len(PROMPT))
     sequence = TicketSequence(0, tuple(received), (9, 10), walk.lifecycle.client.num_tokens - 1)
-    at_rest = replace(ticket, attempt=walk.lifecycle.attempt, holder_epoch=4, sequences=(sequence,))
-    return Requeued("r1", walk.lifecycle.attempt, RequeueReason.HANDED_OVER, at_rest)
+    at_rest = replace(
+        ticket, attempt=walk.lifecycle.attempt.number, holder_epoch=4, sequences=(sequence,)
+    )
+    return Requeued("r1", walk.lifecycle.attempt.number, RequeueReason.HANDED_OVER, at_rest)
 
 
 async def moving(walk: Walk) -> tuple[Ticket, ScriptedWorker, DecodeReservation]:
     """It runs, has been claimed, and asks another decode worker for a slot."""
     ticket = await walk.until_decoding()
     assert walk.lifecycle.settled_at is None
-    walk.lifecycle.on_event(walk.decode, generated(walk, expected(2)[1]))
+    walk.on_event(walk.decode, generated(walk, expected(2)[1]))
     assert walk.lifecycle.settled_at is walk.decode
     other = ScriptedWorker("other")
-    slot = walk.lifecycle.ask_to_move(other)
+    slot = walk.lifecycle.reserve_target(other)
     assert other.sent == [Reserve("r1", 2)]
     return ticket, other, slot
 
@@ -45,85 +47,85 @@ async def test_a_running_request_moves_when_there_is_a_slot_for_it() -> None:
     """Nothing goes to prefill, and it runs on until the slot is granted."""
     walk = Walk()
     ticket, other, slot = await moving(walk)
-    walk.lifecycle.on_event(walk.decode, generated(walk, expected(3)[2]))
-    walk.lifecycle.on_event(other, Reserved("r1", 2, granted=True))
-    assert walk.lifecycle.move(slot)
+    walk.on_event(walk.decode, generated(walk, expected(3)[2]))
+    walk.on_event(other, Reserved("r1", 2, granted=True))
+    assert walk.lifecycle.request_move(slot)
     assert walk.decode.sent[-1] == HandOver("r1", 1)
-    walk.lifecycle.on_event(walk.decode, generated(walk, expected(4)[3]))
+    walk.on_event(walk.decode, generated(walk, expected(4)[3]))
     given = handed_over(walk, ticket)
-    walk.lifecycle.on_event(walk.decode, given)
+    walk.on_event(walk.decode, given)
     admit = other.sent[-1]
     assert isinstance(admit, Admit)
     assert given.ticket is not None
     assert admit.ticket == replace(given.ticket, attempt=2)
-    assert (walk.decode.guests, other.guests) == ({}, {walk.lifecycle: 1})
+    assert (walk.decode.num_taken, other.num_taken) == (0, 1)
     assert walk.lifecycle.settled_at is None
     rest = expected(MAX_TOKENS)[4:]
-    walk.lifecycle.on_event(other, generated(walk, *rest, finish=FinishReason.LENGTH))
+    walk.on_event(other, generated(walk, *rest, finish=FinishReason.LENGTH))
     assert await walk.tokens() == expected(MAX_TOKENS)
     assert len([c for c in walk.prefill.sent if isinstance(c, Submit)]) == 1
     assert not [c for c in other.sent if isinstance(c, Abort)]
     aborts = [c for c in walk.decode.sent if isinstance(c, Abort)]
     assert aborts == [Abort("r1", 1)]  # its ticket is claimed
-    assert not other.guests
+    assert other.num_taken == 0
 
 
 async def test_without_a_slot_elsewhere_it_stays() -> None:
     walk = Walk()
     _, other, slot = await moving(walk)
-    walk.lifecycle.on_event(other, Reserved("r1", 2, granted=False))
-    assert not walk.lifecycle.move(slot)
+    walk.on_event(other, Reserved("r1", 2, granted=False))
+    assert not walk.lifecycle.request_move(slot)
     assert walk.lifecycle.settled_at is walk.decode
     assert other.refused == 1
-    assert not other.guests
-    assert walk.decode.guests
-    walk.lifecycle.end()
+    assert other.num_taken == 0
+    assert walk.decode.num_taken
+    walk.lifecycle.close()
 
 
 async def test_a_request_with_a_slot_elsewhere_runs_until_it_is_moved() -> None:
     """Others that move with it may have to wait for theirs. Preempted meanwhile, it has lost it."""
     walk = Walk()
     _, other, slot = await moving(walk)
-    walk.lifecycle.on_event(other, Reserved("r1", 2, granted=True))
+    walk.on_event(other, Reserved("r1", 2, granted=True))
     assert HandOver("r1", 1) not in walk.decode.sent
-    walk.lifecycle.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED))
-    assert not walk.lifecycle.move(slot)
+    walk.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED))
+    assert not walk.lifecycle.request_move(slot)
     assert HandOver("r1", 1) not in walk.decode.sent
-    assert not other.guests
-    walk.lifecycle.end()
+    assert other.num_taken == 0
+    walk.lifecycle.close()
 
 
 @pytest.mark.parametrize("end", ["finished", "preempted", "cancelled", "lost"])
 async def test_a_request_that_ends_during_a_move_releases_the_slot(end: str) -> None:
     walk = Walk()
     _, other, slot = await moving(walk)
-    walk.lifecycle.on_event(other, Reserved("r1", 2, granted=True))
-    assert walk.lifecycle.move(slot)
+    walk.on_event(other, Reserved("r1", 2, granted=True))
+    assert walk.lifecycle.request_move(slot)
     rest = expected(MAX_TOKENS)[2:]
     match end:
         case "finished":
-            walk.lifecycle.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
+            walk.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
         case "preempted":
-            walk.lifecycle.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED))
+            walk.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED))
         case "cancelled":
-            walk.lifecycle.end()
+            walk.lifecycle.close()
         case "lost":
-            walk.lifecycle.on_lost(walk.decode, died=True)
+            walk.on_lost(walk.decode, died=True)
     assert Abort("r1", 2) in other.sent
-    assert not other.guests
-    walk.lifecycle.end()
+    assert other.num_taken == 0
+    walk.lifecycle.close()
 
 
 async def at_rest(walk: Walk) -> ScriptedWorker:
     """Its ticket is at rest at a decode worker, and it waits in line: where it was to move has
     gone."""
     ticket, other, slot = await moving(walk)
-    walk.lifecycle.on_event(other, Reserved("r1", 2, granted=True))
-    assert walk.lifecycle.move(slot)
-    walk.lifecycle.on_lost(other, died=True)
-    walk.lifecycle.on_event(walk.decode, handed_over(walk, ticket))
+    walk.on_event(other, Reserved("r1", 2, granted=True))
+    assert walk.lifecycle.request_move(slot)
+    walk.on_lost(other, died=True)
+    walk.on_event(walk.decode, handed_over(walk, ticket))
     assert walk.lifecycle.status is RequestStatus.QUEUED
-    assert walk.lifecycle.at_rest is not None
+    assert walk.lifecycle.attempt.detached is not None
     issuer = walk.decode
     walk.decode = ScriptedWorker("next")
     return issuer
@@ -134,15 +136,15 @@ async def test_a_waiting_request_goes_on_from_its_detached_ticket() -> None:
     issuer = await at_rest(walk)
     assert not await walk.reserve(granted=False)
     assert not await walk.lifecycle.reserve(walk.decode, timeout_s=0)  # no answer
-    assert walk.lifecycle.at_rest is not None
+    assert walk.lifecycle.attempt.detached is not None
     assert await walk.reserve()
-    walk.lifecycle.go_on()
+    walk.lifecycle.admit()
     admit = walk.decode.sent[-1]
     assert isinstance(admit, Admit)
-    assert admit.ticket.attempt == walk.lifecycle.attempt
+    assert admit.ticket.attempt == walk.lifecycle.attempt.number
     assert admit.ticket.sequences[0].block_ids == (9, 10)
     rest = expected(MAX_TOKENS)[2:]
-    walk.lifecycle.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
+    walk.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
     assert await walk.tokens() == expected(MAX_TOKENS)
     assert [c for c in issuer.sent if isinstance(c, Abort)] == [Abort("r1", 1)]  # it is claimed
 
@@ -154,46 +156,44 @@ async def test_a_ticket_at_rest_that_is_gone_leaves_the_tokens(how: str) -> None
     issuer = await at_rest(walk)
     match how:
         case "taken back":
-            walk.lifecycle.on_event(issuer, Requeued("r1", 1, RequeueReason.STALE_TICKET))
+            walk.on_event(issuer, Requeued("r1", 1, RequeueReason.STALE_TICKET))
         case "issuer lost":
-            walk.lifecycle.on_lost(issuer, died=True)
+            walk.on_lost(issuer, died=True)
         case "given up":
-            walk.lifecycle.give_up_ticket()
+            abort_detached(walk)
         case "cancelled":
-            walk.lifecycle.end()
-    assert walk.lifecycle.at_rest is None
+            walk.lifecycle.close()
+    assert walk.lifecycle.attempt.detached is None
     assert (Abort("r1", 1) in issuer.sent) == (how in ("given up", "cancelled"))
     if how != "cancelled":
         assert await walk.reserve()
         assert walk.start().sequences[0].token_ids == tuple(expected(2))
-        walk.lifecycle.end()
+        walk.lifecycle.close()
 
 
 async def test_a_ticket_taken_back_when_it_was_sent_on_is_computed_again() -> None:
     walk = Walk()
     issuer = await at_rest(walk)
     assert await walk.reserve()
-    walk.lifecycle.go_on()
-    attempt = walk.lifecycle.attempt
-    walk.lifecycle.on_event(issuer, Requeued("r1", 1, RequeueReason.PREEMPTED))
+    walk.lifecycle.admit()
+    attempt = walk.lifecycle.attempt.number
+    walk.on_event(issuer, Requeued("r1", 1, RequeueReason.PREEMPTED))
     assert walk.lifecycle.status is RequestStatus.QUEUED
     assert Abort("r1", attempt) in walk.decode.sent
-    walk.lifecycle.end()
+    walk.lifecycle.close()
 
 
 async def test_a_handed_over_ticket_that_does_not_go_on_where_we_are_is_refused() -> None:
     walk = Walk()
     ticket, other, slot = await moving(walk)
-    walk.lifecycle.on_event(other, Reserved("r1", 2, granted=True))
-    assert walk.lifecycle.move(slot)
+    walk.on_event(other, Reserved("r1", 2, granted=True))
+    assert walk.lifecycle.request_move(slot)
     given = handed_over(walk, ticket)
     assert given.ticket is not None
     wrong = replace(given.ticket.sequences[0], token_ids=(1, 2))
-    walk.lifecycle.on_event(
-        walk.decode, replace(given, ticket=replace(given.ticket, sequences=(wrong,)))
-    )
+    walk.on_event(walk.decode, replace(given, ticket=replace(given.ticket, sequences=(wrong,))))
     assert walk.lifecycle.status is RequestStatus.QUEUED
-    assert walk.lifecycle.at_rest is None
+    assert walk.lifecycle.attempt.detached is None
     assert Abort("r1", 1) in walk.decode.sent
     assert Abort("r1", 2) in other.sent
-    walk.lifecycle.end()
+    walk.lifecycle.close()

@@ -28,7 +28,7 @@ async def test_tokens_that_cannot_be_are_not_the_clients(
 ) -> None:
     walk = Walk()
     await walk.until_decoding()
-    walk.lifecycle.on_event(walk.decode, generated(walk, *tokens, finish=finish))
+    walk.on_event(walk.decode, generated(walk, *tokens, finish=finish))
     assert walk.lifecycle.status is RequestStatus.QUEUED
     assert walk.output.sequences[0].tokens == expected(1)
 
@@ -38,15 +38,17 @@ async def test_a_ticket_that_is_refused_is_computed_again() -> None:
     it is about the request."""
     walk = Walk()
     await walk.until_decoding()
-    refused = Failed("r1", walk.lifecycle.attempt, "invalid_request", "not those of its holder")
-    walk.lifecycle.on_event(walk.decode, refused)
+    refused = Failed(
+        "r1", walk.lifecycle.attempt.number, "invalid_request", "not those of its holder"
+    )
+    walk.on_event(walk.decode, refused)
     assert walk.lifecycle.status is RequestStatus.QUEUED
     assert walk.prefill.sent[-1] == Abort("r1", 1)
-    assert not walk.decode.guests
+    assert walk.decode.num_taken == 0
     ticket = await walk.until_decoding()
     assert ticket.sequences[0].token_ids == tuple(expected(1))
-    walk.lifecycle.on_event(walk.decode, generated(walk, *expected(3)[2:]))
-    walk.lifecycle.on_event(walk.decode, replace(refused, attempt=walk.lifecycle.attempt))
+    walk.on_event(walk.decode, generated(walk, *expected(3)[2:]))
+    walk.on_event(walk.decode, replace(refused, attempt=walk.lifecycle.attempt.number))
     assert isinstance(walk.host.ended[0], InvalidRequest)
 
 
@@ -54,13 +56,13 @@ async def test_a_ticket_that_nobody_was_sent_is_refused() -> None:
     """By the worker where only a slot was asked for."""
     walk, other = Walk(), Walk()
     await other.until_decoding()
-    rest = other.lifecycle.at_rest
+    rest = other.lifecycle.attempt.detached
     assert rest is not None
     asking = asyncio.create_task(walk.lifecycle.reserve(walk.decode, timeout_s=5))
     await asyncio.sleep(0)
-    asked = replace(rest.ticket, attempt=walk.lifecycle.attempt)
-    handed_over = Requeued("r1", walk.lifecycle.attempt, RequeueReason.HANDED_OVER, asked)
-    walk.lifecycle.on_event(walk.decode, handed_over)
+    asked = replace(rest.ticket, attempt=walk.lifecycle.attempt.number)
+    handed_over = Requeued("r1", walk.lifecycle.attempt.number, RequeueReason.HANDED_OVER, asked)
+    walk.on_event(walk.decode, handed_over)
     assert not await asking
     assert walk.lifecycle.status is RequestStatus.QUEUED
     assert not walk.host.ended

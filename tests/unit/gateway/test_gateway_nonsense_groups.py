@@ -63,21 +63,21 @@ async def test_a_wrong_answer_to_a_group_is_nobodys(spoil: object) -> None:
     assert await walk.reserve()
     event = walk.prefilled(walk.start())
     assert callable(spoil)
-    walk.lifecycle.on_event(walk.prefill, spoil(event))
+    walk.on_event(walk.prefill, spoil(event))
     assert walk.lifecycle.status is RequestStatus.QUEUED
     assert all(not sequence.tokens for sequence in walk.output.sequences)
     assert Abort("r1", 1) in walk.prefill.sent
-    walk.lifecycle.end()
+    walk.lifecycle.close()
 
 
 async def test_a_step_of_a_sequence_that_there_is_not_sets_back() -> None:
     walk = Walk(num_sequences=2)
     await walk.until_decoding()
-    walk.lifecycle.on_event(
-        walk.decode, Generated("r1", walk.lifecycle.attempt, 2, len(PROMPT) + 1, (5,), None)
+    walk.on_event(
+        walk.decode, Generated("r1", walk.lifecycle.attempt.number, 2, len(PROMPT) + 1, (5,), None)
     )
     assert walk.lifecycle.status is RequestStatus.QUEUED
-    walk.lifecycle.end()
+    walk.lifecycle.close()
 
 
 async def test_a_ticket_at_rest_lacks_none_that_goes_on() -> None:
@@ -85,6 +85,6 @@ async def test_a_ticket_at_rest_lacks_none_that_goes_on() -> None:
     await walk.until_decoding()
     for index in range(2):
         step(walk, index)
-    walk.lifecycle.on_event(walk.decode, requeued(walk, at_rest(walk, 1)))
-    assert (walk.lifecycle.status, walk.lifecycle.at_rest) == (RequestStatus.QUEUED, None)
-    walk.lifecycle.end()
+    walk.on_event(walk.decode, requeued(walk, at_rest(walk, 1)))
+    assert (walk.lifecycle.status, walk.lifecycle.attempt.detached) == (RequestStatus.QUEUED, None)
+    walk.lifecycle.close()

@@ -33,11 +33,11 @@ async def test_the_walk_from_queue_to_end() -> None:
     await walk.until_decoding()
     assert walk.lifecycle.status is RequestStatus.DECODING
     rest = expected(MAX_TOKENS)[1:]
-    walk.lifecycle.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
+    walk.on_event(walk.decode, generated(walk, *rest, finish=FinishReason.LENGTH))
     assert await walk.tokens() == expected(MAX_TOKENS)
     assert [type(command) for command in walk.decode.sent] == [Reserve, Admit]
     assert walk.host.ended == [None]
-    assert not walk.decode.guests
+    assert walk.decode.num_taken == 0
     assert not walk.prefill.prefill_loads
 
 
@@ -47,7 +47,7 @@ async def test_a_ticket_under_a_successor_of_its_holder_is_the_same() -> None:
     assert await walk.reserve()
     ticket = walk.start()
     ticket = replace(ticket, holder_id=successor_of(successor_of(ticket.holder_id)))
-    walk.lifecycle.on_event(walk.prefill, walk.prefilled(ticket))
+    walk.on_event(walk.prefill, walk.prefilled(ticket))
     assert walk.lifecycle.status is RequestStatus.DECODING
     admit = walk.decode.sent[-1]
     assert isinstance(admit, Admit)
@@ -60,7 +60,7 @@ async def test_a_ticket_without_blocks_goes_to_nobody() -> None:
     event = walk.prefilled(walk.start())
     bare = replace(event.ticket.sequences[0], block_ids=(), num_computed_tokens=0)
     ticket = replace(event.ticket, sequences=(bare,))
-    walk.lifecycle.on_event(walk.prefill, replace(event, ticket=ticket))
+    walk.on_event(walk.prefill, replace(event, ticket=ticket))
     assert walk.lifecycle.status is RequestStatus.QUEUED
     assert not any(isinstance(command, Admit) for command in walk.decode.sent)
 
@@ -68,9 +68,9 @@ async def test_a_ticket_without_blocks_goes_to_nobody() -> None:
 async def test_a_refusal_leaves_it_where_it_was() -> None:
     walk = Walk()
     assert not await walk.reserve(granted=False)
-    assert (walk.lifecycle.status, walk.lifecycle.attempt) == (RequestStatus.QUEUED, 1)
+    assert (walk.lifecycle.status, walk.lifecycle.attempt.number) == (RequestStatus.QUEUED, 1)
     assert walk.decode.refused == 1
-    assert not walk.decode.guests
+    assert walk.decode.num_taken == 0
     assert [type(command) for command in walk.decode.sent] == [Reserve]
 
 
@@ -78,8 +78,8 @@ async def test_a_slot_that_is_granted_too_late_was_given_up() -> None:
     walk = Walk()
     assert not await walk.lifecycle.reserve(walk.decode, timeout_s=0)
     assert walk.decode.sent == [Reserve("r1", 1), Abort("r1", 1)]
-    walk.lifecycle.on_event(walk.decode, Reserved("r1", 1, granted=True))
-    assert (walk.lifecycle.status, walk.lifecycle.attempt) == (RequestStatus.QUEUED, 2)
+    walk.on_event(walk.decode, Reserved("r1", 1, granted=True))
+    assert (walk.lifecycle.status, walk.lifecycle.attempt.number) == (RequestStatus.QUEUED, 2)
 
 
 async def test_a_slot_granted_at_the_last_moment_is_taken() -> None:
@@ -88,18 +88,18 @@ async def test_a_slot_granted_at_the_last_moment_is_taken() -> None:
     asking = asyncio.create_task(walk.lifecycle.reserve(walk.decode, timeout_s=0.002))
     await asyncio.sleep(0)
     granted = Reserved("r1", 1, granted=True)
-    asyncio.get_running_loop().call_later(0.001, walk.lifecycle.on_event, walk.decode, granted)
+    asyncio.get_running_loop().call_later(0.001, walk.on_event, walk.decode, granted)
     time.sleep(0.01)  # noqa: ASYNC251 - the loop is busy
     assert await asking
     assert walk.decode.sent == [Reserve("r1", 1)]
-    assert walk.decode.guests
+    assert walk.decode.num_taken
 
 
 async def test_cancelled_while_a_slot_is_asked_for() -> None:
     walk = Walk()
     asking = asyncio.create_task(walk.lifecycle.reserve(walk.decode, timeout_s=5))
     await asyncio.sleep(0)
-    walk.lifecycle.end()
+    walk.lifecycle.close()
     assert not await asking
     assert walk.decode.sent == [Reserve("r1", 1), Abort("r1", 1)]
 
@@ -108,11 +108,11 @@ async def test_a_worker_that_is_lost_while_it_is_asked_has_not_granted() -> None
     walk = Walk()
     asking = asyncio.create_task(walk.lifecycle.reserve(walk.decode, timeout_s=5))
     await asyncio.sleep(0)
-    walk.lifecycle.on_event(walk.decode, Reserved("r1", 1, granted=True))
-    walk.lifecycle.on_lost(walk.decode, died=True)
+    walk.on_event(walk.decode, Reserved("r1", 1, granted=True))
+    walk.on_lost(walk.decode, died=True)
     assert not await asking
-    assert (walk.lifecycle.status, walk.lifecycle.attempt) == (RequestStatus.QUEUED, 2)
-    assert not walk.decode.guests
+    assert (walk.lifecycle.status, walk.lifecycle.attempt.number) == (RequestStatus.QUEUED, 2)
+    assert walk.decode.num_taken == 0
 
 
 async def test_events_at_the_wrong_time_or_of_others_are_dropped() -> None:
@@ -130,13 +130,13 @@ async def test_events_at_the_wrong_time_or_of_others_are_dropped() -> None:
         (walk.prefill, Requeued("r1", 2, RequeueReason.PREEMPTED)),  # another attempt
     ]
     for sender, event in dropped:
-        walk.lifecycle.on_event(sender, event)
+        walk.on_event(sender, event)
     assert walk.lifecycle.status is RequestStatus.PREFILLING
-    walk.lifecycle.on_event(walk.prefill, walk.prefilled(ticket))
-    walk.lifecycle.on_event(walk.prefill, walk.prefilled(ticket))  # said twice
-    walk.lifecycle.on_event(stranger, generated(walk, 5))  # not the one that runs it
-    walk.lifecycle.on_event(walk.prefill, generated(walk, 5))
-    walk.lifecycle.end()
+    walk.on_event(walk.prefill, walk.prefilled(ticket))
+    walk.on_event(walk.prefill, walk.prefilled(ticket))  # said twice
+    walk.on_event(stranger, generated(walk, 5))  # not the one that runs it
+    walk.on_event(walk.prefill, generated(walk, 5))
+    walk.lifecycle.close()
     assert await walk.tokens() == expected(1)
 
 
@@ -144,20 +144,20 @@ async def test_events_at_the_wrong_time_or_of_others_are_dropped() -> None:
 async def test_a_step_that_is_repeated_or_lost_never_reaches_the_client(skip: int) -> None:
     walk = Walk()
     await walk.until_decoding()
-    walk.lifecycle.on_event(walk.decode, generated(walk, 5, skip=skip))
+    walk.on_event(walk.decode, generated(walk, 5, skip=skip))
     assert walk.lifecycle.status is RequestStatus.QUEUED
     assert Abort("r1", 1) in walk.decode.sent
-    walk.lifecycle.end()
+    walk.lifecycle.close()
     assert await walk.tokens() == expected(1)
 
 
 async def test_more_tokens_than_were_asked_for_never_reach_the_client() -> None:
     walk = Walk()
     await walk.until_decoding()
-    walk.lifecycle.on_event(walk.decode, generated(walk, *range(MAX_TOKENS)))
+    walk.on_event(walk.decode, generated(walk, *range(MAX_TOKENS)))
     assert walk.lifecycle.status is RequestStatus.QUEUED
     assert Abort("r1", 1) in walk.decode.sent
-    walk.lifecycle.end()
+    walk.lifecycle.close()
     assert await walk.tokens() == expected(1)
 
 
@@ -165,11 +165,11 @@ async def test_a_worker_that_returned_the_request_is_not_aborted_but_the_other_i
     walk = Walk()
     assert await walk.reserve()
     walk.start()
-    walk.lifecycle.on_event(walk.prefill, Requeued("r1", 1, RequeueReason.PREEMPTED))
+    walk.on_event(walk.prefill, Requeued("r1", 1, RequeueReason.PREEMPTED))
     assert Abort("r1", 1) in walk.decode.sent
     assert Abort("r1", 1) not in walk.prefill.sent
     assert not walk.prefill.prefill_loads
-    assert not walk.decode.guests
+    assert walk.decode.num_taken == 0
     assert walk.host.num_waits == 1
     assert walk.output.stats.num_preemptions == 1
 
@@ -177,7 +177,7 @@ async def test_a_worker_that_returned_the_request_is_not_aborted_but_the_other_i
 async def test_a_workers_error_is_the_clients() -> None:
     walk = Walk()
     await walk.until_decoding()
-    walk.lifecycle.on_event(walk.decode, Failed("r1", 1, "kv_corrupt", "block 9 is not itself"))
+    walk.on_event(walk.decode, Failed("r1", 1, "kv_corrupt", "block 9 is not itself"))
     with pytest.raises(KVCorrupt, match="block 9 is not itself"):
         await walk.tokens()
     assert Abort("r1", 1) not in walk.decode.sent
@@ -196,11 +196,11 @@ async def test_a_ticket_goes_on_with_what_is_left_of_the_deadline() -> None:
     walk = Walk(deadline=asyncio.get_running_loop().time() + 10)
     assert await walk.reserve()
     old = replace(walk.start(), timeout_ms=60_000)
-    walk.lifecycle.on_event(walk.prefill, walk.prefilled(old))
+    walk.on_event(walk.prefill, walk.prefilled(old))
     admit = walk.decode.sent[-1]
     assert isinstance(admit, Admit)
     assert 0 < admit.ticket.timeout_ms <= 10_000
-    walk.lifecycle.end()
+    walk.lifecycle.close()
 
 
 async def test_no_stage_is_skipped() -> None:
@@ -223,7 +223,7 @@ async def test_tokens_are_final_and_leases_are_released_whatever_happens(seed: i
 
     def hear(sender: ScriptedWorker, event: Generated | Prefilled) -> None:
         said.append((sender, event))
-        lifecycle.on_event(sender, event)
+        walk.on_event(sender, event)
 
     for _ in range(60):
         if lifecycle.status is RequestStatus.ENDED:
@@ -231,12 +231,12 @@ async def test_tokens_are_final_and_leases_are_released_whatever_happens(seed: i
         late = [
             (by, event)
             for by, event in said
-            if event.attempt < lifecycle.attempt or by is walk.prefill
+            if event.attempt < lifecycle.attempt.number or by is walk.prefill
         ]
         if late and chance.random() < 0.3:
-            lifecycle.on_event(*chance.choice(late))
+            walk.on_event(*chance.choice(late))
             continue
-        attempt, last = lifecycle.attempt, chance.random()
+        attempt, last = lifecycle.attempt.number, chance.random()
         if lifecycle.status is RequestStatus.QUEUED:
             if not await walk.reserve(granted=last < 0.8):
                 told.add(("d", attempt))
@@ -247,12 +247,12 @@ async def test_tokens_are_final_and_leases_are_released_whatever_happens(seed: i
             reason = chance.choice([RequeueReason.PREEMPTED, RequeueReason.DRAINING])
             sender = walk.prefill if lifecycle.status is RequestStatus.PREFILLING else walk.decode
             told.add((sender.id, attempt))
-            lifecycle.on_event(sender, Requeued("r1", attempt, reason))
+            walk.on_event(sender, Requeued("r1", attempt, reason))
             sender.draining = False
         elif last < 0.15:
             lost = chance.choice([walk.prefill, walk.decode])
             told.add((lost.id, attempt))
-            lifecycle.on_lost(lost, died=True)
+            walk.on_lost(lost, died=True)
         elif lifecycle.status is RequestStatus.PREFILLING:
             submit = next(c for c in reversed(walk.prefill.sent) if isinstance(c, Submit))
             final = len(submit.ticket.sequences[0].token_ids) + 1 == MAX_TOKENS
@@ -271,7 +271,7 @@ async def test_tokens_are_final_and_leases_are_released_whatever_happens(seed: i
             finish = FinishReason.LENGTH if final else None
             hear(walk.decode, generated(walk, token, finish=finish))
     finished = lifecycle.client.output.finish_reason is not None
-    lifecycle.end()
+    lifecycle.close()
     try:
         tokens = await walk.tokens()
     except (Unavailable, PoisonRequest):  # too many setbacks, or deaths
@@ -284,5 +284,5 @@ async def test_tokens_are_final_and_leases_are_released_whatever_happens(seed: i
         ended = {c.attempt for c in worker.sent if isinstance(c, Abort)}
         ended |= {attempt for worker_id, attempt in told if worker_id == worker.id}
         assert begun <= ended
-        assert not worker.guests
+        assert worker.num_taken == 0
         assert not worker.prefill_loads

@@ -137,14 +137,13 @@ def test_the_common_prefix_with_what_is_under_way_is_counted_in_blocks(num_commo
 
 def test_free_slots_are_those_reported_less_what_we_took_since() -> None:
     decode = worker("d", num_free_slots=4)
-    decode.join("a", 1)
-    decode.join("b", 2)
+    decode.num_taken += 3
     assert decode.num_free_slots == 1
     decode.report(LoadReport(Load(num_free_slots=1)))
     assert decode.num_free_slots == 1
-    decode.join("b", 1)  # one of its sequences has ended
+    decode.num_taken -= 1
     assert decode.num_free_slots == 2
-    decode.leave("a")
+    decode.num_taken -= 1
     assert decode.num_free_slots == 3
 
 
@@ -170,7 +169,7 @@ def test_a_worker_that_refused_many_is_offered_few_until_it_has_room() -> None:
     decode.report(LoadReport(Load(num_free_slots=8)))
     assert decode.is_open(8)
     decode.refuse(8)
-    decode.leave("a guest")
+    decode.forget_refusals()
     assert decode.is_open(8)
     assert not decode.is_open(17)  # it never runs so many
 

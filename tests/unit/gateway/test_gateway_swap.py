@@ -17,14 +17,14 @@ from services.gateway.workers.messages import (
 from services.protocol.ticket import FinishReason, Swapped, SwappedTable, Ticket, TicketSequence
 
 from .test_gateway_beams import begun, searching, until_searching
-from .walk import MAX_TOKENS, ScriptedWorker, Walk, expected, step
+from .walk import MAX_TOKENS, ScriptedWorker, Walk, abort_detached, expected, step
 
 SWAPPED = Swapped("colder", "h", 2, (SwappedTable(0, (4, 5)),))
 
 
 def swapped_out(walk: Walk, ticket: Ticket, num_tokens: int = 2) -> Requeued:
     sequence = TicketSequence(0, tuple(expected(num_tokens)))
-    attempt = walk.lifecycle.attempt
+    attempt = walk.lifecycle.attempt.number
     given = replace(ticket, attempt=attempt, sequences=(sequence,), swapped=SWAPPED)
     return Requeued("r1", attempt, RequeueReason.PREEMPTED, given)
 
@@ -34,12 +34,12 @@ async def waiting(walk: Walk) -> ScriptedWorker:
     ticket = await walk.until_decoding()
     second = (expected(2)[1],)
     step = Generated(
-        "r1", walk.lifecycle.attempt, 0, walk.lifecycle.client.num_tokens, second, None
+        "r1", walk.lifecycle.attempt.number, 0, walk.lifecycle.client.num_tokens, second, None
     )
-    walk.lifecycle.on_event(walk.decode, step)
-    walk.lifecycle.on_event(walk.decode, swapped_out(walk, ticket))
+    walk.on_event(walk.decode, step)
+    walk.on_event(walk.decode, swapped_out(walk, ticket))
     assert walk.lifecycle.status is RequestStatus.QUEUED
-    assert not walk.decode.guests
+    assert walk.decode.num_taken == 0
     issuer, walk.decode = walk.decode, ScriptedWorker("next")
     return issuer
 
@@ -47,19 +47,21 @@ async def waiting(walk: Walk) -> ScriptedWorker:
 async def test_a_swapped_out_request_goes_on_through_prefill_with_its_parked_blocks() -> None:
     walk = Walk()
     issuer = await waiting(walk)
-    assert not walk.lifecycle.can_go_on
+    assert not walk.lifecycle.is_computed
     assert walk.lifecycle.num_uncomputed == 1
     assert walk.output.stats.num_preemptions == 1
     assert await walk.reserve()
     ticket = walk.start()
     assert (ticket.swapped, ticket.sequences[0].token_ids) == (SWAPPED, tuple(expected(2)))
     assert not [command for command in issuer.sent if isinstance(command, Abort)]
-    walk.lifecycle.on_event(walk.prefill, walk.prefilled(ticket))
+    walk.on_event(walk.prefill, walk.prefilled(ticket))
     assert issuer.sent[-1] == Abort("r1", 1)  # it need not keep anything any more
     rest = expected(MAX_TOKENS)[3:]
     position = walk.lifecycle.client.num_tokens
-    last = Generated("r1", walk.lifecycle.attempt, 0, position, tuple(rest), FinishReason.LENGTH)
-    walk.lifecycle.on_event(walk.decode, last)
+    last = Generated(
+        "r1", walk.lifecycle.attempt.number, 0, position, tuple(rest), FinishReason.LENGTH
+    )
+    walk.on_event(walk.decode, last)
     assert await walk.tokens() == expected(MAX_TOKENS)
 
 
@@ -69,14 +71,14 @@ async def test_a_prefill_worker_that_gives_it_back_leaves_it_where_it_was() -> N
     issuer = await waiting(walk)
     assert await walk.reserve()
     walk.start()
-    walk.lifecycle.on_event(
-        walk.prefill, Requeued("r1", walk.lifecycle.attempt, RequeueReason.DRAINING)
+    walk.on_event(
+        walk.prefill, Requeued("r1", walk.lifecycle.attempt.number, RequeueReason.DRAINING)
     )
     assert await walk.reserve()
     walk.prefill.draining = False
     assert walk.start().swapped == SWAPPED
     assert not [command for command in issuer.sent if isinstance(command, Abort)]
-    walk.lifecycle.end()
+    walk.lifecycle.close()
     assert issuer.sent[-1] == Abort("r1", 1)
 
 
@@ -86,25 +88,25 @@ async def test_a_lost_parked_ticket_is_computed_again(how: str) -> None:
     issuer = await waiting(walk)
     match how:
         case "taken back":
-            walk.lifecycle.on_event(issuer, Requeued("r1", 1, RequeueReason.STALE_TICKET))
+            walk.on_event(issuer, Requeued("r1", 1, RequeueReason.STALE_TICKET))
         case "issuer lost":
-            walk.lifecycle.on_lost(issuer, died=True)
+            walk.on_lost(issuer, died=True)
         case "given up":  # there is no slot on its pool
-            walk.lifecycle.give_up_ticket()
+            abort_detached(walk)
     assert await walk.reserve()
     assert walk.start().swapped is None
     assert (Abort("r1", 1) in issuer.sent) == (how == "given up")
-    walk.lifecycle.end()
+    walk.lifecycle.close()
 
 
 async def test_a_parked_ticket_that_does_not_continue_the_request_is_refused() -> None:
     walk = Walk()
     ticket = await walk.until_decoding()
-    walk.lifecycle.on_event(walk.decode, swapped_out(walk, ticket, num_tokens=3))
-    assert walk.lifecycle.at_rest is None
+    walk.on_event(walk.decode, swapped_out(walk, ticket, num_tokens=3))
+    assert walk.lifecycle.attempt.detached is None
     assert Abort("r1", 1) in walk.decode.sent
     assert [c for c in walk.prefill.sent if isinstance(c, Submit)] != []
-    walk.lifecycle.end()
+    walk.lifecycle.close()
 
 
 async def test_a_group_comes_back_with_those_that_go_on() -> None:
@@ -116,16 +118,16 @@ async def test_a_group_comes_back_with_those_that_go_on() -> None:
     there = Swapped("colder", "h", 2, tuple(SwappedTable(i, (1, 2 + i)) for i in range(3)))
     states = tuple(TicketSequence(i, tuple(walk.output.sequences[i].tokens)) for i in range(3))
     given = replace(ticket, sequences=states, swapped=there)
-    walk.lifecycle.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED, given))
+    walk.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED, given))
     assert walk.lifecycle.status is RequestStatus.QUEUED
     assert walk.lifecycle.num_uncomputed == 2
     issuer, walk.decode = walk.decode, ScriptedWorker("next")
     assert await walk.reserve()
-    assert walk.decode.sent == [Reserve("r1", walk.lifecycle.attempt, 2)]
+    assert walk.decode.sent == [Reserve("r1", walk.lifecycle.attempt.number, 2)]
     again = walk.start()
     assert again.swapped == there
     assert again.sequences == (states[0], states[2])
-    walk.lifecycle.end()
+    walk.lifecycle.close()
     assert issuer.sent[-1] == Abort("r1", 1)
 
 
@@ -137,9 +139,9 @@ async def test_a_search_comes_back_where_it_stood() -> None:
     given = begun(ticket, num_tokens=4)
     bare = tuple(TicketSequence(state.index, state.token_ids) for state in given.sequences)
     given = replace(given, sequences=bare, swapped=there)
-    walk.lifecycle.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED, given))
+    walk.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED, given))
     assert walk.lifecycle.status is RequestStatus.QUEUED
     assert await walk.reserve()
     again = walk.start()
     assert (again.swapped, again.sequences, again.beams) == (there, bare, given.beams)
-    walk.lifecycle.end()
+    walk.lifecycle.close()

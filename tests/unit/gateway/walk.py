@@ -14,7 +14,8 @@ from services.common.text.pieces import Pieces
 from services.common.text.stop_strings import StopMatcher
 from services.gateway.frontend.api import Delta
 from services.gateway.intake.admission import Admitted
-from services.gateway.request.lifecycle import RequestLifecycle, Start
+from services.gateway.request import worker_events
+from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.scheduling.request_queue import QueuePosition
 from services.gateway.streaming.best_of import BestOf
 from services.gateway.streaming.output import Output, RequestStats
@@ -25,6 +26,7 @@ from services.gateway.workers.messages import (
     Command,
     Generated,
     Prefilled,
+    RequestEvent,
     Requeued,
     RequeueReason,
     Reserved,
@@ -51,15 +53,15 @@ class NoMeter:
     def tokens(self, num_tokens: int, after_s: float | None) -> None: ...
 
 
-class ScriptedDesk:
+class ScriptedHost:
     def __init__(self) -> None:
         self.ended: list[Exception | None] = []
         self.num_waits = 0
 
-    def waits_again(self, lifecycle: RequestLifecycle) -> None:
+    def on_queued(self, lifecycle: RequestLifecycle) -> None:
         self.num_waits += 1
 
-    def has_ended(self, lifecycle: RequestLifecycle, error: Exception | None) -> None:
+    def on_closed(self, lifecycle: RequestLifecycle, error: Exception | None) -> None:
         self.ended.append(error)
 
 
@@ -146,7 +148,7 @@ class Walk:
         num_best: int | None = None,
     ) -> None:
         self.prefill, self.decode = ScriptedWorker("p", "prefill"), ScriptedWorker("d")
-        self.host = ScriptedDesk()
+        self.host = ScriptedHost()
         logprobs = None if num_best is None else 0
         sampling = SamplingParams(*(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS), beam=beam, logprobs=logprobs)
         request = Admitted(
@@ -158,14 +160,20 @@ class Walk:
             request, QueuePosition(0, 1), self.output, self.host, itertools.count(1)
         )
 
+    def on_event(self, sender: Worker, event: RequestEvent) -> None:
+        worker_events.on_event(self.lifecycle, sender, event)
+
+    def on_lost(self, worker: Worker, *, died: bool) -> None:
+        worker_events.on_lost(self.lifecycle, worker, died=died)
+
     async def reserve(self, granted: bool = True) -> bool:
         asking = asyncio.create_task(self.lifecycle.reserve(self.decode, timeout_s=5))
         await asyncio.sleep(0)
-        self.lifecycle.on_event(self.decode, Reserved("r1", self.lifecycle.attempt, granted))
+        self.on_event(self.decode, Reserved("r1", self.lifecycle.attempt.number, granted))
         return await asking
 
     def start(self) -> Ticket:
-        self.lifecycle.start(Start("pool", ROOT, self.prefill, PrefillLoad(3)))
+        self.lifecycle.submit(self.prefill, PrefillLoad(3), "pool", ROOT)
         submit = self.prefill.sent[-1]
         assert isinstance(submit, Submit)
         return submit.ticket
@@ -187,7 +195,7 @@ class Walk:
     async def until_decoding(self) -> Ticket:
         assert await self.reserve()
         ticket = self.start()
-        self.lifecycle.on_event(self.prefill, self.prefilled(ticket))
+        self.on_event(self.prefill, self.prefilled(ticket))
         return ticket
 
     async def tokens(self) -> list[int]:
@@ -208,7 +216,7 @@ def generated(
     before = [*PROMPT, *lifecycle.client.output.sequences[index].tokens]
     logprobs = logprobs_of(lifecycle.client.request.sampling, before, tokens)
     position = len(before) + skip
-    return Generated("r1", lifecycle.attempt, index, position, tokens, finish, logprobs)
+    return Generated("r1", lifecycle.attempt.number, index, position, tokens, finish, logprobs)
 
 
 def step(walk: Walk, index: int, num_tokens: int = 1) -> None:
@@ -216,7 +224,7 @@ def step(walk: Walk, index: int, num_tokens: int = 1) -> None:
     so_far = len(walk.output.sequences[index].tokens)
     tokens = expected(so_far + num_tokens, index)[so_far:]
     finish = FinishReason.LENGTH if so_far + num_tokens == MAX_TOKENS else None
-    walk.lifecycle.on_event(walk.decode, generated(walk, *tokens, finish=finish, index=index))
+    walk.on_event(walk.decode, generated(walk, *tokens, finish=finish, index=index))
 
 
 def at_rest(walk: Walk, *indices: int) -> Ticket:
@@ -226,12 +234,19 @@ def at_rest(walk: Walk, *indices: int) -> Ticket:
     for index in indices:
         tokens = tuple(walk.output.sequences[index].tokens)
         sequences.append(TicketSequence(index, tokens, (9, 10), len(PROMPT) + len(tokens) - 1))
-    attempt = walk.lifecycle.attempt
+    attempt = walk.lifecycle.attempt.number
     return replace(admits[-1].ticket, attempt=attempt, holder_epoch=4, sequences=tuple(sequences))
 
 
+def abort_detached(walk: Walk) -> None:
+    """As placement does, when the ticket's pool has no slots."""
+    detached = walk.lifecycle.attempt.detached
+    assert detached is not None
+    detached.abort()
+
+
 def requeued(walk: Walk, ticket: Ticket) -> Requeued:
-    return Requeued("r1", walk.lifecycle.attempt, RequeueReason.HANDED_OVER, ticket)
+    return Requeued("r1", walk.lifecycle.attempt.number, RequeueReason.HANDED_OVER, ticket)
 
 
 async def deltas_of(walk: Walk) -> dict[int, list[Delta]]:

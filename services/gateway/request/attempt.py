@@ -1,0 +1,146 @@
+"""An attempt: the leases that a request has at workers, under one number.
+
+    QUEUED        -
+    RESERVING     decode (not answered yet)
+    PREFILLING    decode, prefill
+    DECODING      decode; and target, while the request moves to another decode worker
+
+In each status there may be a detached ticket as well. PREFILLING keeps one only if it was swapped
+out, and DECODING until the first token, which proves that the decode worker has claimed it.
+"""
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+from services.gateway.request.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
+from services.gateway.workers.messages import Submit
+from services.gateway.workers.worker import PrefillLoad, Worker
+from services.protocol.ticket import Ticket
+
+L = TypeVar("L", bound=Lease)
+
+
+class Attempt:
+    """One attempt of a request. Each lease stands here until it is released.
+
+    The target has a number of its own, under which the request goes on there. A detached ticket may
+    stem from an earlier attempt, and keeps that one's number.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        number: int,
+        detached: DetachedTicket | None = None,
+        decode: DecodeReservation | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.number = number
+        self._detached = detached
+        self._target: DecodeReservation | None = None
+        self._prefill: PrefillLease | None = None
+        self._decode = decode
+
+    # ── the leases ───────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def detached(self) -> DetachedTicket | None:
+        """A ticket that no worker has claimed, as far as the gateway knows."""
+        return _unreleased(self._detached)
+
+    @property
+    def target(self) -> DecodeReservation | None:
+        """The reservation at the decode worker to which the request moves."""
+        return _unreleased(self._target)
+
+    @property
+    def prefill(self) -> PrefillLease | None:
+        return _unreleased(self._prefill)
+
+    @property
+    def decode(self) -> DecodeReservation | None:
+        return _unreleased(self._decode)
+
+    def lease_of(self, worker: Worker, number: int) -> Lease | None:
+        """The lease that a worker's message with this attempt number is about; None: there is none
+        (any more), and the message is void."""
+        for lease in self._leases():
+            if lease.worker is worker and lease.attempt == number:
+                return lease
+        return None
+
+    def _leases(self) -> Iterator[Lease]:
+        leases = (self._detached, self._target, self._prefill, self._decode)
+        return (lease for lease in leases if lease is not None and not lease.released)
+
+    # ── forward ──────────────────────────────────────────────────────────────────────────────────
+
+    def reserve(self, worker: Worker, num_sequences: int) -> DecodeReservation:
+        self._decode = DecodeReservation(worker, self.request_id, self.number, num_sequences)
+        return self._decode
+
+    def reserve_target(self, worker: Worker, number: int, num_sequences: int) -> DecodeReservation:
+        """Reserve the slots for a move; the request goes on there as attempt `number`."""
+        self._target = DecodeReservation(worker, self.request_id, number, num_sequences)
+        return self._target
+
+    def submit(self, worker: Worker, submit: Submit, load: PrefillLoad) -> None:
+        self._prefill = PrefillLease(worker, submit, load)
+
+    def detach(self, lease: Lease, ticket: Ticket) -> None:
+        """The worker of `lease` has detached what it had, as `ticket`."""
+        self.claimed_by(lease.worker)
+        lease.finish()
+        self._detached = DetachedTicket(lease.worker, ticket)
+
+    def claimed_by(self, worker: Worker) -> None:
+        """A worker has claimed the detached ticket, or has no use for it any more: its issuer can
+        forget it. The issuer knows by itself if it is the same worker."""
+        if detached := self.detached:
+            if detached.worker is worker:
+                detached.finish()
+            else:
+                detached.abort()
+
+    def keep(self, num_sequences: int) -> None:
+        """Free the slots of sequences that have ended; `num_sequences` go on."""
+        for reservation in (self.decode, self.target):
+            if reservation is not None:
+                reservation.keep(num_sequences)
+
+    # ── to the next attempt ──────────────────────────────────────────────────────────────────────
+
+    def moved(self) -> "Attempt | None":
+        """The attempt that goes on at the target, with the ticket that was detached for it; None:
+        the target has not granted the slots."""
+        target = self.target
+        if target is None or not target.granted:
+            return None
+        return Attempt(self.request_id, target.attempt, self.detached, target)
+
+    def requeued(self, number: int) -> "Attempt":
+        """The attempt that follows in the queue. It keeps a detached ticket that no decode worker
+        was asked to claim; everything else is aborted."""
+        detached = self.detached
+        if detached is not None and not detached.is_sent:
+            self._detached = None
+        else:
+            detached = None
+        self.close()
+        return Attempt(self.request_id, number, detached)
+
+    def lost(self, worker: Worker) -> bool:
+        """Finish every lease at a worker that is lost. True: it computed, or was to decode."""
+        lost = [lease for lease in self._leases() if lease.worker is worker]
+        for lease in lost:
+            lease.finish()
+        return any(lease in (self._prefill, self._decode) for lease in lost)
+
+    def close(self) -> None:
+        """Abort every lease that is left."""
+        for lease in tuple(self._leases()):
+            lease.abort()
+
+
+def _unreleased(lease: L | None) -> L | None:
+    return None if lease is None or lease.released else lease

@@ -1,0 +1,159 @@
+"""What the messages of workers, and their loss, do to a request."""
+
+from services.common.errors import InvalidRequest
+from services.common.runtime.logging import get_logger
+from services.gateway.intake.identity import client_id
+from services.gateway.request.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
+from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.request.status import RequestStatus
+from services.gateway.workers.messages import (
+    Began,
+    Failed,
+    Generated,
+    Malformed,
+    Prefilled,
+    RequestEvent,
+    Requeued,
+    RequeueReason,
+    Reserved,
+)
+from services.gateway.workers.wire import error_of
+from services.gateway.workers.worker import Worker
+from services.protocol.ticket import Ticket
+
+log = get_logger(__name__)
+
+
+def on_event(request: RequestLifecycle, sender: Worker, event: RequestEvent) -> None:
+    """Follow a worker's message. Dropped: a message about nothing that the request has at that
+    worker under that attempt number, and one that comes at the wrong time.
+
+    A message that ends something at the worker finishes its lease first; what the request does then
+    (requeue, close) aborts the other leases.
+    """
+    lease = request.attempt.lease_of(sender, event.attempt)
+    is_current = event.attempt == request.attempt.number  # else of a target or an older ticket
+    match lease, event:
+        case DecodeReservation() as reservation, Reserved(granted=granted):
+            reservation.answer(granted)
+        case DetachedTicket() as detached, Requeued() | Failed() if not is_current:
+            _on_taken_back(request, detached)
+        case _ if not is_current:
+            _drop(request, event)
+        case DecodeReservation() as decode, Generated() as step if request.is_decoding:
+            _on_generated(request, decode, step)
+        case PrefillLease() as prefill, Prefilled() as prefilled:
+            _on_prefilled(request, prefill, prefilled)
+        case _, Began():
+            request.crash_attribution.begun_by(sender)
+        case DecodeReservation() as decode, Requeued(ticket=Ticket() as ticket):
+            _on_detached(request, decode, ticket)
+        case Lease() as returned, Requeued(ticket=None) as requeued:
+            _on_requeued(request, returned, requeued)
+        case Lease(), Malformed(problem=problem):
+            request.set_back(f"worker {sender.id} sent what makes no sense: {problem}")
+        case DecodeReservation() as decode, Failed(code=InvalidRequest.code) as failed if (
+            request.is_decoding and request.attempt.detached  # it has not claimed the ticket
+        ):
+            decode.finish()
+            request.set_back(f"decode worker {sender.id} refused its ticket: {failed.message}")
+        case Lease() as failing, Failed() as failed:
+            failing.finish()
+            request.close(error_of(failed.code, failed.message))
+        case _:
+            _drop(request, event)
+
+
+def on_lost(request: RequestLifecycle, worker: Worker, *, died: bool) -> None:
+    """A worker's stream ended: by contract the worker releases all that came over it."""
+    was_there = request.attempt.lost(worker)
+    if request.is_decoding and request.tickets.is_behind:
+        died = False  # other workers have computed this much, and lived
+    if error := request.crash_attribution.lost_with(worker, died=died):
+        request.close(error)
+    elif was_there:
+        request.set_back(f"{worker.member.role} worker {worker.id} was lost")
+
+
+def _drop(request: RequestLifecycle, event: RequestEvent) -> None:
+    log.debug("event_dropped", request_id=client_id(request.id), kind=type(event).__name__)
+
+
+def _on_taken_back(request: RequestLifecycle, detached: DetachedTicket) -> None:
+    """The issuer does not keep the ticket of an earlier attempt any longer."""
+    detached.finish()
+    if request.is_decoding:
+        request.requeue()
+
+
+def _on_prefilled(request: RequestLifecycle, lease: PrefillLease, event: Prefilled) -> None:
+    """All sequences that have not ended with this token go to the decode worker."""
+    if problem := request.tickets.problem_of_prefilled(event):
+        request.set_back(f"prefill worker {lease.worker.id} {problem}")
+        return
+    request.crash_attribution.got_token(lease.worker)
+    request.client.output.stats.saw_prefill(event.ticket.num_cached_tokens)
+    if event.prompt_logprobs:
+        request.client.output.write_prompt(event.prompt_logprobs)
+    request.tickets.note(event.ticket)
+    if request.tickets.is_progress(event.outputs):
+        request.num_setbacks = 0
+    if event.ticket.sequences:
+        request.attempt.detach(lease, event.ticket)
+    else:
+        lease.finish()
+    request.deliver(event.outputs)
+    if request.status is RequestStatus.PREFILLING:
+        request.admit()
+
+
+def _on_detached(request: RequestLifecycle, decode: DecodeReservation, ticket: Ticket) -> None:
+    """A decode worker returned the request with its KV: swapped out because it was preempted, or in
+    the pool because it was handed over."""
+    swapped_out = ticket.swapped is not None
+    problem = request.tickets.problem(ticket, blocks=not swapped_out)
+    if not swapped_out and not request.is_decoding:
+        problem = problem or "it was not at work"
+    if problem:
+        did = "swapped out" if swapped_out else "handed over"
+        request.set_back(f"decode worker {decode.worker.id} {did} a wrong ticket: {problem}")
+        return
+    request.tickets.note(ticket)
+    request.attempt.detach(decode, ticket)
+    if swapped_out:
+        request.client.output.stats.num_preemptions += 1
+        request.requeue()
+    elif moved := request.attempt.moved():
+        request.continue_at(moved)
+    else:
+        request.requeue()
+
+
+def _on_generated(request: RequestLifecycle, decode: DecodeReservation, event: Generated) -> None:
+    """Pass tokens on. Those behind a sequence's stop string are dropped: the abort is on its way to
+    the worker."""
+    if request.client.is_over(event.index):
+        return
+    if problem := request.tickets.problem_of_step(event):
+        request.set_back(f"decode worker {decode.worker.id} {problem}")
+        return
+    if request.tickets.is_progress([event]):
+        request.crash_attribution.got_token(decode.worker)
+        request.num_setbacks = 0
+    request.attempt.claimed_by(decode.worker)
+    request.deliver([event])
+
+
+def _on_requeued(request: RequestLifecycle, lease: Lease, event: Requeued) -> None:
+    """A worker returned the request without KV."""
+    lease.finish()
+    if event.search is not None:
+        request.tickets.note(event.search)
+    if event.reason is RequeueReason.STALE_TICKET:
+        request.set_back("its ticket was not there any more when it was claimed")
+        return
+    if event.reason is RequeueReason.DRAINING:
+        lease.worker.draining = True
+    else:
+        request.client.output.stats.num_preemptions += 1
+    request.requeue()
