@@ -150,7 +150,7 @@ class Fleet:
 
 
 @dataclass
-class House:
+class FuzzedGateway:
     """`directory`: of the toy model."""
 
     directory: Path

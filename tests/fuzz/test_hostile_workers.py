@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2
 from services.common.errors import QuireError
 from services.gateway.frontend.api import Delta, RequestedBeams
-from tests.fuzz.fuzzed_gateway import VOCAB, House, Wire
+from tests.fuzz.fuzzed_gateway import VOCAB, FuzzedGateway, Wire
 from tests.fuzz.hostile_workers import MISCHIEFS, Mischief
 from tests.fuzz.nonsense import IDS
 from tests.fuzz.searching_workers import SearchingDecode, SearchingPrefill, score_of
@@ -129,36 +129,38 @@ async def live(directory: Path, mischiefs: Sequence[Mischief], at_once: bool) ->
         SearchingPrefill("prefill-2"),
         SearchingDecode("decode-2"),
     )
-    house = House(directory)
-    await house.open(*honest, *hostile)
+    fuzzed = FuzzedGateway(directory)
+    await fuzzed.open(*honest, *hostile)
     for fake, mischief in zip(hostile, mischiefs, strict=True):
-        wire: Wire = house.line(fake).session
+        wire: Wire = fuzzed.line(fake).session
         wire.spoil = lambda message, m=mischief, seen=fake.seen: m.spoil(message, seen)  # type: ignore[misc]
     clients = []
     for request_id in IDS:
         prompt = (*PROMPT, *request_id.encode())
         request = asked(request_id, MAX_TOKENS, prompt=prompt, sampling=ASKED[request_id])
-        clients.append(Client(house.gateway, request))
+        clients.append(Client(fuzzed.gateway, request))
         if not at_once:
             await asyncio.sleep(0)
     await asyncio.sleep(1.0)
     for fake in hostile:  # it is found out, or dies
-        house.line(fake).lose()
+        fuzzed.line(fake).lose()
     async with asyncio.timeout(HANG_S):
         await asyncio.wait([client.task for client in clients])
     for client in clients:
         client.check()
         for fake in (*honest, *hostile):
             client.check_tickets(fake.seen)
-    check_nothing_left(house, honest)
-    await house.close()
+    check_nothing_left(fuzzed, honest)
+    await fuzzed.close()
 
 
-def check_nothing_left(house: House, honest: tuple[SearchingPrefill, SearchingDecode]) -> None:
-    dispatcher = house.dispatcher
+def check_nothing_left(
+    fuzzed: FuzzedGateway, honest: tuple[SearchingPrefill, SearchingDecode]
+) -> None:
+    dispatcher = fuzzed.dispatcher
     assert (dispatcher.num_waiting, dispatcher.num_running) == (0, 0)
     assert not dispatcher._lifecycles
-    for line in house.lines:
+    for line in fuzzed.lines:
         assert line.worker.num_taken == 0, line.worker
         assert not line.worker.prefill_loads, line.worker
     prefill, decode = honest
@@ -193,19 +195,19 @@ def test_without_mischief_all_is_well(model_dir: Path) -> None:
     """The tokens are those of an undisturbed run, from all workers."""
 
     async def run() -> None:
-        house = House(model_dir)
+        fuzzed = FuzzedGateway(model_dir)
         fakes = SearchingPrefill("prefill-1"), SearchingDecode("decode-1")
-        await house.open(*fakes)
+        await fuzzed.open(*fakes)
         for name, sampling in ASKED.items():
-            call = Client(house.gateway, asked(name, MAX_TOKENS, sampling=sampling))
+            call = Client(fuzzed.gateway, asked(name, MAX_TOKENS, sampling=sampling))
             await call.result()
             number = sampling.get("n", 1)
             assert call.by_index() == {i: expected(PROMPT, MAX_TOKENS, i) for i in range(number)}
             if call.searches:
                 scores = [delta.score for delta in call.deltas]
                 assert scores == [score_of(i, MAX_TOKENS) for i in range(number)]
-        check_nothing_left(house, fakes)
-        await house.close()
+        check_nothing_left(fuzzed, fakes)
+        await fuzzed.close()
 
     with contextlib.closing(VirtualLoop()) as loop:
         loop.run_until_complete(run())

@@ -181,7 +181,7 @@ class Call:
         return Answer.of(self.deltas)
 
 
-class House:
+class ExactnessDeployment:
     """`prompt`: of what is compared."""
 
     def __init__(

@@ -16,7 +16,7 @@ from quire.messages import Request
 from quire.types import Beam, Sampling
 from tests.exactness import SEED, Answer, is_streamed, strategies, width
 
-from .exactness_deployment import House, Resident, Setting
+from .exactness_deployment import ExactnessDeployment, Resident, Setting
 from .exactness_model import Logits, Models
 from .models_oracle import random_prompt
 
@@ -30,37 +30,37 @@ PAUSE_EVERY = 4
 NUM_SWAP_BLOCKS = 400
 BATCH = 64
 
-Open = Callable[[Setting], AbstractAsyncContextManager[House]]
-Happening = Callable[[House, Resident], Awaitable[None]]
+Open = Callable[[Setting], AbstractAsyncContextManager[ExactnessDeployment]]
+Happening = Callable[[ExactnessDeployment, Resident], Awaitable[None]]
 
 
 # ── what happens to a request ────────────────────────────────────────────────────────────────────
 
 
-async def nothing(house: House, request: Request) -> Answer:
-    return await house.ask(request)
+async def nothing(deployment: ExactnessDeployment, request: Request) -> Answer:
+    return await deployment.ask(request)
 
 
-async def company(house: House, request: Request) -> Answer:
+async def company(deployment: ExactnessDeployment, request: Request) -> Answer:
     """Prompts and answers of all kinds, each at its own place, that outlast it."""
-    (prefill,), (decode,) = house.prefills, house.decoders
+    (prefill,), (decode,) = deployment.prefills, deployment.decoders
     prefill.forward.gate.clear()
     decode.forward.gate.clear()
     others = companions(BATCH - 1)
     for other in others[::2]:
-        house.call(other)
-    call = house.call(request)
+        deployment.call(other)
+    call = deployment.call(request)
     for other in others[1::2]:
-        house.call(other)
+        deployment.call(other)
     num_calls = len(others) + 1
-    await house.until(lambda: house.dispatcher.num_running == num_calls)
+    await deployment.until(lambda: deployment.dispatcher.num_running == num_calls)
     prefill.forward.go_on()
-    await house.until(lambda: house.line(decode).num_begun == num_calls)
+    await deployment.until(lambda: deployment.line(decode).num_begun == num_calls)
     decode.forward.go_on()
     answer = await call.answer()
     assert min(row.num_rows for row in decode.forward.seen) >= BATCH
     assert prefill.forward.seen[0].num_rows > 1
-    await house.hang_up()
+    await deployment.hang_up()
     return answer
 
 
@@ -76,132 +76,142 @@ def companions(num_sequences: int) -> list[Request]:
     raise AssertionError
 
 
-async def disturbed(house: House, request: Request, *happenings: Happening) -> Answer:
+async def disturbed(
+    deployment: ExactnessDeployment, request: Request, *happenings: Happening
+) -> Answer:
     """Every few tokens, of an answer that has begun and not ended."""
-    house.pause(house.decoders, PAUSE_EVERY)
-    call = house.call(request)
+    deployment.pause(deployment.decoders, PAUSE_EVERY)
+    call = deployment.call(request)
     for happening in happenings:
-        there = await house.until_paused(house.decoders)
-        await house.until(lambda: bool(call.deltas) == is_streamed(request.sampling))
+        there = await deployment.until_paused(deployment.decoders)
+        await deployment.until(lambda: bool(call.deltas) == is_streamed(request.sampling))
         assert not call.reading.done()
         if happening is happenings[-1]:
-            house.pause(house.decoders, every=0)
-        await happening(house, there)
+            deployment.pause(deployment.decoders, every=0)
+        await happening(deployment, there)
     return await call.answer()
 
 
-async def preemption(house: House, request: Request) -> Answer:
+async def preemption(deployment: ExactnessDeployment, request: Request) -> Answer:
     """What it had computed is found in the cache."""
-    answer = await disturbed(house, request, House.give_way)
+    answer = await disturbed(deployment, request, ExactnessDeployment.give_way)
     assert answer.usage.num_preemptions == 1
-    assert len(PROMPT) < house.prefills[0].num_seen < 2 * len(PROMPT)
+    assert len(PROMPT) < deployment.prefills[0].num_seen < 2 * len(PROMPT)
     return answer
 
 
-async def preemption_and_oblivion(house: House, request: Request) -> Answer:
-    house.store.forgets = True
-    answer = await disturbed(house, request, House.give_way)
+async def preemption_and_oblivion(deployment: ExactnessDeployment, request: Request) -> Answer:
+    deployment.store.forgets = True
+    answer = await disturbed(deployment, request, ExactnessDeployment.give_way)
     assert answer.usage.num_preemptions == 1
-    assert house.prefills[0].num_seen > 2 * len(PROMPT)
+    assert deployment.prefills[0].num_seen > 2 * len(PROMPT)
     return answer
 
 
-async def swapping(house: House, request: Request) -> Answer:
+async def swapping(deployment: ExactnessDeployment, request: Request) -> Answer:
     """Every block is copied there and back: one token of each sequence is computed."""
-    house.store.forgets = True
-    answer = await disturbed(house, request, House.give_way)
+    deployment.store.forgets = True
+    answer = await disturbed(deployment, request, ExactnessDeployment.give_way)
     assert answer.usage.num_preemptions == 1
-    num_out = sum(decode.figure("swapped_out_blocks") for decode in house.decoders)
-    assert house.prefills[0].figure("swapped_in_blocks") == num_out > 4
-    assert house.prefills[0].num_seen == len(PROMPT) + width(request.sampling)
+    num_out = sum(decode.figure("swapped_out_blocks") for decode in deployment.decoders)
+    assert deployment.prefills[0].figure("swapped_in_blocks") == num_out > 4
+    assert deployment.prefills[0].num_seen == len(PROMPT) + width(request.sampling)
     return answer
 
 
-async def drain(house: House, request: Request) -> Answer:
+async def drain(deployment: ExactnessDeployment, request: Request) -> Answer:
     """Nothing is computed again."""
-    answer = await disturbed(house, request, House.drain)
-    assert house.num_moves == 1
-    assert all(decode.forward.seen for decode in house.decoders)
-    assert house.prefills[0].num_seen == len(PROMPT)
+    answer = await disturbed(deployment, request, ExactnessDeployment.drain)
+    assert deployment.num_moves == 1
+    assert all(decode.forward.seen for decode in deployment.decoders)
+    assert deployment.prefills[0].num_seen == len(PROMPT)
     return answer
 
 
-async def crash(house: House, request: Request) -> Answer:
+async def crash(deployment: ExactnessDeployment, request: Request) -> Answer:
     """What the dead worker had finished is found in the cache."""
-    answer = await disturbed(house, request, House.kill)
-    assert [decode.running.done() for decode in house.decoders].count(True) == 1
-    assert all(decode.forward.seen for decode in house.decoders)
-    assert len(PROMPT) < house.prefills[0].num_seen < 2 * len(PROMPT)
+    answer = await disturbed(deployment, request, ExactnessDeployment.kill)
+    assert [decode.running.done() for decode in deployment.decoders].count(True) == 1
+    assert all(decode.forward.seen for decode in deployment.decoders)
+    assert len(PROMPT) < deployment.prefills[0].num_seen < 2 * len(PROMPT)
     return answer
 
 
-async def crash_and_oblivion(house: House, request: Request) -> Answer:
-    house.store.forgets = True
-    answer = await disturbed(house, request, House.kill)
-    assert all(decode.forward.seen for decode in house.decoders)
-    assert house.prefills[0].num_seen >= 2 * len(PROMPT)
+async def crash_and_oblivion(deployment: ExactnessDeployment, request: Request) -> Answer:
+    deployment.store.forgets = True
+    answer = await disturbed(deployment, request, ExactnessDeployment.kill)
+    assert all(decode.forward.seen for decode in deployment.decoders)
+    assert deployment.prefills[0].num_seen >= 2 * len(PROMPT)
     return answer
 
 
-async def crash_in_its_prompt(house: House, request: Request) -> Answer:
-    house.pause(house.prefills, every=3)
-    call = house.call(request)
-    there = await house.until_paused(house.prefills)
-    house.pause(house.prefills, every=0)
-    await house.kill(there)
+async def crash_in_its_prompt(deployment: ExactnessDeployment, request: Request) -> Answer:
+    deployment.pause(deployment.prefills, every=3)
+    call = deployment.call(request)
+    there = await deployment.until_paused(deployment.prefills)
+    deployment.pause(deployment.prefills, every=0)
+    await deployment.kill(there)
     answer = await call.answer()
     assert 0 < there.num_seen < len(PROMPT)
-    assert all(prefill.forward.seen for prefill in house.prefills)
+    assert all(prefill.forward.seen for prefill in deployment.prefills)
     return answer
 
 
-async def all_of_it(house: House, request: Request) -> Answer:
-    answer = await disturbed(house, request, House.give_way, House.drain, House.kill)
-    assert (answer.usage.num_preemptions, house.num_moves) == (1, 1)
-    assert all(decode.forward.seen for decode in house.decoders)
+async def all_of_it(deployment: ExactnessDeployment, request: Request) -> Answer:
+    answer = await disturbed(
+        deployment,
+        request,
+        ExactnessDeployment.give_way,
+        ExactnessDeployment.drain,
+        ExactnessDeployment.kill,
+    )
+    assert (answer.usage.num_preemptions, deployment.num_moves) == (1, 1)
+    assert all(decode.forward.seen for decode in deployment.decoders)
     return answer
 
 
-async def prefix_of_another(house: House, request: Request) -> Answer:
+async def prefix_of_another(deployment: ExactnessDeployment, request: Request) -> Answer:
     """Two blocks, and half of the third one are the same."""
     sampling = Sampling(seed=SEED + 1, max_tokens=20, ignore_eos=True)
-    await house.ask(Request((*PROMPT[:20], *random_prompt(9, seed=4)), sampling))
-    answer = await house.ask(request)
-    assert {row.num_adopted for row in house.prefills[0].forward.seen} == {16}
+    await deployment.ask(Request((*PROMPT[:20], *random_prompt(9, seed=4)), sampling))
+    answer = await deployment.ask(request)
+    assert {row.num_adopted for row in deployment.prefills[0].forward.seen} == {16}
     return answer
 
 
-async def prefix_of_its_own(house: House, request: Request) -> Answer:
-    cold, answer = await house.ask(request), await house.ask(request)
+async def prefix_of_its_own(deployment: ExactnessDeployment, request: Request) -> Answer:
+    cold, answer = await deployment.ask(request), await deployment.ask(request)
     assert cold == answer
-    assert {row.num_adopted for row in house.prefills[0].forward.seen} == {0, 32}
+    assert {row.num_adopted for row in deployment.prefills[0].forward.seen} == {0, 32}
     return answer
 
 
-async def chunks(house: House, request: Request) -> Answer:
-    answer = await house.ask(request)
-    num_chunks = math.ceil(len(PROMPT) / house.setting.chunk)
-    assert len(house.prefills[0].forward.seen) == num_chunks > 1
+async def chunks(deployment: ExactnessDeployment, request: Request) -> Answer:
+    answer = await deployment.ask(request)
+    num_chunks = math.ceil(len(PROMPT) / deployment.setting.chunk)
+    assert len(deployment.prefills[0].forward.seen) == num_chunks > 1
     return answer
 
 
-async def threads(house: House, request: Request) -> Answer:
-    answer = await house.ask(request)
-    lanes = {resident.forward.num_lanes for resident in (*house.prefills, *house.decoders)}
-    assert lanes == {house.setting.num_threads}
+async def threads(deployment: ExactnessDeployment, request: Request) -> Answer:
+    answer = await deployment.ask(request)
+    lanes = {
+        resident.forward.num_lanes for resident in (*deployment.prefills, *deployment.decoders)
+    }
+    assert lanes == {deployment.setting.num_threads}
     return answer
 
 
-async def blocks(house: House, request: Request) -> Answer:
-    answer = await house.ask(request)
-    num_blocks = math.ceil((len(PROMPT) + 1) / house.setting.block_size)
-    assert {row.num_blocks for row in house.prefills[0].forward.seen} == {num_blocks}
+async def blocks(deployment: ExactnessDeployment, request: Request) -> Answer:
+    answer = await deployment.ask(request)
+    num_blocks = math.ceil((len(PROMPT) + 1) / deployment.setting.block_size)
+    assert {row.num_blocks for row in deployment.prefills[0].forward.seen} == {num_blocks}
     return answer
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    happens: Callable[[House, Request], Awaitable[Answer]]
+    happens: Callable[[ExactnessDeployment, Request], Awaitable[Answer]]
     setting: Setting = field(default=Setting())
 
 
@@ -262,16 +272,16 @@ def opened(models: Models, tmp_path: Path) -> Open:
     numbers = count()
 
     @asynccontextmanager
-    async def opened(setting: Setting) -> AsyncIterator[House]:
+    async def opened(setting: Setting) -> AsyncIterator[ExactnessDeployment]:
         directory = tmp_path / str(next(numbers))
         directory.mkdir()
-        house = House(directory, models, setting, PROMPT)
-        await house.open()
+        deployment = ExactnessDeployment(directory, models, setting, PROMPT)
+        await deployment.open()
         try:
-            yield house
-            await house.until_empty()
+            yield deployment
+            await deployment.until_empty()
         finally:
-            await house.close()
+            await deployment.close()
 
     return opened
 
@@ -289,9 +299,9 @@ def alone() -> dict[str, Found]:
 
 
 async def found(opened: Open, condition: Condition, sampling: Sampling) -> Found:
-    async with opened(condition.setting) as house:
-        answer = await condition.happens(house, Request(PROMPT, sampling))
-        return Found(answer, house.logits())
+    async with opened(condition.setting) as deployment:
+        answer = await condition.happens(deployment, Request(PROMPT, sampling))
+        return Found(answer, deployment.logits())
 
 
 @pytest.mark.parametrize(("strategy", "condition"), CELLS)

@@ -79,7 +79,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @dataclass
-class House:
+class GatewayHarness:
     """Everything in one process: fleet, gateway and its gRPC server."""
 
     model_dir: Path
@@ -96,9 +96,9 @@ class House:
     def gateway(self) -> Gateway:
         return self.assembly.gateway
 
-    async def another(self) -> "House":
+    async def another(self) -> "GatewayHarness":
         """One more gateway for the same workers, which reads of them elsewhere."""
-        other = House(self.model_dir, self.stack, self.store)
+        other = GatewayHarness(self.model_dir, self.stack, self.store)
         for one in await self.registry.members():
             await other.registry.announce(one, ttl_s=1e6)
         await other.assemble(Limits())
@@ -221,7 +221,7 @@ def asked(request_id: str = "r1", max_tokens: int | None = 8, **fields: Any) -> 
 
 
 @pytest.fixture
-async def make_house(model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
+async def make_harness(model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
     async with AsyncExitStack() as stack:
 
         async def make(
@@ -230,15 +230,15 @@ async def make_house(model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
             client_priority: bool = True,
             report_cached_tokens: bool = True,
             **limits: Any,
-        ) -> House:
-            house = House(
+        ) -> GatewayHarness:
+            harness = GatewayHarness(
                 *(model_dir, stack),
                 silence_s=silence_s,
                 client_priority=client_priority,
                 report_cached_tokens=report_cached_tokens,
             )
-            await house.open(Limits(**limits))
-            await house.add(*workers)
-            return house
+            await harness.open(Limits(**limits))
+            await harness.add(*workers)
+            return harness
 
         yield make

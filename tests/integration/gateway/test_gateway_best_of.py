@@ -15,7 +15,7 @@ from services.gateway.frontend.api import Received
 from services.protocol.ticket import FinishReason
 from tests.proxy import Proxy
 
-from .conftest import PROMPT, Call, House, asked, until
+from .conftest import PROMPT, Call, GatewayHarness, asked, until
 from .fakes import FakeDecode, FakePrefill, expected, logprobs_of
 
 NUM, NUM_BEST, NUM_TOKENS = 8, 3, 8
@@ -37,8 +37,8 @@ def workers() -> tuple[FakePrefill, FakeDecode]:
 
 
 @pytest.fixture
-async def house(make_house: Any, workers: Any) -> House:
-    made: House = await make_house(*workers)
+async def harness(make_harness: Any, workers: Any) -> GatewayHarness:
+    made: GatewayHarness = await make_harness(*workers)
     return made
 
 
@@ -52,11 +52,11 @@ def choosing(**fields: Any) -> Any:
     return asked(sampling=CHOOSING | fields.pop("sampling", {}), **fields)
 
 
-async def test_the_best_come_at_the_end(house: House, workers: Any) -> None:
+async def test_the_best_come_at_the_end(harness: GatewayHarness, workers: Any) -> None:
     """All are drawn from one computation of the prompt, told by nobody and counted."""
     prefill, decode = workers
     decode.pause_after = NUM_TOKENS - 1
-    call = Call(house.gateway, choosing())
+    call = Call(harness.gateway, choosing())
     await until(lambda: all(r.num_generated == NUM_TOKENS - 1 for r in decode.running.values()))
     assert not call.deltas
     decode.go_on(pause_after=NUM_TOKENS)
@@ -75,10 +75,10 @@ async def test_the_best_come_at_the_end(house: House, workers: Any) -> None:
 
 @pytest.mark.parametrize("best_of", [None, NUM_BEST])
 async def test_where_nothing_is_chosen_nothing_is_asked_for(
-    house: House, workers: Any, best_of: int | None
+    harness: GatewayHarness, workers: Any, best_of: int | None
 ) -> None:
     """Samples stream by their own indices, and nobody computes a logprob."""
-    call = Call(house.gateway, asked(sampling={"n": NUM_BEST, "best_of": best_of}))
+    call = Call(harness.gateway, asked(sampling={"n": NUM_BEST, "best_of": best_of}))
     await call.result()
     tokens = {
         index: [t for d in call.deltas if d.index == index for t in d.token_ids]
@@ -91,8 +91,8 @@ async def test_where_nothing_is_chosen_nothing_is_asked_for(
     assert not ticket.sampling.HasField("logprobs")
 
 
-async def test_requested_logprobs_are_those_of_the_best(house: House) -> None:
-    call = Call(house.gateway, choosing(sampling={"logprobs": 2}))
+async def test_requested_logprobs_are_those_of_the_best(harness: GatewayHarness) -> None:
+    call = Call(harness.gateway, choosing(sampling={"logprobs": 2}))
     await call.result()
     assert told(call) == BEST
     for delta in call.deltas:
@@ -107,17 +107,17 @@ async def test_requested_logprobs_are_those_of_the_best(house: House) -> None:
 # ── whatever happens ─────────────────────────────────────────────────────────────────────────────
 
 
-async def half_way(house: House, decode: FakeDecode, **fields: Any) -> Call:
+async def half_way(harness: GatewayHarness, decode: FakeDecode, **fields: Any) -> Call:
     decode.pause_after = 4
-    call = Call(house.gateway, choosing(**fields))
+    call = Call(harness.gateway, choosing(**fields))
     await until(lambda: "r1" in decode.running and decode.running["r1"].num_generated == 4)
     return call
 
 
-async def test_a_worker_that_dies_changes_nothing(make_house: Any) -> None:
+async def test_a_worker_that_dies_changes_nothing(make_harness: Any) -> None:
     prefill, dies, other = FakePrefill(), FakeDecode("decode-1"), FakeDecode("decode-2", 8)
-    house = await make_house(prefill, dies, other)
-    call = await half_way(house, dies)
+    harness = await make_harness(prefill, dies, other)
+    call = await half_way(harness, dies)
     dies.die()
     last = await call.result()
     assert told(call) == BEST
@@ -125,9 +125,11 @@ async def test_a_worker_that_dies_changes_nothing(make_house: Any) -> None:
     assert last.usage.num_generated_tokens == NUM * NUM_TOKENS
 
 
-async def test_a_preempted_request_goes_on_where_it_was(house: House, workers: Any) -> None:
+async def test_a_preempted_request_goes_on_where_it_was(
+    harness: GatewayHarness, workers: Any
+) -> None:
     prefill, decode = workers
-    call = await half_way(house, decode)
+    call = await half_way(harness, decode)
     decode.requeue("r1", worker_pb2.Requeue.REASON_PREEMPTED)
     decode.go_on(pause_after=NUM_TOKENS)
     last = await call.result()
@@ -138,28 +140,30 @@ async def test_a_preempted_request_goes_on_where_it_was(house: House, workers: A
     assert [len(s.token_ids) for s in prefill.submitted[-1].sequences] == [4] * NUM
 
 
-async def test_best_of_moves_from_a_worker_that_leaves(make_house: Any) -> None:
+async def test_best_of_moves_from_a_worker_that_leaves(make_harness: Any) -> None:
     prefill, leaving, staying = FakePrefill(), FakeDecode("decode-1"), FakeDecode("decode-2", 8)
-    house = await make_house(prefill, leaving, staying)
-    call = await half_way(house, leaving)
+    harness = await make_harness(prefill, leaving, staying)
+    call = await half_way(harness, leaving)
     leaving.report(leaving.load, draining=True)
     await call.result()
     assert told(call) == BEST
     assert len(prefill.submitted) == 1
 
 
-async def test_cancelled_it_lets_go_of_everything(house: House, workers: Any) -> None:
+async def test_cancelled_it_lets_go_of_everything(harness: GatewayHarness, workers: Any) -> None:
     decode = workers[1]
-    call = await half_way(house, decode)
+    call = await half_way(harness, decode)
     await call.cancel()
     await until(lambda: decode.aborted == [("r1", 1)] and not decode.slots)
     assert not call.deltas
 
 
-async def test_the_deadline_ends_best_of_without_an_answer(house: House, workers: Any) -> None:
+async def test_the_deadline_ends_best_of_without_an_answer(
+    harness: GatewayHarness, workers: Any
+) -> None:
     """What has been drawn by then is not among the best of anything."""
     decode = workers[1]
-    call = await half_way(house, decode, timeout_s=0.3)
+    call = await half_way(harness, decode, timeout_s=0.3)
     with pytest.raises(DeadlineExceeded):
         await call.result()
     await until(lambda: not decode.slots)
@@ -170,9 +174,9 @@ async def test_the_deadline_ends_best_of_without_an_answer(house: House, workers
 
 
 @pytest.fixture
-async def proxied(house: House) -> AsyncIterator[list[Proxy]]:
+async def proxied(harness: GatewayHarness) -> AsyncIterator[list[Proxy]]:
     """Two gateways on the same workers, each behind a proxy."""
-    proxies = [Proxy(await each.listen()) for each in (house, await house.another())]
+    proxies = [Proxy(await each.listen()) for each in (harness, await harness.another())]
     for proxy in proxies:
         await proxy.__aenter__()
     yield proxies
@@ -186,7 +190,7 @@ def tokens_of(completion: Completion) -> list[list[int]]:
 
 @pytest.mark.parametrize("parks", [False, True])
 async def test_a_client_goes_on_at_another_gateway(
-    house: House, proxied: list[Proxy], workers: Any, parks: bool
+    harness: GatewayHarness, proxied: list[Proxy], workers: Any, parks: bool
 ) -> None:
     """It has got nothing, and nobody but the gateway that is gone knows how likely what was: all is
     drawn again, with the same result."""
@@ -197,7 +201,7 @@ async def test_a_client_goes_on_at_another_gateway(
         completing = asyncio.create_task(client.complete(list(PROMPT), sampling, timeout_s=20))
         await until(lambda: any(r.num_generated == 4 for r in decode.running.values()))
         if parks:
-            await house.lose_sight()
+            await harness.lose_sight()
             await until(lambda: bool(decode.parked))
         await proxied[0].close()
         decode.go_on(pause_after=NUM_TOKENS)
@@ -212,12 +216,12 @@ async def test_a_client_goes_on_at_another_gateway(
 
 
 async def test_a_second_call_at_the_same_gateway_takes_the_request_over(
-    house: House, workers: Any
+    harness: GatewayHarness, workers: Any
 ) -> None:
     """Nothing is drawn again."""
     prefill, decode = workers
-    lost = await half_way(house, decode)
-    call = Call(house.gateway, choosing(received=()))
+    lost = await half_way(harness, decode)
+    call = Call(harness.gateway, choosing(received=()))
     with pytest.raises(DuplicateRequest):
         await lost.result()
     decode.go_on(pause_after=NUM_TOKENS)
@@ -228,9 +232,9 @@ async def test_a_second_call_at_the_same_gateway_takes_the_request_over(
     assert len(prefill.submitted) == 1
 
 
-async def test_a_resumed_call_with_the_best_gets_the_others(house: House) -> None:
+async def test_a_resumed_call_with_the_best_gets_the_others(harness: GatewayHarness) -> None:
     received = (Received(0, tuple(BEST[0]), FinishReason.LENGTH),)
-    call = Call(house.gateway, choosing(received=received))
+    call = Call(harness.gateway, choosing(received=received))
     await call.result()
     assert [(d.index, list(d.token_ids)) for d in call.deltas] == list(enumerate(BEST))[1:]
 
@@ -250,34 +254,34 @@ async def test_a_resumed_call_with_the_best_gets_the_others(house: House) -> Non
     ],
 )
 async def test_contradictory_numbers_are_refused_and_named(
-    make_house: Any, sampling: dict[str, Any], problem: str
+    make_harness: Any, sampling: dict[str, Any], problem: str
 ) -> None:
     """By the client library and gRPC as well."""
     prefill = FakePrefill()
-    house = await make_house(prefill, FakeDecode(num_slots=8))
-    async with AsyncClient(await house.listen()) as client:
+    harness = await make_harness(prefill, FakeDecode(num_slots=8))
+    async with AsyncClient(await harness.listen()) as client:
         with pytest.raises(Refused, match=problem):
             await client.complete(list(PROMPT), Sampling(max_tokens=4, **sampling))
     assert not prefill.seen
 
 
 async def test_more_logprobs_than_a_message_holds_are_refused(
-    house: House, workers: Any, monkeypatch: pytest.MonkeyPatch
+    harness: GatewayHarness, workers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sequence comes whole."""
     monkeypatch.setattr("services.gateway.intake.admission.MAX_LOGPROBS_AT_ONCE", 23)
     with pytest.raises(InvalidRequest, match="logprobs 2 of 8 tokens are 24 logprobs, at most 23"):
-        await Call(house.gateway, choosing(sampling={"logprobs": 2})).result()
+        await Call(harness.gateway, choosing(sampling={"logprobs": 2})).result()
     assert not workers[0].seen
-    await Call(house.gateway, asked(sampling={"n": NUM, "logprobs": 2})).result()
+    await Call(harness.gateway, asked(sampling={"n": NUM, "logprobs": 2})).result()
 
 
 async def test_half_of_one_of_the_best_is_nothing_that_anybody_has(
-    house: House, workers: Any
+    harness: GatewayHarness, workers: Any
 ) -> None:
     received = (Received(0, tuple(BEST[0][:4])),)
     with pytest.raises(
         InvalidRequest, match="part of sequence 0 received; with best_of each comes"
     ):
-        await Call(house.gateway, choosing(received=received)).result()
+        await Call(harness.gateway, choosing(received=received)).result()
     assert not workers[0].seen

@@ -16,15 +16,15 @@ DRAINING = worker_pb2.Requeue.REASON_DRAINING
 STALE = worker_pb2.Requeue.REASON_STALE_TICKET
 
 
-async def test_cancelled_while_it_waits(make_house: Any) -> None:
+async def test_cancelled_while_it_waits(make_harness: Any) -> None:
     decode = FakeDecode(num_slots=1)
     prefill = FakePrefill()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     decode.pause_after = 2
-    first, second, third = (Call(house.gateway, asked(name)) for name in ("r1", "r2", "r3"))
-    await until(lambda: house.assembly.dispatcher.num_waiting == 2)
+    first, second, third = (Call(harness.gateway, asked(name)) for name in ("r1", "r2", "r3"))
+    await until(lambda: harness.assembly.dispatcher.num_waiting == 2)
     await second.cancel()
-    assert house.assembly.dispatcher.num_waiting == 1
+    assert harness.assembly.dispatcher.num_waiting == 1
     decode.go_on(pause_after=8)
     await first.result()
     await third.result()
@@ -32,34 +32,36 @@ async def test_cancelled_while_it_waits(make_house: Any) -> None:
     assert submitted == ["r1", "r3"]
 
 
-async def test_cancelled_in_prefill_both_workers_hear_of_it(make_house: Any) -> None:
+async def test_cancelled_in_prefill_both_workers_hear_of_it(make_harness: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     prefill.holds = True
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await until(lambda: bool(prefill.held))
     await call.cancel()
     await until(lambda: prefill.aborted == [("r1", 1)] and decode.aborted == [("r1", 1)])
     prefill.let_go()  # it crossed the abort: nobody listens any more
-    await Call(house.gateway, asked("r2")).result()
+    await Call(harness.gateway, asked("r2")).result()
     assert [admit.ticket.request_id for admit in decode.commands(decode_pb2.Admit)] == ["r2"]
 
 
-async def test_cancelled_before_its_ticket_is_claimed_the_issuer_hears_too(make_house: Any) -> None:
+async def test_cancelled_before_its_ticket_is_claimed_the_issuer_hears_too(
+    make_harness: Any,
+) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     decode.pause_after = 0
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await until(lambda: len(call.tokens) == 1 and "r1" in decode.running)
     await call.cancel()
     await until(lambda: prefill.aborted == [("r1", 1)] and decode.aborted == [("r1", 1)])
 
 
-async def test_cancelled_while_decoding_the_decode_worker_hears_of_it(make_house: Any) -> None:
+async def test_cancelled_while_decoding_the_decode_worker_hears_of_it(make_harness: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     decode.pause_after = 4
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await until(lambda: len(call.tokens) == 4)
     await call.cancel()
     await until(lambda: decode.aborted == [("r1", 1)])
@@ -67,16 +69,16 @@ async def test_cancelled_while_decoding_the_decode_worker_hears_of_it(make_house
     assert prefill.aborted == [("r1", 1)]  # at the first token: its ticket was claimed
 
 
-async def test_an_id_may_be_used_again_before_the_workers_have_let_go(make_house: Any) -> None:
+async def test_an_id_may_be_used_again_before_the_workers_have_let_go(make_harness: Any) -> None:
     """A retry with the same id is another attempt for them, though it is the first of its request;
     what they still say of the other one is not its."""
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     prefill.holds = True
-    first = Call(house.gateway, asked("same", max_tokens=5))
+    first = Call(harness.gateway, asked("same", max_tokens=5))
     await until(lambda: len(prefill.held) == 1)
     await first.cancel()
-    again = Call(house.gateway, asked("same", prompt=PROMPT[:5]))
+    again = Call(harness.gateway, asked("same", prompt=PROMPT[:5]))
     await until(lambda: len(prefill.held) == 2)
     prefill.let_go()
     await again.result()
@@ -85,18 +87,18 @@ async def test_an_id_may_be_used_again_before_the_workers_have_let_go(make_house
     assert len(set(attempts)) == 2
 
 
-async def test_a_deadline_is_kept_where_there_is_no_worker_yet(make_house: Any) -> None:
-    house = await make_house(patience_s=60)
+async def test_a_deadline_is_kept_where_there_is_no_worker_yet(make_harness: Any) -> None:
+    harness = await make_harness(patience_s=60)
     with pytest.raises(DeadlineExceeded):
-        await Call(house.gateway, asked(timeout_s=0.02)).result()
-    assert house.assembly.dispatcher.num_waiting == 0
+        await Call(harness.gateway, asked(timeout_s=0.02)).result()
+    assert harness.assembly.dispatcher.num_waiting == 0
 
 
-async def test_a_deadline_reaches_every_hop(make_house: Any) -> None:
+async def test_a_deadline_reaches_every_hop(make_harness: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     prefill.holds = True
-    call = Call(house.gateway, asked(timeout_s=0.2))
+    call = Call(harness.gateway, asked(timeout_s=0.2))
     await until(lambda: bool(prefill.held))
     assert 0 < prefill.held[0][1].timeout_ms <= 200
     with pytest.raises(DeadlineExceeded):
@@ -104,12 +106,12 @@ async def test_a_deadline_reaches_every_hop(make_house: Any) -> None:
     await until(lambda: prefill.aborted == [("r1", 1)] and decode.aborted == [("r1", 1)])
 
 
-async def test_a_stop_string_ends_the_sequence_at_its_worker(make_house: Any) -> None:
+async def test_a_stop_string_ends_the_sequence_at_its_worker(make_harness: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     text = bytes(expected(PROMPT, 20)).decode()
     stop = text[4:7]
-    call = Call(house.gateway, asked(max_tokens=1000, sampling={"stop": (stop,)}))
+    call = Call(harness.gateway, asked(max_tokens=1000, sampling={"stop": (stop,)}))
     last = await call.result()
     assert call.text == text[: text.index(stop)]
     assert (last.finish_reason, last.stopped_by) == (FinishReason.STOP, stop)

@@ -18,11 +18,11 @@ STALE = worker_pb2.Requeue.REASON_STALE_TICKET
 
 
 @pytest.mark.parametrize("received", [1, 4])
-async def test_a_broken_decode_stream_is_only_a_delay(make_house: Any, received: int) -> None:
+async def test_a_broken_decode_stream_is_only_a_delay(make_harness: Any, received: int) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     decode.pause_after = received
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await until(lambda: len(call.tokens) == received and "r1" in decode.running)
     decode.pause_after = None
     decode.die()
@@ -30,11 +30,11 @@ async def test_a_broken_decode_stream_is_only_a_delay(make_house: Any, received:
     assert call.tokens == expected(PROMPT, 8)
 
 
-async def test_a_broken_prefill_stream_is_only_a_delay(make_house: Any) -> None:
+async def test_a_broken_prefill_stream_is_only_a_delay(make_harness: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     prefill.holds = True
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await until(lambda: bool(prefill.held))
     prefill.holds = False
     prefill.die()
@@ -43,11 +43,11 @@ async def test_a_broken_prefill_stream_is_only_a_delay(make_house: Any) -> None:
     assert ("r1", 1) in decode.aborted
 
 
-async def test_a_prefill_worker_may_leave_once_its_ticket_is_claimed(make_house: Any) -> None:
+async def test_a_prefill_worker_may_leave_once_its_ticket_is_claimed(make_harness: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     decode.pause_after = 4
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await until(lambda: len(call.tokens) == 4)
     prefill.die()
     decode.go_on(pause_after=8)
@@ -56,11 +56,11 @@ async def test_a_prefill_worker_may_leave_once_its_ticket_is_claimed(make_house:
     assert len(decode.commands(decode_pb2.Admit)) == 1
 
 
-async def test_a_request_gives_up_after_its_second_worker(make_house: Any) -> None:
+async def test_a_request_gives_up_after_its_second_worker(make_harness: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     prefill.holds = True
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     for _ in range(2):
         await until(lambda: bool(prefill.held))
         prefill.held.clear()
@@ -72,16 +72,16 @@ async def test_a_request_gives_up_after_its_second_worker(make_house: Any) -> No
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("position", [0, 5, 9])
 async def test_a_request_that_kills_its_workers_is_found_among_others(
-    make_house: Any, role: str, position: int
+    make_harness: Any, role: str, position: int
 ) -> None:
     """After two deaths, and none of the others is lost with it."""
     prefill = [FakePrefill("prefill-1"), FakePrefill("prefill-2")]
     decode = [FakeDecode("decode-1"), FakeDecode("decode-2")]
-    house = await make_house(*prefill, *decode)
+    harness = await make_harness(*prefill, *decode)
     deadly = prefill if role == "prefill" else decode
     for worker in deadly:
         worker.dies_of = f"r{position}"
-    calls = [Call(house.gateway, asked(f"r{n}")) for n in range(10)]
+    calls = [Call(harness.gateway, asked(f"r{n}")) for n in range(10)]
     with pytest.raises(PoisonRequest, match=f"its {role} worker died twice"):
         await calls.pop(position).result()
     for call in calls:
@@ -90,13 +90,13 @@ async def test_a_request_that_kills_its_workers_is_found_among_others(
     assert sum(worker.num_deaths for worker in deadly) == 2
 
 
-async def test_a_worker_that_leaves_the_registry_loses_its_requests(make_house: Any) -> None:
+async def test_a_worker_that_leaves_the_registry_loses_its_requests(make_harness: Any) -> None:
     gone, other = FakeDecode("decode-1"), FakeDecode("decode-2", num_slots=1)
-    house = await make_house(FakePrefill(), gone, other)
+    harness = await make_harness(FakePrefill(), gone, other)
     gone.pause_after = 3
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await until(lambda: len(call.tokens) == 3)
-    await house.registry.withdraw("decode-1")
+    await harness.registry.withdraw("decode-1")
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
     assert len(other.commands(decode_pb2.Admit)) == 1
@@ -116,58 +116,58 @@ async def test_a_worker_that_leaves_the_registry_loses_its_requests(make_house: 
         pytest.param(lambda t: t.sequences[0].ClearField("block_ids"), id="no blocks"),
     ],
 )
-async def test_a_wrong_ticket_is_refused_and_computed_again(make_house: Any, spoil: Any) -> None:
+async def test_a_wrong_ticket_is_refused_and_computed_again(make_harness: Any, spoil: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
 
     def once(ticket: Any) -> None:
         prefill.spoil = lambda ticket: None
         spoil(ticket)
 
     prefill.spoil = once
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
     await until(lambda: ("r1", 1) in prefill.aborted and ("r1", 1) in decode.aborted)
     assert len(decode.commands(decode_pb2.Admit)) == 1
 
 
-async def test_workers_of_another_protocol_version_are_not_used(make_house: Any) -> None:
-    house = await make_house(FakePrefill(), patience_s=0.2)
+async def test_workers_of_another_protocol_version_are_not_used(make_harness: Any) -> None:
+    harness = await make_harness(FakePrefill(), patience_s=0.2)
     old = FakeDecode(protocol_version=99)
-    await house.announce(old)
+    await harness.announce(old)
     await until(lambda: old.num_hellos == 1 and not old.sessions)
     with pytest.raises(NoWorker):
-        await Call(house.gateway, asked()).result()
-    assert not house.gateway.ready()
+        await Call(harness.gateway, asked()).result()
+    assert not harness.gateway.ready()
     assert not old.seen
 
 
-async def test_a_request_may_come_a_little_before_the_workers(make_house: Any) -> None:
-    house = await make_house()
-    call = Call(house.gateway, asked())
+async def test_a_request_may_come_a_little_before_the_workers(make_harness: Any) -> None:
+    harness = await make_harness()
+    call = Call(harness.gateway, asked())
     await asyncio.sleep(0)
-    assert house.gateway.models() == ()
-    await house.add(FakePrefill(), FakeDecode())
+    assert harness.gateway.models() == ()
+    await harness.add(FakePrefill(), FakeDecode())
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
-    assert [model.model for model in house.gateway.models()] == ["toy"]
+    assert [model.model for model in harness.gateway.models()] == ["toy"]
 
 
-async def test_without_workers_a_request_is_told_so(make_house: Any) -> None:
-    house = await make_house(patience_s=0.05)
+async def test_without_workers_a_request_is_told_so(make_harness: Any) -> None:
+    harness = await make_harness(patience_s=0.05)
     with pytest.raises(NoWorker):
-        await Call(house.gateway, asked()).result()
-    await house.add(FakePrefill())
+        await Call(harness.gateway, asked()).result()
+    await harness.add(FakePrefill())
     with pytest.raises(NoWorker, match="toy"):
-        await Call(house.gateway, asked()).result()
+        await Call(harness.gateway, asked()).result()
 
 
-async def test_a_failed_request_ends_with_the_workers_error(make_house: Any) -> None:
+async def test_a_failed_request_ends_with_the_workers_error(make_harness: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     prefill.holds = True
-    call = Call(house.gateway, asked(timeout_s=60))
+    call = Call(harness.gateway, asked(timeout_s=60))
     await until(lambda: bool(prefill.held))
     failed = worker_pb2.RequestFailed(
         request_id="r1", attempt=1, code="deadline_exceeded", message="too late"
@@ -179,24 +179,24 @@ async def test_a_failed_request_ends_with_the_workers_error(make_house: Any) -> 
     assert not prefill.aborted
 
 
-async def test_a_decode_worker_that_says_nothing_any_more_is_left(make_house: Any) -> None:
+async def test_a_decode_worker_that_says_nothing_any_more_is_left(make_harness: Any) -> None:
     """Its stream is whole, and nothing comes: it was stopped. What ran there goes on elsewhere, and
     nothing new is sent to it until it speaks again."""
     stuck, other = FakeDecode("decode-1"), FakeDecode("decode-2", num_slots=1)
-    house = await make_house(FakePrefill(), stuck, other, silence_s=0.4)
+    harness = await make_harness(FakePrefill(), stuck, other, silence_s=0.4)
     stuck.pause_after = 3
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await until(lambda: len(call.tokens) == 3)
     stuck.stuck = True
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
     assert len(other.commands(decode_pb2.Admit)) == 1
     stuck.stuck = False
-    await until(lambda: "decode-1" in house.connected())
+    await until(lambda: "decode-1" in harness.connected())
 
 
-async def test_a_worker_that_has_nothing_to_do_is_not_stuck(make_house: Any) -> None:
+async def test_a_worker_that_has_nothing_to_do_is_not_stuck(make_harness: Any) -> None:
     idle = FakePrefill(), FakeDecode()
-    await make_house(*idle, silence_s=0.4)
+    await make_harness(*idle, silence_s=0.4)
     await until(lambda: all(worker.num_reports > 40 for worker in idle))
     assert [worker.num_hellos for worker in idle] == [1, 1]

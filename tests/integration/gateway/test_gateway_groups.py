@@ -14,7 +14,7 @@ from services.gateway.frontend.api import Delta
 from services.gateway.streaming import output
 from tests.proxy import Proxy
 
-from .conftest import PROMPT, SPEC, Call, House, asked, until
+from .conftest import PROMPT, SPEC, Call, GatewayHarness, asked, until
 from .fakes import FakeDecode, FakePrefill, expected
 
 NUM = 3
@@ -32,11 +32,11 @@ def all_of(num_tokens: int = 8, num: int = NUM) -> dict[int, list[int]]:
     return {index: expected(PROMPT, num_tokens, index) for index in range(num)}
 
 
-async def test_sequences_come_with_their_indices(make_house: Any) -> None:
+async def test_sequences_come_with_their_indices(make_harness: Any) -> None:
     """One ticket, one prefill, a slot for each."""
     prefill, decode = FakePrefill(), FakeDecode()
-    house: House = await make_house(prefill, decode)
-    call = Call(house.gateway, asked(sampling=N))
+    harness: GatewayHarness = await make_harness(prefill, decode)
+    call = Call(harness.gateway, asked(sampling=N))
     last = await call.result()
     assert tokens_of(call.deltas) == all_of()
     (ticket,) = prefill.submitted
@@ -50,12 +50,14 @@ async def test_sequences_come_with_their_indices(make_house: Any) -> None:
 
 
 @pytest.mark.parametrize("received", [1, 3])
-async def test_a_group_whose_worker_dies_goes_on_elsewhere(make_house: Any, received: int) -> None:
+async def test_a_group_whose_worker_dies_goes_on_elsewhere(
+    make_harness: Any, received: int
+) -> None:
     prefill = FakePrefill()
     dies, other = FakeDecode("decode-1", num_slots=64), FakeDecode("decode-2", num_slots=8)
-    house = await make_house(prefill, dies, other)
+    harness = await make_harness(prefill, dies, other)
     dies.pause_after = received
-    call = Call(house.gateway, asked(sampling=N))
+    call = Call(harness.gateway, asked(sampling=N))
     await until(lambda: len(call.tokens) == NUM * received and "r1" in dies.running)
     dies.die()
     last = await call.result()
@@ -66,15 +68,15 @@ async def test_a_group_whose_worker_dies_goes_on_elsewhere(make_house: Any, rece
     assert [list(s.token_ids) for s in again.sequences] == list(all_of(received).values())
 
 
-async def test_ended_sequences_are_not_computed_again(make_house: Any) -> None:
+async def test_ended_sequences_are_not_computed_again(make_harness: Any) -> None:
     """One is ended by its stop string, and then the worker dies."""
     texts = {index: bytes(tokens).decode() for index, tokens in all_of().items()}
     stop = texts[1][2:5]
     assert not any(stop in texts[index] for index in (0, 2))
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     decode.pause_after = 6
-    call = Call(house.gateway, asked(sampling={**N, "stop": (stop,)}))
+    call = Call(harness.gateway, asked(sampling={**N, "stop": (stop,)}))
     await until(lambda: ("r1", 1, 1) in decode.ended_early)
     await until(lambda: decode.slots == {("r1", 1): 2})
     decode.die()
@@ -86,19 +88,19 @@ async def test_ended_sequences_are_not_computed_again(make_house: Any) -> None:
     assert end.stopped_by == stop
 
 
-async def test_a_group_gets_its_slots_before_those_behind_it(make_house: Any) -> None:
+async def test_a_group_gets_its_slots_before_those_behind_it(make_harness: Any) -> None:
     """Singles hold all slots. Their places are not given to later singles while the group waits."""
     prefill, decode = FakePrefill(), FakeDecode(num_slots=4)
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     decode.pause_after = 2
-    first = [Call(house.gateway, asked(f"first-{n}", max_tokens=4)) for n in range(4)]
+    first = [Call(harness.gateway, asked(f"first-{n}", max_tokens=4)) for n in range(4)]
     await until(lambda: len(decode.running) == 4)
-    group = Call(house.gateway, asked("group", sampling={"n": 4}))
-    await house.num_waiting(1)
+    group = Call(harness.gateway, asked("group", sampling={"n": 4}))
+    await harness.num_waiting(1)
     later = []
     for number in range(4):
-        later.append(Call(house.gateway, asked(f"later-{number}")))
-        await house.num_waiting(2 + number)
+        later.append(Call(harness.gateway, asked(f"later-{number}")))
+        await harness.num_waiting(2 + number)
     for number in range(4):  # one after another gets free
         running = decode.running[f"first-{number}"]
         running.tokens[0].extend(expected(PROMPT, 3)[2:])
@@ -124,10 +126,10 @@ async def test_a_group_gets_its_slots_before_those_behind_it(make_house: Any) ->
     assert order == ["group", *(f"later-{number}" for number in range(4))]
 
 
-async def test_a_worker_with_room_for_all_is_chosen(make_house: Any) -> None:
+async def test_a_worker_with_room_for_all_is_chosen(make_harness: Any) -> None:
     small, large = FakeDecode("decode-1", num_slots=2), FakeDecode("decode-2", num_slots=3)
-    house = await make_house(FakePrefill(), small, large)
-    await Call(house.gateway, asked(sampling=N)).result()
+    harness = await make_harness(FakePrefill(), small, large)
+    await Call(harness.gateway, asked(sampling=N)).result()
     assert not small.commands(decode_pb2.Reserve)
 
 
@@ -140,46 +142,46 @@ async def test_a_worker_with_room_for_all_is_chosen(make_house: Any) -> None:
     ],
 )
 async def test_a_group_that_no_worker_takes_is_refused_with_the_numbers(
-    make_house: Any, n: int, error: type[Exception], problem: str
+    make_harness: Any, n: int, error: type[Exception], problem: str
 ) -> None:
     workers = FakeDecode("decode-1", num_slots=8), FakeDecode("decode-2", num_slots=2)
-    house = await make_house(FakePrefill(), *workers)
+    harness = await make_harness(FakePrefill(), *workers)
     with pytest.raises(error, match=problem):
-        await Call(house.gateway, asked(sampling={"n": n})).result()
+        await Call(harness.gateway, asked(sampling={"n": n})).result()
     assert not any(worker.seen for worker in workers)
 
 
-async def test_a_group_that_never_fits_is_refused_with_the_numbers(make_house: Any) -> None:
+async def test_a_group_that_never_fits_is_refused_with_the_numbers(make_harness: Any) -> None:
     """The prompt's full blocks are shared, the rest is there for each."""
-    house = await make_house(FakePrefill(), FakeDecode())
+    harness = await make_harness(FakePrefill(), FakeDecode())
     num_own = SPEC.num_blocks // 8
     prompt = (1,) * 40
     num_tokens = (num_own + 2) * 16 - 40
     wide = asked("r1", num_tokens, prompt=prompt, sampling={"n": 8})
     with pytest.raises(PromptTooLong, match=rf", 8 times, need {8 * num_own + 2} blocks"):
-        await Call(house.gateway, wide).result()
+        await Call(harness.gateway, wide).result()
 
 
-async def test_a_group_whose_worker_has_gone_for_good_is_told_so(make_house: Any) -> None:
+async def test_a_group_whose_worker_has_gone_for_good_is_told_so(make_harness: Any) -> None:
     """Another one is there, which has not so many slots."""
     large = FakeDecode("decode-1", num_slots=8)
-    house = await make_house(FakePrefill(), large, patience_s=0.2)
+    harness = await make_harness(FakePrefill(), large, patience_s=0.2)
     large.pause_after = 2
-    call = Call(house.gateway, asked(sampling={"n": 8}))
+    call = Call(harness.gateway, asked(sampling={"n": 8}))
     await until(lambda: "r1" in large.running)
-    await house.add(FakeDecode("decode-2", num_slots=2))
-    await house.registry.withdraw("decode-1")
+    await harness.add(FakeDecode("decode-2", num_slots=2))
+    await harness.registry.withdraw("decode-1")
     large.die()
     with pytest.raises(NoWorker, match="8 sequences at a time"):
         await call.result()
 
 
-async def test_a_group_moves_from_a_worker_that_leaves(make_house: Any) -> None:
+async def test_a_group_moves_from_a_worker_that_leaves(make_harness: Any) -> None:
     leaving, staying = FakeDecode("decode-1", num_slots=64), FakeDecode("decode-2", num_slots=8)
     prefill = FakePrefill()
-    house = await make_house(prefill, leaving, staying)
+    harness = await make_harness(prefill, leaving, staying)
     leaving.pause_after = 3
-    call = Call(house.gateway, asked(sampling=N))
+    call = Call(harness.gateway, asked(sampling=N))
     await until(lambda: len(call.tokens) == 9 and "r1" in leaving.running)
     leaving.report(leaving.load, draining=True)
     await call.result()
@@ -189,12 +191,14 @@ async def test_a_group_moves_from_a_worker_that_leaves(make_house: Any) -> None:
     assert [len(s.token_ids) for s in admit.ticket.sequences] == [3, 3, 3]
 
 
-async def test_an_unread_group_is_paused(make_house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unread_group_is_paused(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(output, "PAUSE_UNREAD_TOKENS", 20)
     decode = FakeDecode()
     decode.pause_after = 40
-    house = await make_house(FakePrefill(), decode)
-    deltas = house.gateway.generate(asked(max_tokens=100, sampling=N))
+    harness = await make_harness(FakePrefill(), decode)
+    deltas = harness.gateway.generate(asked(max_tokens=100, sampling=N))
     got = [await anext(deltas)]
     await until(lambda: bool(decode.at_rest))
     decode.pause_after = None
@@ -206,12 +210,12 @@ async def test_an_unread_group_is_paused(make_house: Any, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-async def proxied(make_house: Any) -> AsyncIterator[tuple[Any, ...]]:
+async def proxied(make_harness: Any) -> AsyncIterator[tuple[Any, ...]]:
     """Two gateways on the same workers, each behind a proxy."""
     workers = FakePrefill(), FakeDecode()
-    first = await make_house(*workers)
+    first = await make_harness(*workers)
     second = await first.another()
-    proxies = [Proxy(await house.listen()) for house in (first, second)]
+    proxies = [Proxy(await harness.listen()) for harness in (first, second)]
     for proxy in proxies:
         await proxy.__aenter__()
     yield *workers, first, proxies

@@ -13,7 +13,7 @@ from quire.types import Candidate, Delta, Sampling, TokenLogprobs
 from quire.v1 import decode_pb2, prefill_pb2
 from services.common.errors import DuplicateRequest, InvalidRequest
 
-from .conftest import TOKEN, Call, House, asked, until
+from .conftest import TOKEN, Call, GatewayHarness, asked, until
 from .fakes import FakeDecode, FakePrefill, expected, logprobs_of
 
 PROMPT = tuple(b"qwertyuiop")
@@ -69,18 +69,18 @@ def workers() -> tuple[FakePrefill, FakeDecode]:
     return FakePrefill(), FakeDecode()
 
 
-async def test_every_token_has_its_own(make_house: Any, workers: Any) -> None:
-    house = await make_house(*workers)
-    async with AsyncClient(await house.listen()) as client:
+async def test_every_token_has_its_own(make_harness: Any, workers: Any) -> None:
+    harness = await make_harness(*workers)
+    async with AsyncClient(await harness.listen()) as client:
         reader = Reader(client, logprobs=NUM_TOP, prompt_logprobs=2)
         await reader.end()
     assert (reader.tokens, reader.logprobs) == (TOKENS, OF_TOKENS)
     assert reader.of_prompt == OF_PROMPT
 
 
-async def test_logprobs_come_only_when_asked_for(make_house: Any, workers: Any) -> None:
-    house = await make_house(*workers)
-    async with AsyncClient(await house.listen()) as client:
+async def test_logprobs_come_only_when_asked_for(make_harness: Any, workers: Any) -> None:
+    harness = await make_harness(*workers)
+    async with AsyncClient(await harness.listen()) as client:
         reader = Reader(client)
         await reader.end()
     assert (reader.tokens, reader.logprobs, reader.of_prompt) == (TOKENS, [], [])
@@ -98,34 +98,34 @@ async def test_logprobs_come_only_when_asked_for(make_house: Any, workers: Any) 
     ],
 )
 async def test_more_than_there_may_be_is_refused(
-    make_house: Any, workers: Any, sampling: dict[str, Any], problem: str
+    make_harness: Any, workers: Any, sampling: dict[str, Any], problem: str
 ) -> None:
-    house = await make_house(*workers)
+    harness = await make_harness(*workers)
     with pytest.raises(InvalidRequest, match=problem):
-        await Call(house.gateway, asked(sampling=sampling)).result()
+        await Call(harness.gateway, asked(sampling=sampling)).result()
     assert not workers[0].seen
 
 
 async def test_a_prompt_too_long_for_its_logprobs_is_refused(
-    make_house: Any, workers: Any, monkeypatch: pytest.MonkeyPatch
+    make_harness: Any, workers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would not fit a message; the numbers are told."""
     monkeypatch.setattr("services.gateway.intake.admission.MAX_LOGPROBS_AT_ONCE", 209)
-    house = await make_house(*workers)
+    harness = await make_harness(*workers)
     request = asked(prompt=PROMPT, sampling={"prompt_logprobs": 20})
     with pytest.raises(InvalidRequest, match="20 of 10 tokens are 210 logprobs, at most 209"):
-        await Call(house.gateway, request).result()
+        await Call(harness.gateway, request).result()
     assert not workers[0].seen
 
 
 async def test_prompt_logprobs_come_once_although_workers_die(
-    make_house: Any, workers: Any
+    make_harness: Any, workers: Any
 ) -> None:
     """One that dies over the prompt has told nothing; after the first token nobody asks again."""
     prefill, decode = workers
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     prefill.holds, decode.pause_after = True, 3
-    async with AsyncClient(await house.listen()) as client:
+    async with AsyncClient(await harness.listen()) as client:
         reader = Reader(client, logprobs=NUM_TOP, prompt_logprobs=2)
         await until(lambda: bool(prefill.held))
         prefill.held.clear()
@@ -144,11 +144,11 @@ async def test_prompt_logprobs_come_once_although_workers_die(
     assert asked_for == [True, True, False]
 
 
-async def test_a_client_that_moves_gets_the_rest_once(make_house: Any, workers: Any) -> None:
+async def test_a_client_that_moves_gets_the_rest_once(make_harness: Any, workers: Any) -> None:
     """What is parked is ahead of what it has: nobody kept the logprobs between, so that those
     tokens are drawn again."""
     prefill, decode = workers
-    first: House = await make_house(prefill, decode)
+    first: GatewayHarness = await make_harness(prefill, decode)
     second = await first.another()
     decode.parks, decode.pause_after = True, 5
     async with AsyncClient(await second.listen()) as client:
@@ -168,15 +168,15 @@ async def test_a_client_that_moves_gets_the_rest_once(make_house: Any, workers: 
 
 
 async def test_a_resumed_call_without_tokens_gets_prompt_logprobs_again(
-    make_house: Any, workers: Any
+    make_harness: Any, workers: Any
 ) -> None:
     """At the same gateway, which takes it for running: the new call gets all of it."""
     prefill, decode = workers
-    house: House = await make_house(prefill, decode)
+    harness: GatewayHarness = await make_harness(prefill, decode)
     decode.pause_after = 4
-    lost = Call(house.gateway, _greedy("r1"))
+    lost = Call(harness.gateway, _greedy("r1"))
     await until(lambda: len(lost.tokens) == 4)
-    async with AsyncClient(await house.listen()) as client:
+    async with AsyncClient(await harness.listen()) as client:
         reading = asyncio.create_task(_rest(client, []))
         await until(lambda: len(prefill.submitted) == 2)
         decode.go_on(pause_after=8)

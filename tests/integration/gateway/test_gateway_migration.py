@@ -7,14 +7,14 @@ import pytest
 from blockstore.registry import Load
 from quire.v1 import decode_pb2, prefill_pb2
 
-from .conftest import PROMPT, Call, House, asked, until
+from .conftest import PROMPT, Call, GatewayHarness, asked, until
 from .fakes import FakeDecode, FakePrefill, expected
 
 
-async def running_at(house: House, decode: FakeDecode, *names: str) -> list[Call]:
+async def running_at(harness: GatewayHarness, decode: FakeDecode, *names: str) -> list[Call]:
     """Requests of 8 tokens that have 3 of them; it must be the only decode worker yet."""
     decode.pause_after = 3
-    calls = [Call(house.gateway, asked(name)) for name in names]
+    calls = [Call(harness.gateway, asked(name)) for name in names]
     await until(lambda: all(len(call.tokens) == 3 for call in calls))
     return calls
 
@@ -26,31 +26,31 @@ async def finish(*calls: Call) -> None:
 
 
 @pytest.mark.parametrize("told_by", ["worker", "registry"])
-async def test_requests_of_a_draining_worker_move(make_house: Any, told_by: str) -> None:
+async def test_requests_of_a_draining_worker_move(make_harness: Any, told_by: str) -> None:
     prefill, leaving, other = FakePrefill(), FakeDecode("leaving"), FakeDecode("other")
-    house = await make_house(prefill, leaving)
-    calls = await running_at(house, leaving, "r1", "r2", "r3")
-    await house.add(other)
+    harness = await make_harness(prefill, leaving)
+    calls = await running_at(harness, leaving, "r1", "r2", "r3")
+    await harness.add(other)
     if told_by == "worker":
         leaving.report(leaving.load, draining=True)
     else:
-        await house.say_draining("leaving")
+        await harness.say_draining("leaving")
     await finish(*calls)
     assert len(other.commands(decode_pb2.Admit)) == 3
     assert len(prefill.commands(prefill_pb2.PrefillSubmit)) == 3  # not again
     assert not leaving.running
     assert not leaving.slots
-    assert house.num_moves() == 3
+    assert harness.num_moves() == 3
 
 
-async def test_all_that_move_come_to_rest_together(make_house: Any) -> None:
+async def test_all_that_move_come_to_rest_together(make_harness: Any) -> None:
     """Slots are asked for at once, and nobody leaves its batch before all have been answered. What
     is said about all is one message: a worker hears all of it before its next step."""
     leaving, other = FakeDecode("leaving"), FakeDecode("other")
-    house = await make_house(FakePrefill(), leaving)
-    calls = await running_at(house, leaving, "r1", "r2", "r3")
+    harness = await make_harness(FakePrefill(), leaving)
+    calls = await running_at(harness, leaving, "r1", "r2", "r3")
     other.answers_reservations = False
-    await house.add(other)
+    await harness.add(other)
     leaving.report(leaving.load, draining=True)
     await until(lambda: len(other.unanswered) == 3)
     assert not leaving.commands(decode_pb2.HandOver)
@@ -60,12 +60,12 @@ async def test_all_that_move_come_to_rest_together(make_house: Any) -> None:
     assert ["hand_over"] * 3 in leaving.together
 
 
-async def test_a_request_without_a_slot_elsewhere_stays(make_house: Any) -> None:
+async def test_a_request_without_a_slot_elsewhere_stays(make_harness: Any) -> None:
     """The first in order has the only slot elsewhere."""
     leaving, other = FakeDecode("leaving"), FakeDecode("other", num_slots=1)
-    house = await make_house(FakePrefill(), leaving)
-    first, second = await running_at(house, leaving, "r1", "r2")
-    await house.add(other)
+    harness = await make_harness(FakePrefill(), leaving)
+    first, second = await running_at(harness, leaving, "r1", "r2")
+    await harness.add(other)
     other.pause_after = 3
     leaving.report(leaving.load, draining=True)
     await until(lambda: "r1" in other.running)
@@ -77,35 +77,35 @@ async def test_a_request_without_a_slot_elsewhere_stays(make_house: Any) -> None
 
 
 async def test_a_ticket_under_way_to_a_worker_that_leaves_is_moved_once_it_runs(
-    make_house: Any,
+    make_harness: Any,
 ) -> None:
     prefill, leaving, other = FakePrefill(), FakeDecode("leaving"), FakeDecode("other")
-    house = await make_house(prefill, leaving)
+    harness = await make_harness(prefill, leaving)
     prefill.holds = True
     leaving.pause_after = 2
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await until(lambda: bool(prefill.held))
-    await house.add(other)
+    await harness.add(other)
     leaving.report(leaving.load, draining=True)
     prefill.let_go()
     await finish(call)
     assert len(prefill.commands(prefill_pb2.PrefillSubmit)) == 1
 
 
-async def test_a_worker_that_is_lost_on_the_way_leaves_a_ticket_in_line(make_house: Any) -> None:
+async def test_a_worker_that_is_lost_on_the_way_leaves_a_ticket_in_line(make_harness: Any) -> None:
     """The slot that was granted is gone when the ticket comes: it goes on from another one."""
     prefill, leaving, lost = FakePrefill(), FakeDecode("leaving"), FakeDecode("lost")
-    house = await make_house(prefill, leaving)
-    (call,) = await running_at(house, leaving, "r1")
+    harness = await make_harness(prefill, leaving)
+    (call,) = await running_at(harness, leaving, "r1")
     handing_over: list[Any] = []
     hand_over = leaving.on_hand_over
     leaving.on_hand_over = lambda *args: handing_over.append(args)  # type: ignore[method-assign]
-    await house.add(lost)
+    await harness.add(lost)
     leaving.report(leaving.load, draining=True)
     await until(lambda: bool(handing_over))
-    await house.registry.withdraw("lost")
-    await until(lambda: "lost" not in house.connected())
-    await house.add(FakeDecode("other"))
+    await harness.registry.withdraw("lost")
+    await until(lambda: "lost" not in harness.connected())
+    await harness.add(FakeDecode("other"))
     hand_over(*handing_over[0])
     await finish(call)
     assert len(prefill.commands(prefill_pb2.PrefillSubmit)) == 1
@@ -113,32 +113,32 @@ async def test_a_worker_that_is_lost_on_the_way_leaves_a_ticket_in_line(make_hou
 
 
 @pytest.fixture
-async def uneven(make_house: Any) -> tuple[House, FakeDecode, FakeDecode, list[Call]]:
+async def uneven(make_harness: Any) -> tuple[GatewayHarness, FakeDecode, FakeDecode, list[Call]]:
     """6 run at one worker, and none at the other. The mover looks when it is told to."""
     busy, idle = FakeDecode("busy"), FakeDecode("idle")
-    house = await make_house(FakePrefill(), busy, rebalance_s=0)
-    calls = await running_at(house, busy, *(f"r{number}" for number in range(6)))
+    harness = await make_harness(FakePrefill(), busy, rebalance_s=0)
+    calls = await running_at(harness, busy, *(f"r{number}" for number in range(6)))
     idle.pause_after = 3
-    await house.add(idle)
-    await reported(house, busy, 6)
-    return house, busy, idle, calls
+    await harness.add(idle)
+    await reported(harness, busy, 6)
+    return harness, busy, idle, calls
 
 
-async def reported(house: House, decode: FakeDecode, num_running: int) -> None:
+async def reported(harness: GatewayHarness, decode: FakeDecode, num_running: int) -> None:
     """The gateway knows how many run there."""
     decode.report(Load(num_running=num_running, num_free_slots=64 - num_running))
-    there = house.assembly.directory.decode_workers()["pool"]
+    there = harness.assembly.directory.decode_workers()["pool"]
     (worker,) = [worker for worker in there if worker.id == decode.worker_id]
     await until(lambda: worker.num_running == num_running)
 
 
 async def test_a_fuller_worker_gives_half_the_difference_the_youngest_first(
-    uneven: tuple[House, FakeDecode, FakeDecode, list[Call]],
+    uneven: tuple[GatewayHarness, FakeDecode, FakeDecode, list[Call]],
 ) -> None:
-    house, busy, idle, calls = uneven
-    await house.assembly.migration.look()
+    harness, busy, idle, calls = uneven
+    await harness.assembly.migration.look()
     assert not idle.commands(decode_pb2.Reserve)  # it may be over by the next look
-    await house.assembly.migration.look()
+    await harness.assembly.migration.look()
     await until(lambda: len(idle.running) == 3)
     assert set(idle.running) == {"r3", "r4", "r5"}
     assert set(busy.running) == {"r0", "r1", "r2"}
@@ -148,18 +148,18 @@ async def test_a_fuller_worker_gives_half_the_difference_the_youngest_first(
 
 
 async def test_a_moved_request_is_not_moved_back_at_once(
-    uneven: tuple[House, FakeDecode, FakeDecode, list[Call]],
+    uneven: tuple[GatewayHarness, FakeDecode, FakeDecode, list[Call]],
 ) -> None:
-    house, busy, idle, calls = uneven
+    harness, busy, idle, calls = uneven
     for _ in range(2):
-        await house.assembly.migration.look()
+        await harness.assembly.migration.look()
     await until(lambda: len(idle.running) == 3)
     idle.go_on(pause_after=4)  # they are settled there
     await until(lambda: all(len(call.tokens) == 4 for call in calls[3:]))
-    await reported(house, busy, 0)
-    await reported(house, idle, 9)
+    await reported(harness, busy, 0)
+    await reported(harness, idle, 9)
     for _ in range(2):
-        await house.assembly.migration.look()
+        await harness.assembly.migration.look()
     assert len(busy.commands(decode_pb2.Reserve)) == 6  # those of the beginning
     for worker in (busy, idle):
         worker.go_on(pause_after=8)
@@ -168,26 +168,26 @@ async def test_a_moved_request_is_not_moved_back_at_once(
 
 @pytest.mark.parametrize(("most", "least"), [(6, 3), (20, 14)], ids=["in number", "in proportion"])
 async def test_a_small_difference_moves_nobody(
-    uneven: tuple[House, FakeDecode, FakeDecode, list[Call]], most: int, least: int
+    uneven: tuple[GatewayHarness, FakeDecode, FakeDecode, list[Call]], most: int, least: int
 ) -> None:
-    house, busy, idle, calls = uneven
-    await reported(house, busy, most)
-    await reported(house, idle, least)
+    harness, busy, idle, calls = uneven
+    await reported(harness, busy, most)
+    await reported(harness, idle, least)
     for _ in range(2):
-        await house.assembly.migration.look()
+        await harness.assembly.migration.look()
     assert not idle.commands(decode_pb2.Reserve)
     busy.go_on(pause_after=8)
     await finish(*calls)
 
 
 async def test_of_several_gateways_each_moves_its_share(
-    uneven: tuple[House, FakeDecode, FakeDecode, list[Call]],
+    uneven: tuple[GatewayHarness, FakeDecode, FakeDecode, list[Call]],
 ) -> None:
     """Of 18 sequences 6 are ours, and 9 are to go."""
-    house, busy, idle, calls = uneven
-    await reported(house, busy, 18)
+    harness, busy, idle, calls = uneven
+    await reported(harness, busy, 18)
     for _ in range(2):
-        await house.assembly.migration.look()
+        await harness.assembly.migration.look()
     await until(lambda: len(idle.running) == 3)
     assert len(busy.running) == 3
     for worker in (busy, idle):

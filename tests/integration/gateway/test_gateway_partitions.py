@@ -12,7 +12,7 @@ from quire.types import Sampling
 from services.common.rpc import transport as rpc
 from tests.proxy import Proxy
 
-from .conftest import PROMPT, Call, House, asked, until
+from .conftest import PROMPT, Call, GatewayHarness, asked, until
 from .fakes import FakeDecode, FakePrefill, expected, member, start
 
 QUICK_KEEPALIVE = (
@@ -35,16 +35,18 @@ def quicker(options: Any) -> list[Any]:
 class Partitioned:
     """A gateway, a prefill worker, and decode workers behind a proxy each."""
 
-    def __init__(self, house: House, decode: list[FakeDecode], proxies: list[Proxy]) -> None:
-        self.house = house
+    def __init__(
+        self, harness: GatewayHarness, decode: list[FakeDecode], proxies: list[Proxy]
+    ) -> None:
+        self.harness = harness
         self.decode = decode
         self.proxies = proxies
 
 
 @pytest.fixture
-async def partitioned(make_house: Any) -> AsyncIterator[Partitioned]:
+async def partitioned(make_harness: Any) -> AsyncIterator[Partitioned]:
     """`decode-1` has more slots, and so is chosen first."""
-    house = await make_house(FakePrefill())
+    harness = await make_harness(FakePrefill())
     decode = [FakeDecode("decode-1", num_slots=64), FakeDecode("decode-2", num_slots=8)]
     async with AsyncExitStack() as stack:
         proxies = []
@@ -53,17 +55,17 @@ async def partitioned(make_house: Any) -> AsyncIterator[Partitioned]:
             stack.push_async_callback(server.stop)
             proxy = await stack.enter_async_context(Proxy(address))
             proxies.append(proxy)
-            one = member(worker, proxy.address, str(house.model_dir))
-            await house.registry.announce(one, ttl_s=1e6)
-        await until(lambda: {"decode-1", "decode-2"} <= house.connected())
-        yield Partitioned(house, decode, proxies)
+            one = member(worker, proxy.address, str(harness.model_dir))
+            await harness.registry.announce(one, ttl_s=1e6)
+        await until(lambda: {"decode-1", "decode-2"} <= harness.connected())
+        yield Partitioned(harness, decode, proxies)
 
 
 async def underway(at: Partitioned) -> Call:
     """A request that has 3 tokens from `decode-1`."""
     for decode in at.decode:
         decode.pause_after = 3
-    call = Call(at.house.gateway, asked())
+    call = Call(at.harness.gateway, asked())
     await until(lambda: len(call.tokens) == 3)
     return call
 
@@ -71,7 +73,7 @@ async def underway(at: Partitioned) -> Call:
 async def test_a_slow_connection_is_slow_and_nothing_else(partitioned: Partitioned) -> None:
     for proxy in partitioned.proxies:
         proxy.delay_s = 0.02
-    call = Call(partitioned.house.gateway, asked())
+    call = Call(partitioned.harness.gateway, asked())
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
 
@@ -97,29 +99,29 @@ async def test_a_half_open_connection_is_given_up(partitioned: Partitioned) -> N
     partitioned.proxies[0].release()
     assert call.tokens == expected(PROMPT, 8)
     await until(lambda: not partitioned.decode[0].slots)
-    again = Call(partitioned.house.gateway, asked("r2"))
+    again = Call(partitioned.harness.gateway, asked("r2"))
     await again.result()
     assert again.tokens == expected(PROMPT, 8)
 
 
 async def test_a_worker_that_cannot_be_reached_is_none(partitioned: Partitioned) -> None:
     await partitioned.proxies[0].close()
-    await until(lambda: partitioned.house.connected() == {"prefill-1", "decode-2"})
-    call = Call(partitioned.house.gateway, asked())
+    await until(lambda: partitioned.harness.connected() == {"prefill-1", "decode-2"})
+    call = Call(partitioned.harness.gateway, asked())
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
 
 
 async def test_a_client_leaves_a_gateway_that_it_hears_nothing_of(
-    make_house: Any, monkeypatch: pytest.MonkeyPatch
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half-open between client and gateway: keepalive ends the call, and the other way to the same
     gateway goes on with the request that still runs there."""
     monkeypatch.setattr(links, "_CHANNEL_OPTIONS", quicker(links._CHANNEL_OPTIONS))
     decode, prefill = FakeDecode(), FakePrefill()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     decode.pause_after = 3
-    address = await house.listen()
+    address = await harness.listen()
     async with (
         Proxy(address) as proxy,
         AsyncClient(f"{proxy.address},{address}") as client,
@@ -135,15 +137,15 @@ async def test_a_client_leaves_a_gateway_that_it_hears_nothing_of(
 
 
 async def test_a_gateway_ends_what_a_vanished_client_left(
-    make_house: Any, monkeypatch: pytest.MonkeyPatch
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing says that the client is gone: the gateway's keepalive finds out."""
     monkeypatch.setattr(rpc, "_SERVER_OPTIONS", tuple(quicker(rpc._SERVER_OPTIONS)))
     decode = FakeDecode()
-    house = await make_house(FakePrefill(), decode)
+    harness = await make_harness(FakePrefill(), decode)
     decode.pause_after = 3
     async with (
-        Proxy(await house.listen()) as proxy,
+        Proxy(await harness.listen()) as proxy,
         AsyncClient(proxy.address) as client,
     ):
         stream = client.generate(list(PROMPT), Sampling(0.0, max_tokens=8))

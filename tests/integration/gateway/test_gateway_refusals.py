@@ -9,13 +9,13 @@ from structlog.testing import capture_logs
 from quire.v1 import inference_pb2
 from services.common.errors import InvalidRequest, PromptTooLong, QuireError, UnknownModel
 
-from .conftest import PROMPT, Call, House, asked
+from .conftest import PROMPT, Call, GatewayHarness, asked
 from .fakes import FakeDecode, FakePrefill
 
 
-def num_failed(house: House, code: str, model: str = "toy") -> float | None:
+def num_failed(harness: GatewayHarness, code: str, model: str = "toy") -> float | None:
     labels = {"model_name": model, "code": code}
-    return house.request_metrics.get_sample_value("quire:request_failure_total", labels)
+    return harness.request_metrics.get_sample_value("quire:request_failure_total", labels)
 
 
 @pytest.mark.parametrize(
@@ -28,12 +28,12 @@ def num_failed(house: House, code: str, model: str = "toy") -> float | None:
     ],
 )
 async def test_a_refusal_is_counted_and_logged_once(
-    make_house: Any, fields: dict[str, Any], error: type[QuireError], model: str
+    make_harness: Any, fields: dict[str, Any], error: type[QuireError], model: str
 ) -> None:
-    house = await make_house(FakePrefill(), FakeDecode())
+    harness = await make_harness(FakePrefill(), FakeDecode())
     with capture_logs() as logs, pytest.raises(error) as refused:
-        await Call(house.gateway, asked("r1", **fields)).result()
-    assert num_failed(house, error.code, model) == 1
+        await Call(harness.gateway, asked("r1", **fields)).result()
+    assert num_failed(harness, error.code, model) == 1
     (line,) = [line for line in logs if line["event"].startswith("request_")]
     assert line == {
         "event": "request_refused",
@@ -45,40 +45,40 @@ async def test_a_refusal_is_counted_and_logged_once(
     }
 
 
-async def test_names_that_clients_invent_make_no_time_series(make_house: Any) -> None:
-    house = await make_house(FakePrefill(), FakeDecode())
+async def test_names_that_clients_invent_make_no_time_series(make_harness: Any) -> None:
+    harness = await make_harness(FakePrefill(), FakeDecode())
     for number in range(50):
         with pytest.raises(UnknownModel):
-            await Call(house.gateway, asked(f"r{number}", model=f"model-{number}")).result()
-    (family,) = [f for f in house.request_metrics.collect() if f.name == "quire:request_failure"]
+            await Call(harness.gateway, asked(f"r{number}", model=f"model-{number}")).result()
+    (family,) = [f for f in harness.request_metrics.collect() if f.name == "quire:request_failure"]
     found = [s for s in family.samples if s.name.endswith("_total")]
     assert [(s.labels, s.value) for s in found] == [
         ({"model_name": "", "code": "model_not_found"}, 50)
     ]
 
 
-async def test_a_refusal_tells_no_more_of_a_text_than_a_line_can_hold(make_house: Any) -> None:
-    house = await make_house(FakePrefill(), FakeDecode())
+async def test_a_refusal_tells_no_more_of_a_text_than_a_line_can_hold(make_harness: Any) -> None:
+    harness = await make_harness(FakePrefill(), FakeDecode())
     with capture_logs() as logs, pytest.raises(UnknownModel):
-        await Call(house.gateway, asked(model="x" * 1_000_000)).result()
+        await Call(harness.gateway, asked(model="x" * 1_000_000)).result()
     (line,) = [line for line in logs if line["event"] == "request_refused"]
     assert len(str(line)) < 2000
 
 
-async def test_a_message_without_input_is_counted_too(make_house: Any) -> None:
-    house = await make_house(FakePrefill(), FakeDecode())
-    stub = await house.serve()
+async def test_a_message_without_input_is_counted_too(make_harness: Any) -> None:
+    harness = await make_harness(FakePrefill(), FakeDecode())
+    stub = await harness.serve()
     with pytest.raises(grpc.aio.AioRpcError, match="no input"):
         async for _ in stub.Generate(inference_pb2.GenerateRequest(model="toy")):
             pass
-    assert num_failed(house, "invalid_request") == 1
+    assert num_failed(harness, "invalid_request") == 1
 
 
-async def test_a_request_that_was_in_line_is_counted_once(make_house: Any) -> None:
+async def test_a_request_that_was_in_line_is_counted_once(make_harness: Any) -> None:
     """It ends with an error, but was not refused."""
-    house = await make_house(FakePrefill(), patience_s=0.05)
+    harness = await make_harness(FakePrefill(), patience_s=0.05)
     with capture_logs() as logs, pytest.raises(QuireError):
-        await Call(house.gateway, asked()).result()
-    assert num_failed(house, "no_worker") == 1
+        await Call(harness.gateway, asked()).result()
+    assert num_failed(harness, "no_worker") == 1
     events = [line["event"] for line in logs if line["event"].startswith("request_")]
     assert events == ["request_ended"]

@@ -45,15 +45,15 @@ NAN, INFINITY = float("nan"), float("inf")
 
 
 @pytest.fixture
-async def house(make_house: Any) -> Any:
-    return await make_house(FakePrefill(), FakeDecode())
+async def harness(make_harness: Any) -> Any:
+    return await make_harness(FakePrefill(), FakeDecode())
 
 
-async def refused(house: Any, request: GenerationRequest) -> Exception:
+async def refused(harness: Any, request: GenerationRequest) -> Exception:
     """What the request is refused with; a good one is served right after it."""
     with pytest.raises(InvalidRequest) as error:
-        await Call(house.gateway, request).result()
-    good = Call(house.gateway, asked("good"))
+        await Call(harness.gateway, request).result()
+    good = Call(harness.gateway, asked("good"))
     await good.result()
     assert good.tokens == expected(PROMPT, 8)
     return error.value
@@ -113,9 +113,9 @@ async def refused(house: Any, request: GenerationRequest) -> Exception:
         ),
     ],
 )
-async def test_bad_sampling_parameters(house: Any, sampling: Any, text: str) -> None:
+async def test_bad_sampling_parameters(harness: Any, sampling: Any, text: str) -> None:
     request = GenerationRequest(prompt=PROMPT, sampling=RequestedSampling(**sampling))
-    assert text in str(await refused(house, request))
+    assert text in str(await refused(harness, request))
 
 
 @pytest.mark.parametrize(
@@ -133,36 +133,36 @@ async def test_bad_sampling_parameters(house: Any, sampling: Any, text: str) -> 
         ({"cache_salt": "\udfff"}, "cache_salt is not valid Unicode"),
     ],
 )
-async def test_bad_requests(house: Any, fields: Any, text: str) -> None:
-    assert text in str(await refused(house, asked(**({"request_id": "bad"} | fields))))
+async def test_bad_requests(harness: Any, fields: Any, text: str) -> None:
+    assert text in str(await refused(harness, asked(**({"request_id": "bad"} | fields))))
 
 
 @pytest.mark.parametrize("priority", [-1, 1, 1000])
 async def test_a_priority_is_refused_unless_the_deployment_allows_it(
-    make_house: Any, priority: int
+    make_harness: Any, priority: int
 ) -> None:
     """As vLLM refuses it without its priority scheduler; the error names the flag."""
-    house = await make_house(FakePrefill(), FakeDecode(), client_priority=False)
-    error = await refused(house, asked(priority=priority))
+    harness = await make_harness(FakePrefill(), FakeDecode(), client_priority=False)
+    error = await refused(harness, asked(priority=priority))
     assert isinstance(error, InvalidRequest)
     assert f"priority is {priority}" in str(error)
     assert "--client-priority" in str(error)
-    await Call(house.gateway, asked(priority=0)).result()
+    await Call(harness.gateway, asked(priority=0)).result()
 
 
-async def test_a_prompt_that_fills_the_context(house: Any) -> None:
+async def test_a_prompt_that_fills_the_context(harness: Any) -> None:
     prompt = tuple([65] * 4096)
-    error = await refused(house, asked("r", prompt=prompt))
+    error = await refused(harness, asked("r", prompt=prompt))
     assert isinstance(error, PromptTooLong)
     assert "4096 tokens" in str(error)
-    last = Call(house.gateway, asked("r", prompt=prompt[:-1], max_tokens=1))
+    last = Call(harness.gateway, asked("r", prompt=prompt[:-1], max_tokens=1))
     await last.result()
     assert last.tokens == expected(prompt[:-1], 1)
 
 
-async def test_a_prompt_of_ten_megabytes_is_refused_and_the_loop_goes_on(house: Any) -> None:
+async def test_a_prompt_of_ten_megabytes_is_refused_and_the_loop_goes_on(harness: Any) -> None:
     longest_s, seen_at = 0.0, time.perf_counter()
-    call = Call(house.gateway, asked("r", prompt="prefill and decode " * ((10 << 20) // 19)))
+    call = Call(harness.gateway, asked("r", prompt="prefill and decode " * ((10 << 20) // 19)))
     while not call.task.done():
         await asyncio.sleep(0)
         now = time.perf_counter()
@@ -172,29 +172,31 @@ async def test_a_prompt_of_ten_megabytes_is_refused_and_the_loop_goes_on(house: 
     assert longest_s < 1.0
 
 
-async def test_a_chat_that_fits_no_context_is_refused_before_it_is_rendered(house: Any) -> None:
+async def test_a_chat_that_fits_no_context_is_refused_before_it_is_rendered(harness: Any) -> None:
     """No token of this model stands for more than one character."""
-    house.assembly.directory.served("toy").model.chat_template.__dict__["_template"] = None
+    harness.assembly.directory.served("toy").model.chat_template.__dict__["_template"] = None
     prompt = (ChatMessage("user", "<" * 3000), ChatMessage("user", "<" * 3000))
     with pytest.raises(PromptTooLong, match="more than 4096 tokens"):
-        await Call(house.gateway, asked("r", prompt=prompt)).result()
+        await Call(harness.gateway, asked("r", prompt=prompt)).result()
 
 
-async def test_a_request_larger_than_the_pool_is_refused_with_the_numbers(make_house: Any) -> None:
-    house = await make_house(FakePrefill(max_model_len=8192), FakeDecode(max_model_len=8192))
-    error = await refused(house, asked("r", max_tokens=POOL_TOKENS - len(PROMPT) + 1))
+async def test_a_request_larger_than_the_pool_is_refused_with_the_numbers(
+    make_harness: Any,
+) -> None:
+    harness = await make_harness(FakePrefill(max_model_len=8192), FakeDecode(max_model_len=8192))
+    error = await refused(harness, asked("r", max_tokens=POOL_TOKENS - len(PROMPT) + 1))
     assert isinstance(error, PromptTooLong)
     assert "need 257 blocks of 16 tokens; the pool has 256" in str(error)
 
 
 @pytest.mark.parametrize(("max_model_len", "room"), [(100, 100), (8192, POOL_TOKENS)])
 async def test_an_absent_max_tokens_is_what_context_and_pool_leave(
-    make_house: Any, max_model_len: int, room: int
+    make_harness: Any, max_model_len: int, room: int
 ) -> None:
     prefill = FakePrefill(max_model_len=max_model_len)
-    house = await make_house(prefill, FakeDecode(max_model_len=max_model_len))
+    harness = await make_harness(prefill, FakeDecode(max_model_len=max_model_len))
     prefill.holds = True
-    call = Call(house.gateway, asked(max_tokens=None))
+    call = Call(harness.gateway, asked(max_tokens=None))
     await until(lambda: bool(prefill.held))
     assert prefill.held[0][1].sampling.max_tokens == room - len(PROMPT)
     await call.cancel()
@@ -202,107 +204,107 @@ async def test_an_absent_max_tokens_is_what_context_and_pool_leave(
 
 @pytest.mark.parametrize(("num_prompt", "max_tokens"), [(10, 16), (4090, 6)])
 async def test_an_absent_max_tokens_may_have_a_usual_number(
-    make_house: Any, num_prompt: int, max_tokens: int
+    make_harness: Any, num_prompt: int, max_tokens: int
 ) -> None:
     """Less, where the context leaves less."""
     prefill = FakePrefill()
-    house = await make_house(prefill, FakeDecode())
+    harness = await make_harness(prefill, FakeDecode())
     prefill.holds = True
     prompt, sampling = (65,) * num_prompt, {"usual_tokens": 16}
-    call = Call(house.gateway, asked(max_tokens=None, prompt=prompt, sampling=sampling))
+    call = Call(harness.gateway, asked(max_tokens=None, prompt=prompt, sampling=sampling))
     await until(lambda: bool(prefill.held))
     assert prefill.held[0][1].sampling.max_tokens == max_tokens
     await call.cancel()
 
 
-async def test_too_many_messages_are_refused_before_they_are_looked_at(house: Any) -> None:
-    stub = await house.serve()
+async def test_too_many_messages_are_refused_before_they_are_looked_at(harness: Any) -> None:
+    stub = await harness.serve()
     chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage()] * (MAX_MESSAGES + 1))
     with pytest.raises(aio.AioRpcError, match=f"at most {MAX_MESSAGES}"):
         await stub.Generate(inference_pb2.GenerateRequest(chat=chat)).read()
     hostile = b"\x2a\x80\x80\x80\x06" + b"\x0a\x00" * (6 << 20)
-    channel = open_channel(await house.listen())
-    house.stack.push_async_callback(channel.close)
+    channel = open_channel(await harness.listen())
+    harness.stack.push_async_callback(channel.close)
     call: Any = channel.unary_stream(f"/{SERVICE_NAME}/Generate")
     with pytest.raises(aio.AioRpcError, match="more than 65536 fields") as error:
         await call(hostile).read()
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_template_gets_what_its_client_tells_it(house: Any) -> None:
+async def test_a_template_gets_what_its_client_tells_it(harness: Any) -> None:
     """Names, and variables that are not the template's own."""
     told = ChatMessage("user", "hi", "Ann")
-    call = Call(house.gateway, asked("a", prompt=(told,), template_arguments={"mark": "!"}))
+    call = Call(harness.gateway, asked("a", prompt=(told,), template_arguments={"mark": "!"}))
     last = await call.result()
     assert last.usage is not None
     assert last.usage.num_prompt_tokens == len("Ann@user:hi!;")
     for name in ("messages", "add_generation_prompt", "range", "raise_exception", "tokenize"):
         request = asked("b", prompt=(told,), template_arguments={name: 1})
-        assert f"'{name}' is not for clients to set" in str(await refused(house, request))
+        assert f"'{name}' is not for clients to set" in str(await refused(harness, request))
 
 
-async def test_an_absent_seed_is_drawn_and_a_given_one_kept(house: Any, monkeypatch: Any) -> None:
+async def test_an_absent_seed_is_drawn_and_a_given_one_kept(harness: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(secrets, "randbits", lambda bits: bits)
     prefill = FakePrefill("prefill-2")
-    await house.add(prefill)
-    await house.registry.withdraw("prefill-1")
-    await until(lambda: house.connected() == {"prefill-2", "decode-1"})
-    await Call(house.gateway, asked("drawn")).result()
-    await Call(house.gateway, asked("given", sampling={"seed": (1 << 64) - 1})).result()
+    await harness.add(prefill)
+    await harness.registry.withdraw("prefill-1")
+    await until(lambda: harness.connected() == {"prefill-2", "decode-1"})
+    await Call(harness.gateway, asked("drawn")).result()
+    await Call(harness.gateway, asked("given", sampling={"seed": (1 << 64) - 1})).result()
     seeds = [s.ticket.sampling.seed for s in prefill.commands(prefill_pb2.PrefillSubmit)]
     assert seeds == [64, (1 << 64) - 1]
 
 
 async def test_a_request_that_fits_no_pool_any_more_fails_and_delays_no_other(
-    house: Any, monkeypatch: Any
+    harness: Any, monkeypatch: Any
 ) -> None:
     """It was admitted for a pool that is gone since."""
     with monkeypatch.context() as before:
         before.setattr(admission, "resolve_max_tokens", lambda *_, usual: POOL_TOKENS)
         with pytest.raises(PromptTooLong, match="the pool has"):
-            await Call(house.gateway, asked()).result()
-    await Call(house.gateway, asked("next")).result()
+            await Call(harness.gateway, asked()).result()
+    await Call(harness.gateway, asked("next")).result()
 
 
-async def test_only_equal_salts_share_prefixes(make_house: Any) -> None:
+async def test_only_equal_salts_share_prefixes(make_harness: Any) -> None:
     prefill = FakePrefill()
-    house = await make_house(prefill, FakeDecode())
+    harness = await make_harness(prefill, FakeDecode())
     for number, salt in enumerate(("", "a", "b", "a")):
-        await Call(house.gateway, asked(f"r{number}", cache_salt=salt)).result()
+        await Call(harness.gateway, asked(f"r{number}", cache_salt=salt)).result()
     submits = prefill.commands(prefill_pb2.PrefillSubmit)
     none, a, b, a_again = (submit.ticket.root_hash for submit in submits)
     assert a == a_again
     assert len({none, a, b}) == 3
 
 
-async def test_a_request_id_may_run_once_at_a_time(make_house: Any) -> None:
+async def test_a_request_id_may_run_once_at_a_time(make_harness: Any) -> None:
     """Then again, under another attempt: a worker may not have let go of the first one yet."""
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     decode.pause_after = 2
-    first = Call(house.gateway, asked("same"))
+    first = Call(harness.gateway, asked("same"))
     await until(lambda: "same" in decode.running)
     with pytest.raises(DuplicateRequest, match="this request_id and resume_token"):
-        await Call(house.gateway, asked("same")).result()
+        await Call(harness.gateway, asked("same")).result()
     decode.go_on(pause_after=8)
     await first.result()
-    await Call(house.gateway, asked("same")).result()
+    await Call(harness.gateway, asked("same")).result()
     submits = prefill.commands(prefill_pb2.PrefillSubmit)
     assert [submit.ticket.attempt for submit in submits] == [1, 2]
 
 
 @pytest.mark.parametrize("others_token", ["", "of another client, 128 bits"])
 async def test_a_request_id_of_another_client_is_no_obstacle(
-    make_house: Any, others_token: str
+    make_harness: Any, others_token: str
 ) -> None:
     """Nobody can keep an id from others, or find out that it is in use."""
     prefill, decode = FakePrefill(), FakeDecode()
     prefill.names, decode.names = Verbatim(), Verbatim()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     decode.pause_after = 2
-    squatter = Call(house.gateway, asked("same", resume_token=others_token))
+    squatter = Call(harness.gateway, asked("same", resume_token=others_token))
     await until(lambda: len(decode.running) == 1)
-    mine = Call(house.gateway, asked("same"))
+    mine = Call(harness.gateway, asked("same"))
     await until(lambda: len(decode.running) == 2)
     decode.go_on(pause_after=8)
     for call in (squatter, mine):
@@ -319,23 +321,23 @@ async def test_a_request_id_of_another_client_is_no_obstacle(
         ({"request_id": "", "received": ()}, "received needs the request_id and the resume_token"),
     ],
 )
-async def test_a_bad_resume_token_is_refused(house: Any, fields: Any, text: str) -> None:
-    assert text in str(await refused(house, asked(**({"request_id": "bad"} | fields))))
+async def test_a_bad_resume_token_is_refused(harness: Any, fields: Any, text: str) -> None:
+    assert text in str(await refused(harness, asked(**({"request_id": "bad"} | fields))))
 
 
-async def test_an_unknown_model_is_named_with_those_that_are_there(house: Any) -> None:
+async def test_an_unknown_model_is_named_with_those_that_are_there(harness: Any) -> None:
     with pytest.raises(UnknownModel, match="'other' is not served here; these are: toy"):
-        await Call(house.gateway, asked(model="other")).result()
-    await Call(house.gateway, asked(model="toy")).result()
+        await Call(harness.gateway, asked(model="other")).result()
+    await Call(harness.gateway, asked(model="toy")).result()
 
 
 async def test_a_client_that_does_not_read_is_cancelled(
-    make_house: Any, monkeypatch: pytest.MonkeyPatch
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "MAX_UNREAD_TOKENS", 100)
     decode = FakeDecode()
-    house = await make_house(FakePrefill(), decode)
-    deltas = house.gateway.generate(asked(max_tokens=1000))
+    harness = await make_harness(FakePrefill(), decode)
+    deltas = harness.gateway.generate(asked(max_tokens=1000))
     await anext(deltas)
     await until(lambda: decode.aborted == [("r1", 1)])
     with pytest.raises(Overloaded, match="too slowly"):
@@ -346,8 +348,8 @@ async def test_a_client_that_does_not_read_is_cancelled(
 # ── through gRPC ─────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_text_and_chat_are_tokenized_as_the_model_has_it(house: Any) -> None:
-    stub = await house.serve()
+async def test_text_and_chat_are_tokenized_as_the_model_has_it(harness: Any) -> None:
+    stub = await harness.serve()
     sampling = sampling_pb2.SamplingParams(max_tokens=3)
     text = inference_pb2.GenerateRequest(text="hello", sampling=sampling)
     chat = inference_pb2.GenerateRequest(
@@ -381,19 +383,19 @@ async def test_text_and_chat_are_tokenized_as_the_model_has_it(house: Any) -> No
     ],
 )
 async def test_errors_have_their_status_and_code(
-    house: Any, request_: Any, status: Any, code: str
+    harness: Any, request_: Any, status: Any, code: str
 ) -> None:
-    stub = await house.serve()
+    stub = await harness.serve()
     with pytest.raises(aio.AioRpcError) as error:
         await stub.Generate(request_).read()
     assert error.value.code() is status
     assert dict(error.value.trailing_metadata() or ())["quire-error-code"] == code
 
 
-async def test_a_client_that_hangs_up_frees_what_it_had(make_house: Any) -> None:
+async def test_a_client_that_hangs_up_frees_what_it_had(make_harness: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
-    stub = await house.serve()
+    harness = await make_harness(prefill, decode)
+    stub = await harness.serve()
     decode.pause_after = 3
     call = stub.Generate(
         inference_pb2.GenerateRequest(
@@ -405,13 +407,13 @@ async def test_a_client_that_hangs_up_frees_what_it_had(make_house: Any) -> None
     await call.read()
     call.cancel()
     await until(lambda: decode.aborted == [("r1", 1)])
-    assert house.assembly.dispatcher.num_running == 0
+    assert harness.assembly.dispatcher.num_running == 0
 
 
-async def test_the_rpc_deadline_is_the_requests(make_house: Any) -> None:
+async def test_the_rpc_deadline_is_the_requests(make_harness: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
-    stub = await house.serve()
+    harness = await make_harness(prefill, decode)
+    stub = await harness.serve()
     prefill.holds = True
     request = inference_pb2.GenerateRequest(request_id="r1", text="hello")
     with pytest.raises(aio.AioRpcError) as error:
@@ -421,13 +423,13 @@ async def test_the_rpc_deadline_is_the_requests(make_house: Any) -> None:
     await until(lambda: prefill.aborted == [("r1", 1)] and decode.aborted == [("r1", 1)])
 
 
-async def test_models_are_listed_while_they_can_be_served(house: Any) -> None:
-    stub = await house.serve()
+async def test_models_are_listed_while_they_can_be_served(harness: Any) -> None:
+    stub = await harness.serve()
     (model,) = (await stub.ListModels(inference_pb2.ListModelsRequest())).models
     assert (model.id, model.max_model_len, model.block_size) == ("toy", 4096, 16)
     assert model.dtype == "float32"
-    await house.registry.withdraw("decode-1")
-    await until(lambda: not house.gateway.ready())
+    await harness.registry.withdraw("decode-1")
+    await until(lambda: not harness.gateway.ready())
     assert not (await stub.ListModels(inference_pb2.ListModelsRequest())).models
 
 
@@ -447,23 +449,23 @@ def target_of(member: Member | None) -> Target | None:
     return Target(member.address, member.member_id) if member else None
 
 
-async def test_without_a_supervisor_scaling_says_who_else_may_do_it(house: Any) -> None:
+async def test_without_a_supervisor_scaling_says_who_else_may_do_it(harness: Any) -> None:
     relay, front = Relay(SUPERVISOR, lambda: None), RpcServer(SUPERVISOR.name)
     front.aio.add_generic_rpc_handlers((relay.handlers(),))
     channel = open_channel(f"127.0.0.1:{await front.start('127.0.0.1', 0)}")
     for close in (relay.close, front.stop, channel.close):
-        house.stack.push_async_callback(close)
+        harness.stack.push_async_callback(close)
     with pytest.raises(aio.AioRpcError) as error:
         await SupervisorStub(channel).Scale(ScaleRequest(num_decode=2))
     assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "docker compose up --scale" in (error.value.details() or "")
 
 
-async def test_operations_are_relayed_to_the_block_manager(house: Any) -> None:
+async def test_operations_are_relayed_to_the_block_manager(harness: Any) -> None:
     relay, front = (
         Relay(
             BLOCK_MANAGER,
-            lambda: target_of(house.assembly.directory.block_manager),
+            lambda: target_of(harness.assembly.directory.block_manager),
             SECRET.rpc_key,
         ),
         RpcServer(BLOCK_MANAGER.name),
@@ -471,7 +473,7 @@ async def test_operations_are_relayed_to_the_block_manager(house: Any) -> None:
     front.aio.add_generic_rpc_handlers((relay.handlers(),))
     channel = open_channel(f"127.0.0.1:{await front.start('127.0.0.1', 0)}")
     for close in (relay.close, front.stop, channel.close):
-        house.stack.push_async_callback(close)
+        harness.stack.push_async_callback(close)
     stub = block_manager_pb2_grpc.BlockManagerStub(channel)
     request = block_manager_pb2.DrainWorkerRequest(worker_id="decode-1")
     with pytest.raises(aio.AioRpcError) as error:
@@ -481,11 +483,11 @@ async def test_operations_are_relayed_to_the_block_manager(house: Any) -> None:
     manager, server = OneOperation(), RpcServer(guard=guard("bm"))  # type: ignore[abstract]
     block_manager_pb2_grpc.add_BlockManagerServicer_to_server(manager, server.aio)
     port = await server.start("127.0.0.1", 0)
-    house.stack.push_async_callback(server.stop)
+    harness.stack.push_async_callback(server.stop)
     address = f"127.0.0.1:{port}"
     entry = Member("bm", "block_manager", address, "serving", 1, PROTOCOL_VERSION)
-    await house.registry.announce(entry, ttl_s=1e6)
-    await until(lambda: house.assembly.directory.block_manager is not None)
+    await harness.registry.announce(entry, ttl_s=1e6)
+    await until(lambda: harness.assembly.directory.block_manager is not None)
     assert (await stub.DrainWorker(request, timeout=5)).num_running == 3
     assert 0 < manager.seconds_left < 6
     with pytest.raises(aio.AioRpcError) as error:

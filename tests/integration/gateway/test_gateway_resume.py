@@ -15,7 +15,7 @@ from quire.types import Sampling
 from quire.v1 import decode_pb2, inference_pb2, sampling_pb2
 from tests.proxy import Proxy
 
-from .conftest import PROMPT, TOKEN, House, until
+from .conftest import PROMPT, TOKEN, GatewayHarness, until
 from .fakes import FakeDecode, FakePrefill, Verbatim, expected
 
 TEXT = bytes(expected(PROMPT, 8)).decode()
@@ -48,7 +48,7 @@ class Reader:
 class Two:
     """Two gateways, each behind a proxy, and a client that knows both."""
 
-    def __init__(self, first: House, second: House, proxies: list[Proxy]) -> None:
+    def __init__(self, first: GatewayHarness, second: GatewayHarness, proxies: list[Proxy]) -> None:
         self.first = first
         self.second = second
         self.proxies = proxies
@@ -61,13 +61,13 @@ async def workers() -> tuple[FakePrefill, FakeDecode]:
 
 
 @pytest.fixture
-async def two(make_house: Any, workers: Any) -> AsyncIterator[Two]:
-    first = await make_house(*workers)
+async def two(make_harness: Any, workers: Any) -> AsyncIterator[Two]:
+    first = await make_harness(*workers)
     second = await first.another()
     async with AsyncExitStack() as stack:
         proxies = [
-            await stack.enter_async_context(Proxy(await house.listen()))
-            for house in (first, second)
+            await stack.enter_async_context(Proxy(await harness.listen()))
+            for harness in (first, second)
         ]
         yield Two(first, second, proxies)
 
@@ -225,12 +225,12 @@ async def tokens_of(call: Any, so_far: list[int] | None = None) -> list[int]:
     return tokens
 
 
-async def test_a_call_goes_on_with_what_another_one_runs(make_house: Any, workers: Any) -> None:
+async def test_a_call_goes_on_with_what_another_one_runs(make_harness: Any, workers: Any) -> None:
     """The client has lost its connection and the gateway does not know it yet: the new call takes
     over, gets what the old one was sent in vain, and nothing is computed again."""
     prefill, decode = workers
-    house = await make_house(prefill, decode)
-    stub = await house.serve()
+    harness = await make_harness(prefill, decode)
+    stub = await harness.serve()
     decode.pause_after = 5
     lost = stub.Generate(message(None))
     received: list[int] = []
@@ -267,11 +267,11 @@ async def test_a_greedy_request_is_found_without_its_seed(two: Two, workers: Any
     ids=["a new request", "another prompt", "other tokens", "more than there are"],
 )
 async def test_a_client_goes_on_with_the_same_request_only(
-    make_house: Any, workers: Any, num_received: int | None, changes: dict[str, Any]
+    make_harness: Any, workers: Any, num_received: int | None, changes: dict[str, Any]
 ) -> None:
     decode = workers[1]
-    house = await make_house(*workers)
-    stub = await house.serve()
+    harness = await make_harness(*workers)
+    stub = await harness.serve()
     decode.pause_after = 5
     tokens: list[int] = []
     mine = asyncio.create_task(tokens_of(stub.Generate(message(None)), tokens))
@@ -313,11 +313,11 @@ async def test_another_client_neither_gets_a_request_nor_learns_of_it(
     assert len(prefill.submitted) == 2
 
 
-async def test_the_first_response_brings_the_token(make_house: Any, workers: Any) -> None:
+async def test_the_first_response_brings_the_token(make_harness: Any, workers: Any) -> None:
     """A client that sends none can go on, too."""
     prefill, decode = workers
-    house = await make_house(prefill, decode)
-    stub = await house.serve()
+    harness = await make_harness(prefill, decode)
+    stub = await harness.serve()
     decode.pause_after = 3
     responses: list[inference_pb2.GenerateResponse] = []
     lost = stub.Generate(message(None, resume_token=""))
@@ -346,10 +346,10 @@ async def test_the_first_response_brings_the_token(make_house: Any, workers: Any
     ],
 )
 async def test_a_resume_that_is_impossible_is_refused(
-    make_house: Any, workers: Any, num_received: int, changes: dict[str, Any], problem: str
+    make_harness: Any, workers: Any, num_received: int, changes: dict[str, Any], problem: str
 ) -> None:
-    house = await make_house(*workers)
-    stub = await house.serve()
+    harness = await make_harness(*workers)
+    stub = await harness.serve()
     with pytest.raises(grpc.RpcError, match=problem) as refused:
         await tokens_of(stub.Generate(message(num_received, **changes)))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -18,7 +18,7 @@ from services.gateway.frontend.http.connections import ConnectionLimits
 from services.gateway.frontend.http.server import http_server
 from services.gateway.streaming import output
 
-from .conftest import PROMPT, Call, House, asked, until
+from .conftest import PROMPT, Call, GatewayHarness, asked, until
 from .fakes import FakeDecode, FakePrefill, expected
 
 NUM_TOKENS = 100
@@ -33,21 +33,21 @@ def decode(monkeypatch: pytest.MonkeyPatch) -> FakeDecode:
     return worker
 
 
-async def stalled(house: House, decode: FakeDecode) -> AsyncGenerator[Delta, None]:
+async def stalled(harness: GatewayHarness, decode: FakeDecode) -> AsyncGenerator[Delta, None]:
     """A request that came to rest since its client read the first delta and no more."""
-    deltas = house.gateway.generate(asked(max_tokens=NUM_TOKENS))
+    deltas = harness.gateway.generate(asked(max_tokens=NUM_TOKENS))
     assert (await anext(deltas)).token_ids == tuple(expected(PROMPT, 1))
     await until(lambda: bool(decode.at_rest))
     decode.pause_after = None
     return deltas
 
 
-async def test_an_unread_request_pauses_and_goes_on(make_house: Any, decode: FakeDecode) -> None:
+async def test_an_unread_request_pauses_and_goes_on(make_harness: Any, decode: FakeDecode) -> None:
     """Meanwhile its slot is another's. Every token comes, and none is computed twice."""
     prefill = FakePrefill()
-    house = await make_house(prefill, decode)
-    async with aclosing(await stalled(house, decode)) as deltas:
-        await Call(house.gateway, asked("r2")).result()
+    harness = await make_harness(prefill, decode)
+    async with aclosing(await stalled(harness, decode)) as deltas:
+        await Call(harness.gateway, asked("r2")).result()
         assert not decode.running
         tokens = [token async for delta in deltas for token in delta.token_ids]
     assert tokens == expected(PROMPT, NUM_TOKENS)[1:]
@@ -55,32 +55,32 @@ async def test_an_unread_request_pauses_and_goes_on(make_house: Any, decode: Fak
 
 
 async def test_a_client_that_never_reads_on_is_cancelled(
-    make_house: Any, decode: FakeDecode
+    make_harness: Any, decode: FakeDecode
 ) -> None:
-    house = await make_house(FakePrefill(), decode, read_window_s=0.05)
-    async with aclosing(await stalled(house, decode)) as deltas:
+    harness = await make_harness(FakePrefill(), decode, read_window_s=0.05)
+    async with aclosing(await stalled(harness, decode)) as deltas:
         await until(lambda: bool(decode.aborted))
         with pytest.raises(Overloaded, match="too slowly"):
             await anext(deltas)
-    assert house.assembly.dispatcher.num_running == 0
+    assert harness.assembly.dispatcher.num_running == 0
 
 
 async def test_a_client_that_leaves_during_a_pause_leaves_nothing(
-    make_house: Any, decode: FakeDecode
+    make_harness: Any, decode: FakeDecode
 ) -> None:
-    house = await make_house(FakePrefill(), decode)
-    await (await stalled(house, decode)).aclose()
+    harness = await make_harness(FakePrefill(), decode)
+    await (await stalled(harness, decode)).aclose()
     await until(lambda: bool(decode.aborted))
-    assert house.assembly.dispatcher.num_running == 0
+    assert harness.assembly.dispatcher.num_running == 0
 
 
-async def test_a_paused_request_may_lose_its_blocks(make_house: Any, decode: FakeDecode) -> None:
+async def test_a_paused_request_may_lose_its_blocks(make_harness: Any, decode: FakeDecode) -> None:
     """Its ticket is taken back: it is computed again once its client reads on, and not before."""
     prefill = FakePrefill()
-    house = await make_house(prefill, decode)
-    deltas = await stalled(house, decode)
+    harness = await make_harness(prefill, decode)
+    deltas = await stalled(harness, decode)
     decode.take_back("r1")
-    await Call(house.gateway, asked("r2")).result()
+    await Call(harness.gateway, asked("r2")).result()
     assert len(prefill.submitted) == 2
     tokens = [token async for delta in deltas for token in delta.token_ids]
     assert tokens == expected(PROMPT, NUM_TOKENS)[1:]
@@ -88,22 +88,22 @@ async def test_a_paused_request_may_lose_its_blocks(make_house: Any, decode: Fak
 
 
 async def test_a_client_that_reads_nothing_for_a_while_is_paused(
-    make_house: Any, decode: FakeDecode, monkeypatch: pytest.MonkeyPatch
+    make_harness: Any, decode: FakeDecode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with few tokens unread: a slow decode would keep its slot for minutes until there are
     many. It goes on when it reads."""
     monkeypatch.setattr(output, "PAUSE_UNREAD_TOKENS", 1_000_000)
     monkeypatch.setattr(output, "PAUSE_AFTER_S", 0.0)
-    house = await make_house(FakePrefill(), decode)
-    async with aclosing(await stalled(house, decode)) as deltas:
-        await Call(house.gateway, asked("r2")).result()
+    harness = await make_harness(FakePrefill(), decode)
+    async with aclosing(await stalled(harness, decode)) as deltas:
+        await Call(harness.gateway, asked("r2")).result()
         assert not decode.running
         tokens = [token async for delta in deltas for token in delta.token_ids]
     assert tokens == expected(PROMPT, NUM_TOKENS)[1:]
 
 
 async def test_clients_of_http_that_never_read_keep_no_slot(
-    make_house: Any, monkeypatch: pytest.MonkeyPatch
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the kernel nor a slow decode takes all of a long stream before they are noticed;
     their requests are cancelled, and then their connections are closed."""
@@ -111,11 +111,11 @@ async def test_clients_of_http_that_never_read_keep_no_slot(
     max_tokens, num_clients = 4000, 4
     decode = FakeDecode(num_slots=num_clients)
     decode.pause_after = 1
-    house = await make_house(FakePrefill(), decode, read_window_s=0.1)
-    app = create_app(house.gateway, CollectorRegistry())
+    harness = await make_harness(FakePrefill(), decode, read_window_s=0.1)
+    app = create_app(harness.gateway, CollectorRegistry())
     limits = ConnectionLimits(write_timeout_s=0.3)
     http = http_server(app, "127.0.0.1", 0, grace_s=0, limits=limits)
-    port = await house.stack.enter_async_context(http)
+    port = await harness.stack.enter_async_context(http)
     body = {"prompt": list(PROMPT), "max_tokens": max_tokens, "stream": True, "logprobs": 5}
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
@@ -129,7 +129,7 @@ async def test_clients_of_http_that_never_read_keep_no_slot(
         decode.go_on(pause_after=num_tokens)
         await asyncio.sleep(0.001)
     assert num_tokens < max_tokens
-    await until(lambda: house.assembly.dispatcher.num_running == 0)
+    await until(lambda: harness.assembly.dispatcher.num_running == 0)
     assert not decode.slots
     for client in clients:
         await until(partial(has_failed, client))

@@ -11,13 +11,13 @@ from .conftest import PROMPT, Call, asked, until
 from .fakes import FakeDecode, FakePrefill, expected
 
 
-async def test_requests_that_waited_at_workers_that_died_go_on(make_house: Any) -> None:
+async def test_requests_that_waited_at_workers_that_died_go_on(make_harness: Any) -> None:
     """Two prefill workers, one after the other, died before they had begun it: while the block
     store stands still nobody begins anything."""
     prefill = FakePrefill()
-    house = await make_house(prefill, FakeDecode())
+    harness = await make_harness(prefill, FakeDecode())
     prefill.begins = False
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     for number in (1, 2):
         await until(lambda number=number: len(prefill.submitted) == number)  # type: ignore[misc]
         prefill.die()
@@ -30,13 +30,13 @@ async def test_requests_that_waited_at_workers_that_died_go_on(make_house: Any) 
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_requests_of_workers_that_left_go_on(make_house: Any, role: str) -> None:
+async def test_requests_of_workers_that_left_go_on(make_harness: Any, role: str) -> None:
     """A worker that closes its stream has not died of anything."""
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     prefill.holds = role == "prefill"
     decode.pause_after = 1
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     worker = prefill if role == "prefill" else decode
     for _ in range(2):
         await until(lambda: bool(prefill.held or decode.running))
@@ -52,16 +52,16 @@ async def test_requests_of_workers_that_left_go_on(make_house: Any, role: str) -
     assert not any(command.suspect for command in sent)
 
 
-async def test_requests_of_workers_that_fell_silent_go_on(make_house: Any) -> None:
+async def test_requests_of_workers_that_fell_silent_go_on(make_harness: Any) -> None:
     """They were stopped, or starved: a process that says nothing has not died."""
     prefill = FakePrefill()
-    house = await make_house(prefill, FakeDecode(), silence_s=0.4)
+    harness = await make_harness(prefill, FakeDecode(), silence_s=0.4)
     prefill.holds = True
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     for number in (1, 2):
         await until(lambda number=number: len(prefill.held) == number)  # type: ignore[misc]
         prefill.stuck = True
-        await until(lambda: "prefill-1" not in house.connected())
+        await until(lambda: "prefill-1" not in harness.connected())
         prefill.stuck = False
     await until(lambda: len(prefill.held) == 3)
     del prefill.held[:2]
@@ -70,17 +70,17 @@ async def test_requests_of_workers_that_fell_silent_go_on(make_house: Any) -> No
     assert call.tokens == expected(PROMPT, 8)
 
 
-async def test_a_worker_that_is_leaving_is_expected_to_end(make_house: Any) -> None:
+async def test_a_worker_that_is_leaving_is_expected_to_end(make_harness: Any) -> None:
     """However its stream ends."""
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     prefill.holds = True
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await until(lambda: bool(prefill.held))
     prefill.report(prefill.load, draining=True)
-    await until(lambda: "prefill-1" not in house.connected())
+    await until(lambda: "prefill-1" not in harness.connected())
     other = FakePrefill("prefill-2")
-    await house.add(other)
+    await harness.add(other)
     prefill.die()
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
@@ -89,16 +89,16 @@ async def test_a_worker_that_is_leaving_is_expected_to_end(make_house: Any) -> N
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_the_suspects_of_two_gateways_are_tried_one_at_a_time(
-    make_house: Any, role: str
+    make_harness: Any, role: str
 ) -> None:
     """Each of them sends one to the same worker; when it dies too, only the one that it had begun
     is given up."""
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
-    others = await house.another()
+    harness = await make_harness(prefill, decode)
+    others = await harness.another()
     worker = prefill if role == "prefill" else decode
     worker.begins = False
-    good = [Call(house.gateway, asked(f"r{n}")) for n in (1, 2)]
+    good = [Call(harness.gateway, asked(f"r{n}")) for n in (1, 2)]
     good += [Call(others.gateway, asked(f"r{n}")) for n in (3, 4)]
     bad = Call(others.gateway, asked("r5"))
     kind = prefill_pb2.PrefillSubmit if role == "prefill" else decode_pb2.Admit
@@ -117,19 +117,19 @@ async def test_the_suspects_of_two_gateways_are_tried_one_at_a_time(
 
 @pytest.mark.parametrize("begun", [False, True], ids=["waiting", "begun"])
 async def test_requests_at_a_worker_without_its_store_go_elsewhere(
-    make_house: Any, begun: bool
+    make_harness: Any, begun: bool
 ) -> None:
     """Where another prefill worker's store answers. What it has begun, it can end."""
     stalled, other = FakePrefill("prefill-1"), FakePrefill("prefill-2")
-    house = await make_house(stalled, FakeDecode())
+    harness = await make_harness(stalled, FakeDecode())
     stalled.holds = stalled.begins = begun
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await until(lambda: len(stalled.submitted) == 1)
     stalled.stalled = True
     num_reports = stalled.num_reports
     await until(lambda: stalled.num_reports > num_reports + 5)
     assert not stalled.aborted  # nobody else is there
-    await house.add(other)
+    await harness.add(other)
     if begun:
         num_reports = stalled.num_reports
         await until(lambda: stalled.num_reports > num_reports + 5)
@@ -137,19 +137,19 @@ async def test_requests_at_a_worker_without_its_store_go_elsewhere(
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
     assert len(other.submitted) == (not begun)
-    again = Call(house.gateway, asked("r2"))
+    again = Call(harness.gateway, asked("r2"))
     await again.result()
     assert len(other.submitted) == 1 + (not begun)
 
 
-async def test_where_no_store_answers_everybody_stays(make_house: Any) -> None:
+async def test_where_no_store_answers_everybody_stays(make_harness: Any) -> None:
     workers = FakePrefill("prefill-1"), FakePrefill("prefill-2")
-    house = await make_house(*workers, FakeDecode())
+    harness = await make_harness(*workers, FakeDecode())
     for worker in workers:
         worker.stalled, worker.begins = True, False
     await until(lambda: all(worker.num_reports > 3 for worker in workers))
     num_reports = sum(worker.num_reports for worker in workers)
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await until(lambda: sum(worker.num_reports for worker in workers) > num_reports + 10)
     assert sum(len(worker.submitted) for worker in workers) == 1
     await call.cancel()

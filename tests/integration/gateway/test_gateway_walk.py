@@ -17,12 +17,12 @@ DRAINING = worker_pb2.Requeue.REASON_DRAINING
 STALE = worker_pb2.Requeue.REASON_STALE_TICKET
 
 
-async def test_a_request_walks_from_prefill_to_decode_and_ends(make_house: Any) -> None:
+async def test_a_request_walks_from_prefill_to_decode_and_ends(make_harness: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
     prefill.num_cached = 7
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
 
-    call = Call(house.gateway, asked(max_tokens=8))
+    call = Call(harness.gateway, asked(max_tokens=8))
     last = await call.result()
 
     assert call.tokens == expected(PROMPT, 8)
@@ -40,10 +40,10 @@ async def test_a_request_walks_from_prefill_to_decode_and_ends(make_house: Any) 
     assert list(admit.ticket.sequences[0].block_ids) == [0]
 
 
-async def test_a_request_that_ends_in_prefill_gives_its_slot_back(make_house: Any) -> None:
+async def test_a_request_that_ends_in_prefill_gives_its_slot_back(make_harness: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
-    call = Call(house.gateway, asked(max_tokens=1))
+    harness = await make_harness(prefill, decode)
+    call = Call(harness.gateway, asked(max_tokens=1))
     await call.result()
     assert call.tokens == expected(PROMPT, 1)
     await until(lambda: decode.aborted == [("r1", 1)])
@@ -53,13 +53,13 @@ async def test_a_request_that_ends_in_prefill_gives_its_slot_back(make_house: An
 
 @pytest.mark.parametrize("received", [1, 2, 5])
 async def test_a_preempted_request_goes_on_with_the_same_tokens(
-    make_house: Any, received: int
+    make_harness: Any, received: int
 ) -> None:
     """Law 7: only a delay, however many tokens it had; a new holder for the new allocation."""
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     decode.pause_after = received
-    call = Call(house.gateway, asked(max_tokens=8))
+    call = Call(harness.gateway, asked(max_tokens=8))
     await until(lambda: len(call.tokens) == received and "r1" in decode.running)
     decode.pause_after = None
     decode.requeue("r1", PREEMPTED)
@@ -77,12 +77,12 @@ async def test_a_preempted_request_goes_on_with_the_same_tokens(
     assert first.sampling.seed == again.sampling.seed
 
 
-async def test_cached_tokens_are_those_of_the_first_prefill(make_house: Any) -> None:
+async def test_cached_tokens_are_those_of_the_first_prefill(make_harness: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     prefill.num_cached = 3
     decode.pause_after = 2
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await until(lambda: len(call.tokens) == 2)
     decode.pause_after = None
     decode.requeue("r1", PREEMPTED)
@@ -91,19 +91,19 @@ async def test_cached_tokens_are_those_of_the_first_prefill(make_house: Any) -> 
     assert last.usage.num_cached_tokens == 3
 
 
-async def test_cached_tokens_are_reported_only_to_a_client_with_a_salt(make_house: Any) -> None:
+async def test_cached_tokens_are_reported_only_to_a_client_with_a_salt(make_harness: Any) -> None:
     """Among requests that share prefixes they would tell what others have sent. The gateway's own
     figures have them in any case."""
     prefill = FakePrefill()
-    house = await make_house(prefill, FakeDecode(), report_cached_tokens=False)
+    harness = await make_harness(prefill, FakeDecode(), report_cached_tokens=False)
     prefill.num_cached = 3
     for request_id, salt, reported in (("r1", "", None), ("r2", "my own", 3)):
-        last = await Call(house.gateway, asked(request_id, cache_salt=salt)).result()
+        last = await Call(harness.gateway, asked(request_id, cache_salt=salt)).result()
         assert last.usage is not None
         assert last.usage.num_cached_tokens == reported
     labels = {"model_name": "toy"}
-    assert house.request_metrics.get_sample_value("quire:prompt_tokens_cached_total", labels) == 6
-    stub = await house.serve()
+    assert harness.request_metrics.get_sample_value("quire:prompt_tokens_cached_total", labels) == 6
+    stub = await harness.serve()
     for salt in ("", "my own"):
         request = inference_pb2.GenerateRequest(text="hello", cache_salt=salt)
         request.sampling.max_tokens = 2
@@ -111,11 +111,11 @@ async def test_cached_tokens_are_reported_only_to_a_client_with_a_salt(make_hous
         assert usage.HasField("num_cached_tokens") == bool(salt)
 
 
-async def test_a_stale_ticket_is_computed_again(make_house: Any) -> None:
+async def test_a_stale_ticket_is_computed_again(make_harness: Any) -> None:
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     decode.pause_after = 0
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await until(lambda: "r1" in decode.running)
     decode.pause_after = None
     decode.requeue("r1", STALE)
@@ -125,25 +125,25 @@ async def test_a_stale_ticket_is_computed_again(make_house: Any) -> None:
     assert last.usage.num_preemptions == 0
 
 
-async def test_a_draining_worker_gets_nothing_new(make_house: Any) -> None:
+async def test_a_draining_worker_gets_nothing_new(make_harness: Any) -> None:
     leaving, staying = FakeDecode("decode-1"), FakeDecode("decode-2", num_slots=8)
-    house = await make_house(FakePrefill(), leaving, staying)
+    harness = await make_harness(FakePrefill(), leaving, staying)
     leaving.pause_after = 3
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await until(lambda: "r1" in leaving.running and len(call.tokens) == 3)
     leaving.requeue("r1", DRAINING)
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
-    await Call(house.gateway, asked("r2")).result()
+    await Call(harness.gateway, asked("r2")).result()
     assert [c.request_id for c in staying.commands(decode_pb2.Reserve)] == ["r1", "r2"]
 
 
-async def test_events_of_an_earlier_attempt_are_dropped(make_house: Any) -> None:
+async def test_events_of_an_earlier_attempt_are_dropped(make_harness: Any) -> None:
     """The first decode worker goes on with what it gave back: nothing of it reaches the client."""
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     decode.pause_after = 3
-    call = Call(house.gateway, asked(max_tokens=6))
+    call = Call(harness.gateway, asked(max_tokens=6))
     await until(lambda: len(call.tokens) == 3)
     session = decode.running["r1"].session
     prefill.holds = True
@@ -157,19 +157,19 @@ async def test_events_of_an_earlier_attempt_are_dropped(make_house: Any) -> None
     assert call.tokens == expected(PROMPT, 6)
 
 
-async def test_requests_are_served_strictly_in_order(make_house: Any) -> None:
+async def test_requests_are_served_strictly_in_order(make_harness: Any) -> None:
     """One slot: lower class first, then arrival; a preempted one keeps its place before all who
     came later."""
     decode = FakeDecode(num_slots=1)
     prefill = FakePrefill()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     decode.pause_after = 2
-    calls = [Call(house.gateway, asked("first"))]
+    calls = [Call(harness.gateway, asked("first"))]
     await until(lambda: "first" in decode.running)
     others = {"late": 1, "second": 0, "third": 0, "urgent": -1}
     for num_waiting, (name, priority) in enumerate(others.items(), 1):
-        calls.append(Call(house.gateway, asked(name, priority=priority)))
-        await house.num_waiting(num_waiting)
+        calls.append(Call(harness.gateway, asked(name, priority=priority)))
+        await harness.num_waiting(num_waiting)
     decode.requeue("first", PREEMPTED)
     decode.report(Load(num_free_slots=1))
     decode.go_on(pause_after=8)
@@ -182,92 +182,94 @@ async def test_requests_are_served_strictly_in_order(make_house: Any) -> None:
     assert orders[1:] == sorted(orders[1:])
 
 
-async def test_a_refused_reservation_goes_to_the_next_worker(make_house: Any) -> None:
+async def test_a_refused_reservation_goes_to_the_next_worker(make_harness: Any) -> None:
     """The one that claims to have room has none; nobody waits for it."""
     full, free = FakeDecode("decode-1", num_slots=8), FakeDecode("decode-2", num_slots=4)
-    house = await make_house(FakePrefill(), full, free)
+    harness = await make_harness(FakePrefill(), full, free)
     full.num_slots = 0
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
     assert [type(command).__name__ for command in full.seen] == ["Reserve"]
     assert len(free.commands(decode_pb2.Admit)) == 1
 
 
-async def test_a_worker_that_does_not_answer_holds_nobody_up(make_house: Any) -> None:
+async def test_a_worker_that_does_not_answer_holds_nobody_up(make_harness: Any) -> None:
     silent, free = FakeDecode("decode-1", num_slots=8), FakeDecode("decode-2", num_slots=4)
     silent.answers_reservations = False
-    house = await make_house(FakePrefill(), silent, free, reserve_timeout_s=0.05)
+    harness = await make_harness(FakePrefill(), silent, free, reserve_timeout_s=0.05)
     for name in ("r1", "r2"):
-        call = Call(house.gateway, asked(name))
+        call = Call(harness.gateway, asked(name))
         await call.result()
         assert call.tokens == expected(PROMPT, 8)
     assert silent.aborted == [("r1", 1)]
     assert len(silent.commands(decode_pb2.Reserve)) == 1
 
 
-async def test_a_worker_that_answers_late_is_asked_again(make_house: Any) -> None:
+async def test_a_worker_that_answers_late_is_asked_again(make_harness: Any) -> None:
     silent, free = FakeDecode("decode-1", num_slots=8), FakeDecode("decode-2", num_slots=4)
     silent.answers_reservations = False
-    house = await make_house(FakePrefill(), silent, free, reserve_timeout_s=0.05)
-    await Call(house.gateway, asked("r1")).result()
+    harness = await make_harness(FakePrefill(), silent, free, reserve_timeout_s=0.05)
+    await Call(harness.gateway, asked("r1")).result()
     silent.answer_at_last()
-    seen = house.assembly.directory.decode_workers()["pool"]
+    seen = harness.assembly.directory.decode_workers()["pool"]
     await until(lambda: not any(worker.unresponsive for worker in seen))
-    await Call(house.gateway, asked("r2")).result()
+    await Call(harness.gateway, asked("r2")).result()
     assert [c.request_id for c in silent.commands(decode_pb2.Reserve)] == ["r1", "r2"]
 
 
-async def test_when_all_slots_are_taken_the_next_waits_for_one(make_house: Any) -> None:
+async def test_when_all_slots_are_taken_the_next_waits_for_one(make_harness: Any) -> None:
     decode = FakeDecode(num_slots=1)
-    house = await make_house(FakePrefill(), decode)
+    harness = await make_harness(FakePrefill(), decode)
     decode.pause_after = 2
-    first, second = Call(house.gateway, asked("r1")), Call(house.gateway, asked("r2"))
-    await until(lambda: len(first.tokens) == 2 and house.assembly.dispatcher.num_waiting == 1)
+    first, second = Call(harness.gateway, asked("r1")), Call(harness.gateway, asked("r2"))
+    await until(lambda: len(first.tokens) == 2 and harness.assembly.dispatcher.num_waiting == 1)
     decode.go_on(pause_after=8)
     await first.result()
     await second.result()
     assert second.tokens == expected(PROMPT, 8)
 
 
-async def test_a_full_queue_says_when_to_come_again(make_house: Any) -> None:
+async def test_a_full_queue_says_when_to_come_again(make_harness: Any) -> None:
     decode = FakeDecode(num_slots=1)
-    house = await make_house(FakePrefill(), decode, max_waiting=1)
+    harness = await make_harness(FakePrefill(), decode, max_waiting=1)
     decode.pause_after = 2
-    running = Call(house.gateway, asked("r1"))
+    running = Call(harness.gateway, asked("r1"))
     await until(lambda: "r1" in decode.running)
-    waiting = Call(house.gateway, asked("r2"))
-    await until(lambda: house.assembly.dispatcher.num_waiting == 1)
+    waiting = Call(harness.gateway, asked("r2"))
+    await until(lambda: harness.assembly.dispatcher.num_waiting == 1)
     with pytest.raises(QueueFull) as refused:
-        await Call(house.gateway, asked("r3")).result()
+        await Call(harness.gateway, asked("r3")).result()
     assert 0 < refused.value.retry_delay_s <= 30
     decode.go_on(pause_after=8)
     await running.result()
     await waiting.result()
 
 
-async def test_a_request_being_tokenized_has_its_queue_position_already(make_house: Any) -> None:
+async def test_a_request_being_tokenized_has_its_queue_position_already(make_harness: Any) -> None:
     """Many who come at once are refused before any work is done for them."""
-    dispatcher = (await make_house(FakePrefill(), FakeDecode(), max_waiting=1)).assembly.dispatcher
+    dispatcher = (
+        await make_harness(FakePrefill(), FakeDecode(), max_waiting=1)
+    ).assembly.dispatcher
     with dispatcher.entering("r1"), pytest.raises(QueueFull), dispatcher.entering("r2"):
         raise AssertionError("it was let in")
     with dispatcher.entering("r3"):
         pass
 
 
-async def test_prefill_goes_where_the_same_prefix_is_computed(make_house: Any) -> None:
+async def test_prefill_goes_where_the_same_prefix_is_computed(make_harness: Any) -> None:
     """Two prefill workers; while one computes a long prefix, who shares it goes there too, and who
     does not goes to the other."""
     one, two = FakePrefill("prefill-1"), FakePrefill("prefill-2")
-    house = await make_house(one, two, FakeDecode())
+    harness = await make_harness(one, two, FakeDecode())
     one.holds = two.holds = True
     shared, other = tuple(range(1, 129)), tuple(range(130, 258))
-    calls = [Call(house.gateway, asked("a", prompt=(*shared, 1)))]
+    calls = [Call(harness.gateway, asked("a", prompt=(*shared, 1)))]
     await until(lambda: len(one.held) + len(two.held) == 1)
     leader, idle = (one, two) if one.held else (two, one)
-    calls.append(Call(house.gateway, asked("b", prompt=(*shared, 2))))
+    calls.append(Call(harness.gateway, asked("b", prompt=(*shared, 2))))
     await until(lambda: len(one.held) + len(two.held) == 2)
-    calls.append(Call(house.gateway, asked("c", prompt=other)))
+    calls.append(Call(harness.gateway, asked("c", prompt=other)))
     await until(lambda: len(one.held) + len(two.held) == 3)
     assert [ticket.request_id for _, ticket in leader.held] == ["a", "b"]
     assert [ticket.request_id for _, ticket in idle.held] == ["c"]

@@ -12,19 +12,19 @@ from services.gateway.workers.messages import Reserve
 from services.protocol.version import PROTOCOL_VERSION
 from tests.secret import SECRET
 
-from .conftest import PROMPT, Call, House, asked, until
+from .conftest import PROMPT, Call, GatewayHarness, asked, until
 from .fakes import FakeDecode, FakePrefill, expected
 
 
-async def test_an_unsendable_message_fails_one_request(make_house: Any) -> None:
+async def test_an_unsendable_message_fails_one_request(make_harness: Any) -> None:
     """Not of all others on the same stream."""
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     decode.pause_after = 4
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await until(lambda: len(call.tokens) == 4)
     with pytest.raises(ValueError, match="range"):
-        _worker(house, "decode-1").send(Reserve("r2", attempt=-1))
+        _worker(harness, "decode-1").send(Reserve("r2", attempt=-1))
     decode.go_on(pause_after=8)
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
@@ -32,19 +32,19 @@ async def test_an_unsendable_message_fails_one_request(make_house: Any) -> None:
 
 
 async def test_a_fault_of_ours_does_not_lose_the_worker(
-    make_house: Any, monkeypatch: pytest.MonkeyPatch
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = FakePrefill(), FakeDecode()
-    house = await make_house(*workers)
-    on_report = house.assembly.dispatcher.on_report
+    harness = await make_harness(*workers)
+    on_report = harness.assembly.dispatcher.on_report
 
     def fail_once(worker: Any) -> None:
-        monkeypatch.setattr(house.assembly.dispatcher, "on_report", on_report)
+        monkeypatch.setattr(harness.assembly.dispatcher, "on_report", on_report)
         raise RuntimeError("not thought of")
 
-    monkeypatch.setattr(house.assembly.dispatcher, "on_report", fail_once)
+    monkeypatch.setattr(harness.assembly.dispatcher, "on_report", fail_once)
     await until(lambda: sum(worker.num_hellos for worker in workers) == 3)
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await call.result()
     assert call.tokens == expected(PROMPT, 8)
 
@@ -58,13 +58,13 @@ class Undecodable:
 
 @pytest.mark.parametrize("garbled", ["no message", "no request"])
 async def test_an_undecodable_message_ends_the_stream_which_is_begun_again(
-    make_house: Any, garbled: str
+    make_harness: Any, garbled: str
 ) -> None:
     """Whatever it was about: nobody waits for what will not come."""
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     decode.pause_after = 4
-    call = Call(house.gateway, asked())
+    call = Call(harness.gateway, asked())
     await until(lambda: len(call.tokens) == 4)
     if garbled == "no message":
         decode.sessions[0]._outgoing.put_nowait(Undecodable())
@@ -76,12 +76,12 @@ async def test_an_undecodable_message_ends_the_stream_which_is_begun_again(
     assert call.tokens == expected(PROMPT, 8)
 
 
-async def test_a_senseless_event_ends_the_attempt_of_one_request(make_house: Any) -> None:
+async def test_a_senseless_event_ends_the_attempt_of_one_request(make_harness: Any) -> None:
     """It is begun again; another one on the same stream is not."""
     prefill, decode = FakePrefill(), FakeDecode()
-    house = await make_house(prefill, decode)
+    harness = await make_harness(prefill, decode)
     decode.pause_after = 4
-    calls = [Call(house.gateway, asked(f"r{number}")) for number in range(2)]
+    calls = [Call(harness.gateway, asked(f"r{number}")) for number in range(2)]
     await until(lambda: all(len(call.tokens) == 4 for call in calls))
     running = decode.running["r0"].ticket
     wrong = worker_pb2.SequenceOutput(
@@ -99,10 +99,10 @@ async def test_a_senseless_event_ends_the_attempt_of_one_request(make_house: Any
     assert len(prefill.commands(prefill_pb2.PrefillSubmit)) == 3
 
 
-async def test_cancellation_while_a_stream_closes_is_kept(make_house: Any) -> None:
-    house = await make_house(FakePrefill())
+async def test_cancellation_while_a_stream_closes_is_kept(make_harness: Any) -> None:
+    harness = await make_harness(FakePrefill())
     member = Member("nobody", "decode", "127.0.0.1:1", "serving", 1, PROTOCOL_VERSION)
-    peer = WorkerConnection(member, "gateway", SECRET.rpc_key, house.assembly.dispatcher)
+    peer = WorkerConnection(member, "gateway", SECRET.rpc_key, harness.assembly.dispatcher)
     await asyncio.sleep(0)
     closing = asyncio.create_task(peer.close())
     await asyncio.sleep(0)
@@ -111,5 +111,5 @@ async def test_cancellation_while_a_stream_closes_is_kept(make_house: Any) -> No
     assert closing.cancelled()
 
 
-def _worker(house: House, worker_id: str) -> Any:
-    return house.assembly.directory._connections[worker_id].worker
+def _worker(harness: GatewayHarness, worker_id: str) -> Any:
+    return harness.assembly.directory._connections[worker_id].worker
