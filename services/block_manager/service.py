@@ -11,6 +11,7 @@ from quire.v1 import block_manager_pb2_grpc
 from services.block_manager.drains import Drains
 from services.block_manager.link import Connection, Link
 from services.protocol.codec import load_to_wire
+from services.protocol.messages import LoadReport
 
 T = TypeVar("T")
 
@@ -122,7 +123,7 @@ def _worker(member: Member, fenced: bool) -> pb.Worker:
         pool_id=member.pool_id,
         model=member.model,
         state=pb.WORKER_STATE_FENCED if fenced else _STATES[member.state],
-        load=load_to_wire(member.load, member.state == "draining"),
+        load=load_to_wire(LoadReport(member.load, member.state == "draining")),
         engine=member.engine,
         started_unix_ms=member.started_unix_ms,
     )

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from blockstore.errors import StaleHolder
 from services.decode.job import Job, State, ticket_of
+from services.protocol.messages import Requeued, RequeueReason
 from services.protocol.ticket import Swapped, Ticket
-from services.worker.events import PREEMPTED, STALE, Ending, Requeued, RequeueReason, report
+from services.worker.events import PREEMPTED, STALE, Ending, report
 from services.worker.jobs import Jobs
 from services.worker.pool_worker import PoolWorker
 
@@ -58,7 +59,8 @@ class DetachedTickets:
                 report(session, ticket, STALE)
             else:
                 if not job.ending and job.session is session:
-                    session.send(Requeued(ticket_of(job), RequeueReason.HANDED_OVER))
+                    detached = ticket_of(job)
+                    session.send(Requeued(*detached.key, RequeueReason.HANDED_OVER, detached))
             worker.suspects.leave(ticket.holder_id)
 
         self._jobs.end_after(worker.limits.ticket_ttl_s, job, STALE)
@@ -74,7 +76,7 @@ class DetachedTickets:
         async def give_way() -> None:
             await worker.release(ticket, job.ending or PREEMPTED)
             if not job.ending:
-                job.session.send(Requeued(at_rest, RequeueReason.PREEMPTED))
+                job.session.send(Requeued(*at_rest.key, RequeueReason.PREEMPTED, at_rest))
             worker.suspects.leave(ticket.holder_id)
 
         job.state, job.ticket = State.AT_REST, at_rest

@@ -7,9 +7,8 @@ from quire.v1 import decode_pb2, decode_pb2_grpc
 from services.common.rpc.transport import RpcServer
 from services.decode.worker import DecodeWorker
 from services.protocol.codec import check_request_id, ticket_from_wire
-from services.worker.events import Event, Reserved, Step
 from services.worker.process import WorkerRole
-from services.worker.stream import Fields, StreamSession, WorkerStream, output_to_wire
+from services.worker.stream import StreamSession, WorkerStream
 
 Command = decode_pb2.Reserve | decode_pb2.Admit | decode_pb2.HandOver | decode_pb2.Resume
 
@@ -17,7 +16,7 @@ Command = decode_pb2.Reserve | decode_pb2.Admit | decode_pb2.HandOver | decode_p
 class DecodeService(decode_pb2_grpc.DecodeServicer):
     def __init__(self, worker: DecodeWorker) -> None:
         self._worker = worker
-        self._stream = WorkerStream(worker, decode_pb2.DecodeConnectResponse, _encode, self._obey)
+        self._stream = WorkerStream(worker, decode_pb2.DecodeConnectResponse, self._obey)
 
     async def Connect(
         self, request_iterator: AsyncIterator[decode_pb2.DecodeConnectRequest], context: Any
@@ -38,16 +37,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 self._worker.resume(session, ticket_from_wire(ticket))
             case decode_pb2.Admit(ticket=ticket, suspect=suspect):
                 self._worker.admit(session, ticket_from_wire(ticket), suspect=suspect)
-
-
-def _encode(event: Event) -> Fields:
-    if isinstance(event, Step):
-        return {"step": decode_pb2.StepOutput(outputs=map(output_to_wire, event.outputs))}
-    assert isinstance(event, Reserved)
-    reserved = decode_pb2.Reserved(
-        request_id=event.request_id, attempt=event.attempt, granted=event.granted
-    )
-    return {"reserved": reserved}
 
 
 def _serve(worker: DecodeWorker, server: RpcServer) -> None:

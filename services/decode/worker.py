@@ -25,6 +25,7 @@ from services.engine import messages
 from services.engine.engine import ForwardPass
 from services.engine.messages import Advance, Broken, Removed, StepOutcome
 from services.engine.sequences.beam_group import kind_of_group
+from services.protocol.messages import Failed, Generated, Reserved, Step
 from services.protocol.ticket import Swapped, Ticket
 from services.worker.events import (
     ABORTED,
@@ -35,12 +36,7 @@ from services.worker.events import (
     PREEMPTED,
     STALE,
     Ending,
-    Failed,
-    Found,
-    Output,
-    Reserved,
     Session,
-    Step,
     found,
     output,
     poisoned,
@@ -236,7 +232,7 @@ class DecodeWorker(PoolWorker):
         self.begin(key, job.session, (job.request_id, job.attempt), suspect=job.suspect)
 
     def _on_outcome(self, outcome: StepOutcome) -> None:
-        outputs: dict[Session, list[Output | Found]] = {}
+        outputs: dict[Session, list[Generated]] = {}
         for advance in outcome.advances:
             job = self._running[advance.key]
             if tokens := self._on_advance(job, advance):
@@ -250,7 +246,7 @@ class DecodeWorker(PoolWorker):
         for removed in outcome.removed:
             self._retire(self._running[removed.key], removed)
 
-    def _on_advance(self, job: Job, advance: Advance) -> Sequence[Output | Found]:
+    def _on_advance(self, job: Job, advance: Advance) -> Sequence[Generated]:
         """Return what the gateway gets of this step; nothing if it has aborted the request."""
         ticket = ticket_of(job)  # now: a detach may change the epoch before the commit
         if advance.completed:
@@ -265,7 +261,7 @@ class DecodeWorker(PoolWorker):
         if advance.beams is not None:
             self.metrics.generation_tokens.inc(sum(len(one.token_ids) for one in advance.found))
             return found(ticket, advance.found) or [
-                Found(*ticket.key, 0, len(ticket.prompt_token_ids))
+                Generated(*ticket.key, 0, len(ticket.prompt_token_ids))
             ]
         tokens = [token for token in advance.tokens if token.index in job.living]
         self.metrics.generation_tokens.inc(len(tokens))

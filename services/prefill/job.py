@@ -7,8 +7,9 @@ from enum import Enum, auto
 from blockstore.records import Allocation, PrefixHash
 from services.engine.sequences.block_keys import Begun, BlockKeys, num_tokens_of
 from services.protocol.logprobs import Logprobs
+from services.protocol.messages import Generated
 from services.protocol.ticket import BeamState, Ticket, TicketSequence
-from services.worker.events import Ending, Found, Output, Session
+from services.worker.events import Ending, Session
 
 
 class State(Enum):
@@ -52,7 +53,7 @@ class Job:
     ending: Ending | None = None
     num_prompt_logprobs: int | None = None
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
-    outputs: list[Output | Found] = field(default_factory=list)
+    outputs: list[Generated] = field(default_factory=list)
     num_tokens: int = field(init=False)
     num_uncomputed: int = field(init=False)
 

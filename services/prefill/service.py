@@ -6,21 +6,19 @@ from typing import Any
 from quire.v1 import prefill_pb2, prefill_pb2_grpc
 from services.common.rpc.transport import RpcServer
 from services.prefill.worker import PrefillWorker
-from services.protocol.codec import (
-    logprobs_to_wire,
+from services.protocol.codec import ticket_from_wire
+from services.protocol.sampling_codec import num_top_from_wire
     num_top_from_wire,
     ticket_from_wire,
-    ticket_to_wire,
 )
-from services.worker.events import Event, Prefilled
 from services.worker.process import WorkerRole
-from services.worker.stream import Fields, StreamSession, WorkerStream, output_to_wire
+from services.worker.stream import StreamSession, WorkerStream
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
     def __init__(self, worker: PrefillWorker) -> None:
         self._worker = worker
-        self._stream = WorkerStream(worker, prefill_pb2.PrefillConnectResponse, _encode, self._obey)
+        self._stream = WorkerStream(worker, prefill_pb2.PrefillConnectResponse, self._obey)
 
     async def Connect(
         self, request_iterator: AsyncIterator[prefill_pb2.PrefillConnectRequest], context: Any
@@ -33,16 +31,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         num_top = num_top_from_wire(submit.prompt_logprobs) if asks else None
         ticket = ticket_from_wire(submit.ticket)
         self._worker.submit(session, ticket, num_top, suspect=submit.suspect)
-
-
-def _encode(event: Event) -> Fields:
-    assert isinstance(event, Prefilled)
-    prefilled = prefill_pb2.Prefilled(
-        ticket=ticket_to_wire(event.ticket),
-        outputs=map(output_to_wire, event.outputs),
-        prompt_logprobs=map(logprobs_to_wire, event.prompt_logprobs),
-    )
-    return {"prefilled": prefilled}
 
 
 def _serve(worker: PrefillWorker, server: RpcServer) -> None:

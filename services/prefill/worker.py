@@ -18,6 +18,7 @@ from services.engine.sequences.block_keys import BlockKeys, num_blocks_for
 from services.prefill.admission import Admission
 from services.prefill.job import Job, State
 from services.prefill.prefixes import PrefixesUnderWay
+from services.protocol.messages import Prefilled
 from services.protocol.ticket import BeamState, Ticket, TicketSequence, first_of
 from services.worker.events import (
     ABORTED,
@@ -26,9 +27,6 @@ from services.worker.events import (
     PREEMPTED,
     STALE,
     Ending,
-    Prefilled,
-    Requeued,
-    RequeueReason,
     Session,
     found,
     output,
@@ -101,7 +99,7 @@ class PrefillWorker(PoolWorker):
         tokens at each position; None: do not. `suspect`: the request may have killed a worker.
         """
         if self.draining:
-            session.send(Requeued(ticket, RequeueReason.DRAINING))
+            report(session, ticket, DRAINED)
             return
         self._check(ticket)
         if self._jobs.get(session, *ticket.key):

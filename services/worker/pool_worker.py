@@ -21,8 +21,9 @@ from services.engine.messages import Broken, Start, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.sequence import Rules
 from services.engine.thread import EngineThread
+from services.protocol.messages import Began
 from services.protocol.ticket import Ticket
-from services.worker.events import PREEMPTED, Began, Ending, Session, report
+from services.worker.events import PREEMPTED, Ending, Session, report
 from services.worker.jobs import Jobs
 from services.worker.liveness.wakefulness import Wakefulness
 from services.worker.store_writer import StoreWriter

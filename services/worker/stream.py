@@ -14,24 +14,11 @@ from services.common.errors import InvalidRequest, VersionMismatch
 from services.common.rpc.message_batching import Outbox, bundled, each_of
 from services.common.runtime.logging import get_logger
 from services.common.runtime.ticks import until_tick
-from services.protocol.codec import (
-    finish_reason_to_wire,
-    load_to_wire,
-    logprobs_to_wire,
-    ticket_to_wire,
-)
+from services.protocol.codec import load_to_wire
+from services.protocol.event_codec import Fields, event_to_wire
+from services.protocol.messages import DrainNotice, Failed, LoadReport, WorkerEvent
 from services.protocol.version import PROTOCOL_VERSION
-from services.worker.events import (
-    Began,
-    Draining,
-    Event,
-    Failed,
-    Found,
-    Output,
-    Requeued,
-    RequeueReason,
-    Session,
-)
+from services.worker.events import Session
 
 _LOAD_INTERVAL_S = 0.25
 _IDLE_INTERVALS = 4
@@ -40,17 +27,7 @@ time after which a gateway takes a silent worker for stuck."""
 _MAX_UNREAD = 10_000
 """How many messages a gateway may leave unread before the worker closes its stream."""
 
-_REASONS = {
-    RequeueReason.PREEMPTED: worker_pb2.Requeue.REASON_PREEMPTED,
-    RequeueReason.DRAINING: worker_pb2.Requeue.REASON_DRAINING,
-    RequeueReason.STALE_TICKET: worker_pb2.Requeue.REASON_STALE_TICKET,
-    RequeueReason.HANDED_OVER: worker_pb2.Requeue.REASON_HANDED_OVER,
-}
-
 log = get_logger(__name__)
-
-Fields = dict[str, Message]
-"""One field of a response message, by its name."""
 
 Then = Callable[[], None] | None
 
@@ -59,45 +36,18 @@ def _size(unread: tuple[Fields, Then]) -> int:
     return sum(message.ByteSize() for message in unread[0].values())
 
 
-def output_to_wire(output: Output | Found) -> worker_pb2.SequenceOutput:
-    if isinstance(output, Found):
-        return _found_to_wire(output)
-    return worker_pb2.SequenceOutput(
-        request_id=output.request_id,
-        attempt=output.attempt,
-        index=output.index,
-        position=output.position,
-        token_ids=(output.token_id,),
-        finish_reason=finish_reason_to_wire(output.finish),
-        logprobs=() if output.logprobs is None else (logprobs_to_wire(output.logprobs),),
-    )
-
-
-def _found_to_wire(found: Found) -> worker_pb2.SequenceOutput:
-    return worker_pb2.SequenceOutput(
-        request_id=found.request_id,
-        attempt=found.attempt,
-        index=found.index,
-        position=found.position,
-        token_ids=found.token_ids,
-        finish_reason=finish_reason_to_wire(found.finish),
-        score=found.score,
-    )
-
-
 class StreamSession:
     """The `Session` of one gateway's stream: keeps the messages that are not yet written.
 
     `peer_id`: the gateway's id.
     """
 
-    def __init__(self, peer_id: str, encode: Callable[[Event], Fields]) -> None:
+    def __init__(self, peer_id: str) -> None:
         self.peer_id = peer_id
-        self._encode = encode
         self._unread = Outbox[tuple[Fields, Then]](_size)
 
-    def send(self, event: Event, then: Then = None) -> None:
-        self.put(self._encode(event), then)
+    def send(self, event: WorkerEvent, then: Then = None) -> None:
+        self.put(event_to_wire(event), then)
 
     def put(self, fields: Fields, then: Then = None) -> None:
         """Queue a message; never blocks. A gateway that does not read loses its stream, and with it
@@ -151,27 +101,24 @@ class StreamWorker(Protocol):
 class WorkerStream:
     """Serves the `Connect` calls of one worker.
 
-    This class translates the events and commands that both roles have. `encode` translates the
-    other events of the role, and `obey(session, command)` executes its other commands. If `obey`
-    raises InvalidRequest, the request that the command names fails. `response`: the message type of
-    the stream's responses.
+    `obey(session, command)` executes the commands that only this role has. If it raises
+    InvalidRequest, the request that the command names fails. `response`: the message type of the
+    stream's responses.
     """
 
     def __init__(
         self,
         worker: StreamWorker,
         response: Callable[..., Any],
-        encode: Callable[[Event], Fields],
         obey: Callable[[StreamSession, Any], None],
     ) -> None:
         self._worker = worker
         self._response = response
-        self._encode_own = encode
         self._obey_own = obey
 
     async def serve(self, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
         """Serve one stream from its hello to its end, and then close its session at the worker."""
-        session = StreamSession(await self._greet(requests), self._encode)
+        session = StreamSession(await self._greet(requests))
         self._worker.sessions.add(session)
         log.info("peer_connected", peer_id=session.peer_id)
         reading = asyncio.create_task(self._read(session, requests))
@@ -212,7 +159,7 @@ class WorkerStream:
 
     def _load(self) -> worker_pb2.WorkerLoad:
         worker = self._worker
-        return load_to_wire(worker.load(), worker.draining, worker.stalled)
+        return load_to_wire(LoadReport(worker.load(), worker.draining, worker.stalled))
 
     async def _report_load(self, session: StreamSession) -> None:
         while True:
@@ -246,7 +193,7 @@ class WorkerStream:
                 index = abort.index if abort.HasField("index") else None
                 self._worker.abort(session, abort.request_id, abort.attempt, index)
             case "drain":
-                session.send(Draining(self._worker.drain()))
+                session.send(DrainNotice(self._worker.drain()))
             case "hello" | None:
                 raise InvalidRequest("an unknown command, or a second hello")
             case name:
@@ -265,20 +212,3 @@ class WorkerStream:
         key = about.request_id, about.attempt
         self._worker.abort(session, *key)  # a gateway sends no abort for a request that failed
         session.send(Failed(*key, error.code, str(error)))
-
-    def _encode(self, event: Event) -> Fields:
-        match event:
-            case Began(request_id, attempt):
-                return {"began": worker_pb2.Began(request_id=request_id, attempt=attempt)}
-            case Failed(request_id, attempt, code, message):
-                failed = worker_pb2.RequestFailed(
-                    request_id=request_id, attempt=attempt, code=code, message=message
-                )
-                return {"failed": failed}
-            case Requeued(ticket, reason):
-                requeue = worker_pb2.Requeue(ticket=ticket_to_wire(ticket), reason=_REASONS[reason])
-                return {"requeue": requeue}
-            case Draining(num_running):
-                return {"draining": worker_pb2.Draining(num_running=num_running)}
-            case _:
-                return self._encode_own(event)

@@ -36,12 +36,12 @@ from services.gateway.scheduling.migration import Migration
 from services.gateway.scheduling.placement import Limits as GatewayLimits
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.directory import WorkerDirectory
-from services.gateway.workers.messages import Began, Command, LoadReport
 from services.gateway.workers.wire import DECODE, PREFILL, Dialect
 from services.gateway.workers.worker import Worker
 from services.prefill.service import PrefillService
 from services.prefill.worker import PrefillWorker
 from services.protocol.codec import load_from_wire
+from services.protocol.messages import Began, Command, LoadReport
 from services.protocol.version import PROTOCOL_VERSION
 from services.worker.events import HANDED_OVER
 from services.worker.pool_worker import Limits
@@ -130,7 +130,7 @@ class Line:
 
     def _hear(self, message: Any) -> None:
         if message.HasField("welcome"):
-            self.worker.report(LoadReport(*load_from_wire(message.welcome.load)))
+            self.worker.report(load_from_wire(message.welcome.load))
             self.worker.connected = True
             self._sink.on_change()
         for event in self._dialect.events(message):

@@ -146,7 +146,7 @@ async def crash_and_oblivion(deployment: ExactnessDeployment, request: Request) 
 
 
 async def crash_in_its_prompt(deployment: ExactnessDeployment, request: Request) -> Answer:
-    deployment.pause(deployment.prefills, every=3)
+    deployment.pause(deployment.prefills, every=1)
     call = deployment.call(request)
     there = await deployment.until_paused(deployment.prefills)
     deployment.pause(deployment.prefills, every=0)

@@ -16,8 +16,9 @@ from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import prefill_pb2, prefill_pb2_grpc, ticket_pb2, worker_pb2
 from services.common.rpc.message_batching import each_of
 from services.common.rpc.transport import RpcServer, open_channel
+from services.protocol.messages import Began
 from services.protocol.version import PROTOCOL_VERSION
-from services.worker.events import Began, Session
+from services.worker.events import Session
 from services.worker.stream import StreamSession, WorkerStream
 
 LIMIT_S = 30.0
@@ -46,7 +47,7 @@ class Mortal:
 class Service(prefill_pb2_grpc.PrefillServicer):
     def __init__(self, worker: Any) -> None:
         response = prefill_pb2.PrefillConnectResponse
-        self._stream = WorkerStream(worker, response, lambda event: {}, worker.submit)
+        self._stream = WorkerStream(worker, response, worker.submit)
 
     async def Connect(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
         async for response in self._stream.serve(request_iterator):

@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from services.common.errors import InvalidRequest
 from services.decode.worker import DecodeWorker
-from services.protocol.ticket import Ticket, TicketSequence
-from services.worker.events import (
+from services.protocol.messages import (
     Began,
-    Event,
     Failed,
-    Found,
-    Output,
+    Generated,
     Prefilled,
     Requeued,
-    RequeueReason,
     Reserved,
     Step,
+    WorkerEvent,
 )
+from services.protocol.ticket import Ticket, TicketSequence
 from tests.property.late import Pipe
 
 if TYPE_CHECKING:
@@ -85,13 +83,15 @@ class Request:
 class Stream:
     """A session and the way back to its gateway."""
 
-    def __init__(self, chance: random.Random, hear: Callable[["Stream", Event], None]) -> None:
+    def __init__(
+        self, chance: random.Random, hear: Callable[["Stream", WorkerEvent], None]
+    ) -> None:
         self.there, self._back, self._out = Pipe(chance), Pipe(chance), Pipe(chance)
         self.broken = False
         self._hear = hear
         self._ended: set[tuple[str, int] | tuple[str, int, int]] = set()
 
-    def send(self, event: Event, then: Callable[[], None] | None = None) -> None:
+    def send(self, event: WorkerEvent, then: Callable[[], None] | None = None) -> None:
         for key in _keys(event):
             assert key not in self._ended, f"{event} after the end"
             if _is_last(event):
@@ -99,7 +99,7 @@ class Stream:
         for output in event.outputs if isinstance(event, Step) else ():
             of_one = output.request_id, output.attempt, output.index
             assert of_one not in self._ended, f"{output} after its end"
-            if output.finish:
+            if output.finish_reason:
                 self._ended.add(of_one)
         if then is not None:
             self._out.put(then)
@@ -108,25 +108,22 @@ class Stream:
     def finish(self) -> None: ...
 
 
-def _keys(event: Event) -> Iterator[tuple[str, int]]:
+def _keys(event: WorkerEvent) -> Iterator[tuple[str, int]]:
     match event:
         case Step(outputs):
             yield from ((output.request_id, output.attempt) for output in outputs)
-        case Prefilled(of) | Requeued(of):
-            yield of.key
-        case Reserved() | Failed() | Began():
+        case Prefilled() | Requeued() | Reserved() | Failed() | Began():
             yield event.request_id, event.attempt
 
 
-def _is_last(event: Event) -> bool:
+def _is_last(event: WorkerEvent) -> bool:
     match event:
         case Step():
             return False
         case Prefilled(of):
             return not of.sequences
-        case Requeued(of):
-            # at rest, it may still be taken back
-            return not of.sequences[0].block_ids and of.swapped is None
+        case Requeued(ticket=detached):
+            return detached is None  # a detached ticket may still be taken back
         case Reserved() | Began():
             return False
     return True
@@ -226,7 +223,7 @@ class Gateway:
         for worker, stream in self._ways():
             stream.there.put(lambda w=worker, s=stream: w.abort(s, request_id, attempt))  # type: ignore[misc]
 
-    def _hear(self, stream: Stream, event: Event) -> None:
+    def _hear(self, stream: Stream, event: WorkerEvent) -> None:
         outputs = event.outputs if isinstance(event, Step) else (event,)
         for one, (request_id, attempt) in zip(outputs, _keys(event), strict=True):
             request = self.requests[request_id]
@@ -259,17 +256,15 @@ class Gateway:
                 if not request.over:
                     worker, way = self._runs(request.attempt)
                     self._tell(worker.admit, way, request.of_living(issued))
-            case Requeued(at_rest, reason) if reason is RequeueReason.HANDED_OVER or (
-                at_rest.swapped is not None
-            ):
+            case Requeued(ticket=Ticket() as at_rest):
                 there = {s.index: list(s.token_ids) for s in request.of_living(at_rest).sequences}
                 if not request.searches:
                     assert there == {index: request.tokens[index] for index in request.living}
                 request.note(at_rest)
                 request.at_rest = at_rest
                 self._try_again(request)
-            case Requeued(ticket):
-                request.note(ticket)
+            case Requeued(progress=Ticket() as progress):
+                request.note(progress)
                 self._begin_again(request)
             case Failed(code=code):
                 request.over = code
@@ -297,14 +292,14 @@ class Gateway:
 
         stream.there.put(arrive)
 
-    def _deliver(self, request: Request, output: Output | Found) -> None:
+    def _deliver(self, request: Request, output: Generated) -> None:
         if output.index in request.ended:
             return
         tokens = request.tokens[output.index]
         assert output.position == len(request.asked.prompt_token_ids) + len(tokens)
-        tokens += [output.token_id] if isinstance(output, Output) else output.token_ids
-        if output.finish:
-            request.ended[output.index] = output.finish.value
+        tokens += output.token_ids
+        if output.finish_reason:
+            request.ended[output.index] = output.finish_reason.value
         if not request.living:
             self._done(request)
 

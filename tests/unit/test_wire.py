@@ -24,6 +24,7 @@ from services.protocol.codec import (
     ticket_to_wire,
 )
 from services.protocol.logprobs import Logprobs
+from services.protocol.messages import LoadReport
 from services.protocol.ticket import (
     MAX_BEAM_WIDTH,
     MAX_LENGTH_PENALTY,
@@ -303,8 +304,10 @@ def test_a_finish_reason_of_a_later_version_is_refused() -> None:
 @unhurried
 @given(st.builds(Load, u32, u32, u32, u64), st.booleans(), st.booleans())
 def test_loads_come_back(load: Load, draining: bool, stalled: bool) -> None:
-    message = WorkerLoad.FromString(load_to_wire(load, draining, stalled).SerializeToString())
-    assert load_from_wire(message) == (load, draining, stalled)
+    message = WorkerLoad.FromString(
+        load_to_wire(LoadReport(load, draining, stalled)).SerializeToString()
+    )
+    assert load_from_wire(message) == LoadReport(load, draining, stalled)
 
 
 @st.composite

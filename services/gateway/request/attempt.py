@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from services.gateway.request.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
-from services.gateway.workers.messages import Submit
 from services.gateway.workers.worker import PrefillLoad, Worker
+from services.protocol.messages import Submit
 from services.protocol.ticket import Ticket
 
 L = TypeVar("L", bound=Lease)

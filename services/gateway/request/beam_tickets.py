@@ -12,7 +12,7 @@ from blockstore.records import PrefixHash
 from services.gateway.request.tickets import Tickets
 from services.gateway.scheduling.request_queue import QueuePosition
 from services.gateway.streaming.client import Client
-from services.gateway.workers.messages import Generated, Prefilled
+from services.protocol.messages import Generated, Prefilled
 from services.protocol.ticket import BeamState, Swapped, Ticket, TicketSequence, first_of
 
 

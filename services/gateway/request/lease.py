@@ -4,8 +4,8 @@ import asyncio
 
 from services.common.runtime.logging import get_logger
 from services.gateway.intake.identity import client_id
-from services.gateway.workers.messages import HandOver, Reserve, Submit
 from services.gateway.workers.worker import PrefillLoad, Worker
+from services.protocol.messages import HandOver, Reserve, Submit
 from services.protocol.ticket import Ticket
 
 log = get_logger(__name__)

@@ -33,8 +33,8 @@ from services.gateway.request.tickets import Tickets
 from services.gateway.scheduling.request_queue import QueuePosition
 from services.gateway.streaming.client import Client
 from services.gateway.streaming.output import Output
-from services.gateway.workers.messages import Admit, Generated, Submit
 from services.gateway.workers.worker import PrefillLoad, Worker
+from services.protocol.messages import Admit, Generated, Submit
 from services.protocol.ticket import Swapped
 
 log = get_logger(__name__)

@@ -12,8 +12,8 @@ from blockstore.records import PrefixHash
 from services.gateway.intake.admission import Admitted
 from services.gateway.scheduling.request_queue import QueuePosition
 from services.gateway.streaming.client import Client
-from services.gateway.workers.messages import Generated, Prefilled
 from services.protocol.logprobs import Logprobs
+from services.protocol.messages import Generated, Prefilled
 from services.protocol.ticket import Swapped, Ticket, TicketSequence, first_of
 
 

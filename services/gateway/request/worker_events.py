@@ -6,7 +6,9 @@ from services.gateway.intake.identity import client_id
 from services.gateway.request.lease import DecodeReservation, DetachedTicket, Lease, PrefillLease
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request.status import RequestStatus
-from services.gateway.workers.messages import (
+from services.gateway.workers.wire import error_of
+from services.gateway.workers.worker import Worker
+from services.protocol.messages import (
     Began,
     Failed,
     Generated,
@@ -17,8 +19,6 @@ from services.gateway.workers.messages import (
     RequeueReason,
     Reserved,
 )
-from services.gateway.workers.wire import error_of
-from services.gateway.workers.worker import Worker
 from services.protocol.ticket import Ticket
 
 log = get_logger(__name__)
@@ -147,8 +147,8 @@ def _on_generated(request: RequestLifecycle, decode: DecodeReservation, event: G
 def _on_requeued(request: RequestLifecycle, lease: Lease, event: Requeued) -> None:
     """A worker returned the request without KV."""
     lease.finish()
-    if event.search is not None:
-        request.tickets.note(event.search)
+    if event.progress is not None:
+        request.tickets.note(event.progress)
     if event.reason is RequeueReason.STALE_TICKET:
         request.set_back("its ticket was not there any more when it was claimed")
         return

@@ -32,8 +32,8 @@ from services.gateway.scheduling.placement import Limits, Placement
 from services.gateway.scheduling.request_queue import QueuePosition, ServiceRate
 from services.gateway.scheduling.router import Pool, Router
 from services.gateway.streaming.output import Output
-from services.gateway.workers.messages import RequestEvent
 from services.gateway.workers.worker import Worker
+from services.protocol.messages import RequestEvent
 
 _STOPPING = "the gateway is stopping; try again"
 

@@ -11,7 +11,8 @@ from services.gateway.intake.admission import Admitted
 from services.gateway.request.lease import DetachedTicket
 from services.gateway.request.tickets import is_what_was_wanted, new_ticket
 from services.gateway.scheduling.router import Router
-from services.gateway.workers.messages import (
+from services.gateway.workers.worker import Worker
+from services.protocol.messages import (
     Failed,
     Generated,
     Malformed,
@@ -19,7 +20,6 @@ from services.gateway.workers.messages import (
     Requeued,
     Resume,
 )
-from services.gateway.workers.worker import Worker
 from services.protocol.ticket import FinishReason, Ticket
 
 

@@ -21,7 +21,10 @@ from services.common.rpc.proof import Proof
 from services.common.rpc.transport import open_channel
 from services.common.runtime.logging import get_logger
 from services.common.runtime.ticks import until_tick
-from services.gateway.workers.messages import (
+from services.gateway.workers.wire import DECODE, PREFILL, MalformedMessage, Stream
+from services.gateway.workers.worker import Worker
+from services.protocol.codec import load_from_wire
+from services.protocol.messages import (
     Command,
     DrainNotice,
     Event,
@@ -29,9 +32,6 @@ from services.gateway.workers.messages import (
     RequestEvent,
     Reserved,
 )
-from services.gateway.workers.wire import DECODE, PREFILL, MalformedMessage, Stream
-from services.gateway.workers.worker import Worker
-from services.protocol.codec import load_from_wire
 from services.protocol.version import PROTOCOL_VERSION
 
 log = get_logger(__name__)
@@ -181,7 +181,7 @@ class WorkerConnection:
                 raise VersionMismatch(error.details() or "the worker refused us") from error
             raise
         self._check(message.welcome)
-        report = LoadReport(*load_from_wire(message.welcome.load))
+        report = load_from_wire(message.welcome.load)
         self._backoff_s, self._last_reason = _FIRST_BACKOFF_S, ""
         self.worker.connected = True
         self.worker.report(report)

@@ -1,4 +1,4 @@
-"""Translates `services.gateway.workers.messages` to and from the protobuf messages of the worker
+"""Translates `services.protocol.messages` to and from the protobuf messages of the worker
 streams.
 
 A `Dialect` holds everything that differs between the Prefill and the Decode stream.
@@ -12,36 +12,21 @@ from typing import Any
 from grpc import StatusCode, aio
 
 from quire.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
-from services.common.errors import InvalidRequest, Overloaded, QuireError
+from services.common.errors import Overloaded, QuireError
 from services.common.rpc.error_table import FAULTS, PeerFailed
 from services.common.rpc.message_batching import each_of
-from services.gateway.workers.messages import (
+from services.protocol.codec import ticket_to_wire
+from services.protocol.event_codec import events_from_wire
+from services.protocol.messages import (
     Abort,
     Admit,
-    Began,
     Command,
-    DrainNotice,
     Event,
-    Failed,
-    Generated,
     HandOver,
-    LoadReport,
-    Malformed,
-    Prefilled,
     RequestEvent,
-    Requeued,
-    RequeueReason,
     Reserve,
-    Reserved,
     Resume,
     Submit,
-)
-from services.protocol.codec import (
-    finish_reason_from_wire,
-    load_from_wire,
-    logprobs_from_wire,
-    ticket_from_wire,
-    ticket_to_wire,
 )
 
 _RETRY_DELAY_S = 1.0
@@ -49,12 +34,6 @@ _RETRY_DELAY_S = 1.0
 Stream = aio.StreamStreamCall[Any, Any]
 Metadata = tuple[tuple[str, str], ...]
 
-_REASONS = {
-    worker_pb2.Requeue.REASON_PREEMPTED: RequeueReason.PREEMPTED,
-    worker_pb2.Requeue.REASON_DRAINING: RequeueReason.DRAINING,
-    worker_pb2.Requeue.REASON_STALE_TICKET: RequeueReason.STALE_TICKET,
-    worker_pb2.Requeue.REASON_HANDED_OVER: RequeueReason.HANDED_OVER,
-}
 _ERRORS = {fault.code: error for error, fault in FAULTS.items() if issubclass(error, QuireError)}
 
 
@@ -67,20 +46,17 @@ class MalformedMessage(Exception):
 class Dialect:
     """One of the two worker streams.
 
-    `method`: the full name of its RPC; `connect` opens it; `request`: its request type; `parse`
-    yields the events of one message, not those of the messages batched in it. An event of an
-    unknown kind is skipped.
+    `method`: the full name of its RPC; `connect` opens it; `request`: its request type.
     """
 
     method: str
     connect: Callable[[aio.Channel, AsyncIterator[Any], Metadata], Stream]
     request: Callable[..., Any]
-    parse: Callable[[Any], Iterator[Event]]
 
     def events(self, message: Any) -> Iterator[Event]:
         """The events of a message and of those batched in it. An invalid event about a request is
         `Malformed`. MalformedMessage: an event about a request does not name the request."""
-        for event in chain.from_iterable(map(self.parse, each_of(message))):
+        for event in chain.from_iterable(map(events_from_wire, each_of(message))):
             if isinstance(event, RequestEvent) and not event.request_id:
                 raise MalformedMessage("a message about a request, and not which")
             yield event
@@ -125,93 +101,8 @@ def _connect_decode(
     return decode_pb2_grpc.DecodeStub(channel).Connect(requests, metadata=metadata)
 
 
-def _prefill_events(message: prefill_pb2.PrefillConnectResponse) -> Iterator[Event]:
-    kind = message.WhichOneof("event")
-    if kind == "prefilled":
-        yield _prefilled(message.prefilled)
-    else:
-        yield from _common_events(kind, message)
-
-
-def _decode_events(message: decode_pb2.DecodeConnectResponse) -> Iterator[Event]:
-    kind = message.WhichOneof("event")
-    if kind == "step":
-        yield from map(_generated, message.step.outputs)
-    elif kind == "reserved":
-        reserved = message.reserved
-        yield Reserved(reserved.request_id, reserved.attempt, reserved.granted)
-    else:
-        yield from _common_events(kind, message)
-
-
-def _prefilled(message: prefill_pb2.Prefilled) -> Prefilled | Malformed:
-    ticket = message.ticket
-    try:
-        outputs = tuple(map(_output, message.outputs))
-        told = tuple(map(logprobs_from_wire, message.prompt_logprobs))
-        return Prefilled(ticket_from_wire(ticket, may_have_ended=True), outputs, told)
-    except InvalidRequest as error:
-        return Malformed(ticket.request_id, ticket.attempt, str(error))
-
-
-def _generated(output: worker_pb2.SequenceOutput) -> Generated | Malformed:
-    try:
-        return _output(output)
-    except InvalidRequest as error:
-        return Malformed(output.request_id, output.attempt, str(error))
-
-
-def _output(output: worker_pb2.SequenceOutput) -> Generated:
-    """The event for one output. InvalidRequest: a field of it is invalid."""
-    return Generated(
-        output.request_id,
-        output.attempt,
-        output.index,
-        output.position,
-        tuple(output.token_ids),
-        finish_reason_from_wire(output.finish_reason),
-        tuple(map(logprobs_from_wire, output.logprobs)),
-        output.score if output.HasField("score") else None,
-    )
-
-
-def _common_events(kind: str | None, message: Any) -> Iterator[Event]:
-    if kind == "began":
-        yield Began(message.began.request_id, message.began.attempt)
-    elif kind == "failed":
-        failed = message.failed
-        yield Failed(failed.request_id, failed.attempt, failed.code, failed.message)
-    elif kind == "requeue":
-        yield _requeued(message.requeue)
-    elif kind == "load":
-        yield LoadReport(*load_from_wire(message.load))
-    elif kind == "draining":
-        yield DrainNotice()
-
-
-def _requeued(message: worker_pb2.Requeue) -> Requeued | Malformed:
-    ticket = message.ticket
-    # A reason that this version does not know requeues the request, too.
-    reason = _REASONS.get(message.reason, RequeueReason.STALE_TICKET)
-    try:
-        has_blocks = any(sequence.block_ids for sequence in ticket.sequences)
-        at_rest = ticket_from_wire(ticket) if has_blocks or ticket.HasField("swapped") else None
-        searches = at_rest is None and ticket.HasField("beams")
-        search = ticket_from_wire(ticket) if searches else None
-        return Requeued(ticket.request_id, ticket.attempt, reason, at_rest, search)
-    except InvalidRequest as error:
-        return Malformed(ticket.request_id, ticket.attempt, str(error))
-
-
-PREFILL = Dialect(
-    "/quire.v1.Prefill/Connect",
-    _connect_prefill,
-    prefill_pb2.PrefillConnectRequest,
-    _prefill_events,
-)
-DECODE = Dialect(
-    "/quire.v1.Decode/Connect", _connect_decode, decode_pb2.DecodeConnectRequest, _decode_events
-)
+PREFILL = Dialect("/quire.v1.Prefill/Connect", _connect_prefill, prefill_pb2.PrefillConnectRequest)
+DECODE = Dialect("/quire.v1.Decode/Connect", _connect_decode, decode_pb2.DecodeConnectRequest)
 
 
 def error_of(code: str, message: str) -> QuireError:

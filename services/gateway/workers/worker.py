@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from blockstore.records import PrefixHash
 from blockstore.registry import Member
-from services.gateway.workers.messages import Abort, Command, LoadReport
+from services.protocol.messages import Abort, Command, LoadReport
 
 
 @dataclass(frozen=True, slots=True)

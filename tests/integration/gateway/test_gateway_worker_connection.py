@@ -8,7 +8,7 @@ import pytest
 from blockstore.registry import Member
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
 from services.gateway.workers.connection import WorkerConnection
-from services.gateway.workers.messages import Reserve
+from services.protocol.messages import Reserve
 from services.protocol.version import PROTOCOL_VERSION
 from tests.secret import SECRET
 

@@ -18,7 +18,7 @@ from services.gateway.frontend.api import (
 from services.gateway.intake.admission import check_received
 from services.gateway.intake.beams import neutral, resolve_beam
 from services.gateway.request.status import RequestStatus
-from services.gateway.workers.messages import (
+from services.protocol.messages import (
     Admit,
     Generated,
     Prefilled,

@@ -8,8 +8,8 @@ from services.common.errors import DuplicateRequest
 from services.gateway.frontend.api import Received
 from services.gateway.request.status import RequestStatus
 from services.gateway.streaming.output import MAX_UNREAD_TOKENS
-from services.gateway.workers.messages import Abort
 from services.protocol.logprobs import Logprobs
+from services.protocol.messages import Abort
 from services.protocol.ticket import FinishReason
 
 from .walk import (

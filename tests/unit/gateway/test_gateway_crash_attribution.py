@@ -6,7 +6,7 @@ import pytest
 
 from services.common.errors import PoisonRequest, Unavailable
 from services.gateway.request.status import RequestStatus
-from services.gateway.workers.messages import Admit, Began, Generated, Prefilled, Submit
+from services.protocol.messages import Admit, Began, Generated, Prefilled, Submit
 from services.protocol.ticket import BeamParams, BeamState, FinishReason, TicketSequence
 
 from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected, generated, next_token

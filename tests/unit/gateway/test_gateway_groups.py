@@ -8,7 +8,7 @@ from services.common.errors import DuplicateRequest
 from services.gateway.frontend.api import Received
 from services.gateway.request.lease import DetachedTicket
 from services.gateway.request.status import RequestStatus
-from services.gateway.workers.messages import Abort, Admit, HandOver, Reserve, Reserved
+from services.protocol.messages import Abort, Admit, HandOver, Reserve, Reserved
 from services.protocol.ticket import FinishReason, Ticket, TicketSequence
 
 from .walk import (

@@ -6,7 +6,7 @@ import pytest
 
 from services.common.errors import PoisonRequest, Unavailable
 from services.gateway.request.status import RequestStatus
-from services.gateway.workers.messages import Abort, Requeued, RequeueReason, Reserve, Submit
+from services.protocol.messages import Abort, Requeued, RequeueReason, Reserve, Submit
 from services.protocol.ticket import FinishReason
 
 from .walk import (

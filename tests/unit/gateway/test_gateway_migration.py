@@ -6,7 +6,7 @@ import pytest
 
 from services.gateway.request.lease import DecodeReservation
 from services.gateway.request.status import RequestStatus
-from services.gateway.workers.messages import (
+from services.protocol.messages import (
     Abort,
     Admit,
     HandOver,

@@ -7,7 +7,7 @@ import pytest
 
 from services.common.errors import DuplicateRequest, InvalidRequest
 from services.gateway.request.status import RequestStatus
-from services.gateway.workers.messages import Abort, Failed, Requeued, RequeueReason
+from services.protocol.messages import Abort, Failed, Requeued, RequeueReason
 from services.protocol.ticket import FinishReason
 
 from .walk import MAX_TOKENS, Walk, expected, generated

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from services.gateway.request.status import RequestStatus
-from services.gateway.workers.messages import Abort, Generated
+from services.protocol.messages import Abort, Generated
 from services.protocol.ticket import FinishReason, TicketSequence
 
 from .walk import PROMPT, Walk, at_rest, requeued, step

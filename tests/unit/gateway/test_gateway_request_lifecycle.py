@@ -9,7 +9,8 @@ import pytest
 
 from services.common.errors import DeadlineExceeded, KVCorrupt, PoisonRequest, Unavailable
 from services.gateway.request.status import RequestStatus
-from services.gateway.workers.messages import (
+from services.gateway.workers.worker import Worker
+from services.protocol.messages import (
     Abort,
     Admit,
     Failed,
@@ -22,7 +23,6 @@ from services.gateway.workers.messages import (
     Reserved,
     Submit,
 )
-from services.gateway.workers.worker import Worker
 from services.protocol.ticket import FinishReason, successor_of
 
 from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected, generated, next_token

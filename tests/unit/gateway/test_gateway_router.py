@@ -7,8 +7,8 @@ from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from blockstore.registry import Load, Member
 from services.gateway.scheduling.router import Pool, Route, Router, choose_prefill
-from services.gateway.workers.messages import Abort, Command, LoadReport
 from services.gateway.workers.worker import PrefillLoad, Worker
+from services.protocol.messages import Abort, Command, LoadReport
 
 PROMPT = tuple(range(64))
 SECRET = b"secret"

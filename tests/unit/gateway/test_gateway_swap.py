@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from services.gateway.request.status import RequestStatus
-from services.gateway.workers.messages import (
+from services.protocol.messages import (
     Abort,
     Generated,
     Requeued,

@@ -21,7 +21,9 @@ from services.gateway.streaming.best_of import BestOf
 from services.gateway.streaming.output import Output, RequestStats
 from services.gateway.streaming.sequence import Sequence
 from services.gateway.streaming.text import Text
-from services.gateway.workers.messages import (
+from services.gateway.workers.worker import PrefillLoad, Worker
+from services.protocol.logprobs import Logprobs
+from services.protocol.messages import (
     Admit,
     Command,
     Generated,
@@ -32,8 +34,6 @@ from services.gateway.workers.messages import (
     Reserved,
     Submit,
 )
-from services.gateway.workers.worker import PrefillLoad, Worker
-from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import (
     BeamParams,
     FinishReason,

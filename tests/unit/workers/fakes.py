@@ -17,8 +17,8 @@ from blockstore.records import PoolSpec
 from services.common.pool.stamps import Stamps, StampState, record_bytes
 from services.engine.batch import Draw, Drawn, Fault, Pause, Row, Told
 from services.protocol.logprobs import Logprobs
+from services.protocol.messages import Began, DrainNotice, Step, WorkerEvent
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
-from services.worker.events import Began, Draining, Event, Prefilled, Requeued, Step
 
 VOCAB = 50_000
 NUM_LIKELY = 60
@@ -196,13 +196,13 @@ class FakeSession:
     `reads` nothing, nothing of that is out."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[WorkerEvent] = []
         self.began: list[str] = []
         self.told: list[str] = []
         self.reads = True
         self._unread: list[Callable[[], None]] = []
 
-    def send(self, event: Event, then: Callable[[], None] | None = None) -> None:
+    def send(self, event: WorkerEvent, then: Callable[[], None] | None = None) -> None:
         if isinstance(event, Began):
             self.began.append(event.request_id)
         else:
@@ -223,13 +223,11 @@ class FakeSession:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-def _spoken_of(event: Event) -> list[str]:
+def _spoken_of(event: WorkerEvent) -> list[str]:
     match event:
         case Step(outputs):
             return [output.request_id for output in outputs]
-        case Prefilled(ticket) | Requeued(ticket):
-            return [ticket.request_id]
-        case Draining():
+        case DrainNotice():
             return []
         case _:
             return [event.request_id]

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from services.engine.batch import Draw
+from services.protocol.messages import Generated, Prefilled
 from services.protocol.ticket import Ticket, TicketSequence
-from services.worker.events import Output, Prefilled
 
 from .conftest import WorkerPair
 from .fakes import PROMPT, SAMPLED, FakeSession, expected, ticket
@@ -36,8 +36,8 @@ async def start(pair: WorkerPair, wanted: Ticket) -> Ticket:
     return issued
 
 
-def of_each(session: FakeSession, request_id: str = "r1") -> dict[int, list[Output]]:
-    found: dict[int, list[Output]] = {}
+def of_each(session: FakeSession, request_id: str = "r1") -> dict[int, list[Generated]]:
+    found: dict[int, list[Generated]] = {}
     for output in outputs(session, request_id):
         found.setdefault(output.index, []).append(output)
     return found
@@ -47,13 +47,16 @@ def tokens(session: FakeSession, issued: Ticket) -> dict[int, list[int]]:
     """What a client has of each sequence that was issued."""
     drawn = of_each(session, issued.request_id)
     return {
-        state.index: [*state.token_ids, *(output.token_id for output in drawn.get(state.index, ()))]
+        state.index: [
+            *state.token_ids,
+            *(output.token_ids[0] for output in drawn.get(state.index, ())),
+        ]
         for state in issued.sequences
     }
 
 
 def ended(session: FakeSession, request_id: str = "r1") -> set[int]:
-    return {output.index for output in outputs(session, request_id) if output.finish}
+    return {output.index for output in outputs(session, request_id) if output.finish_reason}
 
 
 async def answer(pair: WorkerPair, wanted: Ticket) -> Prefilled:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from services.engine.batch import Draw
+from services.protocol.messages import Prefilled, Requeued, RequeueReason
 from services.protocol.ticket import Ticket, TicketSequence
-from services.worker.events import Prefilled, Requeued, RequeueReason
 
 from .conftest import WorkerPair
 from .fakes import GREEDY, PROMPT, SAMPLED, FakeSession, expected, ticket
@@ -52,7 +52,9 @@ async def give_way(pair: WorkerPair, holder_id: str = "h-r1") -> Ticket:
     pair.session.reads = True
     requeued: Requeued = pair.session.of(Requeued)[-1]
     assert requeued.reason is RequeueReason.PREEMPTED
-    return requeued.ticket
+    returned = requeued.ticket or requeued.progress
+    assert returned is not None
+    return returned
 
 
 async def swapped_out(pair: WorkerPair, wanted: Ticket, num_steps: int = 6) -> Ticket:
@@ -83,7 +85,7 @@ async def finish(pair: WorkerPair, issued: Ticket) -> dict[int, tuple[int, ...]]
     return {
         state.index: (
             *state.token_ids,
-            *(output.token_id for output in drawn if output.index == state.index),
+            *(output.token_ids[0] for output in drawn if output.index == state.index),
         )
         for state in issued.sequences
     }
@@ -92,7 +94,7 @@ async def finish(pair: WorkerPair, issued: Ticket) -> dict[int, tuple[int, ...]]
 def ended_again(pair: WorkerPair) -> set[int]:
     """Since they came back."""
     drawn = outputs(pair.session, "r1")
-    return {output.index for output in drawn if output.finish and output.attempt == 2}
+    return {output.index for output in drawn if output.finish_reason and output.attempt == 2}
 
 
 def evict_all(pair: WorkerPair) -> None:

@@ -1,7 +1,7 @@
 """Requests on their way through the workers of a `WorkerPair`, and what their client has."""
 
+from services.protocol.messages import Generated, Prefilled, Step
 from services.protocol.ticket import Ticket
-from services.worker.events import Output, Prefilled, Step
 
 from .conftest import WorkerPair
 from .fakes import FakeSession
@@ -23,19 +23,19 @@ async def start(pair: WorkerPair, asked: Ticket) -> Ticket:
     return issued
 
 
-def outputs(session: FakeSession, request_id: str) -> list[Output]:
+def outputs(session: FakeSession, request_id: str) -> list[Generated]:
     steps = [output for step in session.of(Step) for output in step.outputs]
     return [output for output in steps if output.request_id == request_id]
 
 
 def tokens(session: FakeSession, issued: Ticket) -> list[int]:
     """What a client has: the prefill worker's token and the decode worker's."""
-    drawn = [output.token_id for output in outputs(session, issued.request_id)]
+    drawn = [output.token_ids[0] for output in outputs(session, issued.request_id)]
     return [*issued.sequences[0].token_ids, *drawn]
 
 
 def finished(session: FakeSession, request_id: str) -> bool:
-    return any(output.finish for output in outputs(session, request_id))
+    return any(output.finish_reason for output in outputs(session, request_id))
 
 
 def prefilled(session: FakeSession) -> dict[str, Prefilled]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidRequest
+from services.protocol.messages import Generated, Prefilled, Requeued, RequeueReason, Step
 from services.protocol.ticket import (
     EarlyStopping,
     FinishReason,
@@ -14,7 +15,6 @@ from services.protocol.ticket import (
     Ticket,
     TicketSequence,
 )
-from services.worker.events import Found, Prefilled, Requeued, RequeueReason, Step
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, FakeSession
@@ -41,7 +41,7 @@ async def start(pair: WorkerPair, wanted: Ticket) -> Ticket:
     return event.ticket
 
 
-def heard(session: FakeSession, request_id: str) -> list[Found]:
+def heard(session: FakeSession, request_id: str) -> list[Generated]:
     steps = [output for step in session.of(Step) for output in step.outputs]
     return [output for output in steps if output.request_id == request_id]
 
@@ -49,7 +49,7 @@ def heard(session: FakeSession, request_id: str) -> list[Found]:
 def hypotheses(outputs: Iterable[Any]) -> tuple[Hypothesis, ...]:
     found = [output for output in outputs if output.token_ids]
     assert [output.index for output in found] == list(range(len(found)))
-    return tuple(Hypothesis(one.token_ids, one.score, one.finish) for one in found)
+    return tuple(Hypothesis(one.token_ids, one.score, one.finish_reason) for one in found)
 
 
 async def result(pair: WorkerPair, request_id: str = "r1") -> tuple[Hypothesis, ...]:
@@ -108,7 +108,7 @@ async def test_beams_share_their_common_blocks(make_pair: MakePair) -> None:
 async def test_while_it_searches_the_gateway_hears_that_it_does(pair: WorkerPair) -> None:
     await start(pair, asked(max_tokens=500, width=2))
     await pair.until(lambda: len(heard(pair.session, "r1")) > 3)
-    assert set(heard(pair.session, "r1")) == {Found("r1", 1, 0, len(PROMPT) + 1)}
+    assert set(heard(pair.session, "r1")) == {Generated("r1", 1, 0, len(PROMPT) + 1)}
     pair.decode.abort(pair.session, "r1", 1)
     await pair.until_empty()
 
@@ -138,7 +138,7 @@ async def test_a_returned_search_goes_on_from_its_beams(pair: WorkerPair) -> Non
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     requeued = pair.session.of(Requeued)[0]
     assert requeued.reason is RequeueReason.DRAINING
-    left = requeued.ticket
+    left = requeued.progress
     assert len(left.sequences) == 4
     assert all(len(one.token_ids) > 6 and not one.block_ids for one in left.sequences)
     await pair.until_empty()
@@ -167,7 +167,7 @@ async def test_searches_that_want_more_than_there_is_give_way_and_find_the_same(
             match event:
                 case Prefilled(ticket):
                     admit(pair, ticket)
-                case Requeued(ticket):
+                case Requeued(progress=Ticket() as ticket):
                     num_requeued, attempt = num_requeued + 1, attempt + 1
                     again = replace(ticket, attempt=attempt, holder_id=f"h-{attempt}")
                     pair.prefill.submit(pair.session, again)

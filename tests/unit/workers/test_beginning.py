@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from services.decode.job import State
+from services.protocol.messages import Prefilled, Requeued
 from services.protocol.ticket import Ticket
-from services.worker.events import Prefilled, Requeued
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, FakeSession, expected, ticket
@@ -155,8 +155,9 @@ async def test_a_suspect_that_leaves_the_line_leaves_nothing(pair: WorkerPair, h
     await pair.until(lambda: finished(third, "r3"))
     assert not second.began
     if how == "handed over":
+        await pair.until(lambda: bool(second.of(Requeued)))
         (requeued,) = second.events[1:]
-        at_rest: Ticket = replace(requeued.ticket, attempt=2)  # type: ignore[union-attr]
+        at_rest: Ticket = replace(requeued.ticket, attempt=2)  # type: ignore[union-attr, type-var, assignment]
         pair.decode.reserve(second, *at_rest.key, 1)
         pair.decode.admit(second, at_rest)
         await pair.until(lambda: finished(second, "r2"))
@@ -221,6 +222,8 @@ async def test_or_its_ticket(make_pair: MakePair, how: str) -> None:
     of_one = [told for told in session.told if told.endswith("r1")]
     assert session.told.index("Requeued r1") < session.told.index("Began r2")
     assert of_one == ["Reserved r1", "Began r1", "Requeued r1"]
-    requeued = session.of(Requeued)[0].ticket
-    assert bool(requeued.swapped) == (how == "swapped")
-    assert bool(requeued.sequences[0].block_ids) == (how == "handed over")
+    (requeued,) = session.of(Requeued)
+    assert (requeued.ticket is None) == (how == "preempted")
+    if requeued.ticket:
+        assert bool(requeued.ticket.swapped) == (how == "swapped")
+        assert bool(requeued.ticket.sequences[0].block_ids) == (how == "handed over")

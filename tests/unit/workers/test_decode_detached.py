@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from services.common.runtime.metrics import WorkerMetrics
 from services.decode.worker import DecodeWorker
+from services.protocol.messages import Requeued, RequeueReason
 from services.protocol.ticket import Ticket
-from services.worker.events import Requeued, RequeueReason
 
 from .conftest import MakePair, WorkerPair, running
 from .fakes import PROMPT, FakeForward, FakeSession, expected, join, ticket
@@ -23,7 +23,7 @@ async def handed_over(pair: WorkerPair, request_id: str, attempt: int = 1) -> Ti
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     requeued = pair.session.of(Requeued)[0]
     assert requeued.reason is RequeueReason.HANDED_OVER
-    assert requeued.ticket.key == (request_id, attempt)
+    assert (requeued.request_id, requeued.attempt) == (request_id, attempt)
     ticket: Ticket = requeued.ticket
     return ticket
 
@@ -47,7 +47,7 @@ async def test_a_handed_over_sequence_goes_on_where_it_was(pair: WorkerPair) -> 
         other.reserve(session, "r1", 2, 1)
         other.admit(session, replace(at_rest, attempt=2))
         await pair.until(lambda: finished(session, "r1"))
-        rest = [output.token_id for output in outputs(session, "r1")]
+        rest = [output.token_ids[0] for output in outputs(session, "r1")]
         assert [*got, *rest] == expected(PROMPT, 60)
         assert pair.arena.num_computed == len(PROMPT) + 60 - 1
         await pair.until_empty()
@@ -183,7 +183,7 @@ async def test_a_ticket_at_rest_that_nobody_claims_is_taken_back(pair: WorkerPai
     await pair.until(lambda: len(pair.session.of(Requeued)) == 2)
     taken_back = pair.session.of(Requeued)[1]
     assert taken_back.reason is RequeueReason.STALE_TICKET
-    assert not taken_back.ticket.sequences[0].block_ids
+    assert not taken_back.progress.sequences[0].block_ids
 
 
 async def test_a_demand_ends_a_ticket_at_rest(pair: WorkerPair) -> None:
@@ -228,11 +228,11 @@ async def test_requests_left_after_the_grace_period_are_returned(
     async with asyncio.timeout(10):
         await pair.decode.drained()
     await pair.until_empty()
-    back = {r.ticket.request_id: r for r in pair.session.of(Requeued)[1:]}
+    back = {r.request_id: r for r in pair.session.of(Requeued)[1:]}
     assert set(back) == {"r1", "r2"}
     assert all(r.reason is RequeueReason.DRAINING for r in back.values())
-    assert not any(r.ticket.sequences[0].block_ids for r in back.values())
-    assert list(back["r1"].ticket.sequences[0].token_ids) == tokens(pair.session, running)
+    assert not any(r.progress.sequences[0].block_ids for r in back.values())
+    assert list(back["r1"].progress.sequences[0].token_ids) == tokens(pair.session, running)
 
 
 async def another_decode_worker(pair: WorkerPair) -> DecodeWorker:

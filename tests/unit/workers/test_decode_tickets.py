@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidRequest
+from services.protocol.messages import Failed, Requeued, RequeueReason
 from services.protocol.ticket import TicketSequence
-from services.worker.events import Failed, Requeued, RequeueReason
 
 from .conftest import WorkerPair
 from .fakes import PROMPT, expected, ticket

@@ -9,8 +9,8 @@ from blockstore.hashing import prefix_hashes
 from services.common.errors import InvalidRequest
 from services.common.runtime.metrics import WorkerMetrics
 from services.decode.worker import DecodeWorker
+from services.protocol.messages import Failed, Requeued, RequeueReason, Reserved, Step
 from services.protocol.ticket import FinishReason, TicketSequence
-from services.worker.events import Failed, Requeued, RequeueReason, Reserved, Step
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, FakeForward, expected, join, ticket
@@ -21,7 +21,7 @@ async def test_a_ticket_is_continued_to_its_end(pair: WorkerPair) -> None:
     issued = await start(pair, ticket("r1", PROMPT, max_tokens=30))
     await pair.until(lambda: finished(pair.session, "r1"))
     assert tokens(pair.session, issued) == expected(PROMPT, 30)
-    assert outputs(pair.session, "r1")[-1].finish is FinishReason.LENGTH
+    assert outputs(pair.session, "r1")[-1].finish_reason is FinishReason.LENGTH
     # 10 is the prefill worker's: counted from the start of the prompt, none twice and none left out
     assert [output.position for output in outputs(pair.session, "r1")] == list(range(11, 40))
     await pair.until_empty()
@@ -116,13 +116,13 @@ async def test_the_youngest_gives_way_when_blocks_run_out(
         assert tokens(pair.session, one) == expected(one.prompt_token_ids, 20)
     (requeued,) = pair.session.of(Requeued)
     assert requeued.reason is RequeueReason.PREEMPTED
-    assert requeued.ticket.request_id == "r3"
+    assert requeued.request_id == "r3"
     got = tokens(pair.session, issued["r3"])
-    assert list(requeued.ticket.sequences[0].token_ids) == got
+    assert list(requeued.progress.sequences[0].token_ids) == got
     await pair.until_empty()
     # The walk goes on with the tokens so far, under a new holder and attempt.
     again = replace(
-        requeued.ticket,
+        requeued.progress,
         attempt=2,
         holder_id="h-r3-2",
         sequences=(TicketSequence(0, token_ids=tuple(got)),),
@@ -131,7 +131,7 @@ async def test_the_youngest_gives_way_when_blocks_run_out(
     await pair.until(lambda: finished(pair.session, "r3"))
     # Outputs hold both attempts; the prefill worker of each drew one token more.
     first, second = issued["r3"].sequences[0].token_ids[0], resumed.sequences[0].token_ids[-1]
-    drawn = [output.token_id for output in outputs(pair.session, "r3")]
+    drawn = [output.token_ids[0] for output in outputs(pair.session, "r3")]
     assert [first, *drawn[: len(got) - 1], second, *drawn[len(got) - 1 :]] == expected(
         range(3, 13), 20
     )

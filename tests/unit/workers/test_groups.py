@@ -6,8 +6,8 @@ import pytest
 
 from blockstore.hashing import prefix_hashes
 from services.common.errors import InvalidRequest
+from services.protocol.messages import Failed, Generated, Requeued, RequeueReason
 from services.protocol.ticket import FinishReason, TicketSequence
-from services.worker.events import Failed, Output, Requeued, RequeueReason
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT
@@ -21,7 +21,7 @@ async def test_a_group_is_issued_with_a_token_for_each(pair: WorkerPair) -> None
     """One pass over the prompt; 2 blocks shared for good, a tail shared until it is written, and a
     block for each copy."""
     event = await answer(pair, asked(4))
-    assert event.outputs == tuple(Output("r1", 1, i, 10, right(i, 1)[0], None) for i in range(4))
+    assert event.outputs == tuple(Generated("r1", 1, i, 10, (right(i, 1)[0],)) for i in range(4))
     assert [state.block_ids for state in event.ticket.sequences] == [(0, 1, 2)] * 4
     assert pair.arena.num_computed == 10
     assert await num_held(pair) == 2 + 4
@@ -31,14 +31,14 @@ async def test_sequences_that_end_with_their_first_token_are_left_out(pair: Work
     wanted = asked(3)
     sampling = replace(wanted.sampling, stop_token_ids=(right(1, 1)[0],))
     event = await answer(pair, replace(wanted, sampling=sampling))
-    assert [output.finish for output in event.outputs] == [None, FinishReason.STOP, None]
+    assert [output.finish_reason for output in event.outputs] == [None, FinishReason.STOP, None]
     assert [state.index for state in event.ticket.sequences] == [0, 2]
     assert await num_held(pair) == 2 + 2
 
 
 async def test_a_group_that_ends_with_its_first_tokens_holds_nothing(pair: WorkerPair) -> None:
     event = await answer(pair, asked(3, max_tokens=1))
-    assert {output.finish for output in event.outputs} == {FinishReason.LENGTH}
+    assert {output.finish_reason for output in event.outputs} == {FinishReason.LENGTH}
     assert event.ticket.sequences == ()
     await pair.until_empty()
 

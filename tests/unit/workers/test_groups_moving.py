@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from services.protocol.messages import Requeued, RequeueReason
 from services.protocol.ticket import TicketSequence
-from services.worker.events import Requeued, RequeueReason
 
 from .conftest import MakePair, WorkerPair
 from .fakes import FakeSession
@@ -64,13 +64,13 @@ async def test_a_group_gives_way_as_one_and_is_computed_again(pair: WorkerPair) 
     got = tokens(pair.session, issued)
     assert got == {i: right(i, 7) for i in range(3)}
     await pair.until_empty()
-    assert [list(state.token_ids) for state in requeued.ticket.sequences] == list(got.values())
-    again = replace(requeued.ticket, attempt=2, holder_id="h-r1-2")
+    assert [list(state.token_ids) for state in requeued.progress.sequences] == list(got.values())
+    again = replace(requeued.progress, attempt=2, holder_id="h-r1-2")
     resumed = await start(pair, again)
     await pair.until(lambda: ended(pair.session) == {0, 1, 2})
     for index, drawn in of_each(pair.session).items():
         prefilled_again = resumed.sequences[index].token_ids[-1]
-        whole = [output.token_id for output in drawn]
+        whole = [output.token_ids[0] for output in drawn]
         assert [right(index, 1)[0], *whole[:6], prefilled_again, *whole[6:]] == right(index, 20)
     await pair.until_empty()
 
@@ -103,8 +103,8 @@ async def test_when_blocks_run_out_the_last_group_gives_way(make_pair: MakePair)
     assert tokens(pair.session, first) == {i: right(i, 20) for i in range(3)}
     (requeued,) = pair.session.of(Requeued)
     assert requeued.reason is RequeueReason.PREEMPTED
-    assert requeued.ticket.request_id == "r2"
-    for state in requeued.ticket.sequences:
+    assert requeued.request_id == "r2"
+    for state in requeued.progress.sequences:
         assert (
             list(state.token_ids) == right(state.index, 20, range(50, 60))[: len(state.token_ids)]
         )

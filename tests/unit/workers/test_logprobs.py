@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from services.protocol.logprobs import Logprobs
+from services.protocol.messages import Generated, Prefilled, Requeued, RequeueReason, Step
 from services.protocol.ticket import SamplingParams
-from services.worker.events import Output, Prefilled, Requeued, RequeueReason, Step
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, expected, logprobs_of, ticket
@@ -41,14 +41,14 @@ async def test_of_every_token_from_prompt_to_end(pair: WorkerPair) -> None:
     tokens = expected(PROMPT, 4)
     wanted = [logprobs_of([*PROMPT, *tokens[:end]], 2) for end in range(1, 5)]
     (first,) = event.outputs
-    assert isinstance(first, Output)
-    assert first.logprobs == wanted[0]
+    assert isinstance(first, Generated)
+    assert first.logprobs == (wanted[0],)
     pair.decode.reserve(pair.session, "r1", 1, 1)
     pair.decode.admit(pair.session, event.ticket)
     outputs = []
     await pair.until(lambda: len(pair.session.of(Step)) == 3)
     for step in pair.session.of(Step):
-        outputs += [(output.token_id, output.logprobs) for output in step.outputs]
+        outputs += [(*output.token_ids, *output.logprobs) for output in step.outputs]
     assert outputs == list(zip(tokens[1:], wanted[1:], strict=True))
 
 
@@ -65,8 +65,8 @@ async def test_a_prompt_in_chunks_beside_others(make_pair: MakePair) -> None:
     assert (await prefilled(pair, "r1")).prompt_logprobs == of_prompt(LONG, 1)
     assert (await prefilled(pair, "r2")).prompt_logprobs == ()
     (output,) = (await prefilled(pair, "r3")).outputs
-    assert isinstance(output, Output)
-    assert output.logprobs == logprobs_of([*PROMPT[:3], output.token_id], 2)
+    assert isinstance(output, Generated)
+    assert output.logprobs == (logprobs_of([*PROMPT[:3], *output.token_ids], 2),)
 
 
 async def test_a_cached_prompt_is_computed_again_and_not_stored(pair: WorkerPair) -> None:
@@ -98,7 +98,7 @@ async def test_after_a_preemption_they_come_once_and_whole(make_pair: MakePair) 
     (back,) = pair.session.of(Requeued)
     assert back.reason is RequeueReason.PREEMPTED
     assert not pair.session.of(Prefilled)
-    anew = replace(back.ticket, attempt=2, holder_id="h-again")
+    anew = replace(back.progress, attempt=2, holder_id="h-again")
     pair.prefill.submit(pair.session, anew, 2)
     assert (await prefilled(pair, "r1")).prompt_logprobs == of_prompt(LONG, 2)
 

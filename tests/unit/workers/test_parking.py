@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidRequest
+from services.protocol.messages import Failed, Generated, Prefilled, Requeued, RequeueReason, Step
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
-from services.worker.events import Failed, Output, Prefilled, Requeued, RequeueReason, Step
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, FakeSession, expected, ticket
@@ -31,8 +31,8 @@ async def pair(make_pair: MakePair) -> WorkerPair:
 
 def generated(session: FakeSession) -> list[int]:
     first = [t for issued in session.of(Prefilled) for t in issued.ticket.sequences[0].token_ids]
-    outputs: list[Output] = [output for step in session.of(Step) for output in step.outputs]
-    return [*first, *(output.token_id for output in outputs)]
+    outputs: list[Generated] = [output for step in session.of(Step) for output in step.outputs]
+    return [*first, *(output.token_ids[0] for output in outputs)]
 
 
 def wanted(num_received: int, **changes: Any) -> Ticket:
@@ -42,23 +42,25 @@ def wanted(num_received: int, **changes: Any) -> Ticket:
     return replace(ASKED, **fields | changes)
 
 
-async def answer(pair: WorkerPair, session: FakeSession, asked: Ticket) -> Ticket:
+async def answer(pair: WorkerPair, session: FakeSession, asked: Ticket) -> Ticket | None:
+    """The parked ticket; None: the worker has none that continues `asked`."""
     pair.decode.resume(session, asked)
     await pair.until(lambda: bool(session.of(Requeued)))
     requeued = session.of(Requeued)[0]
-    assert requeued.ticket.key == asked.key
-    given: Ticket = requeued.ticket
+    assert (requeued.request_id, requeued.attempt) == asked.key
+    given: Ticket | None = requeued.ticket
     return given
 
 
-async def goes_on(pair: WorkerPair, session: FakeSession, given: Ticket) -> None:
+async def goes_on(pair: WorkerPair, session: FakeSession, given: Ticket | None) -> None:
     """Each position was computed once, and all tokens are those of an undisturbed run."""
+    assert given is not None
     assert given.sequences[0].block_ids
     pair.decode.reserve(session, "r1", 8, 1)
     pair.decode.admit(session, replace(given, attempt=8))
-    await pair.until(lambda: any(o.finish for s in session.of(Step) for o in s.outputs))
+    await pair.until(lambda: any(o.finish_reason for s in session.of(Step) for o in s.outputs))
     so_far = list(given.sequences[0].token_ids)
-    rest = [o.token_id for s in session.of(Step) for o in s.outputs if o.attempt == 8]
+    rest = [o.token_ids[0] for s in session.of(Step) for o in s.outputs if o.attempt == 8]
     assert [*so_far, *rest] == expected(PROMPT, NUM_TOKENS)
     assert pair.arena.num_computed == len(PROMPT) + NUM_TOKENS - 1
     await pair.until_empty()
@@ -127,7 +129,7 @@ async def test_a_lookup_with_a_wrong_identity_gets_nothing(
     await parked(pair)
     stranger, owner = FakeSession(), FakeSession()
     given = await answer(pair, stranger, wanted(3, **changes))
-    assert not given.sequences[0].block_ids
+    assert given is None
     assert stranger.of(Requeued)[0].reason is RequeueReason.STALE_TICKET
     await goes_on(pair, owner, await answer(pair, owner, wanted(3)))
 
@@ -152,7 +154,7 @@ async def test_when_the_window_closes_its_blocks_are_free(make_pair: MakePair) -
     pair.decode.close(pair.session)
     await pair.until_empty()
     late = FakeSession()
-    assert not (await answer(pair, late, wanted(1))).sequences[0].block_ids
+    assert await answer(pair, late, wanted(1)) is None
 
 
 async def test_a_demand_ends_a_parked_sequence(pair: WorkerPair) -> None:
@@ -180,4 +182,4 @@ async def test_only_who_draws_has_to_know_the_seed(
     given = await answer(
         pair, FakeSession(), wanted(1, sampling=replace(sampling, seed=6), holder_id="h-x")
     )
-    assert bool(given.sequences[0].block_ids) == is_found
+    assert (given is not None) == is_found

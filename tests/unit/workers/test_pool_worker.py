@@ -13,9 +13,9 @@ from blockstore.memory_store import MemoryStore
 from blockstore.records import Heartbeat
 from services.common.runtime.metrics import WorkerMetrics
 from services.decode.worker import DecodeWorker
+from services.protocol.messages import Step, WorkerEvent
 from services.protocol.ticket import TicketSequence
 from services.worker import pool_worker
-from services.worker.events import Event, Step
 from services.worker.pool_worker import Limits
 
 from .conftest import WorkerPair
@@ -23,7 +23,7 @@ from .fakes import Arena, FakeForward, FakeSession, join, make_pool, make_stamps
 
 
 class DeafSession(FakeSession):
-    def send(self, event: Event, then: Callable[[], None] | None = None) -> None:
+    def send(self, event: WorkerEvent, then: Callable[[], None] | None = None) -> None:
         if isinstance(event, Step):
             raise ValueError("cannot be sent")
         super().send(event, then)

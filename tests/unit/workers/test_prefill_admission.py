@@ -8,7 +8,7 @@ from blockstore.hashing import prefix_hashes
 from blockstore.records import Allocation
 from services.common.errors import InvalidRequest
 from services.prefill.worker import PrefillWorker
-from services.worker.events import Requeued, RequeueReason
+from services.protocol.messages import Requeued, RequeueReason
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, expected, ticket
@@ -181,7 +181,7 @@ async def test_a_holder_that_was_used_before_costs_its_request_only(pair: Worker
     pair.prefill.submit(pair.session, ticket("r3", PROMPT, max_tokens=1))
     await pair.until(lambda: len(pair.session.events) == 3)
     (requeued,) = pair.session.of(Requeued)
-    assert requeued.ticket.request_id == "r2"
+    assert requeued.request_id == "r2"
     assert requeued.reason is RequeueReason.STALE_TICKET
     assert set(prefilled(pair.session)) == {"r1", "r3"}
     await pair.until_empty()

@@ -7,8 +7,8 @@ from blockstore.hashing import prefix_hashes
 from blockstore.records import Growth
 from services.engine import prefill_batching_delay as batching_delay
 from services.engine.prefill_batching_delay import PrefillBatchingDelay
+from services.protocol.messages import Failed, Generated, Prefilled, Requeued, RequeueReason
 from services.protocol.ticket import FinishReason, SamplingParams
-from services.worker.events import Failed, Output, Prefilled, Requeued, RequeueReason
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, FakeSession, expected, ticket
@@ -24,7 +24,7 @@ async def test_a_ticket_comes_back_with_blocks_and_the_first_token(pair: WorkerP
     assert sequence.block_ids == (0, 1, 2)
     assert sequence.token_ids == tuple(expected(PROMPT, 1))
     (first,) = expected(PROMPT, 1)
-    assert event.outputs == (Output("r1", 1, 0, len(PROMPT), first, None),)
+    assert event.outputs == (Generated("r1", 1, 0, len(PROMPT), (first,)),)
     assert sequence.num_computed_tokens == 10
     assert event.ticket.holder_epoch == 2  # at rest
     (holder,) = await pair.store.holders("pool")
@@ -53,7 +53,7 @@ async def test_a_request_that_ends_with_its_first_token_holds_nothing(pair: Work
     pair.prefill.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
     await pair.until(lambda: bool(pair.session.events))
     (event,) = pair.session.of(Prefilled)
-    assert [output.finish for output in event.outputs] == [FinishReason.LENGTH]
+    assert [output.finish_reason for output in event.outputs] == [FinishReason.LENGTH]
     assert event.ticket.sequences == ()
     await pair.until_empty()
     assert (await pair.store.stats("pool")).num_cached == 2
@@ -65,7 +65,7 @@ async def test_a_stop_token_ends_it_too(pair: WorkerPair) -> None:
     pair.prefill.submit(pair.session, ticket("r1", PROMPT, sampling=sampling))
     await pair.until(lambda: bool(pair.session.events))
     (event,) = pair.session.of(Prefilled)
-    assert [output.finish for output in event.outputs] == [FinishReason.STOP]
+    assert [output.finish_reason for output in event.outputs] == [FinishReason.STOP]
     await pair.until_empty()
 
 
@@ -78,7 +78,7 @@ async def test_a_cached_prompt_computes_its_last_token_only(pair: WorkerPair) ->
     events = pair.session.of(Prefilled)
     assert [event.ticket.num_cached_tokens for event in events] == [0, 7, 7]
     assert pair.arena.num_computed == 8 + 1 + 1
-    assert len({output.token_id for event in events for output in event.outputs}) == 1
+    assert len({output.token_ids[0] for event in events for output in event.outputs}) == 1
     # Who adopts a block leaves its stamp alone too: it still says the same to the next one.
     assert pair.prefill.metrics.kv_corrupt._value.get() == 0
 
@@ -203,7 +203,7 @@ async def test_requests_left_after_the_grace_period_are_returned(pair: WorkerPai
         await pair.prefill.drained()
     await pair.until_empty()
     back = pair.session.of(Requeued)
-    assert sorted(requeued.ticket.request_id for requeued in back) == ["r1", "r2"]
+    assert sorted(requeued.request_id for requeued in back) == ["r1", "r2"]
     assert all(requeued.reason is RequeueReason.DRAINING for requeued in back)
 
 
@@ -213,7 +213,7 @@ async def test_an_unclaimed_ticket_is_taken_back(make_pair: MakePair) -> None:
     await pair.until(lambda: len(pair.session.events) == 2)
     (requeued,) = pair.session.of(Requeued)
     assert requeued.reason is RequeueReason.STALE_TICKET
-    assert requeued.ticket.sequences[0].block_ids == ()
+    assert requeued.progress.sequences[0].block_ids == ()
     await pair.until_empty()
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.worker.events import EXPIRED, Failed, Requeued
+from services.protocol.messages import Failed, Requeued
+from services.worker.events import EXPIRED
 
 from .conftest import MakePair
 from .preempting import asked, come_back, evict_all, finish, give_way, right, running, swapped_out

@@ -120,7 +120,7 @@ async def test_a_gateway_that_does_not_read_loses_its_stream(
 ) -> None:
     """What it left unread is kept no longer than the stream."""
     monkeypatch.setattr(stream, "_MAX_UNREAD", 3)
-    session = stream.StreamSession("gateway", lambda event: {})
+    session = stream.StreamSession("gateway")
     for number in range(3):
         session.put({"welcome": worker_pb2.Welcome(worker_id=str(number))})
     assert len(session._unread) == 3
@@ -132,7 +132,7 @@ async def test_a_gateway_that_does_not_read_loses_its_stream(
 async def test_batched_events_are_sent_together() -> None:
     """And what follows it follows all of it. What is put meanwhile is sent next: there may be no
     end of that."""
-    session = stream.StreamSession("gateway", lambda event: {})
+    session = stream.StreamSession("gateway")
     followed: list[str] = []
 
     def put(*names: str) -> None:
@@ -153,7 +153,7 @@ async def test_batched_events_are_sent_together() -> None:
     assert followed == ["a", "b", "c", "d", "e"]
 
 
-def _names(together: list[stream.Fields]) -> list[str]:
+def _names(together: list[dict[str, Any]]) -> list[str]:
     welcomes = [fields["welcome"] for fields in together]
     return [welcome.worker_id for welcome in welcomes if isinstance(welcome, worker_pb2.Welcome)]
 

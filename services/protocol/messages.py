@@ -1,7 +1,7 @@
-"""The gateway's commands to workers and their events, as dataclasses.
+"""What the gateway and its workers send each other: commands, and the events that answer them.
 
-Each one about a request carries its id and attempt. `services.gateway.workers.wire` translates them
-to and from the protobuf messages of the Prefill and Decode streams.
+Each one about a request carries its id and attempt. `services.protocol.event_codec` converts events
+to protobuf messages and back, and `services.gateway.workers.wire` converts commands.
 """
 
 from dataclasses import dataclass
@@ -105,8 +105,8 @@ class Generated:
     attempt: int
     index: int
     position: int
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
     logprobs: tuple[Logprobs, ...] = ()
     score: float | None = None
 
@@ -161,15 +161,16 @@ class Requeued:
     """A worker returns a request.
 
     `ticket`: a detached ticket, whose blocks (in its pool or swapped out) the worker keeps until
-    another worker claims them; None: the gateway builds a new ticket from the tokens received and,
-    for a beam search, from the state of the search in `search`.
+    another worker claims them; None: the gateway builds a new ticket from the tokens received.
+    `progress`: a ticket without blocks, with what the worker had computed. The gateway uses only
+    the state of a beam search of it.
     """
 
     request_id: str
     attempt: int
     reason: RequeueReason
     ticket: Ticket | None = None
-    search: Ticket | None = None
+    progress: Ticket | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,20 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class DrainNotice:
-    """The worker drains: it takes no new requests."""
+    """The worker drains: it takes no new requests, and `num_running` requests still run."""
+
+    num_running: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """All outputs of one decode step for one gateway."""
+
+    outputs: tuple[Generated, ...]
 
 
 Event = RequestEvent | LoadReport | DrainNotice
+"""What a gateway reads from a worker. It gets the outputs of a `Step` one by one."""
+
+WorkerEvent = Step | Began | Prefilled | Reserved | Failed | Requeued | DrainNotice
+"""What a worker's logic sends to a gateway."""

@@ -1,0 +1,158 @@
+"""Converts the events of workers to protobuf messages and back.
+
+Every received message is checked; an invalid one about a request becomes `Malformed`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from google.protobuf.message import Message
+
+from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
+from services.common.errors import InvalidRequest
+from services.protocol.codec import (
+    finish_reason_from_wire,
+    finish_reason_to_wire,
+    load_from_wire,
+    logprobs_from_wire,
+    logprobs_to_wire,
+    ticket_from_wire,
+    ticket_to_wire,
+)
+from services.protocol.messages import (
+    Began,
+    DrainNotice,
+    Event,
+    Failed,
+    Generated,
+    Malformed,
+    Prefilled,
+    Requeued,
+    RequeueReason,
+    Reserved,
+    Step,
+    WorkerEvent,
+)
+
+Fields = dict[str, Message]
+"""One field of a response message, by its name."""
+
+_REASONS = {
+    RequeueReason.PREEMPTED: worker_pb2.Requeue.REASON_PREEMPTED,
+    RequeueReason.DRAINING: worker_pb2.Requeue.REASON_DRAINING,
+    RequeueReason.STALE_TICKET: worker_pb2.Requeue.REASON_STALE_TICKET,
+    RequeueReason.HANDED_OVER: worker_pb2.Requeue.REASON_HANDED_OVER,
+}
+_REASONS_FROM_WIRE = {number: reason for reason, number in _REASONS.items()}
+
+
+def event_to_wire(event: WorkerEvent) -> Fields:
+    """The field of a worker's response that carries the event."""
+    match event:
+        case Step(outputs):
+            return {"step": decode_pb2.StepOutput(outputs=map(_output_to_wire, outputs))}
+        case Began(request_id, attempt):
+            return {"began": worker_pb2.Began(request_id=request_id, attempt=attempt)}
+        case Prefilled(ticket, outputs, prompt_logprobs):
+            prefilled = prefill_pb2.Prefilled(
+                ticket=ticket_to_wire(ticket),
+                outputs=map(_output_to_wire, outputs),
+                prompt_logprobs=map(logprobs_to_wire, prompt_logprobs),
+            )
+            return {"prefilled": prefilled}
+        case Reserved(request_id, attempt, granted):
+            reserved = decode_pb2.Reserved(request_id=request_id, attempt=attempt, granted=granted)
+            return {"reserved": reserved}
+        case Failed(request_id, attempt, code, message):
+            failed = worker_pb2.RequestFailed(
+                request_id=request_id, attempt=attempt, code=code, message=message
+            )
+            return {"failed": failed}
+        case Requeued(reason=reason, ticket=ticket, progress=progress):
+            returned = ticket or progress
+            assert returned is not None
+            requeue = worker_pb2.Requeue(ticket=ticket_to_wire(returned), reason=_REASONS[reason])
+            return {"requeue": requeue}
+        case DrainNotice(num_running):
+            return {"draining": worker_pb2.Draining(num_running=num_running)}
+
+
+def events_from_wire(message: Any) -> Iterator[Event]:
+    """The events of one response of a worker. An event of an unknown kind is skipped."""
+    match message.WhichOneof("event"):
+        case "step":
+            yield from map(_generated, message.step.outputs)
+        case "prefilled":
+            yield _prefilled(message.prefilled)
+        case "reserved":
+            reserved = message.reserved
+            yield Reserved(reserved.request_id, reserved.attempt, reserved.granted)
+        case "began":
+            yield Began(message.began.request_id, message.began.attempt)
+        case "failed":
+            failed = message.failed
+            yield Failed(failed.request_id, failed.attempt, failed.code, failed.message)
+        case "requeue":
+            yield _requeued(message.requeue)
+        case "load":
+            yield load_from_wire(message.load)
+        case "draining":
+            yield DrainNotice(message.draining.num_running)
+
+
+def _prefilled(message: prefill_pb2.Prefilled) -> Prefilled | Malformed:
+    ticket = message.ticket
+    try:
+        outputs = tuple(map(_output_from_wire, message.outputs))
+        prompt_logprobs = tuple(map(logprobs_from_wire, message.prompt_logprobs))
+        return Prefilled(ticket_from_wire(ticket, may_have_ended=True), outputs, prompt_logprobs)
+    except InvalidRequest as error:
+        return Malformed(ticket.request_id, ticket.attempt, str(error))
+
+
+def _generated(output: worker_pb2.SequenceOutput) -> Generated | Malformed:
+    try:
+        return _output_from_wire(output)
+    except InvalidRequest as error:
+        return Malformed(output.request_id, output.attempt, str(error))
+
+
+def _requeued(message: worker_pb2.Requeue) -> Requeued | Malformed:
+    ticket = message.ticket
+    # A reason that this version does not know requeues the request, too.
+    reason = _REASONS_FROM_WIRE.get(message.reason, RequeueReason.STALE_TICKET)
+    try:
+        has_blocks = any(sequence.block_ids for sequence in ticket.sequences)
+        is_detached = has_blocks or ticket.HasField("swapped")
+        detached = ticket_from_wire(ticket) if is_detached else None
+        is_search = detached is None and ticket.HasField("beams")
+        progress = ticket_from_wire(ticket) if is_search else None
+        return Requeued(ticket.request_id, ticket.attempt, reason, detached, progress)
+    except InvalidRequest as error:
+        return Malformed(ticket.request_id, ticket.attempt, str(error))
+
+
+def _output_to_wire(output: Generated) -> worker_pb2.SequenceOutput:
+    return worker_pb2.SequenceOutput(
+        request_id=output.request_id,
+        attempt=output.attempt,
+        index=output.index,
+        position=output.position,
+        token_ids=output.token_ids,
+        finish_reason=finish_reason_to_wire(output.finish_reason),
+        logprobs=map(logprobs_to_wire, output.logprobs),
+        score=output.score,
+    )
+
+
+def _output_from_wire(output: worker_pb2.SequenceOutput) -> Generated:
+    return Generated(
+        output.request_id,
+        output.attempt,
+        output.index,
+        output.position,
+        tuple(output.token_ids),
+        finish_reason_from_wire(output.finish_reason),
+        tuple(map(logprobs_from_wire, output.logprobs)),
+        output.score if output.HasField("score") else None,
+    )

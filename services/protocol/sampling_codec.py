@@ -1,0 +1,123 @@
+"""Converts sampling parameters to protobuf messages and back.
+
+Floats have 32 bits in messages: a value that was in a message once does not change any more. An
+invalid parameter raises InvalidRequest.
+"""
+
+import math
+
+from quire.v1 import sampling_pb2, ticket_pb2
+from services.protocol.fields import require, values
+from services.protocol.logprobs import MAX_LOGPROBS
+from services.protocol.ticket import (
+    MAX_BEAM_WIDTH,
+    MAX_LENGTH_PENALTY,
+    MOST_BIAS,
+    MOST_PENALTY,
+    BeamParams,
+    EarlyStopping,
+    SamplingParams,
+)
+
+_MAX_TOP_K = 1 << 31
+_PLAIN_OF_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""Fields that are equal in the dataclass and in the message."""
+
+_EARLY_STOPPING = {
+    EarlyStopping.WHEN_UNLIKELY: sampling_pb2.EARLY_STOPPING_FALSE,
+    EarlyStopping.WHEN_FULL: sampling_pb2.EARLY_STOPPING_TRUE,
+    EarlyStopping.WHEN_IMPOSSIBLE: sampling_pb2.EARLY_STOPPING_NEVER,
+}
+_EARLY_STOPPING_FROM_WIRE = {number: when for when, number in _EARLY_STOPPING.items()} | {
+    sampling_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.WHEN_UNLIKELY
+}
+
+
+def sampling_to_wire(sampling: SamplingParams) -> ticket_pb2.TicketSampling:
+    return ticket_pb2.TicketSampling(
+        **values(sampling, _PLAIN_OF_SAMPLING),
+        logprobs=sampling.logprobs,
+        stop_token_ids=sampling.stop_token_ids,
+        logit_bias=dict(sampling.logit_bias),
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_words=[ticket_pb2.BadWord(token_ids=word) for word in sampling.bad_words],
+        beam=None if sampling.beam is None else _beam_to_wire(sampling.beam),
+    )
+
+
+def sampling_from_wire(message: ticket_pb2.TicketSampling) -> SamplingParams:
+    temperature, top_p, min_p = message.temperature, message.top_p, message.min_p
+    require(math.isfinite(temperature) and temperature >= 0, f"temperature is {temperature}")
+    require(0 < top_p <= 1, f"top_p is {top_p}")
+    require(0 <= min_p <= 1, f"min_p is {min_p}")
+    require(message.top_k < _MAX_TOP_K, f"top_k is {message.top_k}")
+    require(message.max_tokens > 0, "max_tokens is 0")
+    logprobs = num_top_from_wire(message.logprobs)
+    _check_adjustments(message)
+    return SamplingParams(
+        **values(message, _PLAIN_OF_SAMPLING),
+        logprobs=logprobs if message.HasField("logprobs") else None,
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
+        beam=_beam_from_wire(message.beam) if message.HasField("beam") else None,
+    )
+
+
+def _check_adjustments(message: ticket_pb2.TicketSampling) -> None:
+    """Check the parameters that adjust logits. NaN fails every comparison, so it is refused."""
+    repetition = message.repetition_penalty
+    require(0 < repetition < math.inf, f"repetition_penalty is {repetition}")
+    for name in ("presence_penalty", "frequency_penalty"):
+        penalty = getattr(message, name)
+        require(-MOST_PENALTY <= penalty <= MOST_PENALTY, f"{name} is {penalty}")
+    for token_id, bias in message.logit_bias.items():
+        require(-MOST_BIAS <= bias <= MOST_BIAS, f"logit_bias of {token_id} is {bias}")
+    require(all(word.token_ids for word in message.bad_words), "a bad word has no tokens")
+    require(
+        message.min_tokens <= message.max_tokens,
+        f"min_tokens is {message.min_tokens}, max_tokens {message.max_tokens}",
+    )
+
+
+def early_stopping_from_wire(number: sampling_pb2.EarlyStopping) -> EarlyStopping:
+    """Raises InvalidRequest if the value is unknown."""
+    require(number in _EARLY_STOPPING_FROM_WIRE, f"early_stopping {number} is unknown")
+    return _EARLY_STOPPING_FROM_WIRE[number]
+
+
+def _beam_to_wire(beam: BeamParams) -> ticket_pb2.BeamParams:
+    return ticket_pb2.BeamParams(
+        width=beam.width,
+        num_returned=beam.num_returned,
+        length_penalty=beam.length_penalty,
+        early_stopping=_EARLY_STOPPING[beam.early_stopping],
+    )
+
+
+def _beam_from_wire(message: ticket_pb2.BeamParams) -> BeamParams:
+    width, num_returned = message.width, message.num_returned
+    require(0 < num_returned <= width <= MAX_BEAM_WIDTH, f"{num_returned} of {width} beams")
+    penalty = message.length_penalty
+    require(abs(penalty) <= MAX_LENGTH_PENALTY, f"length_penalty is {penalty}")
+    early_stopping = early_stopping_from_wire(message.early_stopping)
+    return BeamParams(width, num_returned, penalty, early_stopping)
+
+
+def num_top_from_wire(number: int) -> int:
+    """How many of the likeliest tokens to report. Raises InvalidRequest if above MAX_LOGPROBS."""
+    require(number <= MAX_LOGPROBS, f"logprobs is {number}")
+    return number
