@@ -8,9 +8,6 @@ from services.common.rpc.transport import RpcServer
 from services.prefill.worker import PrefillWorker
 from services.protocol.codec import ticket_from_wire
 from services.protocol.sampling_codec import num_top_from_wire
-    num_top_from_wire,
-    ticket_from_wire,
-)
 from services.worker.process import WorkerRole
 from services.worker.stream import StreamSession, WorkerStream
 

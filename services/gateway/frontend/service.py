@@ -23,11 +23,8 @@ from services.gateway.frontend.api import (
 )
 from services.gateway.intake.identity import with_resume_token
 from services.gateway.intake.prompts import check_num_messages
-from services.protocol.codec import (
-    early_stopping_from_wire,
-    finish_reason_from_wire,
-    finish_reason_to_wire,
-)
+from services.protocol.codec import finish_reason_from_wire, finish_reason_to_wire
+from services.protocol.sampling_codec import early_stopping_from_wire
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
