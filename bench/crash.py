@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.supervisor.run_directory import free_port
 from quire.types import Sampling
 from tests.e2e.deployment import Deployment, serving

@@ -24,7 +24,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.types import Sampling, Worker
 from tests.e2e.deployment import Deployment, serving
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.overload_client import BEGINS, GOOD, LATE, REFUSED, request
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.errors import DeadlineExceeded, Overloaded
 from tests.e2e.deployment import Deployment, serving
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from bench.make_checkpoint import SHAPES, make_checkpoint
 from bench.serving.prompts import Prompts
 from bench.serving.target import Prompt
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.supervisor.run_directory import free_port
 from quire.types import Completion, Sampling
 from services.common.pool.stamps import record_bytes

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.errors import QuireError
 from quire.types import Sampling
 from tests.e2e.deployment import Deployment, serving

@@ -28,7 +28,7 @@ from bench.serving.prompts import Prompts
 from bench.serving.report import markdown
 from bench.serving.target import Prompt
 from blockstore.redis_store import RedisStore
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.messages import Request
 from quire.types import Beam, Sampling
 from tests.e2e.deployment import Deployment, serving

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from itertools import pairwise
 
+from quire.async_client import AsyncClient
 from quire.cli.runs import run_address
-from quire.client import DEFAULT_ADDRESS, AsyncClient
+from quire.client import DEFAULT_ADDRESS
 from quire.supervisor import RUNS
 from quire.types import Sampling
 

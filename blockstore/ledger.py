@@ -6,14 +6,10 @@ Every method checks everything before it changes anything, so that an error leav
 was (except for the waiter that a refused `allocate` leaves).
 """
 
-import copy
-from collections.abc import Callable, Hashable, Sequence
-from typing import Self
+from collections.abc import Sequence
 
 from blockstore.arguments import check, check_prefix, check_same_pool
-from blockstore.blocks import Blocks
 from blockstore.errors import (
-    MustWait,
     NotHeld,
     OutOfBlocks,
     StaleHolder,
@@ -21,8 +17,9 @@ from blockstore.errors import (
     WorkerFenced,
     WorkerNotEmpty,
 )
-from blockstore.holders import Holder, Holders, Tombstones
-from blockstore.rebuilding import Rebuilding, quarantine_of
+from blockstore.holders import Holder
+from blockstore.ledger_state import LedgerState
+from blockstore.rebuilding import quarantine_of
 from blockstore.records import (
     Allocation,
     Asserted,
@@ -39,36 +36,12 @@ from blockstore.records import (
     Wait,
 )
 from blockstore.store import QUARANTINE
-from blockstore.waiters import Waiter, Waiters
+from blockstore.waiters import Waiter
 
 
-class Ledger:
+class Ledger(LedgerState):
     """The ledger of one pool. The methods and their errors are those of `BlockStore`, without the
-    pool_id.
-
-    `clock` returns seconds from any start; only the age of tombstones depends on it. `missing`: the
-    workers of a pool whose ledger was lost; None: the pool is new.
-    """
-
-    def __init__(
-        self,
-        spec: PoolSpec,
-        clock: Callable[[], float],
-        ledger_epoch: int = 1,
-        missing: Sequence[str] | None = None,
-    ) -> None:
-        self.spec = spec
-        self.ledger_epoch = ledger_epoch
-        self.rebuilding = Rebuilding(missing or (), is_over=missing is None)
-        self.blocks = Blocks(spec.num_blocks)
-        self.workers = dict.fromkeys(missing or (), False)  # worker -> fenced
-        self.holders = Holders()
-        self.waiters = Waiters()
-        self.demands: set[str] = set()  # holders to preempt
-        self.released = Tombstones(clock)
-        self.reaped = Tombstones(clock)
-        self.num_prefix_queries = 0
-        self.num_prefix_hits = 0
+    pool_id."""
 
     # Workers
 
@@ -310,117 +283,3 @@ class Ledger:
     @property
     def _num_free(self) -> int:
         return self.blocks.num_free if self.rebuilding.is_over else len(self.blocks.returned)
-
-    def copy(self) -> Self:
-        """Return an independent ledger in the same state."""
-        twin = copy.copy(self)
-        own = (
-            "blocks",
-            "workers",
-            "holders",
-            "waiters",
-            "demands",
-            "released",
-            "reaped",
-            "rebuilding",
-        )
-        for name in own:
-            setattr(twin, name, getattr(self, name).copy())
-        return twin
-
-    def snapshot(self) -> Hashable:
-        """Return a value that is equal for two ledgers if they give the same answers to all
-        operations (while no tombstone expires)."""
-        return (
-            self.blocks.snapshot(),
-            frozenset(holder.snapshot() for holder in self.holders.values()),
-            frozenset(self.workers.items()),
-            frozenset(self.waiters.items()),
-            frozenset(self.demands),
-            frozenset(self.released.epochs.items()),
-            frozenset(self.reaped.epochs),
-            self.rebuilding.snapshot(),
-        )
-
-    # Checks
-
-    def _known(self, worker_id: str) -> None:
-        check(worker_id=worker_id)
-        if worker_id not in self.workers:
-            raise UnknownWorker(f"worker {worker_id} is not on pool {self.spec.pool_id}")
-
-    def _live(self, worker_id: str) -> None:
-        self._known(worker_id)
-        if self.workers[worker_id]:
-            raise WorkerFenced(f"worker {worker_id} is fenced")
-
-    def _unfenced(self, holder_id: str) -> Holder:
-        holder = self.holders.require(holder_id)
-        self._live(holder.worker_id)
-        return holder
-
-    # Admission and growth
-
-    def _wait_or_go(
-        self, holder_id: str, waiter: Waiter, hits: Sequence[int], num_blocks: int
-    ) -> None:
-        self.waiters[holder_id] = waiter
-        if not self.waiters.is_first(waiter):
-            raise MustWait(f"an earlier request than {waiter.order} waits")
-        num_pinned = sum(block_id in self.blocks.cached for block_id in hits)
-        watermark = self.spec.watermark_blocks if self.blocks.refs else 0
-        needed = num_blocks - len(hits)
-        available = max(0, self.blocks.num_available - num_pinned - watermark)
-        if needed > available:
-            raise OutOfBlocks(needed, available)
-        del self.waiters[holder_id]
-
-    def _admit(self, holder: Holder, hits: Sequence[int], num_blocks: int) -> None:
-        self.blocks.share(hits)  # first, so that `take` does not evict them
-        holder.acquire(hits)
-        holder.acquire(self.blocks.take(num_blocks - len(hits)))
-        self.holders[holder.holder_id] = holder
-
-    def _grow(self, worker_id: str, growth: Growth) -> Grown:
-        holder = self.holders.get(growth.holder_id)
-        if holder is None or (holder.worker_id, holder.epoch) != (worker_id, growth.epoch):
-            return Grown(growth.holder_id, (), StaleHolder.code)
-        needed = growth.total - len(holder.acquired)
-        if needed > self.blocks.num_available:
-            return Grown(growth.holder_id, (), OutOfBlocks.code)
-        holder.acquire(self.blocks.take(needed))
-        return Grown(growth.holder_id, tuple(holder.acquired[growth.have : growth.total]))
-
-    def _demand_one(self) -> None:
-        if any(not self.workers[self.holders[h].worker_id] for h in self.demands):
-            return  # a demand is outstanding
-        last = self._last_in_order()
-        if last is not None:
-            self.demands.add(last.holder_id)
-
-    # Release
-
-    def _drop(self, holder: Holder, block_ids: set[int]) -> None:
-        """Drop blocks from the last acquired to the first, so that tails are evicted before
-        heads."""
-        for block_id in reversed(holder.acquired):
-            if block_id not in block_ids or block_id not in holder.held:
-                continue
-            holder.held.remove(block_id)
-            self.blocks.drop(block_id)
-
-    def _end(self, holder: Holder) -> None:
-        self._drop(holder, set(holder.held))
-        self.demands.discard(holder.holder_id)
-        del self.holders[holder.holder_id]
-        self.released.bury(holder.holder_id, holder.epoch)
-
-    # Demands
-
-    def _demands_of(self, worker_id: str) -> tuple[str, ...]:
-        own = self.holders.of(worker_id)
-        return tuple(holder.holder_id for holder in own if holder.holder_id in self.demands)
-
-    def _last_in_order(self) -> Holder | None:
-        live = [h for h in self.holders.values() if not self.workers[h.worker_id]]
-        return max(live, key=lambda holder: holder.place, default=None)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from blockstore.connection import Argument
-from blockstore.records import Asserted, Claim, Content, HolderInfo, PoolSpec, Wait
+from blockstore.records import Asserted, Claim, Content, HolderInfo, PoolSpec, PoolStats, Wait
 
 REASSERT_PAGE = 4096
 """A call of `reassert` takes no more holders after this many arguments; the server needs a few
@@ -68,3 +68,27 @@ def pool_spec(pool_id: str, fields: dict[str, str]) -> PoolSpec:
         block_bytes=int(fields["block_bytes"]),
         watermark_blocks=int(fields["watermark"]),
     )
+
+
+def pool_stats(pool_id: str, reply: Sequence[Any]) -> tuple[PoolStats, str]:
+    """The reply of `stats`, and the id of the server's run that the ledger belongs to."""
+    header, num_free, num_cached, num_held, num_holders, num_waiters, workers, missing = reply
+    fields, fenced = text_fields(header), text_fields(workers)
+    stats = PoolStats(
+        spec=pool_spec(pool_id, fields),
+        num_free=num_free,
+        num_cached=num_cached,
+        num_held=num_held,
+        num_holders=num_holders,
+        num_waiters=num_waiters,
+        num_prefix_queries=int(fields["queries"]),
+        num_prefix_hits=int(fields["hits"]),
+        worker_ids=tuple(sorted(fenced)),
+        fenced_worker_ids=tuple(sorted(name for name in fenced if fenced[name] == "1")),
+        ledger_epoch=int(fields["epoch"]),
+        recovering="recovering" in fields,
+        missing_worker_ids=tuple(sorted(names(missing))),
+        num_accounted=int(fields["next"]),
+        num_to_account=int(fields["top"]),
+    )
+    return stats, fields["run_id"]

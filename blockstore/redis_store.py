@@ -41,9 +41,8 @@ from blockstore.redis_replies import (
     ids,
     names,
     pages_of,
-    pool_spec,
+    pool_stats,
     said,
-    text_fields,
 )
 from blockstore.store import Own, Recovery
 
@@ -282,29 +281,10 @@ class RedisStore(RedisCalls):
     async def stats(self, pool_id: str) -> PoolStats:
         """Return a pool's counters. UnknownPool: also for a pool that a restarted server read from
         a file."""
-        reply = await self._read("stats", pool_id)
-        header, num_free, num_cached, num_held, num_holders, num_waiters, workers, missing = reply
-        fields = text_fields(header)
-        if fields["run_id"] != self.run_id:
+        stats, run_id = pool_stats(pool_id, await self._read("stats", pool_id))
+        if run_id != self.run_id:
             raise UnknownPool(f"pool {pool_id} is of before the server's restart")
-        fenced = text_fields(workers)
-        return PoolStats(
-            spec=pool_spec(pool_id, fields),
-            num_free=num_free,
-            num_cached=num_cached,
-            num_held=num_held,
-            num_holders=num_holders,
-            num_waiters=num_waiters,
-            num_prefix_queries=int(fields["queries"]),
-            num_prefix_hits=int(fields["hits"]),
-            worker_ids=tuple(sorted(fenced)),
-            fenced_worker_ids=tuple(sorted(name for name in fenced if fenced[name] == "1")),
-            ledger_epoch=int(fields["epoch"]),
-            recovering="recovering" in fields,
-            missing_worker_ids=tuple(sorted(names(missing))),
-            num_accounted=int(fields["next"]),
-            num_to_account=int(fields["top"]),
-        )
+        return stats
 
     async def audit(self, pool_id: str) -> AuditReport:
         async def read(*parts: str | int) -> list[Any]:

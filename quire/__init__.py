@@ -7,7 +7,8 @@ with Client() as client:
         print(delta.text, end="", flush=True)
 """
 
-from quire.client import AsyncClient, Client
+from quire.async_client import AsyncClient
+from quire.client import Client
 from quire.errors import (
     Conflict,
     DeadlineExceeded,

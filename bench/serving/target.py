@@ -11,7 +11,7 @@ from contextlib import aclosing
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.errors import QuireError
 from quire.types import Sampling
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.errors import QuireError, Unreachable
 from quire.sockets import living_sockets
 from quire.types import Model, Pool, Worker

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.messages import Request
 from quire.types import Beam, Delta, FinishReason, Prompt, Sampling, TokenLogprobs
 from tests.chaos.limits import ALONE_S

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from tests.chaos.cases import cases, undisturbed
 from tests.chaos.limits import END_S
 from tests.chaos.load import User

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.errors import DeadlineExceeded, Overloaded, QuireError
 from quire.messages import Request
 from quire.types import Delta

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.errors import QuireError
 from tests.chaos.limits import AUDIT_S, EMPTY_S
 

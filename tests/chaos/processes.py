@@ -8,7 +8,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.errors import QuireError
 from tests.chaos.limits import BACK_S
 from tests.chaos.operator import Operator

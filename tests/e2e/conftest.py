@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.make_checkpoint import make_checkpoint
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 
 from .deployment import Deployment, serving
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.errors import QuireError
 
 

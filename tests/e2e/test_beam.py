@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.errors import InvalidRequest
 from quire.types import Beam, Delta, Sampling
 

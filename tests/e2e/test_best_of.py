@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.client import AsyncClient, Client
+from quire.async_client import AsyncClient
+from quire.client import Client
 from quire.types import Choice, Completion, Sampling
 
 from .decoders import busiest, decoders, pid_of

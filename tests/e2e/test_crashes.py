@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from blockstore.keys import pool_tag
 from blockstore.records import PoolStats
 from blockstore.redis_store import RedisStore
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.errors import QuireError
 from quire.types import Sampling
 from services.common.pool.directory import PoolDirectory, pool_directories

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from tests.proxy import Proxy
 
 from .conftest import POOL_MEMORY

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from quire.client import AsyncClient, Client
+from quire.async_client import AsyncClient
+from quire.client import Client
 from quire.messages import Request
 from quire.types import Delta, Sampling, Worker
 from tests.exactness import SEED, Answer, is_streamed, strategies, width

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.errors import QuireError
 from quire.types import Sampling
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.types import Sampling
 
 from .conftest import Oracle

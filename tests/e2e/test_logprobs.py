@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.types import Candidate, Completion, Sampling, TokenLogprobs
 
 from .conftest import Oracle

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.types import Sampling
 
 from .conftest import Oracle

@@ -16,7 +16,7 @@ from grpc import StatusCode, aio
 from blockstore.redis_registry import encode
 from blockstore.registry import Member
 from blockstore.store import FUNCTION_LIBRARY
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.types import Sampling, Worker
 from quire.v1 import (
     block_manager_pb2,

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.types import Sampling
 
 from .conftest import Oracle

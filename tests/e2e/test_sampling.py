@@ -10,7 +10,7 @@ import httpx
 import pytest
 from tokenizers import pre_tokenizers
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.types import Sampling
 
 from .conftest import Oracle

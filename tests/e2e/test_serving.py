@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.types import Completion, Sampling
 
 from .conftest import POOL_BLOCKS, Oracle

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.errors import Unavailable
 from quire.types import Beam, Completion, Sampling
 

@@ -3,7 +3,7 @@
 import asyncio
 import random
 
-from quire.client import AsyncClient
+from quire.async_client import AsyncClient
 from quire.types import Sampling
 from services.advisor.workload import Asked, WorkloadError, read_workload
 

@@ -1,0 +1,157 @@
+"""The client library for asyncio."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from typing import Self
+
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
+from quire import messages
+from quire.client import DEFAULT_ADDRESS, OPERATIONS_TIMEOUT_S
+from quire.errors import QuireError, translated
+from quire.links import AsyncLink, Links
+from quire.messages import Request
+from quire.progress import RESUME_WINDOW_S, Progress
+from quire.types import Completion, Delta, Model, Pool, PoolAudit, Prompt, Sampling, Scaled, Worker
+from quire.v1.block_manager_pb2 import (
+    AuditRequest,
+    DrainWorkerRequest,
+    ListPoolsRequest,
+    ListWorkersRequest,
+)
+from quire.v1.inference_pb2 import ListModelsRequest
+from quire.v1.supervisor_pb2 import ScaleRequest
+
+
+class AsyncClient:
+    """`Client` for asyncio. Create it inside a running event loop."""
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        resume_window_s: float = RESUME_WINDOW_S,
+        operations: str | None = None,
+    ) -> None:
+        self._links = Links(address, AsyncLink)
+        self._operations = Links(operations, AsyncLink) if operations else self._links
+        self._resume_window_s = resume_window_s
+
+    @property
+    def address(self) -> str:
+        """The address of the gateway in use."""
+        return self._links.current.address
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[Delta, None]:
+        """Stream the answer; closing the iterator (`aclosing`) cancels the request."""
+        return self.send(Request(prompt, sampling or Sampling(), model), timeout_s)
+
+    async def send(
+        self, request: Request, timeout_s: float | None = None
+    ) -> AsyncGenerator[Delta, None]:
+        """`generate` with every field of a request. `timeout_s`: the request's time limit."""
+        progress = Progress(request, timeout_s, len(self._links), self._resume_window_s)
+        while True:
+            link = self._links.current
+            call = link.inference.Generate(progress.message(), timeout=progress.timeout_s())
+            try:
+                with translated(link.address):
+                    async for response in call:
+                        progress.saw(response)
+                        for delta in messages.deltas(response):
+                            yield delta
+                return
+            except QuireError as error:
+                pause_s = progress.broke(error)
+                if pause_s is None:
+                    return
+            finally:
+                call.cancel()
+            self._links.leave(link)
+            await asyncio.sleep(pause_s)
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
+    ) -> Completion:
+        """Wait for the whole answer, with `sampling.n` sequences."""
+        stream = self.generate(prompt, sampling, model=model, timeout_s=timeout_s)
+        return messages.completion([delta async for delta in stream])
+
+    async def is_ready(self) -> bool:
+        with translated(self.address):
+            response = await self._links.current.health.Check(
+                HealthCheckRequest(), timeout=OPERATIONS_TIMEOUT_S
+            )
+        return bool(response.status == HealthCheckResponse.SERVING)
+
+    async def models(self) -> tuple[Model, ...]:
+        with translated(self.address):
+            response = await self._links.current.inference.ListModels(
+                ListModelsRequest(), timeout=OPERATIONS_TIMEOUT_S
+            )
+        return messages.models(response)
+
+    async def pools(self) -> tuple[Pool, ...]:
+        with translated(self._operations.current.address):
+            response = await self._operations.current.block_manager.ListPools(
+                ListPoolsRequest(), timeout=OPERATIONS_TIMEOUT_S
+            )
+        return messages.pools(response)
+
+    async def workers(self) -> tuple[Worker, ...]:
+        with translated(self._operations.current.address):
+            response = await self._operations.current.block_manager.ListWorkers(
+                ListWorkersRequest(), timeout=OPERATIONS_TIMEOUT_S
+            )
+        return messages.workers(response)
+
+    async def audit(self, pool_id: str = "", timeout_s: float = 60.0) -> tuple[PoolAudit, ...]:
+        with translated(self._operations.current.address):
+            response = await self._operations.current.block_manager.Audit(
+                AuditRequest(pool_id=pool_id), timeout=timeout_s
+            )
+        return messages.audits(response)
+
+    async def drain(self, worker_id: str, *, force: bool = False) -> int:
+        with translated(self._operations.current.address):
+            response = await self._operations.current.block_manager.DrainWorker(
+                DrainWorkerRequest(worker_id=worker_id, force=force), timeout=OPERATIONS_TIMEOUT_S
+            )
+        return response.num_running
+
+    async def scale(
+        self, *, num_prefill: int | None = None, num_decode: int | None = None
+    ) -> Scaled:
+        request = ScaleRequest(num_prefill=num_prefill, num_decode=num_decode)
+        with translated(self._operations.current.address):
+            call = self._operations.current.supervisor.Scale(request, timeout=OPERATIONS_TIMEOUT_S)
+            response = await call
+        return messages.scaled(response)
+
+    async def close(self) -> None:
+        for link in (*self._links, *self._operations):
+            await link.channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        await self.close()
