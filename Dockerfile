@@ -61,6 +61,7 @@ COPY quire quire
 COPY services services
 COPY blockstore blockstore
 COPY kernels kernels
+COPY advisor advisor
 
 FROM build AS package
 WORKDIR /src

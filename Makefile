@@ -44,7 +44,7 @@ lint: setup ## Style of Python and C++, imports between packages, the wire contr
 	$(BIN)/pytest --quiet tests/integration/test_proto_drift.py
 
 type: setup ## mypy, strict
-	$(BIN)/mypy quire services blockstore kernels/kvops bench tools tests
+	$(BIN)/mypy quire services blockstore advisor kernels/kvops bench tools tests
 
 test: setup ## All tests, with a sample of the large matrices
 	$(TEST) $(IN_TWO)

@@ -30,29 +30,29 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from advisor.advice import BLOCK_SIZES
+from advisor.memory import ContiguousMemory, PagedMemory
+from advisor.simulation import Outcome, simulate
+from advisor.workload import RecordedRequest
 from bench.kv.chart import Bar, stacked
 from bench.kv.live import COLUMNS, expected_cells, measure
 from bench.kv.traces import CONTEXT, TRACES, Trace
 from bench.serving.report import markdown
 from blockstore.memory_store import MemoryStore
-from services.advisor.advice import BLOCK_SIZES
-from services.advisor.memory import ContiguousMemory, PagedMemory
-from services.advisor.simulation import Outcome, simulate
-from services.advisor.workload import Asked
 
-CONTIGUOUS: dict[str, Callable[[Asked], int]] = {
+CONTIGUOUS: dict[str, Callable[[RecordedRequest], int]] = {
     "longest possible": lambda _: CONTEXT,
     "power of two": lambda asked: min(CONTEXT, asked.num_prompt_tokens + _power_of_two(asked)),
     "exact": lambda asked: asked.num_tokens,
 }
 
 
-def _power_of_two(asked: Asked) -> int:
+def _power_of_two(asked: RecordedRequest) -> int:
     """At least the output."""
     return int(1 << (asked.num_generated_tokens - 1).bit_length())
 
 
-async def paged(asked: Sequence[Asked], num_slots: int, block_size: int) -> Outcome:
+async def paged(asked: Sequence[RecordedRequest], num_slots: int, block_size: int) -> Outcome:
     memory = await PagedMemory.on(MemoryStore(), "bench", num_slots, block_size, CONTEXT)
     return await simulate(asked, memory)
 

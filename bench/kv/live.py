@@ -15,15 +15,15 @@ from pathlib import Path
 
 import redis.asyncio
 
+from advisor.memory import PagedMemory
+from advisor.simulation import Outcome, simulate
+from advisor.workload import RecordedRequest
 from bench.serve import EMBEDDED
 from bench.serving.prompts import Prompts
 from bench.serving.target import GatewayTarget, Prompt, Target
 from blockstore.keys import pool_tag
 from blockstore.memory_store import MemoryStore
 from blockstore.redis_store import RedisStore
-from services.advisor.memory import PagedMemory
-from services.advisor.simulation import Outcome, simulate
-from services.advisor.workload import Asked
 from services.common.pool.directory import PoolDirectory
 from services.common.pool.layout import PoolLayout
 from services.common.pool.stamps import Stamp, Stamps, StampState, record_bytes
@@ -41,7 +41,7 @@ class Holding:
     """What one request holds: `num_full` of its `num_blocks`, the first ones, are full of KV.
     `num_received`: tokens that its client has."""
 
-    asked: Asked
+    asked: RecordedRequest
     num_received: int
     num_blocks: int
     num_full: int
@@ -114,7 +114,7 @@ COLUMNS = ("KV", "at the peak", *PagedMemory.wastes, "in prefill", "over", "at o
 
 
 def measure(
-    asked: Sequence[Asked], num_slots: int, seed: int, directory: Path
+    asked: Sequence[RecordedRequest], num_slots: int, seed: int, directory: Path
 ) -> tuple[Seen, Outcome]:
     """Of `quire serve` with the embedded model, and of a simulation of the same requests on as many
     slots. RequestFailed."""
@@ -126,15 +126,15 @@ def measure(
     return seen, asyncio.run(_expected(asked, num_slots))
 
 
-async def _expected(asked: Sequence[Asked], num_slots: int) -> Outcome:
+async def _expected(asked: Sequence[RecordedRequest], num_slots: int) -> Outcome:
     memory = await PagedMemory.on(MemoryStore(), "bench", num_slots, BLOCK_SIZE)
     return await simulate(asked, memory, _MOST_AT_ONCE)
 
 
-async def _load(deployment: Deployment, asked: Sequence[Asked], seed: int) -> Seen:
+async def _load(deployment: Deployment, asked: Sequence[RecordedRequest], seed: int) -> Seen:
     """All requests at once; sampled until the last one has ended."""
     prompts, target = Prompts.of(EMBEDDED, seed), GatewayTarget(deployment.address)
-    warm_up, seen = _Stream(Asked(32, 8), prompts.one(32)), Seen()
+    warm_up, seen = _Stream(RecordedRequest(32, 8), prompts.one(32)), Seen()
     await warm_up.receive(target)  # everything is warm from here on
     streams = [_Stream(each, prompts.one(each.num_prompt_tokens)) for each in asked]
     pool = await _Pool.of(deployment)
@@ -153,7 +153,7 @@ async def _load(deployment: Deployment, asked: Sequence[Asked], seed: int) -> Se
 
 @dataclass(slots=True)
 class _Stream:
-    asked: Asked
+    asked: RecordedRequest
     prompt: Prompt
     num_received: int = 0
 

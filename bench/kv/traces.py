@@ -20,7 +20,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from services.advisor.workload import Asked
+from advisor.workload import RecordedRequest
 
 CONTEXT = 2048
 
@@ -43,13 +43,15 @@ class Trace:
     prompt: Spread
     output: Spread
 
-    def requests(self, count: int, seed: int) -> tuple[Asked, ...]:
+    def requests(self, count: int, seed: int) -> tuple[RecordedRequest, ...]:
         """The same ones for the same seed."""
         random_ = random.Random(seed)
         drawn = []
         for _ in range(count):
             num_prompt = self.prompt.draw(random_, CONTEXT // 2)
-            drawn.append(Asked(num_prompt, self.output.draw(random_, CONTEXT - num_prompt)))
+            drawn.append(
+                RecordedRequest(num_prompt, self.output.draw(random_, CONTEXT - num_prompt))
+            )
         return tuple(drawn)
 
 

@@ -1,6 +1,6 @@
 """`quire advise block-size`: recommends a setting for a recorded workload.
 
-A separate process, `python -m services.advisor`, does the work, because this package imports
+A separate process, `python -m advisor`, does the work, because this package imports
 neither PyTorch nor the block store.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quire.cli.terminal import Commands
 
 Costs = dict[str, Any]
-"""The costs of one block size, as `services.advisor` prints them."""
+"""The costs of one block size, as `advisor` prints them."""
 
 _COLUMNS: Columns[Costs] = {
     "BLOCK SIZE": lambda size: size["block_size"],
@@ -112,11 +112,11 @@ def block_size(args: argparse.Namespace) -> int:
 
 def _ask(options: dict[str, str]) -> dict[str, Any]:
     # -P: a directory `services` in the user's working directory must not hide Quire's package.
-    command = [sys.executable, "-P", "-m", "services.advisor"]
+    command = [sys.executable, "-P", "-m", "advisor"]
     command += [f"--{name}={value}" for name, value in options.items()]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     try:
         found: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
-        return {"error": f"services.advisor ended with status {done.returncode}, without an answer"}
+        return {"error": f"advisor ended with status {done.returncode}, without an answer"}
     return found

@@ -3,9 +3,9 @@
 import asyncio
 import random
 
+from advisor.workload import RecordedRequest, WorkloadError, read_workload
 from quire.async_client import AsyncClient
 from quire.types import Sampling
-from services.advisor.workload import Asked, WorkloadError, read_workload
 
 from .deployment import Deployment
 
@@ -28,7 +28,7 @@ async def test_the_log_of_a_run_is_a_workload(client: AsyncClient, deployment: D
     assert first.arrival_s < second.arrival_s
 
 
-def logged(deployment: Deployment) -> list[Asked]:
+def logged(deployment: Deployment) -> list[RecordedRequest]:
     """This test's own; none while there is no whole line."""
     try:
         workload = read_workload(deployment.log)

@@ -17,7 +17,7 @@ from services.worker.config import WorkerSettings
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ARCHITECTURE = [ROOT / "docs" / "architecture.md", *(ROOT / "docs" / "architecture").glob("*.md")]
-TREES = "blockstore|bench|deploy|docs|kernels|proto|quire|services|tests|tools"
+TREES = "advisor|blockstore|bench|deploy|docs|kernels|proto|quire|services|tests|tools"
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "Every service": ServiceSettings,
     "Gateway": GatewaySettings,
@@ -135,7 +135,7 @@ def test_architecture_names_a_file_of_every_package() -> None:
     folders = {str(Path(path).parent) for path in named} | {path.rstrip("/") for path in named}
     packages = [
         init.parent.relative_to(ROOT)
-        for tree in ("blockstore", "kernels/kvops", "quire", "services")
+        for tree in ("advisor", "blockstore", "kernels/kvops", "quire", "services")
         for init in (ROOT / tree).rglob("__init__.py")
     ]
     generated_or_empty = {"quire/v1", "services"}

@@ -1,6 +1,6 @@
 """The number of blocks that a sequence gets at its admission and during decode.
 
-Workers use these rules, and `services.advisor` simulates them.
+Workers use these rules, and `advisor` simulates them.
 """
 
 WATERMARK = 0.01

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.advisor.advice import (
+from advisor.advice import (
     BLOCK_SIZES,
     SizeCosts,
     StepTime,
@@ -13,9 +13,9 @@ from services.advisor.advice import (
     prefix_costs,
     shared_tokens,
 )
-from services.advisor.costs import replay, size_costs
-from services.advisor.store_cost import counted_us
-from services.advisor.workload import Asked
+from advisor.costs import replay, size_costs
+from advisor.store_cost import counted_us
+from advisor.workload import RecordedRequest
 
 SLOW = StepTime(attention_share=0.3, token_us=3000.0)
 """A step beside which the store takes no time."""
@@ -41,7 +41,7 @@ def costs(block_size: int, **changes: float) -> SizeCosts:
 
 
 async def of_workload(
-    asked: list[Asked], attention_us: Mapping[int, float] | None = None
+    asked: list[RecordedRequest], attention_us: Mapping[int, float] | None = None
 ) -> list[SizeCosts]:
     """As `quire advise` has them, on a pool for 64 of these requests; the store is counted."""
     num_slots = 64 * sum(each.num_tokens for each in asked) // len(asked) // 256 * 256
@@ -57,14 +57,14 @@ async def of_workload(
 
 async def test_short_answers_want_small_blocks() -> None:
     """20 tokens in and 20 out: half of a block of 32 would stay empty."""
-    found = await of_workload([Asked(20, 20)] * 200)
+    found = await of_workload([RecordedRequest(20, 20)] * 200)
     assert advise(found, SLOW).block_size == 8
 
 
 async def test_a_prefix_that_fits_no_large_block_wants_small_ones() -> None:
     """Prompts that share 120 of their 130 tokens, with an answer of one: all but computing the
     prompt is nothing, and 64 would compute 56 of the 120 again."""
-    found = await of_workload([Asked(130, 1, 0.0, "all", 120)] * 200)
+    found = await of_workload([RecordedRequest(130, 1, 0.0, "all", 120)] * 200)
     lost = {cost.block_size: cost.lost_tokens for cost in found}
     assert lost[8] == 0
     assert lost[64] == pytest.approx(56, rel=0.01)  # all but the first prompt's
@@ -74,13 +74,13 @@ async def test_a_prefix_that_fits_no_large_block_wants_small_ones() -> None:
 async def test_long_contexts_with_fast_steps_want_large_blocks() -> None:
     """8,000 tokens in: the last block's waste is nothing, and each token is computed in about the
     time that the store takes for the blocks of one."""
-    found = await of_workload([Asked(8000, 400)] * 8)
+    found = await of_workload([RecordedRequest(8000, 400)] * 8)
     assert advise(found, StepTime(attention_share=0.9, token_us=10.0)).block_size >= 64
 
 
 async def test_long_contexts_want_what_attention_is_fast_with() -> None:
     faster = {8: 160.0, 16: 130.0, 32: 110.0, 64: 100.0}
-    found = await of_workload([Asked(8000, 400)] * 8, faster)
+    found = await of_workload([RecordedRequest(8000, 400)] * 8, faster)
     advice = advise(found, StepTime(attention_share=0.6, token_us=3000.0))
     assert advice.block_size == 64
     assert "32 beside it: memory +" in advice.reasons[1]
@@ -130,13 +130,13 @@ def test_a_clearly_better_choice_is_taken() -> None:
 
 def test_only_what_an_earlier_prompt_had_is_shared() -> None:
     asked = [
-        Asked(50, 1, 0.0, "a", 40),
-        Asked(50, 1, 1.0, "b", 30),
-        Asked(50, 1, 2.0, "a", 45),  # 40 of them were there
-        Asked(50, 1, 3.0, "a", 45),
-        Asked(45, 1, 4.0, "a", 45),  # its last one is computed
-        Asked(50, 1, 5.0),
-        Asked(50, 1, 6.0),
+        RecordedRequest(50, 1, 0.0, "a", 40),
+        RecordedRequest(50, 1, 1.0, "b", 30),
+        RecordedRequest(50, 1, 2.0, "a", 45),  # 40 of them were there
+        RecordedRequest(50, 1, 3.0, "a", 45),
+        RecordedRequest(45, 1, 4.0, "a", 45),  # its last one is computed
+        RecordedRequest(50, 1, 5.0),
+        RecordedRequest(50, 1, 6.0),
     ]
     assert shared_tokens(asked) == [0, 0, 40, 45, 44, 0, 0]
 
@@ -144,7 +144,7 @@ def test_only_what_an_earlier_prompt_had_is_shared() -> None:
 def test_prefixes_are_lost_to_whole_blocks() -> None:
     """Twice 30 of 40 tokens are shared, of which blocks of 16 hold 16: 14 are computed again twice,
     beside the 40 + 10 + 10 tokens and 4 answers each that have to be."""
-    asked = [Asked(40, 4, 0.0, "a", 30)] * 3
+    asked = [RecordedRequest(40, 4, 0.0, "a", 30)] * 3
     lost, efficiency = prefix_costs(asked, 16)
     assert lost == pytest.approx(28 / 3)
     assert efficiency == pytest.approx(72 / 100)

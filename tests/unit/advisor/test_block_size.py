@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from advisor import block_size
+from advisor.block_size import Question, _store_us
+from advisor.costs import Replay
+from advisor.simulation import Outcome
+from advisor.workload import RecordedRequest, Workload
 from quire.supervisor.errors import NoValkey
-from services.advisor import block_size
-from services.advisor.block_size import Question, _store_us
-from services.advisor.costs import Replay
-from services.advisor.simulation import Outcome
-from services.advisor.workload import Asked, Workload
 
 OUTCOME = Outcome(2, 5, 0, 0.9, 0.9, (0.05, 0.05), 2.0, 2, 10.0)
 
@@ -28,7 +28,7 @@ async def test_without_a_server_calls_and_blocks_are_counted(
     """150 us a call, and 3.5 us for each time that a block is named: it is allocated, committed and
     released. Of 40 tokens: 8 * 150 + 6 * 3 * 3.5 us in blocks of 16."""
     monkeypatch.setattr(block_size, "own_server", nowhere)
-    asked = (Asked(10, 20), Asked(10, 20))
+    asked = (RecordedRequest(10, 20), RecordedRequest(10, 20))
     replays = {16: Replay(OUTCOME, 8, 6), 32: Replay(OUTCOME, 4, 3)}
     question = Question(Workload(asked), Path("nowhere"))
     found, how = await _store_us(question, asked, 256, replays, 64)

@@ -5,17 +5,17 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from blockstore.ledger import Ledger
-from blockstore.memory_store import MemoryStore
-from services.advisor.memory import (
+from advisor.memory import (
     ContiguousMemory,
     DoesNotFit,
     PagedMemory,
     Simulated,
     Usage,
 )
-from services.advisor.simulation import simulate
-from services.advisor.workload import Asked
+from advisor.simulation import simulate
+from advisor.workload import RecordedRequest
+from blockstore.ledger import Ledger
+from blockstore.memory_store import MemoryStore
 from services.common.pool.allotment import blocks_to_begin, blocks_to_go_on
 
 
@@ -41,7 +41,7 @@ async def test_a_request_equals_hand_computed_times() -> None:
     ahead 4  0  0   slots
     """
     memory = await paged(32, 4)
-    outcome = await simulate([Asked(4, 3)], memory)
+    outcome = await simulate([RecordedRequest(4, 3)], memory)
     assert outcome.num_steps == 3
     assert outcome.utilization == 15 / 24
     assert outcome.wasted == (5 / 24, 4 / 24)
@@ -54,7 +54,7 @@ async def test_a_request_equals_hand_computed_times() -> None:
 async def test_an_unknown_length_is_estimated_ahead() -> None:
     """The same request, for which four blocks are held from the second step on: 8 tokens ahead."""
     memory = await paged(32, 4, max_model_len=100)
-    outcome = await simulate([Asked(4, 3)], memory)
+    outcome = await simulate([RecordedRequest(4, 3)], memory)
     assert outcome.utilization == 15 / 40
     assert outcome.wasted == (5 / 40, 20 / 40)
     assert memory.num_calls["extend"] == 1
@@ -65,7 +65,7 @@ async def test_a_pool_that_is_too_small_makes_the_last_one_give_way() -> None:
     """Two requests that end with 3 blocks each, in a pool of 4: the second gives way after the
     first step, waits until the first has ended with step 8, and has 7 tokens to go."""
     memory = await paged(16, 4)
-    outcome = await simulate([Asked(4, 8), Asked(4, 8)], memory)
+    outcome = await simulate([RecordedRequest(4, 8), RecordedRequest(4, 8)], memory)
     assert outcome.num_preemptions == 1
     assert outcome.num_steps == 15
     assert outcome.mean_running == 16 / 15
@@ -76,7 +76,9 @@ async def test_a_pool_that_is_too_small_makes_the_last_one_give_way() -> None:
 async def test_a_shared_prefix_counts_once() -> None:
     """Two prompts of two shared blocks; each has a third one of its own, empty yet."""
     memory = await paged(32, 4)
-    requests = [Simulated(number, Asked(8, 2, 0.0, "a", 8), num_tokens=8) for number in (0, 1)]
+    requests = [
+        Simulated(number, RecordedRequest(8, 2, 0.0, "a", 8), num_tokens=8) for number in (0, 1)
+    ]
     for request in requests:
         assert await memory.admit(request)
         request.num_computed = 8
@@ -86,7 +88,7 @@ async def test_a_shared_prefix_counts_once() -> None:
 
 async def test_prompts_of_different_prefixes_share_nothing() -> None:
     memory = await paged(32, 4)
-    requests = [Simulated(n, Asked(8, 2, 0.0, f"{n}", 8), num_tokens=8) for n in (0, 1)]
+    requests = [Simulated(n, RecordedRequest(8, 2, 0.0, f"{n}", 8), num_tokens=8) for n in (0, 1)]
     for request in requests:
         assert await memory.admit(request)
         request.num_computed = 8
@@ -134,7 +136,7 @@ async def test_every_slot_is_accounted_for_at_every_step(
         num_prompt = random_.randint(1, 40)
         num_shared = random_.randint(0, num_prompt)
         prefix = random_.choice("abc") if num_shared else ""
-        asked.append(Asked(num_prompt, random_.randint(1, 24), 0.0, prefix, num_shared))
+        asked.append(RecordedRequest(num_prompt, random_.randint(1, 24), 0.0, prefix, num_shared))
     memory = await Checked.on(MemoryStore(), "p", 160, block_size, max_model_len)
     outcome = await simulate(asked, memory)
     assert memory.num_looks == outcome.num_steps
@@ -147,20 +149,22 @@ async def test_every_slot_is_accounted_for_at_every_step(
 async def test_requests_are_admitted_in_order() -> None:
     """A long one that does not fit holds up the short ones behind it."""
     memory = await paged(64, 4)
-    outcome = await simulate([Asked(20, 30), Asked(40, 8), Asked(4, 4)], memory)
+    outcome = await simulate(
+        [RecordedRequest(20, 30), RecordedRequest(40, 8), RecordedRequest(4, 4)], memory
+    )
     assert outcome.most_running == 2  # the second and the third, when the first has ended
     assert outcome.num_steps == 30 + 8
 
 
 async def test_no_more_run_at_once_than_there_are_places() -> None:
-    outcome = await simulate([Asked(4, 5)] * 4, await paged(640, 4), most_at_once=2)
+    outcome = await simulate([RecordedRequest(4, 5)] * 4, await paged(640, 4), most_at_once=2)
     assert (outcome.most_running, outcome.num_steps) == (2, 10)
 
 
 async def test_contiguous_pieces_by_hand() -> None:
     """Pieces of 10 slots in 25: two requests of three at once. Of each 10 slots 4, 5 and 6 hold
     KV in its three steps, 2, 1 and 0 will, and 4 never do."""
-    outcome = await simulate([Asked(4, 3)] * 3, ContiguousMemory(25, lambda _: 10))
+    outcome = await simulate([RecordedRequest(4, 3)] * 3, ContiguousMemory(25, lambda _: 10))
     assert outcome.num_steps == 6
     assert outcome.mean_running == 1.5
     assert outcome.utilization == 45 / 90
@@ -171,12 +175,12 @@ async def test_contiguous_pieces_by_hand() -> None:
 @pytest.mark.parametrize(
     ("asked", "memory"),
     [
-        (Asked(30, 3), lambda: paged(32, 4)),
-        (Asked(30, 2), lambda: paged(40, 64)),
+        (RecordedRequest(30, 3), lambda: paged(32, 4)),
+        (RecordedRequest(30, 2), lambda: paged(40, 64)),
     ],
 )
 async def test_a_request_that_never_fits_is_reported(
-    asked: Asked, memory: Callable[[], object]
+    asked: RecordedRequest, memory: Callable[[], object]
 ) -> None:
     made = memory()
     with pytest.raises(DoesNotFit, match="never fits a pool of"):
@@ -186,11 +190,11 @@ async def test_a_request_that_never_fits_is_reported(
 @pytest.mark.parametrize("reserved", [8, 40])
 async def test_a_piece_is_neither_too_short_nor_longer_than_the_memory(reserved: int) -> None:
     with pytest.raises(DoesNotFit, match=f"for which {reserved} slots are reserved"):
-        await simulate([Asked(8, 4)], ContiguousMemory(32, lambda _: reserved))
+        await simulate([RecordedRequest(8, 4)], ContiguousMemory(32, lambda _: reserved))
 
 
 async def test_the_watermark_stays_free_at_admission() -> None:
     """Of 10 blocks 5 stay free for who runs: 2 requests of 2 blocks, not 5."""
-    requests = [Asked(4, 1)] * 6
+    requests = [RecordedRequest(4, 1)] * 6
     assert (await simulate(requests, await paged(40, 4))).most_running == 5
     assert (await simulate(requests, await paged(40, 4, watermark=0.5))).most_running == 2

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.advisor.workload import Asked, WorkloadError, read_workload
+from advisor.workload import RecordedRequest, WorkloadError, read_workload
 
 
 def written(tmp_path: Path, *lines: object) -> Path:
@@ -37,7 +37,11 @@ def test_lines_are_requests_in_order_of_arrival(tmp_path: Path) -> None:
     first = {"num_prompt_tokens": 3, "num_generated_tokens": 4, "arrival_s": 0.5}
     shared = {**first, "arrival_s": 1, "prefix": "a", "num_shared_tokens": 2}
     found = read_workload(written(tmp_path, late, "", first, shared))
-    assert found.requests == (Asked(3, 4, 0.5), Asked(3, 4, 1.0, "a", 2), Asked(5, 6, 2.0))
+    assert found.requests == (
+        RecordedRequest(3, 4, 0.5),
+        RecordedRequest(3, 4, 1.0, "a", 2),
+        RecordedRequest(5, 6, 2.0),
+    )
     assert not found.is_log
 
 

@@ -5,13 +5,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+from advisor.memory import ContiguousMemory
+from advisor.simulation import simulate
+from advisor.workload import RecordedRequest
 from bench.kv.chart import Bar, stacked
 from bench.kv.live import Holding, Seen
 from bench.kv.traces import CONTEXT, TRACES
 from bench.paging import CONTIGUOUS, paged
-from services.advisor.memory import ContiguousMemory
-from services.advisor.simulation import simulate
-from services.advisor.workload import Asked
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_requests_of_a_seed_are_the_same() -> None:
 @pytest.mark.parametrize(("output", "reserved"), [(25, 7 + 32), (32, 7 + 32), (33, 7 + 64)])
 def test_powers_of_two_are_the_papers(output: int, reserved: int) -> None:
     """Its example: for an output of 25 tokens 32 positions."""
-    assert CONTIGUOUS["power of two"](Asked(7, output)) == reserved
+    assert CONTIGUOUS["power of two"](RecordedRequest(7, output)) == reserved
 
 
 async def test_paging_comes_to_what_the_paper_has() -> None:
@@ -80,11 +80,11 @@ def test_a_sample_of_a_live_pool_by_hand() -> None:
     seen.add(
         16,
         [
-            Holding(Asked(10, 99), num_received=11, num_blocks=3, num_full=1),
-            Holding(Asked(30, 99), num_received=3, num_blocks=3, num_full=2),
-            Holding(Asked(40, 99), num_received=0, num_blocks=3, num_full=1),
-            Holding(Asked(17, 99), num_received=20, num_blocks=3, num_full=1),
-            Holding(Asked(10, 20), num_received=20, num_blocks=2, num_full=1),
+            Holding(RecordedRequest(10, 99), num_received=11, num_blocks=3, num_full=1),
+            Holding(RecordedRequest(30, 99), num_received=3, num_blocks=3, num_full=2),
+            Holding(RecordedRequest(40, 99), num_received=0, num_blocks=3, num_full=1),
+            Holding(RecordedRequest(17, 99), num_received=20, num_blocks=3, num_full=1),
+            Holding(RecordedRequest(10, 20), num_received=20, num_blocks=2, num_full=1),
         ],
     )
     kv = (16 + 4) + 32 + 16 + 16
@@ -98,5 +98,5 @@ def test_a_sample_of_a_live_pool_by_hand() -> None:
 def test_a_client_that_is_behind_moves_no_full_block() -> None:
     """Two blocks are full, and it has the tokens of less than one."""
     seen = Seen()
-    seen.add(16, [Holding(Asked(8, 99), num_received=7, num_blocks=3, num_full=2)])
+    seen.add(16, [Holding(RecordedRequest(8, 99), num_received=7, num_blocks=3, num_full=2)])
     assert (seen.kv, seen.tail, seen.ahead) == (32 + 14, 2, 0)

@@ -15,11 +15,11 @@ at once and the other three parts determine how long each takes. See ADR 79.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.advisor.workload import Asked
+from advisor.workload import RecordedRequest
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
-SAME = 0.04
+TOLERANCE = 0.04
 """Products that differ by less than this count as equal: the product of blocks of 16 varied this
 much between three runs on an otherwise idle machine (docs/benchmarks/memory.md)."""
 
@@ -88,12 +88,12 @@ class Advice:
 
 
 def advise(costs: Sequence[SizeCosts], step: StepTime) -> Advice:
-    """Recommend the smallest of the block sizes whose product is within SAME of the largest: the
-    advantages of small blocks are counted exactly, those of large blocks are timed."""
+    """Recommend the smallest of the block sizes whose product is within TOLERANCE of the largest:
+    the advantages of small blocks are counted exactly, those of large blocks are timed."""
     fastest = min(cost.attention_us for cost in costs)
     shares = {cost.block_size: _shares(cost, fastest, step) for cost in costs}
     most = max(share.product for share in shares.values())
-    good = [size for size, share in shares.items() if share.product >= most * (1 - SAME)]
+    good = [size for size, share in shares.items() if share.product >= most * (1 - TOLERANCE)]
     chosen = min(good)
     reasons = [f"{chosen} leaves {shares[chosen].product:.1%} of the machine"]
     for size in sorted(shares):
@@ -118,7 +118,7 @@ def _shares(cost: SizeCosts, fastest_us: float, step: StepTime) -> Shares:
     )
 
 
-def shared_tokens(asked: Sequence[Asked]) -> list[int]:
+def shared_tokens(asked: Sequence[RecordedRequest]) -> list[int]:
     """For each prompt, in order of arrival, the number of tokens that it shares with an earlier
     one. The last token of a prompt does not count, since it is always computed."""
     longest: dict[str, int] = {}
@@ -131,7 +131,7 @@ def shared_tokens(asked: Sequence[Asked]) -> list[int]:
     return shared
 
 
-def prefix_costs(asked: Sequence[Asked], block_size: int) -> tuple[float, float]:
+def prefix_costs(asked: Sequence[RecordedRequest], block_size: int) -> tuple[float, float]:
     """The costs of finding prefixes in whole blocks only: the mean number of shared tokens that a
     request computes again, and the share of all computed tokens that must be computed."""
     shared = shared_tokens(asked)

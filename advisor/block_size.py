@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from advisor.advice import BLOCK_SIZES, Advice, SizeCosts, StepTime, advise
+from advisor.costs import Replay, num_generated, replay, size_costs
+from advisor.step import DecodeStep
+from advisor.store_cost import counted_us, measured_us, own_server
+from advisor.timing import DEFAULT_BLOCK_SIZE, Engine, Timed, time_model
+from advisor.workload import RecordedRequest, Workload
 from quire.supervisor.errors import NoValkey
-from services.advisor.advice import BLOCK_SIZES, Advice, SizeCosts, StepTime, advise
-from services.advisor.costs import Replay, num_generated, replay, size_costs
-from services.advisor.step import DecodeStep
-from services.advisor.store_cost import counted_us, measured_us, own_server
-from services.advisor.timing import USUAL, Engine, Timed, time_model
-from services.advisor.workload import Asked, Workload
 from services.common.errors import StartupError
 from services.common.pool.layout import ITEM_BYTES, Dtype
 from services.common.pool.sizing import parse_size
@@ -72,7 +72,7 @@ async def answer(question: Question, say: Callable[[str], None]) -> Answer:
     for size in BLOCK_SIZES:
         say(f"simulating {len(asked)} requests in blocks of {size}")
         replays[size] = await replay(asked, num_slots, size, context)
-    step = _average_step(replays[USUAL])
+    step = _average_step(replays[DEFAULT_BLOCK_SIZE])
     say(f"timing steps of {step.num_rows} rows of {step.context} tokens")
     threads, cache = question.num_threads, question.weights_cache
     engine = Engine(question.model, dtype, question.backend, threads, cache)
@@ -97,7 +97,7 @@ def _dtype(question: Question, config: ModelConfig) -> Dtype:
 
 
 def _num_slots(
-    question: Question, config: ModelConfig, dtype: Dtype, asked: Sequence[Asked]
+    question: Question, config: ModelConfig, dtype: Dtype, asked: Sequence[RecordedRequest]
 ) -> int:
     """Token slots of the simulated pool, a multiple of every block size."""
     largest = max(BLOCK_SIZES)
@@ -121,7 +121,7 @@ def _average_step(found: Replay) -> DecodeStep:
 
 async def _store_us(
     question: Question,
-    asked: Sequence[Asked],
+    asked: Sequence[RecordedRequest],
     num_slots: int,
     replays: dict[int, Replay],
     context: int,
@@ -146,7 +146,9 @@ async def _store_us(
         return counted, "store: counted calls and blocks, not timed (there is no Valkey here)"
 
 
-def _notes(question: Question, asked: Sequence[Asked], timed: Timed, store: str) -> tuple[str, ...]:
+def _notes(
+    question: Question, asked: Sequence[RecordedRequest], timed: Timed, store: str
+) -> tuple[str, ...]:
     workload, step = question.workload, timed.step
     notes = [
         f"{question.backend} kernels: a step of {step.num_rows} rows of {step.context} tokens "

@@ -31,7 +31,7 @@ class WorkloadError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RecordedRequest:
     """One recorded request. It shares its first `num_shared_tokens` with other requests of the same
     `prefix`; "": with none."""
 
@@ -51,7 +51,7 @@ class Workload:
     """The requests in order of arrival. `is_log`: they come from a gateway's log. `num_skipped`:
     requests of the log that are left out, because they got no token or had several sequences."""
 
-    requests: tuple[Asked, ...]
+    requests: tuple[RecordedRequest, ...]
     is_log: bool = False
     num_skipped: int = 0
 
@@ -87,8 +87,8 @@ class _Found:
     """Collects the requests of a file in one pass, and finds out whether it is a workload file or a
     log: only a log has events, and only a log may contain lines (a traceback) that are neither."""
 
-    plain: list[Asked] = field(default_factory=list)
-    logged: list[Asked] = field(default_factory=list)
+    plain: list[RecordedRequest] = field(default_factory=list)
+    logged: list[RecordedRequest] = field(default_factory=list)
     num_skipped: int = 0
     is_log: bool = False
     problem: WorkloadError | None = None
@@ -131,10 +131,10 @@ def _object(line: str) -> Mapping[str, Any]:
     return value
 
 
-_FIELDS = frozenset(Asked.__dataclass_fields__)
+_FIELDS = frozenset(RecordedRequest.__dataclass_fields__)
 
 
-def _asked(fields: Mapping[str, Any]) -> Asked:
+def _asked(fields: Mapping[str, Any]) -> RecordedRequest:
     """The request in a line of a workload file. ValueError."""
     if unknown := sorted(fields.keys() - _FIELDS):
         raise ValueError(f"{unknown[0]!r} is none of {', '.join(sorted(_FIELDS))}")
@@ -143,7 +143,7 @@ def _asked(fields: Mapping[str, Any]) -> Asked:
         raise ValueError(f"prefix is {prefix!r}, not a text")
     if bool(prefix) != ("num_shared_tokens" in fields):
         raise ValueError("prefix and num_shared_tokens come together")
-    asked = Asked(
+    asked = RecordedRequest(
         _count(fields, "num_prompt_tokens"),
         _count(fields, "num_generated_tokens"),
         _seconds(fields, "arrival_s"),
@@ -158,7 +158,7 @@ def _asked(fields: Mapping[str, Any]) -> Asked:
     return asked
 
 
-def _ended(fields: Mapping[str, Any]) -> Asked | None:
+def _ended(fields: Mapping[str, Any]) -> RecordedRequest | None:
     """The request in a `request_ended` line of a gateway's log. None: the request ended without a
     token, or had several sequences, whose lengths are not in the log. ValueError."""
     num_prompt = _count(fields, "num_prompt_tokens", least=0)
@@ -173,7 +173,9 @@ def _ended(fields: Mapping[str, Any]) -> Asked | None:
         raise ValueError(f"timestamp is {fields.get('timestamp')!r}, not a time") from error
     arrival_s = ended_s - _seconds(fields, "duration_ms") / 1000
     prefix = f"{num_cached} tokens" if num_cached else ""
-    return Asked(num_prompt, num_generated, arrival_s, prefix, min(num_cached, num_prompt))
+    return RecordedRequest(
+        num_prompt, num_generated, arrival_s, prefix, min(num_cached, num_prompt)
+    )
 
 
 def _count(fields: Mapping[str, Any], name: str, least: int = 1) -> int:

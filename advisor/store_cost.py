@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from advisor.memory import PagedMemory
+from advisor.simulation import simulate
+from advisor.workload import RecordedRequest
 from blockstore.errors import BlockStoreError
 from blockstore.redis_store import RedisStore
 from quire.supervisor import valkey
-from services.advisor.memory import PagedMemory
-from services.advisor.simulation import simulate
-from services.advisor.workload import Asked
 
 _START_LIMIT_S = 10.0
 
@@ -30,7 +30,7 @@ def counted_us(num_calls: int, num_blocks: int) -> float:
 
 
 async def measured_us(
-    url: str, asked: Sequence[Asked], num_slots: int, block_size: int, max_model_len: int
+    url: str, asked: Sequence[RecordedRequest], num_slots: int, block_size: int, max_model_len: int
 ) -> float:
     """Simulate the requests on a pool at the server `url`. Returns the microseconds that the store
     took for each generated token. BlockStoreError."""

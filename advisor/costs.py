@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from advisor.advice import SizeCosts, prefix_costs
+from advisor.memory import PagedMemory
+from advisor.simulation import Outcome, simulate
+from advisor.workload import RecordedRequest
 from blockstore.memory_store import MemoryStore
-from services.advisor.advice import SizeCosts, prefix_costs
-from services.advisor.memory import PagedMemory
-from services.advisor.simulation import Outcome, simulate
-from services.advisor.workload import Asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Replay:
 
 
 async def replay(
-    asked: Sequence[Asked], num_slots: int, block_size: int, max_model_len: int
+    asked: Sequence[RecordedRequest], num_slots: int, block_size: int, max_model_len: int
 ) -> Replay:
     """Simulate the requests on a pool of `num_slots` token slots. DoesNotFit: a request can never
     get its slots."""
@@ -32,7 +32,7 @@ async def replay(
 
 
 def size_costs(
-    asked: Sequence[Asked],
+    asked: Sequence[RecordedRequest],
     block_size: int,
     found: Replay,
     attention_us: float,
@@ -57,5 +57,5 @@ def size_costs(
     )
 
 
-def num_generated(asked: Sequence[Asked]) -> int:
+def num_generated(asked: Sequence[RecordedRequest]) -> int:
     return sum(request.num_generated_tokens for request in asked)

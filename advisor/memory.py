@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self, TypeVar
 
+from advisor.workload import RecordedRequest
 from blockstore.errors import MustWait, OutOfBlocks
 from blockstore.records import Growth, PoolSpec, PrefixHash
 from blockstore.store import BlockStore
-from services.advisor.workload import Asked
 from services.common.pool.allotment import LOOK_AHEAD, WATERMARK, blocks_to_begin, blocks_to_go_on
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class Simulated:
     `num_computed`: how many of them have KV in the memory."""
 
     number: int
-    asked: Asked = field(compare=False)
+    asked: RecordedRequest = field(compare=False)
     num_tokens: int = field(compare=False)
     num_computed: int = field(default=0, compare=False)
     num_starts: int = field(default=0, compare=False)
@@ -76,7 +76,7 @@ class Memory(Protocol):
 
 
 @dataclass(slots=True)
-class _Holding:
+class _Allocated:
     """A request's holder in the store. Its epoch is always 1."""
 
     holder_id: str
@@ -98,7 +98,7 @@ class PagedMemory:
         self._store = store
         self._spec = spec
         self._max_model_len = max_model_len
-        self._held: dict[int, _Holding] = {}
+        self._held: dict[int, _Allocated] = {}
         self._prefixes: dict[str, int] = {}
         self._refused: tuple[int, int] | None = None  # (request refused last, releases until then)
         self.num_calls = Counter[str]()
@@ -155,7 +155,7 @@ class PagedMemory:
         except (OutOfBlocks, MustWait):
             self._refused = request.number, self.num_calls["release"]
             return False
-        self._held[request.number] = _Holding(
+        self._held[request.number] = _Allocated(
             holder_id, list(allocation.block_ids), allocation.num_cached_blocks
         )
         return True
@@ -248,7 +248,7 @@ class PagedMemory:
         finally:
             self.store_s += time.perf_counter() - began
 
-    def _hash(self, asked: Asked, number: int, index: int) -> PrefixHash:
+    def _hash(self, asked: RecordedRequest, number: int, index: int) -> PrefixHash:
         """A stand-in for the prefix hash of a request's block: two are equal exactly if all tokens
         up to the ends of their blocks are."""
         is_shared = (index + 1) * self._spec.block_size <= asked.num_shared_tokens
@@ -264,7 +264,7 @@ class ContiguousMemory:
 
     wastes = ("for later", "never used")
 
-    def __init__(self, num_slots: int, reserve: Callable[[Asked], int]) -> None:
+    def __init__(self, num_slots: int, reserve: Callable[[RecordedRequest], int]) -> None:
         self._num_slots = num_slots
         self._reserve = reserve
         self._num_reserved = 0

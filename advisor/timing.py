@@ -5,23 +5,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kvops
+from advisor.attention import time_attention
+from advisor.step import DecodeStep, time_step
 from kvops.native import Lane
-from services.advisor.attention import time_attention
-from services.advisor.step import DecodeStep, time_step
 from services.common.errors import StartupError
 from services.common.pool.layout import ITEM_BYTES, Dtype
 from services.common.text.model_config import ModelConfig
 from services.engine.models import load_model
 from services.engine.pool import DTYPES
 
-USUAL = 16
+DEFAULT_BLOCK_SIZE = 16
 """The block size with which the whole step is timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
     """The timings of a model. `attention_us`: attention of one layer, by block size; `share`: the
-    share that attention with blocks of USUAL has in a step, which takes `step_us`."""
+    share that attention with blocks of DEFAULT_BLOCK_SIZE has in a step, which takes `step_us`."""
 
     step: DecodeStep
     attention_us: dict[int, float]
@@ -52,9 +52,9 @@ def time_model(engine: Engine, step: DecodeStep, block_sizes: Sequence[int]) -> 
         if ops.native is not None:
             ops.native.assign([Lane()] * engine.num_threads)
         model = load_model(engine.model, dtype, ops, cache=engine.weights_cache)
-        step_us = 1e6 * time_step(model, step, USUAL)
+        step_us = 1e6 * time_step(model, step, DEFAULT_BLOCK_SIZE)
         seconds = time_attention(config, step, block_sizes, ops, dtype)
     except (kvops.BackendUnavailable, ValueError) as error:
         raise StartupError(str(error)) from error
     us = {size: 1e6 * each for size, each in seconds.items()}
-    return Timed(step, us, min(1.0, config.num_layers * us[USUAL] / step_us), step_us)
+    return Timed(step, us, min(1.0, config.num_layers * us[DEFAULT_BLOCK_SIZE] / step_us), step_us)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from advisor.step import DecodeStep
 from kvops.ops import Backend
-from services.advisor.step import DecodeStep
 from services.common.text.model_config import ModelConfig
 
 _ARENA_BYTES = 256 << 20  # more than the CPU's caches hold
@@ -23,16 +23,16 @@ def time_attention(
     dtype: torch.dtype,
 ) -> dict[int, float]:
     """Seconds of one layer, by block size. ValueError: the backend cannot read blocks of a size."""
-    rig = _Rig(config, step, max(block_sizes), dtype)
-    calls = {size: rig.layers(ops, size) for size in block_sizes}
+    inputs = _AttentionInput(config, step, max(block_sizes), dtype)
+    calls = {size: inputs.layers(ops, size) for size in block_sizes}
     best = dict.fromkeys(block_sizes, float("inf"))
     for _ in range(_ROUNDS):  # sizes in turn, so that other load on the machine affects all alike
         for size, layers in calls.items():
-            best[size] = min(best[size], rig.seconds(layers))
+            best[size] = min(best[size], inputs.seconds(layers))
     return best
 
 
-class _Rig:
+class _AttentionInput:
     """One arena with as many of the model's layers as fit in _ARENA_BYTES, at least one. It is
     viewed with blocks of each size in turn."""
 

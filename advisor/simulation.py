@@ -11,8 +11,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.advisor.memory import DoesNotFit, Memory, Simulated, Usage
-from services.advisor.workload import Asked
+from advisor.memory import DoesNotFit, Memory, Simulated, Usage
+from advisor.workload import RecordedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Outcome:
 
 
 async def simulate(
-    asked: Sequence[Asked], memory: Memory, most_at_once: int | None = None
+    asked: Sequence[RecordedRequest], memory: Memory, most_at_once: int | None = None
 ) -> Outcome:
     """Run all requests, admitted in this order, at most `most_at_once` at a time (None: no limit).
     DoesNotFit: a request can never get its slots."""
@@ -50,25 +50,25 @@ async def simulate(
         for number, request in enumerate(asked)
     ]  # sorted, so it is a heap
     running: list[Simulated] = []
-    tally = _Tally()
+    totals = _Totals()
     while line or running:
         await _admit(line, running, memory, most_at_once or len(asked))
         computing = [request for request in running if memory.has_slots(request)]
         for request in computing:
             request.num_computed = request.num_tokens
             await memory.keep(request)
-        tally.see(running, await memory.usage(running))
+        totals.see(running, await memory.usage(running))
         for request in computing:
             request.num_tokens += 1
             if request.is_done:
                 await memory.release(request)
         running = [request for request in running if not request.is_done]
         for victim in await memory.grow(running):
-            tally.num_preemptions += 1
+            totals.num_preemptions += 1
             running.remove(victim)
             victim.num_computed = 0
             heapq.heappush(line, victim)
-    return tally.outcome(len(asked))
+    return totals.outcome(len(asked))
 
 
 async def _admit(
@@ -83,7 +83,7 @@ async def _admit(
         raise DoesNotFit(f"an empty memory has no room for {line[0].num_tokens} tokens")
 
 
-class _Tally:
+class _Totals:
     def __init__(self) -> None:
         self.num_preemptions = 0
         self._num_steps = self._num_running = self._most_running = 0

@@ -1,4 +1,4 @@
-"""`python -m services.advisor`: the process behind `quire advise`, which may import PyTorch.
+"""`python -m advisor`: the process behind `quire advise`, which may import PyTorch.
 
 Prints one JSON object: an answer, or {"error": text} with exit status 1.
 """
@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from advisor.memory import DoesNotFit
+from advisor.workload import WorkloadError, read_workload
 from blockstore.errors import BlockStoreError
-from services.advisor.memory import DoesNotFit
-from services.advisor.workload import WorkloadError, read_workload
 from services.common.errors import StartupError
 from services.common.runtime.process import set_up_openmp
 
@@ -50,7 +50,7 @@ def _block_size(args: argparse.Namespace) -> dict[str, Any]:
     try:
         workload = read_workload(args.workload)
         # Imported here because it imports PyTorch, which needs OpenMP to be set up before.
-        from services.advisor.block_size import Question, answer
+        from advisor.block_size import Question, answer
     except WorkloadError as error:
         raise _Failed(str(error)) from error
     except ModuleNotFoundError as error:
