@@ -72,7 +72,7 @@ class DetachedTickets:
         at_rest = replace(ticket, holder_epoch=0, sequences=tuple(sequences), swapped=swapped)
 
         async def give_way() -> None:
-            await worker.release(ticket, job.ending or PREEMPTED)
+            await worker.holders.release(ticket, job.ending or PREEMPTED)
             if not job.ending:
                 job.session.send(Requeued(at_rest, RequeueReason.PREEMPTED))
             worker.suspects.leave(ticket.holder_id)
@@ -89,7 +89,7 @@ class DetachedTickets:
         """Release a detached ticket, and report `ending` unless a worker has claimed the ticket."""
 
         async def take_back() -> None:
-            await self._worker.take_back(job.session, ticket_of(job), ending)
+            await self._worker.holders.release_detached(job.session, ticket_of(job), ending)
             self.forget(job)
 
         self._worker.writer.put(take_back)

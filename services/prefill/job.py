@@ -8,7 +8,7 @@ from blockstore.records import Allocation, PrefixHash
 from services.engine.sequences.block_keys import Begun, BlockKeys, num_tokens_of
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import BeamState, Ticket, TicketSequence
-from services.worker.events import Ending, Found, Output, Session
+from services.worker.events import Ending, Found, Output, Prefilled, Session
 
 
 class State(Enum):
@@ -94,10 +94,9 @@ class Job:
     ) -> Ticket:
         """The detached ticket of the sequences that continue (`left`), with their blocks and the
         tokens just drawn."""
-        assert self.allocation is not None
         return replace(
             self.ticket,
-            holder_epoch=self.allocation.epoch + 1,
+            holder_epoch=self.ticket.holder_epoch + 1,
             sequences=left,
             swapped=None,
             beams=beams,
@@ -107,3 +106,7 @@ class Job:
     def finished(self) -> Ticket:
         """The ticket of a request whose sequences have all ended."""
         return replace(self.ticket, holder_epoch=0, sequences=(), swapped=None, beams=None)
+
+    def prefilled(self, ticket: Ticket) -> Prefilled:
+        """The event that reports this ticket, issued or finished, with all results."""
+        return Prefilled(ticket, tuple(self.outputs), tuple(self.prompt_logprobs))

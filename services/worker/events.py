@@ -92,6 +92,10 @@ class Output:
     finish: FinishReason | None
     logprobs: Logprobs | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        return 1
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -105,6 +109,10 @@ class Found:
     token_ids: tuple[int, ...] = ()
     finish: FinishReason | None = None
     score: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
