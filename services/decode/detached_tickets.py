@@ -71,14 +71,14 @@ class DetachedTickets:
         sequences = (replace(s, block_ids=(), num_computed_tokens=0) for s in ticket.sequences)
         at_rest = replace(ticket, holder_epoch=0, sequences=tuple(sequences), swapped=swapped)
 
-        async def give_way() -> None:
+        async def release() -> None:
             await worker.holders.release(ticket, job.ending or PREEMPTED)
             if not job.ending:
                 job.session.send(Requeued(at_rest, RequeueReason.PREEMPTED))
             worker.suspects.leave(ticket.holder_id)
 
         job.state, job.ticket = State.AT_REST, at_rest
-        worker.writer.put(give_way)
+        worker.writer.put(release)
         if job.ending:
             self.take_back(job, job.ending)
         else:

@@ -79,7 +79,7 @@ class Job:
         swapped = self.ticket is not None and self.ticket.swapped is not None
         return not swapped and self.state in (State.CLAIMING, State.RUNNING, State.AT_REST)
 
-    def goes_on_as(self, wanted: Ticket) -> bool:
+    def continues(self, wanted: Ticket) -> bool:
         """Whether this job continues the request of `wanted`: same prompt, parameters and tokens.
 
         A job that runs is compared by the tokens that its ticket brought; those generated since are

@@ -20,11 +20,11 @@ from services.decode.block_extender import BlockExtender
 from services.decode.detached_tickets import DetachedTickets
 from services.decode.job import Job, State, living_of, take_outputs, ticket_of
 from services.decode.swapping import Swapping
-from services.decode.tables import check_at_rest, in_no_table
+from services.decode.tables import check_detached, in_no_table
 from services.engine import messages
 from services.engine.engine import ForwardPass
 from services.engine.messages import Advance, Removed, StepOutcome
-from services.engine.sequences.beam_group import kind_of_group
+from services.engine.sequences.beam_group import group_class
 from services.protocol.ticket import Ticket
 from services.worker.events import (
     ABORTED,
@@ -74,7 +74,7 @@ class DecodeWorker(PoolWorker):
             store,
             self.pool_id,
             self.worker_id,
-            on_blocks=lambda key, blocks: self.engine.send(messages.Grow(key, blocks)),
+            on_blocks=lambda key, blocks: self.engine.send(messages.AddBlocks(key, blocks)),
             on_demands=self._on_demands,
         )
         self._jobs: Jobs[Job] = Jobs(self._end)
@@ -141,7 +141,7 @@ class DecodeWorker(PoolWorker):
         already."""
         if self._jobs.get(session, *wanted.key):
             raise InvalidRequest(f"attempt {wanted.attempt} of this request is here already")
-        job = next((job for job in self._jobs if job.goes_on_as(wanted)), None)
+        job = next((job for job in self._jobs if job.continues(wanted)), None)
         if job is None:
             report(session, wanted, STALE)
             return
@@ -215,7 +215,7 @@ class DecodeWorker(PoolWorker):
         tokens: then its blocks are released and it is computed again."""
         key, epoch = ticket.holder_id, ticket.holder_epoch
         spare, finished = in_no_table(ticket, claim, self.stamps)
-        group = kind_of_group(ticket).to_continue(
+        group = group_class(ticket).to_continue(
             ticket, self.rules(ticket), spare, claim.num_acquired
         )
         if not group.is_stamped(self.stamps):
@@ -241,10 +241,10 @@ class DecodeWorker(PoolWorker):
             session.send(Step(tuple(mine)))
         for advance in outcome.advances:
             self.suspects.leave(advance.key)
-        for broken in outcome.broken:
-            self.retract(broken)
-            job = self._running[broken.key]
-            self._release(job, ticket_of(job), job.ending or poisoned(broken.fault))
+        for failed in outcome.failed:
+            self.retract(failed)
+            job = self._running[failed.key]
+            self._release(job, ticket_of(job), job.ending or poisoned(failed.fault))
         for removed in outcome.removed:
             self._retire(self._running[removed.key], removed)
 
@@ -286,7 +286,7 @@ class DecodeWorker(PoolWorker):
         """End one of several sequences; its gateway no longer wants it."""
         job.living.remove(index)
         if job.state is State.RUNNING:
-            self.engine.send(messages.End(ticket_of(job).holder_id, index))
+            self.engine.send(messages.AbortSequence(ticket_of(job).holder_id, index))
         elif job.state is State.AT_REST:
             job.ticket = living_of(job)
 
@@ -338,7 +338,7 @@ class DecodeWorker(PoolWorker):
 
     def _check(self, ticket: Ticket, num_slots: int) -> None:
         self.check_tokens(ticket)
-        check_at_rest(ticket, self.spec, num_slots)
+        check_detached(ticket, self.spec, num_slots)
         claim = ticket.holder_id, ticket.holder_epoch
         if any(job.claim == claim for job in self._jobs):
             raise InvalidRequest("this worker has already claimed this ticket")

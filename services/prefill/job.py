@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from blockstore.records import Allocation, PrefixHash
-from services.engine.sequences.block_keys import Begun, BlockKeys, num_tokens_of
+from services.engine.sequences.block_keys import BlockKeys, ComputedBlocks, num_tokens_of
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import BeamState, Ticket, TicketSequence
 from services.worker.events import Ending, Found, Output, Prefilled, Session
@@ -77,7 +77,7 @@ class Job:
         shared, behind = self.contents.chains
         return shared, behind if self.num_prompt_logprobs is None else ()
 
-    def begun(self) -> list[Begun]:
+    def begun(self) -> list[ComputedBlocks]:
         """For each sequence, the adopted blocks and how many of their tokens count as computed: 0
         if the request asks for logprobs of its prompt."""
         assert self.allocation is not None

@@ -13,7 +13,7 @@ from services.common.runtime.metrics import WorkerMetrics
 from services.engine import messages
 from services.engine.engine import ForwardPass
 from services.engine.messages import Advance, StepOutcome
-from services.engine.sequences.beam_group import kind_of_group
+from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.block_keys import BlockKeys, num_blocks_for
 from services.prefill.admission import Admission
 from services.prefill.job import Job, State
@@ -200,7 +200,7 @@ class PrefillWorker(PoolWorker):
         assert allocation is not None
         new = allocation.block_ids[allocation.num_cached_blocks + fetched.num_blocks :]
         rules = self.rules(job.ticket, job.num_prompt_logprobs)
-        group = kind_of_group(job.ticket).to_compute(
+        group = group_class(job.ticket).to_compute(
             job.ticket, rules, new, fetched.begun, job.hashes
         )
         job.state = State.COMPUTING
@@ -218,10 +218,10 @@ class PrefillWorker(PoolWorker):
         self._pace.observe(outcome.num_tokens, outcome.duration_s)
         for advance in outcome.advances:
             self._on_advance(self._computing[advance.key], advance)
-        for broken in outcome.broken:
-            self.retract(broken)
-            job = self._computing[broken.key]
-            job.ending = job.ending or poisoned(broken.fault)
+        for failed in outcome.failed:
+            self.retract(failed)
+            job = self._computing[failed.key]
+            job.ending = job.ending or poisoned(failed.fault)
             self._retire(job)
         for removed in outcome.removed:
             self._retire(self._computing[removed.key])

@@ -17,7 +17,7 @@ from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import WorkerMetrics
 from services.common.runtime.ticks import until_tick
 from services.engine.engine import BlockStamps, Engine, ForwardPass
-from services.engine.messages import Broken, Start, StepOutcome
+from services.engine.messages import FailedGroup, Start, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.sequence import Rules
 from services.engine.thread import EngineThread
@@ -253,12 +253,12 @@ class PoolWorker(ABC):
         """The most tokens that a ticket may bring: one more must fit the context."""
         return self.limits.max_model_len - 1
 
-    def retract(self, broken: Broken) -> None:
+    def retract(self, failed: FailedGroup) -> None:
         """Take all full blocks of a broken group out of the prefix index: the cause may lie in one
         of them, and would break every request that adopts it."""
-        log.error("sequence_broken", holder_id=broken.key, reason=broken.fault.value)
+        log.error("sequence_broken", holder_id=failed.key, reason=failed.fault.value)
         self.metrics.num_broken.inc()
-        self.holders.retract(broken.blocks)
+        self.holders.retract(failed.blocks)
 
     def drain(self) -> int:
         """Accept no new requests; return how many are left to finish."""

@@ -215,7 +215,7 @@ def _on_its_cpus(
         return runner
     cpu_board = CpuBoard(settings.pool_root / "board")
     stack.callback(cpu_board.leave)
-    own = cpu_board.sit_down(entry.role, entry.worker_id)
+    own = cpu_board.take_entry(entry.role, entry.worker_id)
     return SharedCpus(runner, native, cpu_board, own, cpus, settings.max_gap_ms / 1000)
 
 

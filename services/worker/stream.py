@@ -152,9 +152,9 @@ class WorkerStream:
     """Serves the `Connect` calls of one worker.
 
     This class translates the events and commands that both roles have. `encode` translates the
-    other events of the role, and `obey(session, command)` executes its other commands. If `obey`
-    raises InvalidRequest, the request that the command names fails. `response`: the message type of
-    the stream's responses.
+    other events of the role, and `execute(session, command)` executes its other commands. If
+    `execute` raises InvalidRequest, the request that the command names fails. `response`: the
+    message type of the stream's responses.
     """
 
     def __init__(
@@ -162,12 +162,12 @@ class WorkerStream:
         worker: StreamWorker,
         response: Callable[..., Any],
         encode: Callable[[Event], Fields],
-        obey: Callable[[StreamSession, Any], None],
+        execute: Callable[[StreamSession, Any], None],
     ) -> None:
         self._worker = worker
         self._response = response
         self._encode_own = encode
-        self._obey_own = obey
+        self._execute_own = execute
 
     async def serve(self, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
         """Serve one stream from its hello to its end, and then close its session at the worker."""
@@ -235,11 +235,11 @@ class WorkerStream:
         try:
             async for request in requests:
                 for command in each_of(request):
-                    self._obey(session, command)
+                    self._execute(session, command)
         finally:
             session.end()
 
-    def _obey(self, session: StreamSession, request: Any) -> None:
+    def _execute(self, session: StreamSession, request: Any) -> None:
         match request.WhichOneof("command"):
             case "abort":
                 abort = request.abort
@@ -252,7 +252,7 @@ class WorkerStream:
             case name:
                 command = getattr(request, name)
                 try:
-                    self._obey_own(session, command)
+                    self._execute_own(session, command)
                 except InvalidRequest as error:
                     self._refuse(session, command, error)
 
