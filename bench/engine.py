@@ -33,7 +33,7 @@ from bench import floors
 from bench.engine_kernels import kernels
 from bench.engine_sampling import Rows, sampling
 from kvops.native import Lane
-from services.engine.batch import Draw, Drawn, Row
+from services.engine.batch import Draw, Row, RowResult
 from services.engine.models import Model, load_model
 from services.engine.runner import Runner
 from services.protocol.ticket import SamplingParams
@@ -79,7 +79,7 @@ class Bench:
 
     def prefill(self, prompt: Sequence[int], chunk: int, row: int = 0) -> int:
         """The first token."""
-        drawn: Drawn = ()
+        drawn: RowResult = ()
         for start in range(0, len(prompt), chunk):
             piece = prompt[start : start + chunk]
             draws = (Draw(GREEDY, 0),) if start + chunk >= len(prompt) else ()

@@ -31,7 +31,7 @@ import kvops
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from kvops import Backend
 from services.common.pool.layout import PoolLayout
-from services.engine.batch import Draw, Drawn, Row
+from services.engine.batch import Draw, Row, RowResult
 from services.engine.models import Model, load_model
 from services.engine.models.decoder import Layer, Linear
 from services.engine.pool import KVPool
@@ -122,7 +122,7 @@ class Engine:
         return Row(token_ids, start, range(first, first + self._num_blocks), 0, (DRAWS[i % 2],))
 
 
-def _drawn(drawn: Drawn) -> int:
+def _drawn(drawn: RowResult) -> int:
     if not isinstance(drawn, tuple):
         raise RuntimeError("a row with a draw drew no token")
     return drawn[0]

@@ -73,14 +73,14 @@ class DetachedTickets:
         sequences = (replace(s, block_ids=(), num_computed_tokens=0) for s in ticket.sequences)
         at_rest = replace(ticket, holder_epoch=0, sequences=tuple(sequences), swapped=swapped)
 
-        async def give_way() -> None:
-            await worker.release(ticket, job.ending or PREEMPTED)
+        async def release() -> None:
+            await worker.holders.release(ticket, job.ending or PREEMPTED)
             if not job.ending:
                 job.session.send(Requeued(*at_rest.key, RequeueReason.PREEMPTED, at_rest))
             worker.suspects.leave(ticket.holder_id)
 
         job.state, job.ticket = State.AT_REST, at_rest
-        worker.writer.put(give_way)
+        worker.writer.put(release)
         if job.ending:
             self.take_back(job, job.ending)
         else:
@@ -91,7 +91,7 @@ class DetachedTickets:
         """Release a detached ticket, and report `ending` unless a worker has claimed the ticket."""
 
         async def take_back() -> None:
-            await self._worker.take_back(job.session, ticket_of(job), ending)
+            await self._worker.holders.release_detached(job.session, ticket_of(job), ending)
             self.forget(job)
 
         self._worker.writer.put(take_back)

@@ -1,10 +1,13 @@
 """One request at a decode worker."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+from services.engine.messages import Advance
+from services.protocol.messages import Generated
 from services.protocol.ticket import Ticket
-from services.worker.events import HANDED_OVER, Ending, Session
+from services.worker.events import HANDED_OVER, Ending, Session, found, output
 
 
 class State(Enum):
@@ -77,7 +80,7 @@ class Job:
         swapped = self.ticket is not None and self.ticket.swapped is not None
         return not swapped and self.state in (State.CLAIMING, State.RUNNING, State.AT_REST)
 
-    def goes_on_as(self, wanted: Ticket) -> bool:
+    def continues(self, wanted: Ticket) -> bool:
         """Whether this job continues the request of `wanted`: same prompt, parameters and tokens.
 
         A job that runs is compared by the tokens that its ticket brought; those generated since are
@@ -114,6 +117,17 @@ def living_of(job: Job) -> Ticket:
     """The ticket of a job, without the sequences that have ended since its admit."""
     ticket = ticket_of(job)
     return replace(ticket, sequences=tuple(s for s in ticket.sequences if s.index in job.living))
+
+
+def take_outputs(job: Job, advance: Advance) -> Sequence[Generated]:
+    """What the gateway gets of one step. The sequences that ended in it are no longer living."""
+    ticket = ticket_of(job)
+    if advance.beams is not None:
+        is_running = Generated(*ticket.key, 0, len(ticket.prompt_token_ids))
+        return found(ticket, advance.found) or [is_running]
+    tokens = [token for token in advance.tokens if token.index in job.living]
+    job.living.difference_update(token.index for token in tokens if token.finish)
+    return [output(ticket, token) for token in tokens]
 
 
 def _agree(these: tuple[int, ...], those: tuple[int, ...]) -> bool:

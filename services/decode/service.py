@@ -16,7 +16,7 @@ Command = decode_pb2.Reserve | decode_pb2.Admit | decode_pb2.HandOver | decode_p
 class DecodeService(decode_pb2_grpc.DecodeServicer):
     def __init__(self, worker: DecodeWorker) -> None:
         self._worker = worker
-        self._stream = WorkerStream(worker, decode_pb2.DecodeConnectResponse, self._obey)
+        self._stream = WorkerStream(worker, decode_pb2.DecodeConnectResponse, self._execute)
 
     async def Connect(
         self, request_iterator: AsyncIterator[decode_pb2.DecodeConnectRequest], context: Any
@@ -24,7 +24,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         async for response in self._stream.serve(request_iterator):
             yield response
 
-    def _obey(self, session: StreamSession, command: Command) -> None:
+    def _execute(self, session: StreamSession, command: Command) -> None:
         match command:
             case decode_pb2.Reserve(
                 request_id=request_id, attempt=attempt, num_sequences=num_sequences

@@ -5,38 +5,50 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import NoReturn
 
-from services.decode.job import Job
+from services.common.runtime.logging import get_logger
+from services.decode.job import Job, State, ticket_of
 from services.engine.sequences.block_keys import num_tokens_of
 from services.protocol.ticket import Swapped, Ticket
 from services.worker.swap.pool import SwapPool
 
+log = get_logger(__name__)
+
 
 class Swapping:
     """Copies one request at a time. `on_copied(job, swapped)` gets the place of the KV in the swap
-    pool, or None if the swap pool did not take it."""
+    pool; `on_refused(job)` is called if the swap pool did not take it."""
 
     def __init__(
-        self, swap_pool: SwapPool, on_copied: Callable[[Job, Swapped | None], None]
+        self,
+        swap_pool: SwapPool,
+        on_copied: Callable[[Job, Swapped], None],
+        on_refused: Callable[[Job], None],
     ) -> None:
         self._swap_pool = swap_pool
         self._on_copied = on_copied
+        self._on_refused = on_refused
         self._jobs: asyncio.Queue[Job] = asyncio.Queue()
 
-    def begin(self, job: Job) -> None:
-        """Queue a job. No step touches its blocks any more; they must stay as they are until
-        `on_copied`."""
+    def begin(self, job: Job, ticket: Ticket) -> None:
+        """Queue a preempted job with this ticket. No step touches its blocks any more; the job
+        keeps them until one of the two callbacks."""
+        job.state, job.ending, job.ticket = State.SWAPPING, None, ticket
         self._jobs.put_nowait(job)
 
     async def run(self) -> NoReturn:
         while True:
             job = await self._jobs.get()
-            assert job.ticket is not None
-            self._on_copied(job, await self._swap_pool.put(job.ticket))
+            swapped = await self._swap_pool.put(ticket_of(job))
+            if swapped is not None:
+                self._on_copied(job, swapped)
+            else:
+                log.info("swap_out_refused", holder_id=ticket_of(job).holder_id)
+                self._on_refused(job)
 
     def is_worthwhile(self, ticket: Ticket, others: Iterable[Ticket]) -> bool:
         """Whether to copy the KV of a preempted request rather than compute it again.
 
-        Only the blocks that no other running request (`others`) shares count: they go to an earlier
+        Only blocks that no other running request (`others`) shares count: they go to an earlier
         request at once. Shared blocks stay in the pool.
         """
         size = self._swap_pool.spec.block_size

@@ -16,7 +16,7 @@ _Place = tuple[int, int | None, tuple[int, ...]]
 block before it (None: there is none), and the computed tokens in it."""
 
 
-def check_at_rest(ticket: Ticket, spec: PoolSpec, num_slots: int) -> None:
+def check_detached(ticket: Ticket, spec: PoolSpec, num_slots: int) -> None:
     """Raises InvalidRequest unless a worker on the pool of `spec` can continue this detached ticket
     in `num_slots` decode slots."""
     if ticket.pool_id != spec.pool_id:

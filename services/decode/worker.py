@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from blockstore.errors import NotHeld, StaleHolder
-from blockstore.records import Claim, PrefixHash
+from blockstore.records import Claim
 from blockstore.registry import Load
 from blockstore.store import BlockStore
 from services.common.errors import DuplicateRequest, InvalidRequest
@@ -18,18 +18,17 @@ from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import WorkerMetrics
 from services.decode.block_extender import BlockExtender
 from services.decode.detached_tickets import DetachedTickets
-from services.decode.job import Job, State, living_of, ticket_of
+from services.decode.job import Job, State, living_of, take_outputs, ticket_of
 from services.decode.swapping import Swapping
-from services.decode.tables import check_at_rest, in_no_table
+from services.decode.tables import check_detached, in_no_table
 from services.engine import messages
 from services.engine.engine import ForwardPass
-from services.engine.messages import Advance, Broken, Removed, StepOutcome
-from services.engine.sequences.beam_group import kind_of_group
+from services.engine.messages import Advance, Removed, StepOutcome
+from services.engine.sequences.beam_group import group_class
 from services.protocol.messages import Failed, Generated, Reserved, Step
-from services.protocol.ticket import Swapped, Ticket
+from services.protocol.ticket import Ticket
 from services.worker.events import (
     ABORTED,
-    DRAINED,
     EXPIRED,
     FORGED,
     HANDED_OVER,
@@ -37,8 +36,6 @@ from services.worker.events import (
     STALE,
     Ending,
     Session,
-    found,
-    output,
     poisoned,
     report,
 )
@@ -69,17 +66,20 @@ class DecodeWorker(PoolWorker):
         swap_pool: SwapPool | None = None,
     ) -> None:
         super().__init__(store, membership, forward, limits, metrics, swap_pool, one_token=False)
-        self._swapping = None if swap_pool is None else Swapping(swap_pool, self._on_copied)
         self._extender = BlockExtender(
             store,
             self.pool_id,
             self.worker_id,
-            on_blocks=lambda key, blocks: self.engine.send(messages.Grow(key, blocks)),
+            on_blocks=lambda key, blocks: self.engine.send(messages.AddBlocks(key, blocks)),
             on_demands=self._on_demands,
         )
         self._jobs: Jobs[Job] = Jobs(self._end)
         self._running: dict[str, Job] = {}
         self._detached = DetachedTickets(self, self._jobs)
+        self._swapping: Swapping | None = None
+        if swap_pool is not None:
+            on_copied = self._detached.put_swapped
+            self._swapping = Swapping(swap_pool, on_copied, self._on_swap_refused)
 
     # Commands of gateways.
 
@@ -137,7 +137,7 @@ class DecodeWorker(PoolWorker):
         already."""
         if self._jobs.get(session, *wanted.key):
             raise InvalidRequest(f"attempt {wanted.attempt} of this request is here already")
-        job = next((job for job in self._jobs if job.goes_on_as(wanted)), None)
+        job = next((job for job in self._jobs if job.continues(wanted)), None)
         if job is None:
             report(session, wanted, STALE)
             return
@@ -171,10 +171,6 @@ class DecodeWorker(PoolWorker):
             if job.ticket and job.ticket.swapped:
                 self._jobs.end_after(self.limits.ticket_ttl_s, job, STALE)
         return self.num_busy
-
-    def give_back(self) -> None:
-        for job in self._jobs:
-            self._end(job, DRAINED)
 
     @property
     def num_busy(self) -> int:
@@ -215,7 +211,7 @@ class DecodeWorker(PoolWorker):
         tokens: then its blocks are released and it is computed again."""
         key, epoch = ticket.holder_id, ticket.holder_epoch
         spare, finished = in_no_table(ticket, claim, self.stamps)
-        group = kind_of_group(ticket).to_continue(
+        group = group_class(ticket).to_continue(
             ticket, self.rules(ticket), spare, claim.num_acquired
         )
         if not group.is_stamped(self.stamps):
@@ -225,7 +221,7 @@ class DecodeWorker(PoolWorker):
             return
         job.state = State.RUNNING
         self._running[key] = job
-        self._give_back(ticket, finished)
+        self.holders.give_back(ticket, finished)
         self._extender.add(key, epoch, claim.num_acquired)
         self._extender.want(key, group.total_wanted(self.limits.look_ahead))
         self.engine.send(messages.Admit(group, is_started=False))
@@ -241,8 +237,10 @@ class DecodeWorker(PoolWorker):
             session.send(Step(tuple(mine)))
         for advance in outcome.advances:
             self.suspects.leave(advance.key)
-        for broken in outcome.broken:
-            self._break(self._running[broken.key], broken)
+        for failed in outcome.failed:
+            self.retract(failed)
+            job = self._running[failed.key]
+            self._release(job, ticket_of(job), job.ending or poisoned(failed.fault))
         for removed in outcome.removed:
             self._retire(self._running[removed.key], removed)
 
@@ -250,45 +248,19 @@ class DecodeWorker(PoolWorker):
         """Return what the gateway gets of this step; nothing if it has aborted the request."""
         ticket = ticket_of(job)  # now: a detach may change the epoch before the commit
         if advance.completed:
-            self.writer.put(lambda: self._commit(ticket, advance.completed))
+            self.writer.put(lambda: self.holders.commit(ticket, advance.completed))
         if advance.left is None:
-            self._give_back(ticket, advance.freed)
+            self.holders.give_back(ticket, advance.freed)
             self._extender.want(advance.key, advance.wanted_blocks)
         else:
-            self._finish(job)
+            self._release(job, ticket, ABORTED)
         if job.ending == ABORTED:
             return []
-        if advance.beams is not None:
-            self.metrics.generation_tokens.inc(sum(len(one.token_ids) for one in advance.found))
-            return found(ticket, advance.found) or [
-                Generated(*ticket.key, 0, len(ticket.prompt_token_ids))
-            ]
-        tokens = [token for token in advance.tokens if token.index in job.living]
-        self.metrics.generation_tokens.inc(len(tokens))
-        job.living.difference_update(token.index for token in tokens if token.finish)
-        return [output(ticket, token) for token in tokens]
-
-    def _give_back(self, ticket: Ticket, block_ids: Sequence[int]) -> None:
-        """Give back blocks that no sequence of a group uses any more, after the group's earlier
-        commits."""
-        if block_ids:
-            held = self.pool_id, ticket.holder_id, ticket.holder_epoch
-            self.writer.put(lambda: self.store.give_back(*held, block_ids))
-
-    async def _commit(self, ticket: Ticket, completed: Sequence[tuple[int, PrefixHash]]) -> None:
-        await self.store.commit(self.pool_id, ticket.holder_id, ticket.holder_epoch, completed)
-
-    def _finish(self, job: Job) -> None:
-        self._forget(job)
-        self._release(job, ticket_of(job), ABORTED)
+        outputs = take_outputs(job, advance)
+        self.metrics.generation_tokens.inc(sum(len(one.token_ids) for one in outputs))
+        return outputs
 
     # Early ends.
-
-    def _break(self, job: Job, broken: Broken) -> None:
-        """End a group that failed in the engine, which has dropped it; the others of its step went
-        on."""
-        self.distrust(broken)
-        self._release(job, ticket_of(job), job.ending or poisoned(broken.fault))
 
     def _end(self, job: Job, ending: Ending) -> None:
         """Begin an early end. Only a hand-over that is under way can still change into another
@@ -310,65 +282,38 @@ class DecodeWorker(PoolWorker):
         """End one of several sequences; its gateway no longer wants it."""
         job.living.remove(index)
         if job.state is State.RUNNING:
-            self.engine.send(messages.End(ticket_of(job).holder_id, index))
+            self.engine.send(messages.AbortSequence(ticket_of(job).holder_id, index))
         elif job.state is State.AT_REST:
             job.ticket = living_of(job)
 
     def _retire(self, job: Job, removed: Removed) -> None:
-        """Continue the early end of a group that the engine has removed. Its commits are queued
-        already, so they precede all writes from here on."""
-        if not removed.sequences:  # the last sequence ended in the step in flight
-            self._finish(job)
-            return
-        assert job.ending is not None
+        """Continue the early end of a group that the engine has removed."""
         ticket = replace(ticket_of(job), sequences=removed.sequences, beams=removed.beams)
-        self._leave(job, ticket, job.ending)
+        # Without sequences: the last one ended in the step in flight.
+        ending = job.ending if removed.sequences else ABORTED
+        assert ending is not None
+        self._leave(job, ticket, ending)
 
     def _leave(self, job: Job, ticket: Ticket, ending: Ending) -> None:
         """Release the blocks of a request that is no longer in the engine, or keep them for the
         worker that claims the ticket, or copy them to the swap pool and release them then."""
+        self._stop_running(job)
+        others, swapping = map(ticket_of, self._running.values()), self._swapping
         if ending is HANDED_OVER:
-            self._stop_running(job)
             self._detached.put(job, ticket)
-        elif ending is PREEMPTED and self._is_worth_swapping(job, ticket):
-            self._swap_out(job, ticket)
+        elif ending is PREEMPTED and swapping and swapping.is_worthwhile(ticket, others):
+            swapping.begin(job, ticket)
         else:
             self._release(job, ticket, ending)
 
-    def _is_worth_swapping(self, job: Job, ticket: Ticket) -> bool:
-        if self._swapping is None:
-            return False
-        others = [ticket_of(other) for other in self._running.values() if other is not job]
-        return self._swapping.is_worthwhile(ticket, others)
-
-    def _swap_out(self, job: Job, ticket: Ticket) -> None:
-        """Begin to copy a request's KV to the swap pool. Until the copy is complete, the request
-        keeps its blocks."""
-        assert self._swapping is not None
-        self._stop_running(job)
-        job.state = State.SWAPPING
-        job.ending = None
-        job.ticket = ticket
-        self._swapping.begin(job)
-
-    def _on_copied(self, job: Job, swapped: Swapped | None) -> None:
-        """Release the blocks of a request whose KV was copied to the swap pool. `swapped`: None if
-        the swap pool did not take it; the request is then computed again."""
-        if swapped is None:
-            log.info("swap_out_refused", holder_id=ticket_of(job).holder_id)
-            self.metrics.num_swaps_refused.inc()
-            self._release(job, ticket_of(job), job.ending or PREEMPTED)
-        else:
-            self._detached.put_swapped(job, swapped)
+    def _on_swap_refused(self, job: Job) -> None:
+        """Have a preempted request computed again, which the swap pool did not take."""
+        self.metrics.num_swaps_refused.inc()
+        self._release(job, ticket_of(job), job.ending or PREEMPTED)
 
     def _release(self, job: Job, ticket: Ticket, ending: Ending) -> None:
-        async def release() -> None:
-            await self.release(ticket, ending)
-            report(job.session, ticket, ending)
-            self.suspects.leave(ticket.holder_id)
-
         self._forget(job)
-        self.writer.put(release)
+        self.holders.end(job.session, ticket, ending)
 
     def _forget(self, job: Job) -> None:
         self._stop_running(job)
@@ -377,15 +322,11 @@ class DecodeWorker(PoolWorker):
 
     def _stop_running(self, job: Job) -> None:
         if job.state is State.RUNNING:
-            del self._running[ticket_of(job).holder_id]
+            self._running.pop(ticket_of(job).holder_id, None)
             self._extender.remove(ticket_of(job).holder_id)
 
-    def _on_demands(self, holder_ids: Sequence[str]) -> None:
-        for holder_id in holder_ids:
-            job = self._running.get(holder_id) or self._detached.get(holder_id)
-            if job and not job.ending:
-                self.metrics.num_preemptions.inc()
-                self._end(job, PREEMPTED)
+    def _job_of(self, holder_id: str) -> Job | None:
+        return self._running.get(holder_id) or self._detached.get(holder_id)
 
     def _loops(self) -> Sequence[Coroutine[Any, Any, None]]:
         loops: list[Coroutine[Any, Any, None]] = [self._extender.run()]
@@ -393,10 +334,10 @@ class DecodeWorker(PoolWorker):
 
     def _check(self, ticket: Ticket, num_slots: int) -> None:
         self.check_tokens(ticket)
-        check_at_rest(ticket, self.spec, num_slots)
+        check_detached(ticket, self.spec, num_slots)
         claim = ticket.holder_id, ticket.holder_epoch
         if any(job.claim == claim for job in self._jobs):
-            raise InvalidRequest("this ticket has been claimed here already")
+            raise InvalidRequest("this worker has already claimed this ticket")
 
 
-_TAKEN = "another gateway goes on with this request"
+_TAKEN = "another gateway continues this request"

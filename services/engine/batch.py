@@ -8,7 +8,7 @@ from services.engine.sampling.adjustment import Adjustment
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import SamplingParams
 
-Pause = Callable[[float], object]
+Wait = Callable[[float], object]
 """Waits for the given seconds; returns earlier if a group is waiting for its first step."""
 
 
@@ -69,7 +69,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RowOutput:
     """The result of a row that asks for logprobs. `tokens`: one for each draw. `logprobs`: theirs,
     if the sampling parameters ask for them. `prompt`: those of the row's `scoring`."""
 
@@ -78,7 +78,7 @@ class Told:
     prompt: tuple[Logprobs, ...] = ()
 
 
-Drawn = tuple[int, ...] | Told | Fault
+RowResult = tuple[int, ...] | RowOutput | Fault
 """The result of a row: a token for each of its draws, with or without logprobs, or its fault."""
 
 

@@ -4,14 +4,14 @@ import time
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from services.engine.batch import Drawn, Fault, Pause, Row, Told
+from services.engine.batch import Fault, Row, RowOutput, RowResult, Wait
 from services.engine.messages import (
+    AbortSequence,
+    AddBlocks,
     Admit,
     Advance,
-    Broken,
     Command,
-    End,
-    Grow,
+    FailedGroup,
     Remove,
     Removed,
     Start,
@@ -29,14 +29,14 @@ class ForwardPass(Protocol):
     def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
         """Copy blocks within the arena before the next `run`; a pair is (source, target)."""
 
-    def run(self, rows: Seq[Row], num_behind: int = 0) -> Seq[Drawn]:
+    def run(self, rows: Seq[Row], num_waiting: int = 0) -> Seq[RowResult]:
         """Compute and store the KV of the rows; return one result per row.
 
-        `num_behind`: how many more sequences could run, but wait for a later step.
+        `num_waiting`: how many more sequences could run, but wait for a later step.
         """
 
-    def give_way(self, pause: Pause) -> None:
-        """Leave the device to other workers after a step; call `pause` to wait meanwhile."""
+    def yield_device(self, wait: Wait) -> None:
+        """Leave the device to other workers after a step; call `wait` to wait meanwhile."""
 
     def rest(self) -> None:
         """Called when there is nothing to compute until the next `run`."""
@@ -76,48 +76,47 @@ class Engine:
         self._stamps = stamps
         self._one_token = one_token
         self._look_ahead = 1 if one_token else look_ahead
-        self._pruned: dict[str, Group] = {}
-        """Groups that lost a sequence by `End`; the next step reports the blocks that this freed.
-        """
+        self._aborted: dict[str, Group] = {}
+        """Groups that lost a sequence by `AbortSequence`; the next step reports freed blocks."""
         self._batching_delay = PrefillBatchingDelay(scheduler.budget)
 
-    def patience_s(self, waited_s: float) -> float:
+    def delay_s(self, waited_s: float) -> float:
         """How long the thread may wait for further commands before the next step, which has been
         delayed by `waited_s` already; 0: not at all. Decode steps never wait."""
         if not self._one_token:
             return 0.0
-        return self._batching_delay.patience_s(self._scheduler.num_uncomputed, waited_s)
+        return self._batching_delay.delay_s(self._scheduler.num_uncomputed, waited_s)
 
     def step(self, commands: Seq[Command] = ()) -> StepOutcome:
         """Apply the commands, run one batch, and report what it did to each group."""
         began = time.perf_counter()
-        removed = self.obey(commands)
+        removed = self.apply(commands)
         self._copy()
         batch = self._scheduler.next_batch()
         rows = [run.sequence.row(run.num_tokens) for run in batch]
         drawn = self._compute(rows, self._scheduler.num_runnable - len(rows))
-        advances, broken = self._retire(batch, drawn)
+        advances, failed = self._retire(batch, drawn)
         num_tokens, duration_s = sum(run.num_tokens for run in batch), time.perf_counter() - began
         self._batching_delay.observe(num_tokens, duration_s)
-        return StepOutcome(advances, broken, removed, num_tokens, duration_s)
+        return StepOutcome(advances, failed, removed, num_tokens, duration_s)
 
-    def give_way(self, pause: Pause) -> None:
+    def yield_device(self, wait: Wait) -> None:
         """Leave the device to other workers between two steps. The thread calls this once the
         outcome of the last step is on its way to the event loop."""
-        self._forward.give_way(pause)
+        self._forward.yield_device(wait)
 
     def _copy(self) -> None:
         """Copy each block that several sequences share and one is about to write (law 4)."""
         if pairs := self._scheduler.place_spares(self._look_ahead):
             self._forward.copy_blocks(pairs)
 
-    def _compute(self, rows: Seq[Row], num_behind: int) -> Seq[Drawn]:
+    def _compute(self, rows: Seq[Row], num_waiting: int) -> Seq[RowResult]:
         if rows:
-            return self._forward.run(rows, num_behind)
+            return self._forward.run(rows, num_waiting)
         self._forward.rest()
         return ()
 
-    def obey(self, commands: Seq[Command]) -> tuple[Removed, ...]:
+    def apply(self, commands: Seq[Command]) -> tuple[Removed, ...]:
         """Apply commands between two steps; no later step touches what they removed.
 
         Returns the removed groups. Commands for a group that the engine no longer has do nothing.
@@ -131,13 +130,13 @@ class Engine:
                 case Start(key):
                     if found := self._scheduler.get(key):
                         found.is_started = True
-                case Grow(key, block_ids):
+                case AddBlocks(key, block_ids):
                     if found := self._scheduler.get(key):
-                        found.grow(block_ids)
-                case End(key, index):
+                        found.add_blocks(block_ids)
+                case AbortSequence(key, index):
                     found = self._scheduler.get(key)
-                    if found and found.prune(index):
-                        self._pruned[key] = found
+                    if found and found.abort_sequence(index):
+                        self._aborted[key] = found
                         if not found.sequences and not found.resting:
                             removed.append(self._remove(found))
                 case Remove(key):
@@ -147,31 +146,31 @@ class Engine:
 
     def _remove(self, group: Group) -> Removed:
         self._scheduler.remove(group.key)
-        self._pruned.pop(group.key, None)
+        self._aborted.pop(group.key, None)
         return Removed(group.key, group.at_rest(), group.beams)
 
     def _retire(
-        self, batch: Batch, drawn: Seq[Drawn]
-    ) -> tuple[tuple[Advance, ...], tuple[Broken, ...]]:
-        touched, self._pruned = self._pruned, {}
+        self, batch: Batch, drawn: Seq[RowResult]
+    ) -> tuple[tuple[Advance, ...], tuple[FailedGroup, ...]]:
+        touched, self._aborted = self._aborted, {}
         faults: dict[str, Fault] = {}
         for run, found in zip(batch, drawn, strict=True):
             group = touched[run.group.key] = run.group
             if isinstance(found, Fault):
                 faults[group.key] = found
             else:
-                told = found if isinstance(found, Told) else Told(found)
+                told = found if isinstance(found, RowOutput) else RowOutput(found)
                 group.advance(run.sequence, run.num_tokens, told, rests=self._one_token)
-        broken = [self._break(touched.pop(key), fault) for key, fault in faults.items()]
-        return tuple(self._advance(group) for group in touched.values()), tuple(broken)
+        failed = [self._fail_group(touched.pop(key), fault) for key, fault in faults.items()]
+        return tuple(self._advance(group) for group in touched.values()), tuple(failed)
 
-    def _break(self, group: Group, fault: Fault) -> Broken:
+    def _fail_group(self, group: Group, fault: Fault) -> FailedGroup:
         """Drop a group whose row failed, and reset the stamps of its full blocks, so that no
         recovery takes them for finished."""
         self._scheduler.remove(group.key)
         blocks = group.full_blocks
         self._stamps.own([block_id for block_id, _ in blocks], group.key)
-        return Broken(group.key, fault, blocks)
+        return FailedGroup(group.key, fault, blocks)
 
     def _advance(self, group: Group) -> Advance:
         completed = self._stamp(group)

@@ -29,7 +29,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Grow:
+class AddBlocks:
     """Give a group blocks that its holder has acquired."""
 
     key: str
@@ -37,7 +37,7 @@ class Grow:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class AbortSequence:
     """End one sequence of a group after the step in flight, if it is there. The end of the last one
     removes the group, which `Removed` reports. Beams cannot be ended."""
 
@@ -53,7 +53,7 @@ class Remove:
     key: str
 
 
-Command = Admit | Start | Grow | End | Remove
+Command = Admit | Start | AddBlocks | AbortSequence | Remove
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """A group that left the engine by `Remove` or `End`: no step touches its blocks any more.
-    `sequences`: those that had not ended."""
+    """A group that left the engine by `Remove` or `AbortSequence`: no step touches its blocks any
+    more. `sequences`: those that had not ended."""
 
     key: str
     sequences: tuple[TicketSequence, ...]
@@ -91,7 +91,7 @@ class Removed:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class FailedGroup:
     """A group that the engine dropped because one of its rows failed; the rest of the step counts.
 
     `blocks`: (block id, prefix hash) of all its full blocks, adopted ones too. Their KV may be the
@@ -108,7 +108,7 @@ class StepOutcome:
     """The outcome of one step, which computed `num_tokens` tokens in `duration_s`."""
 
     advances: tuple[Advance, ...] = ()
-    broken: tuple[Broken, ...] = ()
+    failed: tuple[FailedGroup, ...] = ()
     removed: tuple[Removed, ...] = ()
     num_tokens: int = 0
     duration_s: float = 0.0

@@ -31,7 +31,7 @@ class PrefillBatchingDelay:
         if num_tokens:
             self._s_per_token = duration_s / num_tokens
 
-    def patience_s(self, num_tokens: int, waited_s: float) -> float:
+    def delay_s(self, num_tokens: int, waited_s: float) -> float:
         """How long to wait for the next request, if the step has `num_tokens` tokens to compute and
         has waited for `waited_s` already; 0: begin. The first step does not wait: its expected time
         is unknown."""

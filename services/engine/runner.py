@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvops import Backend
-from services.engine.batch import Answer, Draw, Drawn, Fault, Pause, Query, Row
+from services.engine.batch import Answer, Draw, Fault, Query, Row, RowResult, Wait
 from services.engine.models import Batch, Model
 from services.engine.sampling.logit_queries import queries, told, wanted_states
 from services.protocol.ticket import SamplingParams
@@ -39,11 +39,11 @@ class Runner:
         """Copy blocks, (source, target) each; all sources are read before any target is written."""
         self._ops.copy_blocks(self._kv, torch.tensor(pairs, dtype=torch.int64).view(-1, 2))
 
-    def run(self, rows: Sequence[Row], num_behind: int = 0) -> list[Drawn]:
+    def run(self, rows: Sequence[Row], num_waiting: int = 0) -> list[RowResult]:
         """Compute all rows in one pass, store their KV, and draw the tokens that each row asks for.
 
-        Each row gets its tokens, as a `Told` if it asks for logprobs. A row whose logits are not
-        finite gets a `Fault` instead; the other rows are not affected. `num_behind` is unused here.
+        Each row gets its tokens, as a `RowOutput` if it asks for logprobs. A row whose logits are
+        not finite gets a `Fault` instead; the other rows are not affected. `num_waiting` is unused.
 
         Raises ValueError, before anything is written, if there are no rows, or if a row has no
         tokens, a negative start, more positions than the model's context or its block table, or a
@@ -53,7 +53,7 @@ class Runner:
         asked = queries(rows)
         return told(rows, self._answers(hidden, asked) if asked else ())
 
-    def give_way(self, pause: Pause) -> None:
+    def yield_device(self, wait: Wait) -> None:
         """Do nothing: the operating system divides the CPUs."""
 
     def rest(self) -> None:

@@ -71,35 +71,35 @@ class EngineThread:
                 if not self._may_step():
                     return
                 self.step_in_flight = number = number + 1
-                self._obey(commands)
-                if not self._gather():
+                self._apply(commands)
+                if not self._wait_for_more():
                     return
                 outcome = self._engine.step()
                 self.step_in_flight = None
                 busy = outcome.num_tokens > 0
-                self._tell(outcome)
+                self._send_outcome(outcome)
                 if busy and not self._newcomers.is_set():
-                    self._engine.give_way(self._newcomers.wait)
+                    self._engine.yield_device(self._newcomers.wait)
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._on_failure, error)
 
-    def _obey(self, commands: Seq[Command]) -> None:
-        self._tell(StepOutcome(removed=self._engine.obey(commands)))
+    def _apply(self, commands: Seq[Command]) -> None:
+        self._send_outcome(StepOutcome(removed=self._engine.apply(commands)))
 
-    def _gather(self) -> bool:
+    def _wait_for_more(self) -> bool:
         """Apply the commands that arrive while the step may still wait; False: stop the thread."""
         began = time.perf_counter()
-        while patience_s := self._engine.patience_s(time.perf_counter() - began):
+        while delay_s := self._engine.delay_s(time.perf_counter() - began):
             try:
-                sent = self._inbox.get(timeout=patience_s)
+                sent = self._inbox.get(timeout=delay_s)
             except queue.Empty:
                 break
             if sent is None:
                 return False
-            self._obey(sent)
+            self._apply(sent)
         return True
 
-    def _tell(self, outcome: StepOutcome) -> None:
+    def _send_outcome(self, outcome: StepOutcome) -> None:
         if outcome.is_news:
             self._loop.call_soon_threadsafe(self._on_outcome, outcome)
 

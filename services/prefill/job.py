@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from blockstore.records import Allocation, PrefixHash
-from services.engine.sequences.block_keys import Begun, BlockKeys, num_tokens_of
+from services.engine.sequences.block_keys import BlockKeys, ComputedBlocks, num_tokens_of
 from services.protocol.logprobs import Logprobs
-from services.protocol.messages import Generated
+from services.protocol.messages import Generated, Prefilled
 from services.protocol.ticket import BeamState, Ticket, TicketSequence
 from services.worker.events import Ending, Session
 
@@ -78,7 +78,7 @@ class Job:
         shared, behind = self.contents.chains
         return shared, behind if self.num_prompt_logprobs is None else ()
 
-    def begun(self) -> list[Begun]:
+    def begun(self) -> list[ComputedBlocks]:
         """For each sequence, the adopted blocks and how many of their tokens count as computed: 0
         if the request asks for logprobs of its prompt."""
         assert self.allocation is not None
@@ -95,10 +95,9 @@ class Job:
     ) -> Ticket:
         """The detached ticket of the sequences that continue (`left`), with their blocks and the
         tokens just drawn."""
-        assert self.allocation is not None
         return replace(
             self.ticket,
-            holder_epoch=self.allocation.epoch + 1,
+            holder_epoch=self.ticket.holder_epoch + 1,
             sequences=left,
             swapped=None,
             beams=beams,
@@ -108,3 +107,7 @@ class Job:
     def finished(self) -> Ticket:
         """The ticket of a request whose sequences have all ended."""
         return replace(self.ticket, holder_epoch=0, sequences=(), swapped=None, beams=None)
+
+    def prefilled(self, ticket: Ticket) -> Prefilled:
+        """The event that reports this ticket, issued or finished, with all results."""
+        return Prefilled(ticket, tuple(self.outputs), tuple(self.prompt_logprobs))

@@ -15,7 +15,7 @@ from services.worker.stream import StreamSession, WorkerStream
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
     def __init__(self, worker: PrefillWorker) -> None:
         self._worker = worker
-        self._stream = WorkerStream(worker, prefill_pb2.PrefillConnectResponse, self._obey)
+        self._stream = WorkerStream(worker, prefill_pb2.PrefillConnectResponse, self._execute)
 
     async def Connect(
         self, request_iterator: AsyncIterator[prefill_pb2.PrefillConnectRequest], context: Any
@@ -23,7 +23,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         async for response in self._stream.serve(request_iterator):
             yield response
 
-    def _obey(self, session: StreamSession, submit: prefill_pb2.PrefillSubmit) -> None:
+    def _execute(self, session: StreamSession, submit: prefill_pb2.PrefillSubmit) -> None:
         asks = submit.HasField("prompt_logprobs")
         num_top = num_top_from_wire(submit.prompt_logprobs) if asks else None
         ticket = ticket_from_wire(submit.ticket)

@@ -12,19 +12,17 @@ from services.common.errors import InvalidRequest
 from services.common.runtime.metrics import WorkerMetrics
 from services.engine import messages
 from services.engine.engine import ForwardPass
-from services.engine.messages import Advance, Broken, StepOutcome
-from services.engine.sequences.beam_group import kind_of_group
+from services.engine.messages import Advance, StepOutcome
+from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.block_keys import BlockKeys, num_blocks_for
 from services.prefill.admission import Admission
 from services.prefill.job import Job, State
 from services.prefill.prefixes import PrefixesUnderWay
-from services.protocol.messages import Prefilled
 from services.protocol.ticket import BeamState, Ticket, TicketSequence, first_of
 from services.worker.events import (
     ABORTED,
     DRAINED,
     EXPIRED,
-    PREEMPTED,
     STALE,
     Ending,
     Session,
@@ -134,10 +132,6 @@ class PrefillWorker(PoolWorker):
                 self._end(job, DRAINED)
         return len(self._jobs)
 
-    def give_back(self) -> None:
-        for job in self._jobs:
-            self._end(job, DRAINED)
-
     @property
     def num_busy(self) -> int:
         return len(self._computing)
@@ -165,6 +159,7 @@ class PrefillWorker(PoolWorker):
         that request computes all of its prompt.
         """
         assert job.allocation is not None
+        job.ticket = replace(job.ticket, holder_epoch=job.allocation.epoch)
         self._computing[job.ticket.holder_id] = job
         self._prefixes.begin(job.ticket.holder_id, job.hashes[job.allocation.num_cached_blocks :])
         is_all_computed = job.num_prompt_logprobs is not None
@@ -203,7 +198,7 @@ class PrefillWorker(PoolWorker):
         assert allocation is not None
         new = allocation.block_ids[allocation.num_cached_blocks + fetched.num_blocks :]
         rules = self.rules(job.ticket, job.num_prompt_logprobs)
-        group = kind_of_group(job.ticket).to_compute(
+        group = group_class(job.ticket).to_compute(
             job.ticket, rules, new, fetched.begun, job.hashes
         )
         job.state = State.COMPUTING
@@ -213,8 +208,7 @@ class PrefillWorker(PoolWorker):
             job.ticket = replace(job.ticket, num_cached_tokens=num_computed)
         self.metrics.prompt_tokens.inc(job.num_uncomputed)
         self.metrics.prompt_tokens_cached.inc(num_computed)
-        if fetched.completed:
-            self.writer.put(lambda: self._commit(job, fetched.completed))
+        self._commit(job.ticket, fetched.completed)
         self.engine.send(messages.Admit(group, is_started=False))
         self.begin(group.key, job.session, job.ticket.key, suspect=job.suspect)
 
@@ -222,8 +216,11 @@ class PrefillWorker(PoolWorker):
         self._pace.observe(outcome.num_tokens, outcome.duration_s)
         for advance in outcome.advances:
             self._on_advance(self._computing[advance.key], advance)
-        for broken in outcome.broken:
-            self._break(self._computing[broken.key], broken)
+        for failed in outcome.failed:
+            self.retract(failed)
+            job = self._computing[failed.key]
+            job.ending = job.ending or poisoned(failed.fault)
+            self._retire(job)
         for removed in outcome.removed:
             self._retire(self._computing[removed.key])
         self._admission.wake()
@@ -233,30 +230,26 @@ class PrefillWorker(PoolWorker):
         job.outputs += (output(job.ticket, token) for token in advance.tokens)
         job.prompt_logprobs += advance.prompt_logprobs
         job.outputs += found(job.ticket, advance.found)
-        if advance.completed:
-            self.writer.put(lambda: self._commit(job, advance.completed))
+        self._commit(job.ticket, advance.completed)
         if advance.left is None:
-            self._give_back(job, advance.freed)
+            self.holders.give_back(job.ticket, advance.freed)
         elif job.ending:
             self._retire(job)
         else:
             self.metrics.generation_tokens.inc(len(job.outputs))
             if advance.left:
-                self._give_back(job, advance.freed)
+                self.holders.give_back(job.ticket, advance.freed)
                 self._issue(job, advance.left, advance.beams)
             else:
                 self._finish(job)
 
-    def _give_back(self, job: Job, block_ids: Sequence[int]) -> None:
-        """Give back the blocks of sequences that have ended."""
-        if block_ids:
-            held = self.pool_id, job.ticket.holder_id, _epoch(job)
-            self.writer.put(lambda: self.store.give_back(*held, block_ids))
+    def _commit(self, ticket: Ticket, completed: Sequence[tuple[int, PrefixHash]]) -> None:
+        async def commit() -> None:
+            await self.holders.commit(ticket, completed)
+            self._prefixes.end(ticket.holder_id, [prefix_hash for _, prefix_hash in completed])
 
-    async def _commit(self, job: Job, completed: Sequence[tuple[int, PrefixHash]]) -> None:
-        holder_id, epoch = job.ticket.holder_id, _epoch(job)
-        await self.store.commit(self.pool_id, holder_id, epoch, completed)
-        self._prefixes.end(holder_id, [prefix_hash for _, prefix_hash in completed])
+        if completed:
+            self.writer.put(commit)
 
     def _issue(self, job: Job, left: tuple[TicketSequence, ...], beams: BeamState | None) -> None:
         """Detach the holder and send its ticket. No worker writes the blocks before the claim."""
@@ -265,8 +258,7 @@ class PrefillWorker(PoolWorker):
         async def detach() -> None:
             await self.store.detach(self.pool_id, ticket.holder_id, ticket.holder_epoch - 1)
             if not job.ending:
-                told = tuple(job.outputs), tuple(job.prompt_logprobs)
-                job.session.send(Prefilled(ticket, *told))
+                job.session.send(job.prefilled(ticket))
                 self.suspects.leave(ticket.holder_id)
 
         job.state = State.ISSUED
@@ -276,25 +268,17 @@ class PrefillWorker(PoolWorker):
         self.writer.put(detach)
 
     def _finish(self, job: Job) -> None:
-        holder_id, epoch = job.ticket.holder_id, _epoch(job)
+        ticket = job.ticket
 
         async def release() -> None:
-            await self.store.release(self.pool_id, holder_id, epoch)
-            told = tuple(job.outputs), tuple(job.prompt_logprobs)
-            job.session.send(Prefilled(job.finished(), *told))
-            self.suspects.leave(holder_id)
+            await self.store.release(self.pool_id, ticket.holder_id, ticket.holder_epoch)
+            job.session.send(job.prefilled(job.finished()))
+            self.suspects.leave(ticket.holder_id)
 
         self._forget(job)
         self.writer.put(release)
 
     # Early ends.
-
-    def _break(self, job: Job, broken: Broken) -> None:
-        """End a group that failed in the engine, which has dropped it; the others of its step went
-        on."""
-        self.distrust(broken)
-        job.ending = job.ending or poisoned(broken.fault)
-        self._retire(job)
 
     def _end(self, job: Job, ending: Ending) -> None:
         if job.ending:
@@ -313,21 +297,13 @@ class PrefillWorker(PoolWorker):
             self.writer.put(lambda: self._take_back(job, ending))
 
     def _retire(self, job: Job) -> None:
-        """Release the blocks of a job that ends early and is no longer in the engine. Its commits
-        are queued already, so they precede the release."""
-        ticket, ending = replace(job.ticket, holder_epoch=_epoch(job)), job.ending
-        assert ending is not None
-
-        async def release() -> None:
-            await self.release(ticket, ending)
-            report(job.session, ticket, ending)
-            self.suspects.leave(ticket.holder_id)
-
+        """Release the blocks of a job that ends early and is no longer in the engine."""
+        assert job.ending is not None
         self._forget(job)
-        self.writer.put(release)
+        self.holders.end(job.session, job.ticket, job.ending)
 
     async def _take_back(self, job: Job, ending: Ending) -> None:
-        await self.take_back(job.session, job.ticket, ending)
+        await self.holders.release_detached(job.session, job.ticket, ending)
         self.suspects.leave(job.ticket.holder_id)
         self._forget(job)
 
@@ -338,14 +314,8 @@ class PrefillWorker(PoolWorker):
         self._issued.pop(job.ticket.holder_id, None)
         self._prefixes.end(job.ticket.holder_id, job.hashes)
 
-    # Demands of the store.
-
-    def _on_demands(self, holder_ids: Sequence[str]) -> None:
-        for holder_id in holder_ids:
-            job = self._computing.get(holder_id) or self._issued.get(holder_id)
-            if job and not job.ending:
-                self.metrics.num_preemptions.inc()
-                self._end(job, PREEMPTED)
+    def _job_of(self, holder_id: str) -> Job | None:
+        return self._computing.get(holder_id) or self._issued.get(holder_id)
 
     def _loops(self) -> Sequence[Coroutine[Any, Any, None]]:
         loops = [self._admission.run()]
@@ -365,8 +335,3 @@ class PrefillWorker(PoolWorker):
                 f"{len(ticket.sequences)} sequences need {num_blocks} blocks at once,"
                 f" the pool has {self.spec.num_blocks}"
             )
-
-
-def _epoch(job: Job) -> int:
-    assert job.allocation is not None
-    return job.allocation.epoch

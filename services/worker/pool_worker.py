@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from blockstore.errors import StaleHolder, StoreUnavailable, WorkerFenced
+from blockstore.errors import StoreUnavailable, WorkerFenced
 from blockstore.records import Heartbeat, PoolSpec
 from blockstore.registry import Load
 from blockstore.store import BlockStore
@@ -17,13 +17,14 @@ from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import WorkerMetrics
 from services.common.runtime.ticks import until_tick
 from services.engine.engine import BlockStamps, Engine, ForwardPass
-from services.engine.messages import Broken, Start, StepOutcome
+from services.engine.messages import FailedGroup, Start, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.sequence import Rules
 from services.engine.thread import EngineThread
 from services.protocol.messages import Began
 from services.protocol.ticket import Ticket
-from services.worker.events import PREEMPTED, Ending, Session, report
+from services.worker.events import DRAINED, PREEMPTED, Ending, Session
+from services.worker.holder_writes import HolderWrites
 from services.worker.jobs import Jobs
 from services.worker.liveness.wakefulness import Wakefulness
 from services.worker.store_writer import StoreWriter
@@ -37,10 +38,6 @@ _DRAIN_INTERVAL_S = 0.05
 
 _STALLED_S = 1.0
 """How overdue a heartbeat's answer must be: a reachable store answers far sooner."""
-
-_COMES_BACK_S = 1.0
-"""How long a preempted request keeps its turn in the store. A few messages later it is back, or it
-has ended meanwhile."""
 
 log = get_logger(__name__)
 
@@ -111,7 +108,7 @@ class PoolWorker(ABC):
         loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
         self.writer = StoreWriter(self._fail)
-        self._num_places = 0
+        self.holders = HolderWrites(store, self.pool_id, self.writer, self.suspects, swap_pool)
         self._answer_due_at = loop.time()
         engine = Engine(
             forward,
@@ -157,7 +154,7 @@ class PoolWorker(ABC):
             heartbeat = await self._heartbeat()
             self._answer_due_at = asyncio.get_running_loop().time()
             self._on_demands(heartbeat.demands)
-            if self._jobs or self._num_places or await self._is_woken():
+            if self._jobs or self.holders.num_kept_turns or await self._is_woken():
                 await asyncio.sleep(_PULSE_S)
 
     async def _is_woken(self) -> bool:
@@ -257,17 +254,12 @@ class PoolWorker(ABC):
         """The most tokens that a ticket may bring: one more must fit the context."""
         return self.limits.max_model_len - 1
 
-    def distrust(self, broken: Broken) -> None:
+    def retract(self, failed: FailedGroup) -> None:
         """Take all full blocks of a broken group out of the prefix index: the cause may lie in one
         of them, and would break every request that adopts it."""
-
-        async def retract() -> None:
-            for block_id, prefix_hash in broken.blocks:
-                await self.store.retract(self.pool_id, block_id, prefix_hash)
-
-        log.error("sequence_broken", holder_id=broken.key, reason=broken.fault.value)
+        log.error("sequence_broken", holder_id=failed.key, reason=failed.fault.value)
         self.metrics.num_broken.inc()
-        self.writer.put(retract)
+        self.holders.retract(failed.blocks)
 
     def drain(self) -> int:
         """Accept no new requests; return how many are left to finish."""
@@ -283,13 +275,15 @@ class PoolWorker(ABC):
         """Return when this draining worker holds nothing: all tickets are claimed or released."""
         while True:
             await self.writer.flush()
-            if not self.num_busy and not self._num_places and not await self._holds_anything():
+            is_idle = not self.num_busy and not self.holders.num_kept_turns
+            if is_idle and not await self._holds_anything():
                 return
             await asyncio.sleep(_DRAIN_INTERVAL_S)
 
-    @abstractmethod
-    def give_back(self) -> None:
+    def requeue_all(self) -> None:
         """Requeue all requests at their gateways, to be computed again elsewhere."""
+        for job in self._jobs:
+            self._end(job, DRAINED)
 
     async def _holds_anything(self) -> bool:
         for pool_id in self._pool_ids:
@@ -302,32 +296,6 @@ class PoolWorker(ABC):
     def _pool_ids(self) -> tuple[str, ...]:
         swap_pool = () if self.swap_pool is None else (self.swap_pool.spec.pool_id,)
         return self.pool_id, *swap_pool
-
-    async def release(self, ticket: Ticket, ending: Ending) -> None:
-        """Release the blocks of a ticket. A preempted request keeps its turn in the store until it
-        is back, at most for `_COMES_BACK_S`. Raises StaleHolder."""
-        holder_id, comes_back = ticket.holder_id, ending is PREEMPTED
-        await self.store.release(self.pool_id, holder_id, ticket.holder_epoch, comes_back)
-        if comes_back:
-            self._num_places += 1
-            loop = asyncio.get_running_loop()
-            loop.call_later(_COMES_BACK_S, self.writer.put, lambda: self._give_up_place(holder_id))
-
-    async def take_back(self, session: Session, at_rest: Ticket, ending: Ending) -> None:
-        """Release a detached ticket and report `ending`, unless a worker has claimed the ticket."""
-        try:
-            if at_rest.swapped is None:
-                await self.release(at_rest, ending)
-            else:
-                assert self.swap_pool is not None
-                await self.swap_pool.release(at_rest.swapped)
-        except StaleHolder:
-            return
-        report(session, at_rest, ending)
-
-    async def _give_up_place(self, holder_id: str) -> None:
-        await self.store.withdraw(self.pool_id, holder_id)
-        self._num_places -= 1
 
     @property
     @abstractmethod
@@ -346,6 +314,18 @@ class PoolWorker(ABC):
     def _on_outcome(self, outcome: StepOutcome) -> None:
         """Apply the outcome of a step."""
 
-    @abstractmethod
     def _on_demands(self, holder_ids: Sequence[str]) -> None:
         """Preempt these holders. The store repeats a demand until its holder is released."""
+        for holder_id in holder_ids:
+            job = self._job_of(holder_id)
+            if job and not job.ending:
+                self.metrics.num_preemptions.inc()
+                self._end(job, PREEMPTED)
+
+    @abstractmethod
+    def _job_of(self, holder_id: str) -> Any:
+        """The job that a preemption of this holder ends; None: there is none."""
+
+    @abstractmethod
+    def _end(self, job: Any, ending: Ending) -> None:
+        """Begin the early end of a job, unless it is ending already."""

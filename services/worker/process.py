@@ -37,7 +37,7 @@ from services.worker.swap.pool import SwapPool
 
 # The next three add up to less than ENDING_S (services.common.runtime.config), the time for all
 # that follows the grace period of the running requests.
-_GIVE_BACK_LIMIT_S = 2.0
+_REQUEUE_LIMIT_S = 2.0
 """How long the step in flight and the releases after it may take once the grace period is over."""
 
 _FAREWELL_S = 0.1
@@ -215,7 +215,7 @@ def _on_its_cpus(
         return runner
     cpu_board = CpuBoard(settings.pool_root / "board")
     stack.callback(cpu_board.leave)
-    own = cpu_board.sit_down(entry.role, entry.worker_id)
+    own = cpu_board.take_entry(entry.role, entry.worker_id)
     return SharedCpus(runner, native, cpu_board, own, cpus, settings.max_gap_ms / 1000)
 
 
@@ -255,8 +255,8 @@ async def _finish(
     await asyncio.wait([drained, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     await asyncio.wait([drained], timeout=grace_s)
-    worker.give_back()
-    await asyncio.wait([drained], timeout=_GIVE_BACK_LIMIT_S)
+    worker.requeue_all()
+    await asyncio.wait([drained], timeout=_REQUEUE_LIMIT_S)
     worker.take_leave()
     await server.stop(_FAREWELL_S)
     with suppress(TimeoutError):

@@ -101,7 +101,7 @@ class StreamWorker(Protocol):
 class WorkerStream:
     """Serves the `Connect` calls of one worker.
 
-    `obey(session, command)` executes the commands that only this role has. If it raises
+    `execute(session, command)` executes the commands that only this role has. If it raises
     InvalidRequest, the request that the command names fails. `response`: the message type of the
     stream's responses.
     """
@@ -110,11 +110,11 @@ class WorkerStream:
         self,
         worker: StreamWorker,
         response: Callable[..., Any],
-        obey: Callable[[StreamSession, Any], None],
+        execute: Callable[[StreamSession, Any], None],
     ) -> None:
         self._worker = worker
         self._response = response
-        self._obey_own = obey
+        self._execute_own = execute
 
     async def serve(self, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
         """Serve one stream from its hello to its end, and then close its session at the worker."""
@@ -182,11 +182,11 @@ class WorkerStream:
         try:
             async for request in requests:
                 for command in each_of(request):
-                    self._obey(session, command)
+                    self._execute(session, command)
         finally:
             session.end()
 
-    def _obey(self, session: StreamSession, request: Any) -> None:
+    def _execute(self, session: StreamSession, request: Any) -> None:
         match request.WhichOneof("command"):
             case "abort":
                 abort = request.abort
@@ -199,7 +199,7 @@ class WorkerStream:
             case name:
                 command = getattr(request, name)
                 try:
-                    self._obey_own(session, command)
+                    self._execute_own(session, command)
                 except InvalidRequest as error:
                     self._refuse(session, command, error)
 

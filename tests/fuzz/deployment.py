@@ -33,7 +33,7 @@ from services.common.runtime.metrics import WorkerMetrics
 from services.common.text.tokenizer import Tokenizer
 from services.decode.service import DecodeService
 from services.decode.worker import DecodeWorker
-from services.engine.batch import Drawn, Row, Told
+from services.engine.batch import Row, RowOutput, RowResult
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.server import http_server
 from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
@@ -72,10 +72,10 @@ def _letter(token: int) -> int:
 class Letters(FakeForward):
     """Every draw is greedy."""
 
-    def _row(self, row: Row) -> Drawn:
+    def _row(self, row: Row) -> RowResult:
         draws = [replace(d, sampling=replace(d.sampling, temperature=0.0)) for d in row.draws]
         match super()._row(replace(row, draws=tuple(draws))):
-            case Told(tokens) as told:
+            case RowOutput(tokens) as told:
                 return replace(told, tokens=tuple(map(_letter, tokens)))
             case tuple() as tokens:
                 return tuple(map(_letter, tokens))

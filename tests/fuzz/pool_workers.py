@@ -20,7 +20,7 @@ from services.common.rpc.message_batching import each_of
 from services.common.runtime.metrics import WorkerMetrics
 from services.decode.service import DecodeService
 from services.decode.worker import DecodeWorker
-from services.engine.batch import Drawn, Row
+from services.engine.batch import Row, RowResult
 from services.engine.sequences.group import Group
 from services.prefill.service import PrefillService
 from services.prefill.worker import PrefillWorker
@@ -58,7 +58,7 @@ class GuardedForward(FakeForward):
         self.groups: Callable[[], Sequence[Group]] = list
         """Those that the engine has."""
 
-    def run(self, rows: Sequence[Row], num_behind: int = 0) -> list[Drawn]:
+    def run(self, rows: Sequence[Row], num_waiting: int = 0) -> list[RowResult]:
         holder_of = {
             id(sequence.block_table): group.key
             for group in self.groups()
@@ -66,7 +66,7 @@ class GuardedForward(FakeForward):
         }
         for row in rows:
             self._look_at(row, holder_of[id(row.block_table)])
-        return super().run(rows, num_behind)
+        return super().run(rows, num_waiting)
 
     def _look_at(self, row: Row, holder_id: str) -> None:
         read = set(row.block_table[: -(-(row.start + len(row.token_ids)) // 4)])
@@ -75,7 +75,7 @@ class GuardedForward(FakeForward):
             held = None if holder is None else sorted(holder.held)
             self.crimes.append(f"{holder_id} holds {held}, and reads {sorted(read)}")
 
-    def _row(self, row: Row) -> Drawn:
+    def _row(self, row: Row) -> RowResult:
         size = self.arena.block_size
         for position in range(row.start):
             slot = row.block_table[position // size] * size + position % size

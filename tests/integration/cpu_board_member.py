@@ -16,7 +16,7 @@ from pathlib import Path
 from services.worker.cpu.board import CpuBoard
 
 board = CpuBoard(Path(sys.argv[1]))
-print(board.sit_down(sys.argv[2], sys.argv[3]).index, flush=True)
+print(board.take_entry(sys.argv[2], sys.argv[3]).index, flush=True)
 for line in sys.stdin:
     board.set_backlog(int(line))
     print("done", flush=True)

@@ -13,7 +13,7 @@ import torch
 
 import kvops
 from kvops.native import Lane
-from services.engine.batch import Draw, Drawn, Row
+from services.engine.batch import Draw, Row, RowResult
 from services.engine.models import Model, load_model
 from services.engine.runner import Runner
 from services.engine.sampling.logit_queries import queries
@@ -76,11 +76,11 @@ class Watched(Runner):
         assert self._ops.native is not None
         return self._ops.native.num_lanes
 
-    def run(self, rows: Sequence[Row], num_behind: int = 0) -> list[Drawn]:
+    def run(self, rows: Sequence[Row], num_waiting: int = 0) -> list[RowResult]:
         if not self.gate.is_set():
             self.is_paused = True
             assert self.gate.wait(LIMIT_S)
-        drawn = super().run(rows, num_behind)
+        drawn = super().run(rows, num_waiting)
         ours = [row for row in rows if self._is_ours(row)]
         self.seen += [
             Seen(len(rows), len(row.token_ids), row.store_from, len(row.block_table))

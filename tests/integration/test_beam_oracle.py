@@ -18,7 +18,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from bench.make_checkpoint import make_checkpoint
-from services.engine.batch import Draw, Row, Told
+from services.engine.batch import Draw, Row, RowOutput
 from services.engine.sequences.beam import FIRST, Beam, BeamSearch, num_deciding
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import (
@@ -180,7 +180,7 @@ class OnPages:
             start = len(tokens) - 1 if beam.token_ids else 0
             rows.append(Row(tokens[start:], start, table, draws=(self._draw,)))
         drawn = self._recording.run(rows)
-        return [one for told in drawn if isinstance(told, Told) for one in told.logprobs]
+        return [one for told in drawn if isinstance(told, RowOutput) for one in told.logprobs]
 
     def _new_table(self) -> list[int]:
         return [self._recording.free.pop() for _ in range(self._num_blocks)]

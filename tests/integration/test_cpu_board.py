@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import StartupError
-from services.worker.cpu.board import NUM_SEATS, SEAT_BYTES, CpuBoard, CpuBoardEntry
+from services.worker.cpu.board import ENTRY_BYTES, NUM_ENTRIES, CpuBoard, CpuBoardEntry
 
 from .cpu_board_member import guest
 
@@ -25,7 +25,7 @@ def cpu_board(path: Path) -> Iterator[CpuBoard]:
 
 def test_a_new_board_is_empty(cpu_board: CpuBoard, path: Path) -> None:
     assert cpu_board.entries() == ()
-    assert path.stat().st_size == NUM_SEATS * SEAT_BYTES == 16_384
+    assert path.stat().st_size == NUM_ENTRIES * ENTRY_BYTES == 16_384
     assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -33,7 +33,7 @@ def test_seats_are_seen_by_every_process_in_the_order_of_names(
     cpu_board: CpuBoard, path: Path
 ) -> None:
     with guest(path, "prefill", "prefill-7") as first, guest(path, "decode", "decode-2") as second:
-        own = cpu_board.sit_down("decode", "decode-1")
+        own = cpu_board.take_entry("decode", "decode-1")
         assert [first.entry.index, second.entry.index, own.index] == [0, 1, 2]
         assert cpu_board.entries() == (own, second.entry, first.entry)
 
@@ -44,7 +44,7 @@ def test_a_worker_that_leaves_is_gone_and_its_seat_is_free(cpu_board: CpuBoard, 
         other.leave()
         assert cpu_board.entries() == ()
         assert cpu_board.backlog(other.entry) == 0
-    assert cpu_board.sit_down("decode", "b").index == 0
+    assert cpu_board.take_entry("decode", "b").index == 0
 
 
 def test_a_killed_workers_seat_is_free_at_once(cpu_board: CpuBoard, path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_killed_workers_seat_is_free_at_once(cpu_board: CpuBoard, path: Path) 
         dead.kill()
         assert cpu_board.entries() == (alive.entry,)
         assert cpu_board.backlog(dead.entry) == 0
-    assert cpu_board.sit_down("decode", "next").index == dead.entry.index
+    assert cpu_board.take_entry("decode", "next").index == dead.entry.index
 
 
 def test_a_killed_workers_seat_can_be_taken_before_anybody_has_looked(
@@ -65,15 +65,15 @@ def test_a_killed_workers_seat_can_be_taken_before_anybody_has_looked(
     with guest(path, "prefill", "a worker with a long name") as dead:
         dead.set_backlog(1)
         dead.kill()
-        own = cpu_board.sit_down("decode", "b")
+        own = cpu_board.take_entry("decode", "b")
     assert own == CpuBoardEntry("b", "decode", 0)
     assert cpu_board.entries() == (own,)
     assert cpu_board.backlog(own) == 0
 
 
 def test_reading_the_board_frees_no_entry(cpu_board: CpuBoard, path: Path) -> None:
-    """Looking locks the seats of the dead, for a moment, and lets go of nothing else."""
-    own = cpu_board.sit_down("decode", "own")
+    """Looking locks the entries of the dead, for a moment, and lets go of nothing else."""
+    own = cpu_board.take_entry("decode", "own")
     for _ in range(3):
         assert cpu_board.entries() == (own,)
     with guest(path, "prefill", "other") as other:
@@ -83,7 +83,7 @@ def test_reading_the_board_frees_no_entry(cpu_board: CpuBoard, path: Path) -> No
 
 def test_a_backlog_is_of_the_own_seat_alone(cpu_board: CpuBoard, path: Path) -> None:
     with guest(path, "prefill", "other") as other:
-        own = cpu_board.sit_down("decode", "own")
+        own = cpu_board.take_entry("decode", "own")
         cpu_board.set_backlog(1)
         assert (cpu_board.backlog(own), cpu_board.backlog(other.entry)) == (1, 0)
         other.set_backlog(70_000)
@@ -98,24 +98,24 @@ def test_a_worker_without_an_entry_has_no_backlog(cpu_board: CpuBoard) -> None:
 
 
 def test_leaving_twice_is_leaving_once(cpu_board: CpuBoard, path: Path) -> None:
-    cpu_board.sit_down("decode", "a")
+    cpu_board.take_entry("decode", "a")
     cpu_board.set_backlog(1)
     cpu_board.leave()
     cpu_board.leave()
     cpu_board.set_backlog(1)
-    assert path.read_bytes() == bytes(NUM_SEATS * SEAT_BYTES)
+    assert path.read_bytes() == bytes(NUM_ENTRIES * ENTRY_BYTES)
 
 
 def test_when_all_seats_are_taken_it_says_so(
     cpu_board: CpuBoard, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a smaller board: the other processes sit on all of it."""
-    monkeypatch.setattr("services.worker.cpu.board.NUM_SEATS", 2)
+    monkeypatch.setattr("services.worker.cpu.board.NUM_ENTRIES", 2)
     with guest(path, "prefill", "a"), guest(path, "decode", "b") as last:
-        with pytest.raises(StartupError, match="all 2 seats of this host's workers are taken"):
-            cpu_board.sit_down("decode", "c")
+        with pytest.raises(StartupError, match="already has 2 workers"):
+            cpu_board.take_entry("decode", "c")
         last.kill()
-        assert cpu_board.sit_down("decode", "c").index == 1
+        assert cpu_board.take_entry("decode", "c").index == 1
 
 
 def test_a_name_of_any_length_fits(cpu_board: CpuBoard, path: Path) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvops.native import Lane, NativeCpu
-from services.engine.batch import Drawn, Row
+from services.engine.batch import Row, RowResult
 from services.engine.runner import Runner
-from services.worker.cpu.board import SEAT_WORDS, CpuBoard, CpuBoardEntry
+from services.worker.cpu.board import ENTRY_WORDS, CpuBoard, CpuBoardEntry
 from services.worker.cpu.sharing import SharedCpus
 
 from .cpu_board_member import Guest, guest
@@ -45,7 +45,7 @@ class Linear:
         self.backlogs: list[int] = []
         self.cpu_board: CpuBoard | None = None
 
-    def run(self, rows: Sequence[Row]) -> list[Drawn]:
+    def run(self, rows: Sequence[Row]) -> list[RowResult]:
         assert self.cpu_board is not None
         self.backlogs.append(self.cpu_board.backlog(self.cpu_board.entries()[0]))
         assert torch.equal(self._product(), self.expected)
@@ -65,7 +65,7 @@ class Worker:
         self.native = RecordingCpu()
         self.linear = Linear(self.native)
         self.cpu_board = self.linear.cpu_board = CpuBoard(path)
-        self.own = self.cpu_board.sit_down(role, "own")
+        self.own = self.cpu_board.take_entry(role, "own")
         runner = cast(Runner, self.linear)
         self.pauses: list[tuple[float, int]] = []
         self.cpus = SharedCpus(
@@ -97,7 +97,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
 
 
 ALONE = (Lane(0), Lane(1))
-BESIDE_PREFILL = (Lane(0), Lane(1, (SEAT_WORDS,)))  # a prefill worker in seat 1
+BESIDE_PREFILL = (Lane(0), Lane(1, (ENTRY_WORDS,)))  # a prefill worker in seat 1
 
 
 def test_a_lone_worker_has_all_cpus_from_the_first_step_on(worker: Worker) -> None:
@@ -158,7 +158,7 @@ def test_a_worker_says_how_much_it_wants_until_it_rests(worker: Worker) -> None:
     assert worker.backlog() == 0
     worker.cpus.run(ROWS)
     assert worker.backlog() == 2
-    worker.cpus.run(ROWS, num_behind=5)
+    worker.cpus.run(ROWS, num_waiting=5)
     worker.cpus.rest()
     assert worker.backlog() == 0
     worker.cpus.run(ROWS)
@@ -169,7 +169,7 @@ def test_decoding_pauses_while_prompts_wait_and_wants_nothing_meanwhile(worker: 
     with guest(worker.path, "prefill", "p1") as prefill:
         prefill.set_backlog(100_000)  # a step takes no millisecond here
         worker.division(prefill)
-        worker.cpus.give_way(worker.pause)
+        worker.cpus.yield_device(worker.pause)
         (lent_s, backlog), (notice_s, backlog_then) = worker.pauses
         assert 0 < lent_s + notice_s < MAX_GAP_S
         assert (backlog, backlog_then) == (0, 2)
@@ -179,14 +179,14 @@ def test_a_pause_too_short_to_be_of_use_is_none(worker: Worker) -> None:
     with guest(worker.path, "prefill", "p1") as prefill:
         prefill.set_backlog(1)
         worker.division(prefill)
-        worker.cpus.give_way(worker.pause)
+        worker.cpus.yield_device(worker.pause)
         assert worker.pauses == []
 
 
 def test_decoding_never_pauses_while_no_prompt_waits(worker: Worker) -> None:
     with guest(worker.path, "prefill", "p1") as prefill:
         worker.division(prefill)
-        worker.cpus.give_way(worker.pause)
+        worker.cpus.yield_device(worker.pause)
         assert worker.pauses == []
         assert worker.backlog() == 2
 
@@ -197,7 +197,7 @@ def test_prompts_pause_for_nobody(tmp_path: Path) -> None:
         decode.set_backlog(6)
         worker.cpus.refresh()
         worker.cpus.run(ROWS)
-        worker.cpus.give_way(worker.pause)
+        worker.cpus.yield_device(worker.pause)
         assert worker.pauses == []
     worker.cpu_board.leave()
 

@@ -12,9 +12,9 @@ from bench.make_checkpoint import make_checkpoint
 from blockstore.records import PoolSpec
 from services.common.pool.stamps import Stamps, record_bytes
 from services.engine.engine import Engine
-from services.engine.messages import Admit, Command, Grow
+from services.engine.messages import AddBlocks, Admit, Command
 from services.engine.scheduler import Scheduler
-from services.engine.sequences.block_keys import Begun, num_blocks_for
+from services.engine.sequences.block_keys import ComputedBlocks, num_blocks_for
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Rules
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
@@ -45,7 +45,7 @@ class EnginePair:
         asked = replace(asked, holder_id=f"h{next(self._keys)}")
         num_new = num_blocks_for(asked, SIZE) - len(self.cached)
         new = self._take(num_new, asked.holder_id)
-        begun = [Begun.of_full(self.cached, SIZE)] * len(asked.sequences)
+        begun = [ComputedBlocks.of_full(self.cached, SIZE)] * len(asked.sequences)
         computing = Group.to_compute(asked, _rules(asked), new, begun)
         found: dict[int, list[int]] = {s.index: list(s.token_ids) for s in asked.sequences}
         left = self._run(self._engine(chunk, one_token=True), [Admit(computing)], found)
@@ -73,7 +73,7 @@ class EnginePair:
                 group = engine._scheduler.get(advance.key)
                 assert group is not None
                 acquired = advance.wanted_blocks - group.num_acquired
-                commands = [Grow(advance.key, self._take(acquired, advance.key))]
+                commands = [AddBlocks(advance.key, self._take(acquired, advance.key))]
 
     def _engine(self, budget: int, *, one_token: bool) -> Engine:
         scheduler = Scheduler(budget, max_num_seqs=64)

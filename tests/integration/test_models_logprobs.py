@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
-from services.engine.batch import Draw, Row, Scoring, Told
+from services.engine.batch import Draw, Row, RowOutput, Scoring
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import SamplingParams
 
@@ -72,14 +72,14 @@ def rows_of(
     return rows
 
 
-def run_alone(recording: RecordingRunner, rows: list[Row]) -> Told:
+def run_alone(recording: RecordingRunner, rows: list[Row]) -> RowOutput:
     """What all chunks have to tell, one after another."""
     prompt: tuple[Logprobs, ...] = ()
     for row in rows:
         (told,) = recording.run([row])
-        if isinstance(told, Told):
+        if isinstance(told, RowOutput):
             prompt += told.prompt
-    assert isinstance(told, Told)
+    assert isinstance(told, RowOutput)
     return replace(told, prompt=prompt)
 
 
@@ -155,7 +155,7 @@ def test_logprobs_do_not_depend_on_the_batch(checkpoints: Make, kind: str) -> No
     assert found[2] == expected
     assert isinstance(found[0], tuple)
     for told, number in zip((found[1], *found[3:]), (0, 20, 3), strict=True):
-        assert isinstance(told, Told)
+        assert isinstance(told, RowOutput)
         (of_token,) = told.logprobs
         assert len(of_token.top_token_ids) == number
 

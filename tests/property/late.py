@@ -142,16 +142,16 @@ class LateEngine:
         commands = tuple(self._inbox)
         self._inbox.clear()
         try:
-            self._tell(StepOutcome(removed=self._engine.obey(commands)))
+            self._send_outcome(StepOutcome(removed=self._engine.apply(commands)))
             outcome = self._engine.step()
         except BaseException as error:
             self._on_failure(error)
             return
-        self._tell(outcome)
+        self._send_outcome(outcome)
         if outcome.num_tokens:
             self._go_on()
 
-    def _tell(self, outcome: StepOutcome) -> None:
+    def _send_outcome(self, outcome: StepOutcome) -> None:
         if outcome.is_news:
             self._outcomes.put(lambda: self._on_outcome(outcome))
 

@@ -17,10 +17,10 @@ from blockstore.records import Growth, PoolSpec
 from blockstore.recount import audit
 from services.engine.batch import Draw
 from services.engine.engine import Engine
-from services.engine.messages import Admit, Advance, Command, Grow, Remove
+from services.engine.messages import AddBlocks, Admit, Advance, Command, Remove
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.beam import FIRST, Beam
-from services.engine.sequences.beam_group import kind_of_group
+from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.block_keys import BlockKeys, num_blocks_for
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Rules, Sequence
@@ -107,7 +107,7 @@ class PoolOfGroups(RuleBasedStateMachine):
             return
         begun = contents.begun(allocation.cached(hashes, branches))
         new = allocation.block_ids[allocation.num_cached_blocks :]
-        group = kind_of_group(asked).to_compute(asked, self._rules(asked), new, begun)
+        group = group_class(asked).to_compute(asked, self._rules(asked), new, begun)
         self.stamps.own(new, key)
         commands: list[Command] = [Admit(group)]
         running = replace(asked, holder_epoch=1)
@@ -133,7 +133,7 @@ class PoolOfGroups(RuleBasedStateMachine):
         spare = tuple(block for block in beside if not self.stamps.is_committed(block))
         self.ledger.give_back(key, claim.epoch, [block for block in beside if block not in spare])
         running = replace(at_rest, holder_epoch=claim.epoch)
-        group = kind_of_group(running).to_continue(
+        group = group_class(running).to_continue(
             running, self._rules(running), spare, claim.num_acquired
         )
         assert group.is_stamped(self.stamps)
@@ -161,7 +161,7 @@ class PoolOfGroups(RuleBasedStateMachine):
         if not grown.error and grown.block_ids:
             live.have += len(grown.block_ids)
             self.stamps.own(grown.block_ids, key)
-            self.hosts[live.worker].commands.append(Grow(key, grown.block_ids))
+            self.hosts[live.worker].commands.append(AddBlocks(key, grown.block_ids))
 
     def _write(self, advance: Advance, running: Ticket) -> None:
         key, epoch = advance.key, running.holder_epoch
@@ -202,7 +202,7 @@ class PoolOfGroups(RuleBasedStateMachine):
             named = Counter(block for one in group.sequences for block in one.block_table)
             assert named == group._refs
             waiting = self.hosts[live.worker].commands
-            coming = [c.block_ids for c in waiting if isinstance(c, Grow) and c.key == key]
+            coming = [c.block_ids for c in waiting if isinstance(c, AddBlocks) and c.key == key]
             beside = [*group._spare, *group._freed, *itertools.chain(*coming)]
             assert len(set(beside)) == len(beside)
             assert named.keys().isdisjoint(beside)

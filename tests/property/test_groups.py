@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from services.engine.messages import End
+from services.engine.messages import AbortSequence
 from services.protocol.ticket import BeamParams, EarlyStopping, TicketSequence
 from tests.property.pool_of_groups import DECODERS, Live, PoolOfGroups
 from tests.unit.workers.fakes import GREEDY, SAMPLED, ticket
@@ -66,11 +66,11 @@ class Groups(PoolOfGroups):
 
     @precondition(lambda self: self._has_samples())
     @rule(data=st.data())
-    def prune(self, data: st.DataObject) -> None:
+    def abort_sequence(self, data: st.DataObject) -> None:
         live = self._some_samples(data)
         index = data.draw(st.sampled_from([one.index for one in live.group.sequences]), "index")
         if len(live.group.sequences) > 1:
-            self.hosts[live.worker].commands.append(End(live.ticket.holder_id, index))
+            self.hosts[live.worker].commands.append(AbortSequence(live.ticket.holder_id, index))
             self.step(live.worker)
 
     @precondition(lambda self: self.live)

@@ -5,8 +5,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from services.engine.batch import Pause
-from services.engine.messages import Admit, Command, End, Grow, Remove, Removed, Start, StepOutcome
+from services.engine.batch import Wait
+from services.engine.messages import (
+    AbortSequence,
+    AddBlocks,
+    Admit,
+    Command,
+    Remove,
+    Removed,
+    Start,
+    StepOutcome,
+)
 from services.engine.thread import EngineThread
 
 
@@ -20,7 +29,7 @@ class FakeEngine:
         self.waits_for = waits_for
         self.at_steps: list[int] = []
 
-    def obey(self, commands: Sequence[Command]) -> tuple[Removed, ...]:
+    def apply(self, commands: Sequence[Command]) -> tuple[Removed, ...]:
         self.heard.append(list(commands))
         return tuple(Removed(c.key, (), None) for c in commands if isinstance(c, Remove))
 
@@ -28,14 +37,14 @@ class FakeEngine:
     def num_heard(self) -> int:
         return sum(map(len, self.heard))
 
-    def patience_s(self, waited_s: float) -> float:
+    def delay_s(self, waited_s: float) -> float:
         return 10.0 - waited_s if self.num_heard < self.waits_for else 0.0
 
     def step(self) -> StepOutcome:
         self.at_steps.append(self.num_heard)
         return StepOutcome()
 
-    def give_way(self, pause: Pause) -> None:
+    def yield_device(self, wait: Wait) -> None:
         raise AssertionError("nothing ran")
 
 
@@ -51,9 +60,9 @@ class BusyEngine(FakeEngine):
         super().step()
         return StepOutcome(num_tokens=1)
 
-    def give_way(self, pause: Pause) -> None:
+    def yield_device(self, wait: Wait) -> None:
         self.num_pauses += 1
-        pause(20.0 if self.num_pauses == 1 else 0.001)
+        wait(20.0 if self.num_pauses == 1 else 0.001)
         self.num_ended += 1
 
 
@@ -140,10 +149,10 @@ async def test_a_new_sequence_ends_a_pause() -> None:
     """Blocks, an end, and who is not started yet do not: running streams can wait for those."""
     engine = BusyEngine()
     async with running(engine) as thread:
-        thread.send(Grow("a", (0,)))
+        thread.send(AddBlocks("a", (0,)))
         await until(lambda: engine.num_pauses > 0)
-        thread.send(Grow("a", (1,)))
-        thread.send(End("a", 0))
+        thread.send(AddBlocks("a", (1,)))
+        thread.send(AbortSequence("a", 0))
         thread.send(admitted(is_started=False))
         await asyncio.sleep(0.05)
         assert engine.num_ended == 0
@@ -161,12 +170,12 @@ async def test_the_thread_does_not_pause_while_a_first_step_is_due() -> None:
                 thread.send(admitted(is_started=True))  # the step is under way
             return super().step()
 
-        def give_way(self, pause: Pause) -> None:
+        def yield_device(self, wait: Wait) -> None:
             assert self.num_heard == 2
             self.num_pauses += 1
 
     engine = Slow()
     async with running(engine) as thread:
-        thread.send(Grow("a", (0,)))
+        thread.send(AddBlocks("a", (0,)))
         await until(lambda: engine.num_pauses > 0)
     assert len(engine.at_steps) > 1

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from services.engine.batch import Answer, Draw, Fault, Query, Row, Scoring, Told
+from services.engine.batch import Answer, Draw, Fault, Query, Row, RowOutput, Scoring
 from services.engine.sampling.logit_queries import queries, told, wanted_states
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import SamplingParams
@@ -46,9 +46,9 @@ def test_logit_queries_are_answered() -> None:
     asked = queries(rows)
     assert [query.num_top for query in asked] == [0, None, 2]
     assert told(rows, answers(asked)) == [
-        Told((10,), (scores(10, 0),)),
+        RowOutput((10,), (scores(10, 0),)),
         (10,),
-        Told((10,), (scores(10, 2),)),
+        RowOutput((10,), (scores(10, 2),)),
     ]
 
 
@@ -64,8 +64,8 @@ def test_a_prompt_is_told_chunk_by_chunk() -> None:
         Query(5, draw(), 1),
     ]
     assert told(rows, answers(asked)) == [
-        Told((), (), (scores(8, 0), scores(9, 1))),
-        Told((10,), (scores(10, 4),), (scores(5, 2), scores(6, 3))),
+        RowOutput((), (), (scores(8, 0), scores(9, 1))),
+        RowOutput((10,), (scores(10, 4),), (scores(5, 2), scores(6, 3))),
         (10,),
     ]
 
@@ -80,7 +80,7 @@ def test_states_behind_the_prompt_are_not_asked_about() -> None:
 def test_a_prompt_that_cannot_be_scored_breaks_its_row_alone() -> None:
     rows = [row(2, None, Scoring([8, 9], 0)), row(1, draw(0))]
     found = answers(queries(rows), broken=[1])
-    assert told(rows, found) == [Fault.NOT_FINITE, Told((10,), (scores(10, 2),))]
+    assert told(rows, found) == [Fault.NOT_FINITE, RowOutput((10,), (scores(10, 2),))]
 
 
 def test_a_fault_of_the_draw_stays_one() -> None:
@@ -96,5 +96,5 @@ def test_tokens_of_one_state_are_each_told() -> None:
     assert wanted_states(rows) == [1, 2]
     assert asked == [*(Query(0, one, 2, 0) for one in of_group), Query(1, draw(0), 1, 0)]
     several, one = told(rows, answers(asked))
-    assert several == Told((13, 11, 11), tuple(scores(token, 0) for token in (13, 11, 11)))
-    assert one == Told((10,), (scores(10, 1),))
+    assert several == RowOutput((13, 11, 11), tuple(scores(token, 0) for token in (13, 11, 11)))
+    assert one == RowOutput((10,), (scores(10, 1),))

@@ -10,46 +10,46 @@ def batching_delay(ms_per_token: float = 4.0) -> PrefillBatchingDelay:
 
 
 def test_no_prompt_waits_on_a_guess() -> None:
-    assert PrefillBatchingDelay(512).patience_s(64, 0.0) == 0.0
+    assert PrefillBatchingDelay(512).delay_s(64, 0.0) == 0.0
 
 
 def test_a_step_waits_for_a_fortieth_of_its_time_at_most() -> None:
     """40 tokens take 160 ms: 4 ms, however they are spent."""
     made = batching_delay()
-    assert made.patience_s(40, 0.0) == 0.004
-    assert made.patience_s(40, 0.003) == 0.001
-    assert made.patience_s(40, 0.004) == 0.0
+    assert made.delay_s(40, 0.0) == 0.004
+    assert made.delay_s(40, 0.003) == 0.001
+    assert made.delay_s(40, 0.004) == 0.0
 
 
 def test_the_batch_begins_after_5_ms_without_arrivals() -> None:
     """256 tokens take 1 s, so they have 25 ms: as long as others keep coming."""
     made = batching_delay()
-    assert made.patience_s(256, 0.0) == 0.005
-    assert made.patience_s(256, 0.018) == 0.005
+    assert made.delay_s(256, 0.0) == 0.005
+    assert made.delay_s(256, 0.018) == 0.005
 
 
 def test_arrivals_extend_the_delay() -> None:
     made = batching_delay()
-    assert made.patience_s(40, 0.005) == 0.0
-    assert made.patience_s(80, 0.005) == 0.003
+    assert made.delay_s(40, 0.005) == 0.0
+    assert made.delay_s(80, 0.005) == 0.003
 
 
 def test_a_full_step_waits_for_nobody() -> None:
     made = batching_delay()
-    assert made.patience_s(511, 0.0) > 0.0
-    assert made.patience_s(512, 0.0) == 0.0
+    assert made.delay_s(511, 0.0) > 0.0
+    assert made.delay_s(512, 0.0) == 0.0
 
 
 def test_short_steps_do_not_wait_and_nothing_does_not_either() -> None:
     """Less than 0.3 ms is not worth falling asleep for."""
     made = batching_delay(ms_per_token=0.1)
-    assert made.patience_s(100, 0.0) == 0.0
-    assert made.patience_s(0, 0.0) == 0.0
+    assert made.delay_s(100, 0.0) == 0.0
+    assert made.delay_s(0, 0.0) == 0.0
 
 
 def test_the_last_step_says_how_long_they_take() -> None:
     made = batching_delay()
     made.observe(0, 1.0)
-    assert made.patience_s(40, 0.0) == 0.004
+    assert made.delay_s(40, 0.0) == 0.004
     made.observe(40, 0.08)
-    assert made.patience_s(40, 0.0) == 0.002
+    assert made.delay_s(40, 0.0) == 0.002

@@ -8,7 +8,7 @@ results of rows.
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from services.engine.batch import Answer, Drawn, Fault, Query, Row, Told
+from services.engine.batch import Answer, Fault, Query, Row, RowOutput, RowResult
 from services.protocol.logprobs import Logprobs
 
 
@@ -42,7 +42,7 @@ def queries(rows: Sequence[Row]) -> list[Query]:
     return asked
 
 
-def told(rows: Sequence[Row], answers: Iterable[Answer | Fault]) -> list[Drawn]:
+def told(rows: Sequence[Row], answers: Iterable[Answer | Fault]) -> list[RowResult]:
     """The results of the rows, from the answers to their `queries`, in the same order."""
     found = iter(answers)
     return [
@@ -51,13 +51,13 @@ def told(rows: Sequence[Row], answers: Iterable[Answer | Fault]) -> list[Drawn]:
     ]
 
 
-def _told(scored: Sequence[Answer | Fault], drawn: Sequence[Answer | Fault]) -> Drawn:
+def _told(scored: Sequence[Answer | Fault], drawn: Sequence[Answer | Fault]) -> RowResult:
     for answer in (*scored, *drawn):
         if isinstance(answer, Fault):
             return answer
     tokens = tuple(answer.token_id for answer in drawn if isinstance(answer, Answer))
     prompt, logprobs = _logprobs(scored), _logprobs(drawn)
-    return Told(tokens, logprobs, prompt) if prompt or logprobs else tokens
+    return RowOutput(tokens, logprobs, prompt) if prompt or logprobs else tokens
 
 
 def _logprobs(answers: Sequence[Answer | Fault]) -> tuple[Logprobs, ...]:

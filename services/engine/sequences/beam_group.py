@@ -49,7 +49,7 @@ class BeamGroup(Group):
         able = super().runnable()
         return able if len(able) == sum(one.num_uncomputed > 0 for one in self.sequences) else []
 
-    def prune(self, index: int) -> bool:
+    def abort_sequence(self, index: int) -> bool:
         """False: only the search ends a beam."""
         return False
 
@@ -100,6 +100,6 @@ class BeamGroup(Group):
         self.sequences.sort(key=lambda one: one.index)
 
 
-def kind_of_group(ticket: Ticket) -> type[Group]:
+def group_class(ticket: Ticket) -> type[Group]:
     """`BeamGroup` for a beam search, else `Group`."""
     return Group if ticket.sampling.beam is None else BeamGroup

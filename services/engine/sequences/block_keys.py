@@ -27,7 +27,7 @@ Complete = Callable[[int, PrefixHash, PrefixHash, Sequence[int]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class ComputedBlocks:
     """The leading blocks of a sequence that have KV already, of its first `num_tokens` tokens. The
     first `num_full` blocks are finished and never written again."""
 
@@ -36,7 +36,7 @@ class Begun:
     num_full: int = 0
 
     @classmethod
-    def of_full(cls, block_ids: Sequence[int], block_size: int) -> "Begun":
+    def of_full(cls, block_ids: Sequence[int], block_size: int) -> "ComputedBlocks":
         return cls(tuple(block_ids), len(block_ids) * block_size, len(block_ids))
 
 
@@ -123,21 +123,23 @@ class BlockKeys:
         """The keys of all blocks of sequence `number`, counted in the ticket's order."""
         return self.trunk.keys + self.branches[number].keys
 
-    def begun(self, found: Mapping[Key, int]) -> list[Begun]:
+    def begun(self, found: Mapping[Key, int]) -> list[ComputedBlocks]:
         """For each sequence, the leading full blocks that were `found` (key -> block id)."""
         trunk = _leading(self.trunk.hashes, found)
         is_whole = len(trunk) == len(self.trunk.hashes)
         ways = (_leading(one.hashes, found) if is_whole else [] for one in self.branches)
         size = self.trunk.block_size
-        return [Begun.of_full([found[key] for key in (*trunk, *way)], size) for way in ways]
+        return [
+            ComputedBlocks.of_full([found[key] for key in (*trunk, *way)], size) for way in ways
+        ]
 
-    def begun_with(
+    def computed_with_copies(
         self,
         found: Mapping[Key, int],
         computed: "BlockKeys",
         sources: Collection[Key],
         new_block_ids: Sequence[int],
-    ) -> tuple[list[Begun], dict[Key, int]]:
+    ) -> tuple[list[ComputedBlocks], dict[Key, int]]:
         """Extend what was `found` in the cache by blocks to copy back from a swap pool.
 
         `computed`: the keys of this group without each sequence's last token, whose KV the swap
@@ -147,7 +149,7 @@ class BlockKeys:
         leading blocks of each sequence, and the new block of each key to copy.
         """
         new, copied = iter(new_block_ids), dict[Key, int]()
-        begun: list[Begun] = []
+        begun: list[ComputedBlocks] = []
         for number, where in enumerate(self.begun(found)):
             block_ids = list(where.block_ids)
             for key in computed.keys_of(number)[len(block_ids) :]:
@@ -161,13 +163,13 @@ class BlockKeys:
             begun.append(computed._begun(number, block_ids) if is_more else where)
         return begun, copied
 
-    def _begun(self, number: int, block_ids: Sequence[int]) -> Begun:
+    def _begun(self, number: int, block_ids: Sequence[int]) -> ComputedBlocks:
         """The leading blocks `block_ids` of sequence `number`, with KV of all its tokens that have
         a slot there."""
         size = self.trunk.block_size
         num_tokens = len(self.trunk.token_ids) + len(self.branches[number].token_ids)
         num_tokens = min(len(block_ids) * size, num_tokens)
-        return Begun(tuple(block_ids), num_tokens, num_tokens // size)
+        return ComputedBlocks(tuple(block_ids), num_tokens, num_tokens // size)
 
     def full_among(self, blocks: Mapping[Key, int]) -> tuple[tuple[int, PrefixHash], ...]:
         """(block id, prefix hash) of those of `blocks` that are full."""

@@ -23,8 +23,8 @@ from itertools import chain
 
 from blockstore.hashing import prefix_hashes
 from blockstore.records import PrefixHash
-from services.engine.batch import Told
-from services.engine.sequences.block_keys import Begun
+from services.engine.batch import RowOutput
+from services.engine.sequences.block_keys import ComputedBlocks
 from services.engine.sequences.sequence import (
     Branch,
     CompletedBlock,
@@ -79,7 +79,7 @@ class Group:
         ticket: Ticket,
         rules: Rules,
         new_block_ids: Seq[int],
-        begun: Seq[Begun] = (),
+        begun: Seq[ComputedBlocks] = (),
         hashes: Seq[PrefixHash] = (),
     ) -> "Group":
         """A group that computes a prompt and the tokens generated so far (prefill, recompute).
@@ -88,8 +88,8 @@ class Group:
         leading blocks are one `Sequence` as long as they have tokens in common to compute.
         `hashes`: the prefix hashes of leading blocks of all sequences, as far as they are known.
         """
-        shares: dict[Begun, list[TicketSequence]] = defaultdict(list)
-        nowhere = [Begun()] * len(ticket.sequences)
+        shares: dict[ComputedBlocks, list[TicketSequence]] = defaultdict(list)
+        nowhere = [ComputedBlocks()] * len(ticket.sequences)
         for state, where in zip(ticket.sequences, begun or nowhere, strict=True):
             shares[where].append(state)
         sequences = [
@@ -131,7 +131,7 @@ class Group:
 
     # Blocks
 
-    def grow(self, block_ids: Seq[int]) -> None:
+    def add_blocks(self, block_ids: Seq[int]) -> None:
         self._spare += block_ids
         self.num_acquired += len(block_ids)
 
@@ -205,7 +205,7 @@ class Group:
         own = sum(len(branch.own) for one in self.sequences for branch in one.branches)
         return own + sum(one.num_uncomputed for one in self.sequences)
 
-    def advance(self, sequence: Sequence, num_tokens: int, told: Told, *, rests: bool) -> None:
+    def advance(self, sequence: Sequence, num_tokens: int, told: RowOutput, *, rests: bool) -> None:
         """Apply the result of a step: `num_tokens` of the sequence were computed, and after its
         last token the tokens of `told` were drawn. `rests`: a sequence that has drawn stops here
         and continues at another worker."""
@@ -256,7 +256,7 @@ class Group:
                 is_finished = number < len(sequence.hashes)
                 (self._freed if is_finished else self._spare).append(block_id)
 
-    def prune(self, index: int) -> bool:
+    def abort_sequence(self, index: int) -> bool:
         """End the sequence, or the branch, `index` for an abort; returns whether it was there."""
         for sequence in self.sequences:
             if any(branch.index == index for branch in sequence.branches):
@@ -309,7 +309,7 @@ def _begin(
     rules: Rules,
     prompt: Seq[int],
     states: Seq[TicketSequence],
-    begun: Begun,
+    begun: ComputedBlocks,
     hashes: Seq[PrefixHash],
 ) -> list[Sequence]:
     """Begin the sequences `states`, which start with the same blocks: as one `Sequence`, or split

@@ -17,15 +17,15 @@ from pathlib import Path
 
 from services.common.errors import StartupError
 
-SEAT_BYTES = 64
-SEAT_WORDS = SEAT_BYTES // 4
-NUM_SEATS = 256
-_NAME = slice(4, SEAT_BYTES)
+ENTRY_BYTES = 64
+ENTRY_WORDS = ENTRY_BYTES // 4
+NUM_ENTRIES = 256
+_NAME = slice(4, ENTRY_BYTES)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class CpuBoardEntry:
-    """A worker's entry. `index`: its position on the board, in units of SEAT_BYTES."""
+    """A worker's entry. `index`: its position on the board, in units of ENTRY_BYTES."""
 
     worker_id: str
     role: str
@@ -41,32 +41,34 @@ class CpuBoard:
     def __init__(self, path: Path) -> None:
         """Open the board, and make the file if needed. OSError: it cannot be made or mapped."""
         self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.posix_fallocate(self._fd, 0, NUM_SEATS * SEAT_BYTES)
-        self.memory = mmap.mmap(self._fd, NUM_SEATS * SEAT_BYTES)
+        os.posix_fallocate(self._fd, 0, NUM_ENTRIES * ENTRY_BYTES)
+        self.memory = mmap.mmap(self._fd, NUM_ENTRIES * ENTRY_BYTES)
         self._words = memoryview(self.memory).cast("i")
         self._own: CpuBoardEntry | None = None
 
-    def sit_down(self, role: str, worker_id: str) -> CpuBoardEntry:
+    def take_entry(self, role: str, worker_id: str) -> CpuBoardEntry:
         """Take a free entry for this process. StartupError: there is none."""
-        for index in range(NUM_SEATS):
+        for index in range(NUM_ENTRIES):
             if self._lock(index):
                 self._own = CpuBoardEntry(worker_id, role, index)
                 self._write(index, f"{role} {worker_id}".encode())
                 return self._own
-        raise StartupError(f"all {NUM_SEATS} seats of this host's workers are taken")
+        raise StartupError(
+            f"this host already has {NUM_ENTRIES} workers, the most that can share it"
+        )
 
     def entries(self) -> tuple[CpuBoardEntry, ...]:
         """The entries of all living workers, sorted by worker id."""
-        found = (self._entry(index) for index in range(NUM_SEATS) if self._text(index))
+        found = (self._entry(index) for index in range(NUM_ENTRIES) if self._text(index))
         return tuple(sorted(entry for entry in found if entry is not None))
 
     def backlog(self, entry: CpuBoardEntry) -> int:
-        return self._words[entry.index * SEAT_WORDS]
+        return self._words[entry.index * ENTRY_WORDS]
 
     def set_backlog(self, num_sequences: int) -> None:
         """Set the backlog in the own entry; no effect without one."""
         if self._own is not None:
-            self._words[self._own.index * SEAT_WORDS] = num_sequences
+            self._words[self._own.index * ENTRY_WORDS] = num_sequences
 
     def leave(self) -> None:
         """Free the own entry and close the file. No error if called twice."""
@@ -93,24 +95,24 @@ class CpuBoard:
         return CpuBoardEntry(worker_id, role, index)
 
     def _text(self, index: int) -> bytes:
-        entry = self.memory[index * SEAT_BYTES : (index + 1) * SEAT_BYTES]
+        entry = self.memory[index * ENTRY_BYTES : (index + 1) * ENTRY_BYTES]
         return entry[_NAME].rstrip(b"\0")
 
     def _write(self, index: int, text: bytes) -> None:
         """Write role and name, with backlog 0."""
         size = _NAME.stop - _NAME.start
-        self._words[index * SEAT_WORDS] = 0
-        begin = index * SEAT_BYTES
+        self._words[index * ENTRY_WORDS] = 0
+        begin = index * ENTRY_BYTES
         self.memory[begin + _NAME.start : begin + _NAME.stop] = text[:size].ljust(size, b"\0")
 
     def _lock(self, index: int) -> bool:
         assert self._fd is not None
         with suppress(BlockingIOError, PermissionError):
             flags = fcntl.LOCK_EX | fcntl.LOCK_NB
-            fcntl.lockf(self._fd, flags, SEAT_BYTES, index * SEAT_BYTES)
+            fcntl.lockf(self._fd, flags, ENTRY_BYTES, index * ENTRY_BYTES)
             return True
         return False
 
     def _unlock(self, index: int) -> None:
         assert self._fd is not None
-        fcntl.lockf(self._fd, fcntl.LOCK_UN, SEAT_BYTES, index * SEAT_BYTES)
+        fcntl.lockf(self._fd, fcntl.LOCK_UN, ENTRY_BYTES, index * ENTRY_BYTES)

@@ -15,7 +15,7 @@ See ADR 45.
 from collections.abc import Mapping, Sequence
 
 from kvops.native import Lane
-from services.worker.cpu.board import SEAT_WORDS, CpuBoardEntry
+from services.worker.cpu.board import ENTRY_WORDS, CpuBoardEntry
 
 _PROMPTS_WEIGHT = 0.5
 """A prompt counts like this many streams. Four streams beside one prompt keep 8/9 of the time of
@@ -42,7 +42,7 @@ def lanes(
         start = turn % len(others)
         line = [*others[start:], *others[:start]]
         before = [*owners, *line[: line.index(own)]]
-        lent.append(Lane(cpu, tuple(entry.index * SEAT_WORDS for entry in before)))
+        lent.append(Lane(cpu, tuple(entry.index * ENTRY_WORDS for entry in before)))
     return (*mine, *lent)
 
 

@@ -10,9 +10,9 @@ import torch
 
 from kvops.native import Lane, NativeCpu, wake
 from services.common.runtime.logging import get_logger
-from services.engine.batch import Drawn, Pause, Row
+from services.engine.batch import Row, RowResult, Wait
 from services.engine.runner import Runner
-from services.worker.cpu.board import SEAT_WORDS, CpuBoard, CpuBoardEntry
+from services.worker.cpu.board import ENTRY_WORDS, CpuBoard, CpuBoardEntry
 from services.worker.cpu.division import lanes, pause_s
 
 _NOTICE_S = 0.001
@@ -58,17 +58,17 @@ class SharedCpus:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._runner.copy_blocks(pairs)
 
-    def run(self, rows: Sequence[Row], num_behind: int = 0) -> Sequence[Drawn]:
+    def run(self, rows: Sequence[Row], num_waiting: int = 0) -> Sequence[RowResult]:
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
             self._native.assign(wanted, self._words)
         began = time.perf_counter()
-        self._cpu_board.set_backlog(len(rows) + num_behind)
+        self._cpu_board.set_backlog(len(rows) + num_waiting)
         drawn = self._runner.run(rows)
         self._num_decoding, self._step_s = len(rows), time.perf_counter() - began
         return drawn
 
-    def give_way(self, pause: Pause) -> None:
+    def yield_device(self, wait: Wait) -> None:
         """Pause decode while prompts wait, so that they are computed on its CPUs too. Prefill does
         not pause for decode."""
         if self._own.role != "decode":
@@ -84,13 +84,13 @@ class SharedCpus:
         if lent_s < _NOTICE_S:
             return
         self.rest()
-        pause(lent_s)
+        wait(lent_s)
         self._cpu_board.set_backlog(self._num_decoding)
         self._sleep(_NOTICE_S)
 
     def rest(self) -> None:
         self._cpu_board.set_backlog(0)
-        wake(self._words, self._own.index * SEAT_WORDS)
+        wake(self._words, self._own.index * ENTRY_WORDS)
 
     def refresh(self) -> None:
         """Divide the CPUs again if a worker joined or left."""

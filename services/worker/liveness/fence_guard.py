@@ -24,7 +24,7 @@ from typing import NoReturn
 from blockstore.errors import WorkerFenced
 from services.common.pool.locks import WorkerLock
 from services.common.runtime.ticks import until_tick
-from services.engine.batch import Drawn, Pause, Row
+from services.engine.batch import Row, RowResult, Wait
 from services.engine.engine import ForwardPass
 from services.worker.swap.pool import Copy
 
@@ -75,14 +75,14 @@ class GuardedForward:
         self._forward.copy_blocks(pairs)
         self._fence_guard.require()
 
-    def run(self, rows: Sequence[Row], num_behind: int = 0) -> Sequence[Drawn]:
+    def run(self, rows: Sequence[Row], num_waiting: int = 0) -> Sequence[RowResult]:
         self._fence_guard.require()
-        drawn = self._forward.run(rows, num_behind)
+        drawn = self._forward.run(rows, num_waiting)
         self._fence_guard.require()
         return drawn
 
-    def give_way(self, pause: Pause) -> None:
-        self._forward.give_way(pause)
+    def yield_device(self, wait: Wait) -> None:
+        self._forward.yield_device(wait)
 
     def rest(self) -> None:
         self._forward.rest()

@@ -24,7 +24,7 @@ from blockstore.store import BlockStore
 from services.common.pool.stamps import Stamps
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import WorkerMetrics
-from services.engine.sequences.block_keys import Begun, BlockKeys, Key
+from services.engine.sequences.block_keys import BlockKeys, ComputedBlocks, Key
 from services.protocol.ticket import Swapped, SwappedTable, Ticket
 from services.worker.swap.cost import SwapCost
 
@@ -51,7 +51,7 @@ class Fetched:
     that now have its KV, cached or copied. `num_blocks`: how many were copied. `completed`: the
     full ones among the copied blocks, to commit."""
 
-    begun: Sequence[Begun]
+    begun: Sequence[ComputedBlocks]
     num_blocks: int = 0
     completed: tuple[tuple[int, PrefixHash], ...] = ()
 
@@ -162,7 +162,7 @@ class SwapPool:
             sources = computed.blocks(_tables(ticket, swapped))
             await self._leave_out_unsound(sources, computed, swapped.holder_id)
         new = allocation.block_ids[allocation.num_cached_blocks :]
-        begun, copied = contents.begun_with(cached, computed, sources, new)
+        begun, copied = contents.computed_with_copies(cached, computed, sources, new)
         if copied:
             await self._copy(self._copy_back, self._own_stamps, computed, sources, copied)
             self._metrics.swapped_in_blocks.inc(len(copied))

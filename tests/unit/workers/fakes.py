@@ -15,7 +15,7 @@ import xxhash
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from services.common.pool.stamps import Stamps, StampState, record_bytes
-from services.engine.batch import Draw, Drawn, Fault, Pause, Row, Told
+from services.engine.batch import Draw, Fault, Row, RowOutput, RowResult, Wait
 from services.protocol.logprobs import Logprobs
 from services.protocol.messages import Began, DrainNotice, Step, WorkerEvent
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
@@ -112,7 +112,7 @@ class FakeForward:
         self.poison: int | None = None
         self.pause_after = 0
 
-    def give_way(self, pause: Pause) -> None:
+    def yield_device(self, wait: Wait) -> None:
         pass
 
     def rest(self) -> None:
@@ -124,7 +124,7 @@ class FakeForward:
         with self.arena.lock:
             self.arena.copy_within(pairs)
 
-    def run(self, rows: Sequence[Row], num_behind: int = 0) -> list[Drawn]:
+    def run(self, rows: Sequence[Row], num_waiting: int = 0) -> list[RowResult]:
         self.num_begun += bool(rows)
         assert self.gate.wait(30)
         self.num_steps += bool(rows)
@@ -144,7 +144,7 @@ class FakeForward:
             for block_id in row.block_table[first : -(-end // size)]:
                 assert readers[block_id] == 1, "a shared block is never written"
 
-    def _row(self, row: Row) -> Drawn:
+    def _row(self, row: Row) -> RowResult:
         end = row.start + len(row.token_ids)
         for position, token in zip(range(row.start, end), row.token_ids, strict=True):
             if position >= row.store_from:
@@ -173,7 +173,7 @@ def logprobs_of(tokens: Sequence[int], num_top: int) -> Logprobs:
     return replace(likeliest_tokens(tokens[:-1], num_top), logprob=-float(digest % 100))
 
 
-def _told(row: Row, context: list[int]) -> Drawn:
+def _told(row: Row, context: list[int]) -> RowResult:
     """`context`: all tokens up to the row's end."""
     tokens = tuple(next_token(context, draw) for draw in row.draws)
     num_top = row.draws[0].sampling.logprobs if row.draws else None
@@ -188,7 +188,7 @@ def _told(row: Row, context: list[int]) -> Drawn:
             prompt.append(logprobs_of(known[: position + 1], row.scoring.num_top))
     asked = () if num_top is None else tokens
     drawn = tuple(logprobs_of([*context, token], num_top or 0) for token in asked)
-    return Told(tokens, drawn, tuple(prompt))
+    return RowOutput(tokens, drawn, tuple(prompt))
 
 
 class FakeSession:

@@ -134,7 +134,7 @@ async def test_a_returned_search_goes_on_from_its_beams(pair: WorkerPair) -> Non
     wanted = asked(stop_ids=(5,))
     await start(pair, wanted)
     await pair.until(lambda: len(heard(pair.session, "r1")) > 6)
-    pair.decode.give_back()
+    pair.decode.requeue_all()
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     requeued = pair.session.of(Requeued)[0]
     assert requeued.reason is RequeueReason.DRAINING
@@ -194,7 +194,7 @@ async def test_a_step_waits_for_all_beams(make_pair: MakePair) -> None:
     assert [len(one.token_ids) for one in second.ticket.sequences] == [2] * 4
     assert all(one.finish is FinishReason.LENGTH for one in right(wanted))
     pair.prefill.abort(FakeSession(), "r1", 1)
-    pair.prefill.give_back()
+    pair.prefill.requeue_all()
     await pair.until_empty()
 
 

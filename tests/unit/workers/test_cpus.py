@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from kvops.native import Lane
 from services.worker.config import WorkerSettings
-from services.worker.cpu.board import SEAT_WORDS, CpuBoardEntry
+from services.worker.cpu.board import ENTRY_WORDS, CpuBoardEntry
 from services.worker.cpu.division import divide, lanes, pause_s
 
 
@@ -78,7 +78,7 @@ def lanes_of(num_cpus: int, text: str) -> list[tuple[Lane, ...]]:
 
 
 def byte(*entries: int) -> tuple[int, ...]:
-    return tuple(entry * SEAT_WORDS for entry in entries)
+    return tuple(entry * ENTRY_WORDS for entry in entries)
 
 
 def test_two_workers_lend_each_other_their_cpus() -> None:
@@ -137,7 +137,7 @@ def test_every_worker_may_use_every_cpu_once_and_its_home_first(
         assert tuple(lane.cpu for lane in at_home) == found[own]
         assert not any(lane.owners for lane in at_home)
         assert all(lane.owners for lane in mine[len(at_home) :])
-        assert all(own.index * SEAT_WORDS not in lane.owners for lane in mine)
+        assert all(own.index * ENTRY_WORDS not in lane.owners for lane in mine)
 
 
 @given(CPUS, ROLES, st.data())
@@ -147,7 +147,7 @@ def test_a_cpu_is_lent_to_one_at_most_and_never_while_somebody_at_home_is_busy(
     """And whenever all who live there are idle, somebody busy has it."""
     entries = workers(roles)
     busy = data.draw(st.sets(st.sampled_from(entries)))
-    words = {entry.index * SEAT_WORDS for entry in busy}
+    words = {entry.index * ENTRY_WORDS for entry in busy}
     found = divide(cpus, entries)
     for cpu in cpus:
         borrowers = [

@@ -224,7 +224,7 @@ async def test_requests_left_after_the_grace_period_are_returned(
     await pair.until(lambda: bool(outputs(pair.session, "r1") and outputs(pair.session, "r2")))
     pair.decode.drain()
     await handed_over(pair, "r2")
-    pair.decode.give_back()
+    pair.decode.requeue_all()
     async with asyncio.timeout(10):
         await pair.decode.drained()
     await pair.until_empty()

@@ -101,7 +101,7 @@ async def test_a_holder_has_one_sequence(pair: WorkerPair) -> None:
     for attempt in (1, 2):
         pair.decode.reserve(pair.session, "r1", attempt, 1)
     pair.decode.admit(pair.session, issued)
-    with pytest.raises(InvalidRequest, match="claimed here"):
+    with pytest.raises(InvalidRequest, match="already claimed"):
         pair.decode.admit(pair.session, replace(issued, attempt=2))
     pair.decode_model.gate.set()
     await pair.until(lambda: finished(pair.session, "r1"))

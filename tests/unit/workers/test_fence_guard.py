@@ -7,7 +7,7 @@ import pytest
 
 from blockstore.errors import WorkerFenced
 from services.common.pool.locks import WorkerLock, give_up
-from services.engine.batch import Drawn, Pause, Row
+from services.engine.batch import Row, RowResult, Wait
 from services.worker.liveness.fence_guard import FenceGuard, GuardedForward
 
 
@@ -16,7 +16,7 @@ class Forward:
         self.num_runs = 0
         self._meanwhile = meanwhile
 
-    def run(self, rows: Sequence[Row], num_behind: int = 0) -> Sequence[Drawn]:
+    def run(self, rows: Sequence[Row], num_waiting: int = 0) -> Sequence[RowResult]:
         self.num_runs += 1
         self._meanwhile()
         return ()
@@ -25,7 +25,7 @@ class Forward:
         self.num_runs += 1
         self._meanwhile()
 
-    def give_way(self, pause: Pause) -> None:
+    def yield_device(self, wait: Wait) -> None:
         pass
 
     def rest(self) -> None:

@@ -9,9 +9,22 @@ import pytest
 from blockstore.records import PoolSpec
 from services.engine.batch import Draw, Fault
 from services.engine.engine import Engine
-from services.engine.messages import Admit, Advance, Command, End, Grow, Remove, StepOutcome
+from services.engine.messages import (
+    AbortSequence,
+    AddBlocks,
+    Admit,
+    Advance,
+    Command,
+    Remove,
+    StepOutcome,
+)
 from services.engine.scheduler import Scheduler
-from services.engine.sequences.block_keys import Begun, num_blocks_for, num_tokens_of, shared_tokens
+from services.engine.sequences.block_keys import (
+    ComputedBlocks,
+    num_blocks_for,
+    num_tokens_of,
+    shared_tokens,
+)
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Rules
 from services.protocol.ticket import FinishReason, Ticket, TicketSequence
@@ -139,7 +152,7 @@ def test_a_row_whose_copy_has_no_block_sits_out(engine_pair: EnginePair) -> None
     assert engine_pair.admit(at_rest, spare=(), num_acquired=3).num_tokens == 0
     ran = []
     for block_id in (7, 8):
-        (advance,) = engine_pair.decode.step([Grow(KEY, (block_id,))]).advances
+        (advance,) = engine_pair.decode.step([AddBlocks(KEY, (block_id,))]).advances
         ran.append([token.index for token in advance.tokens])
     assert ran == [[0], [0, 1, 2]]
     assert engine_pair.arena.num_copied == 2
@@ -157,9 +170,9 @@ def test_an_ended_sequence_releases_its_own_blocks(engine_pair: EnginePair) -> N
     """Finished blocks go back, a tail goes to a sibling that wants one."""
     at_rest, _ = engine_pair.prefilled(asked(2), range(4))
     engine_pair.admit(at_rest, spare=(3,), num_acquired=4)  # 0 writes block 3, 1 writes block 2
-    engine_pair.decode.step([Grow(KEY, (5, 6))])  # 12 tokens: 5 is 0's, 6 is 1's
+    engine_pair.decode.step([AddBlocks(KEY, (5, 6))])  # 12 tokens: 5 is 0's, 6 is 1's
     engine_pair.decode.step([])  # block 3 and 2 are full, 5 and 6 have a token
-    (advance,) = engine_pair.decode.step([End(KEY, 0)]).advances
+    (advance,) = engine_pair.decode.step([AbortSequence(KEY, 0)]).advances
     assert [token.index for token in advance.tokens] == [1]
     assert advance.freed == (3,)
     assert advance.wanted_blocks == 0  # 15 tokens and 2 ahead: it will have 5
@@ -171,7 +184,7 @@ def test_a_tail_that_somebody_leaves_is_written_in_place(engine_pair: EnginePair
     """No block has come for a copy, and none is needed any more."""
     at_rest, _ = engine_pair.prefilled(asked(2), range(4))
     engine_pair.admit(at_rest, spare=(), num_acquired=3)
-    (advance,) = engine_pair.decode.step([End(KEY, 0)]).advances
+    (advance,) = engine_pair.decode.step([AbortSequence(KEY, 0)]).advances
     assert [token.index for token in advance.tokens] == [1]
     assert engine_pair.arena.num_copied == 0
     assert tables(engine_pair.removed()) == {1: (0, 1, 2)}
@@ -180,7 +193,7 @@ def test_a_tail_that_somebody_leaves_is_written_in_place(engine_pair: EnginePair
 def test_the_last_to_end_takes_the_group_along(engine_pair: EnginePair) -> None:
     at_rest, _ = engine_pair.prefilled(asked(2), range(4))
     engine_pair.admit(at_rest, spare=(3,), num_acquired=4)
-    (removed,) = engine_pair.decode.step([End(KEY, 0), End(KEY, 1)]).removed
+    (removed,) = engine_pair.decode.step([AbortSequence(KEY, 0), AbortSequence(KEY, 1)]).removed
     assert removed.sequences == ()
     assert engine_pair.decode.step([Remove(KEY)]).removed == ()
 
@@ -212,9 +225,9 @@ def test_a_row_that_is_not_finite_ends_its_group_alone(engine_pair: EnginePair) 
     group = Group.to_continue(replace(other, sequences=(of_other,)), rules(other), (9,), 2)
     engine_pair.decode.step([Admit(group)])
     outcome = engine_pair.admit(at_rest, spare=(3,), num_acquired=4)
-    (broken,) = outcome.broken
-    assert (broken.key, broken.fault) == (KEY, Fault.NOT_FINITE)
-    assert [block_id for block_id, _ in broken.blocks] == [0, 1]
+    (failed,) = outcome.failed
+    assert (failed.key, failed.fault) == (KEY, Fault.NOT_FINITE)
+    assert [block_id for block_id, _ in failed.blocks] == [0, 1]
     assert [advance.key for advance in outcome.advances] == ["h-r2"]
 
 
@@ -294,7 +307,10 @@ def test_sequences_go_on_from_their_own_tokens(engine_pair: EnginePair) -> None:
     alone = replace(wanted, sequences=wanted.sequences[:1])
     at_rest, _ = engine_pair.prefilled(alone, range(20, 25))
     table = at_rest.sequences[0].block_ids
-    begun = [Begun.of_full(table[:4], SIZE), *[Begun.of_full(table[:2], SIZE)] * 2]
+    begun = [
+        ComputedBlocks.of_full(table[:4], SIZE),
+        *[ComputedBlocks.of_full(table[:2], SIZE)] * 2,
+    ]
     group = Group.to_compute(wanted, rules(wanted), range(30, 36), begun)
     assert group.num_uncomputed == 1 + (2 + 2 + 1 + 1)
     num_computed = engine_pair.arena.num_computed
@@ -321,7 +337,7 @@ def test_a_block_that_somebody_adopted_is_not_copied_for_its_last_token(
     wanted = replace(asked(1), sequences=states)
     whole, _ = engine_pair.prefilled(replace(wanted, sequences=states[1:]), range(20, 25))
     adopted = whole.sequences[0].block_ids[:3]
-    begun = [Begun(adopted, 11, 3), Begun.of_full(adopted, SIZE)]
+    begun = [ComputedBlocks(adopted, 11, 3), ComputedBlocks.of_full(adopted, SIZE)]
     group = Group.to_compute(wanted, rules(wanted), (30, 31), begun)
     num_copied = engine_pair.arena.num_copied
     (advance,) = engine_pair.prefill.step([Admit(group)]).advances

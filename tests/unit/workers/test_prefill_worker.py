@@ -197,7 +197,7 @@ async def test_requests_left_after_the_grace_period_are_returned(pair: WorkerPai
     pair.prefill.submit(pair.session, ticket("r2", range(50, 60)))
     await pair.until(lambda: pair.prefill.load().num_running == 1)
     pair.prefill.drain()
-    pair.prefill.give_back()
+    pair.prefill.requeue_all()
     pair.prefill_model.gate.set()
     async with asyncio.timeout(10):
         await pair.prefill.drained()

@@ -1,0 +1,94 @@
+"""Writes to the store about the holders of a worker: commit, give back, release."""
+
+import asyncio
+from collections.abc import Sequence
+
+from blockstore.errors import StaleHolder
+from blockstore.records import PrefixHash
+from blockstore.store import BlockStore
+from services.protocol.ticket import Ticket
+from services.worker.events import PREEMPTED, Ending, Session, report
+from services.worker.store_writer import StoreWriter
+from services.worker.suspect_queue import SuspectQueue
+from services.worker.swap.pool import SwapPool
+
+_KEEP_TURN_S = 1.0
+"""How long a preempted request keeps its turn in the store. It is back a few messages later, or it
+has ended meanwhile."""
+
+
+class HolderWrites:
+    """Writes about the holders that tickets name. The methods that are not coroutines queue their
+    write at once, so writes about one holder keep the order of the calls."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        pool_id: str,
+        writer: StoreWriter,
+        suspects: SuspectQueue,
+        swap_pool: SwapPool | None,
+    ) -> None:
+        self._store = store
+        self._pool_id = pool_id
+        self._writer = writer
+        self._suspects = suspects
+        self._swap_pool = swap_pool
+        self.num_kept_turns = 0
+        """How many preempted requests keep their turn in the store."""
+
+    async def commit(self, ticket: Ticket, completed: Sequence[tuple[int, PrefixHash]]) -> None:
+        await self._store.commit(self._pool_id, ticket.holder_id, ticket.holder_epoch, completed)
+
+    def give_back(self, ticket: Ticket, block_ids: Sequence[int]) -> None:
+        """Give back blocks that no sequence of a group uses any more, after the group's earlier
+        commits."""
+        if block_ids:
+            holder = self._pool_id, ticket.holder_id, ticket.holder_epoch
+            self._writer.put(lambda: self._store.give_back(*holder, block_ids))
+
+    def retract(self, blocks: Sequence[tuple[int, PrefixHash]]) -> None:
+        """Take full blocks out of the prefix index."""
+
+        async def retract() -> None:
+            for block_id, prefix_hash in blocks:
+                await self._store.retract(self._pool_id, block_id, prefix_hash)
+
+        self._writer.put(retract)
+
+    def end(self, session: Session, ticket: Ticket, ending: Ending) -> None:
+        """Release a ticket whose group has left the engine, then report its early end. The group's
+        commits are queued already, so they precede the release."""
+
+        async def end() -> None:
+            await self.release(ticket, ending)
+            report(session, ticket, ending)
+            self._suspects.leave(ticket.holder_id)
+
+        self._writer.put(end)
+
+    async def release(self, ticket: Ticket, ending: Ending) -> None:
+        """Release the blocks of a ticket. A preempted request keeps its turn in the store until it
+        is back, at most for `_KEEP_TURN_S`. Raises StaleHolder."""
+        holder_id, comes_back = ticket.holder_id, ending is PREEMPTED
+        await self._store.release(self._pool_id, holder_id, ticket.holder_epoch, comes_back)
+        if comes_back:
+            self.num_kept_turns += 1
+            loop = asyncio.get_running_loop()
+            loop.call_later(_KEEP_TURN_S, self._writer.put, lambda: self._end_turn(holder_id))
+
+    async def release_detached(self, session: Session, ticket: Ticket, ending: Ending) -> None:
+        """Release a detached ticket and report `ending`, unless a worker has claimed the ticket."""
+        try:
+            if ticket.swapped is None:
+                await self.release(ticket, ending)
+            else:
+                assert self._swap_pool is not None
+                await self._swap_pool.release(ticket.swapped)
+        except StaleHolder:
+            return
+        report(session, ticket, ending)
+
+    async def _end_turn(self, holder_id: str) -> None:
+        await self._store.withdraw(self._pool_id, holder_id)
+        self.num_kept_turns -= 1
