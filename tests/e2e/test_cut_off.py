@@ -124,8 +124,17 @@ async def half_open(proxy: Proxy) -> AsyncIterator[None]:
     proxy.release()
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
-@pytest.mark.parametrize("fault", [slow, cut, half_open])
+@pytest.mark.parametrize(
+    ("fault", "role"),
+    [
+        (slow, "decode"),
+        (cut, "prefill"),
+        (half_open, "decode"),
+        pytest.param(slow, "prefill", marks=pytest.mark.full),
+        pytest.param(cut, "decode", marks=pytest.mark.full),
+        pytest.param(half_open, "prefill", marks=pytest.mark.full),
+    ],
+)
 async def test_a_worker_cut_off_from_redis_costs_time_and_no_more(
     deployment: Deployment,
     client: AsyncClient,

@@ -28,6 +28,11 @@ KILLED = ["", "services.decode", "services.prefill", "valkey"]
 everything."""
 
 
+def sample(*names: str) -> list[Any]:
+    """KILLED; only `names` are for `make test`."""
+    return [pytest.param(name, marks=[] if name in names else pytest.mark.full) for name in KILLED]
+
+
 @asynccontextmanager
 async def swapping(
     checkpoint: Path, folder: Path, swap_bytes: int
@@ -70,7 +75,7 @@ async def all_of(
     return [task.result() for task in tasks]
 
 
-@pytest.mark.parametrize("killed", KILLED)
+@pytest.mark.parametrize("killed", sample("services.decode", "valkey"))
 async def test_a_preempted_request_is_swapped_out_and_goes_on(
     checkpoint: Path, oracle: Oracle, tmp_path: Path, killed: str
 ) -> None:
@@ -87,7 +92,7 @@ async def test_a_preempted_request_is_swapped_out_and_goes_on(
             assert_greedy(oracle, p, completion)
 
 
-@pytest.mark.parametrize("killed", KILLED)
+@pytest.mark.parametrize("killed", sample("", "services.prefill"))
 async def test_groups_and_searches_are_swapped_out_and_go_on(
     checkpoint: Path, tmp_path: Path, killed: str
 ) -> None:
