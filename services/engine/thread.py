@@ -14,7 +14,6 @@ from services.engine.messages import Admit, Command, Start, StepOutcome
 class EngineThread:
     """Runs the engine's steps in a thread of its own; waits for commands while nothing can run.
 
-    `may_step` blocks until the next step may begin; it returns False if no step may begin any more.
     `on_outcome` and `on_failure` are called in `loop`, outcomes in the order of the steps. Groups
     removed before a step are reported before it, so that their release does not wait for the step.
     After a failure the thread ends: the blocks of the step in flight are in an unknown state, so
@@ -27,13 +26,11 @@ class EngineThread:
         loop: asyncio.AbstractEventLoop,
         on_outcome: Callable[[StepOutcome], None],
         on_failure: Callable[[BaseException], None],
-        may_step: Callable[[], bool],
     ) -> None:
         self._engine = engine
         self._loop = loop
         self._on_outcome = on_outcome
         self._on_failure = on_failure
-        self._may_step = may_step
         self.step_in_flight: int | None = None
         """The number of the step that runs now, from 1; None between steps."""
         self._held: list[Command] = []
@@ -68,8 +65,6 @@ class EngineThread:
         try:
             busy, number = False, 0
             while (commands := self._take(wait=not busy)) is not None:
-                if not self._may_step():
-                    return
                 self.step_in_flight = number = number + 1
                 self._apply(commands)
                 if not self._wait_for_more():

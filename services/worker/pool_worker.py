@@ -3,11 +3,10 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from blockstore.errors import StoreUnavailable, WorkerFenced
+from blockstore.errors import WorkerFenced
 from blockstore.records import Heartbeat, PoolSpec
 from blockstore.registry import Load
 from blockstore.store import BlockStore
@@ -26,14 +25,12 @@ from services.protocol.ticket import Ticket
 from services.worker.events import DRAINED, PREEMPTED, Ending, Session
 from services.worker.holder_writes import HolderWrites
 from services.worker.jobs import Jobs
-from services.worker.liveness.wakefulness import Wakefulness
 from services.worker.store_writer import StoreWriter
 from services.worker.suspect_queue import SuspectQueue
 from services.worker.swap.pool import SwapPool
 
 _PULSE_S = 0.1
 _IDLE_PULSE_S = 1.0
-_ASK_LIMIT_S = 1.0
 _DRAIN_INTERVAL_S = 0.05
 
 _STALLED_S = 1.0
@@ -117,16 +114,13 @@ class PoolWorker(ABC):
             one_token=one_token,
             look_ahead=limits.look_ahead,
         )
-        self._wakefulness = Wakefulness(self._ask)
-        self.engine = EngineThread(
-            engine, loop, self._after_step, self._fail, self._wakefulness.may_step
-        )
+        self.engine = EngineThread(engine, loop, self._after_step, self._fail)
 
     async def run(self) -> None:
         """Work until cancelled. Raises the first error of engine, store or a loop, after which the
         worker cannot continue."""
         self.engine.start()
-        loops = [self.writer.run(), self._wakefulness.keep(), self._pulse(), *self._loops()]
+        loops = [self.writer.run(), self._pulse(), *self._loops()]
         tasks = [asyncio.create_task(self._guarded(loop)) for loop in loops]
         try:
             await self._failure
@@ -134,7 +128,6 @@ class PoolWorker(ABC):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._wakefulness.close()
             await asyncio.to_thread(self.engine.stop)
 
     async def _guarded(self, loop: Coroutine[Any, Any, None]) -> None:
@@ -188,13 +181,6 @@ class PoolWorker(ABC):
         if heartbeat.fenced:
             raise WorkerFenced(f"{self.worker_id} was fenced")
         return heartbeat
-
-    async def _ask(self) -> None:
-        """Raises WorkerFenced if this worker was fenced during a gap. While the store is away the
-        worker may go on: no process can fence it without the store."""
-        with suppress(StoreUnavailable, TimeoutError):
-            async with asyncio.timeout(_ASK_LIMIT_S):
-                await self._heartbeat()
 
     def _after_step(self, outcome: StepOutcome) -> None:
         if outcome.num_tokens:

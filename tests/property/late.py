@@ -116,7 +116,6 @@ class LateEngine:
         loop: asyncio.AbstractEventLoop,
         on_outcome: Callable[[StepOutcome], None],
         on_failure: Callable[[BaseException], None],
-        may_step: Callable[[], bool],
     ) -> None:
         self._engine, self._loop = engine, loop
         self._on_outcome, self._on_failure = on_outcome, on_failure

@@ -71,7 +71,7 @@ async def running(engine: FakeEngine) -> AsyncIterator[EngineThread]:
     failed: list[BaseException] = []
     loop = asyncio.get_running_loop()
     any_engine: Any = engine
-    thread = EngineThread(any_engine, loop, engine.told.append, failed.append, lambda: True)
+    thread = EngineThread(any_engine, loop, engine.told.append, failed.append)
     thread.start()
     try:
         yield thread
