@@ -2,15 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from types import TracebackType
 from typing import Self
 
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from quire import messages
-from quire.client import DEFAULT_ADDRESS, OPERATIONS_TIMEOUT_S
-from quire.errors import QuireError, translated
-from quire.links import AsyncLink, Links
+from quire.client import CALL_TIMEOUT_S, DEFAULT_ADDRESS
+from quire.connections import AsyncConnection, Connections
+from quire.errors import QuireError, translate_errors
 from quire.messages import Request
 from quire.progress import RESUME_WINDOW_S, Progress
 from quire.types import Completion, Delta, Model, Pool, PoolAudit, Prompt, Sampling, Scaled, Worker
@@ -34,14 +33,16 @@ class AsyncClient:
         resume_window_s: float = RESUME_WINDOW_S,
         operations: str | None = None,
     ) -> None:
-        self._links = Links(address, AsyncLink)
-        self._operations = Links(operations, AsyncLink) if operations else self._links
+        self._gateways = Connections(address, AsyncConnection)
+        self._operations = (
+            Connections(operations, AsyncConnection) if operations else self._gateways
+        )
         self._resume_window_s = resume_window_s
 
     @property
     def address(self) -> str:
         """The address of the gateway in use."""
-        return self._links.current.address
+        return self._gateways.current.address
 
     def generate(
         self,
@@ -58,24 +59,24 @@ class AsyncClient:
         self, request: Request, timeout_s: float | None = None
     ) -> AsyncGenerator[Delta, None]:
         """`generate` with every field of a request. `timeout_s`: the request's time limit."""
-        progress = Progress(request, timeout_s, len(self._links), self._resume_window_s)
+        progress = Progress(request, timeout_s, len(self._gateways), self._resume_window_s)
         while True:
-            link = self._links.current
-            call = link.inference.Generate(progress.message(), timeout=progress.timeout_s())
+            connection = self._gateways.current
+            call = connection.inference.Generate(progress.message(), timeout=progress.timeout_s())
             try:
-                with translated(link.address):
+                with translate_errors(connection.address):
                     async for response in call:
-                        progress.saw(response)
+                        progress.record_response(response)
                         for delta in messages.deltas(response):
                             yield delta
                 return
             except QuireError as error:
-                pause_s = progress.broke(error)
+                pause_s = progress.record_break(error)
                 if pause_s is None:
                     return
             finally:
                 call.cancel()
-            self._links.leave(link)
+            self._gateways.switch_from(connection)
             await asyncio.sleep(pause_s)
 
     async def complete(
@@ -91,44 +92,42 @@ class AsyncClient:
         return messages.completion([delta async for delta in stream])
 
     async def is_ready(self) -> bool:
-        with translated(self.address):
-            response = await self._links.current.health.Check(
-                HealthCheckRequest(), timeout=OPERATIONS_TIMEOUT_S
-            )
+        with self._gateways.use_current() as gateway:
+            response = await gateway.health.Check(HealthCheckRequest(), timeout=CALL_TIMEOUT_S)
         return bool(response.status == HealthCheckResponse.SERVING)
 
     async def models(self) -> tuple[Model, ...]:
-        with translated(self.address):
-            response = await self._links.current.inference.ListModels(
-                ListModelsRequest(), timeout=OPERATIONS_TIMEOUT_S
+        with self._gateways.use_current() as gateway:
+            response = await gateway.inference.ListModels(
+                ListModelsRequest(), timeout=CALL_TIMEOUT_S
             )
         return messages.models(response)
 
     async def pools(self) -> tuple[Pool, ...]:
-        with translated(self._operations.current.address):
-            response = await self._operations.current.block_manager.ListPools(
-                ListPoolsRequest(), timeout=OPERATIONS_TIMEOUT_S
+        with self._operations.use_current() as gateway:
+            response = await gateway.block_manager.ListPools(
+                ListPoolsRequest(), timeout=CALL_TIMEOUT_S
             )
         return messages.pools(response)
 
     async def workers(self) -> tuple[Worker, ...]:
-        with translated(self._operations.current.address):
-            response = await self._operations.current.block_manager.ListWorkers(
-                ListWorkersRequest(), timeout=OPERATIONS_TIMEOUT_S
+        with self._operations.use_current() as gateway:
+            response = await gateway.block_manager.ListWorkers(
+                ListWorkersRequest(), timeout=CALL_TIMEOUT_S
             )
         return messages.workers(response)
 
     async def audit(self, pool_id: str = "", timeout_s: float = 60.0) -> tuple[PoolAudit, ...]:
-        with translated(self._operations.current.address):
-            response = await self._operations.current.block_manager.Audit(
+        with self._operations.use_current() as gateway:
+            response = await gateway.block_manager.Audit(
                 AuditRequest(pool_id=pool_id), timeout=timeout_s
             )
         return messages.audits(response)
 
     async def drain(self, worker_id: str, *, force: bool = False) -> int:
-        with translated(self._operations.current.address):
-            response = await self._operations.current.block_manager.DrainWorker(
-                DrainWorkerRequest(worker_id=worker_id, force=force), timeout=OPERATIONS_TIMEOUT_S
+        with self._operations.use_current() as gateway:
+            response = await gateway.block_manager.DrainWorker(
+                DrainWorkerRequest(worker_id=worker_id, force=force), timeout=CALL_TIMEOUT_S
             )
         return response.num_running
 
@@ -136,22 +135,16 @@ class AsyncClient:
         self, *, num_prefill: int | None = None, num_decode: int | None = None
     ) -> Scaled:
         request = ScaleRequest(num_prefill=num_prefill, num_decode=num_decode)
-        with translated(self._operations.current.address):
-            call = self._operations.current.supervisor.Scale(request, timeout=OPERATIONS_TIMEOUT_S)
-            response = await call
+        with self._operations.use_current() as gateway:
+            response = await gateway.supervisor.Scale(request, timeout=CALL_TIMEOUT_S)
         return messages.scaled(response)
 
     async def close(self) -> None:
-        for link in (*self._links, *self._operations):
-            await link.channel.close()
+        for connection in (*self._gateways, *self._operations):
+            await connection.channel.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.close()

@@ -5,14 +5,13 @@ Both call a gateway over gRPC and raise the errors of `quire.errors`.
 
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Protocol, Self
 
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from quire import messages
-from quire.errors import QuireError, translated
-from quire.links import Link, Links
+from quire.connections import Connection, Connections
+from quire.errors import QuireError, translate_errors
 from quire.messages import Request
 from quire.progress import RESUME_WINDOW_S, Progress
 from quire.types import Completion, Delta, Model, Pool, PoolAudit, Prompt, Sampling, Scaled, Worker
@@ -26,7 +25,7 @@ from quire.v1.inference_pb2 import GenerateResponse, ListModelsRequest
 from quire.v1.supervisor_pb2 import ScaleRequest
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-OPERATIONS_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 10.0
 """Time limit of each call other than `generate`, which takes its limit from the request, and
 `audit`, which has a parameter for it."""
 
@@ -46,37 +45,39 @@ class Stream:
     stream's `with` block, cancels an unfinished request at every hop.
     """
 
-    def __init__(self, links: Links[Link], progress: Progress) -> None:
-        self._links = links
+    def __init__(self, gateways: Connections[Connection], progress: Progress) -> None:
+        self._gateways = gateways
         self._progress = progress
         self._cancelled = False
-        self._link, self._call = self._begin()
+        self._connection, self._call = self._begin()
         self._deltas = self._read()
 
     def __iter__(self) -> Iterator[Delta]:
         return self._deltas
 
-    def _begin(self) -> tuple[Link, _Call]:
-        link, progress = self._links.current, self._progress
-        return link, link.inference.Generate(progress.message(), timeout=progress.timeout_s())
+    def _begin(self) -> tuple[Connection, _Call]:
+        connection, progress = self._gateways.current, self._progress
+        return connection, connection.inference.Generate(
+            progress.message(), timeout=progress.timeout_s()
+        )
 
     def _read(self) -> Iterator[Delta]:
         while True:
             try:
-                with translated(self._link.address):
+                with translate_errors(self._connection.address):
                     for response in self._call:
-                        self._progress.saw(response)
+                        self._progress.record_response(response)
                         yield from messages.deltas(response)
                 return
             except QuireError as error:
                 if self._cancelled:
                     raise
-                pause_s = self._progress.broke(error)
+                pause_s = self._progress.record_break(error)
                 if pause_s is None:
                     return
-            self._links.leave(self._link)
+            self._gateways.switch_from(self._connection)
             time.sleep(pause_s)
-            self._link, self._call = self._begin()
+            self._connection, self._call = self._begin()
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -85,12 +86,7 @@ class Stream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.cancel()
 
 
@@ -114,14 +110,14 @@ class Client:
         resume_window_s: float = RESUME_WINDOW_S,
         operations: str | None = None,
     ) -> None:
-        self._links = Links(address, Link)
-        self._operations = Links(operations, Link) if operations else self._links
+        self._gateways = Connections(address, Connection)
+        self._operations = Connections(operations, Connection) if operations else self._gateways
         self._resume_window_s = resume_window_s
 
     @property
     def address(self) -> str:
         """The address of the gateway in use."""
-        return self._links.current.address
+        return self._gateways.current.address
 
     def generate(
         self,
@@ -136,8 +132,8 @@ class Client:
 
     def send(self, request: Request, timeout_s: float | None = None) -> Stream:
         """`generate` with every field of a request. `timeout_s`: the request's time limit."""
-        progress = Progress(request, timeout_s, len(self._links), self._resume_window_s)
-        return Stream(self._links, progress)
+        progress = Progress(request, timeout_s, len(self._gateways), self._resume_window_s)
+        return Stream(self._gateways, progress)
 
     def complete(
         self,
@@ -154,40 +150,32 @@ class Client:
     def is_ready(self) -> bool:
         """Whether the service at this address serves. A gateway serves when at least one model has
         workers of both roles."""
-        with translated(self.address):
-            response = self._links.current.health.Check(
-                HealthCheckRequest(), timeout=OPERATIONS_TIMEOUT_S
-            )
+        with self._gateways.use_current() as gateway:
+            response = gateway.health.Check(HealthCheckRequest(), timeout=CALL_TIMEOUT_S)
         return bool(response.status == HealthCheckResponse.SERVING)
 
     def models(self) -> tuple[Model, ...]:
         """The models that the gateway serves now."""
-        with translated(self.address):
-            response = self._links.current.inference.ListModels(
-                ListModelsRequest(), timeout=OPERATIONS_TIMEOUT_S
-            )
+        with self._gateways.use_current() as gateway:
+            response = gateway.inference.ListModels(ListModelsRequest(), timeout=CALL_TIMEOUT_S)
         return messages.models(response)
 
     def pools(self) -> tuple[Pool, ...]:
-        with translated(self._operations.current.address):
-            response = self._operations.current.block_manager.ListPools(
-                ListPoolsRequest(), timeout=OPERATIONS_TIMEOUT_S
-            )
+        with self._operations.use_current() as gateway:
+            response = gateway.block_manager.ListPools(ListPoolsRequest(), timeout=CALL_TIMEOUT_S)
         return messages.pools(response)
 
     def workers(self) -> tuple[Worker, ...]:
-        with translated(self._operations.current.address):
-            response = self._operations.current.block_manager.ListWorkers(
-                ListWorkersRequest(), timeout=OPERATIONS_TIMEOUT_S
+        with self._operations.use_current() as gateway:
+            response = gateway.block_manager.ListWorkers(
+                ListWorkersRequest(), timeout=CALL_TIMEOUT_S
             )
         return messages.workers(response)
 
     def audit(self, pool_id: str = "", timeout_s: float = 60.0) -> tuple[PoolAudit, ...]:
         """Recount the block references of one pool; an empty `pool_id` means all pools."""
-        with translated(self._operations.current.address):
-            response = self._operations.current.block_manager.Audit(
-                AuditRequest(pool_id=pool_id), timeout=timeout_s
-            )
+        with self._operations.use_current() as gateway:
+            response = gateway.block_manager.Audit(AuditRequest(pool_id=pool_id), timeout=timeout_s)
         return messages.audits(response)
 
     def drain(self, worker_id: str, *, force: bool = False) -> int:
@@ -196,9 +184,9 @@ class Client:
         Returns the number of requests that it still runs. Draining the last worker of a role on a
         pool needs `force`.
         """
-        with translated(self._operations.current.address):
-            response = self._operations.current.block_manager.DrainWorker(
-                DrainWorkerRequest(worker_id=worker_id, force=force), timeout=OPERATIONS_TIMEOUT_S
+        with self._operations.use_current() as gateway:
+            response = gateway.block_manager.DrainWorker(
+                DrainWorkerRequest(worker_id=worker_id, force=force), timeout=CALL_TIMEOUT_S
             )
         return response.num_running
 
@@ -208,23 +196,16 @@ class Client:
         Returns before the workers have started or left.
         """
         request = ScaleRequest(num_prefill=num_prefill, num_decode=num_decode)
-        with translated(self._operations.current.address):
-            response = self._operations.current.supervisor.Scale(
-                request, timeout=OPERATIONS_TIMEOUT_S
-            )
+        with self._operations.use_current() as gateway:
+            response = gateway.supervisor.Scale(request, timeout=CALL_TIMEOUT_S)
         return messages.scaled(response)
 
     def close(self) -> None:
-        for link in (*self._links, *self._operations):
-            link.channel.close()
+        for connection in (*self._gateways, *self._operations):
+            connection.channel.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()

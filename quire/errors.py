@@ -1,15 +1,4 @@
-"""The errors that the client library raises.
-
-QuireError                 every error of this package
-├── Unreachable            no server answers at the address
-├── InvalidRequest         the request can never succeed as it is
-│   └── NotFound           no such model, worker or pool
-├── Conflict               a request with this id is running
-├── Overloaded             the queue is full; try again after `retry_delay_s`
-├── Unavailable            the gateway answers, but lacks a worker or the store, or is stopping
-├── DeadlineExceeded       the request's time limit has passed
-└── ServerError            the server failed; the text has an error id to find in the server's log
-"""
+"""The errors that the client library raises."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,37 +21,39 @@ class QuireError(Exception):
 
 
 class Unreachable(QuireError):
-    pass
+    """No server answers at the address."""
 
 
 class InvalidRequest(QuireError):
-    pass
+    """The request can never succeed as it is."""
 
 
 class NotFound(InvalidRequest):
-    pass
+    """No such model, worker or pool exists."""
 
 
 class Conflict(QuireError):
-    pass
+    """A request with this id is running."""
 
 
 class Overloaded(QuireError):
+    """The queue is full; try again after `retry_delay_s`."""
+
     def __init__(self, message: str, code: str, retry_delay_s: float | None) -> None:
         super().__init__(message, code)
         self.retry_delay_s = retry_delay_s
 
 
 class Unavailable(QuireError):
-    pass
+    """The gateway answers, but lacks a worker or the block store, or is stopping."""
 
 
 class DeadlineExceeded(QuireError):
-    pass
+    """The request's time limit has passed."""
 
 
 class ServerError(QuireError):
-    pass
+    """The server failed; the text has an error id to find in the server's log."""
 
 
 _BY_STATUS: dict[grpc.StatusCode, type[QuireError]] = {
@@ -77,14 +68,14 @@ _BY_STATUS: dict[grpc.StatusCode, type[QuireError]] = {
 """RESOURCE_EXHAUSTED becomes Overloaded; every other status that is missing here becomes
 ServerError."""
 
-_NOBODYS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+_NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """Statuses that gRPC sets itself if no server answers; the error then has no ERROR_CODE_TRAILER.
 A gRPC server answers a call that arrives just as it stops with CANCELLED."""
 
 
 @contextmanager
-def translated(address: str) -> Iterator[None]:
-    """Raises gRPC's errors as errors of this module."""
+def translate_errors(address: str) -> Iterator[None]:
+    """Raises gRPC's errors as errors of this module. `address`: the called server's, for texts."""
     try:
         yield
     except grpc.RpcError as error:
@@ -98,7 +89,7 @@ def _from_rpc(error: grpc.RpcError, address: str) -> QuireError:
     message = error.details() or status.name
     trailers = {str(key): str(value) for key, value in error.trailing_metadata() or ()}
     code = trailers.get(ERROR_CODE_TRAILER)
-    if status in _NOBODYS and code is None:
+    if status in _NO_ANSWER and code is None:
         return Unreachable(f"nobody answers at {address}", "unreachable")
     if status is grpc.StatusCode.UNIMPLEMENTED:
         message = (

@@ -1,8 +1,10 @@
 """Translates the dataclasses of `quire.types` to protobuf and back."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, cast
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
+
+from google.protobuf.message import Message
 
 from quire.errors import InvalidRequest, ServerError
 from quire.types import (
@@ -31,6 +33,11 @@ from quire.v1 import (
     sampling_pb2,
     supervisor_pb2,
 )
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+D = TypeVar("D", bound="DataclassInstance")
 
 _FINISH_REASONS: dict[int, FinishReason] = {
     sampling_pb2.FINISH_REASON_STOP: "stop",
@@ -87,31 +94,9 @@ def generate_request(request: Request) -> inference_pb2.GenerateRequest:
 def _sampling(sampling: Sampling) -> sampling_pb2.SamplingParams:
     if sampling.allowed_token_ids is not None and not sampling.allowed_token_ids:
         raise ValueError("allowed_token_ids is empty: no token could come")
-    return sampling_pb2.SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        max_tokens=sampling.max_tokens,
-        stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-        logprobs=sampling.logprobs,
-        prompt_logprobs=sampling.prompt_logprobs,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=sampling.logit_bias,
-        allowed_token_ids=sampling.allowed_token_ids,
-        bad_words=sampling.bad_words,
-        min_tokens=sampling.min_tokens,
-        include_stop_str_in_output=sampling.include_stop_str_in_output,
-        skip_special_tokens=sampling.skip_special_tokens,
-        n=sampling.n,
-        best_of=sampling.best_of,
-        beam=None if sampling.beam is None else _beam(sampling.beam),
-    )
+    values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+    values["beam"] = None if sampling.beam is None else _beam(sampling.beam)
+    return sampling_pb2.SamplingParams(**values)
 
 
 def _beam(beam: Beam) -> sampling_pb2.BeamSearch:
@@ -179,13 +164,8 @@ def _stopped_by(delta: inference_pb2.SequenceDelta) -> str | int | None:
 
 
 def _usage(usage: inference_pb2.Usage) -> Usage:
-    return Usage(
-        num_prompt_tokens=usage.num_prompt_tokens,
-        num_cached_tokens=usage.num_cached_tokens if usage.HasField("num_cached_tokens") else None,
-        num_generated_tokens=usage.num_generated_tokens,
-        time_to_first_token_ms=usage.time_to_first_token_ms,
-        num_preemptions=usage.num_preemptions,
-    )
+    num_cached = usage.num_cached_tokens if usage.HasField("num_cached_tokens") else None
+    return _from_message(Usage, usage, num_cached_tokens=num_cached)
 
 
 def completion(deltas: Sequence[Delta]) -> Completion:
@@ -221,22 +201,10 @@ def models(response: inference_pb2.ListModelsResponse) -> tuple[Model, ...]:
 
 def pools(response: block_manager_pb2.ListPoolsResponse) -> tuple[Pool, ...]:
     return tuple(
-        Pool(
-            pool_id=pool.pool_id,
-            model=pool.model,
-            fingerprint=pool.fingerprint,
-            block_size=pool.block_size,
-            block_bytes=pool.block_bytes,
-            num_blocks=pool.num_blocks,
-            num_free=pool.num_free,
-            num_cached=pool.num_cached,
-            num_held=pool.num_held,
-            num_holders=pool.num_holders,
-            num_waiters=pool.num_waiters,
+        _from_message(
+            Pool,
+            pool,
             worker_ids=tuple(pool.worker_ids),
-            num_prefix_queries=pool.num_prefix_queries,
-            num_prefix_hits=pool.num_prefix_hits,
-            recovering=pool.recovering,
             missing_worker_ids=tuple(pool.missing_worker_ids),
         )
         for pool in response.pools
@@ -245,28 +213,24 @@ def pools(response: block_manager_pb2.ListPoolsResponse) -> tuple[Pool, ...]:
 
 def workers(response: block_manager_pb2.ListWorkersResponse) -> tuple[Worker, ...]:
     return tuple(
-        Worker(
-            worker_id=worker.worker_id,
-            role=worker.role,
-            address=worker.address,
-            pool_id=worker.pool_id,
-            model=worker.model,
+        _from_message(
+            Worker,
+            worker,
             state=_WORKER_STATES.get(worker.state, "unknown"),
             num_running=worker.load.num_running,
             num_waiting=worker.load.num_waiting,
             num_free_slots=worker.load.num_free_slots,
             num_pending_tokens=worker.load.num_pending_tokens,
             engine=dict(worker.engine),
-            started_unix_ms=worker.started_unix_ms,
         )
         for worker in response.workers
     )
 
 
 def scaled(response: supervisor_pb2.ScaleResponse) -> Scaled:
-    return Scaled(
-        num_prefill=response.num_prefill,
-        num_decode=response.num_decode,
+    return _from_message(
+        Scaled,
+        response,
         starting=tuple(response.starting),
         leaving=tuple(response.leaving),
         failing=dict(response.failing),
@@ -275,17 +239,12 @@ def scaled(response: supervisor_pb2.ScaleResponse) -> Scaled:
 
 def audits(response: block_manager_pb2.AuditResponse) -> tuple[PoolAudit, ...]:
     return tuple(
-        PoolAudit(
-            pool_id=pool.pool_id,
-            num_blocks=pool.num_blocks,
-            num_free=pool.num_free,
-            num_cached=pool.num_cached,
-            num_held=pool.num_held,
-            num_holders=pool.num_holders,
-            num_references=pool.num_references,
-            ledger_checked=pool.ledger_checked,
-            violations=tuple(pool.violations),
-            recovering=pool.recovering,
-        )
-        for pool in response.pools
+        _from_message(PoolAudit, pool, violations=tuple(pool.violations)) for pool in response.pools
     )
+
+
+def _from_message(cls: type[D], message: Message, **converted: object) -> D:
+    """A dataclass with the fields of the same name in `message`, and the `converted` fields, which
+    have another name or type there."""
+    names = {field.name for field in fields(cls)} - converted.keys()
+    return cls(**{name: getattr(message, name) for name in names}, **converted)

@@ -45,7 +45,7 @@ class Progress:
         self._window_s = window_s
         self._received: dict[int, ReceivedSequence] = {}
         self._has_ended = False
-        self._heard = False
+        self._was_answered = False
         self._num_breaks = 0
         self._broke_at = 0.0
 
@@ -57,9 +57,9 @@ class Progress:
         """The rest of the request's time limit; None: no limit."""
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
-    def saw(self, response: GenerateResponse) -> None:
+    def record_response(self, response: GenerateResponse) -> None:
         """Record the tokens of a response."""
-        self._heard, self._num_breaks = True, 0
+        self._was_answered, self._num_breaks = True, 0
         self._has_ended = response.HasField("usage")
         for delta in response.deltas:
             received = self._received_of(delta.index)
@@ -71,7 +71,7 @@ class Progress:
             self._received[index] = self._message.received.sequences.add(index=index)
         return self._received[index]
 
-    def broke(self, error: QuireError) -> float | None:
+    def record_break(self, error: QuireError) -> float | None:
         """Record a broken call. Returns the seconds until the next gateway should be asked; None:
         the answer was complete before the call broke.
 
@@ -88,7 +88,7 @@ class Progress:
             self._broke_at = now
         asked_all = self._num_breaks >= self._num_gateways
         # With several gateways, one of them may be just returning while another leaves.
-        window_s = self._window_s if self._heard or self._num_gateways > 1 else 0.0
+        window_s = self._window_s if self._was_answered or self._num_gateways > 1 else 0.0
         if asked_all and now - self._broke_at >= window_s:
             raise error
         if self._deadline is not None and now >= self._deadline:

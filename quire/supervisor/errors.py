@@ -1,13 +1,4 @@
-"""The errors of the supervisor. Each ends its command with the error's text.
-
-ServeError
-├── ModelNotFound      no such directory, and no such model in the Hugging Face cache
-├── ModelUnusable      files of the model are missing, or Quire does not support the model
-├── PortInUse          another run or program listens on a port of the run
-├── NoSuchRun          no run matches the command, or several do
-├── NoValkey           the embedded Valkey is not installed
-└── GaveUp             a service named a reason why it cannot start, or failed repeatedly in one way
-"""
+"""The errors of the supervisor. Each ends its command with the error's text."""
 
 
 class ServeError(Exception):
@@ -15,24 +6,24 @@ class ServeError(Exception):
 
 
 class ModelNotFound(ServeError):
-    pass
+    """No such directory exists, and no such model is in the Hugging Face cache."""
 
 
 class ModelUnusable(ServeError):
-    pass
+    """Files of the model are missing, or Quire does not support the model."""
 
 
 class PortInUse(ServeError):
-    pass
+    """Another run or program listens on a port of the run."""
 
 
 class NoSuchRun(ServeError):
-    pass
+    """No run matches the command, or several do."""
 
 
 class NoValkey(ServeError):
-    pass
+    """The embedded Valkey is not installed."""
 
 
 class GaveUp(ServeError):
-    pass
+    """A service gave a reason why it cannot start, or failed repeatedly in the same way."""

@@ -1,7 +1,7 @@
 """Waits until a starting run serves, by asking its gateway what is still missing."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +15,6 @@ _REMIND_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """The number of workers that a run starts, by role."""
-
-    num_prefill: int
-    num_decode: int
-
-
-@dataclass(frozen=True, slots=True)
 class Serving:
     """The models and pools of a run that is ready."""
 
@@ -31,12 +23,13 @@ class Serving:
 
 
 async def wait_until_serving(
-    address: str, run: Path, expected: Expected, report: Callable[[str], None]
+    address: str, run: Path, num_workers: Mapping[str, int], report: Callable[[str], None]
 ) -> Serving:
-    """Wait until every expected worker serves and the gateway reports SERVING.
+    """Wait until all workers serve and the gateway reports SERVING.
 
-    `report` gets the missing part whenever it changes, and every ten seconds. `run`: the directory
-    with the gateways' sockets for operations.
+    `run`: the directory with the gateways' sockets for operations. `num_workers`: the workers that
+    the run starts, by role. `report` gets what is missing, whenever that changes and every ten
+    seconds.
     """
     loop = asyncio.get_running_loop()
     last_missing, reported_at = "", loop.time()
@@ -45,7 +38,7 @@ async def wait_until_serving(
         sockets = living_sockets(run)
         operations = f"unix:{sockets[0]}" if sockets else None
         async with AsyncClient(address, operations=operations) as client:
-            missing = await _missing(client, expected) if operations else "the gateway"
+            missing = await _missing(client, num_workers) if operations else "the gateway"
             if not missing:
                 return Serving(await client.models(), await client.pools())
         if missing != last_missing or loop.time() - reported_at > _REMIND_S:
@@ -54,11 +47,11 @@ async def wait_until_serving(
         await asyncio.sleep(_POLL_S)
 
 
-async def _missing(client: AsyncClient, expected: Expected) -> str:
+async def _missing(client: AsyncClient, num_workers: Mapping[str, int]) -> str:
     """Describes what the run still waits for; empty if the run is ready."""
     try:
         workers = await client.workers()
-        lacking = _lacking(workers, expected)
+        lacking = _lacking(workers, num_workers)
         if not lacking and not await client.is_ready():
             lacking = ["the gateway to connect to the workers"]
     except Unreachable:
@@ -68,10 +61,9 @@ async def _missing(client: AsyncClient, expected: Expected) -> str:
     return ", ".join(lacking)
 
 
-def _lacking(workers: tuple[Worker, ...], expected: Expected) -> list[str]:
-    wanted = {"prefill": expected.num_prefill, "decode": expected.num_decode}
+def _lacking(workers: tuple[Worker, ...], num_workers: Mapping[str, int]) -> list[str]:
     lacking = []
-    for role, number in wanted.items():
+    for role, number in num_workers.items():
         serving = sum(worker.role == role and worker.state == "serving" for worker in workers)
         if serving < number:
             lacking.append(f"{role} workers to load the model ({serving} of {number} ready)")

@@ -70,28 +70,28 @@ class RunDirectory:
             os.close(self._lock)
 
 
-def claim(runs: Path, record: RunRecord, patience_s: float = 5.0) -> RunDirectory:
+def claim(runs: Path, record: RunRecord, timeout_s: float = 5.0) -> RunDirectory:
     """Remove the directories of dead runs and make one for this run.
 
-    If an old run or another program still has one of the ports, `claim` waits up to `patience_s`
+    If an old run or another program still has one of the ports, `claim` waits up to `timeout_s`
     for its end, then raises PortInUse.
     """
-    give_up_at = time.monotonic() + patience_s
+    give_up_at = time.monotonic() + timeout_s
     while True:
         with _locked(runs):
             _remove_dead_runs(runs)
-            obstacle = _obstacle(runs, record)
-            if obstacle is None:
+            conflict = _find_conflict(runs, record)
+            if conflict is None:
                 return _create(runs, record)
         if time.monotonic() > give_up_at:
-            raise PortInUse(obstacle)
+            raise PortInUse(conflict)
         time.sleep(_POLL_S)
 
 
-def stop_run(runs: Path, grpc_port: int | None, patience_s: float = 60.0) -> RunRecord:
+def stop_run(runs: Path, grpc_port: int | None, timeout_s: float = 60.0) -> RunRecord:
     """End the run on this port (None: the only run) and wait until it has ended.
 
-    NoSuchRun: not exactly one run matches. ServeError: the run has not ended after `patience_s`.
+    NoSuchRun: not exactly one run matches. ServeError: the run has not ended after `timeout_s`.
     """
     live = list(_live_runs(runs))
     chosen = [found for found in live if grpc_port in (None, found[1].grpc_port)]
@@ -101,7 +101,7 @@ def stop_run(runs: Path, grpc_port: int | None, patience_s: float = 60.0) -> Run
         raise NoSuchRun(f"there is not one run of this user{where} to end; ports of runs: {ports}")
     ((path, run),) = chosen
     os.kill(run.pid, signal.SIGTERM)
-    _wait_until_unlocked(path, patience_s)
+    _wait_until_unlocked(path, timeout_s)
     return run
 
 
@@ -110,7 +110,7 @@ def free_port(host: str) -> int:
         return int(listener.getsockname()[1])
 
 
-def _obstacle(runs: Path, record: RunRecord) -> str | None:
+def _find_conflict(runs: Path, record: RunRecord) -> str | None:
     """Why the run cannot have its ports; None if it can."""
     for _, other in _live_runs(runs):
         if record.shares_port_with(other):
@@ -122,7 +122,7 @@ def _obstacle(runs: Path, record: RunRecord) -> str | None:
     if len(set(record.ports)) < len(record.ports):
         return f"{record.num_gateways} gateways would share ports: {record.ports}; choose others"
     for port in record.ports:
-        if not _is_free(record.host, port):
+        if not _is_port_free(record.host, port):
             return (
                 f"another program listens on {record.host}:{port}; choose other ports with "
                 "--grpc-port and --http-port"
@@ -130,7 +130,7 @@ def _obstacle(runs: Path, record: RunRecord) -> str | None:
     return None
 
 
-def _is_free(host: str, port: int) -> bool:
+def _is_port_free(host: str, port: int) -> bool:
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
@@ -151,13 +151,13 @@ def _create(runs: Path, record: RunRecord) -> RunDirectory:
     path.mkdir(mode=0o700)
     lock = _try_lock(path)
     if lock is None:
-        raise ServeError(f"somebody locked {path} before its owner")
+        raise ServeError(f"another process has locked the new directory {path}")
     (path / _RECORD).write_text(json.dumps(asdict(record)))
     return RunDirectory(path, lock)
 
 
 def _remove_dead_runs(runs: Path) -> None:
-    for path in _run_paths(runs):
+    for path in run_paths(runs):
         lock = _try_lock(path)
         if lock is not None:
             shutil.rmtree(path)
@@ -165,7 +165,7 @@ def _remove_dead_runs(runs: Path) -> None:
 
 
 def _live_runs(runs: Path) -> Iterator[tuple[Path, RunRecord]]:
-    for path in _run_paths(runs):
+    for path in run_paths(runs):
         lock = _try_lock(path)
         if lock is not None:
             os.close(lock)
@@ -176,17 +176,18 @@ def _live_runs(runs: Path) -> Iterator[tuple[Path, RunRecord]]:
             continue  # ended since it was listed
 
 
-def _run_paths(runs: Path) -> list[Path]:
+def run_paths(runs: Path) -> list[Path]:
+    """The directories of all runs, sorted."""
     return sorted(path for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []
 
 
-def _wait_until_unlocked(path: Path, patience_s: float) -> None:
-    give_up_at = time.monotonic() + patience_s
+def _wait_until_unlocked(path: Path, timeout_s: float) -> None:
+    give_up_at = time.monotonic() + timeout_s
     while (lock := _try_lock(path)) is None:
         if not path.exists():
             return
         if time.monotonic() > give_up_at:
-            raise ServeError(f"the run in {path} has not ended after {patience_s:g} s")
+            raise ServeError(f"the run in {path} has not ended after {timeout_s:g} s")
         time.sleep(_POLL_S)
     os.close(lock)
 
@@ -229,12 +230,12 @@ def _lock_current(runs: Path) -> int:
             continue
         fcntl.flock(lock, fcntl.LOCK_EX)
         if runs.exists() and os.path.samestat(runs.stat(), os.fstat(lock)):
-            _require_ours(runs, os.fstat(lock))
+            _require_private(runs, os.fstat(lock))
             return lock
         os.close(lock)
 
 
-def _require_ours(runs: Path, status: os.stat_result) -> None:
+def _require_private(runs: Path, status: os.stat_result) -> None:
     """Raises ServeError if another user made the directory (any user may write to /dev/shm), or can
     open it."""
     if status.st_uid != os.getuid() or status.st_mode & 0o077:

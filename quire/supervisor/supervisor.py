@@ -12,7 +12,7 @@ from quire.supervisor.banner import banner
 from quire.supervisor.child import Child, ChildSpec, ParentPipe, Stage
 from quire.supervisor.console import Console
 from quire.supervisor.options import ServeOptions
-from quire.supervisor.readiness import Expected, wait_until_serving
+from quire.supervisor.readiness import wait_until_serving
 from quire.supervisor.run_directory import RUNS, RunRecord, claim
 from quire.supervisor.workforce import Workforce
 
@@ -69,7 +69,7 @@ class Supervisor:
         serving = await wait_until_serving(
             f"{self._options.host}:{self._options.grpc_port}",
             self._directory,
-            Expected(self._options.num_prefill, self._options.num_decode),
+            {"prefill": self._options.num_prefill, "decode": self._options.num_decode},
             self._console.note,
         )
         self._has_served = True

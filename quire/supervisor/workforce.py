@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from quire.supervisor.child import Child, ChildSpec, Stage
 
 MAX_WORKERS = 64
-"""The most workers of one role; a larger number on one host is surely a typing error."""
+"""The most workers of one role. A larger number on one host is a typing error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class Change:
 
 
 class Workforce:
-    """The workers of a run. `children`: all services that the run has ever started, in order of
-    their start, including ended ones."""
+    """Scales the workers of a run. `children`: all services that the run has ever started, in order
+    of their start, including ended ones."""
 
     def __init__(self, children: Sequence[Child], start: Callable[[ChildSpec], None]) -> None:
         self._children = children
@@ -37,29 +37,30 @@ class Workforce:
         for role, number in wanted.items():
             if number is not None and not 1 <= number <= MAX_WORKERS:
                 raise ValueError(f"{role}={number}: a run has 1 to {MAX_WORKERS} of them")
-        return {role: self._bring_to(role, number) for role, number in wanted.items()}
+        return {role: self._scale_role(role, number) for role, number in wanted.items()}
 
     def failing(self) -> dict[str, str]:
         """The reasons why workers do not start, by worker name."""
         workers = (child for child in self._children if child.spec.stage is Stage.WORKER)
         return {child.name: child.failure for child in workers if child.failure}
 
-    def _bring_to(self, role: str, number: int | None) -> Change:
-        staying = [child for child in self._of(role) if child.is_staying]
+    def _scale_role(self, role: str, number: int | None) -> Change:
+        staying = [child for child in self._workers_of(role) if child.is_staying]
         if number is None:
             return Change(len(staying))
-        starting = [self._hire(role) for _ in range(number - len(staying))]
+        starting = [self._start_worker(role) for _ in range(number - len(staying))]
         leaving = staying[number:]
         for child in leaving:
             child.leave()
         return Change(number, tuple(starting), tuple(child.name for child in leaving))
 
-    def _hire(self, role: str) -> str:
-        """Start one more worker like the others; returns its name, which no worker had before.
+    def _start_worker(self, role: str) -> str:
+        """Start one more worker, with the settings of the first one. Returns its name, which no
+        worker had before.
 
-        It takes the lowest `number`, and so the ports, that no running worker has.
+        The worker gets the lowest `number` that no running worker has, and so that number's ports.
         """
-        earlier = self._of(role)
+        earlier = self._workers_of(role)
         index = 1 + max(int(child.name.rpartition("-")[2]) for child in earlier)
         taken = {child.spec.number for child in earlier if not child.has_ended}
         number = next(n for n in itertools.count() if n not in taken)
@@ -67,6 +68,6 @@ class Workforce:
         self._start(spec)
         return spec.name
 
-    def _of(self, role: str) -> list[Child]:
+    def _workers_of(self, role: str) -> list[Child]:
         workers = [child for child in self._children if child.spec.stage is Stage.WORKER]
         return [child for child in workers if child.name.rpartition("-")[0] == role]

@@ -52,7 +52,7 @@ def test_a_second_run_on_the_same_port_is_refused(short_path: Path) -> None:
     mine = record()
     claim(short_path / "runs", mine)
     with pytest.raises(PortInUse, match=rf"`quire serve` with pid {os.getpid()} has port"):
-        claim(short_path / "runs", record(mine.grpc_port), patience_s=0)
+        claim(short_path / "runs", record(mine.grpc_port), timeout_s=0)
 
 
 def test_every_gateway_of_a_run_has_its_ports(short_path: Path) -> None:
@@ -62,14 +62,14 @@ def test_every_gateway_of_a_run_has_its_ports(short_path: Path) -> None:
         assert RunRecord(1, "127.0.0.1", *ports).shares_port_with(two) is shared
     overlapping = RunRecord(os.getpid(), "127.0.0.1", 7000, 7001, num_gateways=2)
     with pytest.raises(PortInUse, match="2 gateways would share ports"):
-        claim(short_path / "runs", overlapping, patience_s=0)
+        claim(short_path / "runs", overlapping, timeout_s=0)
 
 
 def test_a_port_that_another_program_has_is_named(short_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(PortInUse, match=rf"another program listens on 127.0.0.1:{port}"):
-            claim(short_path / "runs", record(port), patience_s=0)
+            claim(short_path / "runs", record(port), timeout_s=0)
 
 
 def test_a_root_too_long_for_sockets_is_refused(short_path: Path) -> None:

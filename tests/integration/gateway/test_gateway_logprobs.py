@@ -202,5 +202,5 @@ async def _rest(client: AsyncClient, received: list[int]) -> list[Delta]:
     message.received.sequences.add(token_ids=received)
     message.received.SetInParent()
     async with asyncio.timeout(20):
-        call = client._links.current.inference.Generate(message)
+        call = client._gateways.current.inference.Generate(message)
         return [delta async for response in call for delta in messages.deltas(response)]

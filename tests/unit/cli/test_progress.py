@@ -4,7 +4,7 @@ import pytest
 from grpc import StatusCode, aio
 
 from quire import DeadlineExceeded, Overloaded, Unavailable, Unreachable
-from quire.errors import QuireError, translated
+from quire.errors import QuireError, translate_errors
 from quire.messages import Request
 from quire.progress import Progress
 from quire.types import Sampling
@@ -33,9 +33,9 @@ def test_every_call_asks_for_the_same_and_says_what_came(clock: Clock) -> None:
     assert not first.HasField("received")
     name, seed, token = first.request_id, first.sampling.seed, first.resume_token
     assert len(token) == 43  # 256 bits
-    asked.saw(SOME)
-    asked.saw(SOME)
-    asked.broke(GONE)
+    asked.record_response(SOME)
+    asked.record_response(SOME)
+    asked.record_break(GONE)
     again = asked.message()
     (received,) = again.received.sequences
     assert (received.index, list(received.token_ids)) == (0, [7, 8, 7, 8])
@@ -50,50 +50,50 @@ def test_id_and_seed_of_the_user_stay(clock: Clock) -> None:
 
 def test_a_single_gateway_of_which_nothing_was_heard_is_asked_once(clock: Clock) -> None:
     with pytest.raises(Unreachable):
-        progress(clock).broke(GONE)
+        progress(clock).record_break(GONE)
 
 
 def test_several_are_asked_again_also_where_nothing_was_heard(clock: Clock) -> None:
     """One goes while another one is just coming back."""
     asked = progress(clock, num_gateways=2)
-    assert [asked.broke(GONE) for _ in range(3)] == [0.0, 0.05, 0.05]
+    assert [asked.record_break(GONE) for _ in range(3)] == [0.0, 0.05, 0.05]
     assert asked.message().HasField("received")  # it may run there
     clock.now_s += 10.0
     with pytest.raises(Unreachable):
-        asked.broke(GONE)
+        asked.record_break(GONE)
 
 
 def test_a_broken_stream_resumes_within_the_window(clock: Clock) -> None:
     asked = progress(clock, num_gateways=2)
-    asked.saw(SOME)
-    pauses = [asked.broke(GONE) for _ in range(6)]
+    asked.record_response(SOME)
+    pauses = [asked.record_break(GONE) for _ in range(6)]
     assert pauses == [0.0, 0.05, 0.05, 0.1, 0.1, 0.2]
     clock.now_s += 10.0
     with pytest.raises(Unreachable):
-        asked.broke(GONE)
+        asked.record_break(GONE)
 
 
 def test_the_window_begins_anew_with_every_token(clock: Clock) -> None:
     asked = progress(clock)
     for _ in range(3):
-        asked.saw(SOME)
-        asked.broke(GONE)
+        asked.record_response(SOME)
+        asked.record_break(GONE)
         clock.now_s += 9.0
-    asked.broke(GONE)
+    asked.record_break(GONE)
 
 
 def test_a_gateway_that_stops_is_one_that_is_gone(clock: Clock) -> None:
     asked = progress(clock)
-    asked.saw(SOME)
-    asked.broke(Unavailable("stopping", "draining"))
+    asked.record_response(SOME)
+    asked.record_break(Unavailable("stopping", "draining"))
 
 
 @pytest.mark.parametrize("status", [StatusCode.UNAVAILABLE, StatusCode.CANCELLED])
 def test_a_call_cut_by_a_stopping_server_is_a_break(clock: Clock, status: StatusCode) -> None:
     """gRPC's own statuses, without a code of ours; nobody here has cancelled anything."""
-    with pytest.raises(Unreachable) as caught, translated("here"):
+    with pytest.raises(Unreachable) as caught, translate_errors("here"):
         raise aio.AioRpcError(status, aio.Metadata(), aio.Metadata())
-    assert progress(clock, num_gateways=2).broke(caught.value) == 0.0
+    assert progress(clock, num_gateways=2).record_break(caught.value) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -101,29 +101,29 @@ def test_a_call_cut_by_a_stopping_server_is_a_break(clock: Clock, status: Status
 )
 def test_an_answer_is_final(clock: Clock, error: QuireError) -> None:
     asked = progress(clock, num_gateways=2)
-    asked.saw(SOME)
+    asked.record_response(SOME)
     with pytest.raises(type(error)):
-        asked.broke(error)
+        asked.record_break(error)
 
 
 def test_the_deadline_is_that_of_all_calls_together(clock: Clock) -> None:
     asked = progress(clock, timeout_s=5.0)
-    asked.saw(SOME)
+    asked.record_response(SOME)
     clock.now_s += 2.0
     assert asked.timeout_s() == 3.0
-    asked.broke(GONE)
+    asked.record_break(GONE)
     clock.now_s += 3.0
     with pytest.raises(DeadlineExceeded):
-        asked.broke(GONE)
+        asked.record_break(GONE)
 
 
 def test_every_sequence_says_how_far_it_has_come(clock: Clock) -> None:
     asked = progress(clock)
     ended = SequenceDelta(index=2, token_ids=[5], finish_reason="FINISH_REASON_LENGTH")
-    asked.saw(GenerateResponse(deltas=[SequenceDelta(index=1, token_ids=[7])]))
-    asked.saw(GenerateResponse(deltas=[ended]))
-    asked.saw(GenerateResponse(deltas=[SequenceDelta(index=1, token_ids=[8])]))
-    asked.broke(GONE)
+    asked.record_response(GenerateResponse(deltas=[SequenceDelta(index=1, token_ids=[7])]))
+    asked.record_response(GenerateResponse(deltas=[ended]))
+    asked.record_response(GenerateResponse(deltas=[SequenceDelta(index=1, token_ids=[8])]))
+    asked.record_break(GONE)
     sequences = asked.message().received.sequences
     received = {s.index: (list(s.token_ids), s.finish_reason) for s in sequences}
     assert received == {1: ([7, 8], 0), 2: ([5], FINISH_REASON_LENGTH)}
@@ -131,5 +131,5 @@ def test_every_sequence_says_how_far_it_has_come(clock: Clock) -> None:
 
 def test_a_break_behind_the_end_is_none(clock: Clock) -> None:
     asked = progress(clock)
-    asked.saw(GenerateResponse(deltas=SOME.deltas, usage=Usage(num_generated_tokens=2)))
-    assert asked.broke(GONE) is None
+    asked.record_response(GenerateResponse(deltas=SOME.deltas, usage=Usage(num_generated_tokens=2)))
+    assert asked.record_break(GONE) is None

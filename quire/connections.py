@@ -1,11 +1,13 @@
 """A client's gRPC connections to the gateways of one deployment."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import grpc
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from quire.errors import translate_errors
 from quire.v1.block_manager_pb2_grpc import BlockManagerStub
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire.v1.supervisor_pb2_grpc import SupervisorStub
@@ -36,7 +38,7 @@ _CHANNEL_OPTIONS = [
 ]
 
 
-class Link:
+class Connection:
     """A connection to one gateway, with a stub for each of its services."""
 
     def __init__(self, address: str) -> None:
@@ -48,8 +50,8 @@ class Link:
         self.health = HealthStub(self.channel)
 
 
-class AsyncLink:
-    """`Link` for asyncio."""
+class AsyncConnection:
+    """`Connection` for asyncio."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -60,28 +62,34 @@ class AsyncLink:
         self.health = HealthStub(self.channel)
 
 
-L = TypeVar("L")
+C = TypeVar("C", Connection, AsyncConnection)
 
 
-class Links(Generic[L]):
-    """Connections to the gateways of one deployment, one of them in use. `address`: one or more
+class Connections(Generic[C]):
+    """Connections to the gateways of one deployment, one of them in use. `addresses`: one or more
     addresses, separated by commas."""
 
-    def __init__(self, address: str, connect: Callable[[str], L]) -> None:
-        self._all: list[L] = [connect(one.strip()) for one in address.split(",")]
+    def __init__(self, addresses: str, connect: Callable[[str], C]) -> None:
+        self._all: list[C] = [connect(address.strip()) for address in addresses.split(",")]
         self._index = 0
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def __iter__(self) -> Iterator[L]:
+    def __iter__(self) -> Iterator[C]:
         return iter(self._all)
 
     @property
-    def current(self) -> L:
+    def current(self) -> C:
         return self._all[self._index]
 
-    def leave(self, link: L) -> None:
-        """Use the next gateway, unless another thread or task has already left `link`."""
-        if link is self.current:
+    @contextmanager
+    def use_current(self) -> Iterator[C]:
+        """Yields the connection in use, and raises gRPC's errors as errors of `quire.errors`."""
+        with translate_errors(self.current.address):
+            yield self.current
+
+    def switch_from(self, connection: C) -> None:
+        """Use the next gateway, unless another thread or task has already switched."""
+        if connection is self.current:
             self._index = (self._index + 1) % len(self._all)
