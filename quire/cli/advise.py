@@ -36,13 +36,13 @@ _COLUMNS: Columns[Costs] = {
 
 
 def add_commands(commands: "Commands") -> None:
-    advise = commands.add_parser("advise", help="what a recorded workload says of settings")
+    advise = commands.add_parser("advise", help="recommend settings for a recorded workload")
     subjects = advise.add_subparsers(title="settings", metavar="SETTING", required=True)
     command = add_command(
         subjects,
         "block-size",
         block_size,
-        help_text="which --block-size a recorded workload should have, and why",
+        help_text="recommend the --block-size for a recorded workload, with reasons",
     )
     command.add_argument(
         "--workload",
@@ -58,24 +58,24 @@ def add_commands(commands: "Commands") -> None:
         "--pool-memory",
         type=memory_size,
         metavar="SIZE",
-        help="the pool's KV memory; default: as much as 64 average requests take",
+        help="the pool's KV memory; default: room for 64 average requests",
     )
     command.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
     command.add_argument("--backend", choices=("cpu", "reference"), default="cpu")
     command.add_argument(
-        "--threads", type=positive, default=1, metavar="N", help="of a worker; %(default)s"
+        "--threads", type=positive, default=1, metavar="N", help="threads of a worker; %(default)s"
     )
     command.add_argument(
         "--requests",
         type=positive,
         default=2000,
         metavar="N",
-        help="the last so many of the workload; %(default)s",
+        help="use the last N requests of the workload; %(default)s",
     )
     command.add_argument(
         "--redis-url",
         metavar="URL",
-        help="an idle Redis or Valkey of no deployment, to time; default: an embedded Valkey",
+        help="an idle Redis or Valkey to time, of no deployment; default: an embedded Valkey",
     )
     command.add_argument(
         "--weights-cache", metavar="DIR", help="as for `quire serve`; default: ~/.cache/quire"
@@ -96,7 +96,7 @@ def block_size(args: argparse.Namespace) -> int:
         "redis-url": args.redis_url,
         "weights-cache": args.weights_cache,
     }
-    found = _ask({name: str(value) for name, value in options.items() if value is not None})
+    found = _run_advisor({name: str(value) for name, value in options.items() if value is not None})
     if "error" in found:
         print(f"quire: {found['error']}", file=sys.stderr)
         return 1
@@ -110,7 +110,7 @@ def block_size(args: argparse.Namespace) -> int:
     return 0
 
 
-def _ask(options: dict[str, str]) -> dict[str, Any]:
+def _run_advisor(options: dict[str, str]) -> dict[str, Any]:
     # -P: a directory `services` in the user's working directory must not hide Quire's package.
     command = [sys.executable, "-P", "-m", "advisor"]
     command += [f"--{name}={value}" for name, value in options.items()]

@@ -13,8 +13,8 @@ from quire.cli.terminal import (
     add_operations_command,
     connect,
     percent,
+    print_items,
     print_json,
-    print_table,
     size,
 )
 from quire.client import Client
@@ -70,7 +70,7 @@ _AUDIT_COLUMNS: Columns[PoolAudit] = {
 
 def add_commands(commands: "Commands") -> None:
     add_client_command(
-        commands, "health", health, help_text="exit status 0 when the service at the address serves"
+        commands, "health", health, help_text="exit status 0 if the service at the address serves"
     )
     add_client_command(commands, "models", models, help_text="list the models being served")
     add_operations_command(
@@ -81,22 +81,22 @@ def add_commands(commands: "Commands") -> None:
         commands,
         "audit",
         audit,
-        help_text="recount every block reference; exit status 1 when a law is broken",
+        help_text="recount every block reference; exit status 1 if a law is broken",
     )
     audit_command.add_argument("--pool", default="", metavar="ID", help="default: all pools")
     drain_command = add_operations_command(
-        commands, "drain", drain, help_text="move what a worker runs to others, then let it exit"
+        commands,
+        "drain",
+        drain,
+        help_text="move a worker's requests to others, then let it exit",
     )
-    drain_command.add_argument("worker", metavar="WORKER", help="its id, as `quire workers` says")
+    drain_command.add_argument("worker", metavar="WORKER", help="its id (`quire workers`)")
     drain_command.add_argument(
-        "--force", action="store_true", help="even if it is the last of its role on its pool"
+        "--force", action="store_true", help="drain it even if it is the last of its role on a pool"
     )
-    drain_command.add_argument("--wait", action="store_true", help="until the worker has left")
-    drain_command.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="limit of --wait; %(default)s"
-    )
+    _add_wait_flags(drain_command, "wait until the worker has left")
     scale_command = add_operations_command(
-        commands, "scale", scale, help_text="start or drain workers of the `quire serve` there"
+        commands, "scale", scale, help_text="start or drain workers of a `quire serve`"
     )
     scale_command.add_argument(
         "numbers",
@@ -105,8 +105,12 @@ def add_commands(commands: "Commands") -> None:
         metavar="ROLE=N",
         help="decode=3, prefill=2",
     )
-    scale_command.add_argument("--wait", action="store_true", help="until there are as many")
-    scale_command.add_argument(
+    _add_wait_flags(scale_command, "wait until these workers serve")
+
+
+def _add_wait_flags(command: argparse.ArgumentParser, help_text: str) -> None:
+    command.add_argument("--wait", action="store_true", help=help_text)
+    command.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="limit of --wait; %(default)s"
     )
 
@@ -125,7 +129,7 @@ def _kernels(worker: Worker) -> str:
 
 
 def health(args: argparse.Namespace) -> int:
-    """Every service of Quire answers this command, workers included."""
+    """Check one service; every service of Quire answers, workers included."""
     with connect(args) as client:
         is_ready = client.is_ready()
     if args.json:
@@ -137,33 +141,22 @@ def health(args: argparse.Namespace) -> int:
 
 def models(args: argparse.Namespace) -> int:
     with connect(args) as client:
-        served = client.models()
-    if args.json:
-        print_json(served)
-    else:
-        print_table(_MODEL_COLUMNS, served)
+        print_items(args, _MODEL_COLUMNS, client.models())
     return 0
 
 
 def workers(args: argparse.Namespace) -> int:
     with connect(args) as client:
-        there = client.workers()
-    if args.json:
-        print_json(there)
-        return 0
-    print_table(_WORKER_COLUMNS, there)
+        print_items(args, _WORKER_COLUMNS, client.workers())
     return 0
 
 
 def pools(args: argparse.Namespace) -> int:
     with connect(args) as client:
-        there = client.pools()
-    if args.json:
-        print_json(there)
-        return 0
-    print_table(_POOL_COLUMNS, there)
-    for pool in there:
-        if pool.missing_worker_ids:
+        found = client.pools()
+    print_items(args, _POOL_COLUMNS, found)
+    for pool in found:
+        if pool.missing_worker_ids and not args.json:
             print(f"{pool.pool_id} waits for {', '.join(pool.missing_worker_ids)}")
     return 0
 
@@ -171,10 +164,7 @@ def pools(args: argparse.Namespace) -> int:
 def audit(args: argparse.Namespace) -> int:
     with connect(args) as client:
         audits = client.audit(args.pool)
-    if args.json:
-        print_json(audits)
-    else:
-        print_table(_AUDIT_COLUMNS, audits)
+    print_items(args, _AUDIT_COLUMNS, audits)
     for found in audits:
         for violation in found.violations:
             print(f"quire: {found.pool_id}: {violation}", file=sys.stderr)
@@ -189,6 +179,7 @@ def _ledger(found: PoolAudit) -> str:
 
 
 def _laws(found: PoolAudit) -> str:
+    """Whether the laws hold."""
     if found.violations:
         return f"{len(found.violations)} broken"
     return "not known" if found.recovering else "hold"
@@ -225,7 +216,7 @@ def scale(args: argparse.Namespace) -> int:
                 if names:
                     print(f"to {verb}: {', '.join(names)}")
         if args.wait:
-            _wait_until_there_are(client, wanted, args.timeout)
+            _wait_until_scaled(client, wanted, args.timeout)
         if args.json:
             print_json([scaled])
         elif args.wait or not (scaled.starting or scaled.leaving):
@@ -233,7 +224,7 @@ def scale(args: argparse.Namespace) -> int:
     return 0
 
 
-def _wait_until_there_are(client: Client, wanted: dict[str, int], timeout_s: float) -> None:
+def _wait_until_scaled(client: Client, wanted: dict[str, int], timeout_s: float) -> None:
     """Wait until exactly the wanted workers are registered and all of them serve.
 
     Unavailable: a worker fails to start again and again. DeadlineExceeded: `timeout_s` has passed.

@@ -7,6 +7,7 @@ from pathlib import Path
 from quire.errors import Unreachable
 from quire.sockets import living_sockets
 from quire.supervisor import NoSuchRun
+from quire.supervisor.run_directory import run_paths
 
 
 def run_address(name: str | None, runs: Path) -> str:
@@ -18,15 +19,15 @@ def run_address(name: str | None, runs: Path) -> str:
     if name is not None and not name.isdecimal():
         return _address_in(Path(name))
     _require_no_other_gateway(name)
-    living = [path for path in _directories(runs) if living_sockets(path)]
+    living = [path for path in run_paths(runs) if living_sockets(path)]
     chosen = [path for path in living if name is None or path.name.startswith(f"{name}-")]
     if len(chosen) == 1:
         return _address_in(chosen[0])
     if not living:
         raise Unreachable(f"no run of this user serves operations in {runs}", "unreachable")
-    which = "several runs of this user are" if name is None else f"not one run on port {name} is"
-    there = ", ".join(str(path) for path in living)
-    raise NoSuchRun(f"{which} there ({there}): choose one with --run PORT or --run DIRECTORY")
+    problem = "several runs of this user exist" if name is None else f"no run is on port {name}"
+    found = ", ".join(str(path) for path in living)
+    raise NoSuchRun(f"{problem} ({found}): choose one with --run PORT or --run DIRECTORY")
 
 
 def _require_no_other_gateway(name: str | None) -> None:
@@ -45,7 +46,3 @@ def _address_in(run: Path) -> str:
     if not sockets:
         raise Unreachable(f"no gateway serves operations in {run}", "unreachable")
     return f"unix:{sockets[0]}"
-
-
-def _directories(runs: Path) -> list[Path]:
-    return sorted(path for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,20 +33,24 @@ def add_commands(commands: "Commands") -> None:
     )
     command.add_argument(
         "--served-model-name",
+        dest="model_name",
         metavar="NAME",
-        help="what clients call it; default: its id, or the directory's name",
+        help="the model's name for clients; default: its id, or the directory's name",
     )
-    command.add_argument("--prefill", type=positive, default=1, metavar="N", help="workers")
-    command.add_argument("--decode", type=positive, default=1, metavar="N", help="workers")
-    command.add_argument(
-        "--gateways", type=positive, default=1, metavar="N", help="on one port after the other"
-    )
+    for flag, help_text in (
+        ("prefill", "prefill workers"),
+        ("decode", "decode workers"),
+        ("gateways", "gateways, each on the next ports"),
+    ):
+        command.add_argument(
+            f"--{flag}", dest=f"num_{flag}", type=positive, default=1, metavar="N", help=help_text
+        )
     _add_engine(command)
     _add_network(command)
     _add_run_root(command)
     down = add_command(commands, "down", run_down, help_text="end a `quire serve` of this user")
     down.add_argument(
-        "--grpc-port", type=_port, metavar="PORT", help="needed where several runs are there"
+        "--grpc-port", type=_port, metavar="PORT", help="needed if several runs exist"
     )
     _add_run_root(down)
 
@@ -56,7 +61,7 @@ def _add_run_root(command: argparse.ArgumentParser) -> None:
         type=Path,
         default=RUNS,
         metavar="DIR",
-        help="a tmpfs, where a run has its directory and its pools; %(default)s",
+        help="a tmpfs for the directories and pools of runs; %(default)s",
     )
 
 
@@ -73,12 +78,12 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         "--swap-memory",
         type=memory_size,
         metavar="SIZE",
-        help="memory beside the pool that requests which give way are copied to; default: none",
+        help="memory beside the pool to which preempted requests are copied; default: none",
     )
     group.add_argument(
         "--preemption",
         choices=("auto", "swap", "recompute"),
-        help="how requests give way; default: auto, swap where that costs less",
+        help="how requests are preempted; default: auto, swap if that costs less",
     )
     group.add_argument("--block-size", type=positive, metavar="TOKENS", help="default: 16")
     group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"))
@@ -86,32 +91,32 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--isa",
         choices=("auto", "avx512_bf16", "avx512", "avx2", "portable"),
-        help="instruction set of the CPU kernels; default: auto, the fastest here, by measurement "
-        "where that is in doubt",
+        help="instruction set of the CPU kernels; default: auto, the fastest one here, measured if "
+        "in doubt",
     )
     group.add_argument(
-        "--quantize", choices=("int8",), help="linears of 8-bit weights and activations"
+        "--quantize", choices=("int8",), help="run linears with 8-bit weights and activations"
     )
     computing = group.add_mutually_exclusive_group()
     computing.add_argument(
         "--cpus",
         metavar="LIST",
-        help="CPUs that the workers divide among them, such as 0-3,6; default: auto, all",
+        help="CPUs that the workers share, such as 0-3,6; default: auto, all",
     )
     computing.add_argument(
-        "--threads", type=positive, metavar="N", help="per worker, on any CPU, none divided"
+        "--threads", type=positive, metavar="N", help="threads of each worker, on any CPU"
     )
     group.add_argument(
         "--max-gap-ms",
         type=_milliseconds,
         metavar="MS",
-        help="from token to token of decoding streams, up to which prompts get their CPUs too; "
+        help="the inter-token latency up to which prompts may use the CPUs of decode workers too; "
         "0: never; default: 100",
     )
     group.add_argument(
         "--weights-cache",
         metavar="DIR",
-        help="where packed weights are kept, or none; default: ~/.cache/quire",
+        help="directory of packed weights, or none; default: ~/.cache/quire",
     )
     group.add_argument(
         "--max-model-len",
@@ -119,20 +124,21 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="longest prompt + generation; default: the model's context",
     )
-    group.add_argument("--max-num-seqs", type=positive, metavar="N", help="per decode worker")
+    group.add_argument("--max-num-seqs", type=positive, metavar="N", help="of one decode worker")
     group.add_argument(
         "--park-window",
+        dest="park_window_s",
         type=_seconds,
         metavar="SECONDS",
-        help="how long decode workers keep sequences whose gateway is gone; default: 10",
+        help="how long decode workers keep requests whose gateway is gone; default: 10",
     )
-    group.add_argument("--max-num-batched-tokens", type=positive, metavar="N", help="per step")
+    group.add_argument("--max-num-batched-tokens", type=positive, metavar="N", help="of one step")
 
 
 def _add_network(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("network")
     group.add_argument(
-        "--host", default=DEFAULT_HOST, help="where the gateway listens; %(default)s"
+        "--host", default=DEFAULT_HOST, help="address on which the gateways listen; %(default)s"
     )
     group.add_argument(
         "--grpc-port",
@@ -152,13 +158,13 @@ def _add_network(command: argparse.ArgumentParser) -> None:
         "--operations-port",
         type=_port,
         metavar="PORT",
-        help="serve drain, scale, audit and the like on this port of 127.0.0.1 too; default: only "
-        "on a socket of this user",
+        help="serve operations (drain, scale, audit ...) on this port of 127.0.0.1 too; default: "
+        "only on a socket of this user",
     )
     group.add_argument(
         "--allowed-hosts",
         metavar="LIST",
-        help="hosts that HTTP requests may be for, such as localhost,*.example.com; default: any",
+        help="hosts that HTTP requests may name, such as localhost,*.example.com; default: any",
     )
     group.add_argument(
         "--redis-url",
@@ -168,13 +174,13 @@ def _add_network(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--client-priority",
         action="store_true",
-        help="requests may set a priority; without, one other than 0 is refused",
+        help="accept priorities from clients; without it, any priority other than 0 is refused",
     )
     group.add_argument(
         "--report-cached-tokens",
         action="store_true",
-        help="tell every client how many of its prompt's tokens were cached, by whomever; default: "
-        "only one with a cache_salt",
+        help="report to every client how many of its prompt's tokens were cached; default: only to "
+        "requests with a cache_salt",
     )
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
 
@@ -191,41 +197,19 @@ def run_down(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> ServeOptions:
-    default_memory = EMBEDDED_POOL_MEMORY if args.model == EMBEDDED else None
+    """The options of the run; each flag's destination is a field of `ServeOptions`."""
     model = find_model(args.model)
     check_model(model)
-    return ServeOptions(
-        model=model.directory,
-        model_name=args.served_model_name or model.name,
-        num_prefill=args.prefill,
-        num_decode=args.decode,
-        num_gateways=args.gateways,
-        host=args.host,
-        grpc_port=args.grpc_port or free_port(args.host),
-        http_port=args.http_port or free_port(args.host),
-        operations_port=args.operations_port,
-        allowed_hosts=args.allowed_hosts,
-        redis_url=args.redis_url,
-        pool_memory=args.pool_memory or default_memory,
-        swap_memory=args.swap_memory,
-        preemption=args.preemption,
-        block_size=args.block_size,
-        dtype=args.dtype,
-        backend=args.backend,
-        isa=args.isa,
-        quantize=args.quantize,
-        cpus=args.cpus,
-        max_gap_ms=args.max_gap_ms,
-        threads=args.threads,
-        weights_cache=args.weights_cache,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        park_window_s=args.park_window,
-        client_priority=args.client_priority,
-        report_cached_tokens=args.report_cached_tokens,
-        log_level=args.log_level,
-    )
+    default_memory = EMBEDDED_POOL_MEMORY if args.model == EMBEDDED else None
+    values = {field.name: getattr(args, field.name) for field in fields(ServeOptions)}
+    values |= {
+        "model": model.directory,
+        "model_name": args.model_name or model.name,
+        "grpc_port": args.grpc_port or free_port(args.host),
+        "http_port": args.http_port or free_port(args.host),
+        "pool_memory": args.pool_memory or default_memory,
+    }
+    return ServeOptions(**values)
 
 
 def _milliseconds(text: str) -> float:

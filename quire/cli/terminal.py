@@ -77,23 +77,32 @@ def connect(args: argparse.Namespace) -> Client:
 
 def print_json(value: "DataclassInstance | Sequence[DataclassInstance]") -> None:
     """Print a value as one line of JSON; the deltas of a request become JSON lines."""
-    print(json.dumps(_plain(value), default=_text), flush=True)
+    print(json.dumps(_to_dicts(value), default=_decode_token), flush=True)
 
 
-def _text(value: bytes) -> str:
+def _decode_token(value: bytes) -> str:
     """The text of a token, whose bytes may be part of a character."""
     return value.decode(errors="backslashreplace")
 
 
-def _plain(value: Any) -> Any:
+def _to_dicts(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return [dataclasses.asdict(item) for item in value]
 
 
 T = TypeVar("T")
+D = TypeVar("D", bound="DataclassInstance")
 Columns = Mapping[str, Callable[[T], object]]
 """Maps each column's header to the function that returns an item's cell."""
+
+
+def print_items(args: argparse.Namespace, columns: Columns[D], items: Sequence[D]) -> None:
+    """Print items as a table, or as JSON with --json."""
+    if args.json:
+        print_json(items)
+    else:
+        print_table(columns, items)
 
 
 def print_table(columns: Columns[T], items: Sequence[T]) -> None:
@@ -134,7 +143,7 @@ def positive(text: str) -> int:
 
 
 def memory_size(text: str) -> str:
-    """Check the format of a size here, for a clear message; the worker parses the size."""
+    """Checks the format of a size, for a clear message; the worker parses the size."""
     if not re.fullmatch(r"\d+(\.\d+)?\s*([KMGT]i?B?|B)?", text, re.IGNORECASE):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MiB or 2GiB")
     return text

@@ -40,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
         seen.append(options)
         return ANSWER
 
-    monkeypatch.setattr(advise, "_ask", answer)
+    monkeypatch.setattr(advise, "_run_advisor", answer)
     return seen
 
 
@@ -66,7 +66,7 @@ def test_json_is_the_whole_answer(asked: list[dict[str, str]], capsys: Any) -> N
 def test_a_question_without_an_answer_fails_in_words(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(advise, "_ask", lambda _: {"error": "w.jsonl: empty"})
+    monkeypatch.setattr(advise, "_run_advisor", lambda _: {"error": "w.jsonl: empty"})
     assert main(["advise", "block-size", "--workload", "w.jsonl"]) == 1
     assert capsys.readouterr().err == "quire: w.jsonl: empty\n"
 

@@ -62,12 +62,12 @@ def test_several_runs_are_told_and_one_is_chosen_by_port_or_directory(runs: Runs
     with pytest.raises(NoSuchRun) as told:
         run_address(None, runs.root)
     assert str(told.value) == (
-        f"several runs of this user are there ({two}, {one}): choose one with --run PORT or --run "
+        f"several runs of this user exist ({two}, {one}): choose one with --run PORT or --run "
         "DIRECTORY"
     )
     assert run_address("5005", runs.root) == address(two)
     assert run_address(str(one), runs.root) == address(one)
-    with pytest.raises(NoSuchRun, match="not one run on port 50052 is there"):
+    with pytest.raises(NoSuchRun, match="no run is on port 50052"):
         run_address("50052", runs.root)
 
 
