@@ -36,7 +36,7 @@ from quire.v1 import (
     sampling_pb2,
     worker_pb2,
 )
-from services.common.rpc.message_batching import each_of
+from services.common.rpc.message_batching import unpack_batch
 from services.common.rpc.proof import Guard
 from services.common.rpc.transport import RpcServer, open_channel
 from services.common.runtime.secret import Secret
@@ -68,7 +68,7 @@ def _welcome(worker_id: str, num_slots: int) -> worker_pb2.Welcome:
 
 async def _each(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for together in requests:
-        for request in each_of(together):
+        for request in unpack_batch(together):
             yield request
 
 

@@ -7,7 +7,6 @@ exceptions into those of the block store. Nothing here retries: redis-py's own r
 it would send a command again that may have been executed (see `blockstore.stream`).
 """
 
-import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +36,7 @@ from blockstore.errors import (
     StoreUnavailable,
     StoreUnsuitable,
 )
+from blockstore.redaction import without_password
 
 Argument = str | bytes | int
 Command = Sequence[Argument]
@@ -90,12 +90,6 @@ def translated(url: str) -> Iterator[None]:
         raise translate(url, error) from error
 
 
-def redacted(url: str) -> str:
-    """Return the URL without its passwords, for error texts and logs."""
-    without_user_password = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", url)
-    return re.sub(r"([?&]\w*password=)[^&]*", r"\1***", without_user_password)
-
-
 def parse_info(text: bytes) -> dict[str, str]:
     """Return the fields of an INFO reply."""
     lines = text.decode().splitlines()
@@ -135,7 +129,7 @@ class Server:
     def __init__(self, url: str, timeout_s: float) -> None:
         """`timeout_s` limits connecting and each reply. StoreUnsuitable: the URL is not one for
         Redis."""
-        self.url = redacted(url)
+        self.url = without_password(url)
         self.run_id = ""
         self.in_doubt = False
         self._renew: Renew | None = None

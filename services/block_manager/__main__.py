@@ -26,7 +26,7 @@ from services.common.runtime import redis
 from services.common.runtime.exposition import metrics_endpoint
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import PoolMetrics
-from services.common.runtime.process import run_service, with_patience
+from services.common.runtime.process import retry_until_available, run_service
 from services.common.runtime.secret import deployment_secret
 from services.protocol.version import PROTOCOL_VERSION
 
@@ -47,7 +47,9 @@ async def serve(settings: BlockManagerSettings, stop: asyncio.Event) -> None:
     async def open_connection() -> Connection:
         return await connect(settings, pool_metrics)
 
-    first = await with_patience(open_connection, "the block store", settings.redis_patience_s)
+    first = await retry_until_available(
+        open_connection, "the block store", settings.redis_patience_s
+    )
     link = Link(first, open_connection)
     try:
         with metrics_endpoint(settings, metrics):
@@ -59,7 +61,7 @@ async def serve(settings: BlockManagerSettings, stop: asyncio.Event) -> None:
 async def connect(settings: BlockManagerSettings, metrics: PoolMetrics) -> Connection:
     """Connect to the store and the registry of one server. StoreUnavailable: the server does not
     answer, or restarted between the two connections; StoreUnsuitable."""
-    store = await RedisStore.connect(redis.location(settings))
+    store = await RedisStore.connect(redis.connection_url(settings))
     try:
         registry = await redis.open_registry(
             settings, on_refused=lambda member_id: metrics.members_refused.inc()

@@ -11,9 +11,9 @@ from blockstore.registry import Member
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from services.common.errors import Unavailable
-from services.common.rpc.message_batching import each_of
+from services.common.rpc.message_batching import unpack_batch
 from services.common.rpc.proof import Proof
-from services.common.rpc.transport import open_channel, translated
+from services.common.rpc.transport import open_channel, translate_errors
 from services.protocol.version import PROTOCOL_VERSION
 
 if TYPE_CHECKING:  # the class is generic only in the stubs
@@ -26,7 +26,7 @@ async def drain(worker: Member, peer_id: str, rpc_key: bytes) -> int:
     """Tell `worker` to drain. Returns how many requests it still runs. Unauthenticated: another
     process is at its address; VersionMismatch; Unavailable: it does not answer."""
     async with open_channel(worker.address) as channel:
-        with translated():
+        with translate_errors():
             return await _drain(worker, channel, peer_id, rpc_key)
 
 
@@ -44,7 +44,7 @@ async def _drain(worker: Member, channel: aio.Channel, peer_id: str, rpc_key: by
         with suppress(asyncio.InvalidStateError):  # the worker refused already: `read` says why
             await stream.write(request(hello=hello))
         while (response := await stream.read()) is not aio.EOF:
-            for message in each_of(response):
+            for message in unpack_batch(response):
                 match message.WhichOneof("event"):
                     case "welcome":
                         proof.check(await stream.initial_metadata())

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from services.common.rpc.error_table import INTERNAL_CODE, fault_of
+from services.common.rpc.error_table import INTERNAL_CODE, expected_failure
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import GatewayMetrics
 from services.gateway.intake.identity import client_id
@@ -101,8 +101,8 @@ class RequestMetrics:
 
 def code_of(error: Exception) -> str:
     """An error's code, as clients and metrics show it."""
-    fault = fault_of(error)
-    return fault.code if fault else INTERNAL_CODE
+    failure = expected_failure(error)
+    return failure.code if failure else INTERNAL_CODE
 
 
 def _outcome(lifecycle: RequestLifecycle, error: Exception | None) -> str:

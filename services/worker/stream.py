@@ -11,7 +11,7 @@ from blockstore.registry import Load
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
 from services.common.errors import InvalidRequest, VersionMismatch
-from services.common.rpc.message_batching import Outbox, bundled, each_of
+from services.common.rpc.message_batching import Outbox, pack_batch, unpack_batch
 from services.common.runtime.logging import get_logger
 from services.common.runtime.ticks import until_tick
 from services.protocol.codec import load_to_wire
@@ -126,7 +126,7 @@ class WorkerStream:
         try:
             yield self._response(welcome=self._welcome())
             async for together in session.messages():
-                yield bundled([self._response(**fields) for fields in together])
+                yield pack_batch([self._response(**fields) for fields in together])
             if reading.done():
                 reading.result()
         finally:
@@ -181,7 +181,7 @@ class WorkerStream:
     async def _read(self, session: StreamSession, requests: AsyncIterator[Any]) -> None:
         try:
             async for request in requests:
-                for command in each_of(request):
+                for command in unpack_batch(request):
                     self._execute(session, command)
         finally:
             session.end()

@@ -32,7 +32,7 @@ from quire.v1 import (
     ticket_pb2,
     worker_pb2,
 )
-from services.common.rpc.message_batching import each_of
+from services.common.rpc.message_batching import unpack_batch
 from services.common.rpc.proof import Guard
 from services.common.rpc.transport import RpcServer, open_channel
 from services.protocol.version import PROTOCOL_VERSION
@@ -63,7 +63,7 @@ async def talk(stub: Any, request: Any, **command: Any) -> tuple[StatusCode, lis
     stream = stub.Connect(requests())
     with suppress(aio.AioRpcError):
         async for message in stream:
-            heard += [one.WhichOneof("event") for one in each_of(message)]
+            heard += [one.WhichOneof("event") for one in unpack_batch(message)]
     return await stream.code(), heard
 
 
@@ -126,7 +126,7 @@ class Impostor(prefill_pb2_grpc.PrefillServicer):
 
     async def Connect(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         async for request in requests:
-            self.heard += [one.WhichOneof("command") for one in each_of(request)]
+            self.heard += [one.WhichOneof("command") for one in unpack_batch(request)]
             yield prefill_pb2.PrefillConnectResponse(
                 welcome=worker_pb2.Welcome(
                     worker_id=self._member.member_id,

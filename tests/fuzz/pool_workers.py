@@ -16,7 +16,7 @@ from blockstore.memory_store import MemoryStore
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, prefill_pb2, worker_pb2
 from services.common.errors import InvalidRequest, VersionMismatch
-from services.common.rpc.message_batching import each_of
+from services.common.rpc.message_batching import unpack_batch
 from services.common.runtime.metrics import WorkerMetrics
 from services.decode.service import DecodeService
 from services.decode.worker import DecodeWorker
@@ -98,7 +98,7 @@ class Stream:
     async def _run(self) -> None:
         with contextlib.suppress(InvalidRequest, VersionMismatch):
             async for message in self.serve(self._requests()):
-                self.heard += each_of(message)
+                self.heard += unpack_batch(message)
 
     async def _requests(self) -> AsyncIterator[Any]:
         while (message := await self._outgoing.get()) is not None:

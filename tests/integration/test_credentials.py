@@ -16,7 +16,7 @@ from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
 from services.common.errors import StartupError
 from services.common.runtime.config import resolved
-from services.common.runtime.redis import location
+from services.common.runtime.redis import connection_url
 from services.gateway.config import GatewaySettings
 from tests.conftest import Valkey
 from tests.secret import SECRET
@@ -84,7 +84,7 @@ class LockedValkey(Valkey):
             redis_url=f"unix://quire@{self.socket}",
             redis_password_file=directory / "run" / "redis-password",
         )
-        self.url = location(settings)
+        self.url = connection_url(settings)
         assert self.url not in str(resolved(settings))
 
 
@@ -155,7 +155,7 @@ def test_a_password_that_cannot_be_used_stops_the_start(
     if content is not None:
         file.write_text(content)
     with pytest.raises(StartupError, match=text) as told:
-        location(GatewaySettings(redis_url=url, redis_password_file=file))
+        connection_url(GatewaySettings(redis_url=url, redis_password_file=file))
     assert "pw" not in str(told.value).replace(str(file), "")
 
 
@@ -165,6 +165,6 @@ def test_a_password_of_any_characters_arrives_as_it_is(tmp_path: Path) -> None:
     settings = GatewaySettings(
         redis_url="redis://quire@host:7/2?socket_timeout=3", redis_password_file=file
     )
-    options = redis.connection.parse_url(location(settings))  # type: ignore[no-untyped-call]
+    options = redis.connection.parse_url(connection_url(settings))  # type: ignore[no-untyped-call]
     assert options["password"] == "a b&c=d%20?#/@:+"
     assert (options["username"], options["host"], options["db"]) == ("quire", "host", 2)

@@ -14,7 +14,7 @@ from grpc import aio
 from blockstore.registry import Load
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import prefill_pb2, prefill_pb2_grpc, ticket_pb2, worker_pb2
-from services.common.rpc.message_batching import each_of
+from services.common.rpc.message_batching import unpack_batch
 from services.common.rpc.transport import RpcServer, open_channel
 from services.protocol.messages import Began
 from services.protocol.version import PROTOCOL_VERSION
@@ -94,7 +94,7 @@ async def test_a_worker_has_said_what_it_began_when_it_dies_of_it(time: int) -> 
             stream = prefill_pb2_grpc.PrefillStub(channel).Connect(requests())
             await until_it_breaks(stream, heard)
         assert await child.wait() == -signal.SIGKILL
-    each = [one for together in heard for one in each_of(together)]
+    each = [one for together in heard for one in unpack_batch(together)]
     began = [one.began for one in each if one.WhichOneof("event") == "began"]
     assert [(one.request_id, one.attempt) for one in began] == [("r1", 3)]
 

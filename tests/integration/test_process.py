@@ -16,7 +16,7 @@ from blockstore.errors import StoreLost, StoreUnavailable, StoreUnsuitable
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.registry import Load, Member
 from services.common.errors import StartupError
-from services.common.runtime.process import with_patience
+from services.common.runtime.process import retry_until_available
 from services.common.runtime.registry_heartbeat import RegistryHeartbeat
 
 LIMIT_S = 20
@@ -212,7 +212,7 @@ async def test_patience_lasts_until_the_server_answers() -> None:
             raise error
         return "connected"
 
-    assert await with_patience(connect, "redis", patience_s=10) == "connected"
+    assert await retry_until_available(connect, "redis", timeout_s=10) == "connected"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ async def test_patience_ends_clearly(error: Exception, message: str) -> None:
         raise error
 
     with pytest.raises(StartupError, match=message):
-        await with_patience(connect, "redis", patience_s=0)
+        await retry_until_available(connect, "redis", timeout_s=0)
 
 
 def member(state: str, load: Load) -> Member:

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from quire.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from services.common import errors
-from services.common.rpc.error_table import PeerFailed
+from services.common.rpc.error_table import RemoteError
 from services.common.rpc.proof import Proof
 from services.common.rpc.transport import MAX_MESSAGE_BYTES, RpcServer, from_rpc_error, open_channel
 from tests.proxy import Proxy
@@ -115,13 +115,13 @@ async def test_an_unknown_error_shows_an_id_and_nothing_else(start: Start) -> No
     assert (error.details() or "").startswith("internal error ")
     assert "secret" not in repr(error)
     back = from_rpc_error(error)
-    assert isinstance(back, PeerFailed)
+    assert isinstance(back, RemoteError)
     assert back.failure.status is grpc.StatusCode.INTERNAL
 
 
 async def test_a_peer_failure_is_passed_on_as_it_came(start: Start) -> None:
     """A relay answers with the status, code and text that it got."""
-    failed = PeerFailed("pool p is unknown", "unknown_pool", grpc.StatusCode.NOT_FOUND)
+    failed = RemoteError("pool p is unknown", "unknown_pool", grpc.StatusCode.NOT_FOUND)
     error = await list_models(await start(Inference(failed)))
     assert (error.code(), error.details()) == (grpc.StatusCode.NOT_FOUND, "pool p is unknown")
     assert dict(error.trailing_metadata() or ())["quire-error-code"] == "unknown_pool"

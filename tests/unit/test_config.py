@@ -7,6 +7,7 @@ import pytest
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import SettingsConfigDict
 
+from blockstore.redaction import without_password
 from services.common.errors import StartupError
 from services.common.runtime.config import (
     PoolServiceSettings,
@@ -14,7 +15,6 @@ from services.common.runtime.config import (
     load_settings,
     resolved,
     variables,
-    without_password,
 )
 
 
@@ -120,6 +120,9 @@ def test_advertised_addresses_are_reachable(
         ("redis://u:p@h:1?Pass%77ord=p", "redis://u:***@h:1?Pass%77ord=***"),
         ("rediss://h:1?ssl_password=p", "rediss://h:1?ssl_password=***"),
         ("unix://u@/run/r.sock?password=p%26q", "unix://u@/run/r.sock?password=***"),
+        ("redis://h:1/0?password=p@q", "redis://h:1/0?password=***"),
+        ("redis://:p/q@h:1", "redis://:***@h:1"),
+        ("redis://:p?q@h:1", "redis://:***@h:1"),
     ],
 )
 def test_passwords_are_blanked(url: str, shown: str) -> None:

@@ -9,7 +9,7 @@ from grpc import StatusCode
 
 from blockstore import errors as store
 from services.common import errors as domain
-from services.common.rpc.error_table import FAULTS, PeerFailed, failure_of, fault_of
+from services.common.rpc.error_table import FAILURES, RemoteError, expected_failure, failure_of
 from services.common.rpc.interceptor import trailers
 
 
@@ -21,7 +21,7 @@ def descendants(cls: type[Exception]) -> Iterator[type[Exception]]:
 
 # A subclass elsewhere that has no code of its own is mapped as its parent.
 DOMAIN = sorted(
-    {cls for cls in descendants(domain.QuireError) if "code" in vars(cls)} - {PeerFailed},
+    {cls for cls in descendants(domain.QuireError) if "code" in vars(cls)} - {RemoteError},
     key=lambda cls: cls.__name__,
 )
 STORE = sorted(
@@ -34,18 +34,18 @@ STORE = sorted(
 )
 def test_every_error_has_a_row_of_its_own(error: type[Exception]) -> None:
     """A new error class without a status fails here."""
-    assert error in FAULTS
+    assert error in FAILURES
 
 
 @pytest.mark.parametrize("error", DOMAIN, ids=lambda cls: cls.__name__)
 def test_the_row_carries_the_errors_code(error: type[domain.QuireError]) -> None:
-    assert FAULTS[error].code == error.code
+    assert FAILURES[error].code == error.code
 
 
 def test_codes_mean_one_status_each() -> None:
     """A client may go by the code alone."""
     by_code: dict[str, set[tuple[StatusCode, int]]] = {}
-    for fault in FAULTS.values():
+    for fault in FAILURES.values():
         by_code.setdefault(fault.code, set()).add((fault.status, fault.http_status))
     assert {code: statuses for code, statuses in by_code.items() if len(statuses) > 1} == {}
 
@@ -79,7 +79,7 @@ def test_the_most_specific_class_decides() -> None:
     class EmptyPrompt(domain.InvalidRequest):
         pass
 
-    assert fault_of(EmptyPrompt("empty")) is FAULTS[domain.InvalidRequest]
+    assert expected_failure(EmptyPrompt("empty")) is FAILURES[domain.InvalidRequest]
     assert failure_of(domain.PromptTooLong("long")).code == "context_length_exceeded"
 
 
@@ -116,4 +116,4 @@ def test_a_retry_delay_becomes_a_trailer() -> None:
 def test_cancellation_is_not_an_error() -> None:
     """`failure_of` takes Exceptions; CancelledError is none, so no row can ever catch it."""
     assert not issubclass(asyncio.CancelledError, Exception)
-    assert fault_of(asyncio.CancelledError()) is None
+    assert expected_failure(asyncio.CancelledError()) is None

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from quire.v1 import decode_pb2
-from services.common.rpc import message_batching as bundle
-from services.common.rpc.message_batching import Outbox, bundled, each_of
+from services.common.rpc import message_batching
+from services.common.rpc.message_batching import Outbox, pack_batch, unpack_batch
 
 
 def _reserve(name: str) -> decode_pb2.DecodeConnectRequest:
@@ -28,7 +28,7 @@ async def test_queued_messages_go_together_and_later_ones_next() -> None:
 
 async def test_together_they_do_not_get_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is too large by itself goes alone, and nothing is left out."""
-    monkeypatch.setattr(bundle, "MOST_BYTES", 100)
+    monkeypatch.setattr(message_batching, "MAX_BATCH_BYTES", 100)
     outbox = Outbox[str](len)
     for one in ("a" * 40, "b" * 60, "c", "d" * 300, "e" * 90, "f" * 10):
         outbox.put(one)
@@ -62,17 +62,17 @@ async def test_senders_of_dropped_messages_wait_no_longer() -> None:
 
 def test_batched_messages_come_in_order() -> None:
     names = ["a", "b", "c"]
-    together = bundled([_reserve(name) for name in names])
+    together = pack_batch([_reserve(name) for name in names])
     arrived = decode_pb2.DecodeConnectRequest.FromString(together.SerializeToString())
-    assert [one.reserve.request_id for one in each_of(arrived)] == names
+    assert [one.reserve.request_id for one in unpack_batch(arrived)] == names
 
 
 def test_a_lone_message_is_unchanged() -> None:
-    assert bundled([_reserve("a")]) == _reserve("a")
+    assert pack_batch([_reserve("a")]) == _reserve("a")
 
 
-def test_a_bundle_in_a_bundle_counts_for_nothing() -> None:
+def test_a_batch_inside_a_batch_is_ignored() -> None:
     """Whoever sends such a thing makes no work of any depth."""
-    inner = bundled([_reserve("b"), _reserve("c")])
-    together = bundled([_reserve("a"), inner])
-    assert [one.reserve.request_id for one in each_of(together)] == ["a", "b"]
+    inner = pack_batch([_reserve("b"), _reserve("c")])
+    together = pack_batch([_reserve("a"), inner])
+    assert [one.reserve.request_id for one in unpack_batch(together)] == ["a", "b"]

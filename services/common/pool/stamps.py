@@ -100,11 +100,11 @@ class Stamps:
                 f"not {len(prefix_hash)}, {len(parent)} and {len(token_ids)}"
             )
         at = self._at(block_id)
-        if self._says(block_id, fields):
+        if self._is_committed_with(block_id, fields):
             return
         if self._bytes[at] != StampState.PRIVATE:
             state = StampState(self._bytes[at]).name
-            raise ValueError(f"block {block_id} is {state}, so nobody writes it now")
+            raise ValueError(f"block {block_id} is {state}, not PRIVATE")
         self._bytes[at + _FIELDS_AT : at + _FIELDS_AT + len(fields)] = fields
         self._bytes[at] = StampState.COMMITTED
 
@@ -139,7 +139,7 @@ class Stamps:
         for index, (block_id, prefix_hash) in enumerate(zip(block_ids, hashes, strict=True)):
             start = index * num_token_bytes
             fields = prefix_hash + parent + tokens[start : start + num_token_bytes]
-            if not self._says(block_id, fields):
+            if not self._is_committed_with(block_id, fields):
                 return index
             parent = prefix_hash
         return None
@@ -211,7 +211,8 @@ class Stamps:
             raise IndexError(f"block {block_id} of a pool of {self._num_blocks}")
         return block_id * self._record_bytes
 
-    def _says(self, block_id: int, fields: bytes) -> bool:
+    def _is_committed_with(self, block_id: int, fields: bytes) -> bool:
+        """Whether the stamp is COMMITTED, with exactly these hashes and token ids."""
         at = self._at(block_id)
         if self._bytes[at] != StampState.COMMITTED:
             return False

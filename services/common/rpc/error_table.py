@@ -24,28 +24,18 @@ headers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """A row of the table. `text`: replaces the error's own text if that is not for clients."""
-
-    code: str
-    status: StatusCode
-    http_status: int
-    text: str | None = None
-    retry_delay_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Failure:
-    """The answer to one failed request."""
+    """The answer to one failed request. In the table, an empty `text` means the error's own text;
+    a row has a text if the error's own one is not for clients."""
 
     code: str
     status: StatusCode
     http_status: int
-    text: str
+    text: str = ""
     retry_delay_s: float | None = None
 
 
-class PeerFailed(domain.QuireError):
+class RemoteError(domain.QuireError):
     """An error of another service for which there is no domain error. Raised in a handler, it
     reaches the client with the same code, status and text."""
 
@@ -54,86 +44,79 @@ class PeerFailed(domain.QuireError):
         self.failure = Failure(code, status, 502, message)
 
 
-def _domain(error: type[domain.QuireError], status: StatusCode, http_status: int) -> Fault:
-    return Fault(error.code, status, http_status)
-
-
 _INVALID, _MISSING = StatusCode.INVALID_ARGUMENT, StatusCode.NOT_FOUND
 _EXHAUSTED, _UNAVAILABLE = StatusCode.RESOURCE_EXHAUSTED, StatusCode.UNAVAILABLE
 _PRECONDITION = StatusCode.FAILED_PRECONDITION
 _NO_STORE = "the block store is not there; try again"
 
-FAULTS: dict[type[Exception], Fault] = {
-    domain.InvalidRequest: _domain(domain.InvalidRequest, _INVALID, 400),
-    domain.PromptTooLong: _domain(domain.PromptTooLong, _INVALID, 400),
-    domain.Unauthenticated: _domain(domain.Unauthenticated, StatusCode.UNAUTHENTICATED, 401),
-    domain.UnknownModel: _domain(domain.UnknownModel, _MISSING, 404),
-    domain.UnknownWorker: _domain(domain.UnknownWorker, _MISSING, 404),
-    domain.DuplicateRequest: _domain(domain.DuplicateRequest, StatusCode.ALREADY_EXISTS, 409),
-    domain.Overloaded: _domain(domain.Overloaded, _EXHAUSTED, 429),
-    domain.QueueFull: _domain(domain.QueueFull, _EXHAUSTED, 429),
-    domain.WouldBeLate: _domain(domain.WouldBeLate, _EXHAUSTED, 429),
-    domain.Unavailable: _domain(domain.Unavailable, _UNAVAILABLE, 503),
-    domain.NoWorker: _domain(domain.NoWorker, _UNAVAILABLE, 503),
-    domain.Draining: _domain(domain.Draining, _UNAVAILABLE, 503),
-    domain.DeadlineExceeded: _domain(domain.DeadlineExceeded, StatusCode.DEADLINE_EXCEEDED, 504),
-    domain.PoisonRequest: _domain(domain.PoisonRequest, StatusCode.INTERNAL, 500),
-    domain.KVCorrupt: _domain(domain.KVCorrupt, StatusCode.DATA_LOSS, 500),
-    domain.LastWorker: _domain(domain.LastWorker, _PRECONDITION, 409),
-    domain.NoSupervisor: _domain(domain.NoSupervisor, _PRECONDITION, 501),
-    domain.VersionMismatch: _domain(domain.VersionMismatch, _PRECONDITION, 500),
-    domain.StartupError: _domain(domain.StartupError, _PRECONDITION, 500),
-    store.StoreUnavailable: Fault("store_unavailable", _UNAVAILABLE, 503, _NO_STORE, 1.0),
-    store.StoreLost: Fault("store_lost", _UNAVAILABLE, 503, _NO_STORE, 1.0),
-    store.PoolGone: Fault("pool_gone", _UNAVAILABLE, 503, _NO_STORE, 1.0),
-    store.StoreUnsuitable: Fault("store_unsuitable", _PRECONDITION, 503, _NO_STORE),
-    store.PoolExists: Fault("pool_exists", StatusCode.ALREADY_EXISTS, 409),
-    store.Recovering: Fault("recovering", _UNAVAILABLE, 503, _NO_STORE, 1.0),
-    store.UnknownPool: Fault("unknown_pool", _MISSING, 404),
-    store.UnknownWorker: Fault("unknown_worker", _MISSING, 404),
-    store.GeometryMismatch: Fault("geometry_mismatch", _PRECONDITION, 409),
-    store.FingerprintMismatch: Fault("fingerprint_mismatch", _PRECONDITION, 409),
-    store.WorkerFenced: Fault("worker_fenced", _PRECONDITION, 409),
-    store.WorkerNotEmpty: Fault("worker_not_empty", _PRECONDITION, 409),
-    store.OutOfBlocks: Fault("out_of_blocks", _EXHAUSTED, 429, retry_delay_s=1.0),
-    store.MustWait: Fault("must_wait", _EXHAUSTED, 429, retry_delay_s=1.0),
-    store.StaleHolder: Fault("stale_holder", StatusCode.ABORTED, 409),
-    store.NotHeld: Fault("not_held", _PRECONDITION, 409),
-    store.InvalidArgument: Fault("invalid_argument", _INVALID, 400),
-    DecodeError: Fault(
+_DOMAIN: dict[type[domain.QuireError], tuple[StatusCode, int]] = {
+    domain.InvalidRequest: (_INVALID, 400),
+    domain.PromptTooLong: (_INVALID, 400),
+    domain.Unauthenticated: (StatusCode.UNAUTHENTICATED, 401),
+    domain.UnknownModel: (_MISSING, 404),
+    domain.UnknownWorker: (_MISSING, 404),
+    domain.DuplicateRequest: (StatusCode.ALREADY_EXISTS, 409),
+    domain.Overloaded: (_EXHAUSTED, 429),
+    domain.QueueFull: (_EXHAUSTED, 429),
+    domain.WouldBeLate: (_EXHAUSTED, 429),
+    domain.Unavailable: (_UNAVAILABLE, 503),
+    domain.NoWorker: (_UNAVAILABLE, 503),
+    domain.Draining: (_UNAVAILABLE, 503),
+    domain.DeadlineExceeded: (StatusCode.DEADLINE_EXCEEDED, 504),
+    domain.PoisonRequest: (StatusCode.INTERNAL, 500),
+    domain.KVCorrupt: (StatusCode.DATA_LOSS, 500),
+    domain.LastWorker: (_PRECONDITION, 409),
+    domain.NoSupervisor: (_PRECONDITION, 501),
+    domain.VersionMismatch: (_PRECONDITION, 500),
+    domain.StartupError: (_PRECONDITION, 500),
+}
+
+FAILURES: dict[type[Exception], Failure] = {
+    **{error: Failure(error.code, *row) for error, row in _DOMAIN.items()},
+    store.StoreUnavailable: Failure("store_unavailable", _UNAVAILABLE, 503, _NO_STORE, 1.0),
+    store.StoreLost: Failure("store_lost", _UNAVAILABLE, 503, _NO_STORE, 1.0),
+    store.PoolGone: Failure("pool_gone", _UNAVAILABLE, 503, _NO_STORE, 1.0),
+    store.StoreUnsuitable: Failure("store_unsuitable", _PRECONDITION, 503, _NO_STORE),
+    store.PoolExists: Failure("pool_exists", StatusCode.ALREADY_EXISTS, 409),
+    store.Recovering: Failure("recovering", _UNAVAILABLE, 503, _NO_STORE, 1.0),
+    store.UnknownPool: Failure("unknown_pool", _MISSING, 404),
+    store.UnknownWorker: Failure("unknown_worker", _MISSING, 404),
+    store.GeometryMismatch: Failure("geometry_mismatch", _PRECONDITION, 409),
+    store.FingerprintMismatch: Failure("fingerprint_mismatch", _PRECONDITION, 409),
+    store.WorkerFenced: Failure("worker_fenced", _PRECONDITION, 409),
+    store.WorkerNotEmpty: Failure("worker_not_empty", _PRECONDITION, 409),
+    store.OutOfBlocks: Failure("out_of_blocks", _EXHAUSTED, 429, retry_delay_s=1.0),
+    store.MustWait: Failure("must_wait", _EXHAUSTED, 429, retry_delay_s=1.0),
+    store.StaleHolder: Failure("stale_holder", StatusCode.ABORTED, 409),
+    store.NotHeld: Failure("not_held", _PRECONDITION, 409),
+    store.InvalidArgument: Failure("invalid_argument", _INVALID, 400),
+    DecodeError: Failure(
         domain.InvalidRequest.code, _INVALID, 400, "the message is not one of this method's"
     ),
-    TimeoutError: Fault(
+    TimeoutError: Failure(
         domain.DeadlineExceeded.code, StatusCode.DEADLINE_EXCEEDED, 504, "the time limit has passed"
     ),
 }
 
 
-def fault_of(error: BaseException) -> Fault | None:
+def expected_failure(error: BaseException) -> Failure | None:
     """The row of the error's most specific class that has a row; None if no class has one."""
-    return next((FAULTS[cls] for cls in type(error).__mro__ if cls in FAULTS), None)
+    return next((FAILURES[cls] for cls in type(error).__mro__ if cls in FAILURES), None)
 
 
 def failure_of(error: Exception) -> Failure:
     """The answer for a client. Logs an error that has no row, with its traceback."""
-    failure = _failure_of(error)
+    failure = error.failure if isinstance(error, RemoteError) else _failure_of(error)
     if len(failure.text) <= _MAX_TEXT_CHARS:
         return failure
     return replace(failure, text=failure.text[:_MAX_TEXT_CHARS] + " ...")
 
 
 def _failure_of(error: Exception) -> Failure:
-    if isinstance(error, PeerFailed):
-        return error.failure
-    fault = fault_of(error)
-    if fault is None:
-        return _internal(error)
-    delay_s = getattr(error, "retry_delay_s", fault.retry_delay_s)
-    text = fault.text or str(error) or fault.code
-    return Failure(fault.code, fault.status, fault.http_status, text, delay_s)
-
-
-def _internal(error: Exception) -> Failure:
-    error_id = secrets.token_hex(8)
-    log.error("internal_error", error_id=error_id, exc_info=error)
-    return Failure(INTERNAL_CODE, StatusCode.INTERNAL, 500, f"internal error {error_id}")
+    row = expected_failure(error)
+    if row is None:
+        error_id = secrets.token_hex(8)
+        log.error("internal_error", error_id=error_id, exc_info=error)
+        return Failure(INTERNAL_CODE, StatusCode.INTERNAL, 500, f"internal error {error_id}")
+    delay_s = getattr(error, "retry_delay_s", row.retry_delay_s)
+    return replace(row, text=row.text or str(error) or row.code, retry_delay_s=delay_s)

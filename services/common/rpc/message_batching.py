@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-MOST_BYTES = 1 << 20
+MAX_BATCH_BYTES = 1 << 20
 """Limit of one batch; a larger single message is sent alone."""
 
 T = TypeVar("T")
@@ -34,10 +34,10 @@ class Outbox(Generic[T]):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, one: T) -> None:
+    def put(self, message: T) -> None:
         """Append a message; ignored if the outbox is closed."""
         if not self._closed:
-            self._waiting.append(one)
+            self._waiting.append(message)
             self._changed.set()
 
     def close(self, *, drop: bool = False) -> None:
@@ -52,24 +52,24 @@ class Outbox(Generic[T]):
         while not self._waiting and not self._closed:
             self._changed.clear()
             await self._changed.wait()
-        together: list[T] = []
+        batch: list[T] = []
         num_bytes = 0
         while self._waiting:
             num_bytes += self._size(self._waiting[0])
-            if together and num_bytes > MOST_BYTES:
+            if batch and num_bytes > MAX_BATCH_BYTES:
                 break
-            together.append(self._waiting.popleft())
-        return together
+            batch.append(self._waiting.popleft())
+        return batch
 
 
-def bundled(messages: Sequence[Any]) -> Any:
+def pack_batch(messages: Sequence[Any]) -> Any:
     """One message of a worker's stream that carries the whole batch."""
     first, *others = messages
     first.more.extend(others)
     return first
 
 
-def each_of(message: Any) -> Iterator[Any]:
+def unpack_batch(message: Any) -> Iterator[Any]:
     """The messages of a batch: `message`, then its `more`. A `more` inside of those is ignored."""
     yield message
     yield from message.more

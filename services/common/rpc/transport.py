@@ -12,7 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common import errors
 from services.common.errors import QuireError, StartupError
-from services.common.rpc.error_table import PeerFailed
+from services.common.rpc.error_table import RemoteError
 from services.common.rpc.interceptor import CODE_TRAILER, RETRY_TRAILER, ErrorInterceptor
 from services.common.rpc.proof import Guard
 from services.common.rpc.reflection import enable_reflection
@@ -76,7 +76,7 @@ class RpcServer:
     def __init__(
         self, *services: str, guard: Guard | None = None, max_connections: int | None = None
     ) -> None:
-        options = (*_SERVER_OPTIONS, *_bounds(max_connections))
+        options = (*_SERVER_OPTIONS, *_connection_limits(max_connections))
         self.aio = aio.server(interceptors=[ErrorInterceptor(guard)], options=options)
         self._health = health.aio.HealthServicer()
         self._services = services
@@ -134,7 +134,7 @@ class RpcServer:
         await self.aio.stop(grace_s)
 
 
-def _bounds(max_connections: int | None) -> tuple[tuple[str, int], ...]:
+def _connection_limits(max_connections: int | None) -> tuple[tuple[str, int], ...]:
     if max_connections is None:
         return ()
     return (
@@ -149,8 +149,8 @@ def open_channel(address: str) -> aio.Channel:
 
 
 @contextmanager
-def translated() -> Iterator[None]:
-    """Raises each `grpc.aio.AioRpcError` of a call to another service as a QuireError."""
+def translate_errors() -> Iterator[None]:
+    """Raises each `grpc.aio.AioRpcError` of a call to another service as a domain error."""
     try:
         yield
     except aio.AioRpcError as error:
@@ -158,17 +158,13 @@ def translated() -> Iterator[None]:
 
 
 def from_rpc_error(error: aio.AioRpcError) -> QuireError:
-    """The domain error that the other service raised, found by its code; without a code, by the
-    gRPC status.
-
-    PeerFailed if there is no such domain error: raised in a handler, it reaches the caller with the
-    same status, code and text.
-    """
+    """The domain error that the other service raised, found by its code, or by the gRPC status if
+    there is no code; a RemoteError if there is no such domain error."""
     metadata = dict(error.trailing_metadata() or ())
     code, text = str(metadata.get(CODE_TRAILER, "")), error.details() or ""
     cls = _BY_CODE.get(code) or _BY_STATUS.get(error.code() if not code else StatusCode.OK)
     if cls is None:
-        return PeerFailed(text, code or error.code().name.lower(), error.code())
+        return RemoteError(text, code or error.code().name.lower(), error.code())
     if issubclass(cls, errors.Overloaded):
         return cls(text, _retry_delay_s(metadata.get(RETRY_TRAILER)))
     return cls(text)

@@ -11,11 +11,11 @@ import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
-from urllib.parse import unquote, urlsplit, urlunsplit
 
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from blockstore.redaction import without_password
 from services.common.errors import StartupError
 
 ENDING_S = 5.0
@@ -54,7 +54,7 @@ class ServiceSettings(BaseSettings):
         default=None, description="file with the password for redis_url; none: as the URL says"
     )
     redis_patience_s: float = Field(
-        default=10.0, ge=0, description="how long the start waits for Redis to answer"
+        default=10.0, ge=0, description="how long the start waits for an answer of Redis"
     )
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=0, ge=0, le=65535, description="gRPC port; 0 takes a free one")
@@ -68,7 +68,7 @@ class ServiceSettings(BaseSettings):
         le=65535,
         description="Prometheus port; 0 takes a free one, none: no endpoint",
     )
-    log_level: LogLevel = Field(default="info", description="least severe level that is written")
+    log_level: LogLevel = Field(default="info", description="the lowest level that is logged")
     log_format: LogFormat = Field(
         default="auto", description="auto: console on a terminal, else JSON"
     )
@@ -152,7 +152,7 @@ def resolved(settings: ServiceSettings) -> dict[str, str]:
     """The resolved value of each setting, by variable, without passwords."""
     prefix = env_prefix(type(settings))
     return {
-        prefix + name.upper(): _shown(getattr(settings, name))
+        prefix + name.upper(): _format_value(getattr(settings, name))
         for name in type(settings).model_fields
     }
 
@@ -162,26 +162,7 @@ def join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def without_password(url: str) -> str:
-    """The URL with `***` instead of its password, and of passwords in its query."""
-    parts = urlsplit(url)
-    query = "&".join(map(_without_value, parts.query.split("&")))
-    if parts.password is None and query == parts.query:
-        return url
-    credentials, at, host = parts.netloc.rpartition("@")
-    if parts.password is not None:
-        credentials = f"{parts.username or ''}:***"
-    return urlunsplit(parts._replace(netloc=credentials + at + host, query=query))
-
-
-def _without_value(field: str) -> str:
-    """A field of a URL's query, without its value if it is a password: redis-py accepts its own
-    password and that of a TLS key there."""
-    name, is_, _ = field.partition("=")
-    return f"{name}=***" if is_ and "password" in unquote(name).lower() else field
-
-
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if value is None or value == ():
         return "none"
     if isinstance(value, tuple):

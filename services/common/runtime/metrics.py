@@ -4,6 +4,8 @@ A metric that vLLM has too has vLLM's name, with the prefix `quire:`. prometheus
 `_total` to counters.
 """
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from blockstore.records import PoolStats
@@ -23,67 +25,53 @@ class GatewayMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         model = ["model_name"]
-        self.time_to_first_token_s = Histogram(
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, labelnames=model, registry=registry)
+        self.time_to_first_token_s = histogram(
             "quire:time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
-            model,
+            "Time from a request's arrival to its first token.",
             buckets=_TTFT,
-            registry=registry,
         )
-        self.inter_token_latency_s = Histogram(
+        self.inter_token_latency_s = histogram(
             "quire:inter_token_latency_seconds",
-            "Between two tokens of one sequence.",
-            model,
+            "Time between two tokens of one sequence.",
             buckets=_INTER_TOKEN,
-            registry=registry,
         )
-        self.e2e_request_latency_s = Histogram(
+        self.e2e_request_latency_s = histogram(
             "quire:e2e_request_latency_seconds",
-            "From a request's arrival to its end.",
-            model,
+            "Time from a request's arrival to its end.",
             buckets=_LATENCY,
-            registry=registry,
         )
-        self.request_queue_time_s = Histogram(
+        self.request_queue_time_s = histogram(
             "quire:request_queue_time_seconds",
-            "From a request's arrival until it is first sent to a worker.",
-            model,
+            "Time from a request's arrival until it is first sent to a worker.",
             buckets=_LATENCY,
-            registry=registry,
         )
-        self.prompt_tokens = Counter(
-            "quire:prompt_tokens", "Prompt tokens of admitted requests.", model, registry=registry
+        self.prompt_tokens = counter(
+            "quire:prompt_tokens", "Prompt tokens of admitted requests.", model
         )
-        self.prompt_tokens_cached = Counter(
-            "quire:prompt_tokens_cached",
-            "Prompt tokens found in the prefix cache.",
-            model,
-            registry=registry,
+        self.prompt_tokens_cached = counter(
+            "quire:prompt_tokens_cached", "Prompt tokens found in the prefix cache.", model
         )
-        self.generation_tokens = Counter(
-            "quire:generation_tokens", "Tokens given to clients.", model, registry=registry
+        self.generation_tokens = counter(
+            "quire:generation_tokens", "Tokens sent to clients.", model
         )
-        self.requests_finished = Counter(
+        self.requests_finished = counter(
             "quire:request_success",
             "Requests that ended with a finish reason.",
             [*model, "finished_reason"],
-            registry=registry,
         )
-        self.requests_failed = Counter(
+        self.requests_failed = counter(
             "quire:request_failure",
-            "Requests that were refused or ended with an error, by its code, or were cancelled "
+            "Requests that were refused, ended with an error, or were cancelled, by error code "
             "(`cancelled`).",
             [*model, "code"],
-            registry=registry,
         )
-        self.num_preemptions = Counter(
-            "quire:num_preemptions", "Requests that gave way to others.", model, registry=registry
-        )
-        self.num_moves = Counter(
+        self.num_preemptions = counter("quire:num_preemptions", "Preemptions of requests.", model)
+        self.num_moves = counter(
             "quire:num_moves",
-            "Running requests that went on at another decode worker, with nothing computed again.",
+            "Moves of running requests to another decode worker, without recomputation.",
             model,
-            registry=registry,
         )
         self.num_requests_running = Gauge(
             "quire:num_requests_running", "Requests at a worker.", registry=registry
@@ -98,6 +86,8 @@ class WorkerMetrics:
     one model on one pool."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
         self.step_s = Histogram(
             "quire:step_seconds", "Duration of one step.", buckets=_STEP, registry=registry
         )
@@ -107,61 +97,36 @@ class WorkerMetrics:
             buckets=_BATCH_TOKENS,
             registry=registry,
         )
-        self.prompt_tokens = Counter(
-            "quire:prompt_tokens", "Prompt tokens computed.", registry=registry
+        self.prompt_tokens = counter("quire:prompt_tokens", "Prompt tokens computed.")
+        self.prompt_tokens_cached = counter(
+            "quire:prompt_tokens_cached", "Prompt tokens found in the prefix cache."
         )
-        self.prompt_tokens_cached = Counter(
-            "quire:prompt_tokens_cached",
-            "Prompt tokens found in the prefix cache.",
-            registry=registry,
+        self.generation_tokens = counter("quire:generation_tokens", "Tokens sampled.")
+        self.num_preemptions = counter("quire:num_preemptions", "Preemptions of sequence groups.")
+        self.num_broken = counter("quire:num_broken", "Sequences whose output was not finite.")
+        self.swapped_out_blocks = counter(
+            "quire:swapped_out_blocks", "Blocks copied to the swap pool."
         )
-        self.generation_tokens = Counter(
-            "quire:generation_tokens", "Tokens sampled.", registry=registry
-        )
-        self.num_preemptions = Counter(
-            "quire:num_preemptions", "Sequence groups that gave way to others.", registry=registry
-        )
-        self.num_broken = Counter(
-            "quire:num_broken", "Sequences whose output was not finite.", registry=registry
-        )
-        self.swapped_out_blocks = Counter(
-            "quire:swapped_out_blocks", "Blocks copied to the colder pool.", registry=registry
-        )
-        self.num_swaps_refused = Counter(
+        self.num_swaps_refused = counter(
             "quire:num_swaps_refused",
-            "Sequence groups that were computed again: the colder pool had no room for them.",
-            registry=registry,
+            "Sequence groups that were recomputed because the swap pool had no room.",
         )
-        self.swapped_in_blocks = Counter(
-            "quire:swapped_in_blocks", "Blocks copied back from the colder pool.", registry=registry
+        self.swapped_in_blocks = counter(
+            "quire:swapped_in_blocks", "Blocks copied back from the swap pool."
         )
-        self.kv_corrupt = Counter(
-            "quire:kv_corrupt",
-            "Blocks that did not say what their hash promised.",
-            registry=registry,
+        self.kv_corrupt = counter(
+            "quire:kv_corrupt", "Blocks whose stamp did not match the tokens of their hash."
         )
-        self._load = _LoadGauges(registry)
+        self._running = gauge("quire:num_requests_running", "Running sequence groups.")
+        self._waiting = gauge("quire:num_requests_waiting", "Waiting sequence groups.")
+        self._free_slots = gauge(
+            "quire:num_free_slots", "Sequences that the worker can still take."
+        )
+        self._pending_tokens = gauge(
+            "quire:num_pending_tokens", "Prompt tokens that are still to be computed."
+        )
 
     def observe_load(self, load: Load) -> None:
-        self._load.observe(load)
-
-
-class _LoadGauges:
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._running = Gauge(
-            "quire:num_requests_running", "Sequence groups that run.", registry=registry
-        )
-        self._waiting = Gauge(
-            "quire:num_requests_waiting", "Sequence groups that wait.", registry=registry
-        )
-        self._free_slots = Gauge(
-            "quire:num_free_slots", "Sequences that can still be taken.", registry=registry
-        )
-        self._pending_tokens = Gauge(
-            "quire:num_pending_tokens", "Prompt tokens still to compute.", registry=registry
-        )
-
-    def observe(self, load: Load) -> None:
         self._running.set(load.num_running)
         self._waiting.set(load.num_waiting)
         self._free_slots.set(load.num_free_slots)
@@ -174,37 +139,25 @@ class PoolMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         labels = ["pool_id", "model_name"]
-        self._usage = Gauge(
-            "quire:kv_cache_usage_perc", "Held blocks; 1 is all.", labels, registry=registry
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        self._usage = gauge(
+            "quire:kv_cache_usage_perc", "Held blocks as a share of all blocks, 0 to 1.", labels
         )
-        self._blocks = Gauge(
-            "quire:kv_cache_blocks", "Blocks by state.", [*labels, "state"], registry=registry
+        self._blocks = gauge("quire:kv_cache_blocks", "Blocks by state.", [*labels, "state"])
+        self._holders = gauge("quire:kv_cache_holders", "Holders of blocks.", labels)
+        self._waiters = gauge("quire:kv_cache_waiters", "Requests that wait for blocks.", labels)
+        self._queries = counter("quire:prefix_cache_queries", "Prefix blocks looked up.", labels)
+        self._hits = counter("quire:prefix_cache_hits", "Prefix blocks found.", labels)
+        self.audit_violations = counter(
+            "quire:audit_violations", "Broken laws that audits found.", labels
         )
-        self._holders = Gauge(
-            "quire:kv_cache_holders", "Holders of blocks.", labels, registry=registry
+        self.workers_reaped = counter(
+            "quire:workers_reaped", "Dead workers whose blocks were released."
         )
-        self._waiters = Gauge(
-            "quire:kv_cache_waiters", "Requests that wait for blocks.", labels, registry=registry
-        )
-        self._queries = Counter(
-            "quire:prefix_cache_queries", "Prefix blocks looked up.", labels, registry=registry
-        )
-        self._hits = Counter(
-            "quire:prefix_cache_hits", "Prefix blocks found.", labels, registry=registry
-        )
-        self.audit_violations = Counter(
-            "quire:audit_violations", "Broken laws that audits found.", labels, registry=registry
-        )
-        self.workers_reaped = Counter(
-            "quire:workers_reaped", "Dead workers whose blocks were released.", registry=registry
-        )
-        self.workers_fenced = Counter(
-            "quire:workers_fenced", "Workers that were alive but stuck.", registry=registry
-        )
-        self.members_refused = Counter(
-            "quire:members_refused",
-            "Registry entries without this deployment's signature.",
-            registry=registry,
+        self.workers_fenced = counter("quire:workers_fenced", "Workers that were alive but stuck.")
+        self.members_refused = counter(
+            "quire:members_refused", "Registry entries without this deployment's signature."
         )
         self._seen: dict[str, tuple[int, int]] = {}
 

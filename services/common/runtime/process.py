@@ -48,7 +48,7 @@ def run_service(
     ended `stop_grace_s` after the first signal exits at once.
     """
     try:
-        _follow_parent()
+        _watch_parent()
         settings = _settings(settings_class)
         set_up_openmp(settings.num_threads)
         open_files.raise_limit()
@@ -73,21 +73,25 @@ def set_up_openmp(num_threads: int | None) -> None:
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
 
 
-async def with_patience(connect: Callable[[], Awaitable[T]], what: str, patience_s: float) -> T:
-    """Call `connect` until it succeeds, again while it raises StoreUnavailable; returns its result.
+async def retry_until_available(
+    connect: Callable[[], Awaitable[T]], server: str, timeout_s: float
+) -> T:
+    """Call `connect` again while it raises StoreUnavailable; returns its result.
 
-    StartupError: no success within `patience_s`, or Quire cannot use the server.
+    `server`: the server's name, for errors. StartupError: `connect` has not succeeded within
+    `timeout_s`, or Quire cannot use the server.
     """
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + patience_s
+    deadline = loop.time() + timeout_s
     while True:
         try:
             return await connect()
         except StoreUnsuitable as error:
-            raise StartupError(f"{what} cannot be used: {error}") from error
+            raise StartupError(f"{server} cannot be used: {error}") from error
         except StoreUnavailable as error:
             if loop.time() >= deadline:
-                raise StartupError(f"{what} did not answer in {patience_s:g} s: {error}") from error
+                text = f"{server} did not answer in {timeout_s:g} s: {error}"
+                raise StartupError(text) from error
         await asyncio.sleep(_RETRY_INTERVAL_S)
 
 
@@ -104,7 +108,7 @@ async def _until_stopped(
         if stop.is_set():
             task.cancel()
         else:
-            loop.call_later(settings.stop_grace_s, _end_overdue, settings.stop_grace_s)
+            loop.call_later(settings.stop_grace_s, _exit_overdue, settings.stop_grace_s)
         stop.set()
 
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -143,7 +147,7 @@ def _log_keys(settings: ServiceSettings) -> dict[str, str]:
     return {name.removeprefix(prefix).lower(): text for name, text in resolved(settings).items()}
 
 
-def _follow_parent() -> None:
+def _watch_parent() -> None:
     """End this process when the supervisor's end of the pipe closes, so that a killed supervisor
     leaves no orphans. A thread waits for that, since the event loop may be busy."""
     number = os.environ.get(PARENT_FD)
@@ -154,16 +158,16 @@ def _follow_parent() -> None:
         os.set_inheritable(fd, False)
     except (ValueError, OSError) as error:
         raise StartupError(f"{PARENT_FD}={number!r} is not an open file descriptor") from error
-    threading.Thread(target=_end_with, args=(fd,), name="parent-pipe", daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(fd,), name="parent-pipe", daemon=True).start()
 
 
-def _end_with(fd: int) -> NoReturn:
+def _exit_with_parent(fd: int) -> NoReturn:
     while os.read(fd, 1):
         pass
     os._exit(EXIT_FAULT)
 
 
-def _end_overdue(grace_s: float) -> NoReturn:
+def _exit_overdue(grace_s: float) -> NoReturn:
     """Exit without cleanup: other services wait until this process's locks and connections are
     gone."""
     log.error("stop_overdue", stop_grace_s=grace_s)

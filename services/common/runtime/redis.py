@@ -4,12 +4,13 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from urllib.parse import parse_qs, quote, urlsplit
 
+from blockstore.redaction import without_password
 from blockstore.redis_registry import RedisRegistry
 from blockstore.redis_store import RedisStore
 from services.common.errors import StartupError
-from services.common.runtime.config import ServiceSettings, without_password
+from services.common.runtime.config import ServiceSettings
 from services.common.runtime.logging import get_logger
-from services.common.runtime.process import with_patience
+from services.common.runtime.process import retry_until_available
 from services.common.runtime.secret import deployment_secret
 
 log = get_logger(__name__)
@@ -28,15 +29,15 @@ async def connect(
     `patience_s`: how long to wait for Redis; default: `redis_patience_s` of the settings.
     StartupError: Redis has not answered by then, or cannot serve as a block store.
     """
-    url = location(settings)
+    url = connection_url(settings)
     patience_s = settings.redis_patience_s if patience_s is None else patience_s
-    what = f"Redis at {without_password(settings.redis_url)}"
-    store = await with_patience(
-        lambda: RedisStore.connect(url, retry_for_s=store_retry_for_s), what, patience_s
+    server = f"Redis at {without_password(settings.redis_url)}"
+    store = await retry_until_available(
+        lambda: RedisStore.connect(url, retry_for_s=store_retry_for_s), server, patience_s
     )
     stack.push_async_callback(store.close)
-    registry = await with_patience(
-        lambda: open_registry(settings, retry_for_s=registry_retry_for_s), what, patience_s
+    registry = await retry_until_available(
+        lambda: open_registry(settings, retry_for_s=registry_retry_for_s), server, patience_s
     )
     stack.push_async_callback(registry.close)
     return store, registry
@@ -61,11 +62,11 @@ async def open_registry(
 
     key = deployment_secret(settings).registry_key
     return await RedisRegistry.connect(
-        location(settings), key, retry_for_s=retry_for_s, on_refused=refused
+        connection_url(settings), key, retry_for_s=retry_for_s, on_refused=refused
     )
 
 
-def location(settings: ServiceSettings) -> str:
+def connection_url(settings: ServiceSettings) -> str:
     """`redis_url` with the password from `redis_password_file`; must not be logged. StartupError:
     there are two passwords, or the file is unreadable or empty."""
     url, file = settings.redis_url, settings.redis_password_file

@@ -41,17 +41,13 @@ class JsonFields:
         return self.values.get(name) is not None
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        value = self.values[name] if self.has(name) else default
-        if value is None:
-            raise self.wrong(name, "missing")
+        value = self._required(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.wrong(name, f"{value!r} is not an integer >= {least}")
         return value
 
     def number(self, name: str, default: float | None = None, positive: bool = True) -> float:
-        value = self.values[name] if self.has(name) else default
-        if value is None:
-            raise self.wrong(name, "missing")
+        value = self._required(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.wrong(name, f"{value!r} is not a number")
         if not math.isfinite(value) or value < 0 or (positive and value == 0):
@@ -59,15 +55,15 @@ class JsonFields:
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
-        value = self.values[name] if self.has(name) else default
+        value = self._required(name, default)
         if not isinstance(value, bool):
             raise self.wrong(name, f"{value!r} is not true or false")
         return value
 
-    def text(self, name: str, default: str | None = None) -> str:
-        value = self.values[name] if self.has(name) else default
+    def text(self, name: str, default: str) -> str:
+        value = self._required(name, default)
         if not isinstance(value, str):
-            raise self.wrong(name, "missing" if value is None else f"{value!r} is not a string")
+            raise self.wrong(name, f"{value!r} is not a string")
         return value
 
     def object(self, name: str) -> "JsonFields":
@@ -75,3 +71,9 @@ class JsonFields:
         if not isinstance(value, dict):
             raise self.wrong(name, f"{value!r} is not an object")
         return JsonFields(self.path, value, f"{self.prefix}{name}.")
+
+    def _required(self, name: str, default: Any) -> Any:
+        value = self.values[name] if self.has(name) else default
+        if value is None:
+            raise self.wrong(name, "missing")
+        return value

@@ -88,7 +88,7 @@ class Tokenizer:
         """The id of exactly this token; None if there is no such token."""
         return self._tokenizer.token_to_id(token)
 
-    def spell(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes of a token, which may be part of a character. A special token has its
         name instead; an id without a token has no bytes."""
         pieces = self.pieces.following

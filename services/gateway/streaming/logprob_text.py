@@ -14,7 +14,7 @@ class LogprobText:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def spell(self, token_id: int, logprobs: Logprobs, text_offset: int) -> TokenLogprobs:
+    def token_bytes(self, token_id: int, logprobs: Logprobs, text_offset: int) -> TokenLogprobs:
         """The logprobs at one position, whose token is `token_id`, with the tokens' bytes."""
         top = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
         return TokenLogprobs(
@@ -24,7 +24,7 @@ class LogprobText:
         )
 
     def _candidate(self, token_id: int, logprob: float, rank: int) -> Candidate:
-        return Candidate(token_id, logprob, rank, self._tokenizer.spell(token_id))
+        return Candidate(token_id, logprob, rank, self._tokenizer.token_bytes(token_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class PromptTeller:
         """The prompt's text and tokens. `logprobs`: one for each token but the first, or none."""
         text, tokenizer, logprob_text = self._text(), self.tokenizer, LogprobText(self.tokenizer)
         spelled = (
-            logprob_text.spell(*each)
+            logprob_text.token_bytes(*each)
             for each in zip(self.token_ids[1:], logprobs, self._offsets(text)[1:], strict=True)
         )
         return PromptReport(
             text=text,
             token_ids=self.token_ids,
-            first_token=tokenizer.spell(self.token_ids[0]),
+            first_token=tokenizer.token_bytes(self.token_ids[0]),
             logprobs=tuple(spelled) if logprobs else (),
         )
 
@@ -67,7 +67,7 @@ class PromptTeller:
 
     def _num_chars_of_name(self, text: str, offset: int, token_id: int) -> int:
         try:
-            name = self.tokenizer.spell(token_id).decode()
+            name = self.tokenizer.token_bytes(token_id).decode()
         except UnicodeDecodeError:  # the token is a part of a character
             return 0
         return len(name) if text.startswith(name, offset) else 0

@@ -151,7 +151,7 @@ class Sequence:
         if self._logprob_text is None or not self._unread_logprobs:
             return ()
         unread = zip(self._unread_ids, self._unread_logprobs, strict=True)
-        return tuple(self._logprob_text.spell(token_id, *kept) for token_id, kept in unread)
+        return tuple(self._logprob_text.token_bytes(token_id, *kept) for token_id, kept in unread)
 
     def _show(self, scanned: Scanned) -> bool:
         """Add to the client's text. True: a stop string ended the sequence."""

@@ -16,7 +16,7 @@ from blockstore.registry import Member
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
 from services.common.errors import Unauthenticated, VersionMismatch
-from services.common.rpc.message_batching import Outbox, bundled
+from services.common.rpc.message_batching import Outbox, pack_batch
 from services.common.rpc.proof import Proof
 from services.common.rpc.transport import open_channel
 from services.common.runtime.logging import get_logger
@@ -168,7 +168,7 @@ class WorkerConnection:
             )
         )
         while commands := await outgoing.take():
-            yield bundled(commands)
+            yield pack_batch(commands)
 
     async def _shake_hands(self, stream: Stream, proof: Proof) -> None:
         """Complete the handshake. Only after it succeeds are requests sent to the worker."""

@@ -13,8 +13,8 @@ from grpc import StatusCode, aio
 
 from quire.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from services.common.errors import Overloaded, QuireError
-from services.common.rpc.error_table import FAULTS, PeerFailed
-from services.common.rpc.message_batching import each_of
+from services.common.rpc.error_table import FAILURES, RemoteError
+from services.common.rpc.message_batching import unpack_batch
 from services.protocol.codec import ticket_to_wire
 from services.protocol.event_codec import events_from_wire
 from services.protocol.messages import (
@@ -34,7 +34,7 @@ _RETRY_DELAY_S = 1.0
 Stream = aio.StreamStreamCall[Any, Any]
 Metadata = tuple[tuple[str, str], ...]
 
-_ERRORS = {fault.code: error for error, fault in FAULTS.items() if issubclass(error, QuireError)}
+_ERRORS = {row.code: error for error, row in FAILURES.items() if issubclass(error, QuireError)}
 
 
 class MalformedMessage(Exception):
@@ -56,7 +56,7 @@ class Dialect:
     def events(self, message: Any) -> Iterator[Event]:
         """The events of a message and of those batched in it. An invalid event about a request is
         `Malformed`. MalformedMessage: an event about a request does not name the request."""
-        for event in chain.from_iterable(map(events_from_wire, each_of(message))):
+        for event in chain.from_iterable(map(events_from_wire, unpack_batch(message))):
             if isinstance(event, RequestEvent) and not event.request_id:
                 raise MalformedMessage("a message about a request, and not which")
             yield event
@@ -106,11 +106,11 @@ DECODE = Dialect("/quire.v1.Decode/Connect", _connect_decode, decode_pb2.DecodeC
 
 
 def error_of(code: str, message: str) -> QuireError:
-    """The error that a worker reported by its code. An unknown code becomes PeerFailed, with the
+    """The error that a worker reported by its code. An unknown code becomes RemoteError, with the
     same code and message."""
     error = _ERRORS.get(code)
     if error is None:
-        return PeerFailed(message, code or "internal", StatusCode.INTERNAL)
+        return RemoteError(message, code or "internal", StatusCode.INTERNAL)
     if issubclass(error, Overloaded):
         return error(message, _RETRY_DELAY_S)
     return error(message)

@@ -78,11 +78,11 @@ def test_without_logprobs_there_is_the_text(tokenizer: Tokenizer) -> None:
 def test_the_likeliest_are_ranked_as_they_come(tokenizer: Tokenizer) -> None:
     token_ids = tokenizer.encode("one two three")
     top = Logprobs(-1.0, 7, token_ids, tuple(-float(n) for n in range(len(token_ids))))
-    spelled = LogprobText(tokenizer).spell(token_ids[0], top, 5)
+    spelled = LogprobText(tokenizer).token_bytes(token_ids[0], top, 5)
     assert (spelled.chosen.rank, spelled.text_offset) == (7, 5)
     assert [each.rank for each in spelled.top] == list(range(1, len(token_ids) + 1))
     assert b"".join(each.token for each in spelled.top) == b"one two three"
 
 
 def test_an_id_without_a_token_has_no_name(tokenizer: Tokenizer) -> None:
-    assert tokenizer.spell(10**6) == b""
+    assert tokenizer.token_bytes(10**6) == b""

@@ -198,7 +198,7 @@ async def test_times_are_measured_from_arrival_and_from_token_to_token() -> None
 class Letters:
     """A tokenizer's part in telling logprobs, of a vocabulary of bytes."""
 
-    def spell(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
 
 

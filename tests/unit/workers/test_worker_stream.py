@@ -11,7 +11,7 @@ import pytest
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import decode_pb2, prefill_pb2, ticket_pb2, worker_pb2
 from services.common.errors import InvalidRequest
-from services.common.rpc.message_batching import each_of
+from services.common.rpc.message_batching import unpack_batch
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
 from services.protocol.codec import ticket_to_wire
@@ -37,7 +37,7 @@ async def said(*requests: Any) -> AsyncIterator[Any]:
 async def first_failed(responses: AsyncIterator[Any]) -> Any:
     async with asyncio.timeout(10):
         async for together in responses:
-            for response in each_of(together):
+            for response in unpack_batch(together):
                 if response.WhichOneof("event") == "failed":
                     return response.failed
 
@@ -109,7 +109,7 @@ async def test_a_stream_that_ends_takes_along_what_came_over_it(pair: WorkerPair
     service: Any = DecodeService(pair.decode)
     async with aclosing(service.Connect(gateway, None)) as responses, asyncio.timeout(10):
         async for together in responses:
-            if any(one.WhichOneof("event") == "reserved" for one in each_of(together)):
+            if any(one.WhichOneof("event") == "reserved" for one in unpack_batch(together)):
                 break
         assert pair.decode.load().num_free_slots == 15
     await pair.until(lambda: pair.decode.load().num_free_slots == 16)

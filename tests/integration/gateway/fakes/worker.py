@@ -12,7 +12,7 @@ from blockstore.registry import Load, Member, Role
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
 from services.common.errors import Unavailable
-from services.common.rpc.message_batching import each_of
+from services.common.rpc.message_batching import unpack_batch
 from services.common.rpc.transport import RpcServer
 from services.gateway.intake.identity import client_id
 from services.protocol.version import PROTOCOL_VERSION
@@ -144,8 +144,8 @@ class FakeWorker:
     async def _read(self, stream: AsyncIterator[Any], session: Session) -> None:
         async for together in stream:
             self.names.shorten(together)
-            self.together.append([request.WhichOneof("command") for request in each_of(together)])
-            for request in each_of(together):
+            self.together.append([request.WhichOneof("command") for request in unpack_batch(together)])
+            for request in unpack_batch(together):
                 self._obey(session, request)
 
     def _obey(self, session: Session, request: Any) -> None:
