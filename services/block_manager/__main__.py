@@ -16,8 +16,8 @@ from blockstore.redis_store import RedisStore
 from blockstore.registry import Member
 from quire.v1 import block_manager_pb2_grpc
 from services.block_manager.config import BlockManagerSettings
-from services.block_manager.link import Connection, Link
 from services.block_manager.manager import BlockManager
+from services.block_manager.rounds import Connection, RoundRunner
 from services.block_manager.service import SERVICE_NAME, BlockManagerService
 from services.common.pool.names import new_worker_id
 from services.common.rpc.proof import Guard
@@ -50,12 +50,12 @@ async def serve(settings: BlockManagerSettings, stop: asyncio.Event) -> None:
     first = await retry_until_available(
         open_connection, "the block store", settings.redis_patience_s
     )
-    link = Link(first, open_connection)
+    runner = RoundRunner(first, open_connection)
     try:
         with metrics_endpoint(settings, metrics):
-            await _serve(settings, link, pool_metrics, stop)
+            await _serve(settings, runner, pool_metrics, stop)
     finally:
-        await link.close()
+        await runner.close()
 
 
 async def connect(settings: BlockManagerSettings, metrics: PoolMetrics) -> Connection:
@@ -77,12 +77,12 @@ async def connect(settings: BlockManagerSettings, metrics: PoolMetrics) -> Conne
 
 
 async def _serve(
-    settings: BlockManagerSettings, link: Link, metrics: PoolMetrics, stop: asyncio.Event
+    settings: BlockManagerSettings, runner: RoundRunner, metrics: PoolMetrics, stop: asyncio.Event
 ) -> None:
     member_id = new_worker_id("block_manager")
     rpc_key = deployment_secret(settings).rpc_key
     server = RpcServer(SERVICE_NAME, guard=Guard(rpc_key, member_id))
-    service = BlockManagerService(link, member_id, rpc_key, settings.drain_timeout_s)
+    service = BlockManagerService(runner, member_id, rpc_key, settings.drain_timeout_s)
     block_manager_pb2_grpc.add_BlockManagerServicer_to_server(service, server.aio)
     port = await server.start(settings.host, settings.port)
     member = Member(
@@ -100,8 +100,8 @@ async def _serve(
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(BlockManager(settings, link, metrics).run()),
-                tasks.create_task(link.every(lambda: _ANNOUNCE_INTERVAL_S, announce)),
+                tasks.create_task(BlockManager(settings, runner, metrics).run()),
+                tasks.create_task(runner.run_every(lambda: _ANNOUNCE_INTERVAL_S, announce)),
             ]
             await server.set_serving(True)
             log.info("block_manager_serving", member_id=member_id, address=member.address)
@@ -111,7 +111,7 @@ async def _serve(
     finally:
         await server.stop()
         with suppress(BlockStoreError):  # without an answer, the registration expires by itself
-            await link.connection.registry.withdraw(member_id)
+            await runner.connection.registry.withdraw(member_id)
 
 
 if __name__ == "__main__":

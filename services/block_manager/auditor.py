@@ -1,7 +1,7 @@
 """Exports the counters of every pool to Prometheus, and recounts every block reference
 periodically."""
 
-from services.block_manager.link import Connection
+from services.block_manager.rounds import Connection
 from services.block_manager.survey import Survey
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import PoolMetrics
@@ -14,7 +14,7 @@ class Auditor:
         self._metrics = metrics
         self._models: dict[str, str] = {}
 
-    async def observe(self, connection: Connection, found: Survey) -> None:
+    async def observe(self, found: Survey, connection: Connection) -> None:
         """Export the counters of all pools, and remove those of pools that are gone."""
         seen = {}
         for stats in found.pools.values():

@@ -7,7 +7,7 @@ from contextlib import suppress
 from blockstore.errors import UnknownPool
 from blockstore.registry import Member
 from services.block_manager.drain import drain
-from services.block_manager.link import Connection
+from services.block_manager.rounds import Connection
 from services.common.errors import LastWorker, Unavailable, UnknownWorker
 
 _LAG_S = 5.0

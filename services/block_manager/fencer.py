@@ -9,7 +9,7 @@ from pathlib import Path
 
 from blockstore.errors import UnknownPool, UnknownWorker
 from blockstore.records import PoolStats
-from services.block_manager.link import Connection
+from services.block_manager.rounds import Connection
 from services.block_manager.survey import Survey
 from services.common.pool.directory import PoolDirectory, pool_directories
 from services.common.pool.locks import give_up, is_held
@@ -28,14 +28,14 @@ class Fencer:
         self._announced: set[str] = set()
 
     @property
-    def suspects(self) -> bool:
-        """Whether a living worker was missing from the registry at the last look."""
+    def has_suspects(self) -> bool:
+        """Whether a living worker was missing from the registry at the last check."""
         return bool(self._silent)
 
-    async def look(self, connection: Connection, seen: Survey) -> None:
+    async def fence_stuck(self, seen: Survey, connection: Connection) -> None:
         """Fence the workers of this host's pools that have been stuck for `fence_after_s`."""
         stuck = await self._stuck(connection, seen)
-        for pool_id, worker_id in sorted(self._silent.look(stuck)):
+        for pool_id, worker_id in sorted(self._silent.check(stuck)):
             # The mark comes before the fence: the worker checks it before it writes, so it writes
             # nothing more once others may get blocks that it believes to have.
             give_up(PoolDirectory(self._root / pool_id).lock_path(worker_id))
@@ -56,13 +56,13 @@ class Fencer:
                 continue
             present.update(stats.worker_ids)
             silent = set(stats.worker_ids) - set(stats.fenced_worker_ids) - members
-            for worker_id in silent & await self._answerable(connection, stats, members):
+            for worker_id in silent & await self._expected_in_registry(connection, stats, members):
                 if is_held(directory.lock_path(worker_id)):
                     stuck.add((directory.pool_id, worker_id))
         self._announced &= present
         return stuck
 
-    async def _answerable(
+    async def _expected_in_registry(
         self, connection: Connection, stats: PoolStats, members: frozenset[str]
     ) -> set[str]:
         """Workers that should be in the registry: they were in it before, or hold blocks, or are

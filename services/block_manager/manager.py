@@ -1,6 +1,6 @@
-"""The block manager: reaps dead workers, fences stuck ones, removes what nobody owns, exports pool
-metrics and audits pools. It is not on the path of a request; while it is away, only this work
-waits."""
+"""The block manager: reaps dead workers, fences stuck ones, removes pools without an owner,
+exports pool metrics and audits pools. It is not on the path of a request: while it is away, only
+this work waits."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,8 +10,8 @@ from pathlib import Path
 from services.block_manager.auditor import Auditor
 from services.block_manager.config import BlockManagerSettings
 from services.block_manager.fencer import Fencer
-from services.block_manager.link import Connection, Link
 from services.block_manager.reaper import reap
+from services.block_manager.rounds import Connection, RoundRunner
 from services.block_manager.survey import Survey, survey
 from services.block_manager.sweeper import Sweeper
 from services.block_manager.watcher import Watcher
@@ -21,25 +21,27 @@ from services.common.runtime.metrics import PoolMetrics
 IDLE_SCANS = 8
 """While nobody uses the pools, the time between two rounds is this many scan intervals."""
 
-Look = Callable[[Connection, Survey], Awaitable[None]]
+Check = Callable[[Survey, Connection], Awaitable[None]]
 
 
 class BlockManager:
-    def __init__(self, settings: BlockManagerSettings, link: Link, metrics: PoolMetrics) -> None:
+    def __init__(
+        self, settings: BlockManagerSettings, runner: RoundRunner, metrics: PoolMetrics
+    ) -> None:
         root: Path = settings.pool_root
         self._settings = settings
-        self._link = link
+        self._runner = runner
         self._metrics = metrics
-        self._watcher = Watcher(root, self._bury)
+        self._watcher = Watcher(root, self._reap_worker)
         self._sweeper = Sweeper(root, settings.pool_grace_s)
         self._fencer = Fencer(root, settings.fence_after_s, metrics)
         self._auditor = Auditor(metrics)
-        self._looks: tuple[Look, ...] = (
+        self._checks: tuple[Check, ...] = (
             self._sweeper.sweep,
-            self._fencer.look,
+            self._fencer.fence_stuck,
             self._auditor.observe,
         )
-        self._looking: dict[Look, asyncio.Task[bool]] = {}
+        self._running: dict[Check, asyncio.Task[bool]] = {}
         self._is_idle = False
 
     async def run(self) -> None:
@@ -47,37 +49,33 @@ class BlockManager:
         audit_s = self._settings.audit_interval_s
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self._watcher.run(self._pause_s))
-            look_around = partial(self._look_around, loops)
-            loops.create_task(self._link.every(self._pause_s, look_around))
-            loops.create_task(self._link.every(lambda: audit_s, self._auditor.audit))
+            run_checks = partial(self._run_checks, loops)
+            loops.create_task(self._runner.run_every(self._pause_s, run_checks))
+            loops.create_task(self._runner.run_every(lambda: audit_s, self._auditor.audit))
 
     def _pause_s(self) -> float:
         """Seconds until the next round. It is longer while no pool has requests, no worker starts
         and nothing is wrong. Deaths are noticed without a round."""
         scan_s = self._settings.scan_interval_s
-        is_quiet = self._is_idle and not (self._sweeper.suspects or self._fencer.suspects)
+        is_quiet = self._is_idle and not (self._sweeper.has_suspects or self._fencer.has_suspects)
         return IDLE_SCANS * scan_s if is_quiet else scan_s
 
-    async def _look_around(self, loops: asyncio.TaskGroup, connection: Connection) -> None:
+    async def _run_checks(self, loops: asyncio.TaskGroup, connection: Connection) -> None:
         """Run one round: sweep, fence and observe, each in a task of its own. A task that is
         blocked, for example by a lock, does not delay the others, and the next rounds skip it until
         it ends."""
         self._is_idle = False  # until this round has found out
         seen = await survey(connection)
-        for look in self._looks:
-            if look not in self._looking or self._looking[look].done():
-                attempt = self._link.attempt(partial(_looking_at, look, seen))
-                self._looking[look] = loops.create_task(attempt)
-        await asyncio.wait(self._looking.values(), timeout=self._settings.scan_interval_s)
+        for check in self._checks:
+            if check not in self._running or self._running[check].done():
+                running = self._runner.run_once(partial(check, seen))
+                self._running[check] = loops.create_task(running)
+        await asyncio.wait(self._running.values(), timeout=self._settings.scan_interval_s)
         self._is_idle = seen.is_idle
 
-    async def _bury(self, directory: PoolDirectory, worker_id: str) -> None:
+    async def _reap_worker(self, directory: PoolDirectory, worker_id: str) -> None:
         async def once(connection: Connection) -> None:
             if await reap(connection, directory, worker_id):
                 self._metrics.workers_reaped.inc()
 
-        await self._link.until_done(once)
-
-
-async def _looking_at(look: Look, seen: Survey, connection: Connection) -> None:
-    await look(connection, seen)
+        await self._runner.run_until_done(once)

@@ -11,7 +11,7 @@ import asyncio
 from blockstore.errors import NotHeld, Recovering, StaleHolder, UnknownPool, WorkerFenced
 from blockstore.records import HolderInfo, PrefixHash
 from blockstore.store import BlockStore
-from services.block_manager.link import Connection
+from services.block_manager.rounds import Connection
 from services.common.pool.directory import PoolDirectory
 from services.common.pool.header import BadHeader
 from services.common.pool.stamps import Stamps

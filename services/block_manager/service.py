@@ -1,16 +1,18 @@
 """The gRPC service quire.v1.BlockManager, which answers operators."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from itertools import chain
 from typing import Any, TypeVar
 
-from blockstore.records import AuditReport, HolderInfo, PoolStats
+from blockstore.records import PoolStats
 from blockstore.registry import Member
 from quire.v1 import block_manager_pb2 as pb
 from quire.v1 import block_manager_pb2_grpc
 from services.block_manager.drains import Drains
-from services.block_manager.link import Connection, Link
+from services.block_manager.rounds import Connection, RoundRunner
 from services.protocol.codec import load_to_wire
+from services.protocol.fields import values
 from services.protocol.messages import LoadReport
 
 T = TypeVar("T")
@@ -22,18 +24,26 @@ _STATES = {
     "serving": pb.WORKER_STATE_SERVING,
     "draining": pb.WORKER_STATE_DRAINING,
 }
+_SPEC_FIELDS = ("pool_id", "model", "fingerprint", "block_size", "block_bytes", "num_blocks")
+_STATS_FIELDS = (
+    *("num_free", "num_cached", "num_held", "num_holders", "num_waiters", "worker_ids"),
+    *("num_prefix_queries", "num_prefix_hits", "recovering", "missing_worker_ids"),
+)
+"""Fields that are equal in the store's records and in the message `Pool`."""
 
 
 class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
     """Answers operators from the store and the registry. Raises errors of the store and of the
     domain, which `services.common.rpc.transport` maps to gRPC status codes."""
 
-    def __init__(self, link: Link, member_id: str, rpc_key: bytes, drain_timeout_s: float) -> None:
-        self._link = link
+    def __init__(
+        self, runner: RoundRunner, member_id: str, rpc_key: bytes, drain_timeout_s: float
+    ) -> None:
+        self._runner = runner
         self._drains = Drains(member_id, rpc_key, drain_timeout_s)
 
     async def ListPools(self, request: pb.ListPoolsRequest, context: Any) -> pb.ListPoolsResponse:
-        connection = self._link.connection
+        connection = self._runner.connection
         found = await connection.of_all_pools(connection.store.stats)
         return pb.ListPoolsResponse(pools=map(_pool, found))
 
@@ -42,7 +52,7 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
     ) -> pb.ListWorkersResponse:
         """List the workers in the registry, and those that the store has on a pool but that are not
         in the registry yet, or no longer."""
-        connection = self._link.connection
+        connection = self._runner.connection
         pools = await connection.of_all_pools(connection.store.stats)
         fenced = {worker_id for stats in pools for worker_id in stats.fenced_worker_ids}
         members = [
@@ -64,25 +74,25 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
     async def ListHolders(
         self, request: pb.ListHoldersRequest, context: Any
     ) -> pb.ListHoldersResponse:
-        connection = self._link.connection
+        connection = self._runner.connection
 
         async def read(pool_id: str) -> list[pb.Holder]:
             found = await connection.store.holders(pool_id)
-            return [_holder(pool_id, holder) for holder in found]
+            return [pb.Holder(pool_id=pool_id, **asdict(holder)) for holder in found]
 
         pools = await _one_or_all(connection, request.pool_id, read)
         return pb.ListHoldersResponse(holders=chain.from_iterable(pools))
 
     async def Audit(self, request: pb.AuditRequest, context: Any) -> pb.AuditResponse:
-        connection = self._link.connection
+        connection = self._runner.connection
         reports = await _one_or_all(connection, request.pool_id, connection.store.audit)
-        return pb.AuditResponse(pools=map(_audit, reports))
+        return pb.AuditResponse(pools=[pb.PoolAudit(**asdict(report)) for report in reports])
 
     async def DrainWorker(
         self, request: pb.DrainWorkerRequest, context: Any
     ) -> pb.DrainWorkerResponse:
         num_running = await self._drains.drain(
-            self._link.connection, request.worker_id, force=request.force
+            self._runner.connection, request.worker_id, force=request.force
         )
         return pb.DrainWorkerResponse(num_running=num_running)
 
@@ -95,24 +105,7 @@ async def _one_or_all(
 
 
 def _pool(stats: PoolStats) -> pb.Pool:
-    return pb.Pool(
-        pool_id=stats.spec.pool_id,
-        model=stats.spec.model,
-        fingerprint=stats.spec.fingerprint,
-        block_size=stats.spec.block_size,
-        block_bytes=stats.spec.block_bytes,
-        num_blocks=stats.spec.num_blocks,
-        num_free=stats.num_free,
-        num_cached=stats.num_cached,
-        num_held=stats.num_held,
-        num_holders=stats.num_holders,
-        num_waiters=stats.num_waiters,
-        worker_ids=stats.worker_ids,
-        num_prefix_queries=stats.num_prefix_queries,
-        num_prefix_hits=stats.num_prefix_hits,
-        recovering=stats.recovering,
-        missing_worker_ids=stats.missing_worker_ids,
-    )
+    return pb.Pool(**values(stats.spec, _SPEC_FIELDS), **values(stats, _STATS_FIELDS))
 
 
 def _worker(member: Member, fenced: bool) -> pb.Worker:
@@ -138,30 +131,4 @@ def _unannounced(worker_id: str, stats: PoolStats, fenced: bool) -> pb.Worker:
         pool_id=stats.spec.pool_id,
         model=stats.spec.model,
         state=pb.WORKER_STATE_FENCED if fenced else pb.WORKER_STATE_STARTING,
-    )
-
-
-def _holder(pool_id: str, holder: HolderInfo) -> pb.Holder:
-    return pb.Holder(
-        pool_id=pool_id,
-        holder_id=holder.holder_id,
-        epoch=holder.epoch,
-        worker_id=holder.worker_id,
-        order=holder.order,
-        num_blocks=holder.num_blocks,
-    )
-
-
-def _audit(report: AuditReport) -> pb.PoolAudit:
-    return pb.PoolAudit(
-        pool_id=report.pool_id,
-        num_blocks=report.num_blocks,
-        num_free=report.num_free,
-        num_cached=report.num_cached,
-        num_held=report.num_held,
-        num_holders=report.num_holders,
-        num_references=report.num_references,
-        ledger_checked=report.ledger_checked,
-        violations=report.violations,
-        recovering=report.recovering,
     )

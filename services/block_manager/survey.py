@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from blockstore.errors import UnknownPool
 from blockstore.records import PoolStats
 from blockstore.registry import Member
-from services.block_manager.link import Connection
+from services.block_manager.rounds import Connection
 
 
 @dataclass(frozen=True, slots=True)

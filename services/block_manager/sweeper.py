@@ -1,5 +1,5 @@
-"""Removes pools and workers that nobody owns, and ends recoveries: what a process left unfinished
-when it died.
+"""Removes pools and workers without an owner, and ends recoveries, which a dead process left
+unfinished.
 
 - A half-made or half-removed pool directory is deleted.
 - A pool directory without workers is removed after a grace time, under the host's lock, since a
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from blockstore.errors import UnknownPool
 from blockstore.records import PoolStats
-from services.block_manager.link import Connection
+from services.block_manager.rounds import Connection
 from services.block_manager.survey import Survey
 from services.common.pool.directory import (
     PoolDirectory,
@@ -36,18 +36,18 @@ class Sweeper:
     def __init__(self, root: Path, grace_s: float) -> None:
         self._root = root
         self._empty = GraceTimer[str](grace_s)
-        self._homeless = GraceTimer[str](grace_s)
+        self._unowned = GraceTimer[str](grace_s)
 
     @property
-    def suspects(self) -> bool:
+    def has_suspects(self) -> bool:
         """Whether a pool may have no owner: it is in its grace time."""
-        return bool(self._empty or self._homeless)
+        return bool(self._empty or self._unowned)
 
-    async def sweep(self, connection: Connection, seen: Survey) -> None:
+    async def sweep(self, seen: Survey, connection: Connection) -> None:
         """Run one round. An error of the store ends the round; the next round does the rest."""
         await self._remove_halves()
         await self._remove_empty(connection)
-        await self._drop_homeless(connection, seen)
+        await self._drop_unowned(connection, seen)
         for directory in pool_directories(self._root):
             if stats := seen.pools.get(directory.pool_id):
                 await self._reap_unlocked(connection, directory, stats)
@@ -61,7 +61,7 @@ class Sweeper:
     async def _remove_empty(self, connection: Connection) -> None:
         directories = {found.pool_id: found for found in pool_directories(self._root)}
         empty = [name for name, found in directories.items() if not found.worker_ids()]
-        for pool_id in sorted(self._empty.look(empty)):
+        for pool_id in sorted(self._empty.check(empty)):
             async with host_lock(self._root):
                 if directories[pool_id].worker_ids():
                     continue
@@ -69,11 +69,11 @@ class Sweeper:
                 await asyncio.to_thread(directories[pool_id].remove)
             log.info("pool_removed", pool_id=pool_id)
 
-    async def _drop_homeless(self, connection: Connection, seen: Survey) -> None:
+    async def _drop_unowned(self, connection: Connection, seen: Survey) -> None:
         # Read after `seen`, because a pool gets its directory before the store knows the pool.
         here = {directory.pool_id for directory in pool_directories(self._root)}
         members = {member.pool_id for member in seen.members}
-        for pool_id in sorted(self._homeless.look(seen.pool_ids - here - members)):
+        for pool_id in sorted(self._unowned.check(seen.pool_ids - here - members)):
             await connection.store.drop_pool(pool_id)
             log.info("pool_dropped", pool_id=pool_id)
 

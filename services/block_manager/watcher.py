@@ -13,16 +13,16 @@ from services.common.runtime.ticks import until_tick
 
 log = get_logger(__name__)
 
-Bury = Callable[[PoolDirectory, str], Awaitable[None]]
+Reap = Callable[[PoolDirectory, str], Awaitable[None]]
 
 
 class Watcher:
-    """Calls `bury(directory, worker_id)` for each dead worker, while holding the worker's lock, and
+    """Calls `reap(directory, worker_id)` for each dead worker, while holding the worker's lock, and
     then unlinks the lock file."""
 
-    def __init__(self, root: Path, bury: Bury) -> None:
+    def __init__(self, root: Path, reap: Reap) -> None:
         self._root = root
-        self._bury = bury
+        self._reap = reap
         self._watched: set[Path] = set()
 
     async def run(self, pause_s: Callable[[], float]) -> NoReturn:
@@ -48,7 +48,7 @@ class Watcher:
         try:
             if not lock.is_unlinked:
                 log.warning("worker_died", pool_id=directory.pool_id, worker_id=worker_id)
-                await self._bury(directory, worker_id)
+                await self._reap(directory, worker_id)
                 lock.unlink()
         finally:
             lock.close()

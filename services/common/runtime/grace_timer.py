@@ -19,18 +19,18 @@ class GraceTimer(Generic[T]):
         self._limit_s = limit_s
         self._clock = clock
         self._since: dict[T, float] = {}
-        self._looked_at = clock()
+        self._checked_at = clock()
 
     def __bool__(self) -> bool:
         """Whether something was wrong at the last check."""
         return bool(self._since)
 
-    def look(self, names: Iterable[T]) -> set[T]:
+    def check(self, names: Iterable[T]) -> set[T]:
         """Check once. `names`: everything that is wrong now. Returns those that were wrong in every
         check for at least the limit."""
         now = self._clock()
-        if now - self._looked_at > max(self._limit_s, 1.0):
+        if now - self._checked_at > max(self._limit_s, 1.0):
             self._since.clear()
-        self._looked_at = now
+        self._checked_at = now
         self._since = {name: self._since.get(name, now) for name in names}
         return {name for name, since in self._since.items() if now - since >= self._limit_s}

@@ -200,7 +200,7 @@ class WorkerDirectory:
         self._starting = bool(starting)
         absent = self._connections.keys() - present.keys()
         unheard = {w for w in absent if not self._connections[w].worker.connected}
-        for worker_id in self._absent.look(absent) | unheard:
+        for worker_id in self._absent.check(absent) | unheard:
             await self._part_with(worker_id)
         for member in present.values():
             await self._see(member)

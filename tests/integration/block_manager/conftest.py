@@ -16,8 +16,8 @@ from blockstore.memory_store import MemoryStore
 from blockstore.records import AuditReport
 from blockstore.registry import Member
 from services.block_manager.config import BlockManagerSettings
-from services.block_manager.link import Connection, Link
 from services.block_manager.manager import BlockManager
+from services.block_manager.rounds import Connection, RoundRunner
 from services.common.pool.arena import make_file
 from services.common.pool.directory import PoolDirectory, new_directory
 from services.common.pool.header import PoolHeader
@@ -136,7 +136,7 @@ async def managed(host: PoolHost, **settings: float) -> AsyncIterator[None]:
     usual = {"scan_interval_s": 0.02, "fence_after_s": 600, "pool_grace_s": 600}
     manager = BlockManager(
         BlockManagerSettings(pool_root=host.root, **{**usual, **settings}),  # type: ignore[arg-type]
-        Link(host.connection, host.connect),
+        RoundRunner(host.connection, host.connect),
         PoolMetrics(host.metrics),
     )
     running = asyncio.create_task(manager.run())

@@ -9,8 +9,8 @@ import pytest
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolStats
 from services.block_manager.config import BlockManagerSettings
-from services.block_manager.link import Link
 from services.block_manager.manager import IDLE_SCANS, BlockManager
+from services.block_manager.rounds import RoundRunner
 from services.common.runtime.metrics import PoolMetrics
 
 from .conftest import PoolHost
@@ -28,7 +28,9 @@ async def one_round(manager: BlockManager, host: PoolHost) -> float:
 @pytest.fixture
 def manager(host: PoolHost) -> BlockManager:
     settings = BlockManagerSettings(pool_root=host.root, scan_interval_s=SCAN_S)  # type: ignore[call-arg]
-    return BlockManager(settings, Link(host.connection, host.connect), PoolMetrics(host.metrics))
+    return BlockManager(
+        settings, RoundRunner(host.connection, host.connect), PoolMetrics(host.metrics)
+    )
 
 
 async def test_a_round_reads_each_pool_once(

@@ -24,7 +24,7 @@ from quire.v1 import (
 )
 from quire.v1 import block_manager_pb2 as pb
 from services.block_manager.drain import drain
-from services.block_manager.link import Connection, Link
+from services.block_manager.rounds import Connection, RoundRunner
 from services.block_manager.service import SERVICE_NAME, BlockManagerService
 from services.common.errors import Unauthenticated, VersionMismatch
 from services.common.rpc.transport import RpcServer, open_channel
@@ -82,7 +82,7 @@ async def served() -> AsyncIterator[Served]:
 
     server = RpcServer(SERVICE_NAME)  # Its guard has a test of its own.
     service = BlockManagerService(
-        Link(connection, connect), "block_manager-1", SECRET.rpc_key, DRAIN_TIMEOUT_S
+        RoundRunner(connection, connect), "block_manager-1", SECRET.rpc_key, DRAIN_TIMEOUT_S
     )
     block_manager_pb2_grpc.add_BlockManagerServicer_to_server(service, server.aio)
     port = await server.start("127.0.0.1", 0)

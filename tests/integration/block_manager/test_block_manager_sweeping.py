@@ -6,7 +6,7 @@ import pytest
 
 from blockstore.errors import StoreLost, UnknownPool
 from blockstore.memory_registry import MemoryRegistry
-from services.block_manager.link import Connection
+from services.block_manager.rounds import Connection
 from services.common.pool.directory import pool_directories
 from services.common.pool.locks import host_lock
 

@@ -144,8 +144,9 @@ class FakeWorker:
     async def _read(self, stream: AsyncIterator[Any], session: Session) -> None:
         async for together in stream:
             self.names.shorten(together)
-            self.together.append([request.WhichOneof("command") for request in unpack_batch(together)])
-            for request in unpack_batch(together):
+            requests = list(unpack_batch(together))
+            self.together.append([request.WhichOneof("command") for request in requests])
+            for request in requests:
                 self._obey(session, request)
 
     def _obey(self, session: Session, request: Any) -> None:

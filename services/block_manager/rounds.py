@@ -1,5 +1,5 @@
-"""The connection to the block store and the registry, replaced whenever the server has lost its
-data.
+"""Runs the block manager's rounds on a connection to the block store and the registry, which is
+replaced whenever the server has lost its data.
 
 All work of the block manager is done in rounds. A round may fail as a whole and is repeated, so
 only this module deals with a server that goes away and comes back.
@@ -48,7 +48,7 @@ class Connection:
 Round = Callable[[Connection], Awaitable[None]]
 
 
-class Link:
+class RoundRunner:
     """Runs rounds on the current `connection`, and makes a new one with `connect` when the server
     has lost its data."""
 
@@ -59,24 +59,24 @@ class Link:
         self._connect = connect
         self._replacing = asyncio.Lock()
 
-    async def every(self, pause_s: Callable[[], float], action: Round) -> NoReturn:
+    async def run_every(self, pause_s: Callable[[], float], action: Round) -> NoReturn:
         """Run `action` forever, with a pause after each round. A round fails if the server does not
         answer or a pool is dropped in the middle of it; that is logged."""
         while True:
-            await self.attempt(action)
+            await self.run_once(action)
             await asyncio.sleep(until_tick(pause) if (pause := pause_s()) else 0)
 
-    async def until_done(self, action: Round) -> None:
+    async def run_until_done(self, action: Round) -> None:
         """Run `action` until one round succeeds, however long the server is away."""
         while True:
-            if await self.attempt(action):
+            if await self.run_once(action):
                 return
             await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def close(self) -> None:
         await self.connection.close()
 
-    async def attempt(self, action: Round) -> bool:
+    async def run_once(self, action: Round) -> bool:
         """Run `action` once. Returns whether it succeeded."""
         connection = self.connection
         try:

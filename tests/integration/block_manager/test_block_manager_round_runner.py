@@ -8,7 +8,7 @@ import pytest
 from blockstore.errors import StoreLost, StoreUnavailable, StoreUnsuitable, UnknownPool
 from blockstore.memory_registry import MemoryRegistry
 from blockstore.memory_store import MemoryStore
-from services.block_manager.link import Connection, Link
+from services.block_manager.rounds import Connection, RoundRunner
 from services.common.runtime.grace_timer import GraceTimer
 from tests.clock import Clock
 
@@ -35,7 +35,7 @@ class Servers:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.block_manager.link.RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr("services.block_manager.rounds.RETRY_INTERVAL_S", 0.0)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ async def limit() -> AsyncIterator[None]:
 @pytest.mark.usefixtures("limit")
 async def test_a_round_is_done_again_until_the_server_answers() -> None:
     servers, first = Servers(), connection()
-    link = Link(first, servers.connect)
+    runner = RoundRunner(first, servers.connect)
     errors: list[Exception] = [StoreUnavailable("away"), UnknownPool("dropped")]
     rounds = []
 
@@ -56,7 +56,7 @@ async def test_a_round_is_done_again_until_the_server_answers() -> None:
         if errors:
             raise errors.pop()
 
-    await link.until_done(action)
+    await runner.run_until_done(action)
     assert rounds == [first, first, first]
     assert servers.connected == []
 
@@ -65,16 +65,16 @@ async def test_a_round_is_done_again_until_the_server_answers() -> None:
 async def test_a_lost_store_is_replaced_once_however_many_notice() -> None:
     servers = Servers(StoreUnavailable("starting"), StoreUnsuitable("evicts"))
     first = connection()
-    link = Link(first, servers.connect)
+    runner = RoundRunner(first, servers.connect)
 
     async def action(current: Connection) -> None:
         await asyncio.sleep(0)
         if current is first:
             raise StoreLost("empty")
 
-    await asyncio.gather(*(link.until_done(action) for _ in range(5)))
+    await asyncio.gather(*(runner.run_until_done(action) for _ in range(5)))
     assert len(servers.connected) == 1
-    assert link.connection is servers.connected[0]
+    assert runner.connection is servers.connected[0]
 
 
 @pytest.mark.usefixtures("limit")
@@ -82,7 +82,7 @@ async def test_every_round_is_on_the_connection_of_the_moment() -> None:
     """A closed registry only says that it is closed, for ever: whoever kept it would never be heard
     of again."""
     servers, first = Servers(), connection()
-    link = Link(first, servers.connect)
+    runner = RoundRunner(first, servers.connect)
     announced = asyncio.Event()
 
     async def announce(current: Connection) -> None:
@@ -94,8 +94,8 @@ async def test_every_round_is_on_the_connection_of_the_moment() -> None:
         if current is first:
             raise StoreLost("empty")
 
-    announcing = asyncio.create_task(link.every(lambda: 0.0, announce))
-    await link.until_done(notice)
+    announcing = asyncio.create_task(runner.run_every(lambda: 0.0, announce))
+    await runner.run_until_done(notice)
     await announced.wait()
     announcing.cancel()
 
@@ -105,36 +105,36 @@ async def test_other_errors_are_ours_and_end_the_loop() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        await Link(connection(), Servers().connect).every(lambda: 0.0, action)
+        await RoundRunner(connection(), Servers().connect).run_every(lambda: 0.0, action)
 
 
 def test_a_lasting_fault_is_overdue_at_the_limit() -> None:
     clock = Clock()
     overdue = GraceTimer[str](3.0, clock)
-    assert overdue.look(["a"]) == set()
+    assert overdue.check(["a"]) == set()
     clock.now_s += 2
-    assert overdue.look(["a", "b"]) == set()
+    assert overdue.check(["a", "b"]) == set()
     clock.now_s += 1
-    assert overdue.look(["a", "b"]) == {"a"}
+    assert overdue.check(["a", "b"]) == {"a"}
     clock.now_s += 2
-    assert overdue.look(["a", "b"]) == {"a", "b"}
+    assert overdue.check(["a", "b"]) == {"a", "b"}
 
 
 def test_a_fault_that_was_gone_once_starts_anew() -> None:
     clock = Clock()
     overdue = GraceTimer[str](3.0, clock)
-    overdue.look(["a"])
+    overdue.check(["a"])
     clock.now_s += 2
-    overdue.look([])
+    overdue.check([])
     clock.now_s += 2
-    assert overdue.look(["a"]) == set()
+    assert overdue.check(["a"]) == set()
 
 
 def test_time_in_which_nobody_looked_does_not_count() -> None:
     clock = Clock()
     overdue = GraceTimer[str](3.0, clock)
-    overdue.look(["a"])
+    overdue.check(["a"])
     clock.now_s += 60
-    assert overdue.look(["a"]) == set()
+    assert overdue.check(["a"]) == set()
     clock.now_s += 3
-    assert overdue.look(["a"]) == {"a"}
+    assert overdue.check(["a"]) == {"a"}
