@@ -52,7 +52,7 @@ class Blocks:
             hits.append(self.index[prefix_hash])
         return hits
 
-    def hits_of_tree(
+    def find_hits(
         self, hashes: Sequence[PrefixHash], branches: Sequence[Sequence[PrefixHash]]
     ) -> tuple[list[int], tuple[int, ...]]:
         """Return `hits(hashes)` and, if all of `hashes` is indexed, the hits of each branch, every

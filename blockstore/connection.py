@@ -2,9 +2,9 @@
 
 `Server.open` makes single connections and checks each: either the server is the same process as
 before (the same `run_id`), or `renew` has rebuilt the data that the server lacked. Without `renew`,
-another `run_id` means StoreLost from then on. `translated` is the one place that turns redis-py's
-exceptions into those of the block store. Nothing here retries: redis-py's own retry is off, because
-it would send a command again that may have been executed (see `blockstore.stream`).
+another `run_id` means StoreLost from then on. `translate_errors` is the one place that turns
+redis-py's exceptions into those of the block store. Nothing here retries: redis-py's own retry is
+off, because it would send a command again that may have been executed (see `blockstore.stream`).
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -82,8 +82,8 @@ def translate(url: str, error: RedisError) -> BlockStoreError:
 
 
 @contextmanager
-def translated(url: str) -> Iterator[None]:
-    """Translate exceptions of redis-py inside the context to errors of the block store."""
+def translate_errors(url: str) -> Iterator[None]:
+    """Raises exceptions of redis-py as errors of the block store."""
     try:
         yield
     except RedisError as error:
@@ -149,7 +149,7 @@ class Server:
         except (ValueError, TypeError) as exc:  # TypeError: an unknown option
             raise StoreUnsuitable(f"{self.url}: {exc}") from exc
 
-    def renewed_by(self, renew: Renew, on_doubt: Callable[[], None] = lambda: None) -> None:
+    def set_renew(self, renew: Renew, on_doubt: Callable[[], None] = lambda: None) -> None:
         """Rebuild lost data with `renew` from now on, instead of raising StoreLost."""
         self._renew = renew
         self._on_doubt = on_doubt
@@ -163,36 +163,32 @@ class Server:
         those of `renew`.
         """
         self.check()
-        with translated(self.url):
-            connection = self._new_connection()
-            try:
+        connection = self._new_connection()
+        try:
+            with translate_errors(self.url):
                 await connection.connect()  # type: ignore[no-untyped-call]
                 info = parse_info(await ask(connection, "INFO", "server"))
-            except BaseException:
-                await connection.disconnect(nowait=True)
-                raise
-        try:
-            await self._vouch_for(info["run_id"], renews)
+            await self._check_run_id(info["run_id"], renews)
         except BaseException:
             await connection.disconnect(nowait=True)
             raise
         return connection
 
-    def doubt(self) -> None:
+    def mark_in_doubt(self) -> None:
         """Record that the server has lost data; the next `open(renews=True)` rebuilds it."""
         if not self.in_doubt and self._lost is None:
             self.in_doubt = True
             self._on_doubt()
 
-    async def _vouch_for(self, run_id: str, renews: bool) -> None:
+    async def _check_run_id(self, run_id: str, renews: bool) -> None:
         self.check()
         if self.run_id not in ("", run_id):
             if self._renew is None:
-                raise self.lose("it was restarted, or replaced by another one")
-            self.doubt()
+                raise self.mark_lost("it was restarted, or replaced by another one")
+            self.mark_in_doubt()
         if self.in_doubt:
             if not renews or self._renew is None:
-                raise StoreUnavailable(f"{self.url} is being told what it has lost")
+                raise StoreUnavailable(f"{self.url} has lost data, which is being rebuilt")
             try:
                 await self._renew(run_id)
             except StoreUnavailable:
@@ -207,7 +203,7 @@ class Server:
         connection: AbstractConnection = self._connections.make_connection()  # type: ignore[no-untyped-call]
         return connection
 
-    def lose(self, reason: str) -> BlockStoreError:
+    def mark_lost(self, reason: str) -> BlockStoreError:
         """End the store because the server has lost its data, and return the error to raise; from
         now on `check` raises it, too."""
         return self._end(StoreLost(f"{self.url} lost the block store: {reason}"))

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import RedisError
 
-from blockstore.connection import Server, translated
+from blockstore.connection import Server, translate_errors
 from blockstore.errors import BlockStoreError, StoreUnavailable
-from blockstore.task_cancellation import end
+from blockstore.task_cancellation import cancel_task
 
 RECONNECT_S = 0.05
 
@@ -50,7 +50,7 @@ class FreeBlockNotifier:
 
     async def close(self) -> None:
         if self._task is not None:
-            await end(self._task)
+            await cancel_task(self._task)
 
     def _check(self) -> None:
         """Raise the error that ended the store or the listening task, if any."""
@@ -84,7 +84,7 @@ class FreeBlockNotifier:
         """End waits as messages arrive. StoreUnavailable: the connection broke."""
         self._connection, self._subscribed = connection, set(self._waiting)
         try:
-            with translated(self._server.url):
+            with translate_errors(self._server.url):
                 await connection.send_command("SUBSCRIBE", *self._subscribed)
                 while True:
                     _kind, channel, _ = await connection.read_response(timeout=math.inf)

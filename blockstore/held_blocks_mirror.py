@@ -13,7 +13,7 @@ from typing import Any
 
 from blockstore.errors import MustWait, OutOfBlocks, StaleHolder
 from blockstore.records import Asserted, Growth, PoolSpec, Wait
-from blockstore.store import Own, Recovery
+from blockstore.store import MarkOwned, Recovery
 
 
 @dataclass(slots=True)
@@ -33,33 +33,29 @@ class HeldBlocksMirror:
         spec: PoolSpec,
         worker_id: str,
         recovery: Recovery | None = None,
-        own: Own | None = None,
+        mark_owned: MarkOwned | None = None,
     ) -> None:
         self.spec = spec
         self.worker_id = worker_id
         self.recovery = recovery
-        self._own: Own = own or _own_nothing
+        self._mark_owned = mark_owned or _mark_nothing
         self._holders: dict[str, _Holder] = {}
         self._waits: dict[str, Wait] = {}
 
-    def told(self) -> tuple[list[Asserted], list[Wait]]:
+    def report(self) -> tuple[list[Asserted], list[Wait]]:
         """Return all holders and waits, as arguments for `BlockStore.reassert`."""
         holders = [
             Asserted(
-                holder_id,
-                holder.epoch,
-                holder.order,
-                holder.num_cached,
-                tuple(holder.acquired),
-                tuple(sorted(holder.given_back)),
+                *(holder_id, holder.epoch, holder.order, holder.num_cached),
+                *(tuple(holder.acquired), tuple(sorted(holder.given_back))),
             )
             for holder_id, holder in self._holders.items()
         ]
         return holders, list(self._waits.values())
 
-    # One method for each operation; `reply` is the server's reply, or an error
+    # One method for each operation; `reply` is the server's reply, or its error
 
-    def allocated(self, worker_id: str, holder_id: str, order: int, reply: Any) -> None:
+    def record_allocate(self, worker_id: str, holder_id: str, order: int, reply: Any) -> None:
         if worker_id != self.worker_id:
             return
         if isinstance(reply, MustWait | OutOfBlocks):
@@ -70,31 +66,31 @@ class HeldBlocksMirror:
                 return
             epoch, num_cached, _runs, *blocks = reply
             blocks = list(map(int, blocks))
-            self._own(holder_id, blocks[num_cached:])
+            self._mark_owned(holder_id, blocks[num_cached:])
             self._holders[holder_id] = _Holder(epoch, order, num_cached, blocks)
 
-    def withdrew(self, holder_id: str, reply: Any) -> None:
+    def record_withdraw(self, holder_id: str, reply: Any) -> None:
         if not isinstance(reply, Exception):
             self._waits.pop(holder_id, None)
 
-    def grew(self, growths: Sequence[Growth], reply: Any) -> None:
+    def record_extend(self, growths: Sequence[Growth], reply: Any) -> None:
         if isinstance(reply, Exception):
             return
         for growth, (_, *answer) in zip(growths, reply[1:], strict=True):
             if holder := self._holders.get(growth.holder_id):
                 new = [int(block) for block in answer[len(holder.acquired) - growth.have :]]
-                self._own(growth.holder_id, new)
+                self._mark_owned(growth.holder_id, new)
                 holder.acquired += new
                 holder.given_back.difference_update(new)
 
-    def detached(self, holder_id: str, epoch: int, reply: Any) -> None:
+    def record_detach(self, holder_id: str, epoch: int, reply: Any) -> None:
         holder = self._holders.get(holder_id)
         if isinstance(reply, Exception):
-            self._went_stale(holder_id, epoch, reply)
+            self._forget_stale(holder_id, epoch, reply)
         elif holder:
             holder.epoch = reply
 
-    def claimed(self, worker_id: str, holder_id: str, reply: Any) -> None:
+    def record_claim(self, worker_id: str, holder_id: str, reply: Any) -> None:
         if isinstance(reply, Exception):
             return
         self._holders.pop(holder_id, None)
@@ -103,23 +99,23 @@ class HeldBlocksMirror:
             acquired, given_back = blocks[:num_acquired], set(blocks[num_acquired:])
             self._holders[holder_id] = _Holder(epoch, order, num_cached, acquired, given_back)
 
-    def gave_back(self, holder_id: str, block_ids: Iterable[int], reply: Any) -> None:
+    def record_give_back(self, holder_id: str, block_ids: Iterable[int], reply: Any) -> None:
         holder = self._holders.get(holder_id)
         if holder and not isinstance(reply, Exception):
             holder.given_back.update(set(holder.acquired).intersection(block_ids))
 
-    def released(self, holder_id: str, epoch: int, comes_back: bool, reply: Any) -> None:
+    def record_release(self, holder_id: str, epoch: int, comes_back: bool, reply: Any) -> None:
         if isinstance(reply, Exception):
-            self._went_stale(holder_id, epoch, reply)
+            self._forget_stale(holder_id, epoch, reply)
         elif (holder := self._holders.pop(holder_id, None)) and comes_back:
             self._waits[holder_id] = Wait(holder_id, holder.order, epoch)
 
-    def _went_stale(self, holder_id: str, epoch: int, error: Exception) -> None:
+    def _forget_stale(self, holder_id: str, epoch: int, error: Exception) -> None:
         """Forget a holder after StaleHolder: another worker claimed it, or it was released."""
         holder = self._holders.get(holder_id)
         if isinstance(error, StaleHolder) and holder and holder.epoch == epoch:
             del self._holders[holder_id]
 
 
-def _own_nothing(holder_id: str, block_ids: Sequence[int]) -> None:
-    """The `own` of a worker that writes into no blocks."""
+def _mark_nothing(holder_id: str, block_ids: Sequence[int]) -> None:
+    """The `mark_owned` of a worker that writes into no blocks."""

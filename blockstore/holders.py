@@ -25,7 +25,7 @@ class Holder:
     runs: tuple[int, ...] = ()
 
     @property
-    def place(self) -> tuple[int, str]:
+    def sort_key(self) -> tuple[int, str]:
         return self.order, self.holder_id
 
     def require(self, epoch: int) -> None:
@@ -65,7 +65,7 @@ class Holders(dict[str, Holder]):
     def of(self, worker_id: str) -> list[Holder]:
         """Return a worker's holders, in order."""
         own = [holder for holder in self.values() if holder.worker_id == worker_id]
-        return sorted(own, key=lambda holder: holder.place)
+        return sorted(own, key=lambda holder: holder.sort_key)
 
     def order_of(self, holder_id: str) -> int:
         """Return the holder's order, or 0 if there is no such holder."""
@@ -83,7 +83,7 @@ class Tombstones:
     epochs: dict[str, int] = field(default_factory=dict)
     _until: dict[str, float] = field(default_factory=dict)
 
-    def bury(self, key: str, epoch: int = 0) -> None:
+    def add(self, key: str, epoch: int = 0) -> None:
         self._forget_old()
         self._until.pop(key, None)  # keep `_until` in order of age
         self._until[key] = self.clock() + TOMBSTONE_S

@@ -56,9 +56,9 @@ class Ledger(LedgerState):
         self.rebuilding.missing.discard(worker_id)
 
     def fence(self, worker_id: str) -> None:
-        self._known(worker_id)
+        self._require_known(worker_id)
         self.workers[worker_id] = True
-        self.waiters.end_of(worker_id)
+        self.waiters.remove_worker(worker_id)
         if worker_id in self.rebuilding.missing:
             self.rebuilding.missing.remove(worker_id)
             self.rebuilding.top = self.spec.num_blocks  # restore needs the stamps of all blocks
@@ -73,8 +73,8 @@ class Ledger(LedgerState):
         self.rebuilding.missing.discard(worker_id)
 
     def heartbeat(self, worker_id: str) -> Heartbeat:
-        self._known(worker_id)
-        self.rebuilding.require_heard(worker_id)
+        self._require_known(worker_id)
+        self.rebuilding.require_reported(worker_id)
         return Heartbeat(self.workers[worker_id], self._demands_of(worker_id))
 
     def reap(self, worker_id: str) -> int:
@@ -82,10 +82,10 @@ class Ledger(LedgerState):
         dead = self.holders.of(worker_id)
         for holder in reversed(dead):
             self._end(holder)
-        self.waiters.end_of(worker_id)
+        self.waiters.remove_worker(worker_id)
         self.workers.pop(worker_id, None)
         self.rebuilding.missing.discard(worker_id)
-        self.reaped.bury(worker_id)
+        self.reaped.add(worker_id)
         return len(dead)
 
     # Recovery
@@ -96,13 +96,13 @@ class Ledger(LedgerState):
         if self.reaped.epoch(worker_id) is not None:
             raise UnknownWorker(f"worker {worker_id} was reaped; names are never reused")
         if self.rebuilding.is_over:
-            self._live(worker_id)
+            self._require_live(worker_id)
             return ()
         if self.workers.setdefault(worker_id, False):
             raise WorkerFenced(f"worker {worker_id} is fenced")
         for asserted in holders:
             known = self.holders.get(asserted.holder_id)
-            holder = self.rebuilding.enter(known, asserted, worker_id)
+            holder = self.rebuilding.accept_report(known, asserted, worker_id)
             if holder is not None:
                 if known is not None:
                     self._drop(known, set(known.held))
@@ -111,19 +111,19 @@ class Ledger(LedgerState):
         for wait in waits:
             self.waiters[wait.holder_id] = Waiter(wait.order, worker_id)
             if wait.released_epoch:
-                self.released.bury(wait.holder_id, wait.released_epoch)
+                self.released.add(wait.holder_id, wait.released_epoch)
         self.rebuilding.missing.discard(worker_id)
         return tuple(sorted(self.rebuilding.missing))
 
     def restore(self, first: int, contents: Sequence[Content]) -> None:
         if not self.rebuilding.is_over:
-            self.rebuilding.require_all_heard()
+            self.rebuilding.require_all_reported()
             quarantines = [h for key, h in self.holders.items() if key.startswith(QUARANTINE)]
             self.rebuilding.restore(self.blocks, quarantines, first, contents)
 
     def reopen(self) -> None:
         if not self.rebuilding.is_over:
-            self.rebuilding.require_all_heard()
+            self.rebuilding.require_all_reported()
             self.rebuilding.end(self.blocks)
 
     # Holders
@@ -140,14 +140,14 @@ class Ledger(LedgerState):
         check(holder_id=holder_id, worker_id=worker_id, order=order, num_blocks=num_blocks)
         check_prefix(hashes, branches, num_blocks)
         self.rebuilding.require_over()
-        self._live(worker_id)
+        self._require_live(worker_id)
         if self.released.epoch(holder_id) is not None:
             raise StaleHolder(f"{holder_id} was released")
         holder = self.holders.get(holder_id)
         if holder is None:
-            self.waiters.has_come_back(order, self.released)
-            hits, runs = self.blocks.hits_of_tree(hashes, branches)
-            self._wait_or_go(holder_id, Waiter(order, worker_id), hits, num_blocks)
+            self.waiters.remove_returning(order, self.released)
+            hits, runs = self.blocks.find_hits(hashes, branches)
+            self._check_admission(holder_id, Waiter(order, worker_id), hits, num_blocks)
             holder = Holder(holder_id, worker_id, order, len(hits), runs=runs)
             self._admit(holder, hits, num_blocks)
             self.num_prefix_queries += len(set(hashes).union(*branches))
@@ -166,7 +166,7 @@ class Ledger(LedgerState):
     def extend(self, worker_id: str, growths: Sequence[Growth]) -> Extension:
         check(worker_id=worker_id, growths=growths)
         self.rebuilding.require_over()
-        self._live(worker_id)
+        self._require_live(worker_id)
         grown: dict[int, Grown] = {}
         for number in sorted(
             range(len(growths)), key=lambda n: self.holders.order_of(growths[n].holder_id)
@@ -182,7 +182,7 @@ class Ledger(LedgerState):
     ) -> tuple[bool, ...]:
         check(holder_id=holder_id, epoch=epoch, blocks=blocks)
         self.rebuilding.require_over()
-        holder = self._unfenced(holder_id)
+        holder = self._require_unfenced(holder_id)
         holder.require(epoch)
         for block_id, prefix_hash in blocks:
             if block_id not in holder.held:
@@ -199,7 +199,7 @@ class Ledger(LedgerState):
     def detach(self, holder_id: str, epoch: int) -> int:
         check(holder_id=holder_id, epoch=epoch)
         self.rebuilding.require_over()
-        holder = self._unfenced(holder_id)
+        holder = self._require_unfenced(holder_id)
         sent_again = epoch % 2 == 1 and holder.epoch == epoch + 1
         if not sent_again:
             holder.require(epoch)
@@ -213,7 +213,7 @@ class Ledger(LedgerState):
     ) -> Claim:
         check(holder_id=holder_id, worker_id=worker_id, epoch=epoch, block_ids=block_ids)
         self.rebuilding.require_over()
-        self._live(worker_id)
+        self._require_live(worker_id)
         holder = self.holders.require(holder_id)
         won_before = (holder.epoch, holder.worker_id) == (epoch + 1, worker_id) and epoch % 2 == 0
         if not won_before:
@@ -259,7 +259,7 @@ class Ledger(LedgerState):
 
     def holder_infos(self) -> tuple[HolderInfo, ...]:
         self.rebuilding.require_over()
-        return tuple(h.info() for h in sorted(self.holders.values(), key=lambda h: h.place))
+        return tuple(h.info() for h in sorted(self.holders.values(), key=lambda h: h.sort_key))
 
     def stats(self) -> PoolStats:
         return PoolStats(

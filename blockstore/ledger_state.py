@@ -43,17 +43,8 @@ class LedgerState:
     def copy(self) -> Self:
         """Return an independent ledger in the same state."""
         twin = copy.copy(self)
-        own = (
-            "blocks",
-            "workers",
-            "holders",
-            "waiters",
-            "demands",
-            "released",
-            "reaped",
-            "rebuilding",
-        )
-        for name in own:
+        parts = ("blocks", "workers", "holders", "waiters", "demands", "released", "reaped")
+        for name in (*parts, "rebuilding"):
             setattr(twin, name, getattr(self, name).copy())
         return twin
 
@@ -73,24 +64,24 @@ class LedgerState:
 
     # Checks
 
-    def _known(self, worker_id: str) -> None:
+    def _require_known(self, worker_id: str) -> None:
         check(worker_id=worker_id)
         if worker_id not in self.workers:
             raise UnknownWorker(f"worker {worker_id} is not on pool {self.spec.pool_id}")
 
-    def _live(self, worker_id: str) -> None:
-        self._known(worker_id)
+    def _require_live(self, worker_id: str) -> None:
+        self._require_known(worker_id)
         if self.workers[worker_id]:
             raise WorkerFenced(f"worker {worker_id} is fenced")
 
-    def _unfenced(self, holder_id: str) -> Holder:
+    def _require_unfenced(self, holder_id: str) -> Holder:
         holder = self.holders.require(holder_id)
-        self._live(holder.worker_id)
+        self._require_live(holder.worker_id)
         return holder
 
     # Admission and growth
 
-    def _wait_or_go(
+    def _check_admission(
         self, holder_id: str, waiter: Waiter, hits: Sequence[int], num_blocks: int
     ) -> None:
         self.waiters[holder_id] = waiter
@@ -142,7 +133,7 @@ class LedgerState:
         self._drop(holder, set(holder.held))
         self.demands.discard(holder.holder_id)
         del self.holders[holder.holder_id]
-        self.released.bury(holder.holder_id, holder.epoch)
+        self.released.add(holder.holder_id, holder.epoch)
 
     # Demands
 
@@ -152,4 +143,4 @@ class LedgerState:
 
     def _last_in_order(self) -> Holder | None:
         live = [h for h in self.holders.values() if not self.workers[h.worker_id]]
-        return max(live, key=lambda holder: holder.place, default=None)
+        return max(live, key=lambda holder: holder.sort_key, default=None)

@@ -27,7 +27,7 @@ from blockstore.records import (
     Wait,
 )
 from blockstore.recount import audit
-from blockstore.store import Own, Recovery
+from blockstore.store import MarkOwned, Recovery
 
 
 class MemoryStore:
@@ -42,7 +42,7 @@ class MemoryStore:
         self._clock = clock
         self._make_ledger = make_ledger
         self._ledgers: dict[str, Ledger] = {}
-        self._owns: dict[tuple[str, str], Own] = {}  # by (pool, worker)
+        self._mark_owned: dict[tuple[str, str], MarkOwned] = {}  # by (pool, worker)
         self._room: dict[str, asyncio.Event] = {}  # by pool; set when blocks are freed
 
     async def register_pool(self, spec: PoolSpec) -> None:
@@ -64,11 +64,11 @@ class MemoryStore:
         spec: PoolSpec,
         worker_id: str,
         recovery: Recovery | None = None,
-        own: Own | None = None,
+        mark_owned: MarkOwned | None = None,
     ) -> None:
         self.ledger(spec.pool_id).register_worker(spec, worker_id)
-        if own is not None:
-            self._owns[spec.pool_id, worker_id] = own
+        if mark_owned is not None:
+            self._mark_owned[spec.pool_id, worker_id] = mark_owned
 
     async def fence(self, pool_id: str, worker_id: str) -> None:
         self.ledger(pool_id).fence(worker_id)
@@ -93,7 +93,7 @@ class MemoryStore:
         is_new = holder_id not in ledger.holders
         found = ledger.allocate(holder_id, worker_id, order, hashes, num_blocks, branches)
         if is_new:
-            self._own(pool_id, worker_id, holder_id, found.block_ids[found.num_cached_blocks :])
+            self._mark(pool_id, worker_id, holder_id, found.block_ids[found.num_cached_blocks :])
         return found
 
     async def withdraw(self, pool_id: str, holder_id: str) -> None:
@@ -102,7 +102,7 @@ class MemoryStore:
     async def extend(self, pool_id: str, worker_id: str, growths: Sequence[Growth]) -> Extension:
         extension = self.ledger(pool_id).extend(worker_id, growths)
         for grown in extension.grown:
-            self._own(pool_id, worker_id, grown.holder_id, grown.block_ids)
+            self._mark(pool_id, worker_id, grown.holder_id, grown.block_ids)
         return extension
 
     async def commit(
@@ -187,9 +187,9 @@ class MemoryStore:
     async def close(self) -> None:
         """Nothing to close."""
 
-    def _own(self, pool_id: str, worker_id: str, holder_id: str, block_ids: Sequence[int]) -> None:
-        if own := self._owns.get((pool_id, worker_id)):
-            own(holder_id, block_ids)
+    def _mark(self, pool_id: str, worker_id: str, holder_id: str, block_ids: Sequence[int]) -> None:
+        if mark_owned := self._mark_owned.get((pool_id, worker_id)):
+            mark_owned(holder_id, block_ids)
 
     def ledger(self, pool_id: str) -> Ledger:
         """Return the pool's ledger. UnknownPool."""

@@ -31,17 +31,19 @@ class Rebuilding:
         if not self.is_over:
             raise Recovering("the pool is recovering: nothing changes until it is whole")
 
-    def require_heard(self, worker_id: str) -> None:
+    def require_reported(self, worker_id: str) -> None:
         """Recovering: the worker is missing."""
         if worker_id in self.missing:
             raise Recovering(f"{worker_id} has not said what it holds")
 
-    def require_all_heard(self) -> None:
+    def require_all_reported(self) -> None:
         """Recovering: a worker is missing."""
         if self.missing:
             raise Recovering(f"missing are {', '.join(sorted(self.missing))}")
 
-    def enter(self, known: Holder | None, asserted: Asserted, worker_id: str) -> Holder | None:
+    def accept_report(
+        self, known: Holder | None, asserted: Asserted, worker_id: str
+    ) -> Holder | None:
         """Return the holder that `asserted` describes, or None if `known`, an earlier report of the
         same holder, has the same epoch or a higher one."""
         if known is not None and known.epoch >= asserted.epoch:

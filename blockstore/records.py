@@ -189,3 +189,17 @@ class AuditReport:
     ledger_checked: bool
     violations: tuple[str, ...]
     recovering: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        stats: PoolStats,
+        num_references: int,
+        ledger_checked: bool,
+        violations: tuple[str, ...],
+    ) -> "AuditReport":
+        return cls(
+            *(stats.spec.pool_id, stats.spec.num_blocks),
+            *(stats.num_free, stats.num_cached, stats.num_held, stats.num_holders),
+            *(num_references, is_checked, violations, stats.recovering),
+        )

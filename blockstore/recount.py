@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from blockstore.blocks import Blocks
 from blockstore.ledger import Ledger
-from blockstore.records import AuditReport
+from blockstore.records import AuditReport, PoolStats
 
 
 def audit(ledger: Ledger) -> AuditReport:
@@ -14,44 +14,34 @@ def audit(ledger: Ledger) -> AuditReport:
     stats = ledger.stats()
     references = _references(ledger)
     is_whole = ledger.rebuilding.is_over
-    return AuditReport(
-        pool_id=ledger.spec.pool_id,
-        num_blocks=ledger.spec.num_blocks,
-        num_free=stats.num_free,
-        num_cached=stats.num_cached,
-        num_held=stats.num_held,
-        num_holders=stats.num_holders,
-        num_references=references.total(),
-        ledger_checked=is_whole,
-        violations=(
-            *(_conservation(ledger.blocks) if is_whole else ()),
-            *_counts(ledger.blocks, references),
-            *(_places(ledger.blocks, references) if is_whole else ()),
-            *_index(ledger.blocks),
-            *_people(ledger),
-        ),
-        recovering=not is_whole,
+    violations = (
+        *(check_conservation(stats) if is_whole else ()),
+        *_check_counts(ledger.blocks, references),
+        *(_check_states(ledger.blocks, references) if is_whole else ()),
+        *_check_index(ledger.blocks),
+        *_check_workers(ledger),
     )
+    return AuditReport.of(stats, references.total(), is_whole, violations)
 
 
 def _references(ledger: Ledger) -> Counter[int]:
     return Counter(block_id for holder in ledger.holders.values() for block_id in holder.held)
 
 
-def _conservation(blocks: Blocks) -> Iterator[str]:
-    free, cached, held = blocks.num_free, len(blocks.cached), len(blocks.refs)
-    if free + cached + held != blocks.num_blocks:
-        yield f"free {free} + cached {cached} + held {held} is not {blocks.num_blocks}"
+def check_conservation(stats: PoolStats) -> Iterator[str]:
+    free, cached, held = stats.num_free, stats.num_cached, stats.num_held
+    if free + cached + held != stats.spec.num_blocks:
+        yield f"free {free} + cached {cached} + held {held} is not {stats.spec.num_blocks}"
 
 
-def _counts(blocks: Blocks, references: Counter[int]) -> Iterator[str]:
+def _check_counts(blocks: Blocks, references: Counter[int]) -> Iterator[str]:
     for block_id in sorted(references.keys() | blocks.refs.keys()):
         counted, recorded = references[block_id], blocks.refs.get(block_id, 0)
         if counted != recorded:
             yield f"block {block_id} has {counted} holders, but its ref count is {recorded}"
 
 
-def _places(blocks: Blocks, references: Counter[int]) -> Iterator[str]:
+def _check_states(blocks: Blocks, references: Counter[int]) -> Iterator[str]:
     """Every block is in exactly one place: never used, returned, cached or held."""
     places = Counter(range(blocks.next_unused, blocks.num_blocks))
     places.update(blocks.returned)
@@ -62,7 +52,7 @@ def _places(blocks: Blocks, references: Counter[int]) -> Iterator[str]:
             yield f"block {block_id} is in {places[block_id]} places, not in 1"
 
 
-def _index(blocks: Blocks) -> Iterator[str]:
+def _check_index(blocks: Blocks) -> Iterator[str]:
     if len(blocks.index) != len(blocks.hash_of):
         yield f"{len(blocks.index)} hashes are indexed, {len(blocks.hash_of)} blocks carry one"
     for prefix_hash, block_id in blocks.index.items():
@@ -75,7 +65,7 @@ def _index(blocks: Blocks) -> Iterator[str]:
             yield f"block {block_id} is cached without a hash"
 
 
-def _people(ledger: Ledger) -> Iterator[str]:
+def _check_workers(ledger: Ledger) -> Iterator[str]:
     """Every holder has a registered worker (law 3), every waiter a registered one that is not
     fenced, every demand a holder."""
     for holder in ledger.holders.values():

@@ -15,7 +15,7 @@ from blockstore.blocks import Blocks
 from blockstore.holders import Holder
 from blockstore.ledger import Ledger
 from blockstore.records import AuditReport, PoolSpec, PoolStats
-from blockstore.recount import audit
+from blockstore.recount import audit, check_conservation
 from blockstore.waiters import Waiter
 
 ATOMIC_LIMIT = 65_536
@@ -102,9 +102,9 @@ def _recount(spec: PoolSpec, reading: Reading) -> AuditReport:
             holder = Holder(holder_id.decode(), worker_id.decode(), order, 0, epoch=epoch)
             holder.acquire([int(block_id) for block_id in block_ids])
             ledger.holders[holder.holder_id] = holder
-    _add_people(ledger, *reading.answers["people"][0])
+    _add_workers(ledger, *reading.answers["people"][0])
     report = audit(ledger)
-    strays = tuple(_strays(ledger.blocks, reading.answers["sizes"][0]))
+    strays = tuple(_unknown_entries(ledger.blocks, reading.answers["sizes"][0]))
     return replace(report, violations=report.violations + strays)
 
 
@@ -125,7 +125,7 @@ def _blocks(num_blocks: int, reading: Reading) -> Blocks:
     return blocks
 
 
-def _add_people(
+def _add_workers(
     ledger: Ledger,
     workers: list[bytes],
     waiters: list[bytes],
@@ -144,7 +144,7 @@ def _items(flat: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
     return zip(flat[::2], flat[1::2], strict=True)
 
 
-def _strays(blocks: Blocks, sizes: list[int]) -> Iterator[str]:
+def _unknown_entries(blocks: Blocks, sizes: list[int]) -> Iterator[str]:
     """Report entries that belong to no block in use. Only their number is known: the size of a key
     less the entries found by block."""
     found = {
@@ -159,18 +159,5 @@ def _strays(blocks: Blocks, sizes: list[int]) -> Iterator[str]:
 
 
 def _counters_only(stats: PoolStats) -> AuditReport:
-    total, num_blocks = stats.num_free + stats.num_cached + stats.num_held, stats.spec.num_blocks
-    counters = f"free {stats.num_free} + cached {stats.num_cached} + held {stats.num_held}"
-    is_right = stats.recovering or total == num_blocks
-    return AuditReport(
-        pool_id=stats.spec.pool_id,
-        num_blocks=num_blocks,
-        num_free=stats.num_free,
-        num_cached=stats.num_cached,
-        num_held=stats.num_held,
-        num_holders=stats.num_holders,
-        num_references=0,
-        ledger_checked=False,
-        violations=() if is_right else (f"{counters} is not {num_blocks}",),
-        recovering=stats.recovering,
-    )
+    violations = () if stats.recovering else tuple(check_conservation(stats))
+    return AuditReport.of(stats, 0, False, violations)

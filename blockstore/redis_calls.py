@@ -15,9 +15,9 @@ from blockstore.connection import Argument, Command, Server
 from blockstore.errors import Recovering, StoreLost, UnknownPool
 from blockstore.free_block_notifier import FreeBlockNotifier
 from blockstore.held_blocks_mirror import HeldBlocksMirror
-from blockstore.library import install
+from blockstore.library import load_functions
 from blockstore.store import FUNCTION_LIBRARY
-from blockstore.stream import CommandStream, Learn
+from blockstore.stream import CommandStream, Record
 
 MAX_ANSWER_S = 2.0
 """A connection without an answer for this long counts as broken."""
@@ -33,9 +33,8 @@ class RedisCalls(ABC):
         self._mutations = CommandStream(server, retry_for_s, renews=True)
         self._reads = CommandStream(server, retry_for_s)
         self._free_block_notifier = FreeBlockNotifier(server)
-        self._joined: dict[
-            str, list[HeldBlocksMirror]
-        ] = {}  # by pool; if the server does not know one of these, it has lost its data
+        # By pool. If the server does not know one of these pools, it has lost its data.
+        self._joined: dict[str, list[HeldBlocksMirror]] = {}
 
     @classmethod
     async def connect(cls, url: str, *, retry_for_s: float = 5.0) -> Self:
@@ -45,15 +44,15 @@ class RedisCalls(ABC):
         not answer. StoreUnsuitable: it is older than Redis 7, may evict keys, is a replica, or has
         other functions of this name.
         """
-        store = await cls._on(url, retry_for_s)
-        store._server.renewed_by(store._renew, store._mutations.wake)
+        store = await cls._connect_once(url, retry_for_s)
+        store._server.set_renew(store._renew, store._mutations.wake)
         return store
 
     @classmethod
-    async def _on(cls, url: str, retry_for_s: float) -> Self:
+    async def _connect_once(cls, url: str, retry_for_s: float) -> Self:
         """Connect like `connect`, but without a recovery: the store ends if the server restarts."""
         server = Server(url, timeout_s=min(MAX_ANSWER_S, retry_for_s / 2))
-        await install(server)
+        await load_functions(server)
         return cls(url, server, retry_for_s)
 
     @property
@@ -74,19 +73,19 @@ class RedisCalls(ABC):
         pool_id: str,
         *args: Argument,
         about: Collection[str] | None = None,
-        learn: Callable[[HeldBlocksMirror, Any], None] | None = None,
+        record: Callable[[HeldBlocksMirror, Any], None] | None = None,
     ) -> Any:
         """Call a function that changes the pool. `about`: the holders that it changes; None: the
-        pool or a worker as a whole. `learn` updates each held-blocks mirror on the pool with the
+        pool or a worker as a whole. `record` updates each held-blocks mirror on the pool with the
         answer."""
 
-        def learn_all(reply: object) -> None:
-            for held_blocks in self._of(pool_id):
-                assert learn is not None
-                learn(held_blocks, reply)
+        def record_all(reply: object) -> None:
+            for mirror in self._mirrors_of(pool_id):
+                assert record is not None
+                record(mirror, reply)
 
         command = _fcall("FCALL", function, pool_id, args)
-        return await self._submit(self._mutations, pool_id, command, about, learn and learn_all)
+        return await self._submit(self._mutations, pool_id, command, about, record and record_all)
 
     async def _read(self, function: str, pool_id: str, *args: Argument) -> Any:
         command = _fcall("FCALL_RO", function, pool_id, args)
@@ -98,7 +97,7 @@ class RedisCalls(ABC):
         pool_id: str,
         command: Command,
         about: Collection[str] | None,
-        learn: Learn | None = None,
+        record: Record | None = None,
     ) -> Any:
         def is_loss(error: Exception) -> bool:
             if not self._recoverable:
@@ -106,28 +105,28 @@ class RedisCalls(ABC):
             unknown = isinstance(error, UnknownPool | Recovering) and pool_id in self._joined
             return unknown or isinstance(error, StoreLost)
 
-        with self._known(pool_id):
-            return await stream.submit(command, about, learn, is_loss)
+        with self._detect_loss(pool_id):
+            return await stream.submit(command, about, record, is_loss)
 
     @contextmanager
-    def _known(self, pool_id: str) -> Iterator[None]:
+    def _detect_loss(self, pool_id: str) -> Iterator[None]:
         """StoreLost, instead of UnknownPool: the server does not know a pool that this store
         registered or joined."""
         try:
             yield
         except UnknownPool as error:
             if pool_id in self._joined:
-                raise self._server.lose(f"pool {pool_id} is gone") from error
+                raise self._server.mark_lost(f"pool {pool_id} is gone") from error
             raise
 
-    def _of(self, pool_id: str) -> list[HeldBlocksMirror]:
+    def _mirrors_of(self, pool_id: str) -> list[HeldBlocksMirror]:
         return self._joined.get(pool_id, [])
 
     def _join(self, pool_id: str, run_id: bytes) -> None:
         """Record that this store uses the pool. StoreLost: the pool was made before the server
         restarted; the server read an old state from a file."""
         if run_id.decode() != self.run_id:
-            raise self._server.lose(f"pool {pool_id} is of before its restart")
+            raise self._server.mark_lost(f"pool {pool_id} is older than the server's restart")
         self._joined.setdefault(pool_id, [])
 
     # When the server has lost its data

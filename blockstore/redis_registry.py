@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from blockstore import keys
 from blockstore.connection import Server
-from blockstore.library import vet
+from blockstore.library import check_server
 from blockstore.registry import Load, Member
 from blockstore.stream import CommandStream
 
@@ -73,7 +73,7 @@ class RedisRegistry:
         self._on_refused = on_refused
         self.refused: frozenset[str] = frozenset()
         self._last_arrival = 0
-        server.renewed_by(_follow)
+        server.set_renew(_follow)
 
     @classmethod
     async def connect(
@@ -86,7 +86,7 @@ class RedisRegistry:
     ) -> Self:
         """Connect; `key` signs entries. StoreUnavailable, StoreUnsuitable."""
         server = Server(url, timeout_s=min(2.0, retry_for_s / 2))
-        await vet(server)
+        await check_server(server)
         stream = CommandStream(server, retry_for_s, renews=True)
         return cls(server, stream, key, on_refused)
 

@@ -30,7 +30,8 @@ def pages_of(
     yield [worker_id, 1, *waiting, *page]
 
 
-def said(content: Content) -> Argument:
+def content_field(content: Content) -> Argument:
+    """Encodes a block's content for `restore`."""
     return content.prefix_hash or ("p" if content.private else "")
 
 

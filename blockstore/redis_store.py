@@ -37,19 +37,19 @@ from blockstore.redis_audit import audit_pool
 from blockstore.redis_calls import MAX_ANSWER_S, RedisCalls
 from blockstore.redis_replies import (
     claim,
+    content_field,
     holder_info,
     ids,
     names,
     pages_of,
     pool_stats,
-    said,
 )
-from blockstore.store import Own, Recovery
+from blockstore.store import MarkOwned, Recovery
 
 HOLDER_PAGE = 1000
 RESTORE_PAGE = 1024
 """The blocks of one call of `restore`."""
-_LOOK_AGAIN_S = 0.02
+_POLL_S = 0.02
 """How often a recovery checks whether other workers have reported."""
 
 
@@ -84,7 +84,7 @@ class RedisStore(RedisCalls):
         spec: PoolSpec,
         worker_id: str,
         recovery: Recovery | None = None,
-        own: Own | None = None,
+        mark_owned: MarkOwned | None = None,
     ) -> None:
         run_id = await self._mutate(
             *("register_worker", spec.pool_id, worker_id, spec.fingerprint),
@@ -92,14 +92,16 @@ class RedisStore(RedisCalls):
         )
         self._join(spec.pool_id, run_id)
         if all(joined.worker_id != worker_id for joined in self._joined[spec.pool_id]):
-            self._joined[spec.pool_id].append(HeldBlocksMirror(spec, worker_id, recovery, own))
+            self._joined[spec.pool_id].append(
+                HeldBlocksMirror(spec, worker_id, recovery, mark_owned)
+            )
 
     async def fence(self, pool_id: str, worker_id: str) -> None:
         await self._mutate("fence", pool_id, worker_id)
 
     async def leave(self, pool_id: str, worker_id: str) -> None:
         await self._mutate("leave", pool_id, worker_id)
-        left = [joined for joined in self._of(pool_id) if joined.worker_id != worker_id]
+        left = [joined for joined in self._mirrors_of(pool_id) if joined.worker_id != worker_id]
         if left:
             self._joined[pool_id] = left
         else:
@@ -138,7 +140,7 @@ class RedisStore(RedisCalls):
             pool_id,
             *args,
             about=(holder_id,),
-            learn=lambda known, reply: known.allocated(worker_id, holder_id, order, reply),
+            record=lambda mirror, reply: mirror.record_allocate(worker_id, holder_id, order, reply),
         )
         epoch, num_cached, runs, *blocks = reply
         return Allocation(holder_id, epoch, ids(blocks), num_cached, ids(runs.split()))
@@ -147,7 +149,7 @@ class RedisStore(RedisCalls):
         await self._mutate(
             *("withdraw", pool_id, holder_id),
             about=(holder_id,),
-            learn=lambda known, reply: known.withdrew(holder_id, reply),
+            record=lambda mirror, reply: mirror.record_withdraw(holder_id, reply),
         )
 
     async def extend(self, pool_id: str, worker_id: str, growths: Sequence[Growth]) -> Extension:
@@ -161,7 +163,7 @@ class RedisStore(RedisCalls):
             worker_id,
             *fields,
             about=about,
-            learn=lambda known, reply: known.grew(growths, reply),
+            record=lambda mirror, reply: mirror.record_extend(growths, reply),
         )
         demands, *answers = reply
         grown = (
@@ -184,7 +186,7 @@ class RedisStore(RedisCalls):
         reply = await self._mutate(
             *("detach", pool_id, holder_id, epoch),
             about=(holder_id,),
-            learn=lambda known, reply: known.detached(holder_id, epoch, reply),
+            record=lambda mirror, reply: mirror.record_detach(holder_id, epoch, reply),
         )
         return int(reply)
 
@@ -204,7 +206,7 @@ class RedisStore(RedisCalls):
             worker_id,
             *block_ids,
             about=(holder_id,),
-            learn=lambda known, reply: known.claimed(worker_id, holder_id, reply),
+            record=lambda mirror, reply: mirror.record_claim(worker_id, holder_id, reply),
         )
         return claim(reply)
 
@@ -218,7 +220,7 @@ class RedisStore(RedisCalls):
             epoch,
             *block_ids,
             about=(holder_id,),
-            learn=lambda known, reply: known.gave_back(holder_id, block_ids, reply),
+            record=lambda mirror, reply: mirror.record_give_back(holder_id, block_ids, reply),
         )
 
     async def release(
@@ -227,7 +229,7 @@ class RedisStore(RedisCalls):
         await self._mutate(
             *("release", pool_id, holder_id, epoch, int(comes_back)),
             about=(holder_id,),
-            learn=lambda known, reply: known.released(holder_id, epoch, comes_back, reply),
+            record=lambda mirror, reply: mirror.record_release(holder_id, epoch, comes_back, reply),
         )
 
     # Recovery
@@ -254,7 +256,7 @@ class RedisStore(RedisCalls):
     async def restore(self, pool_id: str, first: int, contents: Sequence[Content]) -> None:
         for start in range(0, len(contents), RESTORE_PAGE):
             page = contents[start : start + RESTORE_PAGE]
-            fields = (field for content in page for field in (said(content), content.rank))
+            fields = (field for content in page for field in (content_field(content), content.rank))
             await self._mutate("restore", pool_id, first + start, *fields)
 
     async def reopen(self, pool_id: str) -> None:
@@ -283,7 +285,7 @@ class RedisStore(RedisCalls):
         a file."""
         stats, run_id = pool_stats(pool_id, await self._read("stats", pool_id))
         if run_id != self.run_id:
-            raise UnknownPool(f"pool {pool_id} is of before the server's restart")
+            raise UnknownPool(f"pool {pool_id} is older than the server's restart")
         return stats
 
     async def audit(self, pool_id: str) -> AuditReport:
@@ -297,9 +299,9 @@ class RedisStore(RedisCalls):
             if await self._reads.send("EXISTS", keys.pool_header(pool_id)):
                 return
             if self._recoverable and pool_id in self._joined:
-                self._server.doubt()
+                self._server.mark_in_doubt()
                 return
-            with self._known(pool_id):
+            with self._detect_loss(pool_id):
                 raise UnknownPool(f"pool {pool_id} is not there")
 
         await self._free_block_notifier.wait(keys.room_channel(pool_id), timeout_s, require_pool)
@@ -311,14 +313,14 @@ class RedisStore(RedisCalls):
         StoreUnavailable: call it again. StoreLost, PoolGone: a recovery is impossible.
         WorkerFenced, UnknownWorker: a worker of this store was fenced or reaped meanwhile."""
         if not self._recoverable:
-            raise self._server.lose("it was restarted, or replaced by another one")
-        fresh = await self._on(self._url, MAX_ANSWER_S)
+            raise self._server.mark_lost("it was restarted, or replaced by another one")
+        fresh = await self._connect_once(self._url, MAX_ANSWER_S)
         try:
-            members = [held_blocks for pool in self._joined.values() for held_blocks in pool]
-            for held_blocks in members:  # all, before waiting for other processes, which wait, too
-                await _tell(fresh, held_blocks)
-            for held_blocks in members:
-                await _until_whole(fresh, held_blocks)
+            members = [mirror for pool in self._joined.values() for mirror in pool]
+            for mirror in members:  # all, before waiting for other processes, which wait, too
+                await _report_to(fresh, mirror)
+            for mirror in members:
+                await _until_whole(fresh, mirror)
         except (WorkerFenced, UnknownWorker, PoolGone):
             raise
         except (LedgerError, StoreLost) as error:  # lost again, or another process went on
@@ -327,18 +329,18 @@ class RedisStore(RedisCalls):
             await fresh.close()
 
 
-async def _tell(fresh: RedisStore, held_blocks: HeldBlocksMirror) -> None:
-    assert held_blocks.recovery is not None
-    await held_blocks.recovery.begin(fresh, fresh.run_id)
-    await fresh.reassert(held_blocks.spec, held_blocks.worker_id, *held_blocks.told())
+async def _report_to(fresh: RedisStore, mirror: HeldBlocksMirror) -> None:
+    assert mirror.recovery is not None
+    await mirror.recovery.begin(fresh, fresh.run_id)
+    await fresh.reassert(mirror.spec, mirror.worker_id, *mirror.report())
 
 
-async def _until_whole(fresh: RedisStore, held_blocks: HeldBlocksMirror) -> None:
-    assert held_blocks.recovery is not None
-    while (stats := await fresh.stats(held_blocks.spec.pool_id)).recovering:
-        if held_blocks.worker_id in stats.missing_worker_ids:
+async def _until_whole(fresh: RedisStore, mirror: HeldBlocksMirror) -> None:
+    assert mirror.recovery is not None
+    while (stats := await fresh.stats(mirror.spec.pool_id)).recovering:
+        if mirror.worker_id in stats.missing_worker_ids:
             raise StoreUnavailable("it was lost again")
         if stats.missing_worker_ids:
-            await asyncio.sleep(_LOOK_AGAIN_S)
+            await asyncio.sleep(_POLL_S)
         else:
-            await held_blocks.recovery.finish(fresh)
+            await mirror.recovery.finish(fresh)

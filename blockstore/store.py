@@ -78,7 +78,7 @@ FUNCTION_LIBRARY = "quire_v4"
 connect to each other."""
 
 
-Own = Callable[[str, Sequence[int]], None]
+MarkOwned = Callable[[str, Sequence[int]], None]
 """Marks new blocks in their stamps as owned by a holder; arguments are the holder's id and the
 block ids. The store's client calls it when it reads the answer, before its caller gets the answer
 and before it sends anything else: the blocks are marked before the client can report the holder in
@@ -120,13 +120,13 @@ class BlockStore(Protocol):
         spec: PoolSpec,
         worker_id: str,
         recovery: Recovery | None = None,
-        own: Own | None = None,
+        mark_owned: MarkOwned | None = None,
     ) -> None:
         """Join a pool; joining again is no error. A missing worker that joins holds nothing.
 
         With `recovery`, calls wait while the server has lost the pool, until the pool is rebuilt;
-        without, they raise StoreLost from then on. `own` is called with the new (not cached) blocks
-        that `allocate` and `extend` give to the worker's holders.
+        without, they raise StoreLost from then on. `mark_owned` is called with the new (not cached)
+        blocks that `allocate` and `extend` give to the worker's holders.
 
         GeometryMismatch: block size, number or bytes differ. FingerprintMismatch, checked next:
         weights, dtype or numerics differ. UnknownWorker: this name was reaped."""
@@ -264,11 +264,7 @@ class BlockStore(Protocol):
         (drop it if that one is old). A repeated call is no error."""
 
     async def reassert(
-        self,
-        spec: PoolSpec,
-        worker_id: str,
-        holders: Sequence[Asserted],
-        waits: Sequence[Wait],
+        self, spec: PoolSpec, worker_id: str, holders: Sequence[Asserted], waits: Sequence[Wait]
     ) -> tuple[str, ...]:
         """Report everything that a worker holds and waits for; returns the workers that are still
         missing. If two workers report the same holder, the higher epoch counts. WorkerFenced: the

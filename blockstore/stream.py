@@ -29,9 +29,9 @@ from hiredis import pack_command
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import RedisError, ResponseError
 
-from blockstore.connection import Command, Server, ask, read_reply, translate, translated
+from blockstore.connection import Command, Server, ask, read_reply, translate, translate_errors
 from blockstore.errors import BlockStoreError, StoreUnavailable
-from blockstore.task_cancellation import end
+from blockstore.task_cancellation import cancel_task
 
 MAX_IN_FLIGHT = 128
 """The most commands of one exchange: enough to hide the round trip, few enough to be sent again
@@ -39,7 +39,7 @@ quickly."""
 
 MAX_BACKOFF_S = 0.25
 
-Learn = Callable[[object], None]
+Record = Callable[[object], None]
 """Called with a reply, or with the error that it was, before the caller gets it; also for a
 cancelled caller."""
 
@@ -51,13 +51,13 @@ class _Call:
     command: bytes
     about: Collection[str] | None
     deadline: float
-    learn: Learn | None
+    record: Record | None
     is_loss: Callable[[Exception], bool]
     reply: asyncio.Future[Any] = field(default_factory=asyncio.Future)
 
     def settle(self, reply: object) -> None:
-        if self.learn is not None:
-            self.learn(reply)
+        if self.record is not None:
+            self.record(reply)
         if self.reply.done():  # its caller was cancelled
             return
         if isinstance(reply, Exception):
@@ -96,7 +96,7 @@ class CommandStream:
         self,
         command: Command,
         about: Collection[str] | None = frozenset(),
-        learn: Learn | None = None,
+        record: Record | None = None,
         is_loss: Callable[[Exception], bool] = lambda error: False,
     ) -> asyncio.Future[Any]:
         """Queue a command and return its future reply. Cancelling the caller does not remove the
@@ -114,7 +114,7 @@ class CommandStream:
         self._start()
         packed = pack_command(tuple(command))  # type: ignore[arg-type]  # the stub has 1 argument
         deadline = asyncio.get_running_loop().time() + self._retry_for_s
-        call = _Call(packed, about, deadline, learn, is_loss)
+        call = _Call(packed, about, deadline, record, is_loss)
         self._queue.append(call)
         self._queued.set()
         return call.reply
@@ -129,7 +129,7 @@ class CommandStream:
                 while self._queue:
                     self._drained.clear()
                     await self._drained.wait()
-        await end(self._task)
+        await cancel_task(self._task)
 
     def _start(self) -> None:
         if self._task is None:
@@ -174,12 +174,12 @@ class CommandStream:
         calls = self._next_calls()
         if not calls:
             return
-        with translated(self._server.url):
+        with translate_errors(self._server.url):
             await connection.send_packed_command([call.command for call in calls])
             for call in calls:
-                reply = self._meaning(await read_reply(connection))
+                reply = self._translated(await read_reply(connection))
                 if isinstance(reply, Exception) and call.is_loss(reply):
-                    self._server.doubt()
+                    self._server.mark_in_doubt()
                     raise StoreUnavailable(str(reply))
                 self._queue.popleft()
                 call.settle(reply)
@@ -201,14 +201,14 @@ class CommandStream:
             calls.append(call)
         return calls
 
-    def _meaning(self, reply: object) -> object:
+    def _translated(self, reply: object) -> object:
         return translate(self._server.url, reply) if isinstance(reply, ResponseError) else reply
 
     async def _connect(self) -> AbstractConnection:
         connection = await self._server.open(self._renews)
         run_id, old_id = self._client
         try:
-            with translated(self._server.url):
+            with translate_errors(self._server.url):
                 client_id = await ask(connection, "CLIENT", "ID")
                 if run_id == self._server.run_id:
                     await ask(connection, "CLIENT", "KILL", "ID", old_id)

@@ -2,15 +2,15 @@
 
 import asyncio
 
-_AGAIN_S = 0.1
+_RETRY_INTERVAL_S = 0.1
 
 
-async def end(task: "asyncio.Task[None]") -> None:
+async def cancel_task(task: "asyncio.Task[None]") -> None:
     """Cancel a task, and return when it has ended, whatever its result. Cancels repeatedly: Python
     3.11's `wait_for`, with which redis-py writes, loses a cancellation that arrives when the
     connection has just broken."""
     while not task.done():
         task.cancel()
-        await asyncio.wait([task], timeout=_AGAIN_S)
+        await asyncio.wait([task], timeout=_RETRY_INTERVAL_S)
     if not task.cancelled():
         task.exception()  # retrieve it, so that asyncio does not log it

@@ -21,13 +21,13 @@ class Waiters(dict[str, Waiter]):
     def is_first(self, waiter: Waiter) -> bool:
         return all(waiter.order <= other.order for other in self.values())
 
-    def has_come_back(self, order: int, released: Tombstones) -> None:
+    def remove_returning(self, order: int, released: Tombstones) -> None:
         """Remove the returning waiter of this order: its request asks for blocks again."""
         for holder_id, waiter in tuple(self.items()):
             if waiter.order == order and released.epoch(holder_id) is not None:
                 del self[holder_id]
 
-    def end_of(self, worker_id: str) -> None:
+    def remove_worker(self, worker_id: str) -> None:
         for holder_id in self.of(worker_id):
             del self[holder_id]
 

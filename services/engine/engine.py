@@ -45,7 +45,7 @@ class ForwardPass(Protocol):
 class BlockStamps(Stamps, Protocol):
     """The stamps of a pool, to check and to write: a record per block of its content (law 6)."""
 
-    def own(self, block_ids: Seq[int], owner: str) -> None: ...
+    def mark_owned(self, block_ids: Seq[int], owner: str) -> None: ...
 
     def is_committed(self, block_id: int) -> bool: ...
 
@@ -169,7 +169,7 @@ class Engine:
         recovery takes them for finished."""
         self._scheduler.remove(group.key)
         blocks = group.full_blocks
-        self._stamps.own([block_id for block_id, _ in blocks], group.key)
+        self._stamps.mark_owned([block_id for block_id, _ in blocks], group.key)
         return FailedGroup(group.key, fault, blocks)
 
     def _advance(self, group: Group) -> Advance:

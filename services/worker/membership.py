@@ -272,4 +272,4 @@ def _own(stamps: Stamps, lock: WorkerLock, holder_id: str, block_ids: Sequence[i
     """Stamp new blocks with their holder. Not if the worker was marked as fenced or has left the
     pool: other workers may have these blocks by then, and this one writes into none of them."""
     if not stamps.is_closed and not lock.is_given_up:
-        stamps.own(block_ids, holder_id)
+        stamps.mark_owned(block_ids, holder_id)

@@ -81,7 +81,7 @@ class EnginePair:
 
     def _take(self, num_blocks: int, owner: str) -> tuple[int, ...]:
         taken = tuple(next(self._blocks) for _ in range(num_blocks))
-        self._stamps.own(taken, owner)
+        self._stamps.mark_owned(taken, owner)
         return taken
 
 

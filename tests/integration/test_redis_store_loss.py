@@ -125,7 +125,7 @@ async def test_there_is_no_doubt_about_a_lost_store(valkey: Valkey) -> None:
     valkey.command("FLUSHALL")
     with pytest.raises(StoreLost):
         await store.withdraw("pool", "h")
-    store._server.doubt()
+    store._server.mark_in_doubt()
     async with asyncio.timeout(5):
         await assert_lost(store)
     await store.close()

@@ -72,7 +72,7 @@ class Worker:
 
 
 def _own(stamps: Stamps, holder: str, block_ids: Sequence[int]) -> None:
-    stamps.own(block_ids, holder)
+    stamps.mark_owned(block_ids, holder)
 
 
 @asynccontextmanager
@@ -102,7 +102,7 @@ async def assert_whole(workers: list[Worker]) -> None:
     known: dict[str, Asserted] = {}
     for worker in workers:
         (held_blocks,) = worker.store._joined["pool"]
-        for held in held_blocks.told()[0]:
+        for held in held_blocks.report()[0]:
             if held.holder_id not in known or known[held.holder_id].epoch < held.epoch:
                 known[held.holder_id] = held
     store = await RedisStore.connect(workers[0].url)

@@ -58,7 +58,7 @@ class ClaimsFromTheRunning(Ledger):
     def claim(
         self, holder_id: str, epoch: int, worker_id: str, block_ids: Sequence[int] = ()
     ) -> Claim:
-        self._live(worker_id)
+        self._require_live(worker_id)
         holder = self.holders.require(holder_id)
         holder.epoch, holder.worker_id = epoch + 1, worker_id
         return Claim.of(holder.epoch, holder.acquired, holder.held)
@@ -113,8 +113,8 @@ class AllocatesTwice(Ledger):
 class IgnoresFences(Ledger):
     """Who is fenced goes on as if it were not."""
 
-    def _live(self, worker_id: str) -> None:
-        self._known(worker_id)
+    def _require_live(self, worker_id: str) -> None:
+        self._require_known(worker_id)
 
 
 class TakesFencedForDead(Ledger):
@@ -129,9 +129,9 @@ class TakesFencedForDead(Ledger):
 class ListensToTheDead(Ledger):
     """What a worker sent before it was reaped is carried out afterwards."""
 
-    def _live(self, worker_id: str) -> None:
+    def _require_live(self, worker_id: str) -> None:
         if self.workers.get(worker_id):
-            super()._live(worker_id)
+            super()._require_live(worker_id)
 
 
 class DemandsNobody(Ledger):

@@ -33,7 +33,7 @@ class DetachRaisesNothing(Ledger):
     def detach(self, holder_id: str, epoch: int) -> int:
         if epoch == 1:
             return super().detach(holder_id, epoch)
-        self._unfenced(holder_id).require(epoch)
+        self._require_unfenced(holder_id).require(epoch)
         return epoch + 1
 
 
@@ -52,7 +52,7 @@ class ClaimsTwice(Ledger):
     def claim(
         self, holder_id: str, epoch: int, worker_id: str, block_ids: Sequence[int] = ()
     ) -> Claim:
-        self._live(worker_id)
+        self._require_live(worker_id)
         holder = self.holders.require(holder_id)
         if epoch % 2 or holder.epoch not in (epoch, epoch + 1):
             raise StaleHolder(holder_id)

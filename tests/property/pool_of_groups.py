@@ -108,7 +108,7 @@ class PoolOfGroups(RuleBasedStateMachine):
         begun = contents.begun(allocation.cached(hashes, branches))
         new = allocation.block_ids[allocation.num_cached_blocks :]
         group = group_class(asked).to_compute(asked, self._rules(asked), new, begun)
-        self.stamps.own(new, key)
+        self.stamps.mark_owned(new, key)
         commands: list[Command] = [Admit(group)]
         running = replace(asked, holder_epoch=1)
         left = None
@@ -160,7 +160,7 @@ class PoolOfGroups(RuleBasedStateMachine):
         (grown,) = self.ledger.extend(live.worker, [growth]).grown
         if not grown.error and grown.block_ids:
             live.have += len(grown.block_ids)
-            self.stamps.own(grown.block_ids, key)
+            self.stamps.mark_owned(grown.block_ids, key)
             self.hosts[live.worker].commands.append(AddBlocks(key, grown.block_ids))
 
     def _write(self, advance: Advance, running: Ticket) -> None:

@@ -159,7 +159,7 @@ class Corrupt:
         if arena is None:
             return
         blocks = pair.store.ledger("colder" if self.swap_pool else "pool").blocks
-        arena.stamps.own(tuple(blocks.hash_of), "nobody")
+        arena.stamps.mark_owned(tuple(blocks.hash_of), "nobody")
         for block_id in blocks.cached:
             arena.wipe(block_id)
 

@@ -30,7 +30,7 @@ def stamps(path: Path) -> Iterator[Stamps]:
 
 def write_prefix(stamps: Stamps) -> None:
     """Blocks 7 and 2 hold TOKENS, written by holder "h"."""
-    stamps.own([7, 2], "h")
+    stamps.mark_owned([7, 2], "h")
     stamps.complete(7, H0, ROOT, TOKENS[:4])
     stamps.complete(2, H1, H0, TOKENS[4:])
 
@@ -46,7 +46,7 @@ def test_a_record_is_two_hashes_the_tokens_and_16_bytes_padded_to_8(
 
 def test_a_new_block_is_free_then_private_then_committed(stamps: Stamps) -> None:
     assert stamps.read(3).state is StampState.FREE
-    stamps.own([3], "h")
+    stamps.mark_owned([3], "h")
     assert stamps.read(3).state is StampState.PRIVATE
     assert stamps.read(3).owner == owner_token("h")
     stamps.complete(3, H0, ROOT, (1, 2, 3, 2**32 - 1))
@@ -97,7 +97,7 @@ def test_a_difference_is_a_mismatch_at_its_block(
 
 
 def test_a_second_blocks_parent_is_compared_with_the_first_ones_hash(stamps: Stamps) -> None:
-    stamps.own([7, 2], "h")
+    stamps.mark_owned([7, 2], "h")
     stamps.complete(7, H0, ROOT, TOKENS[:4])
     stamps.complete(2, H1, OTHER, TOKENS[4:])
     assert stamps.first_mismatch([7, 2], ROOT, [H0, H1], TOKENS) == 1
@@ -105,7 +105,7 @@ def test_a_second_blocks_parent_is_compared_with_the_first_ones_hash(stamps: Sta
 
 def test_a_block_given_to_a_new_owner_says_nothing_of_its_old_content(stamps: Stamps) -> None:
     write_prefix(stamps)
-    stamps.own([2], "next")
+    stamps.mark_owned([2], "next")
     assert stamps.first_mismatch([7, 2], ROOT, [H0, H1], TOKENS) == 1
 
 
@@ -123,7 +123,7 @@ def test_completing_again_changes_nothing_and_a_finished_block_is_never_rewritte
 
 @pytest.mark.parametrize("token_ids", [TOKENS[:3], TOKENS[:5], ()])
 def test_a_stamp_is_of_a_full_block(stamps: Stamps, token_ids: tuple[int, ...]) -> None:
-    stamps.own([1], "h")
+    stamps.mark_owned([1], "h")
     with pytest.raises(ValueError, match="4 tokens"):
         stamps.complete(1, H0, ROOT, token_ids)
     assert stamps.read(1).state is StampState.PRIVATE
@@ -132,7 +132,7 @@ def test_a_stamp_is_of_a_full_block(stamps: Stamps, token_ids: tuple[int, ...]) 
 @pytest.mark.parametrize("block_id", [-1, NUM_BLOCKS])
 def test_blocks_outside_the_pool_are_refused(stamps: Stamps, block_id: int) -> None:
     with pytest.raises(IndexError):
-        stamps.own([block_id], "h")
+        stamps.mark_owned([block_id], "h")
     with pytest.raises(IndexError):
         stamps.first_mismatch([block_id], ROOT, [H0], TOKENS[:4])
 
@@ -146,8 +146,8 @@ def test_lengths_that_do_not_fit_are_an_error_not_a_match(stamps: Stamps) -> Non
 
 def test_a_dead_workers_complete_blocks_are_found_by_holder(stamps: Stamps) -> None:
     write_prefix(stamps)
-    stamps.own([4], "h")  # Private: not finished.
-    stamps.own([5, 6], "other")
+    stamps.mark_owned([4], "h")  # Private: not finished.
+    stamps.mark_owned([5, 6], "other")
     stamps.complete(5, OTHER, ROOT, TOKENS[:4])
     assert stamps.complete_blocks(["h", "empty"]) == {"h": [2, 7]}
     assert stamps.complete_blocks(["other"]) == {"other": [5]}
@@ -178,7 +178,7 @@ class DyingMemory:
     "write",
     [
         lambda stamps: stamps.complete(3, H0, ROOT, TOKENS[:4]),
-        lambda stamps: stamps.own([7], "another"),
+        lambda stamps: stamps.mark_owned([7], "another"),
     ],
     ids=["complete", "own"],
 )
@@ -187,7 +187,7 @@ def test_a_writer_killed_between_two_writes_leaves_no_valid_stamp(
 ) -> None:
     """Block 3 was private, 7 committed by h with H0: each is still so, or says nothing."""
     write_prefix(stamps)
-    stamps.own([3], "h")
+    stamps.mark_owned([3], "h")
     with monkeypatch.context() as dying:
         dying.setattr(stamps, "_bytes", DyingMemory(stamps._bytes))
         with pytest.raises(Killed):
@@ -217,7 +217,7 @@ def test_contents_rank_tails_before_heads(tmp_path: Path) -> None:
     path.write_bytes(bytes(8 * record_bytes(4)))
     stamps = Stamps(path, 8, 4)
     a, b, c, other = (bytes([number]) * 16 for number in range(1, 5))
-    stamps.own([0, 1, 2, 4, 5], "h")
+    stamps.mark_owned([0, 1, 2, 4, 5], "h")
     tokens = (1, 2, 3, 4)
     for block_id, prefix_hash, parent in ((2, a, bytes(16)), (0, b, a), (4, c, b), (1, other, a)):
         stamps.complete(block_id, prefix_hash, parent, tokens)

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from blockstore.task_cancellation import end
+from blockstore.task_cancellation import cancel_task
 
 
 async def test_a_task_that_loses_a_cancellation_ends_all_the_same() -> None:
@@ -21,7 +21,7 @@ async def test_a_task_that_loses_a_cancellation_ends_all_the_same() -> None:
     task = asyncio.create_task(run())
     await began.wait()
     async with asyncio.timeout(10):
-        await end(task)
+        await cancel_task(task)
     assert lost.is_set()
     assert task.cancelled()
 
@@ -30,4 +30,4 @@ async def test_a_failed_task_has_ended() -> None:
     async def fail() -> None:
         raise ValueError
 
-    await end(asyncio.create_task(fail()))
+    await cancel_task(asyncio.create_task(fail()))

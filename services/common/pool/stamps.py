@@ -71,7 +71,7 @@ class Stamps:
         self._record_bytes = record_bytes(block_size)
         self._bytes = _map(path, num_blocks * self._record_bytes)
 
-    def own(self, block_ids: Sequence[int], owner: str) -> None:
+    def mark_owned(self, block_ids: Sequence[int], owner: str) -> None:
         """Stamp blocks as PRIVATE blocks of `owner` (a holder's id), before the first write into
         them: their old content is no longer valid."""
         token = owner_token(owner)

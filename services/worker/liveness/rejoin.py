@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from blockstore.errors import UnknownWorker, WorkerFenced
 from blockstore.registry import Role
-from blockstore.task_cancellation import end
+from blockstore.task_cancellation import cancel_task
 from services.common.runtime.logging import get_logger
 from services.worker.config import WorkerSettings
 from services.worker.liveness.registration import Registration, announced
@@ -73,7 +73,7 @@ class _Lives:
             if living.done() or (self._entry and self._entry.serving):
                 await living
             else:
-                await end(living)
+                await cancel_task(living)
         finally:
             stopping.cancel()
             living.cancel()

@@ -47,7 +47,7 @@ async def main(url, root, worker_id):
     me = await join(store, store.run_id, Path(root), layout, worker_id, MemoryPlan(10_000))
     beating = asyncio.create_task(beat(store, me.spec.pool_id, worker_id))
     given = await store.allocate(me.spec.pool_id, "h-" + worker_id, worker_id, 1, [], 3)
-    me.stamps.own(given.block_ids, "h-" + worker_id)
+    me.stamps.mark_owned(given.block_ids, "h-" + worker_id)
     me.stamps.complete(given.block_ids[0], worker_id.encode().ljust(16), bytes(16), [1, 2, 3, 4])
     print("pool", me.spec.pool_id, flush=True)
     await asyncio.to_thread(sys.stdin.read)

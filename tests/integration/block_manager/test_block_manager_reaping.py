@@ -74,11 +74,11 @@ async def test_finished_blocks_of_a_dead_worker_are_published(host: PoolHost) ->
     given = await host.store.allocate(pool.pool_id, "h", "decode-1", 1, [], 4)
     first, second, third, fourth = given.block_ids
     stamps = Stamps(pool.stamps, NUM_BLOCKS, LAYOUT.block_size)
-    stamps.own([first, second, third], "h")
+    stamps.mark_owned([first, second, third], "h")
     stamps.complete(first, H0, ROOT, TOKENS)
     await host.store.commit(pool.pool_id, "h", 1, [(first, H0)])
     stamps.complete(second, H1, H0, TOKENS)
-    stamps.own([fourth], "who had it before")
+    stamps.mark_owned([fourth], "who had it before")
     stamps.complete(fourth, H2, H1, TOKENS)
     stamps.close()
     async with managed(host):
@@ -97,7 +97,7 @@ async def test_a_finished_block_that_was_given_back_is_not_published(host: PoolH
     worker = await host.start_worker(pool)
     given = await host.store.allocate(pool.pool_id, "h", "decode-1", 1, [], 2)
     stamps = Stamps(pool.stamps, NUM_BLOCKS, LAYOUT.block_size)
-    stamps.own(given.block_ids, "h")
+    stamps.mark_owned(given.block_ids, "h")
     for block_id, prefix_hash in zip(given.block_ids, [H0, H1], strict=True):
         stamps.complete(block_id, prefix_hash, ROOT, TOKENS)
     stamps.close()

@@ -9,7 +9,7 @@ import pytest
 from blockstore.errors import StoreLost, StoreUnavailable, WorkerNotEmpty
 from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
-from blockstore.store import Own, Recovery
+from blockstore.store import MarkOwned, Recovery
 from services.common.errors import StartupError
 from services.common.pool.directory import pool_directories
 from services.common.pool.layout import PoolLayout
@@ -29,7 +29,7 @@ async def test_the_first_makes_the_pool_and_the_second_shares_it(
     first.pool.kv[10, 1, 1, 3, 2, 4] = 7.0
     assert second.pool.kv[10, 1, 1, 3, 2, 4] == 7.0
     assert second.pool.kv.shape == (11, 2, 2, 4, 3, 5)
-    first.stamps.own([10], "h")
+    first.stamps.mark_owned([10], "h")
     assert second.stamps.read(10) == first.stamps.read(10)
     assert is_held(first.directory.lock_path("prefill-1"))
 
@@ -40,10 +40,12 @@ async def test_a_worker_is_locked_before_the_store_knows_it(
     """One that dies right after it has registered is seen to die, like any other."""
     register, was_held = store.register_worker, []
 
-    async def watched(spec: PoolSpec, worker_id: str, recovery: Recovery, own: Own) -> None:
+    async def watched(
+        spec: PoolSpec, worker_id: str, recovery: Recovery, mark_owned: MarkOwned
+    ) -> None:
         (directory,) = pool_directories(tmp_path)
         was_held.append(is_held(directory.lock_path(worker_id)))
-        await register(spec, worker_id, recovery, own)
+        await register(spec, worker_id, recovery, mark_owned)
 
     monkeypatch.setattr(store, "register_worker", watched)
     await joined("prefill-1")
@@ -157,7 +159,7 @@ class Refusing(MemoryStore):
         spec: PoolSpec,
         worker_id: str,
         recovery: Recovery | None = None,
-        own: Own | None = None,
+        mark_owned: MarkOwned | None = None,
     ) -> None:
         raise StoreUnavailable("no answer")
 

@@ -150,7 +150,7 @@ directory = PoolDirectory(Path(sys.argv[1]))
 header = directory.read_header()
 pool = KVPool(directory.kv, header.layout, header.num_blocks)
 stamps = Stamps(directory.stamps, header.num_blocks, header.layout.block_size)
-stamps.own([3], "h")
+stamps.mark_owned([3], "h")
 pool.kv[3] = 1.5
 stamps.complete(3, bytes([7]) * 16, bytes(16), [1, 2, 3, 4])
 print(tuple(pool.kv.shape), pool.kv.dtype, float(pool.kv[4, 0, 0, 0, 0, 0]))

@@ -28,7 +28,7 @@ async def member(own_valkey: Valkey, tmp_path: Path) -> AsyncIterator[Membership
     member = await join(store, store.run_id, tmp_path, LAYOUT, "decode-1", PLAN, watermark=0.0)
     found = await store.allocate(member.spec.pool_id, "first", "decode-1", 1, [], 1)
     assert found.block_ids == (0,)
-    member.stamps.own(found.block_ids, "first")
+    member.stamps.mark_owned(found.block_ids, "first")
     member.stamps.complete(0, EVICTED, ROOT, TOKENS)
     await store.commit(member.spec.pool_id, "first", 1, [(0, EVICTED)])
     await store.release(member.spec.pool_id, "first", 1)

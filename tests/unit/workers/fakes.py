@@ -243,7 +243,9 @@ async def make_pool(
 
 async def join(store: MemoryStore, spec: PoolSpec, worker_id: str, stamps: Stamps) -> Any:
     await store.register_worker(
-        spec, worker_id, own=lambda holder_id, block_ids: stamps.own(block_ids, holder_id)
+        spec,
+        worker_id,
+        mark_owned=lambda holder_id, block_ids: stamps.mark_owned(block_ids, holder_id),
     )
     return SimpleNamespace(spec=spec, worker_id=worker_id, stamps=stamps)
 

@@ -41,7 +41,7 @@ class EnginePair:
     def __init__(self, directory: Path, budget: int = 64) -> None:
         spec = PoolSpec("pool", "model", "fingerprint", 64, SIZE, block_bytes=1)
         self.stamps = make_stamps(directory / "stamps", spec)
-        self.stamps.own(range(spec.num_blocks), KEY)
+        self.stamps.mark_owned(range(spec.num_blocks), KEY)
         self.arena = Arena(SIZE, self.stamps)
         self.model = FakeForward(self.arena)
         self.prefill = self._engine(budget, one_token=True)

@@ -39,7 +39,7 @@ async def test_an_error_after_a_step_ends_the_worker(tmp_path: Path) -> None:
     model, limits = FakeForward(arena), Limits(4, 16, max_model_len=100)
     worker = DecodeWorker(store, membership, model, limits, WorkerMetrics(CollectorRegistry()))
     blocks = (await store.allocate("pool", "h-r1", "w", 1, (), 3)).block_ids
-    stamps.own(blocks, "h-r1")
+    stamps.mark_owned(blocks, "h-r1")
     parents = [bytes(16), *prefix_hashes(bytes(16), range(10), 4)]
     for number, (parent, own) in enumerate(pairwise(parents)):
         stamps.complete(blocks[number], own, parent, range(4 * number, 4 * number + 4))

@@ -219,7 +219,7 @@ async def test_blocks_that_say_something_else_are_not_trusted(
     await victim(pair, num_tokens=7)
     back = await give_way(pair)
     assert back.swapped is not None
-    pair.swap_pool.stamps.own([back.swapped.block_ids[wrong]], "somebody")
+    pair.swap_pool.stamps.mark_owned([back.swapped.block_ids[wrong]], "somebody")
     evict_all(pair)
     num_computed = pair.arena.num_computed
     again = await come_back(pair, back, FakeSession())

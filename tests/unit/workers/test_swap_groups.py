@@ -235,7 +235,7 @@ async def test_blocks_that_say_something_else_are_not_trusted(
     assert back.swapped is not None
     number = {"trunk": 1, "own": 2, "tail": 4, "shared tail": 2}[which]
     wrong = back.swapped.tables[1].block_ids[number]
-    pair.swap_pool.stamps.own([wrong], "somebody")
+    pair.swap_pool.stamps.mark_owned([wrong], "somebody")
     evict_all(pair)
     num_computed = pair.arena.num_computed
     issued = await come_back(pair, back)
