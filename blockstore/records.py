@@ -195,7 +195,7 @@ class AuditReport:
         cls,
         stats: PoolStats,
         num_references: int,
-        ledger_checked: bool,
+        is_checked: bool,
         violations: tuple[str, ...],
     ) -> "AuditReport":
         return cls(

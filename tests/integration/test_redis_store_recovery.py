@@ -299,7 +299,7 @@ async def test_a_pool_whose_directory_is_gone_is_lost(
 async def test_a_report_to_a_server_that_is_lost_meanwhile_is_given_up(own_valkey: Valkey) -> None:
     """Such a store is for one server. It has lost its functions, which is to be seen to, and is
     another one then, which ends the store; and that is the end of it, not of the event loop."""
-    telling = await RedisStore._on(own_valkey.url, LIMIT_S)
+    telling = await RedisStore._connect_once(own_valkey.url, LIMIT_S)
     flush_all_there_is(own_valkey)
     asked = asyncio.create_task(telling.drop_pool("pool"))
     async with asyncio.timeout(LIMIT_S):

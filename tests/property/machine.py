@@ -339,7 +339,7 @@ def asserted_by(ledger: Ledger, worker_id: str) -> tuple[str, list[Asserted], li
             tuple(holder.acquired),
             tuple(sorted(set(holder.acquired) - holder.held)),
         )
-        for holder in sorted(ledger.holders.values(), key=lambda holder: holder.place)
+        for holder in sorted(ledger.holders.values(), key=lambda holder: holder.sort_key)
         if holder.worker_id == worker_id and not holder.holder_id.startswith(QUARANTINE)
     ]
     waits = [

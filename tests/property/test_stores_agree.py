@@ -45,7 +45,7 @@ class FreesFromFirstToLast(Ledger):
 
 class DemandsTheFirst(Ledger):
     def _last_in_order(self) -> Holder | None:
-        return min(self.holders.values(), key=lambda holder: holder.place, default=None)
+        return min(self.holders.values(), key=lambda holder: holder.sort_key, default=None)
 
 
 class MostRecentFirst(Blocks):

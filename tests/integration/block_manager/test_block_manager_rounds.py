@@ -21,7 +21,7 @@ SCAN_S = 0.25
 async def one_round(manager: BlockManager, host: PoolHost) -> float:
     """Look around once; the pause after it."""
     async with asyncio.TaskGroup() as tasks:
-        await manager._look_around(tasks, host.connection)
+        await manager._run_checks(tasks, host.connection)
     return manager._pause_s()
 
 

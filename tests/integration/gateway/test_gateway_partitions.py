@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire import AsyncClient, links
+from quire import AsyncClient, connections
 from quire.types import Sampling
 from services.common.rpc import transport as rpc
 from tests.proxy import Proxy
@@ -117,7 +117,7 @@ async def test_a_client_leaves_a_gateway_that_it_hears_nothing_of(
 ) -> None:
     """Half-open between client and gateway: keepalive ends the call, and the other way to the same
     gateway goes on with the request that still runs there."""
-    monkeypatch.setattr(links, "_CHANNEL_OPTIONS", quicker(links._CHANNEL_OPTIONS))
+    monkeypatch.setattr(connections, "_CHANNEL_OPTIONS", quicker(connections._CHANNEL_OPTIONS))
     decode, prefill = FakeDecode(), FakePrefill()
     harness = await make_harness(prefill, decode)
     decode.pause_after = 3
