@@ -13,7 +13,7 @@ from quire.cli import advise, generate, operations, serve
 from quire.errors import QuireError, Unreachable
 from quire.supervisor import ServeError
 
-EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
+EXIT_FAILED, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 3, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:

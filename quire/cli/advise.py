@@ -9,13 +9,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from quire.cli.terminal import Columns, add_command, memory_size, positive, print_table
+from quire.cli.terminal import Columns, Commands, add_command, memory_size, positive, print_table
 from quire.supervisor.model_source import EMBEDDED, find_model
-
-if TYPE_CHECKING:
-    from quire.cli.terminal import Commands
 
 Costs = dict[str, Any]
 """The costs of one block size, as `advisor` prints them."""
@@ -35,7 +32,7 @@ _COLUMNS: Columns[Costs] = {
 }
 
 
-def add_commands(commands: "Commands") -> None:
+def add_commands(commands: Commands) -> None:
     advise = commands.add_parser("advise", help="recommend settings for a recorded workload")
     subjects = advise.add_subparsers(title="settings", metavar="SETTING", required=True)
     command = add_command(

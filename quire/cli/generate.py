@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from quire.cli.terminal import add_client_command, connect, print_json
+from quire.cli.terminal import Commands, add_client_command, connect, print_json
 from quire.errors import InvalidRequest, ServerError
 from quire.messages import Request
 from quire.types import (
@@ -20,10 +20,6 @@ from quire.types import (
     Usage,
 )
 
-if TYPE_CHECKING:
-    from quire.cli.terminal import Commands
-
-
 _EARLY_STOPPING: dict[str, bool | Literal["never"]] = {
     "false": False,
     "true": True,
@@ -31,7 +27,7 @@ _EARLY_STOPPING: dict[str, bool | Literal["never"]] = {
 }
 
 
-def add_commands(commands: "Commands") -> None:
+def add_commands(commands: Commands) -> None:
     command = add_client_command(
         commands, "generate", run, help_text="send a prompt and stream the answer"
     )

@@ -5,10 +5,10 @@ import argparse
 import json
 import sys
 import time
-from typing import TYPE_CHECKING
 
 from quire.cli.terminal import (
     Columns,
+    Commands,
     add_client_command,
     add_operations_command,
     connect,
@@ -20,9 +20,6 @@ from quire.cli.terminal import (
 from quire.client import Client
 from quire.errors import DeadlineExceeded, Unavailable
 from quire.types import Model, Pool, PoolAudit, Worker
-
-if TYPE_CHECKING:
-    from quire.cli.terminal import Commands
 
 _POLL_S = 0.2
 
@@ -68,7 +65,7 @@ _AUDIT_COLUMNS: Columns[PoolAudit] = {
 }
 
 
-def add_commands(commands: "Commands") -> None:
+def add_commands(commands: Commands) -> None:
     add_client_command(
         commands, "health", health, help_text="exit status 0 if the service at the address serves"
     )

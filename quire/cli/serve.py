@@ -4,23 +4,19 @@ import argparse
 import math
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from quire.cli.terminal import add_command, memory_size, positive
+from quire.cli.terminal import Commands, add_command, memory_size, positive
 from quire.supervisor import RUNS, ServeOptions, serve, stop_run
 from quire.supervisor.model_source import EMBEDDED, check_model, find_model
 from quire.supervisor.options import DEFAULT_GRPC_PORT, DEFAULT_HOST, DEFAULT_HTTP_PORT
 from quire.supervisor.run_directory import free_port
-
-if TYPE_CHECKING:
-    from quire.cli.terminal import Commands
 
 EMBEDDED_POOL_MEMORY = "256MiB"
 """Enough for hundreds of chats with the embedded model. The default for other models, half of the
 free memory, would take longer to allocate than the embedded model takes to load."""
 
 
-def add_commands(commands: "Commands") -> None:
+def add_commands(commands: Commands) -> None:
     command = add_command(
         commands, "serve", run_serve, help_text="serve a model on this host, in the foreground"
     )

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from quire.cli.runs import run_address
 from quire.client import DEFAULT_ADDRESS, Client
@@ -16,13 +16,12 @@ from quire.supervisor import RUNS
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Run = Callable[[argparse.Namespace], int]
 
 
 def add_command(
-    commands: "Commands", name: str, run: Run, *, help_text: str
+    commands: Commands, name: str, run: Run, *, help_text: str
 ) -> argparse.ArgumentParser:
     """Add a command that needs no gateway."""
     command = commands.add_parser(name, help=help_text, description=help_text)
@@ -31,7 +30,7 @@ def add_command(
 
 
 def add_client_command(
-    commands: "Commands", name: str, run: Run, *, help_text: str
+    commands: Commands, name: str, run: Run, *, help_text: str
 ) -> argparse.ArgumentParser:
     """Add a command that calls a gateway."""
     command = add_command(commands, name, run, help_text=help_text)
@@ -46,7 +45,7 @@ def add_client_command(
 
 
 def add_operations_command(
-    commands: "Commands", name: str, run: Run, *, help_text: str
+    commands: Commands, name: str, run: Run, *, help_text: str
 ) -> argparse.ArgumentParser:
     """Add a command that calls an operation, at the address where a gateway serves operations."""
     command = add_command(commands, name, run, help_text=help_text)

@@ -48,7 +48,3 @@ class ServeOptions:
     client_priority: bool = False
     report_cached_tokens: bool = False
     log_level: str = "info"
-
-    @property
-    def num_workers(self) -> int:
-        return self.num_prefill + self.num_decode

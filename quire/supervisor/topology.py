@@ -20,6 +20,13 @@ LOOPBACK = "127.0.0.1"
 STOP_GRACE_S = 15.0
 """How long a service may take to end after SIGTERM; the service gets this limit as a setting."""
 
+_WORKER_OPTIONS = (
+    *("model", "model_name", "pool_memory", "swap_memory", "preemption", "block_size", "dtype"),
+    *("backend", "isa", "quantize", "cpus", "max_gap_ms", "threads", "weights_cache"),
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "park_window_s"),
+)
+"""Options that are settings of a worker, with the same names."""
+
 
 def services(
     options: ServeOptions, run: Path, *, log_format: str = "json"
@@ -53,28 +60,9 @@ def store(options: ServeOptions, run: Path) -> ChildSpec | None:
 
 
 def _worker_settings(options: ServeOptions) -> dict[str, str]:
-    asked = {
-        "MODEL": options.model,
-        "MODEL_NAME": options.model_name,
-        "POOL_MEMORY": options.pool_memory,
-        "SWAP_MEMORY": options.swap_memory,
-        "PREEMPTION": options.preemption,
-        "BLOCK_SIZE": options.block_size,
-        "DTYPE": options.dtype,
-        "BACKEND": options.backend,
-        "ISA": options.isa,
-        "QUANTIZE": options.quantize,
-        "CPUS": options.cpus,
-        "MAX_GAP_MS": options.max_gap_ms,
-        "THREADS": options.threads,
-        "WEIGHTS_CACHE": options.weights_cache,
-        "MAX_MODEL_LEN": options.max_model_len,
-        "MAX_NUM_SEQS": options.max_num_seqs,
-        "MAX_NUM_BATCHED_TOKENS": options.max_num_batched_tokens,
-        "PARK_WINDOW_S": options.park_window_s,
-        "NUM_EXPECTED_WORKERS": options.num_workers,
-    }
-    return {name: str(value) for name, value in asked.items() if value is not None}
+    values = {name: getattr(options, name) for name in _WORKER_OPTIONS}
+    values["num_expected_workers"] = options.num_prefill + options.num_decode
+    return {name.upper(): str(value) for name, value in values.items() if value is not None}
 
 
 def _workers(module: str, number: int, settings: dict[str, str]) -> list[ChildSpec]:

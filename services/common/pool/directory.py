@@ -59,16 +59,11 @@ class PoolDirectory:
 
     def worker_ids(self) -> tuple[str, ...]:
         """The workers with a lock file, sorted: they live, or are not yet reaped."""
-        try:
-            names = [path.name for path in self.workers.iterdir()]
-        except FileNotFoundError:
-            return ()
+        names = [path.name for path in _entries(self.workers)]
         return tuple(
-            sorted(
-                name.removesuffix(_LOCK_SUFFIX)
-                for name in names
-                if name.endswith(_LOCK_SUFFIX) and not name.startswith(".")
-            )
+            name.removesuffix(_LOCK_SUFFIX)
+            for name in names
+            if name.endswith(_LOCK_SUFFIX) and not name.startswith(".")
         )
 
     def live_worker_ids(self) -> tuple[str, ...]:

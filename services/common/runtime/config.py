@@ -27,10 +27,6 @@ LogFormat = Literal["auto", "console", "json"]
 _WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::"})
 
 
-def _default_run_dir() -> Path:
-    return Path(f"/dev/shm/quire-{os.getuid()}/default")
-
-
 class ServiceSettings(BaseSettings):
     """The settings that every service has. A subclass sets its role, and its prefix in
     `model_config`:
@@ -76,7 +72,8 @@ class ServiceSettings(BaseSettings):
         default=15.0, ge=0, description="how long this process may take to end after SIGTERM"
     )
     run_dir: Path = Field(
-        default_factory=_default_run_dir, description="directory of this deployment on this host"
+        default_factory=lambda: Path(f"/dev/shm/quire-{os.getuid()}/default"),
+        description="directory of this deployment on this host",
     )
     secret: SecretStr | None = Field(
         default=None, description="the deployment's secret, the same for all of its services"
