@@ -1,27 +1,27 @@
--- The block store of a pool: keys, and what every function uses.
+-- The block store of a pool: its keys, and helpers of all functions.
 --
 -- Every function gets KEYS[1] = T, the pool's hash tag `{pool}`; every other key begins with it, so
--- that all of a pool's keys live on one node of a Redis Cluster. Blocks are decimal ids, hashes 16
+-- that all of a pool's keys are on one node of a Redis Cluster. Blocks are decimal ids, hashes 16
 -- raw bytes, orders integers below 2^53 (a score holds them exactly).
 --
---   T:pool                 HASH  the header; without it there is no pool
+--   T:pool                 HASH  the header, which exists as long as the pool
 --                                model fingerprint num_blocks block_size block_bytes watermark
---                                                what register_pool was given
+--                                                the arguments of register_pool
 --                                run_id          of the server when the pool was made
---                                epoch           ledger epoch: 1, and 1 more for each recovery
---                                recovering      1 until a recovery is over, then absent
---                                top             in a recovery: blocks below need accounting for
+--                                epoch           ledger epoch: 1 + the number of recoveries
+--                                recovering      1 during a recovery, else absent
+--                                top             in a recovery: account for all blocks below
 --                                next            lowest block never used (the bump counter)
---                                clock           last score given out in T:cached
---                                version         raised by every call that changes anything
+--                                clock           the last score in T:cached
+--                                version         raised by every call that changes the pool
 --                                queries, hits   prefix blocks looked up and found
---   T:returned             LIST  free blocks that were used before; the last goes out first
+--   T:returned             LIST  free blocks that were used before; the last is taken first
 --   T:cached               ZSET  block -> clock when its last holder left; the lowest is evicted
---   T:refs                 HASH  block -> number of its holders; absent when it has none
+--   T:refs                 HASH  block -> number of its holders; absent if it has none
 --   T:index                HASH  prefix hash -> block
 --   T:hashes               HASH  block -> its prefix hash; the inverse of T:index
---   T:workers              HASH  worker -> 0, or 1 when it is fenced
---   T:missing              SET   workers that have not said yet, in a recovery, what they hold
+--   T:workers              HASH  worker -> 0, or 1 if it is fenced
+--   T:missing              SET   in a recovery: workers that have not reported yet
 --   T:holders:<worker>     ZSET  holder -> order
 --   T:waits:<worker>       SET   holders for which this worker waits
 --   T:holder:<holder>      HASH  worker, epoch, order; of its allocation: cached (blocks found),
@@ -29,26 +29,25 @@
 --   T:acquired:<holder>    LIST  every block it ever got; an index is an acquisition number
 --   T:held:<holder>        HASH  block -> its last acquisition number; only what it holds now
 --   T:waiters              ZSET  holder -> order
---   T:waiting              HASH  holder -> worker that waits for it
---   T:demands              SET   holders that must give way
+--   T:waiting              HASH  holder -> the worker that waits for its blocks
+--   T:demands              SET   holders that must be preempted
 --   T:tombs                HASH  h:<holder> or w:<worker> -> "epoch until_ms"
 --   T:graves               LIST  the fields of T:tombs, oldest first
 --   T:room                 channel on which freed blocks, and waits that ended, are announced
 --
--- A function is defined with its signature, and refuses what is not of it before it looks at
--- anything else.
+-- A function is defined with its signature, and checks its arguments against it first.
 --
 -- An error reply is `CODE text`; OUT_OF_BLOCKS is followed by needed and available. A function
 -- checks everything before its first write, since an error half-way is not rolled back.
 --
 -- Common codes: UNKNOWN_POOL     every function but register_pool, drop_pool and recover
---               RECOVERING       the ledger was lost and is not whole yet; every function that
---                                changes the pool, but those that heal it (80_recovery.lua,
---                                register_worker, fence, leave, reap, drop_pool)
+--               RECOVERING       the ledger was lost and is not rebuilt yet; every function that
+--                                changes the pool, except 80_recovery.lua, register_worker, fence,
+--                                leave, reap and drop_pool
 --               UNKNOWN_WORKER   the worker is not on the pool
 --               FENCED           the worker may only release
 --               STALE_HOLDER     released, never allocated, or at another epoch
---               INVALID          arguments that are not what the function's signature says
+--               INVALID          the arguments do not match the function's signature
 
 local MAX_BRANCHES = 100 -- of one allocation
 local CHUNK = 1000 -- arguments of a variadic call: even, and well below the limit of unpack
@@ -58,8 +57,7 @@ local function refuse(code, ...)
   error({ refusal = code .. ' ' .. table.concat({ ... }, ' ') })
 end
 
--- What an argument may be. Numbers are written in one way only, since they are names of blocks too,
--- and stay below 2^53.
+-- The kinds of arguments. Numbers are below 2^53 and have one spelling, since block ids are keys.
 local function TEXT(value) return #value > 0 and #value <= 1024 end
 local function NUMBER(value)
   return #value <= 16 and (value == '0' or string.find(value, '^[1-9]%d*$') ~= nil)
@@ -68,8 +66,8 @@ end
 local function HASH(value) return #value == 16 end
 local function FLAG(value) return value == '0' or value == '1' end
 
--- INVALID, unless the arguments are those of the signature, in order: { kind ... }, after which
--- those of `rest` = { kind ... } may come any number of times, together.
+-- Checks the arguments against a signature { kind ... }; behind it, the group `rest` = { kind ... }
+-- may follow any number of times. INVALID.
 local function require_arguments(signature, args)
   local rest = signature.rest or {}
   local num_more = #args - #signature
@@ -82,7 +80,7 @@ local function require_arguments(signature, args)
   end
 end
 
--- INVALID: a value is there twice.
+-- INVALID: a value occurs twice.
 local function require_distinct(values)
   local seen = {}
   for _, value in ipairs(values) do
@@ -91,7 +89,7 @@ local function require_distinct(values)
   end
 end
 
--- Registers `body(tag, args)` as quire_v4_<name>; a refusal inside becomes its error reply.
+-- Registers `body(tag, args)` as quire_v4_<name>; a refusal in it becomes an error reply.
 local function define(name, flags, signature, body)
   local function call(keys, args)
     if #keys ~= 1 or not string.find(keys[1], '^{[^{}]+}$') then refuse('INVALID', 'keys') end
@@ -112,7 +110,7 @@ end
 
 local READS, WRITES, FREES = { 'no-writes' }, {}, { 'allow-oom' }
 
--- The values that a command with many arguments returns, in chunks.
+-- Calls a command with many arguments in chunks, and returns all values.
 local function fetch(command, key, arguments)
   local values = {}
   for first = 1, #arguments, CHUNK do
@@ -123,7 +121,7 @@ local function fetch(command, key, arguments)
   return values
 end
 
--- A command with many arguments, in chunks; none: nothing happens.
+-- Calls a command with many arguments in chunks; without arguments it does nothing.
 local function store(command, key, arguments)
   for first = 1, #arguments, CHUNK do
     local last = math.min(first + CHUNK - 1, #arguments)
@@ -146,7 +144,7 @@ local function slice(values, first)
   return rest
 end
 
--- The pool as one call works on it; `save` writes back what changed. UNKNOWN_POOL.
+-- Reads the pool's header for one call; `save` writes the changes back. UNKNOWN_POOL.
 local function find_pool(tag)
   local fields = {
     'num_blocks', 'next', 'clock', 'version', 'watermark', 'queries', 'hits', 'recovering', 'top',
@@ -188,7 +186,7 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- The epoch of what was ended under this name ("h:<holder>", "w:<worker>"), false when forgotten.
+-- The last epoch in the tombstone of a name ("h:<holder>", "w:<worker>"); false if there is none.
 local function buried(pool, name)
   local tomb = redis.call('HGET', pool.tag .. ':tombs', name)
   if not tomb then return false end
@@ -196,7 +194,7 @@ local function buried(pool, name)
   return tonumber(until_ms) > now_ms() and tonumber(epoch)
 end
 
--- Remembers a name that ended. Each burial clears up to two old graves, so that they never pile up.
+-- Adds a tombstone. Each call removes up to two expired ones, so that their number stays bounded.
 local function bury(pool, name, epoch)
   if buried(pool, name) then return end
   local now = now_ms()

@@ -1,7 +1,7 @@
--- Workers, holders and waiters, as the functions below look at them. Nothing here is called by
--- itself; keys and common codes stand in 10_keys.lua.
+-- Helpers for workers, holders and waiters; no registered functions. 10_keys.lua lists keys and
+-- common codes.
 
--- UNKNOWN_WORKER; else whether it is fenced.
+-- Whether the worker is fenced. UNKNOWN_WORKER.
 local function is_fenced(pool, worker)
   local fenced = redis.call('HGET', pool.tag .. ':workers', worker)
   if not fenced then refuse('UNKNOWN_WORKER', 'worker', worker, 'is not on pool', pool.tag) end
@@ -26,28 +26,28 @@ local function find_holder(pool, id)
   }
 end
 
--- STALE_HOLDER: it is not there.
+-- STALE_HOLDER: the holder does not exist.
 local function holder_of(pool, id)
   local holder = find_holder(pool, id)
   if not holder then refuse('STALE_HOLDER', id, 'holds nothing') end
   return holder
 end
 
--- STALE_HOLDER: it is at another epoch.
+-- STALE_HOLDER: the holder is at another epoch.
 local function require_epoch(holder, epoch)
   if holder.epoch ~= epoch then
     refuse('STALE_HOLDER', holder.id, 'is at epoch', holder.epoch, 'not', epoch)
   end
 end
 
--- Acquisitions number first to last, counted from 0, as the list keeps them.
+-- The blocks of acquisitions number `first` to `last`, counted from 0.
 local function acquired(pool, id, first, last)
   if last < first then return {} end
   return redis.call('LRANGE', pool.tag .. ':acquired:' .. id, first, last)
 end
 
--- Whether (order, id) stands behind (other_order, other_id) in line. Bytes are compared one by one,
--- since Lua's own comparison of strings depends on the server's locale.
+-- Whether (order, id) comes after (other_order, other_id). Ids are compared byte by byte, since
+-- Lua's own comparison of strings depends on the server's locale.
 local function is_behind(order, id, other_order, other_id)
   if order ~= other_order then return order > other_order end
   for i = 1, math.min(#id, #other_id) do
@@ -57,7 +57,7 @@ local function is_behind(order, id, other_order, other_id)
   return #id > #other_id
 end
 
--- The last holder in order whose worker is not fenced, or nil: one look at each worker's last.
+-- The last holder in order whose worker is not fenced, or nil: compares the last of each worker.
 local function last_in_order(pool)
   local last
   local workers = redis.call('HGETALL', pool.tag .. ':workers')
@@ -74,7 +74,7 @@ local function last_in_order(pool)
   return last and find_holder(pool, last.id)
 end
 
--- The holders of a worker that must give way, in order.
+-- The holders of a worker that must be preempted, in order.
 local function demands_of(pool, worker)
   local own, ids = {}, {}
   for _, id in ipairs(redis.call('SMEMBERS', pool.tag .. ':demands')) do
@@ -94,7 +94,7 @@ local function start_wait(pool, id, worker, order)
   redis.call('SADD', pool.tag .. ':waits:' .. worker, id)
 end
 
--- A wait that ends may let the next in line go, who is told.
+-- Ends a wait. The next waiter may be served now, so this announces room.
 local function end_wait(pool, id)
   local worker = redis.call('HGET', pool.tag .. ':waiting', id)
   if not worker then return end

@@ -1,5 +1,5 @@
--- Blocks changing hands. Nothing here is called by itself, and nothing here refuses: who calls has
--- checked everything. Keys stand in 10_keys.lua.
+-- Helpers that move blocks between states; no registered functions. Their callers have checked all
+-- arguments. 10_keys.lua lists the keys.
 --
 --    [0 ........ next) [next ......... num_blocks)
 --     |                 never used: free
@@ -7,8 +7,8 @@
 --     +- in T:cached  (and T:hashes)        cached
 --     +- in T:returned                      free
 --
--- In a recovery, blocks from `next` on are not accounted for: in T:refs when somebody holds them,
--- or in no key.
+-- In a recovery, blocks from `next` on are not accounted for: a held one is in T:refs, any other in
+-- no key.
 
 local function num_free(pool)
   return redis.call('LLEN', pool.tag .. ':returned') + pool.num_blocks - pool.next
@@ -18,7 +18,7 @@ local function num_cached(pool)
   return redis.call('ZCARD', pool.tag .. ':cached')
 end
 
--- Takes least recently used blocks out of the cache and the index.
+-- Evicts the least recently used blocks from the cache and the index.
 local function evict(pool, count)
   local popped, blocks = redis.call('ZPOPMIN', pool.tag .. ':cached', count), {}
   for i = 1, #popped, 2 do blocks[#blocks + 1] = popped[i] end
@@ -27,7 +27,7 @@ local function evict(pool, count)
   return blocks
 end
 
--- `count` new blocks with a reference each: given back last, else lowest never used, else evicted.
+-- Takes `count` blocks with one reference each: the last returned, the lowest unused, else evicted.
 local function take(pool, count)
   if count <= 0 then return {} end
   local blocks = redis.call('RPOP', pool.tag .. ':returned', count) or {}
@@ -42,21 +42,21 @@ local function take(pool, count)
   return blocks
 end
 
--- Adds a reference to each block; those that nobody held leave the cache.
+-- Adds a reference to each block; cached blocks leave the cache.
 local function share(pool, blocks)
   local refs = fetch('HMGET', pool.tag .. ':refs', blocks)
   store('HSET', pool.tag .. ':refs', pairs_of(blocks, function(i) return (refs[i] or 0) + 1 end))
   store('ZREM', pool.tag .. ':cached', blocks)
 end
 
--- Enters blocks as a holder's next acquisitions; `num_before` is how many it had.
+-- Records blocks as a holder's next acquisitions; `num_before`: how many acquisitions it had.
 local function enter(pool, id, blocks, num_before)
   store('RPUSH', pool.tag .. ':acquired:' .. id, blocks)
   local numbered = pairs_of(blocks, function(i) return num_before + i - 1 end)
   store('HSET', pool.tag .. ':held:' .. id, numbered)
 end
 
--- Takes a reference off each block, in this order, and frees those that have none left.
+-- Removes a reference from each block, in this order, and frees the blocks without references.
 local function drop(pool, blocks)
   local refs = fetch('HMGET', pool.tag .. ':refs', blocks)
   local hashes = fetch('HMGET', pool.tag .. ':hashes', blocks)
@@ -83,7 +83,7 @@ local function drop(pool, blocks)
   pool.has_news = pool.has_news or #unused > 0
 end
 
--- The blocks of {acquisition number -> block}, from the last acquired to the first.
+-- The blocks of a map {acquisition number -> block}, from the last acquired to the first.
 local function backwards(block_at)
   local numbers, blocks = {}, {}
   for number in pairs(block_at) do numbers[#numbers + 1] = number end
@@ -92,14 +92,14 @@ local function backwards(block_at)
   return blocks
 end
 
--- What a holder holds now, from the last acquired to the first.
+-- The blocks that a holder holds now, from the last acquired to the first.
 local function held_by(pool, id)
   local entries, block_at = redis.call('HGETALL', pool.tag .. ':held:' .. id), {}
   for i = 1, #entries, 2 do block_at[tonumber(entries[i + 1])] = entries[i] end
   return backwards(block_at)
 end
 
--- Those of `blocks` that a holder holds, each once, from the last acquired to the first.
+-- The `blocks` that a holder holds, each once, from the last acquired to the first.
 local function held_among(pool, id, blocks)
   local numbers, block_at = fetch('HMGET', pool.tag .. ':held:' .. id, blocks), {}
   for i, block in ipairs(blocks) do
@@ -113,7 +113,7 @@ local function forget_holder(tag, id)
   redis.call('UNLINK', tag .. ':holder:' .. id, tag .. ':acquired:' .. id, tag .. ':held:' .. id)
 end
 
--- Frees all that a holder holds and leaves its tombstone; answers how many references that were.
+-- Releases a holder and adds its tombstone; returns the number of its references.
 local function end_holder(pool, holder)
   local blocks = held_by(pool, holder.id)
   drop(pool, blocks)

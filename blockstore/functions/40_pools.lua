@@ -1,17 +1,17 @@
--- Life of a pool and of its workers. Keys and common codes stand in 10_keys.lua.
+-- Pools and their workers. 10_keys.lua lists keys and common codes.
 --
 -- register_pool  model fingerprint num_blocks block_size block_bytes watermark run_id
---                -> the run_id in the header. POOL_EXISTS: with another spec
--- drop_pool      -> 1 while there is more to forget: call again; else 0
+--                -> the run_id in the header. POOL_EXISTS: it has another spec
+-- drop_pool      -> 1 if keys are left: call again; else 0
 -- register_worker  worker fingerprint num_blocks block_size block_bytes
 --                -> the run_id in the header
 --                UNKNOWN_WORKER: the name was reaped. FENCED. GEOMETRY_MISMATCH.
 --                FINGERPRINT_MISMATCH
--- fence          worker -> OK. UNKNOWN_WORKER. One that is missing gets a quarantine
--- leave          worker -> OK, also when it is not there. NOT_EMPTY
+-- fence          worker -> OK. UNKNOWN_WORKER. A missing worker gets a quarantine
+-- leave          worker -> OK, also if it is not on the pool. NOT_EMPTY
 -- heartbeat      worker -> [fenced 0|1, demanded holder ...]. UNKNOWN_WORKER. RECOVERING: it is
 --                missing
--- reap           worker -> [holders released by this call, 1 while there are more: call again]
+-- reap           worker -> [holders released by this call, 1 if holders are left: call again]
 
 local SPEC = { 'model', 'fingerprint', 'num_blocks', 'block_size', 'block_bytes', 'watermark' }
 local OTHER_KEYS = {
@@ -21,7 +21,7 @@ local OTHER_KEYS = {
 local DROP_PAGE = 1000 -- holders
 local REAP_PAGE = 1024 -- references: a few milliseconds
 
--- Writes the header of a pool; `spec` has the values of SPEC first.
+-- Writes the header of a pool; `spec` begins with the values of SPEC.
 local function make_pool(key, epoch, run_id, spec)
   local counters = { 'next', 0, 'clock', 0, 'version', 0, 'queries', 0, 'hits', 0, 'top', 0 }
   local header = { 'run_id', run_id, 'epoch', epoch, unpack(counters) }
@@ -45,7 +45,7 @@ define('register_pool', WRITES, REGISTER_POOL, function(tag, args)
   return redis.call('HGET', key, 'run_id')
 end)
 
--- Forgets up to `limit` holders of a worker; how many that were.
+-- Releases up to `limit` holders of a worker; returns their number.
 local function forget_holders(tag, worker, limit)
   local ids = redis.call('ZRANGE', tag .. ':holders:' .. worker, 0, limit - 1)
   for _, id in ipairs(ids) do forget_holder(tag, id) end

@@ -1,16 +1,16 @@
--- Getting blocks. Keys and common codes stand in 10_keys.lua.
+-- Allocation and growth. 10_keys.lua lists keys and common codes.
 --
 -- allocate  holder worker order num_blocks "length ..." hash ...
 --           -> [epoch, number of blocks that were cached, "run ...", block ...]
---           The lengths are those of what all sequences begin with and of each one's branch behind
---           it, the runs how much of each branch was cached.
+--           The lengths are those of the prefix that all sequences share, and of each sequence's
+--           branch behind it. A run is the number of hashes of a branch that were cached.
 --           UNKNOWN_WORKER, FENCED. STALE_HOLDER: released, or at another epoch or worker.
---           WAIT: a waiter with a lower order is there. OUT_OF_BLOCKS needed available. After
---           either of the last two the holder waits
+--           WAIT: a waiter has a lower order. OUT_OF_BLOCKS needed available. After WAIT and
+--           OUT_OF_BLOCKS the holder is a waiter
 -- withdraw  holder -> OK
 -- extend    worker (holder epoch have total) ...
 --           -> [[demanded holder ...], [error or "", block ...] ...], one for each growth, in the
---           order given; the errors are OUT_OF_BLOCKS and STALE_HOLDER.
+--           given order; the errors are OUT_OF_BLOCKS and STALE_HOLDER.
 --           UNKNOWN_WORKER, FENCED
 
 -- The blocks of the longest run of hashes that is in the index.
@@ -27,7 +27,7 @@ local function cached_prefix(pool, hashes)
   return blocks
 end
 
--- The hashes cut into what is common and the branches. INVALID
+-- Divides the hashes into the shared prefix and the branches. INVALID
 local function chains_of(lengths, hashes)
   local chains, first = {}, 1
   for length in string.gmatch(lengths, '%S+') do
@@ -42,7 +42,7 @@ local function chains_of(lengths, hashes)
   return chains
 end
 
--- How many different hashes there are.
+-- The number of different hashes.
 local function num_different(hashes)
   local seen, count = {}, 0
   for _, hash in ipairs(hashes) do
@@ -51,8 +51,8 @@ local function num_different(hashes)
   return count
 end
 
--- The cached blocks of the first chain, and behind all of that those of each other one, every block
--- once; and how many each other one has.
+-- The cached blocks of the first chain and, if all of it is cached, of each branch, every block
+-- once; and the number of cached blocks of each branch.
 local function cached_tree(pool, chains)
   local hits, seen, runs, is_whole = {}, {}, {}, true
   for i, chain in ipairs(chains) do
@@ -65,15 +65,15 @@ local function cached_tree(pool, chains)
   return hits, table.concat(runs, ' ')
 end
 
--- Whether somebody else waits with a lower order; a wait of this holder itself does not count.
+-- Whether another holder waits with a lower order.
 local function is_behind_waiter(pool, id, order)
   local first = redis.call('ZRANGE', pool.tag .. ':waiters', 0, 1, 'WITHSCORES')
   local at = first[1] == id and 3 or 1
   return first[at] and tonumber(first[at + 1]) < order
 end
 
--- Blocks that an allocation may take: what can be had, less hits that would leave the cache, less
--- the watermark while anything is held.
+-- The number of blocks that an allocation may take: free and cached blocks, less its cached hits,
+-- less the watermark if any block is held.
 local function num_available(pool, hits)
   local num_pinned = 0
   for _, refs in ipairs(fetch('HMGET', pool.tag .. ':refs', hits)) do
@@ -83,14 +83,14 @@ local function num_available(pool, hits)
   return math.max(0, num_free(pool) + num_cached(pool) - num_pinned - watermark)
 end
 
--- Who gave way and was to come back with this order is here now, as another holder.
+-- Removes the returning waiter of this order: its request asks again, as another holder.
 local function take_place(pool, order)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', pool.tag .. ':waiters', order, order)) do
     if buried(pool, 'h:' .. id) then end_wait(pool, id) end
   end
 end
 
--- Enters a wait and refuses, or returns.
+-- Adds a waiter and refuses, or returns if the allocation can be served.
 local function wait_or_go(pool, want, hits)
   local code, numbers
   local needed, available = want.num_blocks - #hits, num_available(pool, hits)
@@ -165,7 +165,7 @@ define('withdraw', FREES, { TEXT }, function(tag, args)
   return redis.status_reply('OK')
 end)
 
--- The growths of a call with their holders, first in order first, then as given. INVALID
+-- The growths of a call with their holders: by order, then as given. INVALID
 local function in_order(pool, args)
   local growths = {}
   for at = 2, #args, 4 do
@@ -204,7 +204,7 @@ local function grow(pool, worker, growth)
   return answer
 end
 
--- Lets the last in order give way, unless somebody is about to.
+-- Demands the last holder in order, unless another demand is outstanding.
 local function demand_one(pool)
   for _, id in ipairs(redis.call('SMEMBERS', pool.tag .. ':demands')) do
     if not is_fenced(pool, find_holder(pool, id).worker) then return end

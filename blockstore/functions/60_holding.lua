@@ -1,16 +1,16 @@
--- Publishing, handing over and letting go of blocks. Keys and common codes stand in 10_keys.lua.
+-- Commit, detach, claim and release. 10_keys.lua lists keys and common codes.
 --
--- commit     holder epoch (block hash) ... -> [1 where the block is now the one of its hash, or 0]
---            STALE_HOLDER, FENCED. NOT_HELD: a block is not the holder's, or carries another hash
+-- commit     holder epoch (block hash) ... -> [1 if the block is indexed under its hash, else 0]
+--            STALE_HOLDER, FENCED. NOT_HELD: a block is not held, or has another hash
 -- retract    block hash -> OK
 -- detach     holder epoch -> epoch + 1. STALE_HOLDER, FENCED
 -- claim      holder epoch worker block ... -> [epoch + 1, order, number of blocks that were cached,
---            number of acquisitions, block ..., block given back ...]: all that its worker has to
---            know of it. STALE_HOLDER; UNKNOWN_WORKER, FENCED of `worker`. NOT_HELD: a block that
---            is named is not the holder's
+--            number of acquisitions, block ..., block given back ...]: all that a recovery needs.
+--            STALE_HOLDER; UNKNOWN_WORKER, FENCED of `worker`. NOT_HELD: the holder does not hold
+--            one of the named blocks
 -- give_back  holder epoch block ... -> OK. STALE_HOLDER
--- release    holder epoch comes_back -> OK. STALE_HOLDER. With 1, of one that gave way, it waits
---            from now on, so that its request keeps its place in line
+-- release    holder epoch comes_back -> OK. STALE_HOLDER. `comes_back` is 1 if the request was
+--            preempted: the holder becomes a returning waiter, so that the request keeps its order
 
 -- NOT_HELD
 local function require_held(pool, id, blocks)
@@ -31,7 +31,7 @@ local function require_committable(pool, id, blocks, hashes)
   end
 end
 
--- Puts each hash that is not indexed yet into the index; answers 1 or 0 for each block.
+-- Adds each hash that is not indexed yet to the index; returns 1 or 0 for each block.
 local function publish(pool, blocks, hashes)
   local indexed = fetch('HMGET', pool.tag .. ':index', hashes)
   local block_of, flags, index, inverse = {}, {}, {}, {}

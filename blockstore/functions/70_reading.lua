@@ -1,17 +1,17 @@
--- Reading. Keys and common codes stand in 10_keys.lua.
+-- Reading. 10_keys.lua lists keys and common codes.
 --
--- match    hash ... -> how many leading hashes are indexed
+-- match    hash ... -> the number of leading hashes that are indexed
 -- victim   -> nil, or [holder, epoch, worker, order, blocks held]. RECOVERING
 -- stats    -> [[header field, value ...], free, cached, held, holders, waiters,
---             [worker, 0 or 1 when fenced ...], [missing worker ...]]
+--             [worker, 1 if fenced else 0 ...], [missing worker ...]]
 -- holders  first limit -> [[holder, epoch, worker, order, blocks held] ...], by worker. RECOVERING
--- ledger   (part first limit) ... -> [version, next, 1 in a recovery else 0, what that part says
---          ...]: raw material of the audit. Several parts in one call are read atomically; those of
---          several calls belong together as long as the version is the same. Parts and answers:
---            blocks    ids first to first + limit - 1, as far as they are in use, or may be held in
---                      a recovery
+-- ledger   (part first limit) ... -> [version, next, 1 in a recovery else 0, answer of that part
+--          ...], for the audit. The parts of one call are read atomically; answers of several calls
+--          are consistent if the version is the same. Parts and answers:
+--            blocks    ids first to first + limit - 1, without blocks that were never used and,
+--                      in a recovery, cannot be held
 --                      -> [[refs or nil ...], [hash or nil ...], [clock in the cache or nil ...],
---                          [block that the index has for that hash, or nil ...]]
+--                          [block that is indexed under that hash, or nil ...]]
 --            returned  -> [block ...]
 --            holders   -> [[holder, epoch, worker, order, blocks held, block ...] ...]
 --            people    -> [[worker, fenced ...], [waiter, order ...], [waiter, worker ...],
@@ -51,7 +51,7 @@ define('stats', READS, {}, function(tag)
   }
 end)
 
--- Up to `limit` holders from number `first` on, one worker's after the other's.
+-- Up to `limit` holders from number `first` on, worker by worker.
 local function read_holders(pool, first, limit)
   local infos = {}
   for _, worker in ipairs(redis.call('HKEYS', pool.tag .. ':workers')) do

@@ -1,21 +1,21 @@
--- Getting a pool's ledger back that the server lost. Keys and common codes stand in 10_keys.lua.
+-- Recovery of a pool's ledger that the server lost. 10_keys.lua lists keys and common codes.
 --
 -- recover   epoch run_id model fingerprint num_blocks block_size block_bytes watermark worker ...
---           -> OK. POOL_EXISTS: it is there at another ledger epoch, or of another run
+--           -> OK. POOL_EXISTS: the pool has another ledger epoch or run_id
 -- reassert  worker last(0|1) waits (waiter order released_epoch)...
 --           (holder epoch order cached acquired given_back block... block...)...
 --           -> [missing worker ...]. UNKNOWN_WORKER: the name was reaped. FENCED.
---           `released_epoch` is 0 unless the waiter gave way and comes back; `acquired` and
---           `given_back` are how many blocks follow. A worker with much to say says it in several
---           calls, and with the last one it is missing no more
+--           `released_epoch` is 0 unless it is a returning waiter; `acquired` and `given_back` are
+--           the numbers of blocks that follow. A long report takes several calls; after the last
+--           one the worker is no longer missing
 -- restore   first (content rank)... -> OK. RECOVERING: workers are missing, or there is a gap.
---           A content is a prefix hash, "p" (private) or "" (never used)
+--           The content is a prefix hash, "p" (private) or "" (never used)
 -- reopen    -> OK. RECOVERING
 --
 --    [0 ........ next)[next ........ num_blocks)
 --     accounted for    in T:refs if held, in no other key
 --
--- A quarantine is the holder T:holder:quarantine:<worker>, at rest at epoch 2.
+-- A quarantine is the holder T:holder:quarantine:<worker>, detached at epoch 2.
 
 local QUARANTINE = 'quarantine:'
 
@@ -34,7 +34,7 @@ define('recover', WRITES, RECOVER, function(tag, args)
   return redis.status_reply('OK')
 end)
 
--- Enters a holder as its worker knows it, unless a higher epoch of it is known.
+-- Adds a reported holder, unless it is known with the same epoch or a higher one.
 local function enter_asserted(pool, worker, id, epoch, order, num_cached, blocks, given_back)
   local known = find_holder(pool, id)
   if known and known.epoch >= epoch then return end
@@ -53,7 +53,7 @@ local function enter_asserted(pool, worker, id, epoch, order, num_cached, blocks
   redis.call('ZADD', pool.tag .. ':holders:' .. worker, order, id)
 end
 
--- Reads arguments one after the other. INVALID: one is missing, or not what it should be.
+-- Reads arguments one after the other. INVALID: one is missing or wrong.
 local function reader(args, at)
   return {
     is_over = function() return at > #args end,
@@ -72,7 +72,7 @@ local function next_blocks(arguments, count)
   return blocks
 end
 
--- What a worker says, as { waits, holders }, each a list of arguments for start_wait and
+-- Parses a worker's report to { waits, holders }: lists of arguments for start_wait and
 -- enter_asserted. INVALID.
 local function parse(args)
   local arguments, waits, holders = reader(args, 3), {}, {}
@@ -115,7 +115,7 @@ define('reassert', WRITES, { TEXT, FLAG, NUMBER, rest = { ANY } }, function(tag,
   return missing
 end)
 
--- RECOVERING: somebody has not said what it holds.
+-- RECOVERING: a worker has not reported.
 local function require_all_heard(pool)
   local missing = redis.call('SMEMBERS', pool.tag .. ':missing')
   if #missing > 0 then refuse('RECOVERING', 'missing are', unpack(missing)) end
@@ -136,7 +136,7 @@ local function quarantine(pool, holders, block)
   end
 end
 
--- The next block gets its place.
+-- Accounts for the next block.
 local function account(pool, content, rank)
   local block = string.format('%d', pool.next)
   pool.next = pool.next + 1

@@ -76,7 +76,7 @@ async def test_a_restart_that_brings_an_old_truth_back_is_a_loss(own_valkey: Val
     await store.close()
 
     anew = await RedisStore.connect(own_valkey.url)
-    with pytest.raises(UnknownPool, match="before the server's restart"):
+    with pytest.raises(UnknownPool, match="older than the server's restart"):
         await anew.stats("pool")
     with pytest.raises(StoreLost, match="before its restart"):
         await anew.register_worker(POOL, "w")
