@@ -11,7 +11,12 @@ from advisor.workload import RecordedRequest
 from blockstore.errors import MustWait, OutOfBlocks
 from blockstore.records import Growth, PoolSpec, PrefixHash
 from blockstore.store import BlockStore
-from services.common.pool.allotment import LOOK_AHEAD, WATERMARK, blocks_to_begin, blocks_to_go_on
+from services.common.pool.allotment import (
+    LOOK_AHEAD,
+    WATERMARK,
+    blocks_at_admission,
+    blocks_for_decode,
+)
 
 T = TypeVar("T")
 
@@ -149,7 +154,7 @@ class PagedMemory:
                 "allocate",
                 self._store.allocate(
                     *(self._spec.pool_id, holder_id, _WORKER, request.number + 1, hashes),
-                    blocks_to_begin(request.num_tokens, size),
+                    blocks_at_admission(request.num_tokens, size),
                 ),
             )
         except (OutOfBlocks, MustWait):
@@ -231,7 +236,7 @@ class PagedMemory:
         if self._max_model_len is not None:
             room = self._spec.num_blocks * size  # the gateway refuses requests that need more
             longest = max(longest, min(self._max_model_len, room))
-        total = blocks_to_go_on(request.num_tokens, LOOK_AHEAD, longest, size)
+        total = blocks_for_decode(request.num_tokens, LOOK_AHEAD, longest, size)
         have = len(holding.block_ids)
         return Growth(holding.holder_id, 1, have, total) if total > have else None
 

@@ -90,7 +90,7 @@ def _from_rpc(error: grpc.RpcError, address: str) -> QuireError:
     trailers = {str(key): str(value) for key, value in error.trailing_metadata() or ()}
     code = trailers.get(ERROR_CODE_TRAILER)
     if status in _NO_ANSWER and code is None:
-        return Unreachable(f"nobody answers at {address}", "unreachable")
+        return Unreachable(f"no server answers at {address}", "unreachable")
     if status is grpc.StatusCode.UNIMPLEMENTED:
         message = (
             f"{address} does not serve this call; operations are served at an address of their own "

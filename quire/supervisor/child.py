@@ -109,19 +109,19 @@ class Child:
         is_old = asyncio.get_running_loop().time() - self._started_at >= STEADY_S
         return "" if not self.is_staying or (runs and is_old) else self._failure
 
-    def leave(self) -> None:
+    def drain(self) -> None:
         """Send SIGTERM, without a restart afterwards; `run` returns when the process has ended.
 
         A worker first lets its requests move or finish, for as long as its own settings allow.
         """
         self._console.note(f"{self.name} leaves")
         self._stopping.set()
-        self._send(signal.SIGTERM)
+        self._send_signal(signal.SIGTERM)
 
     async def run(self) -> None:
-        """Keep the service running until `stop`, `kill` or `leave`.
+        """Keep the service running until `stop`, `kill` or `drain`.
 
-        A service that ends by itself starts again, even a worker that was drained: only `leave`
+        A service that ends by itself starts again, even a worker that was drained: only `drain`
         makes the run smaller. GaveUp: the service cannot start.
         """
         try:
@@ -136,7 +136,7 @@ class Child:
     async def stop(self, grace_s: float) -> None:
         """Send SIGTERM, and SIGKILL after `grace_s`; returns when `run` has ended."""
         self._stopping.set()
-        self._send(signal.SIGTERM)
+        self._send_signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_s):
                 await self._ended.wait()
@@ -147,9 +147,9 @@ class Child:
 
     def kill(self) -> None:
         self._stopping.set()
-        self._send(signal.SIGKILL)
+        self._send_signal(signal.SIGKILL)
 
-    def _send(self, number: signal.Signals) -> None:
+    def _send_signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
 
@@ -170,7 +170,7 @@ class Child:
             process_group=0,
         )
         if self._stopping.is_set():
-            self._send(signal.SIGTERM)
+            self._send_signal(signal.SIGTERM)
         last_line = await self._forward(self._process)
         status = await self._process.wait()
         return Exit(status, loop.time() - self._started_at, last_line)
@@ -182,10 +182,10 @@ class Child:
         while chunk := await process.stdout.read(_CHUNK_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
-                last_line = self._show(line) or last_line
-        return self._show(rest) or last_line
+                last_line = self._forward_line(line) or last_line
+        return self._forward_line(rest) or last_line
 
-    def _show(self, line: bytes) -> str:
+    def _forward_line(self, line: bytes) -> str:
         text = line.decode(errors="replace").rstrip()
         if not text or any(noise in text for noise in self.spec.noise):
             return ""

@@ -49,8 +49,8 @@ def check_model(source: ModelSource) -> None:
     command = [sys.executable, "-P", "-m", "services.common.checkpoint", str(source.directory)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
-        said = done.stderr.strip() or f"the check of its files ended with {done.returncode}"
-        raise ModelUnusable(said.splitlines()[-1].removeprefix("error: "))
+        reason = done.stderr.strip() or f"the check of its files ended with {done.returncode}"
+        raise ModelUnusable(reason.splitlines()[-1].removeprefix("error: "))
 
 
 def _is_gguf(path: Path) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from quire.supervisor.workforce import Workforce
+from quire.supervisor.worker_scaler import WorkerScaler
 from quire.v1.supervisor_pb2 import ScaleRequest, ScaleResponse
 from quire.v1.supervisor_pb2_grpc import SupervisorServicer, add_SupervisorServicer_to_server
 
@@ -20,12 +20,12 @@ def address(run: Path) -> str:
 
 
 class SupervisorService(SupervisorServicer):
-    def __init__(self, workforce: Workforce) -> None:
-        self._workforce = workforce
+    def __init__(self, scaler: WorkerScaler) -> None:
+        self._scaler = scaler
 
     async def Scale(self, request: ScaleRequest, context: Any) -> ScaleResponse:
         try:
-            changes = self._workforce.scale(
+            changes = self._scaler.scale(
                 {
                     "prefill": request.num_prefill if request.HasField("num_prefill") else None,
                     "decode": request.num_decode if request.HasField("num_decode") else None,
@@ -40,14 +40,14 @@ class SupervisorService(SupervisorServicer):
             num_decode=decode.number,
             starting=prefill.starting + decode.starting,
             leaving=prefill.leaving + decode.leaving,
-            failing=self._workforce.failing(),
+            failing=self._scaler.failing(),
         )
 
 
 @asynccontextmanager
-async def served(workforce: Workforce, run: Path) -> AsyncIterator[None]:
+async def served(scaler: WorkerScaler, run: Path) -> AsyncIterator[None]:
     server = aio.server()
-    add_SupervisorServicer_to_server(SupervisorService(workforce), server)
+    add_SupervisorServicer_to_server(SupervisorService(scaler), server)
     server.add_insecure_port(address(run))
     await server.start()
     try:

@@ -14,7 +14,7 @@ from quire.supervisor.console import Console
 from quire.supervisor.options import ServeOptions
 from quire.supervisor.readiness import wait_until_serving
 from quire.supervisor.run_directory import RUNS, RunRecord, claim
-from quire.supervisor.workforce import Workforce
+from quire.supervisor.worker_scaler import WorkerScaler
 
 GRACE_S = topology.STOP_GRACE_S + 1.0
 """How long the services of one stage may take to end: STOP_GRACE_S, which they know, and 1 s for
@@ -50,7 +50,7 @@ class Supervisor:
 
     async def run(self) -> None:
         self._listen_to_signals()
-        async with service.served(Workforce(self._children, self._start), self._directory):
+        async with service.served(WorkerScaler(self._children, self._start), self._directory):
             bring_up = self._spawn(self._bring_up())
             await self._stop.wait()
         bring_up.cancel()

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from quire.supervisor import tether
+from quire.supervisor import end_with_parent
 from quire.supervisor.errors import NoValkey
 
 NOISE = (
@@ -34,7 +34,7 @@ def command(run: Path) -> tuple[str, ...]:
     wrong.
     """
     return (
-        *(sys.executable, "-I", str(Path(tether.__file__)), str(os.getpid()), _binary()),
+        *(sys.executable, "-I", str(Path(end_with_parent.__file__)), str(os.getpid()), _binary()),
         *("--port", "0", "--unixsocket", str(socket_path(run)), "--unixsocketperm", "700"),
         *("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction"),
         *("--dir", str(run), "--loglevel", "warning"),

@@ -16,12 +16,12 @@ class BlockManagerSettings(PoolServiceSettings):
     scan_interval_s: float = Field(
         0.25,
         gt=0,
-        description="how often pools and workers are looked for, 8 times as long while nobody uses"
-        " them; deaths need no scan",
+        description="time between two scans for pools and workers, 8 times as long while no request"
+        " runs; deaths are noticed without a scan",
     )
     audit_interval_s: float = Field(10.0, gt=0, description="time between two audits of all pools")
     fence_after_s: float = Field(
-        2.0, gt=0, description="how long a living worker may be out of the registry"
+        2.0, gt=0, description="how long a living worker may be missing in the registry"
     )
     pool_grace_s: float = Field(
         3.0, ge=0, description="how long a pool without workers, or without a directory, stays"

@@ -12,7 +12,7 @@ from blockstore.records import PoolStats
 from services.block_manager.rounds import Connection
 from services.block_manager.survey import Survey
 from services.common.pool.directory import PoolDirectory, pool_directories
-from services.common.pool.locks import give_up, is_held
+from services.common.pool.locks import is_held, revoke_lock
 from services.common.runtime.grace_timer import GraceTimer
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import PoolMetrics
@@ -38,7 +38,7 @@ class Fencer:
         for pool_id, worker_id in sorted(self._silent.check(stuck)):
             # The mark comes before the fence: the worker checks it before it writes, so it writes
             # nothing more once others may get blocks that it believes to have.
-            give_up(PoolDirectory(self._root / pool_id).lock_path(worker_id))
+            revoke_lock(PoolDirectory(self._root / pool_id).lock_path(worker_id))
             try:
                 await connection.store.fence(pool_id, worker_id)
             except (UnknownPool, UnknownWorker):

@@ -9,7 +9,7 @@ from blockstore.records import PoolStats
 from blockstore.registry import Member
 from quire.v1 import block_manager_pb2 as pb
 from quire.v1 import block_manager_pb2_grpc
-from services.block_manager.drains import Drains
+from services.block_manager.drain import Drainer
 from services.block_manager.rounds import Connection, RoundRunner
 from services.protocol.codec import load_to_wire
 from services.protocol.fields import values
@@ -40,7 +40,7 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
         self, runner: RoundRunner, member_id: str, rpc_key: bytes, drain_timeout_s: float
     ) -> None:
         self._runner = runner
-        self._drains = Drains(member_id, rpc_key, drain_timeout_s)
+        self._drainer = Drainer(member_id, rpc_key, drain_timeout_s)
 
     async def ListPools(self, request: pb.ListPoolsRequest, context: Any) -> pb.ListPoolsResponse:
         connection = self._runner.connection
@@ -91,7 +91,7 @@ class BlockManagerService(block_manager_pb2_grpc.BlockManagerServicer):
     async def DrainWorker(
         self, request: pb.DrainWorkerRequest, context: Any
     ) -> pb.DrainWorkerResponse:
-        num_running = await self._drains.drain(
+        num_running = await self._drainer.drain(
             self._runner.connection, request.worker_id, force=request.force
         )
         return pb.DrainWorkerResponse(num_running=num_running)

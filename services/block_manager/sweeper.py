@@ -20,9 +20,9 @@ from services.block_manager.rounds import Connection
 from services.block_manager.survey import Survey
 from services.common.pool.directory import (
     PoolDirectory,
-    half_pools,
+    incomplete_pools,
     pool_directories,
-    remove_half_pools,
+    remove_incomplete_pools,
 )
 from services.common.pool.locks import host_lock
 from services.common.pool.recovery import PoolRecovery
@@ -45,7 +45,7 @@ class Sweeper:
 
     async def sweep(self, seen: Survey, connection: Connection) -> None:
         """Run one round. An error of the store ends the round; the next round does the rest."""
-        await self._remove_halves()
+        await self._remove_incomplete()
         await self._remove_empty(connection)
         await self._drop_unowned(connection, seen)
         for directory in pool_directories(self._root):
@@ -53,10 +53,10 @@ class Sweeper:
                 await self._reap_unlocked(connection, directory, stats)
                 await self._reopen(connection, directory, stats)
 
-    async def _remove_halves(self) -> None:
-        if half_pools(self._root):
+    async def _remove_incomplete(self) -> None:
+        if incomplete_pools(self._root):
             async with host_lock(self._root):
-                await asyncio.to_thread(remove_half_pools, self._root)
+                await asyncio.to_thread(remove_incomplete_pools, self._root)
 
     async def _remove_empty(self, connection: Connection) -> None:
         directories = {found.pool_id: found for found in pool_directories(self._root)}

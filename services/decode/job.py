@@ -94,7 +94,7 @@ class Job:
             ticket.request_id == wanted.request_id
             and ticket.root_hash == wanted.root_hash
             and ticket.prompt_token_ids == wanted.prompt_token_ids
-            and ticket.sampling.draws_like(wanted.sampling)
+            and ticket.sampling.samples_like(wanted.sampling)
             and all(
                 state.index in ours and _agree(ours[state.index], state.token_ids)
                 for state in wanted.sequences

@@ -11,7 +11,7 @@ from services.common.runtime.logging import get_logger
 from services.engine.sequences.block_keys import num_blocks_for
 from services.prefill.job import Job, State
 from services.prefill.prefixes import PrefixesUnderWay
-from services.protocol.ticket import successor_of
+from services.protocol.ticket import successor_holder_id
 
 _RETRY_S = 0.05
 log = get_logger(__name__)
@@ -133,7 +133,7 @@ class Admission:
             await self._give_up(job)
             if job.state is not State.WAITING:
                 return  # the job has ended, and its waiter was withdrawn under the old holder id
-            job.ticket = replace(job.ticket, holder_id=successor_of(holder_id))
+            job.ticket = replace(job.ticket, holder_id=successor_holder_id(holder_id))
 
     async def _give_up(self, job: Job) -> None:
         assert job.allocation is not None

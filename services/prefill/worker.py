@@ -18,7 +18,7 @@ from services.engine.sequences.block_keys import BlockKeys, num_blocks_for
 from services.prefill.admission import Admission
 from services.prefill.job import Job, State
 from services.prefill.prefixes import PrefixesUnderWay
-from services.protocol.ticket import BeamState, Ticket, TicketSequence, first_of
+from services.protocol.ticket import BeamState, Ticket, TicketSequence, first_holder_id
 from services.worker.events import (
     ABORTED,
     DRAINED,
@@ -327,7 +327,7 @@ class PrefillWorker(PoolWorker):
         if any(sequence.block_ids for sequence in ticket.sequences):
             raise InvalidRequest("a ticket for prefill has no blocks")
         self.check_tokens(ticket)
-        if any(first_of(job.ticket.holder_id) == ticket.holder_id for job in self._jobs):
+        if any(first_holder_id(job.ticket.holder_id) == ticket.holder_id for job in self._jobs):
             raise InvalidRequest("another request here has this holder")
         num_blocks = num_blocks_for(ticket, self.spec.block_size)
         if num_blocks > self.spec.num_blocks:

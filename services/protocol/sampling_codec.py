@@ -11,9 +11,9 @@ from services.protocol.fields import require, values
 from services.protocol.logprobs import MAX_LOGPROBS
 from services.protocol.ticket import (
     MAX_BEAM_WIDTH,
+    MAX_BIAS,
     MAX_LENGTH_PENALTY,
-    MOST_BIAS,
-    MOST_PENALTY,
+    MAX_PENALTY,
     BeamParams,
     EarlyStopping,
     SamplingParams,
@@ -83,9 +83,9 @@ def _check_adjustments(message: ticket_pb2.TicketSampling) -> None:
     require(0 < repetition < math.inf, f"repetition_penalty is {repetition}")
     for name in ("presence_penalty", "frequency_penalty"):
         penalty = getattr(message, name)
-        require(-MOST_PENALTY <= penalty <= MOST_PENALTY, f"{name} is {penalty}")
+        require(-MAX_PENALTY <= penalty <= MAX_PENALTY, f"{name} is {penalty}")
     for token_id, bias in message.logit_bias.items():
-        require(-MOST_BIAS <= bias <= MOST_BIAS, f"logit_bias of {token_id} is {bias}")
+        require(-MAX_BIAS <= bias <= MAX_BIAS, f"logit_bias of {token_id} is {bias}")
     require(all(word.token_ids for word in message.bad_words), "a bad word has no tokens")
     require(
         message.min_tokens <= message.max_tokens,

@@ -10,15 +10,15 @@ from enum import Enum
 from itertools import chain
 
 PRIORITIES = range(-128, 128)
-MOST_PENALTY = 2.0
+MAX_PENALTY = 2.0
 """The largest absolute value of a presence or frequency penalty."""
-MOST_BIAS = 100.0
+MAX_BIAS = 100.0
 """The largest absolute value of a logit bias."""
 
 MAX_SEQUENCES = 64
 """The most sequences of one request."""
 
-_MOST_HEAD_START_MS = 60_000
+_MAX_HEAD_START_MS = 60_000
 _PRIORITY_BITS = 8
 
 
@@ -29,7 +29,7 @@ def head_start_ms(priority: int) -> int:
     below 60 s. So whatever its priority, a later request goes before one of priority 0 only if it
     arrives within 60 s, and before any other only within 120 s.
     """
-    return _MOST_HEAD_START_MS * -priority // (1 + abs(priority))
+    return _MAX_HEAD_START_MS * -priority // (1 + abs(priority))
 
 
 def queue_order(priority: int, arrival: int) -> int:
@@ -38,7 +38,7 @@ def queue_order(priority: int, arrival: int) -> int:
     It is the arrival in ms less the head start, then the priority. Requests with different arrivals
     have different orders. Orders are below 2**52, so that a double holds them exactly.
     """
-    counts_from = arrival - head_start_ms(priority) + _MOST_HEAD_START_MS
+    counts_from = arrival - head_start_ms(priority) + _MAX_HEAD_START_MS
     return (counts_from << _PRIORITY_BITS) + priority - PRIORITIES.start
 
 
@@ -46,19 +46,19 @@ def parts_of_order(order: int) -> tuple[int, int]:
     """The (priority, arrival) that `queue_order` made an order from."""
     counts_from, rest = divmod(order, 1 << _PRIORITY_BITS)
     priority = rest + PRIORITIES.start
-    return priority, counts_from + head_start_ms(priority) - _MOST_HEAD_START_MS
+    return priority, counts_from + head_start_ms(priority) - _MAX_HEAD_START_MS
 
 
 _SUCCESSOR = "+"
 
 
-def successor_of(holder_id: str) -> str:
+def successor_holder_id(holder_id: str) -> str:
     """The holder id under which a request allocates again, if a block that it adopted has another
     content than its hash promised (law 6). It needs a new id because each id is used once."""
     return holder_id + _SUCCESSOR
 
 
-def first_of(holder_id: str) -> str:
+def first_holder_id(holder_id: str) -> str:
     """The id that the gateway gave to this holder, or to the holder that it succeeds."""
     return holder_id.rstrip(_SUCCESSOR)
 
@@ -151,7 +151,7 @@ class SamplingParams:
         biased = (token_id for token_id, _ in self.logit_bias)
         return chain(self.stop_token_ids, biased, self.allowed_token_ids, *self.bad_words)
 
-    def draws_like(self, other: "SamplingParams") -> bool:
+    def samples_like(self, other: "SamplingParams") -> bool:
         """Whether both choose the same tokens. Greedy parameters may differ in the seed."""
         seed = self.seed if self.temperature else other.seed
         return replace(self, seed=seed) == other

@@ -35,7 +35,7 @@ from services.common.pool.directory import (
     PoolDirectory,
     new_directory,
     pool_directories,
-    remove_half_pools,
+    remove_incomplete_pools,
 )
 from services.common.pool.header import BadHeader, PoolHeader
 from services.common.pool.layout import PoolLayout
@@ -190,7 +190,7 @@ async def join_swap_pool(hot: Membership, num_bytes: int) -> Membership:
 async def _remove_dead(store: BlockStore, root: Path) -> None:
     """Remove the pools without a live worker, because the content of their blocks is not trusted
     any more."""
-    remove_half_pools(root)
+    remove_incomplete_pools(root)
     for directory in pool_directories(root):
         if not directory.is_live():
             await store.drop_pool(directory.pool_id)
@@ -271,5 +271,5 @@ async def _enter(
 def _own(stamps: Stamps, lock: WorkerLock, holder_id: str, block_ids: Sequence[int]) -> None:
     """Stamp new blocks with their holder. Not if the worker was marked as fenced or has left the
     pool: other workers may have these blocks by then, and this one writes into none of them."""
-    if not stamps.is_closed and not lock.is_given_up:
+    if not stamps.is_closed and not lock.is_revoked:
         stamps.mark_owned(block_ids, holder_id)

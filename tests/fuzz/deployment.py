@@ -18,7 +18,7 @@ from blockstore.memory_store import MemoryStore
 from blockstore.registry import Member, Role
 from quire.supervisor.child import ChildSpec, Stage
 from quire.supervisor.service import SupervisorService
-from quire.supervisor.workforce import Workforce
+from quire.supervisor.worker_scaler import WorkerScaler
 from quire.v1 import (
     block_manager_pb2_grpc,
     decode_pb2_grpc,
@@ -213,10 +213,10 @@ class Deployment:
         children: Any = [
             Child(ChildSpec(f"{role}-1", (), Stage.WORKER)) for role in ("prefill", "decode")
         ]
-        workforce = Workforce(children, lambda spec: children.append(Child(spec)))
+        scaler = WorkerScaler(children, lambda spec: children.append(Child(spec)))
         # As in `quire serve`: without our interceptor.
         server = aio.server()
-        supervisor_pb2_grpc.add_SupervisorServicer_to_server(SupervisorService(workforce), server)
+        supervisor_pb2_grpc.add_SupervisorServicer_to_server(SupervisorService(scaler), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         self.stack.push_async_callback(server.stop, None)

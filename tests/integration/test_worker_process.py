@@ -21,7 +21,7 @@ import kvops
 from bench.make_checkpoint import make_checkpoint
 from quire.supervisor.supervisor import GRACE_S
 from services.common.pool.directory import pool_directories
-from services.common.pool.locks import give_up
+from services.common.pool.locks import revoke_lock
 from services.engine.models import load_model
 
 LIMIT_S = 60.0
@@ -169,7 +169,7 @@ def test_a_worker_that_waits_to_rejoin_leaves_at_once(
     (directory,) = pool_directories(worker.root / "pools")
     (name,) = directory.worker_ids()
     own_valkey.kill() if server == "dead" else own_valkey.stop()
-    give_up(directory.lock_path(name))
+    revoke_lock(directory.lock_path(name))
     worker.wait_for("worker_given_up")
     began = time.monotonic()
     assert worker.stop() == 0

@@ -11,10 +11,10 @@ import pytest
 from blockstore.records import PoolSpec
 from services.common.pool.directory import (
     PoolDirectory,
-    half_pools,
+    incomplete_pools,
     new_directory,
     pool_directories,
-    remove_half_pools,
+    remove_incomplete_pools,
 )
 from services.common.pool.header import BadHeader, PoolHeader
 from services.common.pool.layout import PoolLayout
@@ -74,8 +74,8 @@ def test_a_pool_disappears_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         pool.remove()
     monkeypatch.undo()
     assert pool_directories(tmp_path) == ()
-    assert [path.name for path in half_pools(tmp_path)] == [".half-pool-1"]
-    remove_half_pools(tmp_path)
+    assert [path.name for path in incomplete_pools(tmp_path)] == [".half-pool-1"]
+    remove_incomplete_pools(tmp_path)
     pool.remove()
     assert list(tmp_path.iterdir()) == []
 
@@ -85,7 +85,7 @@ def test_leftovers_of_a_dead_maker_are_removed_and_other_files_kept(tmp_path: Pa
     (tmp_path / "notes").mkdir()
     (tmp_path / "host.lock").touch()
     assert pool_directories(tmp_path) == ()
-    remove_half_pools(tmp_path)
+    remove_incomplete_pools(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["host.lock", "notes"]
 
 

@@ -164,7 +164,7 @@ def test_a_token_that_is_text_by_all_rules_is_refused() -> None:
     words.add_special_tokens(["[END]"])
     special = SpecialTokens(words)
     given, hidden = special.hide("a [END] a")
-    with pytest.raises(InvalidRequest, match="cannot be told as text"):
+    with pytest.raises(InvalidRequest, match="cannot be encoded as text"):
         special.encode(given, hidden)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.supervisor import child, supervisor, tether, topology, valkey
+from quire.supervisor import child, end_with_parent, supervisor, topology, valkey
 from quire.supervisor.options import ServeOptions
 from services.common.runtime import process
 
@@ -85,7 +85,11 @@ def test_cached_tokens_are_reported_where_that_is_asked_for() -> None:
 def test_the_embedded_store_is_for_this_run_alone() -> None:
     store = topology.store(options(), RUN)
     assert store is not None
-    assert store.command[2:] == (str(Path(tether.__file__)), str(os.getpid()), *store.command[4:])
+    assert store.command[2:] == (
+        str(Path(end_with_parent.__file__)),
+        str(os.getpid()),
+        *store.command[4:],
+    )
     assert ("--port", "0", "--unixsocket", f"{RUN}/redis.sock") == store.command[5:9]
 
 

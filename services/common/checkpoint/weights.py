@@ -85,7 +85,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             _LENGTH_BYTES + length + max((tensor.end for tensor in tensors.values()), default=0)
         )
         if num_bytes != wanted:
-            raise ValueError(f"{num_bytes} bytes, but its header speaks of {wanted}")
+            raise ValueError(f"{num_bytes} bytes, but its header requires {wanted}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StartupError(f"{path}: not a readable safetensors file: {error}") from error
     return tensors

@@ -15,7 +15,7 @@ from services.common.pool.header import PoolHeader
 from services.common.pool.locks import is_held
 
 _LOCK_SUFFIX = ".lock"
-_HALF = ".half-"
+_INCOMPLETE = ".half-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ class PoolDirectory:
     def remove(self) -> None:
         """Delete the pool and all its files; no error if it is gone. The caller holds
         `host_lock`."""
-        half = _half(self.path.parent, self.pool_id)
+        incomplete = _incomplete(self.path.parent, self.pool_id)
         with suppress(FileNotFoundError):
-            self.path.rename(half.path)
-            shutil.rmtree(half.path)
+            self.path.rename(incomplete.path)
+            shutil.rmtree(incomplete.path)
 
 
 def pool_directories(root: Path) -> tuple[PoolDirectory, ...]:
@@ -96,31 +96,31 @@ def pool_directories(root: Path) -> tuple[PoolDirectory, ...]:
 def new_directory(root: Path, pool_id: str) -> Iterator[PoolDirectory]:
     """A hidden directory in which the caller builds a pool. If the `with` block succeeds, the
     directory gets the pool's name; if it fails, it is removed. The caller holds `host_lock`."""
-    half = _half(root, pool_id)
-    half.path.mkdir(mode=0o700)
+    incomplete = _incomplete(root, pool_id)
+    incomplete.path.mkdir(mode=0o700)
     try:
-        half.workers.mkdir(mode=0o700)
-        yield half
-        half.path.rename(root / pool_id)
+        incomplete.workers.mkdir(mode=0o700)
+        yield incomplete
+        incomplete.path.rename(root / pool_id)
     except BaseException:
-        shutil.rmtree(half.path)
+        shutil.rmtree(incomplete.path)
         raise
 
 
-def half_pools(root: Path) -> tuple[Path, ...]:
+def incomplete_pools(root: Path) -> tuple[Path, ...]:
     """Hidden directories of pools that a process is making or removing. If the caller holds
     `host_lock`, that process has died."""
-    return tuple(path for path in _entries(root) if path.name.startswith(_HALF))
+    return tuple(path for path in _entries(root) if path.name.startswith(_INCOMPLETE))
 
 
-def remove_half_pools(root: Path) -> None:
+def remove_incomplete_pools(root: Path) -> None:
     """Delete the incomplete pools of processes that have died. The caller holds `host_lock`."""
-    for path in half_pools(root):
+    for path in incomplete_pools(root):
         shutil.rmtree(path)
 
 
-def _half(root: Path, pool_id: str) -> PoolDirectory:
-    return PoolDirectory(root / f"{_HALF}{pool_id}")
+def _incomplete(root: Path, pool_id: str) -> PoolDirectory:
+    return PoolDirectory(root / f"{_INCOMPLETE}{pool_id}")
 
 
 def _entries(root: Path) -> list[Path]:

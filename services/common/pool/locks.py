@@ -48,8 +48,8 @@ class WorkerLock:
         return cls(path, fd)
 
     @property
-    def is_given_up(self) -> bool:
-        """Whether a process has called `give_up` for this worker."""
+    def is_revoked(self) -> bool:
+        """Whether a process has called `revoke_lock` for this worker."""
         return self._fd is not None and os.fstat(self._fd).st_size > 0
 
     @property
@@ -99,7 +99,7 @@ def is_held(path: Path) -> bool:
         os.close(fd)
 
 
-def give_up(path: Path) -> None:
+def revoke_lock(path: Path) -> None:
     """Mark a worker's lock file: from now on the worker may write no blocks. The worker checks the
     mark after it stamps blocks as its own and before it writes into them. No error if the worker is
     gone."""

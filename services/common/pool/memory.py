@@ -30,14 +30,14 @@ def _cgroups_available(proc: Path, cgroups: Path) -> Iterator[int]:
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers == "":
-            yield from _left(cgroups, name, "memory.max", "memory.current", "inactive_file")
+            yield from _remaining(cgroups, name, "memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             # cgroups version 1 have one mount per controller.
             files = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-            yield from _left(cgroups / "memory", name, *files)
+            yield from _remaining(cgroups / "memory", name, *files)
 
 
-def _left(mount: Path, name: str, limit: str, usage: str, droppable: str) -> Iterator[int]:
+def _remaining(mount: Path, name: str, limit: str, usage: str, droppable: str) -> Iterator[int]:
     """The rest of each limit from the process's cgroup up to the mount's root. In a container the
     mount's root is the container's own cgroup, and the path in /proc does not exist below it."""
     group = mount / name.strip("/")

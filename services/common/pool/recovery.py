@@ -39,7 +39,7 @@ class PoolRecovery:
 
         PoolGone: the pool's directory is gone. Raises the store's errors too.
         """
-        async with self._alone() as header:
+        async with self._locked_header() as header:
             if await _is_known(store, header):
                 return
             raised = replace(header, run_id=run_id, ledger_epoch=header.ledger_epoch + 1)
@@ -59,7 +59,7 @@ class PoolRecovery:
 
         PoolGone: the pool's directory is gone. Raises the store's errors too.
         """
-        async with self._alone() as header:
+        async with self._locked_header() as header:
             stats = await store.stats(header.pool_id)
             if not stats.recovering or stats.missing_worker_ids:
                 return
@@ -78,7 +78,7 @@ class PoolRecovery:
         )
 
     @asynccontextmanager
-    async def _alone(self) -> AsyncIterator[PoolHeader]:
+    async def _locked_header(self) -> AsyncIterator[PoolHeader]:
         try:
             async with file_lock(self._directory.recovery_lock):
                 yield self._directory.read_header()

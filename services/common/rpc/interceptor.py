@@ -33,7 +33,7 @@ _Call = Callable[[Any, _Context], Awaitable[Any]]
 _Decode = Callable[[bytes], Any]
 _Admit = Callable[[_Context], Awaitable[None]]
 
-_OPEN = "/grpc."
+_UNGUARDED_PREFIX = "/grpc."
 """Prefix of health checks and reflection, which a guarded server answers without proof."""
 
 
@@ -52,7 +52,7 @@ class ErrorInterceptor(aio.ServerInterceptor):
         return handler and _wrapped(handler, self._admit(handler_call_details.method))
 
     def _admit(self, method: str) -> _Admit | None:
-        if self._guard is None or method.startswith(_OPEN):
+        if self._guard is None or method.startswith(_UNGUARDED_PREFIX):
             return None
         return partial(self._guard.admit, method)
 

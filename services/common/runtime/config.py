@@ -47,7 +47,8 @@ class ServiceSettings(BaseSettings):
         description="Redis or Valkey; redis://, rediss:// or unix://",
     )
     redis_password_file: Path | None = Field(
-        default=None, description="file with the password for redis_url; none: as the URL says"
+        default=None,
+        description="file with the password for redis_url; default: the one in the URL",
     )
     redis_patience_s: float = Field(
         default=10.0, ge=0, description="how long the start waits for an answer of Redis"

@@ -33,7 +33,7 @@ def configure_logging(
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
-        _Stamp(service),
+        _AddService(service),
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     formatter = structlog.stdlib.ProcessorFormatter(
@@ -61,7 +61,7 @@ def bind_request_id(request_id: str) -> None:
     structlog.contextvars.bind_contextvars(request_id=request_id)
 
 
-class _Stamp:
+class _AddService:
     """Adds the service's name to each line."""
 
     def __init__(self, service: str) -> None:
@@ -81,11 +81,11 @@ def _renderers(log_format: LogFormat, stream: TextIO) -> list[Processor]:
         return [structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=plain)]
     return [
         structlog.processors.format_exc_info,
-        _what_first,
+        _order_keys,
         structlog.processors.JSONRenderer(),
     ]
 
 
-def _what_first(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+def _order_keys(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     """Puts the same keys first on every line, because people read the JSON too."""
     return {key: event.pop(key) for key in _FIRST_KEYS if key in event} | dict(event)

@@ -90,7 +90,9 @@ class SpecialTokens:
         ids = encoding_of(self._encoder, text).ids
         of_text = set(ids) - self._id_of.keys() - {self._unknown_id}
         if not self._ids.isdisjoint(of_text):
-            raise InvalidRequest("a message holds a special token that cannot be told as text")
+            raise InvalidRequest(
+                "a message contains a special token, which cannot be encoded as text"
+            )
         return tuple(self._id_of.get(token_id, token_id) for token_id in ids)
 
     def _second_tokenizer(

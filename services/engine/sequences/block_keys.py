@@ -17,7 +17,7 @@ from itertools import chain, pairwise, takewhile
 
 from blockstore.hashing import next_hash, prefix_hashes
 from blockstore.records import PrefixHash
-from services.common.pool.allotment import blocks_to_begin
+from services.common.pool.allotment import blocks_at_admission
 from services.engine.sequences.sequence import Stamps, common
 from services.protocol.ticket import Ticket
 
@@ -215,7 +215,7 @@ def num_blocks_for(ticket: Ticket, block_size: int) -> int:
     blocks that several sequences begin with count once, all others once per sequence."""
     num_prompt, num_shared = len(ticket.prompt_token_ids), _num_shared(ticket)
     lengths = (num_prompt + len(state.token_ids) for state in ticket.sequences)
-    num_blocks = sum(blocks_to_begin(length, block_size) for length in lengths)
+    num_blocks = sum(blocks_at_admission(length, block_size) for length in lengths)
     return num_blocks - sum((num_prompt + number) // block_size for number in num_shared)
 
 

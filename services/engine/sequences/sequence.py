@@ -7,7 +7,7 @@ from typing import Protocol
 
 from blockstore.hashing import next_hash
 from blockstore.records import PrefixHash
-from services.common.pool.allotment import blocks_to_go_on
+from services.common.pool.allotment import blocks_for_decode
 from services.engine.batch import Draw, Row, Scoring
 from services.engine.sequences.beam import num_deciding
 from services.engine.sequences.penalty_state import PenaltyState
@@ -298,7 +298,9 @@ class Sequence:
 
     def _num_blocks(self, num_own: int, look_ahead: int) -> int:
         num_tokens = len(self.tokens) + num_own
-        return blocks_to_go_on(num_tokens, look_ahead, self._rules.max_len, self._rules.block_size)
+        return blocks_for_decode(
+            num_tokens, look_ahead, self._rules.max_len, self._rules.block_size
+        )
 
     def at_rest(self) -> list[TicketSequence]:
         """Its state as a ticket names it, one `TicketSequence` for each branch."""

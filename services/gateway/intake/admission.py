@@ -68,7 +68,7 @@ class Admitted:
         """Whether `other` is the same request, so that this call can continue it."""
         return (
             (self.model, self.prompt_token_ids) == (other.model, other.prompt_token_ids)
-            and self.sampling.draws_like(other.sampling)
+            and self.sampling.samples_like(other.sampling)
             and (self.stop, self.cache_salt) == (other.stop, other.cache_salt)
             and self.prompt_logprobs == other.prompt_logprobs
             and self.include_stop_str == other.include_stop_str

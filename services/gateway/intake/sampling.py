@@ -11,7 +11,7 @@ from services.gateway.intake.beams import neutral, resolve_beam
 from services.gateway.intake.catalog import Model
 from services.gateway.intake.checks import check_text, float32, require
 from services.gateway.intake.prompts import check_token_ids
-from services.protocol.ticket import MOST_BIAS, MOST_PENALTY, SamplingParams
+from services.protocol.ticket import MAX_BIAS, MAX_PENALTY, SamplingParams
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
@@ -87,8 +87,8 @@ def _check_biases(asked: RequestedSampling, vocab_size: int) -> None:
     require(len(set(token_ids)) == len(token_ids), "a token is in logit_bias twice")
     for token_id, bias in asked.logit_bias:
         require(
-            -MOST_BIAS <= bias <= MOST_BIAS,
-            f"logit_bias of {token_id} is {bias:g}, not in [-{MOST_BIAS:g}, {MOST_BIAS:g}]",
+            -MAX_BIAS <= bias <= MAX_BIAS,
+            f"logit_bias of {token_id} is {bias:g}, not in [-{MAX_BIAS:g}, {MAX_BIAS:g}]",
         )
 
 
@@ -163,8 +163,8 @@ def _repetition(asked: RequestedSampling, defaults: GenerationDefaults) -> float
 
 def _penalty(name: str, asked: float | None) -> float:
     penalty = float32(name, _first(asked, 0.0))
-    bounds = f"[-{MOST_PENALTY:g}, {MOST_PENALTY:g}]"
-    require(-MOST_PENALTY <= penalty <= MOST_PENALTY, f"{name} is {penalty:g}, not in {bounds}")
+    bounds = f"[-{MAX_PENALTY:g}, {MAX_PENALTY:g}]"
+    require(-MAX_PENALTY <= penalty <= MAX_PENALTY, f"{name} is {penalty:g}, not in {bounds}")
     return penalty
 
 

@@ -13,7 +13,7 @@ from services.gateway.request.tickets import Tickets
 from services.gateway.scheduling.request_queue import QueuePosition
 from services.gateway.streaming.client import Client
 from services.protocol.messages import Generated, Prefilled
-from services.protocol.ticket import BeamState, Swapped, Ticket, TicketSequence, first_of
+from services.protocol.ticket import BeamState, Swapped, Ticket, TicketSequence, first_holder_id
 
 
 class BeamTickets(Tickets):
@@ -40,7 +40,7 @@ class BeamTickets(Tickets):
         return replace(at_rest, attempt=attempt, order=order, timeout_ms=timeout_ms)
 
     def adopt(self, ticket: Ticket) -> tuple[Generated, ...]:
-        self._submitted = replace(ticket, holder_id=first_of(ticket.holder_id))
+        self._submitted = replace(ticket, holder_id=first_holder_id(ticket.holder_id))
         self.position = QueuePosition.of(ticket.order)
         return ()
 

@@ -14,7 +14,7 @@ from services.gateway.scheduling.request_queue import QueuePosition
 from services.gateway.streaming.client import Client
 from services.protocol.logprobs import Logprobs
 from services.protocol.messages import Generated, Prefilled
-from services.protocol.ticket import Swapped, Ticket, TicketSequence, first_of
+from services.protocol.ticket import Swapped, Ticket, TicketSequence, first_holder_id
 
 
 def new_ticket(
@@ -65,7 +65,7 @@ def problem_of(logprobs: Logprobs, num_top: int, vocab_size: int) -> str:
 def is_what_was_wanted(ticket: Ticket, wanted: Ticket) -> bool:
     """Whether a ticket that was found is the one that was looked for. A greedy one may have another
     seed: the gateway that it comes from drew it."""
-    if not ticket.sampling.draws_like(wanted.sampling):
+    if not ticket.sampling.samples_like(wanted.sampling):
         return False
     return not other_field(replace(ticket, sampling=wanted.sampling), wanted)
 
@@ -109,7 +109,7 @@ class Tickets:
     def adopt(self, ticket: Ticket) -> tuple[Generated, ...]:
         """Another gateway has submitted it, at its place in line. The tokens in it that the client
         has not got."""
-        self._submitted = replace(ticket, holder_id=first_of(ticket.holder_id))
+        self._submitted = replace(ticket, holder_id=first_holder_id(ticket.holder_id))
         self.position = QueuePosition.of(ticket.order)
         received = {s.index: len(s.tokens) for s in self._client.living}
         num_prompt = len(ticket.prompt_token_ids)
@@ -202,7 +202,7 @@ class Tickets:
             return "nobody was sent one"
         if name := other_field(ticket, submitted):
             return f"another {name}"
-        return "" if first_of(ticket.holder_id) == submitted.holder_id else "another holder"
+        return "" if first_holder_id(ticket.holder_id) == submitted.holder_id else "another holder"
 
     def _problem_of_prompt(self, logprobs: Sequence[Logprobs]) -> str:
         num_prompt = len(self._client.request.prompt_token_ids)

@@ -39,7 +39,7 @@ class FenceGuard:
 
     def require(self) -> None:
         """Raises WorkerFenced if a lock is marked."""
-        if any(lock.is_given_up for lock in self._locks):
+        if any(lock.is_revoked for lock in self._locks):
             raise WorkerFenced("this worker was given up while it did not run")
 
     async def keep(self) -> NoReturn:

@@ -9,7 +9,7 @@ import pytest
 from blockstore.hashing import next_hash
 from blockstore.records import Growth
 from blockstore.redis_store import RedisStore
-from services.common.pool.locks import give_up
+from services.common.pool.locks import revoke_lock
 from services.common.pool.stamps import StampState, owner_token
 from services.worker.membership import Membership, join
 from tests.conftest import Valkey
@@ -76,7 +76,7 @@ async def test_new_blocks_are_stamped_once_and_cached_ones_never(member: Members
 async def test_a_worker_that_was_given_up_stamps_nothing(member: Membership) -> None:
     """Others may have the block by now, finished or not."""
     store, pool_id = member.store, member.spec.pool_id
-    give_up(member.lock.path)
+    revoke_lock(member.lock.path)
     found = await store.allocate(pool_id, "second", "decode-1", 2, [], NUM_BLOCKS)
     assert 0 in found.block_ids
     assert member.stamps.read(0).prefix_hash == EVICTED

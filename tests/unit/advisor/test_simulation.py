@@ -16,7 +16,7 @@ from advisor.simulation import simulate
 from advisor.workload import RecordedRequest
 from blockstore.ledger import Ledger
 from blockstore.memory_store import MemoryStore
-from services.common.pool.allotment import blocks_to_begin, blocks_to_go_on
+from services.common.pool.allotment import blocks_at_admission, blocks_for_decode
 
 
 async def paged(
@@ -26,11 +26,11 @@ async def paged(
 
 
 def test_a_sequence_begins_with_room_for_one_more_token() -> None:
-    assert [blocks_to_begin(num_tokens, 4) for num_tokens in (1, 3, 4, 7, 8)] == [1, 1, 2, 2, 3]
+    assert [blocks_at_admission(num_tokens, 4) for num_tokens in (1, 3, 4, 7, 8)] == [1, 1, 2, 2, 3]
 
 
 def test_a_sequence_goes_on_with_room_ahead_and_never_beyond_its_end() -> None:
-    assert [blocks_to_go_on(5, 8, longest, 4) for longest in (6, 9, 13, 100)] == [2, 3, 4, 4]
+    assert [blocks_for_decode(5, 8, longest, 4) for longest in (6, 9, 13, 100)] == [2, 3, 4, 4]
 
 
 async def test_a_request_equals_hand_computed_times() -> None:

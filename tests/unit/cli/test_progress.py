@@ -12,7 +12,7 @@ from quire.v1.inference_pb2 import GenerateResponse, SequenceDelta, Usage
 from quire.v1.sampling_pb2 import FINISH_REASON_LENGTH
 from tests.clock import Clock
 
-GONE = Unreachable("nobody answers", "unreachable")
+GONE = Unreachable("no server answers", "unreachable")
 SOME = GenerateResponse(deltas=[SequenceDelta(token_ids=[7, 8])])
 
 

@@ -23,7 +23,7 @@ from services.protocol.messages import (
     Reserved,
     Submit,
 )
-from services.protocol.ticket import FinishReason, successor_of
+from services.protocol.ticket import FinishReason, successor_holder_id
 
 from .walk import MAX_TOKENS, PROMPT, ScriptedWorker, Walk, expected, generated, next_token
 
@@ -46,7 +46,7 @@ async def test_a_ticket_under_a_successor_of_its_holder_is_the_same() -> None:
     walk = Walk()
     assert await walk.reserve()
     ticket = walk.start()
-    ticket = replace(ticket, holder_id=successor_of(successor_of(ticket.holder_id)))
+    ticket = replace(ticket, holder_id=successor_holder_id(successor_holder_id(ticket.holder_id)))
     walk.on_event(walk.prefill, walk.prefilled(ticket))
     assert walk.lifecycle.status is RequestStatus.DECODING
     admit = walk.decode.sent[-1]

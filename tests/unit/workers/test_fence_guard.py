@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from blockstore.errors import WorkerFenced
-from services.common.pool.locks import WorkerLock, give_up
+from services.common.pool.locks import WorkerLock, revoke_lock
 from services.engine.batch import Row, RowResult, Wait
 from services.worker.liveness.fence_guard import FenceGuard, GuardedForward
 
@@ -41,7 +41,7 @@ def test_a_surrendered_guard_forbids_writes(lock: WorkerLock) -> None:
     forward = Forward()
     permitted = GuardedForward(forward, FenceGuard([lock]))
     permitted.run(())
-    give_up(lock.path)
+    revoke_lock(lock.path)
     with pytest.raises(WorkerFenced):
         permitted.run(())
     with pytest.raises(WorkerFenced):
@@ -51,7 +51,7 @@ def test_a_surrendered_guard_forbids_writes(lock: WorkerLock) -> None:
 
 def test_results_computed_meanwhile_are_dropped(lock: WorkerLock) -> None:
     """What it read may have been somebody else's by then."""
-    permitted = GuardedForward(Forward(lambda: give_up(lock.path)), FenceGuard([lock]))
+    permitted = GuardedForward(Forward(lambda: revoke_lock(lock.path)), FenceGuard([lock]))
     with pytest.raises(WorkerFenced):
         permitted.run(())
 
@@ -61,12 +61,12 @@ def test_copies_need_a_permit_of_every_pool(lock: WorkerLock, tmp_path: Path) ->
     copied: list[tuple[int, int]] = []
     copy = FenceGuard([lock, swap_pool]).for_copies(copied.extend)
     copy([(1, 2)])
-    give_up(swap_pool.path)
+    revoke_lock(swap_pool.path)
     with pytest.raises(WorkerFenced):
         copy([(3, 4)])
     assert copied == [(1, 2)]
 
 
 def test_a_worker_that_is_gone_cannot_be_given_up(tmp_path: Path) -> None:
-    give_up(tmp_path / "nobody.lock")
+    revoke_lock(tmp_path / "nobody.lock")
     assert list(tmp_path.iterdir()) == []

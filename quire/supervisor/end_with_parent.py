@@ -1,4 +1,4 @@
-"""Runs a program that ends with its parent: `python tether.py PARENT_PID PROGRAM ARGS...`
+"""Runs a program that ends with its parent: `python end_with_parent.py PARENT_PID PROGRAM ARGS...`
 
 For programs that do not watch the supervisor's pipe (Valkey). The kernel sends SIGKILL when the
 thread that started this process dies (PR_SET_PDEATHSIG), also after exec, so no extra process

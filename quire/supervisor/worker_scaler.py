@@ -20,7 +20,7 @@ class Change:
     leaving: tuple[str, ...] = ()
 
 
-class Workforce:
+class WorkerScaler:
     """Scales the workers of a run. `children`: all services that the run has ever started, in order
     of their start, including ended ones."""
 
@@ -51,7 +51,7 @@ class Workforce:
         starting = [self._start_worker(role) for _ in range(number - len(staying))]
         leaving = staying[number:]
         for child in leaving:
-            child.leave()
+            child.drain()
         return Change(number, tuple(starting), tuple(child.name for child in leaving))
 
     def _start_worker(self, role: str) -> str:
