@@ -29,7 +29,7 @@ def main() -> None:
 
 
 class _Failed(Exception):
-    """The advisor found no answer; the text says why."""
+    """The advisor cannot recommend a setting; the text has the reason."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,7 +50,7 @@ def _block_size(args: argparse.Namespace) -> dict[str, Any]:
     try:
         workload = read_workload(args.workload)
         # Imported here because it imports PyTorch, which needs OpenMP to be set up before.
-        from advisor.block_size import Question, answer
+        from advisor.block_size import AdviceRequest, recommend
     except WorkloadError as error:
         raise _Failed(str(error)) from error
     except ModuleNotFoundError as error:
@@ -58,7 +58,7 @@ def _block_size(args: argparse.Namespace) -> dict[str, Any]:
             f"{error.name} is not installed: pip install 'quire-serve[worker]'"
         ) from error
     cache = None if args.weights_cache == "none" else Path(args.weights_cache).expanduser()
-    question = Question(
+    request = AdviceRequest(
         workload=workload,
         model=args.model,
         pool_memory=args.pool_memory,
@@ -70,8 +70,8 @@ def _block_size(args: argparse.Namespace) -> dict[str, Any]:
         weights_cache=cache,
     )
     try:
-        found = asyncio.run(answer(question, _say))
-        _say("")
+        found = asyncio.run(recommend(request, _show_progress))
+        _show_progress("")
     except (StartupError, DoesNotFit, BlockStoreError) as error:
         raise _Failed(str(error)) from error
     except TimeoutError as error:
@@ -91,7 +91,7 @@ def _block_size(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _say(text: str) -> None:
+def _show_progress(text: str) -> None:
     """Show progress on a terminal; an empty text clears the line."""
     if sys.stderr.isatty():
         print(f"\r{text:<78}\r", end="", file=sys.stderr, flush=True)

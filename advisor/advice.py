@@ -70,12 +70,12 @@ class Shares:
     def product(self) -> float:
         return self.memory * self.prefix * self.attention * self.store
 
-    def beside(self, other: "Shares") -> str:
+    def difference_to(self, other: "Shares") -> str:
         """The relative difference to `other`, as text: each part that differs, and the product."""
         parts = ("memory", "prefix", "attention", "store")
         ratios = {part: getattr(self, part) / getattr(other, part) - 1 for part in parts}
-        told = [f"{part} {ratio:+.1%}" for part, ratio in ratios.items() if abs(ratio) >= 0.001]
-        return f"{', '.join(told) or 'no difference'}: {self.product / other.product - 1:+.1%}"
+        texts = [f"{part} {ratio:+.1%}" for part, ratio in ratios.items() if abs(ratio) >= 0.001]
+        return f"{', '.join(texts) or 'no difference'}: {self.product / other.product - 1:+.1%}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def advise(costs: Sequence[SizeCosts], step: StepTime) -> Advice:
     reasons = [f"{chosen} leaves {shares[chosen].product:.1%} of the machine"]
     for size in sorted(shares):
         if size in (chosen // 2, chosen * 2):
-            reasons.append(f"{size} beside it: {shares[size].beside(shares[chosen])}")
+            reasons.append(f"{size} instead: {shares[size].difference_to(shares[chosen])}")
     best = max(shares, key=lambda size: shares[size].product)
     if best != chosen:
         reasons.append(
@@ -118,12 +118,12 @@ def _shares(cost: SizeCosts, fastest_us: float, step: StepTime) -> Shares:
     )
 
 
-def shared_tokens(asked: Sequence[RecordedRequest]) -> list[int]:
+def shared_tokens(requests: Sequence[RecordedRequest]) -> list[int]:
     """For each prompt, in order of arrival, the number of tokens that it shares with an earlier
     one. The last token of a prompt does not count, since it is always computed."""
     longest: dict[str, int] = {}
     shared = []
-    for request in asked:
+    for request in requests:
         here = longest.get(request.prefix, 0) if request.prefix else 0
         shared.append(min(here, request.num_shared_tokens, request.num_prompt_tokens - 1))
         if request.prefix:
@@ -131,10 +131,10 @@ def shared_tokens(asked: Sequence[RecordedRequest]) -> list[int]:
     return shared
 
 
-def prefix_costs(asked: Sequence[RecordedRequest], block_size: int) -> tuple[float, float]:
+def prefix_costs(requests: Sequence[RecordedRequest], block_size: int) -> tuple[float, float]:
     """The costs of finding prefixes in whole blocks only: the mean number of shared tokens that a
     request computes again, and the share of all computed tokens that must be computed."""
-    shared = shared_tokens(asked)
+    shared = shared_tokens(requests)
     lost = sum(num_tokens % block_size for num_tokens in shared)
-    needed = sum(request.num_tokens for request in asked) - sum(shared)
-    return lost / len(asked), needed / (needed + lost)
+    needed = sum(request.num_tokens for request in requests) - sum(shared)
+    return lost / len(requests), needed / (needed + lost)

@@ -9,8 +9,8 @@ from typing import Literal
 from advisor.advice import BLOCK_SIZES, Advice, SizeCosts, StepTime, advise
 from advisor.costs import Replay, num_generated, replay, size_costs
 from advisor.step import DecodeStep
-from advisor.store_cost import counted_us, measured_us, own_server
-from advisor.timing import DEFAULT_BLOCK_SIZE, Engine, Timed, time_model
+from advisor.store_cost import counted_us, embedded_valkey, measured_us
+from advisor.timing import DEFAULT_BLOCK_SIZE, Engine, ModelTimings, time_model
 from advisor.workload import RecordedRequest, Workload
 from quire.supervisor.errors import NoValkey
 from services.common.errors import StartupError
@@ -22,12 +22,12 @@ FLASH_PAGE = 256
 """flash-attn needs a block size that is a multiple of this (`kvops.flash`, which only machines with
 a GPU can import)."""
 
-_REQUESTS_AT_ONCE = 64  # requests of mean length that the simulated pool holds by default
+_NUM_CONCURRENT = 64  # requests of mean length that the simulated pool holds by default
 _TIMED_REQUESTS = 48  # requests replayed on a real server: takes seconds instead of minutes
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class AdviceRequest:
     """The input of the advisor. `pool_memory`: "" for room for 64 requests of mean length.
     `most_requests`: only the last so many requests are replayed. `redis_url`: None starts an
     embedded Valkey. `weights_cache`: as for workers."""
@@ -44,7 +44,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Recommendation:
     """The recommendation and its figures. `notes`: how they were found, for the user."""
 
     advice: Advice
@@ -55,63 +55,63 @@ class Answer:
     notes: tuple[str, ...]
 
 
-async def answer(question: Question, say: Callable[[str], None]) -> Answer:
+async def recommend(request: AdviceRequest, report: Callable[[str], None]) -> Recommendation:
     """Replay the workload with each block size, time model and store, and recommend a block size.
-    Progress goes to `say`.
+    Progress goes to `report`.
 
     StartupError: the model does not exist, the pool's size cannot be parsed, or the backend is not
     available; DoesNotFit; BlockStoreError; TimeoutError: the embedded Valkey does not answer.
     """
-    config = ModelConfig.from_directory(question.model)
-    dtype = _dtype(question, config)
-    asked = question.workload.requests[-question.most_requests :]
-    num_slots = _num_slots(question, config, dtype, asked)
+    config = ModelConfig.from_directory(request.model)
+    dtype = _dtype(request, config)
+    asked = request.workload.requests[-request.most_requests :]
+    num_slots = _num_slots(request, config, dtype, asked)
     context = config.max_position_embeddings
 
     replays = {}
     for size in BLOCK_SIZES:
-        say(f"simulating {len(asked)} requests in blocks of {size}")
+        report(f"simulating {len(asked)} requests in blocks of {size}")
         replays[size] = await replay(asked, num_slots, size, context)
     step = _average_step(replays[DEFAULT_BLOCK_SIZE])
-    say(f"timing steps of {step.num_rows} rows of {step.context} tokens")
-    threads, cache = question.num_threads, question.weights_cache
-    engine = Engine(question.model, dtype, question.backend, threads, cache)
+    report(f"timing steps of {step.num_rows} rows of {step.context} tokens")
+    threads, cache = request.num_threads, request.weights_cache
+    engine = Engine(request.model, dtype, request.backend, threads, cache)
     timed = time_model(engine, step, BLOCK_SIZES)
-    say("timing the store")
-    store_us, how = await _store_us(question, asked, num_slots, replays, context)
+    report("timing the store")
+    store_us, how = await _store_us(request, asked, num_slots, replays, context)
 
     costs = tuple(
         size_costs(asked, size, replays[size], timed.attention_us[size], store_us[size])
         for size in BLOCK_SIZES
     )
     step_time = StepTime(timed.share, timed.step_us / timed.step.num_rows)
-    advice, notes = advise(costs, step_time), _notes(question, asked, timed, how)
-    return Answer(advice, costs, step_time, len(asked), num_slots, notes)
+    advice, notes = advise(costs, step_time), _notes(request, asked, timed, how)
+    return Recommendation(advice, costs, step_time, len(asked), num_slots, notes)
 
 
-def _dtype(question: Question, config: ModelConfig) -> Dtype:
+def _dtype(request: AdviceRequest, config: ModelConfig) -> Dtype:
     """The dtype of the KV cache, resolved as a worker resolves it."""
-    if question.dtype != "auto":
-        return question.dtype
+    if request.dtype != "auto":
+        return request.dtype
     return "float32" if config.dtype == "float32" else "bfloat16"
 
 
 def _num_slots(
-    question: Question, config: ModelConfig, dtype: Dtype, asked: Sequence[RecordedRequest]
+    request: AdviceRequest, config: ModelConfig, dtype: Dtype, asked: Sequence[RecordedRequest]
 ) -> int:
     """Token slots of the simulated pool, a multiple of every block size."""
     largest = max(BLOCK_SIZES)
-    if question.pool_memory:
+    if request.pool_memory:
         per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         try:
-            num_bytes = parse_size(question.pool_memory)
+            num_bytes = parse_size(request.pool_memory)
         except ValueError as error:
             raise StartupError(f"pool memory: {error}") from error
         return num_bytes // (per_token * ITEM_BYTES[dtype]) // largest * largest
     mean = sum(request.num_tokens for request in asked) / len(asked)
     longest = max(request.num_tokens for request in asked)
     # At least twice the longest request, so that it fits above the watermark.
-    return -(-max(int(_REQUESTS_AT_ONCE * mean), 2 * longest) // largest) * largest
+    return -(-max(int(_NUM_CONCURRENT * mean), 2 * longest) // largest) * largest
 
 
 def _average_step(found: Replay) -> DecodeStep:
@@ -120,7 +120,7 @@ def _average_step(found: Replay) -> DecodeStep:
 
 
 async def _store_us(
-    question: Question,
+    request: AdviceRequest,
     asked: Sequence[RecordedRequest],
     num_slots: int,
     replays: dict[int, Replay],
@@ -131,9 +131,9 @@ async def _store_us(
     some = asked[:_TIMED_REQUESTS]
     try:
         async with AsyncExitStack() as stack:
-            url = question.redis_url
+            url = request.redis_url
             if url is None:
-                url = await stack.enter_async_context(own_server())
+                url = await stack.enter_async_context(embedded_valkey())
             measured = {
                 size: await measured_us(url, some, num_slots, size, context) for size in replays
             }
@@ -147,11 +147,11 @@ async def _store_us(
 
 
 def _notes(
-    question: Question, asked: Sequence[RecordedRequest], timed: Timed, store: str
+    request: AdviceRequest, asked: Sequence[RecordedRequest], timed: ModelTimings, store: str
 ) -> tuple[str, ...]:
-    workload, step = question.workload, timed.step
+    workload, step = request.workload, timed.step
     notes = [
-        f"{question.backend} kernels: a step of {step.num_rows} rows of {step.context} tokens "
+        f"{request.backend} kernels: a step of {step.num_rows} rows of {step.context} tokens "
         f"takes {timed.step_us / 1000:.1f} ms, {timed.share:.0%} of it in attention",
         store,
     ]

@@ -28,7 +28,7 @@ class DoesNotFit(Exception):
 
 
 @dataclass(slots=True, order=True)
-class Simulated:
+class SimulatedRequest:
     """A simulated request. `num_tokens`: its prompt and the tokens generated so far;
     `num_computed`: how many of them have KV in the memory."""
 
@@ -46,7 +46,7 @@ class Simulated:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Slots of a memory at one moment. `wasted`: reserved slots without KV, one number for each of
-    the memory's `wastes`; num_kv + sum(wasted) == num_reserved."""
+    the memory's `waste_kinds`; num_kv + sum(wasted) == num_reserved."""
 
     num_reserved: int
     num_kv: int
@@ -57,27 +57,27 @@ class Memory(Protocol):
     """Reserves slots for the KV of simulated requests."""
 
     @property
-    def wastes(self) -> tuple[str, str]:
+    def waste_kinds(self) -> tuple[str, str]:
         """The two reasons why reserved slots hold no KV, for reports."""
 
-    async def admit(self, request: Simulated) -> bool:
+    async def admit(self, request: SimulatedRequest) -> bool:
         """Reserve slots for all tokens of a request and one more. False: there are too few free
         slots now; DoesNotFit: there never are enough."""
 
-    def has_slots(self, request: Simulated) -> bool:
+    def has_slots(self, request: SimulatedRequest) -> bool:
         """Whether the request has slots for the KV of all its tokens."""
 
-    async def keep(self, request: Simulated) -> None:
-        """Note that the KV of all tokens of a request was computed."""
+    async def commit(self, request: SimulatedRequest) -> None:
+        """Record that the KV of all tokens of a request was computed."""
 
-    async def release(self, request: Simulated) -> None:
+    async def release(self, request: SimulatedRequest) -> None:
         """Free the slots of a request that has ended."""
 
-    async def grow(self, running: Sequence[Simulated]) -> Sequence[Simulated]:
+    async def grow(self, running: Sequence[SimulatedRequest]) -> Sequence[SimulatedRequest]:
         """Reserve slots for the next tokens. Returns the preempted requests, whose slots are
         free."""
 
-    async def usage(self, running: Sequence[Simulated]) -> Usage: ...
+    async def usage(self, running: Sequence[SimulatedRequest]) -> Usage: ...
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class PagedMemory:
     worker knows each sequence's length, as if its client had sent the exact `max_tokens`.
     """
 
-    wastes = ("tail", "look-ahead")
+    waste_kinds = ("tail", "look-ahead")
 
     def __init__(self, store: BlockStore, spec: PoolSpec, max_model_len: int | None = None) -> None:
         self._store = store
@@ -137,7 +137,7 @@ class PagedMemory:
         await store.register_worker(spec, _WORKER)
         return cls(store, spec, max_model_len)
 
-    async def admit(self, request: Simulated) -> bool:
+    async def admit(self, request: SimulatedRequest) -> bool:
         size, num_slots = self._spec.block_size, self._spec.num_blocks * self._spec.block_size
         if request.asked.num_tokens > num_slots:
             raise DoesNotFit(
@@ -150,7 +150,7 @@ class PagedMemory:
         hashes = [self._hash(request.asked, request.number, index) for index in range(num_full)]
         holder_id = f"{request.number}.{request.num_starts}"
         try:
-            allocation = await self._ask(
+            allocation = await self._call(
                 "allocate",
                 self._store.allocate(
                     *(self._spec.pool_id, holder_id, _WORKER, request.number + 1, hashes),
@@ -165,11 +165,11 @@ class PagedMemory:
         )
         return True
 
-    def has_slots(self, request: Simulated) -> bool:
+    def has_slots(self, request: SimulatedRequest) -> bool:
         holding = self._held[request.number]
         return request.num_tokens <= len(holding.block_ids) * self._spec.block_size
 
-    async def keep(self, request: Simulated) -> None:
+    async def commit(self, request: SimulatedRequest) -> None:
         holding = self._held[request.number]
         num_full = request.num_computed // self._spec.block_size
         if num_full <= holding.num_committed:
@@ -180,19 +180,19 @@ class PagedMemory:
         ]
         holding.num_committed = num_full
         pool_id = self._spec.pool_id
-        await self._ask("commit", self._store.commit(pool_id, holding.holder_id, 1, blocks))
+        await self._call("commit", self._store.commit(pool_id, holding.holder_id, 1, blocks))
 
-    async def release(self, request: Simulated) -> None:
+    async def release(self, request: SimulatedRequest) -> None:
         self.num_blocks += len(self._held[request.number].block_ids)
-        await self._let_go(request.number, comes_back=False)
+        await self._release(request.number, comes_back=False)
 
-    async def grow(self, running: Sequence[Simulated]) -> Sequence[Simulated]:
+    async def grow(self, running: Sequence[SimulatedRequest]) -> Sequence[SimulatedRequest]:
         """Ask for the missing blocks again after each preemption, as a worker does."""
-        staying, victims = list(running), list[Simulated]()
-        while growths := [growth for request in staying if (growth := self._growth(request))]:
+        staying, victims = list(running), list[SimulatedRequest]()
+        while growths := [growth for request in staying if (growth := self._growth_of(request))]:
             demanded = await self._extend(growths, staying)
             for victim in demanded:
-                await self._let_go(victim.number, comes_back=True)
+                await self._release(victim.number, comes_back=True)
                 staying.remove(victim)
             victims += demanded
             if not demanded:
@@ -200,18 +200,18 @@ class PagedMemory:
         return victims
 
     async def _extend(
-        self, growths: Sequence[Growth], running: Sequence[Simulated]
-    ) -> Sequence[Simulated]:
+        self, growths: Sequence[Growth], running: Sequence[SimulatedRequest]
+    ) -> Sequence[SimulatedRequest]:
         """Get blocks for as many `growths` as the store can serve. Returns the requests that the
         store demands to be preempted."""
         pool_id = self._spec.pool_id
-        extension = await self._ask("extend", self._store.extend(pool_id, _WORKER, growths))
+        extension = await self._call("extend", self._store.extend(pool_id, _WORKER, growths))
         by_holder = {self._held[request.number].holder_id: request for request in running}
         for grown in extension.grown:
             self._held[by_holder[grown.holder_id].number].block_ids += grown.block_ids
         return [by_holder[holder_id] for holder_id in extension.demands]
 
-    async def usage(self, running: Sequence[Simulated]) -> Usage:
+    async def usage(self, running: Sequence[SimulatedRequest]) -> Usage:
         """Count shared blocks once. A held block is full of KV, except the last blocks of each
         sequence: those belong to one sequence only.
 
@@ -230,7 +230,7 @@ class PagedMemory:
         ahead = (num_own - num_tails) * size
         return Usage(num_held * size, (num_held - num_own) * size + num_in_tails, (tail, ahead))
 
-    def _growth(self, request: Simulated) -> Growth | None:
+    def _growth_of(self, request: SimulatedRequest) -> Growth | None:
         holding, size = self._held[request.number], self._spec.block_size
         longest = request.asked.num_tokens
         if self._max_model_len is not None:
@@ -240,12 +240,12 @@ class PagedMemory:
         have = len(holding.block_ids)
         return Growth(holding.holder_id, 1, have, total) if total > have else None
 
-    async def _let_go(self, number: int, comes_back: bool) -> None:
+    async def _release(self, number: int, comes_back: bool) -> None:
         holder_id = self._held.pop(number).holder_id
         pool_id = self._spec.pool_id
-        await self._ask("release", self._store.release(pool_id, holder_id, 1, comes_back))
+        await self._call("release", self._store.release(pool_id, holder_id, 1, comes_back))
 
-    async def _ask(self, name: str, answer: Awaitable[T]) -> T:
+    async def _call(self, name: str, answer: Awaitable[T]) -> T:
         self.num_calls[name] += 1
         began = time.perf_counter()
         try:
@@ -267,14 +267,14 @@ class ContiguousMemory:
     """A memory that reserves `reserve(asked)` contiguous slots for each request, from its admission
     to its end. Only their sum counts; the gaps that would be between reservations are left out."""
 
-    wastes = ("for later", "never used")
+    waste_kinds = ("for later", "never used")
 
     def __init__(self, num_slots: int, reserve: Callable[[RecordedRequest], int]) -> None:
         self._num_slots = num_slots
         self._reserve = reserve
         self._num_reserved = 0
 
-    async def admit(self, request: Simulated) -> bool:
+    async def admit(self, request: SimulatedRequest) -> bool:
         wanted = self._reserve(request.asked)
         if not request.asked.num_tokens - 1 <= wanted <= self._num_slots:
             raise DoesNotFit(
@@ -286,19 +286,19 @@ class ContiguousMemory:
         self._num_reserved += wanted
         return True
 
-    def has_slots(self, _request: Simulated) -> bool:
+    def has_slots(self, _request: SimulatedRequest) -> bool:
         return True
 
-    async def keep(self, _request: Simulated) -> None:
+    async def commit(self, _request: SimulatedRequest) -> None:
         """Do nothing, since contiguous reservations share nothing."""
 
-    async def release(self, request: Simulated) -> None:
+    async def release(self, request: SimulatedRequest) -> None:
         self._num_reserved -= self._reserve(request.asked)
 
-    async def grow(self, _running: Sequence[Simulated]) -> Sequence[Simulated]:
+    async def grow(self, _running: Sequence[SimulatedRequest]) -> Sequence[SimulatedRequest]:
         return ()
 
-    async def usage(self, running: Sequence[Simulated]) -> Usage:
+    async def usage(self, running: Sequence[SimulatedRequest]) -> Usage:
         """Count slots for KV, for later tokens, and for tokens that never come. The last token of a
         request needs no slot, since its KV is never computed."""
         num_kv = sum(request.num_computed for request in running)

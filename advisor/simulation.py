@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from advisor.memory import DoesNotFit, Memory, Simulated, Usage
+from advisor.memory import DoesNotFit, Memory, SimulatedRequest, Usage
 from advisor.workload import RecordedRequest
 
 
@@ -21,7 +21,7 @@ class Outcome:
 
     `utilization`: share of the reserved slots that held KV, over all steps; `utilization_at_peak`:
     the share in the step with the most KV; `wasted`: the shares of the reserved slots that held no
-    KV, one for each of the memory's `wastes`, over all steps.
+    KV, one for each of the memory's `waste_kinds`, over all steps.
     """
 
     num_requests: int
@@ -41,23 +41,23 @@ class Outcome:
 
 
 async def simulate(
-    asked: Sequence[RecordedRequest], memory: Memory, most_at_once: int | None = None
+    requests: Sequence[RecordedRequest], memory: Memory, most_at_once: int | None = None
 ) -> Outcome:
     """Run all requests, admitted in this order, at most `most_at_once` at a time (None: no limit).
     DoesNotFit: a request can never get its slots."""
-    line = [
-        Simulated(number, request, request.num_prompt_tokens)
-        for number, request in enumerate(asked)
+    waiting = [
+        SimulatedRequest(number, request, request.num_prompt_tokens)
+        for number, request in enumerate(requests)
     ]  # sorted, so it is a heap
-    running: list[Simulated] = []
+    running: list[SimulatedRequest] = []
     totals = _Totals()
-    while line or running:
-        await _admit(line, running, memory, most_at_once or len(asked))
+    while waiting or running:
+        await _admit(waiting, running, memory, most_at_once or len(requests))
         computing = [request for request in running if memory.has_slots(request)]
         for request in computing:
             request.num_computed = request.num_tokens
-            await memory.keep(request)
-        totals.see(running, await memory.usage(running))
+            await memory.commit(request)
+        totals.add_step(running, await memory.usage(running))
         for request in computing:
             request.num_tokens += 1
             if request.is_done:
@@ -67,20 +67,20 @@ async def simulate(
             totals.num_preemptions += 1
             running.remove(victim)
             victim.num_computed = 0
-            heapq.heappush(line, victim)
-    return totals.outcome(len(asked))
+            heapq.heappush(waiting, victim)
+    return totals.outcome(len(requests))
 
 
 async def _admit(
-    line: list[Simulated], running: list[Simulated], memory: Memory, most: int
+    waiting: list[SimulatedRequest], running: list[SimulatedRequest], memory: Memory, most: int
 ) -> None:
     """Admit waiting requests in order until the memory refuses one."""
-    while line and len(running) < most and await memory.admit(line[0]):
-        request = heapq.heappop(line)
+    while waiting and len(running) < most and await memory.admit(waiting[0]):
+        request = heapq.heappop(waiting)
         request.num_starts += 1
         running.append(request)
     if not running:
-        raise DoesNotFit(f"an empty memory has no room for {line[0].num_tokens} tokens")
+        raise DoesNotFit(f"an empty memory has no room for {waiting[0].num_tokens} tokens")
 
 
 class _Totals:
@@ -91,7 +91,7 @@ class _Totals:
         self._wasted = [0, 0]
         self._peak = Usage(0, 0, (0, 0))
 
-    def see(self, running: Sequence[Simulated], usage: Usage) -> None:
+    def add_step(self, running: Sequence[SimulatedRequest], usage: Usage) -> None:
         self._num_steps += 1
         self._num_running += len(running)
         self._most_running = max(self._most_running, len(running))

@@ -47,7 +47,7 @@ async def measured_us(
 
 
 @asynccontextmanager
-async def own_server() -> AsyncIterator[str]:
+async def embedded_valkey() -> AsyncIterator[str]:
     """Yield the URL of an embedded Valkey that runs until the block is left. NoValkey: it is not
     installed; TimeoutError: it does not answer."""
     with tempfile.TemporaryDirectory() as directory:

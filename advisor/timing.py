@@ -19,7 +19,7 @@ DEFAULT_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class ModelTimings:
     """The timings of a model. `attention_us`: attention of one layer, by block size; `share`: the
     share that attention with blocks of DEFAULT_BLOCK_SIZE has in a step, which takes `step_us`."""
 
@@ -41,7 +41,7 @@ class Engine:
     weights_cache: Path | None = None
 
 
-def time_model(engine: Engine, step: DecodeStep, block_sizes: Sequence[int]) -> Timed:
+def time_model(engine: Engine, step: DecodeStep, block_sizes: Sequence[int]) -> ModelTimings:
     """Time `step` and attention, with as many rows as there is memory for. StartupError: the model
     cannot be loaded, or the backend is not available or cannot read blocks of a size."""
     dtype, config = DTYPES[engine.dtype], ModelConfig.from_directory(engine.model)
@@ -57,4 +57,5 @@ def time_model(engine: Engine, step: DecodeStep, block_sizes: Sequence[int]) -> 
     except (kvops.BackendUnavailable, ValueError) as error:
         raise StartupError(str(error)) from error
     us = {size: 1e6 * each for size, each in seconds.items()}
-    return Timed(step, us, min(1.0, config.num_layers * us[DEFAULT_BLOCK_SIZE] / step_us), step_us)
+    share = min(1.0, config.num_layers * us[DEFAULT_BLOCK_SIZE] / step_us)
+    return ModelTimings(step, us, share, step_us)

@@ -68,22 +68,22 @@ def read_workload(path: Path) -> Workload:
 
 
 def _workload(path: Path, lines: Iterable[str]) -> Workload:
-    found = _Found()
+    reader = _Reader()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            found.take(line)
+            reader.add_line(line)
         except ValueError as error:
             problem = WorkloadError(f"{path}, line {number}: {error}")
             if _REQUEST_ENDED in line:
                 raise problem from error
-            found.problem = found.problem or problem
-    return found.workload(path)
+            reader.problem = reader.problem or problem
+    return reader.workload(path)
 
 
 @dataclass(slots=True)
-class _Found:
+class _Reader:
     """Collects the requests of a file in one pass, and finds out whether it is a workload file or a
     log: only a log has events, and only a log may contain lines (a traceback) that are neither."""
 
@@ -93,15 +93,15 @@ class _Found:
     is_log: bool = False
     problem: WorkloadError | None = None
 
-    def take(self, line: str) -> None:
+    def add_line(self, line: str) -> None:
         """Add a line. ValueError: it is neither a request nor a line of a log."""
         fields = _object(line)
         if "event" not in fields:
-            self.plain.append(_asked(fields))
+            self.plain.append(_plain_request(fields))
             return
         self.is_log = True
         if fields["event"] == _REQUEST_ENDED:
-            request = _ended(fields)
+            request = _logged_request(fields)
             self.logged += [] if request is None else [request]
             self.num_skipped += request is None
 
@@ -134,7 +134,7 @@ def _object(line: str) -> Mapping[str, Any]:
 _FIELDS = frozenset(RecordedRequest.__dataclass_fields__)
 
 
-def _asked(fields: Mapping[str, Any]) -> RecordedRequest:
+def _plain_request(fields: Mapping[str, Any]) -> RecordedRequest:
     """The request in a line of a workload file. ValueError."""
     if unknown := sorted(fields.keys() - _FIELDS):
         raise ValueError(f"{unknown[0]!r} is none of {', '.join(sorted(_FIELDS))}")
@@ -158,7 +158,7 @@ def _asked(fields: Mapping[str, Any]) -> RecordedRequest:
     return asked
 
 
-def _ended(fields: Mapping[str, Any]) -> RecordedRequest | None:
+def _logged_request(fields: Mapping[str, Any]) -> RecordedRequest | None:
     """The request in a `request_ended` line of a gateway's log. None: the request ended without a
     token, or had several sequences, whose lengths are not in the log. ValueError."""
     num_prompt = _count(fields, "num_prompt_tokens", least=0)

@@ -68,12 +68,20 @@ def row(name: str, outcome: Outcome) -> list[str]:
     ]
 
 
-def header(name: str, wastes: tuple[str, str]) -> list[str]:
-    return [name, "KV", "at the peak", *wastes, "at once", "requests / 1,000 steps", "preempted"]
+def header(name: str, waste_kinds: tuple[str, str]) -> list[str]:
+    return [
+        name,
+        "KV",
+        "at the peak",
+        *waste_kinds,
+        "at once",
+        "requests / 1,000 steps",
+        "preempted",
+    ]
 
 
-def bar(name: str, outcome: Outcome, wastes: tuple[str, str]) -> Bar:
-    shares = zip(("KV", *wastes), (outcome.utilization, *outcome.wasted), strict=True)
+def bar(name: str, outcome: Outcome, waste_kinds: tuple[str, str]) -> Bar:
+    shares = zip(("KV", *waste_kinds), (outcome.utilization, *outcome.wasted), strict=True)
     return Bar(name, dict(shares))
 
 
@@ -84,14 +92,17 @@ async def simulated(trace: Trace, args: argparse.Namespace) -> list[Bar]:
     for name, reserve in CONTIGUOUS.items():
         outcome = await simulate(asked, ContiguousMemory(args.slots, reserve))
         rows.append(row(name, outcome))
-        bars.append(bar(name.replace(" ", "\n", 1), outcome, ContiguousMemory.wastes))
-    print(markdown(header(f"{trace.name}, contiguous", ContiguousMemory.wastes), rows), end="\n\n")
+        bars.append(bar(name.replace(" ", "\n", 1), outcome, ContiguousMemory.waste_kinds))
+    print(
+        markdown(header(f"{trace.name}, contiguous", ContiguousMemory.waste_kinds), rows),
+        end="\n\n",
+    )
     rows = []
     for block_size in args.block_sizes:
         outcome = await paged(asked, args.slots, block_size)
         rows.append(row(f"{block_size}", outcome))
-        bars.append(bar(f"blocks\nof {block_size}", outcome, PagedMemory.wastes))
-    print(markdown(header(f"{trace.name}, block size", PagedMemory.wastes), rows), end="\n\n")
+        bars.append(bar(f"blocks\nof {block_size}", outcome, PagedMemory.waste_kinds))
+    print(markdown(header(f"{trace.name}, block size", PagedMemory.waste_kinds), rows), end="\n\n")
     return bars
 
 

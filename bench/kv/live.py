@@ -110,7 +110,7 @@ def expected_cells(outcome: Outcome) -> list[str]:
     return [*(f"{100 * share:.1f} %" for share in shares), "-", "-", f"{outcome.mean_running:.1f}"]
 
 
-COLUMNS = ("KV", "at the peak", *PagedMemory.wastes, "in prefill", "over", "at once")
+COLUMNS = ("KV", "at the peak", *PagedMemory.waste_kinds, "in prefill", "over", "at once")
 
 
 def measure(

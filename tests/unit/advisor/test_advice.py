@@ -83,7 +83,7 @@ async def test_long_contexts_want_what_attention_is_fast_with() -> None:
     found = await of_workload([RecordedRequest(8000, 400)] * 8, faster)
     advice = advise(found, StepTime(attention_share=0.6, token_us=3000.0))
     assert advice.block_size == 64
-    assert "32 beside it: memory +" in advice.reasons[1]
+    assert "32 instead: memory +" in advice.reasons[1]
     assert "attention -5." in advice.reasons[1]
 
 
@@ -108,7 +108,7 @@ def test_parts_equal_hand_computed_values() -> None:
     assert advice.block_size == 16
     assert advice.reasons == (
         "16 leaves 100.0% of the machine",
-        "32 beside it: memory -10.0%, prefix -20.0%, attention -9.1%, store -10.0%: -41.1%",
+        "32 instead: memory -10.0%, prefix -20.0%, attention -9.1%, store -10.0%: -41.1%",
     )
 
 

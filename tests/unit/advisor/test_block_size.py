@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from advisor import block_size
-from advisor.block_size import Question, _store_us
+from advisor.block_size import AdviceRequest, _store_us
 from advisor.costs import Replay
 from advisor.simulation import Outcome
 from advisor.workload import RecordedRequest, Workload
@@ -27,10 +27,10 @@ async def test_without_a_server_calls_and_blocks_are_counted(
 ) -> None:
     """150 us a call, and 3.5 us for each time that a block is named: it is allocated, committed and
     released. Of 40 tokens: 8 * 150 + 6 * 3 * 3.5 us in blocks of 16."""
-    monkeypatch.setattr(block_size, "own_server", nowhere)
+    monkeypatch.setattr(block_size, "embedded_valkey", nowhere)
     asked = (RecordedRequest(10, 20), RecordedRequest(10, 20))
     replays = {16: Replay(OUTCOME, 8, 6), 32: Replay(OUTCOME, 4, 3)}
-    question = Question(Workload(asked), Path("nowhere"))
+    question = AdviceRequest(Workload(asked), Path("nowhere"))
     found, how = await _store_us(question, asked, 256, replays, 64)
     assert found == {16: (8 * 150 + 63) / 40, 32: (4 * 150 + 31.5) / 40}
     assert how.startswith("store: counted")

@@ -9,7 +9,7 @@ from advisor.memory import (
     ContiguousMemory,
     DoesNotFit,
     PagedMemory,
-    Simulated,
+    SimulatedRequest,
     Usage,
 )
 from advisor.simulation import simulate
@@ -77,22 +77,25 @@ async def test_a_shared_prefix_counts_once() -> None:
     """Two prompts of two shared blocks; each has a third one of its own, empty yet."""
     memory = await paged(32, 4)
     requests = [
-        Simulated(number, RecordedRequest(8, 2, 0.0, "a", 8), num_tokens=8) for number in (0, 1)
+        SimulatedRequest(number, RecordedRequest(8, 2, 0.0, "a", 8), num_tokens=8)
+        for number in (0, 1)
     ]
     for request in requests:
         assert await memory.admit(request)
         request.num_computed = 8
-        await memory.keep(request)
+        await memory.commit(request)
     assert await memory.usage(requests) == Usage(num_reserved=16, num_kv=8, wasted=(0, 8))
 
 
 async def test_prompts_of_different_prefixes_share_nothing() -> None:
     memory = await paged(32, 4)
-    requests = [Simulated(n, RecordedRequest(8, 2, 0.0, f"{n}", 8), num_tokens=8) for n in (0, 1)]
+    requests = [
+        SimulatedRequest(n, RecordedRequest(8, 2, 0.0, f"{n}", 8), num_tokens=8) for n in (0, 1)
+    ]
     for request in requests:
         assert await memory.admit(request)
         request.num_computed = 8
-        await memory.keep(request)
+        await memory.commit(request)
     assert (await memory.usage(requests)).num_reserved == 24
 
 
@@ -101,7 +104,7 @@ class Checked(PagedMemory):
 
     num_looks = 0
 
-    async def usage(self, running: Sequence[Simulated]) -> Usage:
+    async def usage(self, running: Sequence[SimulatedRequest]) -> Usage:
         usage = await super().usage(running)
         size, ledger = self._spec.block_size, self.ledger()
         filled: dict[int, int] = {}
