@@ -16,10 +16,10 @@ from blockstore.store import FUNCTION_LIBRARY
 FUNCTIONS = Path(__file__).parent / "functions"
 
 
-def library_text(name: str = FUNCTION_LIBRARY) -> str:
+def library_text() -> str:
     """Return all files of functions/, in the order of their names, as one library."""
     files = sorted(FUNCTIONS.glob("*.lua"))
-    return "\n".join([f"#!lua name={name}", *(file.read_text() for file in files)])
+    return "\n".join([f"#!lua name={FUNCTION_LIBRARY}", *(file.read_text() for file in files)])
 
 
 async def check_server(server: Server) -> None:

@@ -198,8 +198,16 @@ class AuditReport:
         is_checked: bool,
         violations: tuple[str, ...],
     ) -> "AuditReport":
+        """Make a report from a pool's counters and the results of the audit."""
         return cls(
-            *(stats.spec.pool_id, stats.spec.num_blocks),
-            *(stats.num_free, stats.num_cached, stats.num_held, stats.num_holders),
-            *(num_references, is_checked, violations, stats.recovering),
+            pool_id=stats.spec.pool_id,
+            num_blocks=stats.spec.num_blocks,
+            num_free=stats.num_free,
+            num_cached=stats.num_cached,
+            num_held=stats.num_held,
+            num_holders=stats.num_holders,
+            num_references=num_references,
+            ledger_checked=is_checked,
+            violations=violations,
+            recovering=stats.recovering,
         )

@@ -55,7 +55,7 @@ class Drainer:
             # Noted even if no answer comes: the worker may have received the message.
             self._recent[worker_id] = asyncio.get_running_loop().time() + _REGISTRY_LAG_S
             async with asyncio.timeout(self._timeout_s):
-                return await _send_drain(worker, self._peer_id, self._rpc_key)
+                return await send_drain(worker, self._peer_id, self._rpc_key)
 
     async def _require_another(
         self, connection: Connection, members: tuple[Member, ...], worker: Member
@@ -86,7 +86,7 @@ def _worker(members: tuple[Member, ...], worker_id: str) -> Member:
     return worker
 
 
-async def _send_drain(worker: Member, peer_id: str, rpc_key: bytes) -> int:
+async def send_drain(worker: Member, peer_id: str, rpc_key: bytes) -> int:
     """Tell `worker` to drain. Returns how many requests it still runs. Unauthenticated: another
     process is at its address; VersionMismatch; Unavailable: it does not answer."""
     async with open_channel(worker.address) as channel:

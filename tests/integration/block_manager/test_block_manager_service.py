@@ -23,7 +23,7 @@ from quire.v1 import (
     worker_pb2,
 )
 from quire.v1 import block_manager_pb2 as pb
-from services.block_manager.drain import drain
+from services.block_manager.drain import send_drain
 from services.block_manager.rounds import Connection, RoundRunner
 from services.block_manager.service import SERVICE_NAME, BlockManagerService
 from services.common.errors import Unauthenticated, VersionMismatch
@@ -338,7 +338,7 @@ async def test_a_worker_is_not_told_to_drain_by_who_has_another_secret(served: S
     worker = await start(served, "decode")
     (member,) = [m for m in await served.registry.members() if m.member_id == "decode-1"]
     with pytest.raises(Unauthenticated):
-        await drain(member, "somebody", OTHER.rpc_key)
+        await send_drain(member, "somebody", OTHER.rpc_key)
     assert (worker.hello, worker.drains) == (None, 0)
 
 
@@ -351,5 +351,5 @@ async def test_a_process_at_a_workers_address_hears_no_drain(served: Served) -> 
     port = await server.start("127.0.0.1", 0)
     member = await served.announce("decode-1", address=f"127.0.0.1:{port}")
     with pytest.raises(Unauthenticated, match="does not prove this deployment's secret"):
-        await drain(member, "block_manager-1", SECRET.rpc_key)
+        await send_drain(member, "block_manager-1", SECRET.rpc_key)
     assert worker.drains == 0
