@@ -192,11 +192,7 @@ class AuditReport:
 
     @classmethod
     def of(
-        cls,
-        stats: PoolStats,
-        num_references: int,
-        is_checked: bool,
-        violations: tuple[str, ...],
+        cls, stats: PoolStats, num_references: int, is_checked: bool, violations: tuple[str, ...]
     ) -> "AuditReport":
         """Make a report from a pool's counters and the results of the audit."""
         return cls(

@@ -26,13 +26,7 @@ from quire.types import (
     Worker,
     WorkerState,
 )
-from quire.v1 import (
-    block_manager_pb2,
-    inference_pb2,
-    logprobs_pb2,
-    sampling_pb2,
-    supervisor_pb2,
-)
+from quire.v1 import block_manager_pb2, inference_pb2, logprobs_pb2, sampling_pb2, supervisor_pb2
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

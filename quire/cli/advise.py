@@ -14,6 +14,12 @@ from typing import Any
 from quire.cli.terminal import Columns, Commands, add_command, memory_size, positive, print_table
 from quire.supervisor.model_source import EMBEDDED, find_model
 
+_ADVISOR_FLAGS = (
+    *("workload", "pool_memory", "dtype", "backend", "threads", "requests"),
+    *("redis_url", "weights_cache"),
+)
+"""Flags that are also flags of `python -m advisor`."""
+
 Costs = dict[str, Any]
 """The costs of one block size, as `advisor` prints them."""
 
@@ -82,17 +88,7 @@ def add_commands(commands: Commands) -> None:
 
 def block_size(args: argparse.Namespace) -> int:
     model = find_model(args.model)
-    options = {
-        "workload": args.workload,
-        "model": model.directory,
-        "pool-memory": args.pool_memory,
-        "dtype": args.dtype,
-        "backend": args.backend,
-        "threads": args.threads,
-        "requests": args.requests,
-        "redis-url": args.redis_url,
-        "weights-cache": args.weights_cache,
-    }
+    options = {name: getattr(args, name) for name in _ADVISOR_FLAGS} | {"model": model.directory}
     found = _run_advisor({name: str(value) for name, value in options.items() if value is not None})
     if "error" in found:
         print(f"quire: {found['error']}", file=sys.stderr)
@@ -110,7 +106,7 @@ def block_size(args: argparse.Namespace) -> int:
 def _run_advisor(options: dict[str, str]) -> dict[str, Any]:
     # -P: a directory `services` in the user's working directory must not hide Quire's package.
     command = [sys.executable, "-P", "-m", "advisor"]
-    command += [f"--{name}={value}" for name, value in options.items()]
+    command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     try:
         found: dict[str, Any] = json.loads(done.stdout)

@@ -9,16 +9,7 @@ from typing import Literal
 from quire.cli.terminal import Commands, add_client_command, connect, print_json
 from quire.errors import InvalidRequest, ServerError
 from quire.messages import Request
-from quire.types import (
-    Beam,
-    Candidate,
-    ChatMessage,
-    Delta,
-    Prompt,
-    Sampling,
-    TokenLogprobs,
-    Usage,
-)
+from quire.types import Beam, Candidate, ChatMessage, Delta, Prompt, Sampling, TokenLogprobs, Usage
 
 _EARLY_STOPPING: dict[str, bool | Literal["never"]] = {
     "false": False,

@@ -82,10 +82,7 @@ def add_commands(commands: Commands) -> None:
     )
     audit_command.add_argument("--pool", default="", metavar="ID", help="default: all pools")
     drain_command = add_operations_command(
-        commands,
-        "drain",
-        drain,
-        help_text="move a worker's requests to others, then let it exit",
+        commands, "drain", drain, help_text="move a worker's requests to others, then let it exit"
     )
     drain_command.add_argument("worker", metavar="WORKER", help="its id (`quire workers`)")
     drain_command.add_argument(
@@ -96,11 +93,7 @@ def add_commands(commands: Commands) -> None:
         commands, "scale", scale, help_text="start or drain workers of a `quire serve`"
     )
     scale_command.add_argument(
-        "numbers",
-        nargs="+",
-        type=_number_of_workers,
-        metavar="ROLE=N",
-        help="decode=3, prefill=2",
+        "numbers", nargs="+", type=_number_of_workers, metavar="ROLE=N", help="decode=3, prefill=2"
     )
     _add_wait_flags(scale_command, "wait until these workers serve")
 

@@ -99,9 +99,7 @@ async def _drain_over(worker: Member, channel: aio.Channel, peer_id: str, rpc_ke
     proof = Proof(rpc_key, method, worker.member_id)
     stream, request = _connect(worker, channel, proof)
     hello = worker_pb2.Hello(
-        peer_id=peer_id,
-        protocol_version=PROTOCOL_VERSION,
-        function_library=FUNCTION_LIBRARY,
+        peer_id=peer_id, protocol_version=PROTOCOL_VERSION, function_library=FUNCTION_LIBRARY
     )
     response: Any
     try:

@@ -81,11 +81,7 @@ class Stamps:
             self._bytes[at + _OWNER_AT : at + _FIELDS_AT] = token
 
     def complete(
-        self,
-        block_id: int,
-        prefix_hash: PrefixHash,
-        parent: PrefixHash,
-        token_ids: Sequence[int],
+        self, block_id: int, prefix_hash: PrefixHash, parent: PrefixHash, token_ids: Sequence[int]
     ) -> None:
         """Stamp a block as COMMITTED: its KV is complete and is never written again.
 

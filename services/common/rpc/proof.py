@@ -124,11 +124,7 @@ class Guard:
         again_at, num_refused = self._refusals.get(host, (now, 0))
         if now >= again_at:
             log.warning(
-                "peer_refused",
-                peer=peer,
-                method=method,
-                reason=reason,
-                num_refused=num_refused + 1,
+                "peer_refused", peer=peer, method=method, reason=reason, num_refused=num_refused + 1
             )
             again_at, num_refused = now + _REMIND_S, -1
         if len(self._refusals) >= _MAX_PEERS:

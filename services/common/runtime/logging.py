@@ -79,11 +79,7 @@ def _renderers(log_format: LogFormat, stream: TextIO) -> list[Processor]:
         # Plain tracebacks: with the values of variables they would show prompts and secrets.
         plain = structlog.dev.plain_traceback
         return [structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=plain)]
-    return [
-        structlog.processors.format_exc_info,
-        _order_keys,
-        structlog.processors.JSONRenderer(),
-    ]
+    return [structlog.processors.format_exc_info, _order_keys, structlog.processors.JSONRenderer()]
 
 
 def _order_keys(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

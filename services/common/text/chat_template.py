@@ -122,11 +122,7 @@ def _to_json(
 ) -> str:
     """The filter `tojson`; unlike jinja2's filter it escapes no HTML."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
