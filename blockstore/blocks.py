@@ -3,10 +3,8 @@
 Holders appear here only as a reference count of each block; `blockstore.ledger` has the holders.
 """
 
-import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import Self
 
 from blockstore.records import Content, PrefixHash
 
@@ -116,21 +114,6 @@ class Blocks:
             self.cached = dict.fromkeys([*in_order, *self.cached])
         else:
             self.returned.append(block_id)
-
-    def copy(self) -> Self:
-        twin = copy.copy(self)
-        for name in ("returned", "cached", "refs", "index", "hash_of", "ranks"):
-            setattr(twin, name, getattr(self, name).copy())
-        return twin
-
-    def snapshot(self) -> Hashable:
-        return (
-            self.next_unused,
-            tuple(self.returned),
-            tuple(self.cached),
-            frozenset(self.refs.items()),
-            frozenset(self.index.items()),
-        )
 
     def _take_one(self) -> int:
         if self.returned:

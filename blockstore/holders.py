@@ -1,6 +1,6 @@
 """The holders of a pool's blocks, and the tombstones of released ones."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -42,16 +42,6 @@ class Holder:
             self.holder_id, self.epoch, self.worker_id, self.order, num_blocks=len(self.held)
         )
 
-    def snapshot(self) -> Hashable:
-        return (
-            *(self.holder_id, self.worker_id, self.order, self.epoch, self.num_cached_blocks),
-            *(tuple(self.acquired), frozenset(self.held), self.runs),
-        )
-
-    def copy(self) -> "Holder":
-        own = (self.holder_id, self.worker_id, self.order, self.num_cached_blocks)
-        return Holder(*own, self.acquired.copy(), self.held.copy(), self.epoch, self.runs)
-
 
 class Holders(dict[str, Holder]):
     """The holders of a pool by id."""
@@ -70,9 +60,6 @@ class Holders(dict[str, Holder]):
     def order_of(self, holder_id: str) -> int:
         """Return the holder's order, or 0 if there is no such holder."""
         return self[holder_id].order if holder_id in self else 0
-
-    def copy(self) -> "Holders":
-        return Holders((holder_id, holder.copy()) for holder_id, holder in self.items())
 
 
 @dataclass(slots=True)
@@ -95,9 +82,6 @@ class Tombstones:
 
     def forget(self, key: str) -> None:
         del self._until[key], self.epochs[key]
-
-    def copy(self) -> "Tombstones":
-        return Tombstones(self.clock, self.epochs.copy(), self._until.copy())
 
     def _forget_old(self) -> None:
         now = self.clock()

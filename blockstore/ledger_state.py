@@ -1,8 +1,6 @@
 """The state of one pool's ledger in memory, and the steps of which its operations consist."""
 
-import copy
-from collections.abc import Callable, Hashable, Sequence
-from typing import Self
+from collections.abc import Callable, Sequence
 
 from blockstore.arguments import check
 from blockstore.blocks import Blocks
@@ -39,28 +37,6 @@ class LedgerState:
         self.reaped = Tombstones(clock)
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
-
-    def copy(self) -> Self:
-        """Return an independent ledger in the same state."""
-        twin = copy.copy(self)
-        parts = ("blocks", "workers", "holders", "waiters", "demands", "released", "reaped")
-        for name in (*parts, "rebuilding"):
-            setattr(twin, name, getattr(self, name).copy())
-        return twin
-
-    def snapshot(self) -> Hashable:
-        """Return a value that is equal for two ledgers if they give the same answers to all
-        operations (while no tombstone expires)."""
-        return (
-            self.blocks.snapshot(),
-            frozenset(holder.snapshot() for holder in self.holders.values()),
-            frozenset(self.workers.items()),
-            frozenset(self.waiters.items()),
-            frozenset(self.demands),
-            frozenset(self.released.epochs.items()),
-            frozenset(self.reaped.epochs),
-            self.rebuilding.snapshot(),
-        )
 
     # Checks
 

@@ -6,9 +6,7 @@ report, and may still write private blocks: its quarantine holds them.
 See ADR 58.
 """
 
-import copy
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Self
+from collections.abc import Iterable, Sequence
 
 from blockstore.blocks import Blocks
 from blockstore.errors import Recovering
@@ -76,17 +74,6 @@ class Rebuilding:
         self.is_over = True
         self.top = 0
         blocks.ranks = {}
-
-    def copy(self) -> Self:
-        """Return a copy, or the object itself when the recovery is over: it cannot change then."""
-        if self.is_over:
-            return self
-        twin = copy.copy(self)
-        twin.missing = self.missing.copy()
-        return twin
-
-    def snapshot(self) -> Hashable:
-        return () if self.is_over else (frozenset(self.missing), self.top)
 
 
 def quarantine_of(worker_id: str) -> Holder:

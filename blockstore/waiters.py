@@ -30,6 +30,3 @@ class Waiters(dict[str, Waiter]):
     def remove_worker(self, worker_id: str) -> None:
         for holder_id in self.of(worker_id):
             del self[holder_id]
-
-    def copy(self) -> "Waiters":
-        return Waiters(self)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from blockstore.errors import LedgerError
 from blockstore.ledger import Ledger
 from blockstore.recount import audit
+from tests.model_checking.ledger_copies import copy_ledger, snapshot
 
 Operation = tuple[str, tuple[Hashable, ...]]
 """A method of the ledger and its arguments."""
@@ -50,7 +51,7 @@ class Ledgers:
         """The ledger's number after `operation`, and what it answered."""
         key = (number, operation)
         if key not in self._outcomes:
-            ledger = self._ledgers[number].copy()
+            ledger = copy_ledger(self._ledgers[number])
             name, arguments = operation
             try:
                 answer = Answer("", getattr(ledger, name)(*arguments))
@@ -78,14 +79,14 @@ class Ledgers:
         return self._settled[key]
 
     def _number(self, ledger: Ledger) -> int:
-        snapshot = ledger.snapshot()
-        if snapshot not in self._numbers:
+        key = snapshot(ledger)
+        if key not in self._numbers:
             violations = audit(ledger).violations
             if violations:
                 raise Violation("; ".join(violations))
-            self._numbers[snapshot] = len(self._ledgers)
+            self._numbers[key] = len(self._ledgers)
             self._ledgers.append(ledger)
-        return self._numbers[snapshot]
+        return self._numbers[key]
 
 
 def canonical(ledger: Ledger) -> tuple[Ledger, Renaming]:
@@ -94,7 +95,7 @@ def canonical(ledger: Ledger) -> tuple[Ledger, Renaming]:
 
     Free blocks then are those never used, just as in a pool in which nothing was ever freed.
     """
-    twin = ledger.copy()
+    twin = copy_ledger(ledger)
     blocks = twin.blocks
     used = [
         *(block for key in sorted(twin.holders) for block in twin.holders[key].acquired),
