@@ -24,7 +24,7 @@ def check(**arguments: Any) -> None:
 
 
 def check_pool_id(pool_id: str) -> None:
-    """A pool's id has no braces, because it is the hash tag of the pool's keys."""
+    """Check that a pool's id has no braces, because it is the hash tag of the pool's keys."""
     _check_text("pool_id", pool_id)
     if "{" in pool_id or "}" in pool_id:
         raise InvalidArgument(f"pool_id {pool_id!r} has braces")
@@ -33,7 +33,7 @@ def check_pool_id(pool_id: str) -> None:
 def check_prefix(
     hashes: Sequence[PrefixHash], branches: Sequence[Sequence[PrefixHash]], num_blocks: int
 ) -> None:
-    """An allocation of `num_blocks` blocks may share blocks with these hashes."""
+    """Check the hashes of an allocation of `num_blocks` blocks."""
     for each in (hashes, *branches):
         check(hashes=each)
     _check_distinct(hashes)
@@ -45,7 +45,7 @@ def check_prefix(
 
 
 def check_same_pool(ours: PoolSpec, theirs: PoolSpec, worker_id: str) -> None:
-    """A worker's spec matches the pool's. GeometryMismatch; FingerprintMismatch, checked next."""
+    """Check a worker's spec against the pool's. GeometryMismatch, then FingerprintMismatch."""
     for name in ("block_size", "num_blocks", "block_bytes"):
         here, there = getattr(ours, name), getattr(theirs, name)
         if here != there:
@@ -57,13 +57,13 @@ def check_same_pool(ours: PoolSpec, theirs: PoolSpec, worker_id: str) -> None:
 
 
 def _check_text(name: str, value: str) -> None:
-    """1 to MAX_TEXT_BYTES bytes of UTF-8."""
+    """Check for 1 to MAX_TEXT_BYTES bytes of UTF-8."""
     if not isinstance(value, str) or not 0 < len(_utf8(value)) <= MAX_TEXT_BYTES:
         raise InvalidArgument(f"{name} is no text of 1 to {MAX_TEXT_BYTES} bytes")
 
 
 def _check_number(name: str, value: int) -> None:
-    """0 to MAX_NUMBER."""
+    """Check for an integer from 0 to MAX_NUMBER."""
     if type(value) is not int or not 0 <= value <= MAX_NUMBER:
         raise InvalidArgument(f"{name} is {value!r}, no number of 0 to {MAX_NUMBER}")
 

@@ -97,7 +97,7 @@ def parse_info(text: bytes) -> dict[str, str]:
 
 
 def require_suitable(url: str, info: dict[str, str]) -> None:
-    """StoreUnsuitable: the server cannot hold a block store; the text says what to do."""
+    """Raise StoreUnsuitable, with advice, if the server cannot hold a block store."""
     version = info["redis_version"]
     if tuple(map(int, version.split(".")[:2])) < MIN_REDIS_VERSION:
         raise StoreUnsuitable(

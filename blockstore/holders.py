@@ -29,7 +29,7 @@ class Holder:
         return self.order, self.holder_id
 
     def require(self, epoch: int) -> None:
-        """StaleHolder: the holder is at another epoch."""
+        """Raise StaleHolder if the holder is at another epoch."""
         if self.epoch != epoch:
             raise StaleHolder(f"{self.holder_id} is at epoch {self.epoch}, not {epoch}")
 

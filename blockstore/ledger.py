@@ -204,7 +204,7 @@ class Ledger(LedgerState):
         if not sent_again:
             holder.require(epoch)
             if epoch % 2 == 0:
-                raise StaleHolder(f"{holder_id} is at rest at epoch {epoch}")
+                raise StaleHolder(f"{holder_id} is detached at epoch {epoch}")
             holder.epoch += 1
         return holder.epoch
 

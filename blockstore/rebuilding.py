@@ -25,17 +25,17 @@ class Rebuilding:
         self.is_over = is_over
 
     def require_over(self) -> None:
-        """Recovering: a recovery is in progress."""
+        """Raise Recovering if a recovery is in progress."""
         if not self.is_over:
             raise Recovering("the pool is recovering: nothing changes until it is whole")
 
     def require_reported(self, worker_id: str) -> None:
-        """Recovering: the worker is missing."""
+        """Raise Recovering if the worker is missing."""
         if worker_id in self.missing:
             raise Recovering(f"{worker_id} has not said what it holds")
 
     def require_all_reported(self) -> None:
-        """Recovering: a worker is missing."""
+        """Raise Recovering if any worker is missing."""
         if self.missing:
             raise Recovering(f"missing are {', '.join(sorted(self.missing))}")
 

@@ -135,9 +135,9 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a block's stamp says: the block has finished KV of `prefix_hash`, or a holder may have
-    written into it (`private`), or neither: it was never used. Finished blocks are evicted in order
-    of `rank`, lowest first; ranks are distinct, and less than the pool's number of blocks."""
+    """The content of a block, by its stamp: finished KV of `prefix_hash`, or data that a holder may
+    have written (`private`), or neither if the block was never used. Finished blocks are evicted in
+    order of `rank`, lowest first; ranks are distinct, and less than the pool's number of blocks."""
 
     prefix_hash: PrefixHash | None = None
     private: bool = False

@@ -110,8 +110,8 @@ class RedisCalls(ABC):
 
     @contextmanager
     def _detect_loss(self, pool_id: str) -> Iterator[None]:
-        """StoreLost, instead of UnknownPool: the server does not know a pool that this store
-        registered or joined."""
+        """Raises StoreLost instead of UnknownPool if this store has registered or joined the
+        pool."""
         try:
             yield
         except UnknownPool as error:

@@ -86,7 +86,7 @@ define('detach', WRITES, { TEXT, NUMBER }, function(tag, args)
   local is_sent_again = epoch % 2 == 1 and holder.epoch == epoch + 1
   if not is_sent_again then
     require_epoch(holder, epoch)
-    if epoch % 2 == 0 then refuse('STALE_HOLDER', holder.id, 'is at rest at epoch', epoch) end
+    if epoch % 2 == 0 then refuse('STALE_HOLDER', holder.id, 'is detached at epoch', epoch) end
     redis.call('HSET', tag .. ':holder:' .. holder.id, 'epoch', epoch + 1)
     save(pool)
   end

@@ -47,8 +47,8 @@ class Fencer:
             log.error("worker_fenced", pool_id=pool_id, worker_id=worker_id)
 
     async def _stuck(self, connection: Connection, seen: Survey) -> set[tuple[str, str]]:
-        """(pool id, worker id) of the living workers that should be in the registry and are not. A
-        worker is on two pools if its pool has a swap pool."""
+        """Return (pool id, worker id) of each living worker that should be in the registry and is
+        not. A worker is on two pools if its pool has a swap pool."""
         stuck = set()
         members, present = seen.member_ids, set[str]()
         for directory in pool_directories(self._root):

@@ -1,4 +1,4 @@
-"""Reaps a dead worker: commits its finished blocks, and releases all that it held.
+"""Reaps a dead worker: commits its finished blocks, and releases all blocks that it held.
 
 1. The watcher gets the worker's file lock, so the worker is dead and cannot write any more.
 2. `reap` commits the blocks whose stamps are complete.

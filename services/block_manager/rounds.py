@@ -2,7 +2,7 @@
 replaced whenever the server has lost its data.
 
 All work of the block manager is done in rounds. A round may fail as a whole and is repeated, so
-only this module deals with a server that goes away and comes back.
+only this module handles a server that stops answering and returns.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The domain errors of the services. They know nothing of gRPC or HTTP;
+"""The domain errors of the services. They do not depend on gRPC or HTTP;
 `services.common.rpc.error_table` maps them to statuses.
 
 QuireError

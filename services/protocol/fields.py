@@ -1,4 +1,4 @@
-"""Helpers of the codecs: copying fields and checking them."""
+"""Copies and checks fields, for the codecs."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the gateway and its workers send each other: commands, and the events that answer them.
+"""The messages between a gateway and its workers: commands, and the events that answer them.
 
 Each one about a request carries its id and attempt. `services.protocol.event_codec` converts events
 to protobuf messages and back, and `services.gateway.workers.wire` converts commands.
@@ -45,8 +45,8 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Tells a worker to release whatever it has of an attempt: a decode reservation, a running
-    request or a detached ticket. With `index`, the worker ends only that sequence."""
+    """Tells a worker to release everything that an attempt has there: a decode reservation, a
+    running request or a detached ticket. With `index`, the worker ends only that sequence."""
 
     request_id: str
     attempt: int
@@ -148,7 +148,7 @@ class Failed:
 
 
 class RequeueReason(Enum):
-    """Why a worker returns a request."""
+    """The reason why a worker returns a request."""
 
     PREEMPTED = "preempted"
     DRAINING = "draining"
@@ -209,7 +209,7 @@ class Step:
 
 
 Event = RequestEvent | LoadReport | DrainNotice
-"""What a gateway reads from a worker. It gets the outputs of a `Step` one by one."""
+"""The events that a gateway reads from a worker. It gets the outputs of a `Step` one by one."""
 
 WorkerEvent = Step | Began | Prefilled | Reserved | Failed | Requeued | DrainNotice
-"""What a worker's logic sends to a gateway."""
+"""The events that a worker's logic sends to a gateway."""

@@ -23,7 +23,7 @@ _PRIORITY_BITS = 8
 
 
 def head_start_ms(priority: int) -> int:
-    """By how many ms a priority moves a request ahead of its arrival; negative above priority 0.
+    """The ms by which a priority moves a request ahead of its arrival; negative above priority 0.
 
     Priorities -1 and 1 move a request by 30 s, and each further step by less: the total is always
     below 60 s. So whatever its priority, a later request goes before one of priority 0 only if it
@@ -64,7 +64,7 @@ def first_holder_id(holder_id: str) -> str:
 
 
 class FinishReason(Enum):
-    """Why a sequence finished; the values are those of the OpenAI API."""
+    """The reason why a sequence finished; the values are those of the OpenAI API."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -76,7 +76,8 @@ MAX_LENGTH_PENALTY = 4.0
 
 
 class EarlyStopping(Enum):
-    """When a beam search that has `width` hypotheses ends; the values are those of transformers."""
+    """The condition that ends a beam search with `width` hypotheses; the values as in
+    transformers."""
 
     WHEN_FULL = "true"  # at once
     WHEN_UNLIKELY = "false"  # when the best beam, ended here, would not be among them
@@ -118,7 +119,7 @@ class BeamState:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen, with all defaults resolved.
+    """The sampling parameters of a request, with all defaults resolved.
 
     `temperature` 0 is greedy; `top_k` 0 keeps all tokens. `logprobs`: report the logprob of each
     token, and those of that many of the likeliest tokens; None: report none. `logit_bias`: (token
@@ -179,7 +180,7 @@ class SwappedTable:
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """Where the KV of a preempted request is, in the swap pool `pool_id`, under a detached holder.
+    """The KV of a preempted request in the swap pool `pool_id`, under a detached holder.
 
     `tables`: one for each sequence that the request had when it was swapped out, ascending by
     index. Tables share blocks of equal content.

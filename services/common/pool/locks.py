@@ -100,9 +100,9 @@ def is_held(path: Path) -> bool:
 
 
 def revoke_lock(path: Path) -> None:
-    """Mark a worker's lock file: from now on the worker may write no blocks. The worker checks the
-    mark after it stamps blocks as its own and before it writes into them. No error if the worker is
-    gone."""
+    """Mark a worker's lock file as revoked: from now on the worker may write no blocks. The worker
+    checks the mark after it stamps blocks as its own and before it writes into them. No error if
+    the worker is gone."""
     with suppress(FileNotFoundError):
         os.truncate(path, 1)
 

@@ -1,4 +1,4 @@
-"""Measures how long something has been wrong, over repeated checks."""
+"""Measures how long each problem has lasted, over repeated checks."""
 
 import time
 from collections.abc import Callable, Hashable, Iterable

@@ -83,5 +83,5 @@ def _renderers(log_format: LogFormat, stream: TextIO) -> list[Processor]:
 
 
 def _order_keys(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Puts the same keys first on every line, because people read the JSON too."""
+    """Puts the same keys first on every line, so that the JSON is easier to read."""
     return {key: event.pop(key) for key in _FIRST_KEYS if key in event} | dict(event)
