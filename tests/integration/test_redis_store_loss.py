@@ -78,7 +78,7 @@ async def test_a_restart_that_brings_an_old_truth_back_is_a_loss(own_valkey: Val
     anew = await RedisStore.connect(own_valkey.url)
     with pytest.raises(UnknownPool, match="older than the server's restart"):
         await anew.stats("pool")
-    with pytest.raises(StoreLost, match="before its restart"):
+    with pytest.raises(StoreLost, match="older than the server's restart"):
         await anew.register_worker(POOL, "w")
     await anew.close()
 
