@@ -96,7 +96,7 @@ class Child:
     def name(self) -> str:
         return self.spec.name
 
-    def leave(self) -> None:
+    def drain(self) -> None:
         self.is_staying = False
         self.has_ended = True
 
