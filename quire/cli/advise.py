@@ -15,8 +15,8 @@ from quire.cli.terminal import Columns, Commands, add_command, memory_size, posi
 from quire.supervisor.model_source import EMBEDDED, find_model
 
 _ADVISOR_FLAGS = (
-    *("workload", "pool_memory", "dtype", "backend", "threads", "requests"),
-    *("redis_url", "weights_cache"),
+    *("workload", "pool-memory", "dtype", "backend", "threads", "requests"),
+    *("redis-url", "weights-cache"),
 )
 """Flags that are also flags of `python -m advisor`."""
 
@@ -88,7 +88,8 @@ def add_commands(commands: Commands) -> None:
 
 def block_size(args: argparse.Namespace) -> int:
     model = find_model(args.model)
-    options = {name: getattr(args, name) for name in _ADVISOR_FLAGS} | {"model": model.directory}
+    options = {name: getattr(args, name.replace("-", "_")) for name in _ADVISOR_FLAGS}
+    options["model"] = model.directory
     found = _run_advisor({name: str(value) for name, value in options.items() if value is not None})
     if "error" in found:
         print(f"quire: {found['error']}", file=sys.stderr)
@@ -106,7 +107,7 @@ def block_size(args: argparse.Namespace) -> int:
 def _run_advisor(options: dict[str, str]) -> dict[str, Any]:
     # -P: a directory `services` in the user's working directory must not hide Quire's package.
     command = [sys.executable, "-P", "-m", "advisor"]
-    command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    command += [f"--{name}={value}" for name, value in options.items()]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     try:
         found: dict[str, Any] = json.loads(done.stdout)

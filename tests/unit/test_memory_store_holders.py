@@ -83,7 +83,7 @@ async def test_a_running_holder_cannot_be_claimed(store: BlockStore) -> None:
 
 async def test_a_holder_at_rest_cannot_be_detached(store: BlockStore) -> None:
     await store.detach("pool", "a", 1)
-    with pytest.raises(StaleHolder, match="at rest"):
+    with pytest.raises(StaleHolder, match="detached at epoch"):
         await store.detach("pool", "a", 2)
 
     # nor has it been, when that comes again after it was claimed
