@@ -36,7 +36,7 @@ class DetachedTickets:
         No worker writes the ticket's blocks until a worker claims it. Blocks that the store grants
         to the holder at the same time belong to the claiming worker: the claim names them.
         """
-        job.state, job.ending = State.AT_REST, None
+        job.state, job.ending = State.DETACHED, None
         job.ticket = replace(ticket, holder_epoch=ticket.holder_epoch + 1)
         self._on_pool[ticket.holder_id] = job
         self.offer(job)
@@ -79,7 +79,7 @@ class DetachedTickets:
                 job.session.send(Requeued(*at_rest.key, RequeueReason.PREEMPTED, at_rest))
             worker.suspects.leave(ticket.holder_id)
 
-        job.state, job.ticket = State.AT_REST, at_rest
+        job.state, job.ticket = State.DETACHED, at_rest
         worker.writer.put(release)
         if job.ending:
             self.take_back(job, job.ending)

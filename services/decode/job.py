@@ -14,11 +14,11 @@ class State(Enum):
     """Where a request stands at this worker.
 
         RESERVED -> CLAIMING -> RUNNING ------------------------> ENDED
-                                   |-----------------> AT_REST -> ENDED
-                                   `--> SWAPPING ----> AT_REST -> ENDED
+                                   |-----------------> DETACHED -> ENDED
+                                   `--> SWAPPING ----> DETACHED -> ENDED
 
     RESERVED: decode slots are kept. CLAIMING: the worker asks the store for the holder. SWAPPING:
-    the KV of a preempted request is being copied to the swap pool. AT_REST: the ticket is detached,
+    the KV of a preempted request is being copied to the swap pool. DETACHED: the ticket is detached,
     with its blocks in the worker's pool or in the swap pool, until a worker claims it. A request
     may go to ENDED from every state.
     """
@@ -27,7 +27,7 @@ class State(Enum):
     CLAIMING = auto()
     RUNNING = auto()
     SWAPPING = auto()
-    AT_REST = auto()
+    DETACHED = auto()
     ENDED = auto()
 
 
@@ -62,7 +62,7 @@ class Job:
     @property
     def num_slots(self) -> int:
         """How many decode slots the job occupies."""
-        if self.state in (State.SWAPPING, State.AT_REST):
+        if self.state in (State.SWAPPING, State.DETACHED):
             return 0
         if self.ticket is None:
             return self.num_sequences
@@ -78,7 +78,7 @@ class Job:
         """Whether the job can be kept for another gateway: it has or claims blocks in the worker's
         pool, and is not being swapped out."""
         swapped = self.ticket is not None and self.ticket.swapped is not None
-        return not swapped and self.state in (State.CLAIMING, State.RUNNING, State.AT_REST)
+        return not swapped and self.state in (State.CLAIMING, State.RUNNING, State.DETACHED)
 
     def continues(self, wanted: Ticket) -> bool:
         """Whether this job continues the request of `wanted`: same prompt, parameters and tokens.

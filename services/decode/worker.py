@@ -149,7 +149,7 @@ class DecodeWorker(PoolWorker):
             for index in job.living.difference(state.index for state in wanted.sequences):
                 self._drop(job, index)
         self._jobs.add(job)
-        if job.state is State.AT_REST:
+        if job.state is State.DETACHED:
             self._detached.offer(job)
         else:
             self._end(job, HANDED_OVER)
@@ -162,7 +162,7 @@ class DecodeWorker(PoolWorker):
             if not window_s or not job.has_blocks:
                 self._end(job, ABORTED)
                 continue
-            if job.state is not State.AT_REST:
+            if job.state is not State.DETACHED:
                 self._end(job, HANDED_OVER)
             self._jobs.end_after(window_s, job, STALE)
 
@@ -174,7 +174,7 @@ class DecodeWorker(PoolWorker):
 
     @property
     def num_busy(self) -> int:
-        return sum(job.state is not State.AT_REST for job in self._jobs)
+        return sum(job.state is not State.DETACHED for job in self._jobs)
 
     def load(self) -> Load:
         return Load(num_running=len(self._running), num_free_slots=self._num_free_slots)
@@ -183,7 +183,7 @@ class DecodeWorker(PoolWorker):
     def _num_free_slots(self) -> int:
         return self.limits.max_num_seqs - sum(job.num_slots for job in self._jobs)
 
-    # States of a job: RESERVED -> CLAIMING -> RUNNING -> ENDED, or RUNNING -> AT_REST -> ENDED.
+    # States of a job: RESERVED -> CLAIMING -> RUNNING -> ENDED, or RUNNING -> DETACHED -> ENDED.
 
     async def _claim(self, job: Job, ticket: Ticket) -> None:
         block_ids = chain.from_iterable(sequence.block_ids for sequence in ticket.sequences)
@@ -275,7 +275,7 @@ class DecodeWorker(PoolWorker):
         elif job.state is State.RUNNING:
             self.suspects.withdraw(ticket_of(job).holder_id)
             self.engine.send(messages.Remove(ticket_of(job).holder_id))
-        elif job.state is State.AT_REST:
+        elif job.state is State.DETACHED:
             self._detached.take_back(job, ending)
 
     def _drop(self, job: Job, index: int) -> None:
@@ -283,7 +283,7 @@ class DecodeWorker(PoolWorker):
         job.living.remove(index)
         if job.state is State.RUNNING:
             self.engine.send(messages.AbortSequence(ticket_of(job).holder_id, index))
-        elif job.state is State.AT_REST:
+        elif job.state is State.DETACHED:
             job.ticket = living_of(job)
 
     def _retire(self, job: Job, removed: Removed) -> None:

@@ -147,7 +147,7 @@ class Engine:
     def _remove(self, group: Group) -> Removed:
         self._scheduler.remove(group.key)
         self._aborted.pop(group.key, None)
-        return Removed(group.key, group.at_rest(), group.beams)
+        return Removed(group.key, group.ticket_sequences(), group.beams)
 
     def _retire(
         self, batch: Batch, drawn: Seq[RowResult]
@@ -177,7 +177,7 @@ class Engine:
         left = None
         if not group.sequences:
             self._scheduler.remove(group.key)
-            left = group.at_rest()
+            left = group.ticket_sequences()
         wanted_blocks = group.total_wanted(self._look_ahead)
         return Advance(
             key=group.key,

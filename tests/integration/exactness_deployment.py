@@ -380,7 +380,7 @@ class ExactnessDeployment:
         for resident in self._residents.values():
             resident.forward.go_on()
 
-    async def give_way(self, there: Resident) -> None:
+    async def preempt(self, there: Resident) -> None:
         """The pool wants all blocks of what runs there."""
         there.worker._on_demands([job.ticket.holder_id for job in there.worker._jobs])
         self.go_on()

@@ -52,8 +52,8 @@ class EnginePair:
         if left:
             in_tables = {block for state in left for block in state.block_ids}
             spare = [b for b in new if b not in in_tables and not self._stamps.is_committed(b)]
-            at_rest = replace(asked, sequences=left)
-            group = Group.to_continue(at_rest, _rules(asked), spare, len(self.cached) + num_new)
+            detached = replace(asked, sequences=left)
+            group = Group.to_continue(detached, _rules(asked), spare, len(self.cached) + num_new)
             assert group.is_stamped(self._stamps)
             self._run(self._engine(64, one_token=False), [Admit(group)], found)
         return found

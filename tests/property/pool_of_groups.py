@@ -122,17 +122,17 @@ class PoolOfGroups(RuleBasedStateMachine):
             self.ledger.release(key, 1)
             return
         epoch = self.ledger.detach(key, 1)
-        at_rest = replace(asked, holder_epoch=epoch, sequences=left, beams=advance.beams)
-        self._claim(at_rest, DECODERS[len(self.live) % 2], next_index)
+        detached = replace(asked, holder_epoch=epoch, sequences=left, beams=advance.beams)
+        self._claim(detached, DECODERS[len(self.live) % 2], next_index)
 
-    def _claim(self, at_rest: Ticket, name: str, next_index: int) -> None:
-        key = at_rest.holder_id
-        in_tables = {block for state in at_rest.sequences for block in state.block_ids}
-        claim = self.ledger.claim(key, at_rest.holder_epoch, name, tuple(in_tables))
+    def _claim(self, detached: Ticket, name: str, next_index: int) -> None:
+        key = detached.holder_id
+        in_tables = {block for state in detached.sequences for block in state.block_ids}
+        claim = self.ledger.claim(key, detached.holder_epoch, name, tuple(in_tables))
         beside = [block for block in claim.block_ids if block not in in_tables]
         spare = tuple(block for block in beside if not self.stamps.is_committed(block))
         self.ledger.give_back(key, claim.epoch, [block for block in beside if block not in spare])
-        running = replace(at_rest, holder_epoch=claim.epoch)
+        running = replace(detached, holder_epoch=claim.epoch)
         group = group_class(running).to_continue(
             running, self._rules(running), spare, claim.num_acquired
         )

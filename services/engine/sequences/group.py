@@ -299,9 +299,11 @@ class Group:
         freed, self._freed = tuple(self._freed), []
         return freed
 
-    def at_rest(self) -> tuple[TicketSequence, ...]:
+    def ticket_sequences(self) -> tuple[TicketSequence, ...]:
         """The states of all sequences that have not ended, by index, as a ticket names them."""
-        left = (state for one in (*self.sequences, *self.resting) for state in one.at_rest())
+        left = (
+            state for one in (*self.sequences, *self.resting) for state in one.ticket_sequences()
+        )
         return tuple(sorted(left, key=lambda state: state.index))
 
 

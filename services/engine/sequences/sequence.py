@@ -300,7 +300,7 @@ class Sequence:
         num_tokens = len(self.tokens) + num_own
         return blocks_to_go_on(num_tokens, look_ahead, self._rules.max_len, self._rules.block_size)
 
-    def at_rest(self) -> list[TicketSequence]:
+    def ticket_sequences(self) -> list[TicketSequence]:
         """Its state as a ticket names it, one `TicketSequence` for each branch."""
         generated = tuple(self.tokens[self._rules.num_prompt_tokens :])
         block_ids = tuple(self.block_table)

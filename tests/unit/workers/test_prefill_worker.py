@@ -32,7 +32,7 @@ async def test_a_ticket_comes_back_with_blocks_and_the_first_token(pair: WorkerP
     assert holder.order == event.ticket.order
 
 
-async def test_a_ticket_is_at_rest_before_anybody_hears_of_it(
+async def test_a_ticket_is_detached_before_its_gateway_gets_it(
     pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the decode worker could ask for it too early, and find it running."""
