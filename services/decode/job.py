@@ -124,7 +124,7 @@ def take_outputs(job: Job, advance: Advance) -> Sequence[Generated]:
     ticket = ticket_of(job)
     if advance.beams is not None:
         is_running = Generated(*ticket.key, 0, len(ticket.prompt_token_ids))
-        return found(ticket, advance.found) or [is_running]
+        return found(ticket, advance.hypotheses) or [is_running]
     tokens = [token for token in advance.tokens if token.index in job.living]
     job.living.difference_update(token.index for token in tokens if token.finish)
     return [output(ticket, token) for token in tokens]

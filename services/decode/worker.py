@@ -249,7 +249,7 @@ class DecodeWorker(PoolWorker):
         ticket = ticket_of(job)  # now: a detach may change the epoch before the commit
         if advance.completed:
             self.writer.put(lambda: self.holders.commit(ticket, advance.completed))
-        if advance.left is None:
+        if advance.remaining is None:
             self.holders.give_back(ticket, advance.freed)
             self._extender.want(advance.key, advance.wanted_blocks)
         else:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvops import Backend
 from services.engine.batch import Answer, Draw, Fault, Query, Row, RowResult, Wait
 from services.engine.models import Batch, Model
-from services.engine.sampling.logit_queries import queries, told, wanted_states
+from services.engine.sampling.logit_queries import queries, row_results, wanted_states
 from services.protocol.ticket import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
@@ -51,7 +51,7 @@ class Runner:
         """
         hidden = self.hidden(rows)
         asked = queries(rows)
-        return told(rows, self._answers(hidden, asked) if asked else ())
+        return row_results(rows, self._answers(hidden, asked) if asked else ())
 
     def yield_device(self, wait: Wait) -> None:
         """Do nothing: the operating system divides the CPUs."""

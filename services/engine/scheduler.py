@@ -37,8 +37,8 @@ class Scheduler:
         self._groups[group.key] = group
         self._groups = dict(sorted(self._groups.items(), key=lambda item: item[1].order))
 
-    def remove(self, key: str) -> Group | None:
-        return self._groups.pop(key, None)
+    def remove(self, key: str) -> None:
+        self._groups.pop(key, None)
 
     def get(self, key: str) -> Group | None:
         return self._groups.get(key)

@@ -95,7 +95,7 @@ class EngineThread:
         return True
 
     def _send_outcome(self, outcome: StepOutcome) -> None:
-        if outcome.is_news:
+        if outcome.has_results:
             self._loop.call_soon_threadsafe(self._on_outcome, outcome)
 
     def _take(self, wait: bool) -> list[Command] | None:

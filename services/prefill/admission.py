@@ -52,23 +52,23 @@ class Admission:
         self._on_admitted = on_admitted
         self._on_corrupt = on_corrupt
         self._on_stale = on_stale
-        self._line: list[Job] = []
+        self._waiting: list[Job] = []
         self._woken = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._waiting)
 
     @property
     def num_tokens(self) -> int:
-        return sum(job.num_uncomputed for job in self._line)
+        return sum(job.num_uncomputed for job in self._waiting)
 
     def add(self, job: Job) -> None:
-        self._line.append(job)
-        self._line.sort(key=lambda waiting: waiting.ticket.order)
+        self._waiting.append(job)
+        self._waiting.sort(key=lambda job: job.ticket.order)
         self.wake()
 
     def remove(self, job: Job) -> None:
-        self._line.remove(job)
+        self._waiting.remove(job)
         self.wake()
 
     def wake(self) -> None:
@@ -85,7 +85,7 @@ class Admission:
 
     async def _blocked(self) -> bool:
         """Admit requests in order; return whether the pool has too few blocks for the next one."""
-        for job in tuple(self._line):
+        for job in tuple(self._waiting):
             if not self._has_room():
                 return False
             if job.state is not State.WAITING or self._follows(job):
@@ -98,7 +98,7 @@ class Admission:
                 self._on_stale(job)
                 continue
             if job.state is State.WAITING:
-                self._line.remove(job)
+                self._waiting.remove(job)
                 self._on_admitted(job)
             elif job.allocation is not None:  # the job ended during the call
                 await self._give_up(job)
@@ -123,7 +123,7 @@ class Admission:
             asked = self._worker_id, job.ticket.order, hashes, num_blocks, branches
             job.allocation = await self._store.allocate(self._pool_id, holder_id, *asked)
             cached = job.allocation.cached(hashes, branches)
-            prefix_hash = job.contents.first_wrong(self._stamps, cached)
+            prefix_hash = job.contents.first_mismatch(self._stamps, cached)
             if prefix_hash is None:
                 return
             block_id = cached[prefix_hash]

@@ -78,14 +78,14 @@ class Job:
         shared, behind = self.contents.chains
         return shared, behind if self.num_prompt_logprobs is None else ()
 
-    def begun(self) -> list[ComputedBlocks]:
+    def computed_blocks(self) -> list[ComputedBlocks]:
         """For each sequence, the adopted blocks and how many of their tokens count as computed: 0
         if the request asks for logprobs of its prompt."""
         assert self.allocation is not None
-        begun = self.contents.begun(self.allocation.cached(*self.chains))
+        computed = self.contents.computed_blocks(self.allocation.cached(*self.chains))
         if self.num_prompt_logprobs is None:
-            return begun
-        return [replace(where, num_tokens=0) for where in begun]
+            return computed
+        return [replace(blocks, num_tokens=0) for blocks in computed]
 
     def issued(
         self,

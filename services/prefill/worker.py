@@ -164,7 +164,7 @@ class PrefillWorker(PoolWorker):
         self._prefixes.begin(job.ticket.holder_id, job.hashes[job.allocation.num_cached_blocks :])
         is_all_computed = job.num_prompt_logprobs is not None
         if self.swap_pool is None or is_all_computed or not self.swap_pool.holds(job.ticket):
-            self._compute(job, Fetched(job.begun()))
+            self._compute(job, Fetched(job.computed_blocks()))
             return
         job.state = State.FETCHING
         job.num_uncomputed = len(job.ticket.sequences)
@@ -199,7 +199,7 @@ class PrefillWorker(PoolWorker):
         new = allocation.block_ids[allocation.num_cached_blocks + fetched.num_blocks :]
         rules = self.rules(job.ticket, job.num_prompt_logprobs)
         group = group_class(job.ticket).to_compute(
-            job.ticket, rules, new, fetched.begun, job.hashes
+            job.ticket, rules, new, fetched.computed, job.hashes
         )
         job.state = State.COMPUTING
         job.num_uncomputed = group.num_uncomputed
@@ -229,17 +229,17 @@ class PrefillWorker(PoolWorker):
         job.num_uncomputed = advance.num_uncomputed
         job.outputs += (output(job.ticket, token) for token in advance.tokens)
         job.prompt_logprobs += advance.prompt_logprobs
-        job.outputs += found(job.ticket, advance.found)
+        job.outputs += found(job.ticket, advance.hypotheses)
         self._commit(job.ticket, advance.completed)
-        if advance.left is None:
+        if advance.remaining is None:
             self.holders.give_back(job.ticket, advance.freed)
         elif job.ending:
             self._retire(job)
         else:
             self.metrics.generation_tokens.inc(len(job.outputs))
-            if advance.left:
+            if advance.remaining:
                 self.holders.give_back(job.ticket, advance.freed)
-                self._issue(job, advance.left, advance.beams)
+                self._issue(job, advance.remaining, advance.beams)
             else:
                 self._finish(job)
 

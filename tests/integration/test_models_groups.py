@@ -45,8 +45,8 @@ class EnginePair:
         asked = replace(asked, holder_id=f"h{next(self._keys)}")
         num_new = num_blocks_for(asked, SIZE) - len(self.cached)
         new = self._take(num_new, asked.holder_id)
-        begun = [ComputedBlocks.of_full(self.cached, SIZE)] * len(asked.sequences)
-        computing = Group.to_compute(asked, _rules(asked), new, begun)
+        computed = [ComputedBlocks.of_full(self.cached, SIZE)] * len(asked.sequences)
+        computing = Group.to_compute(asked, _rules(asked), new, computed)
         found: dict[int, list[int]] = {s.index: list(s.token_ids) for s in asked.sequences}
         left = self._run(self._engine(chunk, one_token=True), [Admit(computing)], found)
         if left:
@@ -66,8 +66,8 @@ class EnginePair:
             (advance,) = engine.step(commands).advances
             for token in advance.tokens:
                 found[token.index].append(token.token)
-            if advance.left is not None:
-                return advance.left
+            if advance.remaining is not None:
+                return advance.remaining
             commands = []
             if advance.wanted_blocks:
                 group = engine._scheduler.get(advance.key)

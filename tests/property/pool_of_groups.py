@@ -105,9 +105,9 @@ class PoolOfGroups(RuleBasedStateMachine):
         except (OutOfBlocks, MustWait):
             self.ledger.withdraw(key)
             return
-        begun = contents.begun(allocation.cached(hashes, branches))
+        computed = contents.computed_blocks(allocation.cached(hashes, branches))
         new = allocation.block_ids[allocation.num_cached_blocks :]
-        group = group_class(asked).to_compute(asked, self._rules(asked), new, begun)
+        group = group_class(asked).to_compute(asked, self._rules(asked), new, computed)
         self.stamps.own(new, key)
         commands: list[Command] = [Admit(group)]
         running = replace(asked, holder_epoch=1)
@@ -116,7 +116,7 @@ class PoolOfGroups(RuleBasedStateMachine):
             (advance,) = self.prefill.engine.step(commands).advances
             commands = []
             self._write(advance, running)
-            left = advance.left
+            left = advance.remaining
         if not left:
             self._check_found(advance, asked)
             self.ledger.release(key, 1)
@@ -175,8 +175,8 @@ class PoolOfGroups(RuleBasedStateMachine):
         """What came of one step for a group at a decoder."""
         live = self.live[advance.key]
         self._write(advance, live.ticket)
-        if advance.left is not None:
-            assert advance.left == ()
+        if advance.remaining is not None:
+            assert advance.remaining == ()
             self._check_found(advance, live.ticket)
             self.ledger.release(advance.key, live.ticket.holder_epoch)
             del self.live[advance.key]
@@ -185,7 +185,7 @@ class PoolOfGroups(RuleBasedStateMachine):
 
     def _check_found(self, advance: Advance, asked: Ticket) -> None:
         if asked.sampling.beam is not None:
-            assert advance.found == right(asked)
+            assert advance.hypotheses == right(asked)
 
     # What holds
 

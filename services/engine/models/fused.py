@@ -41,7 +41,7 @@ from services.engine.models.model import Batch
 from services.engine.models.rope import rope_tables
 from services.engine.sampling.logprobs import scores_of
 from services.engine.sampling.sampler import SMALLEST_TEMPERATURE
-from services.engine.sampling.sampling_head import answers
+from services.engine.sampling.sampling_head import join_answers
 from services.engine.weights.checkpoint import load_weights, weights_digest
 from services.engine.weights.fused_weights import Section, all_sections, layer_sections
 from services.engine.weights.packed_file import Contents, Facts, Progress, packed_file
@@ -75,7 +75,7 @@ class FusedModel:
         self._decoder = cpu.decoder(
             _shape(config),
             layers,
-            _embedding(weights[EMBEDDING]),
+            _readable(weights[EMBEDDING]),
             weights[FINAL_NORM].float(),
             rope_tables(config.rope, config.head_dim, config.max_position_embeddings),
         )
@@ -129,7 +129,7 @@ def load_fused(
 
     def contents(name: str) -> Iterator[Tensor]:
         section = sections[name]
-        parts = [_packable(weight) for weight in section.weights(weights)]
+        parts = [_readable(weight) for weight in section.weights(weights)]
         for piece in cpu.packed_pieces(kind, section.num_outputs, parts, section.turn):
             progress()
             yield piece
@@ -176,13 +176,10 @@ def _cached(
         digest = weights_digest(directory, progress)
         return {"origin": origin, "weights_digest": digest}, sizes, contents
 
-    name = f"{directory.resolve().name}-{kind}-{_name_digest(directory)}"
+    resolved = directory.resolve()
+    name = f"{resolved.name}-{kind}-{xxhash.xxh3_64_hexdigest(str(resolved).encode())}"
     packed = packed_file(cache / name, is_current, make, progress)
     return packed.sections, packed.facts["weights_digest"]
-
-
-def _name_digest(directory: Path) -> str:
-    return xxhash.xxh3_64_hexdigest(str(directory.resolve()).encode())
 
 
 def _origin(directory: Path, config: ModelConfig, kind: Kind) -> dict[str, Any]:
@@ -247,7 +244,7 @@ def native_answers(
     scored = [(i, query.num_top) for i, query in enumerate(queries) if query.num_top is not None]
     width = 1 + min(max((num_top for _, num_top in scored), default=0), vocab_size)
     tokens = torch.tensor([q.token if isinstance(q.token, int) else _NO_TOKEN for q in queries])
-    told = torch.empty(len(scored), width, dtype=torch.int64)
+    token_ids = torch.empty(len(scored), width, dtype=torch.int64)
     logprobs = torch.empty(len(scored), width)
     ranks = torch.empty(len(scored), dtype=torch.int64)
     head.answer(
@@ -256,12 +253,12 @@ def native_answers(
         [_native_draw(query) for query in queries],
         tokens,
         torch.tensor([i for i, _ in scored], dtype=torch.int64),
-        told,
+        token_ids,
         logprobs,
         ranks,
     )
     found = [Fault.NOT_FINITE if token == _NO_TOKEN else token for token in tokens.tolist()]
-    return answers(queries, found, scores_of(told, logprobs, ranks))
+    return join_answers(queries, found, scores_of(token_ids, logprobs, ranks))
 
 
 def _native_draw(query: Query) -> NativeDraw | None:
@@ -294,10 +291,6 @@ def native_draw(draw: Draw, position: int) -> NativeDraw:
     )
 
 
-def _embedding(table: Tensor) -> Tensor:
+def _readable(weight: Tensor) -> Tensor:
     """The checkpoint's own tensor if the kernels can read it; float16 is converted to float32."""
-    return table.float() if table.dtype == torch.float16 else table
-
-
-def _packable(weight: Tensor) -> Tensor:
     return weight.float() if weight.dtype == torch.float16 else weight

@@ -42,16 +42,18 @@ def queries(rows: Sequence[Row]) -> list[Query]:
     return asked
 
 
-def told(rows: Sequence[Row], answers: Iterable[Answer | Fault]) -> list[RowResult]:
+def row_results(rows: Sequence[Row], answers: Iterable[Answer | Fault]) -> list[RowResult]:
     """The results of the rows, from the answers to their `queries`, in the same order."""
-    found = iter(answers)
+    remaining = iter(answers)
     return [
-        _told(list(islice(found, _num_scored(row))), list(islice(found, len(row.draws))))
+        _row_result(
+            list(islice(remaining, _num_scored(row))), list(islice(remaining, len(row.draws)))
+        )
         for row in rows
     ]
 
 
-def _told(scored: Sequence[Answer | Fault], drawn: Sequence[Answer | Fault]) -> RowResult:
+def _row_result(scored: Sequence[Answer | Fault], drawn: Sequence[Answer | Fault]) -> RowResult:
     for answer in (*scored, *drawn):
         if isinstance(answer, Fault):
             return answer

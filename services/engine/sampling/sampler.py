@@ -43,7 +43,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> l
     Temperature 0 takes the largest logit, and the lowest id of equal ones. Rows are checked for
     finite logits before any adjustment, since a mask would hide a broken row.
     """
-    tokens = greedy(*logits.max(dim=-1))
+    tokens = greedy_tokens(*logits.max(dim=-1))
     logits = _adjusted(logits, draws, tokens)
     drawn = [
         row
@@ -73,7 +73,7 @@ def _adjusted(logits: Tensor, draws: Sequence[Draw], tokens: list[int | Fault]) 
     for row, adjustment in changing:
         logits[row] = adjustment.applied(logits[row])
     rows = [row for row, _ in changing]
-    for row, token in zip(rows, greedy(*logits[rows].max(dim=-1)), strict=True):
+    for row, token in zip(rows, greedy_tokens(*logits[rows].max(dim=-1)), strict=True):
         tokens[row] = token
     return logits
 
@@ -184,7 +184,7 @@ def _exponentials(
     return numbers.double().neg_().log1p_().neg_()
 
 
-def greedy(largest: Tensor, token_ids: Tensor) -> list[int | Fault]:
+def greedy_tokens(largest: Tensor, token_ids: Tensor) -> list[int | Fault]:
     """The argmax of each row, or its fault. `largest`: each row's largest logit, [N]; `token_ids`:
     its token. A NaN or +inf anywhere in a row is its largest logit; a -inf does no harm."""
     return [

@@ -52,7 +52,7 @@ FIRST = Beam((), 0.0)
 """The one beam of a search after its prompt."""
 
 
-def num_deciding(params: BeamParams, stop_ids: frozenset[int]) -> int:
+def num_candidates(params: BeamParams, stop_ids: frozenset[int]) -> int:
     """How many candidates of each beam a step needs: all of the best `width` continuations may come
     from one beam, and at most its stop tokens rank before them."""
     return params.width + len(stop_ids)

@@ -47,11 +47,11 @@ class StampedPool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The result of a fetch. `begun`: for each sequence, the leading blocks of the worker's pool
+    """The result of a fetch. `computed`: for each sequence, the leading blocks of the worker's pool
     that now have its KV, cached or copied. `num_blocks`: how many were copied. `completed`: the
     full ones among the copied blocks, to commit."""
 
-    begun: Sequence[ComputedBlocks]
+    computed: Sequence[ComputedBlocks]
     num_blocks: int = 0
     completed: tuple[tuple[int, PrefixHash], ...] = ()
 
@@ -120,7 +120,7 @@ class SwapPool:
             return None
         pool_id, holder_id, epoch = self.spec.pool_id, ticket.holder_id, allocation.epoch
         targets = allocation.cached(*contents.chains)
-        if wrong := contents.first_wrong(self._stamps, targets):
+        if wrong := contents.first_mismatch(self._stamps, targets):
             await self._distrust(targets[wrong], wrong)
             await self._store.release(pool_id, holder_id, epoch)
             return None
@@ -155,19 +155,19 @@ class SwapPool:
                 *holder, swapped.holder_epoch, self._worker_id, swapped.block_ids
             )
         except (StaleHolder, NotHeld):
-            return Fetched(contents.begun(cached))
-        computed = BlockKeys.of(ticket, self.spec.block_size, num_left_out=1)
+            return Fetched(contents.computed_blocks(cached))
+        swapped_keys = BlockKeys.of(ticket, self.spec.block_size, num_left_out=1)
         sources: dict[Key, int] = {}
         if self._are_in_place(swapped, claim):
-            sources = computed.blocks(_tables(ticket, swapped))
-            await self._leave_out_unsound(sources, computed, swapped.holder_id)
+            sources = swapped_keys.blocks(_tables(ticket, swapped))
+            await self._drop_untrusted(sources, swapped_keys, swapped.holder_id)
         new = allocation.block_ids[allocation.num_cached_blocks :]
-        begun, copied = contents.computed_with_copies(cached, computed, sources, new)
+        computed, copied = contents.computed_with_copies(cached, swapped_keys, sources, new)
         if copied:
-            await self._copy(self._copy_back, self._own_stamps, computed, sources, copied)
+            await self._copy(self._copy_back, self._own_stamps, swapped_keys, sources, copied)
             self._metrics.swapped_in_blocks.inc(len(copied))
         await self._store.release(*holder, claim.epoch)
-        return Fetched(begun, len(copied), computed.full_among(copied))
+        return Fetched(computed, len(copied), swapped_keys.full_among(copied))
 
     async def release(self, swapped: Swapped) -> None:
         """Release a detached holder in the swap pool. StaleHolder: a worker has claimed it."""
@@ -207,12 +207,12 @@ class SwapPool:
         )
         return named == held and all(table == sorted(table) for table in tables)
 
-    async def _leave_out_unsound(
+    async def _drop_untrusted(
         self, sources: dict[Key, int], contents: BlockKeys, owner: str
     ) -> None:
         """Remove from `sources` full blocks whose stamps do not match their tokens, and partly
         filled blocks that `owner` did not write (law 6)."""
-        while wrong := contents.first_wrong(self._stamps, sources):
+        while wrong := contents.first_mismatch(self._stamps, sources):
             await self._distrust(sources.pop(wrong), wrong)
         for tail in contents.tails:
             if tail in sources and not self._stamps.are_written_by([sources[tail]], owner):
@@ -237,8 +237,8 @@ class SwapPool:
         def work() -> float:
             began = time.perf_counter()
             copy([(sources[key], target) for key, target in targets.items()])
-            for run in contents.runs:
-                run.stamp(stamps.complete, targets)
+            for span in contents.spans:
+                span.stamp(stamps.complete, targets)
             return time.perf_counter() - began
 
         return await self._in_thread(work)

@@ -59,8 +59,8 @@ class EnginePair:
         for _ in range(100):
             advances += self.prefill.step(commands).advances
             commands = []
-            if advances[-1].left is not None:
-                return replace(asked, sequences=advances[-1].left), advances
+            if advances[-1].remaining is not None:
+                return replace(asked, sequences=advances[-1].remaining), advances
         raise AssertionError("it does not end")
 
     def admit(self, detached: Ticket, spare: Sequence[int], num_acquired: int) -> StepOutcome:
@@ -201,10 +201,10 @@ def test_the_last_to_end_takes_the_group_along(engine_pair: EnginePair) -> None:
 def test_sequences_end_by_themselves(engine_pair: EnginePair) -> None:
     detached, _ = engine_pair.prefilled(asked(2, max_tokens=3), range(4))
     (first,) = engine_pair.admit(detached, spare=(3,), num_acquired=4).advances
-    assert first.left is None
+    assert first.remaining is None
     (second,) = engine_pair.decode.step([]).advances
     assert [token.finish for token in second.tokens] == [FinishReason.LENGTH] * 2
-    assert second.left == ()
+    assert second.remaining == ()
 
 
 def test_a_sequence_of_one_token_leaves_the_others_their_blocks(engine_pair: EnginePair) -> None:
@@ -307,19 +307,19 @@ def test_sequences_go_on_from_their_own_tokens(engine_pair: EnginePair) -> None:
     alone = replace(wanted, sequences=wanted.sequences[:1])
     detached, _ = engine_pair.prefilled(alone, range(20, 25))
     table = detached.sequences[0].block_ids
-    begun = [
+    computed = [
         ComputedBlocks.of_full(table[:4], SIZE),
         *[ComputedBlocks.of_full(table[:2], SIZE)] * 2,
     ]
-    group = Group.to_compute(wanted, rules(wanted), range(30, 36), begun)
+    group = Group.to_compute(wanted, rules(wanted), range(30, 36), computed)
     assert group.num_uncomputed == 1 + (2 + 2 + 1 + 1)
     num_computed = engine_pair.arena.num_computed
     (advance, *_) = engine_pair.prefill.step([Admit(group)]).advances
-    while advance.left is None:
+    while advance.remaining is None:
         (advance, *_) = engine_pair.prefill.step([]).advances
     assert engine_pair.arena.num_computed - num_computed == 7
-    assert tables(advance.left)[0][:4] == table[:4]
-    for state, before in zip(advance.left, wanted.sequences, strict=True):
+    assert tables(advance.remaining)[0][:4] == table[:4]
+    for state, before in zip(advance.remaining, wanted.sequences, strict=True):
         drawn = next_token((*PROMPT, *before.token_ids), Draw(wanted.sampling, before.index))
         assert state.token_ids == (*before.token_ids, drawn)
 
@@ -337,12 +337,12 @@ def test_a_block_that_somebody_adopted_is_not_copied_for_its_last_token(
     wanted = replace(asked(1), sequences=states)
     whole, _ = engine_pair.prefilled(replace(wanted, sequences=states[1:]), range(20, 25))
     adopted = whole.sequences[0].block_ids[:3]
-    begun = [ComputedBlocks(adopted, 11, 3), ComputedBlocks.of_full(adopted, SIZE)]
-    group = Group.to_compute(wanted, rules(wanted), (30, 31), begun)
+    computed = [ComputedBlocks(adopted, 11, 3), ComputedBlocks.of_full(adopted, SIZE)]
+    group = Group.to_compute(wanted, rules(wanted), (30, 31), computed)
     num_copied = engine_pair.arena.num_copied
     (advance,) = engine_pair.prefill.step([Admit(group)]).advances
-    assert advance.left is not None
-    assert tables(advance.left) == {0: (*adopted, 31), 1: (*adopted, 30)}
+    assert advance.remaining is not None
+    assert tables(advance.remaining) == {0: (*adopted, 31), 1: (*adopted, 30)}
     assert engine_pair.arena.num_copied == num_copied
 
 
