@@ -13,7 +13,7 @@ from blockstore.errors import StaleHolder
 from services.decode.job import Job, State, ticket_of
 from services.protocol.messages import Requeued, RequeueReason
 from services.protocol.ticket import Swapped, Ticket
-from services.worker.events import PREEMPTED, STALE, Ending, report
+from services.worker.events import PREEMPTED, STALE, Ending, report, without_blocks
 from services.worker.jobs import Jobs
 from services.worker.pool_worker import PoolWorker
 
@@ -70,16 +70,15 @@ class DetachedTickets:
         """Keep the ticket of a preempted request whose KV is in the swap pool, and release its
         blocks in this worker's pool."""
         worker, ticket, limits = self._worker, ticket_of(job), self._worker.limits
-        sequences = (replace(s, block_ids=(), num_computed_tokens=0) for s in ticket.sequences)
-        at_rest = replace(ticket, holder_epoch=0, sequences=tuple(sequences), swapped=swapped)
+        detached = replace(without_blocks(ticket), swapped=swapped)
 
         async def release() -> None:
             await worker.holders.release(ticket, job.ending or PREEMPTED)
             if not job.ending:
-                job.session.send(Requeued(*at_rest.key, RequeueReason.PREEMPTED, at_rest))
+                job.session.send(Requeued(*detached.key, RequeueReason.PREEMPTED, detached))
             worker.suspects.leave(ticket.holder_id)
 
-        job.state, job.ticket = State.DETACHED, at_rest
+        job.state, job.ticket = State.DETACHED, detached
         worker.writer.put(release)
         if job.ending:
             self.take_back(job, job.ending)

@@ -20,7 +20,7 @@ from services.decode.block_extender import BlockExtender
 from services.decode.detached_tickets import DetachedTickets
 from services.decode.job import Job, State, living_of, take_outputs, ticket_of
 from services.decode.swapping import Swapping
-from services.decode.tables import check_detached, in_no_table
+from services.decode.tables import blocks_in_no_table, check_detached
 from services.engine import messages
 from services.engine.engine import ForwardPass
 from services.engine.messages import Advance, Removed, StepOutcome
@@ -66,13 +66,7 @@ class DecodeWorker(PoolWorker):
         swap_pool: SwapPool | None = None,
     ) -> None:
         super().__init__(store, membership, forward, limits, metrics, swap_pool, one_token=False)
-        self._extender = BlockExtender(
-            store,
-            self.pool_id,
-            self.worker_id,
-            on_blocks=lambda key, blocks: self.engine.send(messages.AddBlocks(key, blocks)),
-            on_demands=self._on_demands,
-        )
+        self._extender = BlockExtender(self)
         self._jobs: Jobs[Job] = Jobs(self._end)
         self._running: dict[str, Job] = {}
         self._detached = DetachedTickets(self, self._jobs)
@@ -131,10 +125,9 @@ class DecodeWorker(PoolWorker):
             self._end(job, HANDED_OVER)
 
     def resume(self, session: Session, wanted: Ticket) -> None:
-        """Give this gateway a request that another gateway parked, or that still runs for a gateway
-        which has lost the client. The answer is a requeue: with blocks if a request here continues
-        `wanted` (`Job.goes_on_as`), else without. Raises InvalidRequest if this attempt is here
-        already."""
+        """Give this gateway a request that is parked, or that still runs for a gateway which has
+        lost the client. The answer is a requeue: with blocks if a request here continues `wanted`
+        (`Job.continues`), else without. Raises InvalidRequest if this attempt is here already."""
         if self._jobs.get(session, *wanted.key):
             raise InvalidRequest(f"attempt {wanted.attempt} of this request is here already")
         job = next((job for job in self._jobs if job.continues(wanted)), None)
@@ -183,7 +176,7 @@ class DecodeWorker(PoolWorker):
     def _num_free_slots(self) -> int:
         return self.limits.max_num_seqs - sum(job.num_slots for job in self._jobs)
 
-    # States of a job: RESERVED -> CLAIMING -> RUNNING -> ENDED, or RUNNING -> DETACHED -> ENDED.
+    # States of a job: RESERVED -> CLAIMING -> RUNNING -> (DETACHED) -> ENDED.
 
     async def _claim(self, job: Job, ticket: Ticket) -> None:
         block_ids = chain.from_iterable(sequence.block_ids for sequence in ticket.sequences)
@@ -199,8 +192,8 @@ class DecodeWorker(PoolWorker):
             report(job.session, ticket_of(job), ending or refused)
             return
         job.ticket = replace(living_of(job), holder_epoch=claim.epoch)
-        if ours := self._detached.get(ticket.holder_id):
-            self._detached.forget(ours)  # this worker has claimed back a ticket that it detached
+        if detached := self._detached.get(ticket.holder_id):
+            self._detached.forget(detached)  # this worker claimed back a ticket that it detached
         if job.ending:
             self._leave(job, job.ticket, job.ending)
         else:
@@ -210,7 +203,7 @@ class DecodeWorker(PoolWorker):
         """Give a claimed ticket to the engine, unless the stamps of its blocks do not match its
         tokens: then its blocks are released and it is computed again."""
         key, epoch = ticket.holder_id, ticket.holder_epoch
-        spare, finished = in_no_table(ticket, claim, self.stamps)
+        spare, finished = blocks_in_no_table(ticket, claim, self.stamps)
         group = group_class(ticket).to_continue(
             ticket, self.rules(ticket), spare, claim.num_acquired
         )
@@ -225,7 +218,7 @@ class DecodeWorker(PoolWorker):
         self._extender.add(key, epoch, claim.num_acquired)
         self._extender.want(key, group.total_wanted(self.limits.look_ahead))
         self.engine.send(messages.Admit(group, is_started=False))
-        self.begin(key, job.session, (job.request_id, job.attempt), suspect=job.suspect)
+        self.begin(ticket, job.session, suspect=job.suspect)
 
     def _on_outcome(self, outcome: StepOutcome) -> None:
         outputs: dict[Session, list[Generated]] = {}
@@ -233,8 +226,8 @@ class DecodeWorker(PoolWorker):
             job = self._running[advance.key]
             if tokens := self._on_advance(job, advance):
                 outputs.setdefault(job.session, []).extend(tokens)
-        for session, mine in outputs.items():
-            session.send(Step(tuple(mine)))
+        for session, generated in outputs.items():
+            session.send(Step(tuple(generated)))
         for advance in outcome.advances:
             self.suspects.leave(advance.key)
         for failed in outcome.failed:
@@ -307,7 +300,7 @@ class DecodeWorker(PoolWorker):
             self._release(job, ticket, ending)
 
     def _on_swap_refused(self, job: Job) -> None:
-        """Have a preempted request computed again, which the swap pool did not take."""
+        """Release a preempted request that the swap pool did not take: it is computed again."""
         self.metrics.num_swaps_refused.inc()
         self._release(job, ticket_of(job), job.ending or PREEMPTED)
 

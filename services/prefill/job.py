@@ -89,16 +89,16 @@ class Job:
 
     def issued(
         self,
-        left: tuple[TicketSequence, ...],
+        remaining: tuple[TicketSequence, ...],
         beams: BeamState | None,
         prefill_ns_per_token: int,
     ) -> Ticket:
-        """The detached ticket of the sequences that continue (`left`), with their blocks and the
-        tokens just drawn."""
+        """The detached ticket of the `remaining` sequences, with their blocks and the tokens just
+        drawn."""
         return replace(
             self.ticket,
             holder_epoch=self.ticket.holder_epoch + 1,
-            sequences=left,
+            sequences=remaining,
             swapped=None,
             beams=beams,
             prefill_ns_per_token=prefill_ns_per_token,

@@ -17,7 +17,7 @@ from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.block_keys import BlockKeys, num_blocks_for
 from services.prefill.admission import Admission
 from services.prefill.job import Job, State
-from services.prefill.prefixes import PrefixesUnderWay
+from services.prefill.prefixes import PrefixesInProgress
 from services.protocol.ticket import BeamState, Ticket, TicketSequence, first_of
 from services.worker.events import (
     ABORTED,
@@ -26,10 +26,10 @@ from services.worker.events import (
     STALE,
     Ending,
     Session,
-    found,
-    output,
+    hypothesis_events,
     poisoned,
     report,
+    token_event,
 )
 from services.worker.jobs import Jobs
 from services.worker.membership import Membership
@@ -63,17 +63,12 @@ class PrefillWorker(PoolWorker):
     ) -> None:
         super().__init__(store, membership, forward, limits, metrics, swap_pool, one_token=True)
         self._pace = Pace()
-        self._prefixes = PrefixesUnderWay(on_change=lambda: self._admission.wake())
+        self._prefixes = PrefixesInProgress(on_change=lambda: self._admission.wake())
         self._admission = Admission(
-            store,
-            self.pool_id,
-            self.worker_id,
-            self.spec.block_size,
-            membership.stamps,
+            self,
             self._prefixes,
             has_room=self._has_room,
             on_admitted=self._begin,
-            on_corrupt=metrics.kv_corrupt.inc,
             on_stale=lambda job: self._end(job, STALE),
         )
         self._jobs: Jobs[Job] = Jobs(self._end)
@@ -170,7 +165,7 @@ class PrefillWorker(PoolWorker):
         job.num_uncomputed = len(job.ticket.sequences)
         self._fetching.put_nowait(job)
 
-    async def _fetch_all(self) -> None:
+    async def _fetch_swapped(self) -> None:
         """Copy swapped-out KV back, one request at a time."""
         assert self.swap_pool is not None
         while True:
@@ -210,7 +205,7 @@ class PrefillWorker(PoolWorker):
         self.metrics.prompt_tokens_cached.inc(num_computed)
         self._commit(job.ticket, fetched.completed)
         self.engine.send(messages.Admit(group, is_started=False))
-        self.begin(group.key, job.session, job.ticket.key, suspect=job.suspect)
+        self.begin(job.ticket, job.session, suspect=job.suspect)
 
     def _on_outcome(self, outcome: StepOutcome) -> None:
         self._pace.observe(outcome.num_tokens, outcome.duration_s)
@@ -227,9 +222,9 @@ class PrefillWorker(PoolWorker):
 
     def _on_advance(self, job: Job, advance: Advance) -> None:
         job.num_uncomputed = advance.num_uncomputed
-        job.outputs += (output(job.ticket, token) for token in advance.tokens)
+        job.outputs += (token_event(job.ticket, token) for token in advance.tokens)
         job.prompt_logprobs += advance.prompt_logprobs
-        job.outputs += found(job.ticket, advance.hypotheses)
+        job.outputs += hypothesis_events(job.ticket, advance.hypotheses)
         self._commit(job.ticket, advance.completed)
         if advance.remaining is None:
             self.holders.give_back(job.ticket, advance.freed)
@@ -251,9 +246,11 @@ class PrefillWorker(PoolWorker):
         if completed:
             self.writer.put(commit)
 
-    def _issue(self, job: Job, left: tuple[TicketSequence, ...], beams: BeamState | None) -> None:
+    def _issue(
+        self, job: Job, remaining: tuple[TicketSequence, ...], beams: BeamState | None
+    ) -> None:
         """Detach the holder and send its ticket. No worker writes the blocks before the claim."""
-        ticket = job.issued(left, beams, self._pace.ns_per_token)
+        ticket = job.issued(remaining, beams, self._pace.ns_per_token)
 
         async def detach() -> None:
             await self.store.detach(self.pool_id, ticket.holder_id, ticket.holder_epoch - 1)
@@ -319,7 +316,7 @@ class PrefillWorker(PoolWorker):
 
     def _loops(self) -> Sequence[Coroutine[Any, Any, None]]:
         loops = [self._admission.run()]
-        return loops if self.swap_pool is None else [*loops, self._fetch_all()]
+        return loops if self.swap_pool is None else [*loops, self._fetch_swapped()]
 
     def _check(self, ticket: Ticket) -> None:
         if ticket.pool_id != self.pool_id:

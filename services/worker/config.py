@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -16,6 +16,8 @@ _BATCHED_TOKENS = 512
 
 class WorkerSettings(PoolServiceSettings):
     """Settings of a worker. Each `auto` is resolved once at start, and logged."""
+
+    service: ClassVar[Literal["prefill", "decode"]]
 
     model: Path = Field(description="checkpoint directory in Hugging Face format")
     model_name: str = Field("", description="name that clients use; default: the directory's")

@@ -101,13 +101,13 @@ class Membership:
         self.stamps.close()
         try:
             async with asyncio.timeout(_LEAVE_LIMIT_S), host_lock(self.directory.path.parent):
-                await self._take_off()
+                await self._deregister()
         except TimeoutError as error:
             raise StoreUnavailable(f"{self.worker_id} cannot leave its pool now") from error
         finally:
             self.lock.close()
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Unmap the pool and drop the lock without a call to the store; the block manager then
         reaps the worker. No thread of the worker may write any more. No error if called twice or
         after `leave`."""
@@ -115,7 +115,7 @@ class Membership:
         self.stamps.close()
         self.lock.close()
 
-    async def _take_off(self) -> None:
+    async def _deregister(self) -> None:
         pool_id = self.spec.pool_id
         try:
             await self.store.leave(pool_id, self.worker_id)

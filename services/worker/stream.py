@@ -3,11 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from google.protobuf.message import Message
 
-from blockstore.registry import Load
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
 from services.common.errors import InvalidRequest, VersionMismatch
@@ -18,7 +17,7 @@ from services.protocol.codec import load_to_wire
 from services.protocol.event_codec import Fields, event_to_wire
 from services.protocol.messages import DrainNotice, Failed, LoadReport, WorkerEvent
 from services.protocol.version import PROTOCOL_VERSION
-from services.worker.events import Session
+from services.worker.pool_worker import PoolWorker
 
 _LOAD_INTERVAL_S = 0.25
 _IDLE_INTERVALS = 4
@@ -78,26 +77,6 @@ class StreamSession:
                     then()
 
 
-class StreamWorker(Protocol):
-    """The part of a worker's logic that its streams use."""
-
-    worker_id: str
-    pool_id: str
-    draining: bool
-    drain_asked: asyncio.Event
-    sessions: set[Session]
-
-    @property
-    def stalled(self) -> bool: ...
-
-    def load(self) -> Load: ...
-    def abort(
-        self, session: StreamSession, request_id: str, attempt: int, index: int | None = None
-    ) -> None: ...
-    def drain(self) -> int: ...
-    def close(self, session: StreamSession) -> None: ...
-
-
 class WorkerStream:
     """Serves the `Connect` calls of one worker.
 
@@ -108,13 +87,13 @@ class WorkerStream:
 
     def __init__(
         self,
-        worker: StreamWorker,
+        worker: PoolWorker,
         response: Callable[..., Any],
         execute: Callable[[StreamSession, Any], None],
     ) -> None:
         self._worker = worker
         self._response = response
-        self._execute_own = execute
+        self._execute_for_role = execute
 
     async def serve(self, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
         """Serve one stream from its hello to its end, and then close its session at the worker."""
@@ -164,9 +143,9 @@ class WorkerStream:
     async def _report_load(self, session: StreamSession) -> None:
         while True:
             session.put({"load": self._load()})
-            await self._interval()
+            await self._wait_for_report()
 
-    async def _interval(self) -> None:
+    async def _wait_for_report(self) -> None:
         """Wait until the next load report is due. When the worker begins to drain, a report is due
         at once, so that gateways move its requests."""
         load, pause_s = self._worker.load(), _LOAD_INTERVAL_S
@@ -199,7 +178,7 @@ class WorkerStream:
             case name:
                 command = getattr(request, name)
                 try:
-                    self._execute_own(session, command)
+                    self._execute_for_role(session, command)
                 except InvalidRequest as error:
                     self._refuse(session, command, error)
 

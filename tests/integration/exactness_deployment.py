@@ -382,7 +382,7 @@ class ExactnessDeployment:
 
     async def preempt(self, there: Resident) -> None:
         """The pool wants all blocks of what runs there."""
-        there.worker._on_demands([job.ticket.holder_id for job in there.worker._jobs])
+        there.worker.preempt([job.ticket.holder_id for job in there.worker._jobs])
         self.go_on()
 
     async def drain(self, there: Resident) -> None:

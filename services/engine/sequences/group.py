@@ -94,7 +94,7 @@ class Group:
     ) -> "Group":
         """A group that computes a prompt and the tokens generated so far (prefill, recompute).
 
-        `computed`: for each sequence, the leading blocks that have KV already. Sequences with the same
+        `computed`: for each sequence, the leading blocks that have KV already. Sequences with equal
         leading blocks are one `Sequence` as long as they have tokens in common to compute.
         `hashes`: the prefix hashes of leading blocks of all sequences, as far as they are known.
         """

@@ -16,33 +16,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 from blockstore.errors import MustWait, NotHeld, OutOfBlocks, StaleHolder
-from blockstore.records import Allocation, Claim, PoolSpec, PrefixHash
+from blockstore.records import Allocation, Claim, PrefixHash
 from blockstore.store import BlockStore
 from services.common.pool.stamps import Stamps
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import WorkerMetrics
 from services.engine.sequences.block_keys import BlockKeys, ComputedBlocks, Key
 from services.protocol.ticket import Swapped, SwappedTable, Ticket
+from services.worker.membership import Membership
 from services.worker.swap.cost import SwapCost
 
 Copy = Callable[[Sequence[tuple[int, int]]], None]
 """Copies blocks, given as (source, target) pairs, from one of the two arenas to the other."""
 
 log = get_logger(__name__)
-
-
-class StampedPool(Protocol):
-    """The part of a pool membership that copies use."""
-
-    @property
-    def spec(self) -> PoolSpec: ...
-    @property
-    def worker_id(self) -> str: ...
-    @property
-    def stamps(self) -> Stamps: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +56,8 @@ class SwapPool:
     def __init__(
         self,
         store: BlockStore,
-        own: StampedPool,
-        swap_pool: StampedPool,
+        own: Membership,
+        swap_pool: Membership,
         copy_out: Copy,
         copy_back: Copy,
         metrics: WorkerMetrics,

@@ -46,7 +46,7 @@ async def unstarted(pair: WorkerPair, wanted: Ticket) -> None:
 async def preempt(pair: WorkerPair, holder_id: str = "h-r1") -> Ticket:
     """What its gateway gets back."""
     num_seen = len(pair.session.of(Requeued))
-    pair.decode._on_demands([holder_id])
+    pair.decode.preempt([holder_id])
     pair.decode_model.gate.set()
     await pair.until(lambda: len(pair.session.of(Requeued)) > num_seen)
     pair.session.reads = True

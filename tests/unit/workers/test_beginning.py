@@ -190,7 +190,7 @@ async def test_a_later_sequence_begins_when_the_gateway_has_the_preemption(
     pair.prefill.submit(session, ticket("r1", range(100, 140)), suspect=True)
     pair.prefill.submit(session, ticket("r2", PROMPT), suspect=True)
     await pair.until(lambda: pair.prefill_model.num_begun == 2)
-    pair.prefill._on_demands(["h-r1"])
+    pair.prefill.preempt(["h-r1"])
     pair.prefill_model.gate.set()
     await held.reached.wait()
     assert session.told == ["Began r1"]
@@ -219,7 +219,7 @@ async def test_or_its_ticket(make_pair: MakePair, how: str) -> None:
     if how == "handed over":
         pair.decode.hand_over(session, *issued.key)
     else:
-        pair.decode._on_demands([issued.holder_id])
+        pair.decode.preempt([issued.holder_id])
     await pair.until(lambda: "r2" in session.began)
     of_one = [told for told in session.told if told.endswith("r1")]
     assert session.told.index("Requeued r1") < session.told.index("Began r2")

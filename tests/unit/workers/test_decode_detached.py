@@ -191,7 +191,7 @@ async def test_a_demand_releases_a_detached_ticket(pair: WorkerPair) -> None:
     issued = await start(pair, ticket("r1", PROMPT, max_tokens=500))
     await pair.until(lambda: bool(outputs(pair.session, "r1")))
     await handed_over(pair, "r1")
-    pair.decode._on_demands([issued.holder_id])
+    pair.decode.preempt([issued.holder_id])
     await pair.until_empty()
     await pair.until(lambda: len(pair.session.of(Requeued)) == 2)
     assert pair.session.of(Requeued)[1].reason is RequeueReason.PREEMPTED

@@ -59,7 +59,7 @@ def test_results_computed_meanwhile_are_dropped(lock: WorkerLock) -> None:
 def test_copies_check_the_locks_of_all_pools(lock: WorkerLock, tmp_path: Path) -> None:
     swap_pool = WorkerLock.create(tmp_path / "colder.lock")
     copied: list[tuple[int, int]] = []
-    copy = FenceGuard([lock, swap_pool]).for_copies(copied.extend)
+    copy = FenceGuard([lock, swap_pool]).guard_copy(copied.extend)
     copy([(1, 2)])
     give_up(swap_pool.path)
     with pytest.raises(WorkerFenced):

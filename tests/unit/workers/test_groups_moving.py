@@ -56,7 +56,7 @@ async def test_a_group_is_preempted_as_one_and_recomputed(pair: WorkerPair) -> N
     pair.decode_model.pause_after = 5
     issued = await start(pair, asked(3, 20))
     await pair.until(lambda: pair.decode_model.num_begun == 6)
-    pair.decode._on_demands(["h-r1"])
+    pair.decode.preempt(["h-r1"])
     pair.decode_model.gate.set()
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     (requeued,) = pair.session.of(Requeued)

@@ -47,7 +47,7 @@ async def test_a_cancelled_request_leaves_nothing(make_pair: MakePair, is_copied
         await preempt(pair)
     else:
         pair.swap_pool.copying.clear()
-        pair.decode._on_demands(["h-r1"])
+        pair.decode.preempt(["h-r1"])
         pair.decode_model.gate.set()
         await pair.until(lambda: pair.decode.load().num_running == 0)
     for index in (1, 0, 2):
