@@ -19,7 +19,7 @@ from services.engine.messages import (
     StepOutcome,
 )
 from services.engine.prefill_batching_delay import PrefillBatchingDelay
-from services.engine.scheduler import Batch, Scheduler
+from services.engine.scheduler import ScheduledSequence, Scheduler
 from services.engine.sequences.group import Group
 
 
@@ -81,10 +81,10 @@ class Engine:
         removed = self.apply(commands)
         self._copy()
         batch = self._scheduler.next_batch()
-        rows = [run.sequence.row(run.num_tokens) for run in batch]
+        rows = [one.sequence.row(one.num_tokens) for one in batch]
         results = self._compute(rows, self._scheduler.num_runnable - len(rows))
         advances, failed = self._apply_results(batch, results)
-        num_tokens, duration_s = sum(run.num_tokens for run in batch), time.perf_counter() - began
+        num_tokens, duration_s = sum(one.num_tokens for one in batch), time.perf_counter() - began
         self._batching_delay.observe(num_tokens, duration_s)
         return StepOutcome(advances, failed, removed, num_tokens, duration_s)
 
@@ -137,17 +137,17 @@ class Engine:
         return Removed(group.key, group.ticket_sequences(), group.beams)
 
     def _apply_results(
-        self, batch: Batch, results: Seq[RowResult]
+        self, batch: Seq[ScheduledSequence], results: Seq[RowResult]
     ) -> tuple[tuple[Advance, ...], tuple[FailedGroup, ...]]:
         changed, self._aborted = self._aborted, {}
         faults: dict[str, Fault] = {}
-        for run, result in zip(batch, results, strict=True):
-            group = changed[run.group.key] = run.group
+        for one, result in zip(batch, results, strict=True):
+            group = changed[one.group.key] = one.group
             if isinstance(result, Fault):
                 faults[group.key] = result
             else:
                 output = result if isinstance(result, RowOutput) else RowOutput(result)
-                group.advance(run.sequence, run.num_tokens, output, one_token=self._one_token)
+                group.advance(one.sequence, one.num_tokens, output, one_token=self._one_token)
         failed = [self._fail_group(changed.pop(key), fault) for key, fault in faults.items()]
         return tuple(self._advance(group) for group in changed.values()), tuple(failed)
 

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 from prometheus_client import CollectorRegistry
 
 from blockstore.errors import UnknownWorker, WorkerFenced
-from blockstore.registry import Role
 from blockstore.store import BlockStore
 from services.common.rpc.proof import Guard
 from services.common.rpc.transport import RpcServer
@@ -68,7 +67,6 @@ class WorkerRole:
     """The differences between the processes of prefill and decode workers. `serve(worker, server)`
     adds the role's gRPC service, `service_name`, to the server."""
 
-    role: Role
     service_name: str
     make: MakeWorker
     serve: Callable[[Any, RpcServer], None]
@@ -98,20 +96,27 @@ class WorkerProcess:
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as vital:
             store, worker_id = registration.store, registration.worker_id
             membership = await join(
-                *(store, store.run_id, settings.pool_root), loaded.layout, worker_id, loaded.plan
+                store,
+                store.run_id,
+                settings.pool_root,
+                loaded.layout,
+                worker_id,
+                loaded.plan,
             )
             stack.callback(membership.close)
             registry = CollectorRegistry()
             stack.enter_context(metrics_endpoint(settings, registry))
             metrics = WorkerMetrics(registry)
-            memberships = [membership]
+            memberships, swap_membership, swap_pool = [membership], None, None
             if loaded.swap_bytes is not None:
-                memberships.insert(0, await join_swap_pool(membership, loaded.swap_bytes))
-                stack.callback(memberships[0].close)
+                swap_membership = await join_swap_pool(membership, loaded.swap_bytes)
+                stack.callback(swap_membership.close)
+                memberships.insert(0, swap_membership)
             fence_guard = FenceGuard([one.lock for one in memberships])
-            swap_pool = None
-            if len(memberships) > 1:
-                swap_pool = _swap_pool(settings, loaded, *memberships, fence_guard, metrics)
+            if swap_membership is not None:
+                swap_pool = _swap_pool(
+                    settings, loaded, membership, swap_membership, fence_guard, metrics
+                )
                 stack.callback(swap_pool.close)
             runner = Runner(loaded.model, membership.pool.kv, loaded.layout.block_size, loaded.ops)
             await asyncio.to_thread(runner.warm_up, _NUM_WARM_UP_TOKENS)
@@ -164,8 +169,8 @@ class _Stopped(Exception):
 def _swap_pool(
     settings: WorkerSettings,
     loaded: LoadedModel,
-    swap_pool: Membership,
     own: Membership,
+    swap_pool: Membership,
     fence_guard: FenceGuard,
     metrics: WorkerMetrics,
 ) -> SwapPool:

@@ -5,7 +5,7 @@ See ADR 42.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -272,17 +272,9 @@ def native_draw(draw: Draw, position: int) -> NativeDraw:
     s, adjustment = draw.sampling, draw.adjustment
     temperature = max(s.temperature, SMALLEST_TEMPERATURE) if s.temperature else 0.0
     native = None
-    if adjustment is not None:
+    if adjustment is not None:  # the native class has the same fields
         native = NativeAdjustment(
-            biased=adjustment.biased,
-            biases=adjustment.biases,
-            seen=adjustment.seen,
-            counts=adjustment.counts,
-            repetition=adjustment.repetition,
-            frequency=adjustment.frequency,
-            presence=adjustment.presence,
-            allowed=adjustment.allowed,
-            banned=adjustment.banned,
+            **{f.name: getattr(adjustment, f.name) for f in fields(adjustment)}
         )
     return (
         *(temperature, s.min_p, s.top_k, s.top_p),

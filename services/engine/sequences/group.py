@@ -238,18 +238,15 @@ class Group:
     def _apply_draw(
         self, sequence: Sequence, token: int, logprobs: Logprobs | None, *, one_token: bool
     ) -> None:
-        self.append(sequence, token, logprobs)
-        if one_token and sequence in self.sequences:
-            self.sequences.remove(sequence)
-            self.stopped.append(sequence)
-
-    def append(self, sequence: Sequence, token: int, logprobs: Logprobs | None = None) -> None:
         """Append a drawn token to a sequence, and end the sequence if the token finishes it."""
         position = len(sequence.tokens)
         finish = sequence.append(token)
         self._results.tokens.append(Token(sequence.index, position, token, finish, logprobs))
         if finish:
             self.end(sequence)
+        elif one_token:
+            self.sequences.remove(sequence)
+            self.stopped.append(sequence)
 
     def fork(self, sequence: Sequence, index: int) -> Sequence:
         """Add sequence `index`, which continues from this one's computed tokens and blocks."""
@@ -260,7 +257,7 @@ class Group:
     def end(self, sequence: Sequence) -> None:
         """End a sequence and drop its references to blocks. Blocks without references are given
         back if finished, since no sequence may write them again; others become spare."""
-        (self.sequences if sequence in self.sequences else self.stopped).remove(sequence)
+        self.sequences.remove(sequence)
         for number, block_id in enumerate(sequence.block_table):
             self._refs[block_id] -= 1
             if not self._refs[block_id]:
