@@ -67,7 +67,7 @@ class Scheduler:
         early = _fill(shortest, self.budget // _SHORTEST_SHARE)
         taken = {one.sequence for one in early}
         left = self.budget - sum(one.num_tokens for one in early)
-        in_order = [run for one in runnable if one.sequence not in taken]
+        in_order = [one for one in runnable if one.sequence not in taken]
         return _fill(in_order[: self._max_num_seqs - len(early)], left) + early
 
     def _runnable(self) -> list[ScheduledSequence]:

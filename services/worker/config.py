@@ -47,11 +47,10 @@ class WorkerSettings(PoolServiceSettings):
     )
     swap_memory: str = Field(
         "",
-        description="size of the colder pool, where requests that give way are copied to; "
-        "empty: none",
+        description="size of the swap pool, to which preempted requests are copied; empty: none",
     )
     preemption: Literal["auto", "swap", "recompute"] = Field(
-        "auto", description="of requests that give way; auto: swap where that costs less"
+        "auto", description="how requests are preempted; auto: swap where that costs less"
     )
     num_expected_workers: int = Field(
         1, ge=1, description="workers that this host's memory has to hold"
