@@ -38,7 +38,7 @@ class ForwardPass(Protocol):
     def yield_device(self, wait: Wait) -> None:
         """Leave the device to other workers after a step; call `wait` to wait meanwhile."""
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         """Called when there is nothing to compute until the next `run`."""
 
 

@@ -56,7 +56,7 @@ class Runner:
     def yield_device(self, wait: Wait) -> None:
         """Do nothing: the operating system divides the CPUs."""
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         """Do nothing: the runner occupies no device between steps."""
 
     @torch.inference_mode()
@@ -70,7 +70,7 @@ class Runner:
             wanted = ends[[bool(row.draws) for row in rows]] - 1
         else:
             wanted = np.array(wanted_states(rows), dtype=np.int64)
-        return self._model.forward(batch, self._kv, self._placed(wanted))
+        return self._model.forward(batch, self._kv, self._to_device(wanted))
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """Compute the rows and return the logits of their states, fp32 [num_states, vocab_size]."""
@@ -84,8 +84,8 @@ class Runner:
         num_blocks = -(-num_tokens // self._block_size)
         for token_ids in ([0] * num_tokens, [0]):
             start = num_tokens - len(token_ids)
-            nowhere = Row(token_ids, start, [0] * num_blocks, num_tokens, (Draw(_GREEDY, 0),))
-            self.logits([nowhere])
+            row = Row(token_ids, start, [0] * num_blocks, num_tokens, (Draw(_GREEDY, 0),))
+            self.logits([row])
 
     @torch.inference_mode()
     def _answers(self, hidden: Tensor, asked: Sequence[Query]) -> list[Answer | Fault]:
@@ -106,15 +106,15 @@ class Runner:
         if token_ids.min() < 0 or token_ids.max() >= self._model.config.vocab_size:
             raise ValueError(f"token ids outside the vocabulary {self._model.config.vocab_size}")
         return Batch(
-            token_ids=self._placed(token_ids),
-            positions=self._placed(positions),
-            slot_mapping=self._placed(slots),
-            block_tables=self._placed(tables),
-            cu_query_lens=self._placed(np.concatenate([[0], ends]).astype(np.int32)),
-            context_lens=self._placed((starts + lens).astype(np.int32)),
+            token_ids=self._to_device(token_ids),
+            positions=self._to_device(positions),
+            slot_mapping=self._to_device(slots),
+            block_tables=self._to_device(tables),
+            cu_query_lens=self._to_device(np.concatenate([[0], ends]).astype(np.int32)),
+            context_lens=self._to_device((starts + lens).astype(np.int32)),
         )
 
-    def _placed(self, indices: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
+    def _to_device(self, indices: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
         """The array as a tensor on the arena's device; on the CPU it is not copied."""
         return torch.from_numpy(indices).to(self._kv.device)
 

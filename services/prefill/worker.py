@@ -34,7 +34,7 @@ from services.worker.events import (
 from services.worker.jobs import Jobs
 from services.worker.membership import Membership
 from services.worker.pool_worker import Limits, PoolWorker
-from services.worker.swap.cost import Pace
+from services.worker.swap.cost import PrefillCost
 from services.worker.swap.pool import Fetched, SwapPool
 
 _STEPS_AHEAD = 2
@@ -62,7 +62,7 @@ class PrefillWorker(PoolWorker):
         swap_pool: SwapPool | None = None,
     ) -> None:
         super().__init__(store, membership, forward, limits, metrics, swap_pool, one_token=True)
-        self._pace = Pace()
+        self._prefill_cost = PrefillCost()
         self._prefixes = PrefixesInProgress(on_change=lambda: self._admission.wake())
         self._admission = Admission(
             self,
@@ -208,7 +208,7 @@ class PrefillWorker(PoolWorker):
         self.begin(job.ticket, job.session, suspect=job.suspect)
 
     def _on_outcome(self, outcome: StepOutcome) -> None:
-        self._pace.observe(outcome.num_tokens, outcome.duration_s)
+        self._prefill_cost.observe(outcome.num_tokens, outcome.duration_s)
         for advance in outcome.advances:
             self._on_advance(self._computing[advance.key], advance)
         for failed in outcome.failed:
@@ -250,7 +250,7 @@ class PrefillWorker(PoolWorker):
         self, job: Job, remaining: tuple[TicketSequence, ...], beams: BeamState | None
     ) -> None:
         """Detach the holder and send its ticket. No worker writes the blocks before the claim."""
-        ticket = job.issued(remaining, beams, self._pace.ns_per_token)
+        ticket = job.issued(remaining, beams, self._prefill_cost.ns_per_token)
 
         async def detach() -> None:
             await self.store.detach(self.pool_id, ticket.holder_id, ticket.holder_epoch - 1)

@@ -12,9 +12,9 @@ from services.worker.store_writer import StoreWriter
 from services.worker.suspect_queue import SuspectQueue
 from services.worker.swap.pool import SwapPool
 
-_KEEP_TURN_S = 1.0
-"""How long a preempted request keeps its turn in the store. It is back a few messages later, or it
-has ended meanwhile."""
+_RETURNING_WAITER_S = 1.0
+"""How long the store keeps the returning waiter of a preempted request. The request is back a few
+messages later, or it has ended meanwhile."""
 
 
 class HolderWrites:
@@ -34,8 +34,7 @@ class HolderWrites:
         self._writer = writer
         self._suspects = suspects
         self._swap_pool = swap_pool
-        self.num_kept_turns = 0
-        """How many preempted requests keep their turn in the store."""
+        self.num_returning_waiters = 0
 
     async def commit(self, ticket: Ticket, completed: Sequence[tuple[int, PrefixHash]]) -> None:
         await self._store.commit(self._pool_id, ticket.holder_id, ticket.holder_epoch, completed)
@@ -68,14 +67,16 @@ class HolderWrites:
         self._writer.put(end)
 
     async def release(self, ticket: Ticket, ending: Ending) -> None:
-        """Release the blocks of a ticket. A preempted request keeps its turn in the store until it
-        is back, at most for `_KEEP_TURN_S`. Raises StaleHolder."""
-        holder_id, comes_back = ticket.holder_id, ending is PREEMPTED
-        await self._store.release(self._pool_id, holder_id, ticket.holder_epoch, comes_back)
-        if comes_back:
-            self.num_kept_turns += 1
+        """Release the blocks of a ticket. A preempted request leaves a returning waiter until it is
+        back, at most for `_RETURNING_WAITER_S`. Raises StaleHolder."""
+        holder_id, is_preempted = ticket.holder_id, ending is PREEMPTED
+        await self._store.release(self._pool_id, holder_id, ticket.holder_epoch, is_preempted)
+        if is_preempted:
+            self.num_returning_waiters += 1
             loop = asyncio.get_running_loop()
-            loop.call_later(_KEEP_TURN_S, self._writer.put, lambda: self._end_turn(holder_id))
+            loop.call_later(
+                _RETURNING_WAITER_S, self._writer.put, lambda: self._withdraw(holder_id)
+            )
 
     async def release_detached(self, session: Session, ticket: Ticket, ending: Ending) -> None:
         """Release a detached ticket and report `ending`, unless a worker has claimed the ticket."""
@@ -89,6 +90,6 @@ class HolderWrites:
             return
         report(session, ticket, ending)
 
-    async def _end_turn(self, holder_id: str) -> None:
+    async def _withdraw(self, holder_id: str) -> None:
         await self._store.withdraw(self._pool_id, holder_id)
-        self.num_kept_turns -= 1
+        self.num_returning_waiters -= 1

@@ -165,20 +165,20 @@ async def join(
             raise
 
 
-async def join_swap_pool(hot: Membership, num_bytes: int) -> Membership:
-    """Join the swap pool of the pool of `hot`, or make it with `num_bytes`. Like any pool it has a
+async def join_swap_pool(own: Membership, num_bytes: int) -> Membership:
+    """Join the swap pool of the pool of `own`, or make it with `num_bytes`. Like any pool it has a
     directory, locks and a ledger of its own, and its last worker removes it. Raises as `join`
     does."""
-    root, header = hot.directory.path.parent, hot.header
+    root, header = own.directory.path.parent, own.header
     plan = MemoryPlan(pool_bytes=num_bytes)
     layout = replace(header.layout, model=f"{header.layout.model}-swap")
     try:
         return await join(
-            hot.store,
+            own.store,
             header.run_id,
             root,
             layout,
-            hot.worker_id,
+            own.worker_id,
             plan,
             watermark=0.0,
             colder_of=header.pool_id,
@@ -260,7 +260,7 @@ async def _enter(
         undo.callback(stamps.close)
         try:
             await recovery.begin(store, run_id)
-            own = partial(_own, stamps, lock)
+            own = partial(_stamp_owner, stamps, lock)
             await store.register_worker(header.spec, worker_id, recovery, own)
         except (GeometryMismatch, FingerprintMismatch) as error:
             raise StartupError(f"pool {header.pool_id} refuses {worker_id}: {error}") from error
@@ -268,7 +268,9 @@ async def _enter(
     return Membership(store, directory, header, worker_id, lock, pool, stamps)
 
 
-def _own(stamps: Stamps, lock: WorkerLock, holder_id: str, block_ids: Sequence[int]) -> None:
+def _stamp_owner(
+    stamps: Stamps, lock: WorkerLock, holder_id: str, block_ids: Sequence[int]
+) -> None:
     """Stamp new blocks with their holder. Not if the worker was marked as fenced or has left the
     pool: other workers may have these blocks by then, and this one writes into none of them."""
     if not stamps.is_closed and not lock.is_given_up:

@@ -139,7 +139,7 @@ class PoolWorker(ABC):
                 raise WorkerFenced(f"{self.worker_id} was fenced")
             self._answer_due_at = asyncio.get_running_loop().time()
             self.preempt(heartbeat.demands)
-            if self._jobs or self.holders.num_kept_turns or await self._wait_idle():
+            if self._jobs or self.holders.num_returning_waiters or await self._wait_idle():
                 await asyncio.sleep(_HEARTBEAT_S)
 
     async def _wait_idle(self) -> bool:
@@ -242,7 +242,7 @@ class PoolWorker(ABC):
         """Return when this draining worker holds nothing: all tickets are claimed or released."""
         while True:
             await self.writer.flush()
-            is_idle = not self.num_busy and not self.holders.num_kept_turns
+            is_idle = not self.num_busy and not self.holders.num_returning_waiters
             if is_idle and not await self._holds_anything():
                 return
             await asyncio.sleep(_DRAIN_INTERVAL_S)

@@ -70,9 +70,9 @@ class StreamSession:
         A caller that asks for the next batch has written the last one: only then are the `then`
         callbacks of that batch called.
         """
-        while together := await self._unread.take():
-            yield [fields for fields, _ in together]
-            for _, then in together:
+        while batch := await self._unread.take():
+            yield [fields for fields, _ in batch]
+            for _, then in batch:
                 if then is not None:
                     then()
 
@@ -97,15 +97,15 @@ class WorkerStream:
 
     async def serve(self, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
         """Serve one stream from its hello to its end, and then close its session at the worker."""
-        session = StreamSession(await self._greet(requests))
+        session = StreamSession(await self._read_hello(requests))
         self._worker.sessions.add(session)
         log.info("peer_connected", peer_id=session.peer_id)
         reading = asyncio.create_task(self._read(session, requests))
         reporting = asyncio.create_task(self._report_load(session))
         try:
             yield self._response(welcome=self._welcome())
-            async for together in session.messages():
-                yield bundled([self._response(**fields) for fields in together])
+            async for batch in session.messages():
+                yield bundled([self._response(**fields) for fields in batch])
             if reading.done():
                 reading.result()
         finally:
@@ -115,7 +115,7 @@ class WorkerStream:
             self._worker.close(session)
             log.info("peer_disconnected", peer_id=session.peer_id)
 
-    async def _greet(self, requests: AsyncIterator[Any]) -> str:
+    async def _read_hello(self, requests: AsyncIterator[Any]) -> str:
         """Read the hello; return the gateway's id. Raises VersionMismatch, and InvalidRequest if
         the first message is not a hello."""
         request = await anext(requests, None)
@@ -180,9 +180,9 @@ class WorkerStream:
                 try:
                     self._execute_for_role(session, command)
                 except InvalidRequest as error:
-                    self._refuse(session, command, error)
+                    self._fail_request(session, command, error)
 
-    def _refuse(self, session: StreamSession, command: Any, error: InvalidRequest) -> None:
+    def _fail_request(self, session: StreamSession, command: Any, error: InvalidRequest) -> None:
         """Fail the request that an invalid command names. If it names none, raise `error`, which
         ends the stream: the gateway could not tell which request failed."""
         about = command.ticket if "ticket" in command.DESCRIPTOR.fields_by_name else command

@@ -136,7 +136,7 @@ def load_fused(
 
     if cache is None:
         memories: Mapping[str, Tensor] = {
-            name: _gathered(size, contents(name)) for name, size in sizes.items()
+            name: _gather(size, contents(name)) for name, size in sizes.items()
         }
         digest = weights_digest(directory, progress)
     else:
@@ -148,7 +148,7 @@ def load_fused(
         raise StartupError(f"{directory}: {error}") from error
 
 
-def _gathered(num_bytes: int, pieces: Iterable[Tensor]) -> Tensor:
+def _gather(num_bytes: int, pieces: Iterable[Tensor]) -> Tensor:
     memory = aligned(num_bytes)
     begin = 0
     for piece in pieces:

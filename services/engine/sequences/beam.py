@@ -78,13 +78,13 @@ class BeamSearch:
         width = self._params.width
         num_tokens = len(beams[0].token_ids) + 1
         living, ended = [], []
-        for rank, branch in enumerate(_ranked(beams, candidates)):
-            finish = self._finish(branch.token_id, num_tokens)
+        for rank, continuation in enumerate(_ranked(beams, candidates)):
+            finish = self._finish(continuation.token_id, num_tokens)
             if finish is None:
-                living.append(branch)
+                living.append(continuation)
             elif rank < width:
-                tokens = (*beams[branch.parent].token_ids, branch.token_id)
-                score = self._score(branch.score, num_tokens)
+                tokens = (*beams[continuation.parent].token_ids, continuation.token_id)
+                score = self._score(continuation.score, num_tokens)
                 ended.append(Hypothesis(tokens, score, finish))
         best = sorted([*finished, *ended], key=lambda one: one.score, reverse=True)[:width]
         if self._is_over(living, best, num_tokens):

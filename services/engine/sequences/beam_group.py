@@ -77,8 +77,8 @@ class BeamGroup(Group):
         """Replace the beams by their continuations. Beams without a continuation end first, so that
         the forks can use their blocks."""
         ranks = defaultdict(list)
-        for rank, branch in enumerate(living):
-            ranks[branch.parent].append(rank)
+        for rank, continuation in enumerate(living):
+            ranks[continuation.parent].append(rank)
         beams = list(self.sequences)
         for place, beam in enumerate(beams):
             if place not in ranks:

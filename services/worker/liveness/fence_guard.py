@@ -85,5 +85,5 @@ class GuardedForward:
     def yield_device(self, wait: Wait) -> None:
         self._forward.yield_device(wait)
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         self._forward.rest()

@@ -110,7 +110,7 @@ class SwapPool:
         pool_id, holder_id, epoch = self.spec.pool_id, ticket.holder_id, allocation.epoch
         targets = allocation.cached(*contents.chains)
         if wrong := contents.first_mismatch(self._stamps, targets):
-            await self._distrust(targets[wrong], wrong)
+            await self._retract(targets[wrong], wrong)
             await self._store.release(pool_id, holder_id, epoch)
             return None
         missing = (key for key in sources if key not in targets)
@@ -147,7 +147,7 @@ class SwapPool:
             return Fetched(contents.computed_blocks(cached))
         swapped_keys = BlockKeys.of(ticket, self.spec.block_size, num_left_out=1)
         sources: dict[Key, int] = {}
-        if self._are_in_place(swapped, claim):
+        if self._agrees_with_claim(swapped, claim):
             sources = swapped_keys.blocks(_tables(ticket, swapped))
             await self._drop_untrusted(sources, swapped_keys, swapped.holder_id)
         new = allocation.block_ids[allocation.num_cached_blocks :]
@@ -181,7 +181,7 @@ class SwapPool:
         except StaleHolder:
             return None
 
-    def _are_in_place(self, swapped: Swapped, claim: Claim) -> bool:
+    def _agrees_with_claim(self, swapped: Swapped, claim: Claim) -> bool:
         """Whether the tables agree with the claim.
 
         Each table must list its blocks in the order in which they were acquired, and the tables
@@ -202,12 +202,12 @@ class SwapPool:
         """Remove from `sources` full blocks whose stamps do not match their tokens, and partly
         filled blocks that `owner` did not write (law 6)."""
         while wrong := contents.first_mismatch(self._stamps, sources):
-            await self._distrust(sources.pop(wrong), wrong)
+            await self._retract(sources.pop(wrong), wrong)
         for tail in contents.tails:
             if tail in sources and not self._stamps.are_written_by([sources[tail]], owner):
                 del sources[tail]
 
-    async def _distrust(self, block_id: int, prefix_hash: PrefixHash) -> None:
+    async def _retract(self, block_id: int, prefix_hash: PrefixHash) -> None:
         log.error("kv_corrupt", pool_id=self.spec.pool_id, block_id=block_id)
         self._metrics.kv_corrupt.inc()
         await self._store.retract(self.spec.pool_id, block_id, prefix_hash)

@@ -28,7 +28,7 @@ class Forward:
     def yield_device(self, wait: Wait) -> None:
         pass
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         pass
 
 

@@ -8,7 +8,7 @@ import pytest
 from blockstore.errors import StaleHolder
 from services.protocol.messages import Failed, Prefilled, Requeued, RequeueReason
 from services.protocol.ticket import Swapped, SwappedTable, Ticket, TicketSequence
-from services.worker.swap.cost import Pace, SwapCost
+from services.worker.swap.cost import PrefillCost, SwapCost
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, FakeSession, expected, next_token, ticket
@@ -281,12 +281,12 @@ def test_swapping_is_compared_with_computing_once_both_are_measured() -> None:
 
 
 def test_short_steps_say_nothing_of_what_a_prompt_costs() -> None:
-    pace = Pace()
-    pace.observe(1, 0.1)
-    assert pace.ns_per_token == 0
-    pace.observe(100, 0.1)
-    pace.observe(1, 0.1)
-    assert pace.ns_per_token == 1_000_000
+    cost = PrefillCost()
+    cost.observe(1, 0.1)
+    assert cost.ns_per_token == 0
+    cost.observe(100, 0.1)
+    cost.observe(1, 0.1)
+    assert cost.ns_per_token == 1_000_000
 
 
 async def test_only_what_nobody_else_has_counts_as_lost(make_pair: MakePair) -> None:
