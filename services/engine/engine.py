@@ -101,7 +101,7 @@ class Engine:
     def _compute(self, rows: Seq[Row], num_waiting: int) -> Seq[RowResult]:
         if rows:
             return self._forward.run(rows, num_waiting)
-        self._forward.rest()
+        self._forward.on_idle()
         return ()
 
     def apply(self, commands: Seq[Command]) -> tuple[Removed, ...]:

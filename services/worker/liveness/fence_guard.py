@@ -86,4 +86,4 @@ class GuardedForward:
         self._forward.yield_device(wait)
 
     def on_idle(self) -> None:
-        self._forward.rest()
+        self._forward.on_idle()
