@@ -134,7 +134,9 @@ class DecodeWorker(PoolWorker):
         if job is None:
             report(session, wanted, STALE)
             return
-        job.session.send(Failed(job.request_id, job.attempt, DuplicateRequest.code, _TAKEN))
+        job.session.send(
+            Failed(job.request_id, job.attempt, DuplicateRequest.code, _CONTINUED_ELSEWHERE)
+        )
         self._jobs.remove(job)
         job.session, job.attempt = session, wanted.attempt
         job.ticket = replace(ticket_of(job), attempt=wanted.attempt)
@@ -333,4 +335,4 @@ class DecodeWorker(PoolWorker):
             raise InvalidRequest("this worker has already claimed this ticket")
 
 
-_TAKEN = "another gateway continues this request"
+_CONTINUED_ELSEWHERE = "another gateway continues this request"

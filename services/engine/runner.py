@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvops import Backend
-from services.engine.batch import Answer, Draw, Fault, Query, Row, RowResult, Wait
+from services.engine.batch import Draw, Row, RowResult, Wait
 from services.engine.models import Batch, Model
 from services.engine.sampling.logit_queries import queries, row_results, wanted_states
 from services.protocol.ticket import SamplingParams
@@ -39,6 +39,7 @@ class Runner:
         """Copy blocks, (source, target) each; all sources are read before any target is written."""
         self._ops.copy_blocks(self._kv, torch.tensor(pairs, dtype=torch.int64).view(-1, 2))
 
+    @torch.inference_mode()
     def run(self, rows: Sequence[Row], num_waiting: int = 0) -> list[RowResult]:
         """Compute all rows in one pass, store their KV, and draw the tokens that each row asks for.
 
@@ -51,7 +52,7 @@ class Runner:
         """
         hidden = self.hidden(rows)
         asked = queries(rows)
-        return row_results(rows, self._answers(hidden, asked) if asked else ())
+        return row_results(rows, self._model.answer(hidden, asked) if asked else ())
 
     def yield_device(self, wait: Wait) -> None:
         """Do nothing: the operating system divides the CPUs."""
@@ -86,10 +87,6 @@ class Runner:
             start = num_tokens - len(token_ids)
             row = Row(token_ids, start, [0] * num_blocks, num_tokens, (Draw(_GREEDY, 0),))
             self.logits([row])
-
-    @torch.inference_mode()
-    def _answers(self, hidden: Tensor, asked: Sequence[Query]) -> list[Answer | Fault]:
-        return self._model.answer(hidden, asked)
 
     def _batch(self, rows: Sequence[Row]) -> Batch:
         self._check(rows)

@@ -30,18 +30,17 @@ class Admission:
     def __init__(
         self,
         worker: PoolWorker,
-        prefixes: PrefixesInProgress,
         has_room: Callable[[], bool],
         on_admitted: Callable[[Job], None],
         on_stale: Callable[[Job], None],
     ) -> None:
         self._worker = worker
-        self._prefixes = prefixes
         self._has_room = has_room
         self._on_admitted = on_admitted
         self._on_stale = on_stale
         self._waiting: list[Job] = []
         self._woken = asyncio.Event()
+        self.prefixes = PrefixesInProgress(on_change=self.wake)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -94,8 +93,8 @@ class Admission:
 
     def _follows(self, job: Job) -> bool:
         """Whether this worker is computing a prefix of the job for another request."""
-        if job.follows not in self._prefixes:
-            job.follows = self._prefixes.last_shared(job.hashes)
+        if job.follows not in self.prefixes:
+            job.follows = self.prefixes.last_shared(job.hashes)
         return job.follows is not None
 
     async def _allocate(self, job: Job) -> None:
@@ -111,7 +110,7 @@ class Admission:
             holder_id = job.ticket.holder_id
             job.allocation = await worker.store.allocate(worker.pool_id, holder_id, *asked)
             cached = job.allocation.cached(hashes, branches)
-            prefix_hash = job.contents.first_mismatch(worker.stamps, cached)
+            prefix_hash = job.block_keys.first_mismatch(worker.stamps, cached)
             if prefix_hash is None:
                 return
             block_id = cached[prefix_hash]

@@ -34,7 +34,7 @@ class State(Enum):
 class Job:
     """One attempt of a request.
 
-    `contents`: the block keys of its tokens. `suspect`: whether the request may have killed a
+    `block_keys`: the block keys of its tokens. `suspect`: whether the request may have killed a
     worker. `follows`: the hash of a prefix that this worker is computing for another request, for
     which this one waits. `ending`: set once the request is to end early. `num_prompt_logprobs`:
     report the logprobs of the prompt, with that many of the likeliest tokens at each position;
@@ -45,7 +45,7 @@ class Job:
 
     session: Session
     ticket: Ticket
-    contents: BlockKeys
+    block_keys: BlockKeys
     suspect: bool = False
     state: State = State.WAITING
     follows: PrefixHash | None = None
@@ -68,21 +68,21 @@ class Job:
     @property
     def hashes(self) -> Sequence[PrefixHash]:
         """The hashes of the full blocks with which all sequences begin."""
-        return self.contents.trunk.hashes
+        return self.block_keys.trunk.hashes
 
     @property
     def chains(self) -> tuple[Sequence[PrefixHash], Sequence[Sequence[PrefixHash]]]:
         """The hashes to look for in the prefix index: those with which all sequences begin, and
         behind them each sequence's own. A request that asks for logprobs of its prompt looks for
         the first only, since it computes everything anyway."""
-        shared, behind = self.contents.chains
+        shared, behind = self.block_keys.chains
         return shared, behind if self.num_prompt_logprobs is None else ()
 
     def computed_blocks(self) -> list[ComputedBlocks]:
         """For each sequence, the adopted blocks and how many of their tokens count as computed: 0
         if the request asks for logprobs of its prompt."""
         assert self.allocation is not None
-        computed = self.contents.computed_blocks(self.allocation.cached(*self.chains))
+        computed = self.block_keys.computed_blocks(self.allocation.cached(*self.chains))
         if self.num_prompt_logprobs is None:
             return computed
         return [replace(blocks, num_tokens=0) for blocks in computed]

@@ -17,7 +17,6 @@ from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.block_keys import BlockKeys, num_blocks_for
 from services.prefill.admission import Admission
 from services.prefill.job import Job, State
-from services.prefill.prefixes import PrefixesInProgress
 from services.protocol.ticket import BeamState, Ticket, TicketSequence, first_of
 from services.worker.events import (
     ABORTED,
@@ -63,10 +62,8 @@ class PrefillWorker(PoolWorker):
     ) -> None:
         super().__init__(store, membership, forward, limits, metrics, swap_pool, one_token=True)
         self._prefill_cost = PrefillCost()
-        self._prefixes = PrefixesInProgress(on_change=lambda: self._admission.wake())
         self._admission = Admission(
             self,
-            self._prefixes,
             has_room=self._has_room,
             on_admitted=self._begin,
             on_stale=lambda job: self._end(job, STALE),
@@ -87,18 +84,15 @@ class PrefillWorker(PoolWorker):
         suspect: bool = False,
     ) -> None:
         """Queue a ticket without blocks; a draining worker sends it back. Raises InvalidRequest.
-
-        `num_prompt_logprobs`: report the logprobs of the prompt, with that many of the likeliest
-        tokens at each position; None: do not. `suspect`: the request may have killed a worker.
-        """
+        `num_prompt_logprobs`, `suspect`: see `Job`."""
         if self.draining:
             report(session, ticket, DRAINED)
             return
         self._check(ticket)
         if self._jobs.get(session, *ticket.key):
             raise InvalidRequest(f"attempt {ticket.attempt} of this request is here already")
-        contents = BlockKeys.of(ticket, self.spec.block_size)
-        job = Job(session, ticket, contents, suspect, num_prompt_logprobs=num_prompt_logprobs)
+        block_keys = BlockKeys.of(ticket, self.spec.block_size)
+        job = Job(session, ticket, block_keys, suspect, num_prompt_logprobs=num_prompt_logprobs)
         self._jobs.add(job)
         if ticket.timeout_ms:
             self._jobs.end_after(ticket.timeout_ms / 1000, job, EXPIRED)
@@ -156,7 +150,9 @@ class PrefillWorker(PoolWorker):
         assert job.allocation is not None
         job.ticket = replace(job.ticket, holder_epoch=job.allocation.epoch)
         self._computing[job.ticket.holder_id] = job
-        self._prefixes.begin(job.ticket.holder_id, job.hashes[job.allocation.num_cached_blocks :])
+        self._admission.prefixes.begin(
+            job.ticket.holder_id, job.hashes[job.allocation.num_cached_blocks :]
+        )
         is_all_computed = job.num_prompt_logprobs is not None
         if self.swap_pool is None or is_all_computed or not self.swap_pool.holds(job.ticket):
             self._compute(job, Fetched(job.computed_blocks()))
@@ -171,7 +167,7 @@ class PrefillWorker(PoolWorker):
         while True:
             job = await self._fetching.get()
             assert job.allocation is not None
-            fetched = await self.swap_pool.fetch(job.ticket, job.allocation, job.contents)
+            fetched = await self.swap_pool.fetch(job.ticket, job.allocation, job.block_keys)
             if job.ending:
                 self._retire(job)
             else:
@@ -241,7 +237,9 @@ class PrefillWorker(PoolWorker):
     def _commit(self, ticket: Ticket, completed: Sequence[tuple[int, PrefixHash]]) -> None:
         async def commit() -> None:
             await self.holders.commit(ticket, completed)
-            self._prefixes.end(ticket.holder_id, [prefix_hash for _, prefix_hash in completed])
+            self._admission.prefixes.end(
+                ticket.holder_id, [prefix_hash for _, prefix_hash in completed]
+            )
 
         if completed:
             self.writer.put(commit)
@@ -309,7 +307,7 @@ class PrefillWorker(PoolWorker):
         self._jobs.remove(job)
         self._computing.pop(job.ticket.holder_id, None)
         self._issued.pop(job.ticket.holder_id, None)
-        self._prefixes.end(job.ticket.holder_id, job.hashes)
+        self._admission.prefixes.end(job.ticket.holder_id, job.hashes)
 
     def _job_of(self, holder_id: str) -> Job | None:
         return self._computing.get(holder_id) or self._issued.get(holder_id)

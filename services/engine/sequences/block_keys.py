@@ -11,7 +11,7 @@ block is its prefix hash, which the prefix index knows. Blocks with equal keys a
 See ADR 84.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, takewhile
 
@@ -23,8 +23,6 @@ from services.engine.sequences.sequence import common_prefix
 from services.protocol.ticket import Ticket
 
 Key = PrefixHash
-Complete = Callable[[int, PrefixHash, PrefixHash, Sequence[int]], None]
-"""Stamps a full block: (block id, prefix hash, parent's prefix hash, token ids)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +75,12 @@ class BlockSpan:
         number = stamps.first_mismatch(block_ids, self.parent, hashes, tokens)
         return None if number is None else hashes[number]
 
-    def stamp(self, complete: Complete, blocks: Mapping[Key, int]) -> None:
+    def stamp(self, stamps: Stamps, blocks: Mapping[Key, int]) -> None:
         """Stamp those of `blocks` that are full blocks of this span."""
         parent = self.parent
         for number, key in enumerate(self.hashes):
             if key in blocks:
-                complete(blocks[key], key, parent, self.tokens_of(number))
+                stamps.complete(blocks[key], key, parent, self.tokens_of(number))
             parent = key
 
 
@@ -97,7 +95,8 @@ class BlockKeys:
     @classmethod
     def of(cls, ticket: Ticket, block_size: int, num_left_out: int = 0) -> "BlockKeys":
         """The block keys of a ticket's sequences, each without its last `num_left_out` tokens."""
-        prompt, shared = ticket.prompt_token_ids, shared_tokens(ticket)
+        prompt = ticket.prompt_token_ids
+        shared = prompt + common_prefix([state.token_ids for state in ticket.sequences])
         shortest = min(len(state.token_ids) for state in ticket.sequences)
         num_shared = min(len(shared), len(prompt) + shortest - num_left_out)
         num_shared -= num_shared % block_size
@@ -196,11 +195,6 @@ class BlockKeys:
         """The key of a `found` full block whose stamp does not match (law 6), or None."""
         wrong_keys = (span.first_mismatch(stamps, found) for span in self.spans)
         return next((key for key in wrong_keys if key is not None), None)
-
-
-def shared_tokens(ticket: Ticket) -> tuple[int, ...]:
-    """The tokens with which all sequences of a group begin: at least the prompt."""
-    return ticket.prompt_token_ids + common_prefix([state.token_ids for state in ticket.sequences])
 
 
 def num_tokens_of(ticket: Ticket) -> int:

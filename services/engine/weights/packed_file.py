@@ -96,18 +96,14 @@ def packed_file(
 def locked(path: Path, progress: Progress) -> Iterator[None]:
     """Hold an exclusive lock on the file at `path`. The file is created if missing, and stays."""
     with path.open("ab") as file:
-        while not _try_lock(file.fileno()):
-            progress()
-            time.sleep(_LOCK_INTERVAL_S)
+        while True:
+            try:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                progress()
+                time.sleep(_LOCK_INTERVAL_S)
         yield
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _open_if_intact(path: Path, progress: Progress) -> PackedFile | None:

@@ -102,56 +102,56 @@ class SwapPool:
         the holder id was used there before.
         """
         began = time.perf_counter()
-        contents = BlockKeys.of(ticket, self.spec.block_size, num_left_out=1)
-        sources = contents.blocks([state.block_ids for state in ticket.sequences])
-        allocation = await self._allocate(ticket, contents, len(sources))
+        block_keys = BlockKeys.of(ticket, self.spec.block_size, num_left_out=1)
+        sources = block_keys.blocks([state.block_ids for state in ticket.sequences])
+        allocation = await self._allocate(ticket, block_keys, len(sources))
         if allocation is None:
             return None
         pool_id, holder_id, epoch = self.spec.pool_id, ticket.holder_id, allocation.epoch
-        targets = allocation.cached(*contents.chains)
-        if wrong := contents.first_mismatch(self._stamps, targets):
+        targets = allocation.cached(*block_keys.chains)
+        if wrong := block_keys.first_mismatch(self._stamps, targets):
             await self._retract(targets[wrong], wrong)
             await self._store.release(pool_id, holder_id, epoch)
             return None
         missing = (key for key in sources if key not in targets)
         new = allocation.block_ids[allocation.num_cached_blocks :]
         copied = dict(zip(missing, new, strict=True))
-        copies = self._copy_out, self._stamps, contents, sources, copied
+        copies = self._copy_out, self._stamps, block_keys, sources, copied
         copying_s = await self._copy(*copies)
-        await self._store.commit(pool_id, holder_id, epoch, contents.full_among(copied))
+        await self._store.commit(pool_id, holder_id, epoch, block_keys.full_among(copied))
         epoch = await self._store.detach(pool_id, holder_id, epoch)
         self._metrics.swapped_out_blocks.inc(len(copied))
         self.cost.observe(len(copied), copying_s, time.perf_counter() - began)
         targets |= copied
         tables = (
-            SwappedTable(state.index, tuple(targets[key] for key in contents.keys_of(number)))
+            SwappedTable(state.index, tuple(targets[key] for key in block_keys.keys_of(number)))
             for number, state in enumerate(ticket.sequences)
         )
         return Swapped(pool_id, holder_id, epoch, tuple(tables))
 
-    async def fetch(self, ticket: Ticket, allocation: Allocation, contents: BlockKeys) -> Fetched:
+    async def fetch(self, ticket: Ticket, allocation: Allocation, block_keys: BlockKeys) -> Fetched:
         """Copy back the KV that the worker's pool has not cached, into the new blocks of
         `allocation`, and release the holder in the swap pool.
 
-        `contents`: the block keys for which `allocation` was made. KV whose blocks in the swap pool
+        `block_keys`: the block keys for which `allocation` was made. KV whose blocks in the swap pool
         are gone, or do not match their stamps, is not copied; the worker computes it again.
         """
         assert ticket.swapped is not None
-        swapped, cached = ticket.swapped, allocation.cached(*contents.chains)
+        swapped, cached = ticket.swapped, allocation.cached(*block_keys.chains)
         holder = swapped.pool_id, swapped.holder_id
         try:
             claim = await self._store.claim(
                 *holder, swapped.holder_epoch, self._worker_id, swapped.block_ids
             )
         except (StaleHolder, NotHeld):
-            return Fetched(contents.computed_blocks(cached))
+            return Fetched(block_keys.computed_blocks(cached))
         swapped_keys = BlockKeys.of(ticket, self.spec.block_size, num_left_out=1)
         sources: dict[Key, int] = {}
         if self._agrees_with_claim(swapped, claim):
             sources = swapped_keys.blocks(_tables(ticket, swapped))
             await self._drop_untrusted(sources, swapped_keys, swapped.holder_id)
         new = allocation.block_ids[allocation.num_cached_blocks :]
-        computed, copied = contents.computed_with_copies(cached, swapped_keys, sources, new)
+        computed, copied = block_keys.computed_with_copies(cached, swapped_keys, sources, new)
         if copied:
             await self._copy(self._copy_back, self._own_stamps, swapped_keys, sources, copied)
             self._metrics.swapped_in_blocks.inc(len(copied))
@@ -167,11 +167,11 @@ class SwapPool:
         self._thread.shutdown()
 
     async def _allocate(
-        self, ticket: Ticket, contents: BlockKeys, num_blocks: int
+        self, ticket: Ticket, block_keys: BlockKeys, num_blocks: int
     ) -> Allocation | None:
         """None: the swap pool has no room, or the holder id was used there before."""
         pool_id, holder_id = self.spec.pool_id, ticket.holder_id
-        hashes, branches = contents.chains
+        hashes, branches = block_keys.chains
         asked = self._worker_id, ticket.order, hashes, num_blocks, branches
         try:
             return await self._store.allocate(pool_id, holder_id, *asked)
@@ -197,13 +197,13 @@ class SwapPool:
         return named == held and all(table == sorted(table) for table in tables)
 
     async def _drop_untrusted(
-        self, sources: dict[Key, int], contents: BlockKeys, owner: str
+        self, sources: dict[Key, int], block_keys: BlockKeys, owner: str
     ) -> None:
         """Remove from `sources` full blocks whose stamps do not match their tokens, and partly
         filled blocks that `owner` did not write (law 6)."""
-        while wrong := contents.first_mismatch(self._stamps, sources):
+        while wrong := block_keys.first_mismatch(self._stamps, sources):
             await self._retract(sources.pop(wrong), wrong)
-        for tail in contents.tails:
+        for tail in block_keys.tails:
             if tail in sources and not self._stamps.are_written_by([sources[tail]], owner):
                 del sources[tail]
 
@@ -216,7 +216,7 @@ class SwapPool:
         self,
         copy: Copy,
         stamps: Stamps,
-        contents: BlockKeys,
+        block_keys: BlockKeys,
         sources: Mapping[Key, int],
         targets: Mapping[Key, int],
     ) -> float:
@@ -226,8 +226,8 @@ class SwapPool:
         def work() -> float:
             began = time.perf_counter()
             copy([(sources[key], target) for key, target in targets.items()])
-            for span in contents.spans:
-                span.stamp(stamps.complete, targets)
+            for span in block_keys.spans:
+                span.stamp(stamps, targets)
             return time.perf_counter() - began
 
         return await self._in_thread(work)
