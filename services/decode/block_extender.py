@@ -13,8 +13,7 @@ _RETRY_S = 0.05
 
 class BlockExtender:
     """Asks the store for the blocks of all holders of `worker` together, and sends new blocks to
-    its engine in acquisition order. A holder that is refused asks again when blocks become free, at
-    the latest after `_RETRY_S`."""
+    its engine. A refused holder asks again when blocks become free, at most `_RETRY_S` later."""
 
     def __init__(self, worker: PoolWorker) -> None:
         self._worker = worker
@@ -23,13 +22,11 @@ class BlockExtender:
         self._wanted = asyncio.Event()
 
     def add(self, holder_id: str, epoch: int, num_blocks: int) -> None:
-        """Add a holder. `num_blocks`: how many blocks it has acquired so far, including those that
-        it gave back."""
+        """Add a holder that has acquired `num_blocks` so far, including those that it gave back."""
         self._holders[holder_id] = Growth(holder_id, epoch, have=num_blocks, total=num_blocks)
 
     def want(self, holder_id: str, total: int) -> None:
-        """Ask for blocks until the holder has acquired `total`; no effect if it has asked for as
-        many."""
+        """Ask for blocks until the holder has acquired `total`, unless it has done so already."""
         growth = self._holders[holder_id]
         if total > growth.total:
             self._holders[holder_id] = replace(growth, total=total)

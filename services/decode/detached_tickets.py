@@ -1,8 +1,7 @@
 """Detached tickets of a decode worker: handed over, parked or swapped out.
 
-A detached ticket waits until another worker, or this one, claims it. The worker takes it back,
-which releases its blocks, if it is aborted, if the store demands its blocks, or if its time limit
-expires.
+A detached ticket waits until another worker, or this one, claims it. The worker releases its blocks
+if it is aborted, if the store demands its blocks, or if its time limit expires.
 
 See ADR 50 and ADR 63.
 """
@@ -45,8 +44,7 @@ class DetachedTickets:
         """Send a detached ticket to its gateway once the store has detached the holder, unless
         another gateway has taken over the request by then.
 
-        An offer to a new gateway may run beside the first offer, so it detaches the holder again;
-        the store gives the same answer.
+        An offer to a new gateway may run beside the first one, so it detaches the holder again.
         """
         worker, session, ticket = self._worker, job.session, ticket_of(job)
         holder = ticket.holder_id, ticket.holder_epoch - 1
@@ -67,8 +65,7 @@ class DetachedTickets:
         worker.writer.put(offer)
 
     def put_swapped(self, job: Job, swapped: Swapped) -> None:
-        """Keep the ticket of a preempted request whose KV is in the swap pool, and release its
-        blocks in this worker's pool."""
+        """Keep the ticket of a request that is swapped out, and release its blocks here."""
         worker, ticket, limits = self._worker, ticket_of(job), self._worker.limits
         detached = replace(without_blocks(ticket), swapped=swapped)
 

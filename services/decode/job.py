@@ -19,8 +19,7 @@ class State(Enum):
 
     RESERVED: decode slots are kept. CLAIMING: the worker asks the store for the holder. SWAPPING:
     the KV of a preempted request is being copied to the swap pool. DETACHED: the ticket waits for a
-    claim, with blocks in the worker's pool or in the swap pool. A request may go to ENDED from
-    every state.
+    claim, with blocks in the worker's pool or in the swap pool. Every state may go to ENDED.
     """
 
     RESERVED = auto()

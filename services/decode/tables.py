@@ -1,5 +1,4 @@
-"""Checks the block tables of a ticket before its claim (law 4), and finds the holder's blocks that
-are in no table after it.
+"""Checks a ticket's block tables before its claim (law 4); finds the blocks that are in no table.
 
 See ADR 65.
 """

@@ -52,8 +52,7 @@ class DecodeWorker(PoolWorker):
 
         reserve -> admit (claim) -> one token of each sequence a step -> finish
 
-    A request may end early at any point, or be handed over: its ticket is then detached until a
-    worker claims it.
+    A request may end early at any point, or be handed over: then a worker claims its ticket.
     """
 
     def __init__(
@@ -118,8 +117,7 @@ class DecodeWorker(PoolWorker):
             self._drop(job, index)
 
     def hand_over(self, session: Session, request_id: str, attempt: int) -> None:
-        """Detach a request after the step in flight, and report a requeue with blocks, unless the
-        request ends before."""
+        """Detach a request after the step in flight and requeue it, unless it ends before."""
         job = self._jobs.get(session, request_id, attempt)
         if job and job.state in (State.CLAIMING, State.RUNNING):
             self._end(job, HANDED_OVER)

@@ -47,8 +47,7 @@ class AbortSequence:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Remove a group after the step in flight. `Removed` is the answer, unless the group has left
-    the engine before."""
+    """Remove a group after the step in flight. `Removed` is the answer if the engine has it."""
 
     key: str
 

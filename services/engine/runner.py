@@ -46,9 +46,8 @@ class Runner:
         Each row gets its tokens, as a `RowOutput` if it asks for logprobs. A row whose logits are
         not finite gets a `Fault` instead; the other rows are not affected. `num_waiting` is unused.
 
-        Raises ValueError, before anything is written, if there are no rows, or if a row has no
-        tokens, a negative start, more positions than the model's context or its block table, or a
-        block id or token id out of range.
+        ValueError, before anything is written: no rows, or a row has no tokens, a negative start,
+        more positions than the context or its block table, or an id out of range.
         """
         hidden = self.hidden(rows)
         asked = queries(rows)
@@ -79,8 +78,7 @@ class Runner:
 
     def warm_up(self, max_tokens: int) -> None:
         """Touch every weight and the memory of a step: run one prefill of `max_tokens` tokens (at
-        most the context) and one decode step. Stores no KV; the results are dropped, so it does not
-        matter which KV it reads."""
+        most the context) and one decode step. It stores no KV, and its results are dropped."""
         num_tokens = min(max_tokens, self._model.config.max_position_embeddings)
         num_blocks = -(-num_tokens // self._block_size)
         for token_ids in ([0] * num_tokens, [0]):
@@ -116,8 +114,7 @@ class Runner:
         return torch.from_numpy(indices).to(self._kv.device)
 
     def _block_tables(self, rows: Sequence[Row]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-        """[rows, longest]: each table up to the row's last position; no kernel reads the padding
-        (block 0)."""
+        """[rows, longest]: each table up to the row's last position, padded with block 0."""
         needed = [-(-_end(row) // self._block_size) for row in rows]
         tables = np.zeros((len(rows), max(needed)), dtype=np.int32)
         for table, row, num_blocks in zip(tables, rows, needed, strict=True):

@@ -45,8 +45,7 @@ class EngineThread:
         """Send a command to the thread; to be called in `loop`.
 
         An `Admit` of a group that is not started is held back until the next command: it gives the
-        thread nothing to do, and each wake-up of the thread would compete with the loop for the
-        GIL.
+        thread nothing to do, and a thread that wakes up competes with the loop for the GIL.
         """
         self._unsent.append(command)
         if not isinstance(command, Admit) or command.is_started:
@@ -56,8 +55,7 @@ class EngineThread:
                 self._new_groups.set()
 
     def stop(self) -> None:
-        """End the thread after the step in flight, and wait for that. Commands that the thread has
-        not taken are dropped."""
+        """End the thread after the step in flight; commands that it has not taken are dropped."""
         self._inbox.put(None)
         self._thread.join()
 

@@ -18,9 +18,8 @@ class State(Enum):
         WAITING -> COMPUTING -> ISSUED -> ENDED
         WAITING -> FETCHING -> COMPUTING -> ...      if its KV was swapped out
 
-    WAITING: for blocks. FETCHING: its KV is being copied back from the swap pool. COMPUTING: the
-    engine computes its prompt. ISSUED: its ticket is detached and waits for a claim. A request may
-    go to ENDED from every state.
+    WAITING: for blocks. FETCHING: its KV is being copied back from the swap pool. COMPUTING: in the
+    engine. ISSUED: its detached ticket waits for a claim. Every state may go to ENDED.
     """
 
     WAITING = auto()
@@ -93,8 +92,7 @@ class Job:
         beams: BeamState | None,
         prefill_ns_per_token: int,
     ) -> Ticket:
-        """The detached ticket of the `remaining` sequences, with their blocks and the tokens just
-        drawn."""
+        """The detached ticket of the `remaining` sequences, with the tokens just drawn."""
         return replace(
             self.ticket,
             holder_epoch=self.ticket.holder_epoch + 1,

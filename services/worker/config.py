@@ -122,8 +122,7 @@ class WorkerSettings(PoolServiceSettings):
 
     @property
     def num_threads(self) -> int | None:
-        """Threads of PyTorch: 1 beside the native kernels, which have their own threads and leave
-        only the sampling to PyTorch."""
+        """Threads of PyTorch: 1 beside the native kernels, which have threads of their own."""
         return 1 if self.backend == "cpu" else self.threads
 
     @property

@@ -40,8 +40,7 @@ class HolderWrites:
         await self._store.commit(self._pool_id, ticket.holder_id, ticket.holder_epoch, completed)
 
     def give_back(self, ticket: Ticket, block_ids: Sequence[int]) -> None:
-        """Give back blocks that no sequence of a group uses any more, after the group's earlier
-        commits."""
+        """Give back blocks that a group no longer uses, after its earlier commits."""
         if block_ids:
             holder = self._pool_id, ticket.holder_id, ticket.holder_epoch
             self._writer.put(lambda: self._store.give_back(*holder, block_ids))

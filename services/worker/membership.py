@@ -109,8 +109,7 @@ class Membership:
 
     def close(self) -> None:
         """Unmap the pool and drop the lock without a call to the store; the block manager then
-        reaps the worker. No thread of the worker may write any more. No error if called twice or
-        after `leave`."""
+        reaps the worker. No thread of the worker may write any more. May be called again."""
         self.pool.close()
         self.stamps.close()
         self.lock.close()
@@ -146,8 +145,7 @@ async def join(
     recovery. `colder_of`: the id of the pool whose swap pool is to be joined; None: an own pool.
 
     StartupError: a live pool of the same weights has another geometry, or there is too little
-    memory for a new pool. Also raises the errors of the store. A join that fails leaves nothing
-    behind.
+    memory for a new pool. Also raises the store's errors. A join that fails leaves nothing behind.
     """
     async with host_lock(root):
         await _remove_dead(store, root)
@@ -167,8 +165,7 @@ async def join(
 
 async def join_swap_pool(own: Membership, num_bytes: int) -> Membership:
     """Join the swap pool of the pool of `own`, or make it with `num_bytes`. Like any pool it has a
-    directory, locks and a ledger of its own, and its last worker removes it. Raises as `join`
-    does."""
+    directory, locks and a ledger, and its last worker removes it. Raises as `join` does."""
     root, header = own.directory.path.parent, own.header
     plan = MemoryPlan(pool_bytes=num_bytes)
     layout = replace(header.layout, model=f"{header.layout.model}-swap")
@@ -188,8 +185,7 @@ async def join_swap_pool(own: Membership, num_bytes: int) -> Membership:
 
 
 async def _remove_dead(store: BlockStore, root: Path) -> None:
-    """Remove the pools without a live worker, because the content of their blocks is not trusted
-    any more."""
+    """Remove the pools without a live worker: the content of their blocks is not trusted."""
     remove_half_pools(root)
     for directory in pool_directories(root):
         if not directory.is_live():

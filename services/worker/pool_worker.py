@@ -106,8 +106,7 @@ class PoolWorker(ABC):
         self.engine = EngineThread(engine, loop, self._after_step, self._fail)
 
     async def run(self) -> None:
-        """Work until cancelled. Raises the first error of engine, store or a loop, after which the
-        worker cannot continue."""
+        """Work until cancelled. Raises the first error of engine, store or a loop: it is fatal."""
         self.engine.start()
         loops = [self.writer.run(), self._send_heartbeats(), *self._loops()]
         tasks = [asyncio.create_task(self._run_loop(loop)) for loop in loops]

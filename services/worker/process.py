@@ -46,14 +46,12 @@ _ABORT_LIMIT_S = 0.5
 """How long a leaving worker waits for the requests that end because their streams are closed."""
 
 _SWITCH_INTERVAL_S = 0.0005
-"""How long the engine thread waits for the interpreter's lock after a step if the event loop is
-busy; Python's default is 5 ms."""
+"""How long the engine thread waits for the GIL if the event loop is busy; the default is 5 ms."""
 
 _DIVIDE_INTERVAL_S = 1.0
 
 _NUM_WARM_UP_TOKENS = 32
-"""Small: the longest prefill would take a second on all cores, and only spare the first prompt its
-page faults."""
+"""Small: the longest prefill would take a second, to spare one prompt its page faults."""
 
 log = get_logger(__name__)
 

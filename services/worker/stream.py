@@ -67,8 +67,7 @@ class StreamSession:
     async def messages(self) -> AsyncIterator[list[Fields]]:
         """Yields queued messages in batches until the session is closed.
 
-        A caller that asks for the next batch has written the last one: only then are the `then`
-        callbacks of that batch called.
+        A caller that asks for the next batch has written the last one: then its `then` are called.
         """
         while batch := await self._unread.take():
             yield [fields for fields, _ in batch]

@@ -51,8 +51,7 @@ _NO_TOKEN = -1
 
 
 class FusedModel:
-    """A `Model` on CPUs. The residual stream is fp32; activations are rounded to the weights' dtype
-    as the input of a linear."""
+    """A `Model` on CPUs. The residual stream is fp32; linears round it to the weights' dtype."""
 
     def __init__(
         self,
@@ -116,12 +115,8 @@ def load_fused(
     cache: Path | None,
     progress: Progress,
 ) -> FusedModel:
-    """Load a checkpoint for the native kernels. `cache`: the directory of packed files; None: pack
-    into memory of this process.
-
-    Raises StartupError like `load_model`, and if the kernels do not support a shape or the cache
-    cannot be written.
-    """
+    """Load a checkpoint for the native kernels; arguments as of `load_model`. Raises StartupError
+    as it does, and if the kernels do not support a shape or the cache cannot be written."""
     config = ModelConfig.from_directory(directory)
     weights = load_weights(directory, weight_shapes(config), None, ignored_weights(config))
     sections = {section.name: section for section in all_sections(config)}

@@ -32,8 +32,7 @@ class Adjustment:
 
     `biased`: token ids, each once, with `biases`. `seen`: the token ids that penalties affect, each
     once, with `counts`, the number of times that each is in the output. `allowed`: the only token
-    ids that may be drawn; None: all. `banned`: token ids that may not be drawn; an id may be there
-    twice.
+    ids that may be drawn; None: all. `banned`: the ids that may not be drawn, some of them twice.
     """
 
     biased: Ids

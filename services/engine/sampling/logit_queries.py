@@ -1,8 +1,7 @@
-"""Translates rows into queries to the final states of a step, and the answers to these queries into
-results of rows.
+"""Translates rows into queries to the final states of a step, and the answers into row results.
 
-    row     |--- tokens scored ---|------|-end-|     states: one for each token that the row scores,
-    states   s s s s s s s s s s s         d         and the last one if the row has any draws
+row     |--- tokens scored ---|------|-end-|     states: one for each token that the row scores,
+states   s s s s s s s s s s s         d         and the last one if the row has any draws
 """
 
 from collections.abc import Iterable, Sequence

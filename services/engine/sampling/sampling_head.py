@@ -34,8 +34,7 @@ def split_states(queries: Sequence[Query]) -> Iterator[tuple[list[int], list[int
 
 
 def answer(logits: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
-    """Answers the queries, whose `state` is a row of `logits`: fp32 [states, vocab_size], on any
-    device."""
+    """Answers the queries. Their `state` is a row of `logits`, fp32 [states, vocab_size]."""
     tokens = _tokens(logits, queries)
     asked = [
         (query.state, 0 if isinstance(token, Fault) else token, query.num_top)
@@ -50,8 +49,7 @@ def answer(logits: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
 
 
 def _tokens(logits: Tensor, queries: Sequence[Query]) -> list[int | Fault]:
-    """The token of each query. Plain draws are argmaxes on the logits' device; for other draws the
-    logits are copied to the host."""
+    """The token of each query. Only draws that are not plain copy logits to the host."""
     tokens = {i: query.token for i, query in enumerate(queries) if isinstance(query.token, int)}
     draws = {i: query.token for i, query in enumerate(queries) if isinstance(query.token, Draw)}
     plain = [i for i, draw in draws.items() if draw.is_plain]

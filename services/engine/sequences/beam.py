@@ -41,8 +41,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The result of one step, both tuples best first. If no beam lives, the search is over and
-    `finished` holds its results."""
+    """The result of one step, best first. If no beam lives, `finished` is the search's result."""
 
     living: tuple[Continuation, ...]
     finished: tuple[Hypothesis, ...]

@@ -74,8 +74,7 @@ class BeamGroup(Group):
             self._results.hypotheses = step.finished[: self._num_returned]
 
     def _replace_beams(self, living: Seq[Continuation]) -> None:
-        """Replace the beams by their continuations. Beams without a continuation end first, so that
-        the forks can use their blocks."""
+        """Replace the beams by their continuations. Beams that end free blocks for the forks."""
         ranks = defaultdict(list)
         for rank, continuation in enumerate(living):
             ranks[continuation.parent].append(rank)

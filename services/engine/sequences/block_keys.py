@@ -164,8 +164,7 @@ class BlockKeys:
         return extended, copied
 
     def _with_kv(self, number: int, block_ids: Sequence[int]) -> ComputedBlocks:
-        """The leading blocks `block_ids` of sequence `number`, with KV of all its tokens that have
-        a slot there."""
+        """The leading blocks `block_ids` of sequence `number`, with KV in every slot it uses."""
         size = self.trunk.block_size
         num_tokens = len(self.trunk.token_ids) + len(self.branches[number].token_ids)
         num_tokens = min(len(block_ids) * size, num_tokens)
@@ -182,8 +181,7 @@ class BlockKeys:
         return (span.keys[-1] for span in self.branches if len(span.keys) > len(span.hashes))
 
     def blocks(self, tables: Sequence[Sequence[int]]) -> dict[Key, int]:
-        """Maps each key to the block that has it in the sequences' block tables; of several blocks
-        with the same key to the first."""
+        """Maps each key to the first block in the sequences' block tables that has it."""
         num_shared = len(self.trunk.hashes)
         found = dict(zip(self.trunk.hashes, tables[0], strict=False))
         for branch, table in zip(self.branches, tables, strict=True):
@@ -198,8 +196,7 @@ class BlockKeys:
 
 
 def num_tokens_of(ticket: Ticket) -> int:
-    """How many tokens a group computes in total: tokens that several sequences begin with count
-    once."""
+    """How many tokens a group computes; tokens that several sequences begin with count once."""
     num_prompt, num_shared = len(ticket.prompt_token_ids), _num_shared(ticket)
     lengths = (num_prompt + len(state.token_ids) for state in ticket.sequences)
     return sum(lengths) - sum(num_prompt + number for number in num_shared)

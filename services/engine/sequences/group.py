@@ -115,8 +115,7 @@ class Group:
     def to_continue(
         cls, ticket: Ticket, rules: Rules, spare: Seq[int], num_acquired: int
     ) -> "Group":
-        """A group that continues from a ticket with blocks. `spare`: blocks that the holder has and
-        the ticket does not name."""
+        """A group that continues a ticket with blocks. `spare`: the holder's blocks in no table."""
         prompt = ticket.prompt_token_ids
         hashes = prefix_hashes(rules.root, prompt, rules.block_size)
         sequences = [

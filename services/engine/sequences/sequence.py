@@ -193,8 +193,7 @@ class Sequence:
         return tuple(Draw(self.rules.sampling, index, adjustment) for index in drawing)
 
     def _scoring(self, end: int) -> Scoring | None:
-        """The prompt tokens after those of a row that ends at `end`: the state of each token gives
-        the logprob of the next."""
+        """The prompt tokens to score in a row that ends at `end`: each state scores the next."""
         num_top = self.rules.prompt_logprobs
         if num_top is None:
             return None
@@ -268,8 +267,7 @@ class Sequence:
         return completed
 
     def num_missing(self, look_ahead: int) -> int:
-        """How many blocks it lacks for its tokens and `look_ahead` more, or up to `max_len` if that
-        is less."""
+        """How many blocks it lacks for its tokens and `look_ahead` more, at most for `max_len`."""
         return max(0, self._num_blocks(0, look_ahead) - len(self.block_table))
 
     def num_missing_with_branches(self, look_ahead: int) -> int:

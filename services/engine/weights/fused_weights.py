@@ -11,8 +11,7 @@ from services.common.checkpoint.layout import EMBEDDING, HEAD, layer_prefix
 from services.common.text.model_config import ModelConfig
 
 GATE_UP_COLUMNS = 16
-"""The outputs of `gate` and `up` alternate in runs of this length, so that one panel has both
-outputs of a pair."""
+"""Outputs of `gate` and `up` alternate in runs of this length: a panel has both of a pair."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,9 +70,8 @@ def packed_file(
     """Map the file at `path`; make it first if it is missing, incomplete or not current.
 
     `make` returns the facts of the new file, the sizes of its sections in bytes, and their
-    contents. If several workers start at once, one makes the file and the others wait. Raises
-    StartupError if the file cannot be read or written. An exception of `progress` leaves no
-    unfinished file behind.
+    contents. If several workers start at once, one makes the file and the others wait. An exception
+    of `progress` leaves no unfinished file. StartupError: the file cannot be read or written.
     """
 
     def current() -> PackedFile | None:

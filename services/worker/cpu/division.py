@@ -27,8 +27,7 @@ def lanes(
 ) -> tuple[Lane, ...]:
     """The lanes of `own`: first those on its home CPUs, then lent ones on all others.
 
-    `entries`: of all workers of the host, `own` included; every worker computes the same division
-    from them.
+    `entries`: of all workers of the host; each worker computes the same division from them.
     """
     homes = divide(cpus, entries)
     own_lanes = [Lane(cpu) for cpu in homes[own]]

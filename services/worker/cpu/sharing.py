@@ -69,8 +69,7 @@ class SharedCpus:
         return drawn
 
     def yield_device(self, wait: Wait) -> None:
-        """Pause decode while prompts wait, so that they are computed on its CPUs too. Prefill does
-        not pause for decode."""
+        """Pause decode while prompts wait, so that its CPUs compute them. Prefill never pauses."""
         if self._own.role != "decode":
             return
         prompts = sum(

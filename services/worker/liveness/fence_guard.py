@@ -51,8 +51,7 @@ class FenceGuard:
         self.check()
 
     async def watch(self) -> NoReturn:
-        """Check every `_CHECK_S` until cancelled, so that an idle worker notices the mark too.
-        Raises WorkerFenced."""
+        """Check every `_CHECK_S`, so that an idle worker notices the mark. Raises WorkerFenced."""
         while True:
             self.check()
             await asyncio.sleep(until_tick(_CHECK_S))

@@ -1,7 +1,6 @@
 """A worker's registration in the registry.
 
-It begins before the worker imports PyTorch and loads the model, so that gateways can read the
-model's tokenizer meanwhile.
+It begins before the worker loads its model, so that gateways can read the tokenizer meanwhile.
 """
 
 import asyncio

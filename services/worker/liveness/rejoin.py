@@ -27,14 +27,12 @@ log = get_logger(__name__)
 
 
 async def serve_worker(settings: WorkerSettings, stop: asyncio.Event) -> None:
-    """Serve as a worker until `stop`, or until the worker is drained. Raises if engine, pool or
-    store are lost."""
+    """Serve until `stop`, or until the worker is drained. Raises if engine, pool or store fail."""
     await _RejoiningWorker(settings, stop).run()
 
 
 class _RejoiningWorker:
-    """Runs one worker after another: each registers under its own name, after the last was
-    fenced."""
+    """Runs one worker after another: when one is fenced, the next registers under a new name."""
 
     def __init__(self, settings: WorkerSettings, stop: asyncio.Event) -> None:
         self._settings = settings

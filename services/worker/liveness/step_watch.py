@@ -39,8 +39,7 @@ async def watch_steps(
     engine: Stepping, limit_s: float, end: Callable[[float], None] = end_process
 ) -> NoReturn:
     """Call `end` if the same step is in flight at `_NUM_CHECKS` checks in a row, spread over
-    `limit_s`. Checks are counted instead of reading a clock, so that the time in which the process
-    was stopped does not count."""
+    `limit_s`. A clock would also count the time in which the process was stopped."""
     last_step, num_checks = None, 0
     while True:
         await asyncio.sleep(limit_s / _NUM_CHECKS)

@@ -21,8 +21,7 @@ class SwapCost:
         self.fixed_s: float | None = None
 
     def observe(self, num_blocks: int, copying_s: float, total_s: float) -> None:
-        """Record a swap-out of `num_blocks` blocks that took `total_s`, of which copying them took
-        `copying_s`."""
+        """Record a swap-out of `num_blocks` that took `total_s`, `copying_s` of it for the copy."""
         self.fixed_s = _mean(self.fixed_s, total_s - copying_s)
         if num_blocks:
             self.block_s = _mean(self.block_s, copying_s / num_blocks)

@@ -95,8 +95,7 @@ class SwapPool:
     async def put(self, ticket: Ticket) -> Swapped | None:
         """Copy the KV of a group that no step touches any more, all or nothing.
 
-        A block that several sequences share is copied once. The holder in the swap pool has the
-        same id as in the worker's pool.
+        A block that several sequences share is copied once. The holder keeps its id.
 
         None: the swap pool has no room, a cached block there does not match the group's tokens, or
         the holder id was used there before.
@@ -133,8 +132,8 @@ class SwapPool:
         """Copy back the KV that the worker's pool has not cached, into the new blocks of
         `allocation`, and release the holder in the swap pool.
 
-        `block_keys`: the block keys for which `allocation` was made. KV whose blocks in the swap pool
-        are gone, or do not match their stamps, is not copied; the worker computes it again.
+        `block_keys`: those for which `allocation` was made. KV whose blocks in the swap pool are
+        gone, or do not match their stamps, is not copied; the worker computes it again.
         """
         assert ticket.swapped is not None
         swapped, cached = ticket.swapped, allocation.cached(*block_keys.chains)
@@ -185,8 +184,7 @@ class SwapPool:
         """Whether the tables agree with the claim.
 
         Each table must list its blocks in the order in which they were acquired, and the tables
-        together must name all unfinished blocks, in that order. Finished blocks are checked by
-        their stamps.
+        together must name all unfinished blocks in it. Stamps check the finished blocks.
         """
         places = {block_id: number for number, block_id in enumerate(claim.block_ids)}
         tables = ([places[b] for b in table.block_ids] for table in swapped.tables)
