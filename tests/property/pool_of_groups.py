@@ -203,7 +203,7 @@ class PoolOfGroups(RuleBasedStateMachine):
             assert named == group._refs
             waiting = self.hosts[live.worker].commands
             coming = [c.block_ids for c in waiting if isinstance(c, AddBlocks) and c.key == key]
-            beside = [*group._spare, *group._freed, *itertools.chain(*coming)]
+            beside = [*group._spare, *group._results.freed, *itertools.chain(*coming)]
             assert len(set(beside)) == len(beside)
             assert named.keys().isdisjoint(beside)
             assert self.ledger.holders[key].held == named.keys() | set(beside)
