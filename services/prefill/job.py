@@ -8,7 +8,7 @@ from blockstore.records import Allocation, PrefixHash
 from services.engine.sequences.block_keys import BlockKeys, ComputedBlocks, num_tokens_of
 from services.protocol.logprobs import Logprobs
 from services.protocol.messages import Generated, Prefilled
-from services.protocol.ticket import BeamState, Ticket, TicketSequence
+from services.protocol.ticket import Ticket
 from services.worker.events import Ending, Session
 
 
@@ -85,26 +85,6 @@ class Job:
         if self.num_prompt_logprobs is None:
             return computed
         return [replace(blocks, num_tokens=0) for blocks in computed]
-
-    def issued(
-        self,
-        remaining: tuple[TicketSequence, ...],
-        beams: BeamState | None,
-        prefill_ns_per_token: int,
-    ) -> Ticket:
-        """The detached ticket of the `remaining` sequences, with the tokens just drawn."""
-        return replace(
-            self.ticket,
-            holder_epoch=self.ticket.holder_epoch + 1,
-            sequences=remaining,
-            swapped=None,
-            beams=beams,
-            prefill_ns_per_token=prefill_ns_per_token,
-        )
-
-    def finished(self) -> Ticket:
-        """The ticket of a request whose sequences have all ended."""
-        return replace(self.ticket, holder_epoch=0, sequences=(), swapped=None, beams=None)
 
     def prefilled(self, ticket: Ticket) -> Prefilled:
         """The event that reports this ticket, issued or finished, with all results."""

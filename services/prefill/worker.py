@@ -248,7 +248,14 @@ class PrefillWorker(PoolWorker):
         self, job: Job, remaining: tuple[TicketSequence, ...], beams: BeamState | None
     ) -> None:
         """Detach the holder and send its ticket. No worker writes the blocks before the claim."""
-        ticket = job.issued(remaining, beams, self._prefill_cost.ns_per_token)
+        ticket = replace(
+            job.ticket,
+            holder_epoch=job.ticket.holder_epoch + 1,
+            sequences=remaining,
+            swapped=None,
+            beams=beams,
+            prefill_ns_per_token=self._prefill_cost.ns_per_token,
+        )
 
         async def detach() -> None:
             await self.store.detach(self.pool_id, ticket.holder_id, ticket.holder_epoch - 1)
@@ -267,7 +274,8 @@ class PrefillWorker(PoolWorker):
 
         async def release() -> None:
             await self.store.release(self.pool_id, ticket.holder_id, ticket.holder_epoch)
-            job.session.send(job.prefilled(job.finished()))
+            finished = replace(ticket, holder_epoch=0, sequences=(), swapped=None, beams=None)
+            job.session.send(job.prefilled(finished))
             self.suspects.leave(ticket.holder_id)
 
         self._forget(job)

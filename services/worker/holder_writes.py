@@ -10,7 +10,6 @@ from services.protocol.ticket import Ticket
 from services.worker.events import PREEMPTED, Ending, Session, report
 from services.worker.store_writer import StoreWriter
 from services.worker.suspect_queue import SuspectQueue
-from services.worker.swap.pool import SwapPool
 
 _RETURNING_WAITER_S = 1.0
 """How long the store keeps the returning waiter of a preempted request. The request is back a few
@@ -27,13 +26,11 @@ class HolderWrites:
         pool_id: str,
         writer: StoreWriter,
         suspects: SuspectQueue,
-        swap_pool: SwapPool | None,
     ) -> None:
         self._store = store
         self._pool_id = pool_id
         self._writer = writer
         self._suspects = suspects
-        self._swap_pool = swap_pool
         self.num_returning_waiters = 0
 
     async def commit(self, ticket: Ticket, completed: Sequence[tuple[int, PrefixHash]]) -> None:
@@ -79,12 +76,13 @@ class HolderWrites:
 
     async def release_detached(self, session: Session, ticket: Ticket, ending: Ending) -> None:
         """Release a detached ticket and report `ending`, unless a worker has claimed the ticket."""
+        swapped = ticket.swapped
         try:
-            if ticket.swapped is None:
+            if swapped is None:
                 await self.release(ticket, ending)
             else:
-                assert self._swap_pool is not None
-                await self._swap_pool.release(ticket.swapped)
+                holder = swapped.pool_id, swapped.holder_id, swapped.holder_epoch
+                await self._store.release(*holder)
         except StaleHolder:
             return
         report(session, ticket, ending)

@@ -94,7 +94,7 @@ class PoolWorker(ABC):
         loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
         self.writer = StoreWriter(self._fail)
-        self.holders = HolderWrites(store, self.pool_id, self.writer, self.suspects, swap_pool)
+        self.holders = HolderWrites(store, self.pool_id, self.writer, self.suspects)
         self._answer_due_at = loop.time()
         engine = Engine(
             forward,

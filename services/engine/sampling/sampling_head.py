@@ -50,11 +50,11 @@ def answer(logits: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
 
 def _tokens(logits: Tensor, queries: Sequence[Query]) -> list[int | Fault]:
     """The token of each query. Only draws that are not plain copy logits to the host."""
-    tokens = {i: query.token for i, query in enumerate(queries) if isinstance(query.token, int)}
+    given = {i: query.token for i, query in enumerate(queries) if isinstance(query.token, int)}
     draws = {i: query.token for i, query in enumerate(queries) if isinstance(query.token, Draw)}
     plain = [i for i, draw in draws.items() if draw.is_plain]
     others = [i for i, draw in draws.items() if not draw.is_plain]
-    found: dict[int, int | Fault] = {**tokens}
+    found: dict[int, int | Fault] = {**given}
     if plain:
         largest = logits[[queries[i].state for i in plain]].max(dim=-1)
         found |= zip(plain, greedy_tokens(*largest), strict=True)

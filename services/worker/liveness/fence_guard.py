@@ -25,7 +25,7 @@ from typing import NoReturn
 from blockstore.errors import WorkerFenced
 from services.common.pool.locks import WorkerLock
 from services.common.runtime.ticks import until_tick
-from services.engine.batch import Row, RowResult, Wait
+from services.engine.batch import Row, RowResult
 from services.engine.engine import ForwardPass
 from services.worker.swap.pool import Copy
 
@@ -72,6 +72,8 @@ class GuardedForward:
     def __init__(self, forward: ForwardPass, fence_guard: FenceGuard) -> None:
         self._forward = forward
         self._fence_guard = fence_guard
+        self.yield_device = forward.yield_device
+        self.on_idle = forward.on_idle
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         with self._fence_guard.guarding():
@@ -80,9 +82,3 @@ class GuardedForward:
     def run(self, rows: Sequence[Row], num_waiting: int = 0) -> Sequence[RowResult]:
         with self._fence_guard.guarding():
             return self._forward.run(rows, num_waiting)
-
-    def yield_device(self, wait: Wait) -> None:
-        self._forward.yield_device(wait)
-
-    def on_idle(self) -> None:
-        self._forward.on_idle()

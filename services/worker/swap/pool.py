@@ -157,10 +157,6 @@ class SwapPool:
         await self._store.release(*holder, claim.epoch)
         return Fetched(computed, len(copied), swapped_keys.full_among(copied))
 
-    async def release(self, swapped: Swapped) -> None:
-        """Release a detached holder in the swap pool. StaleHolder: a worker has claimed it."""
-        await self._store.release(swapped.pool_id, swapped.holder_id, swapped.holder_epoch)
-
     def close(self) -> None:
         """End the copy thread, after the copy in progress."""
         self._thread.shutdown()
