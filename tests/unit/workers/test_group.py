@@ -20,10 +20,10 @@ from services.engine.messages import (
 )
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.block_keys import (
+    BlockKeys,
     ComputedBlocks,
     num_blocks_for,
     num_tokens_of,
-    shared_tokens,
 )
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Rules
@@ -277,7 +277,7 @@ def test_tokens_common_to_all_are_computed_once() -> None:
     group = replace(
         asked(1), sequences=tuple(TicketSequence(i, own) for i, own in enumerate(states))
     )
-    assert shared_tokens(group) == (*PROMPT, 5, 6)
+    assert BlockKeys.of(group, 1).trunk.token_ids == (*PROMPT, 5, 6)
     assert num_tokens_of(group) == 12 + 1 + 0 + 2
     assert num_blocks_for(group, SIZE) == 3 + 3 * 1  # 12 full; then 13, 12 and 14 and one more
 
