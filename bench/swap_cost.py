@@ -76,7 +76,7 @@ class Bench:
         contents = BlockKeys.of(back, self._spec.block_size)
         fetched = await self._swap_pool.fetch(back, blocks, contents)
         back_s = time.perf_counter() - began
-        assert fetched.begun[0].num_tokens == num_tokens
+        assert fetched.computed[0].num_tokens == num_tokens
 
         began = time.perf_counter()
         self._compute(tokens[:-1], blocks.block_ids)

@@ -1,49 +1,32 @@
 """Gets blocks for running sequences before they need them, so that no step waits for the store."""
 
 import asyncio
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from blockstore.errors import OutOfBlocks, StaleHolder
 from blockstore.records import Grown, Growth
-from blockstore.store import BlockStore
+from services.engine.messages import AddBlocks
+from services.worker.pool_worker import PoolWorker
 
 _RETRY_S = 0.05
 
 
 class BlockExtender:
-    """Asks the store for the blocks of all holders together. A holder that is refused asks again
-    when blocks become free, at the latest after `_RETRY_S`.
+    """Asks the store for the blocks of all holders of `worker` together, and sends new blocks to
+    its engine. A refused holder asks again when blocks become free, at most `_RETRY_S` later."""
 
-    `on_blocks(holder_id, block_ids)` gets new blocks, in acquisition order.
-    `on_demands(holder_ids)` gets the holders of this worker that the store wants preempted.
-    """
-
-    def __init__(
-        self,
-        store: BlockStore,
-        pool_id: str,
-        worker_id: str,
-        on_blocks: Callable[[str, tuple[int, ...]], None],
-        on_demands: Callable[[Sequence[str]], None],
-    ) -> None:
-        self._store = store
-        self._pool_id = pool_id
-        self._worker_id = worker_id
-        self._on_blocks = on_blocks
-        self._on_demands = on_demands
+    def __init__(self, worker: PoolWorker) -> None:
+        self._worker = worker
         self._holders: dict[str, Growth] = {}
         self._wanting: set[str] = set()
         self._wanted = asyncio.Event()
 
     def add(self, holder_id: str, epoch: int, num_blocks: int) -> None:
-        """Add a holder. `num_blocks`: how many blocks it has acquired so far, including those that
-        it gave back."""
+        """Add a holder that has acquired `num_blocks` so far, including those that it gave back."""
         self._holders[holder_id] = Growth(holder_id, epoch, have=num_blocks, total=num_blocks)
 
     def want(self, holder_id: str, total: int) -> None:
-        """Ask for blocks until the holder has acquired `total`; no effect if it has asked for as
-        many."""
+        """Ask for blocks until the holder has acquired `total`, unless it has done so already."""
         growth = self._holders[holder_id]
         if total > growth.total:
             self._holders[holder_id] = replace(growth, total=total)
@@ -60,29 +43,26 @@ class BlockExtender:
         while True:
             await self._wanted.wait()
             self._wanted.clear()
-            if self._wanting and await self._short():
-                await self._store.wait_for_room(self._pool_id, _RETRY_S)
+            if self._wanting and await self._is_refused():
+                await self._worker.store.wait_for_room(self._worker.pool_id, _RETRY_S)
                 self._wanted.set()
 
-    async def _short(self) -> bool:
+    async def _is_refused(self) -> bool:
         """Ask for the blocks of all holders that want some; return whether the pool had too few."""
+        worker = self._worker
         growths = [self._holders[holder_id] for holder_id in self._wanting]
-        extension = await self._store.extend(self._pool_id, self._worker_id, growths)
-        short = False
+        extension = await worker.store.extend(worker.pool_id, worker.worker_id, growths)
+        is_refused = False
         for growth, grown in zip(growths, extension.grown, strict=True):
-            if self._is_ours(growth):
-                short |= grown.error == OutOfBlocks.code
-                self._take(growth, grown)
-        self._on_demands(extension.demands)
-        return short
+            holder = self._holders.get(growth.holder_id)
+            # The holder may have been removed since the call, and added again at another epoch.
+            if holder is not None and holder.epoch == growth.epoch:
+                is_refused |= grown.error == OutOfBlocks.code
+                self._add_granted(growth, grown)
+        worker.preempt(extension.demands)
+        return is_refused
 
-    def _is_ours(self, growth: Growth) -> bool:
-        """Whether an answer is still of use: the holder may have been removed since the call, and
-        added again at another epoch."""
-        holder = self._holders.get(growth.holder_id)
-        return holder is not None and holder.epoch == growth.epoch
-
-    def _take(self, asked: Growth, grown: Grown) -> None:
+    def _add_granted(self, asked: Growth, grown: Grown) -> None:
         if grown.error == StaleHolder.code:
             raise StaleHolder(
                 f"{asked.holder_id} is running, and not this worker's at {asked.epoch}"
@@ -93,4 +73,4 @@ class BlockExtender:
         self._holders[asked.holder_id] = replace(wanted, have=asked.total)
         if wanted.total == asked.total:
             self._wanting.discard(asked.holder_id)
-        self._on_blocks(asked.holder_id, grown.block_ids)
+        self._worker.engine.send(AddBlocks(asked.holder_id, grown.block_ids))

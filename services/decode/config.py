@@ -1,6 +1,6 @@
 """Settings of the decode worker."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic_settings import SettingsConfigDict
 
@@ -9,4 +9,4 @@ from services.worker.config import WorkerSettings
 
 class DecodeSettings(WorkerSettings):
     model_config = SettingsConfigDict(env_prefix="QUIRE_DECODE_")
-    service: ClassVar[str] = "decode"
+    service: ClassVar[Literal["prefill", "decode"]] = "decode"

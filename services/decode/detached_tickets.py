@@ -1,8 +1,7 @@
 """Detached tickets of a decode worker: handed over, parked or swapped out.
 
-A detached ticket waits until another worker, or this one, claims it. The worker takes it back,
-which releases its blocks, if it is aborted, if the store demands its blocks, or if its time limit
-expires.
+A detached ticket waits until another worker, or this one, claims it. The worker releases its blocks
+if it is aborted, if the store demands its blocks, or if its time limit expires.
 
 See ADR 50 and ADR 63.
 """
@@ -13,7 +12,7 @@ from blockstore.errors import StaleHolder
 from services.decode.job import Job, State, ticket_of
 from services.protocol.messages import Requeued, RequeueReason
 from services.protocol.ticket import Swapped, Ticket
-from services.worker.events import PREEMPTED, STALE, Ending, report
+from services.worker.events import PREEMPTED, STALE, Ending, report, without_blocks
 from services.worker.jobs import Jobs
 from services.worker.pool_worker import PoolWorker
 
@@ -36,7 +35,7 @@ class DetachedTickets:
         No worker writes the ticket's blocks until a worker claims it. Blocks that the store grants
         to the holder at the same time belong to the claiming worker: the claim names them.
         """
-        job.state, job.ending = State.AT_REST, None
+        job.state, job.ending = State.DETACHED, None
         job.ticket = replace(ticket, holder_epoch=ticket.holder_epoch + 1)
         self._on_pool[ticket.holder_id] = job
         self.offer(job)
@@ -45,8 +44,7 @@ class DetachedTickets:
         """Send a detached ticket to its gateway once the store has detached the holder, unless
         another gateway has taken over the request by then.
 
-        An offer to a new gateway may run beside the first offer, so it detaches the holder again;
-        the store gives the same answer.
+        An offer to a new gateway may run beside the first one, so it detaches the holder again.
         """
         worker, session, ticket = self._worker, job.session, ticket_of(job)
         holder = ticket.holder_id, ticket.holder_epoch - 1
@@ -67,19 +65,17 @@ class DetachedTickets:
         worker.writer.put(offer)
 
     def put_swapped(self, job: Job, swapped: Swapped) -> None:
-        """Keep the ticket of a preempted request whose KV is in the swap pool, and release its
-        blocks in this worker's pool."""
+        """Keep the ticket of a request that is swapped out, and release its blocks here."""
         worker, ticket, limits = self._worker, ticket_of(job), self._worker.limits
-        sequences = (replace(s, block_ids=(), num_computed_tokens=0) for s in ticket.sequences)
-        at_rest = replace(ticket, holder_epoch=0, sequences=tuple(sequences), swapped=swapped)
+        detached = replace(without_blocks(ticket), swapped=swapped)
 
         async def release() -> None:
             await worker.holders.release(ticket, job.ending or PREEMPTED)
             if not job.ending:
-                job.session.send(Requeued(*at_rest.key, RequeueReason.PREEMPTED, at_rest))
+                job.session.send(Requeued(*detached.key, RequeueReason.PREEMPTED, detached))
             worker.suspects.leave(ticket.holder_id)
 
-        job.state, job.ticket = State.AT_REST, at_rest
+        job.state, job.ticket = State.DETACHED, detached
         worker.writer.put(release)
         if job.ending:
             self.take_back(job, job.ending)

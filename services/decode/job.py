@@ -7,27 +7,26 @@ from enum import Enum, auto
 from services.engine.messages import Advance
 from services.protocol.messages import Generated
 from services.protocol.ticket import Ticket
-from services.worker.events import HANDED_OVER, Ending, Session, found, output
+from services.worker.events import HANDED_OVER, Ending, Session, hypothesis_events, token_event
 
 
 class State(Enum):
     """Where a request stands at this worker.
 
-        RESERVED -> CLAIMING -> RUNNING ------------------------> ENDED
-                                   |-----------------> AT_REST -> ENDED
-                                   `--> SWAPPING ----> AT_REST -> ENDED
+        RESERVED -> CLAIMING -> RUNNING -------------------------> ENDED
+                                   |-----------------> DETACHED -> ENDED
+                                   `--> SWAPPING ----> DETACHED -> ENDED
 
     RESERVED: decode slots are kept. CLAIMING: the worker asks the store for the holder. SWAPPING:
-    the KV of a preempted request is being copied to the swap pool. AT_REST: the ticket is detached,
-    with its blocks in the worker's pool or in the swap pool, until a worker claims it. A request
-    may go to ENDED from every state.
+    the KV of a preempted request is being copied to the swap pool. DETACHED: the ticket waits for a
+    claim, with blocks in the worker's pool or in the swap pool. Every state may go to ENDED.
     """
 
     RESERVED = auto()
     CLAIMING = auto()
     RUNNING = auto()
     SWAPPING = auto()
-    AT_REST = auto()
+    DETACHED = auto()
     ENDED = auto()
 
 
@@ -62,7 +61,7 @@ class Job:
     @property
     def num_slots(self) -> int:
         """How many decode slots the job occupies."""
-        if self.state in (State.SWAPPING, State.AT_REST):
+        if self.state in (State.SWAPPING, State.DETACHED):
             return 0
         if self.ticket is None:
             return self.num_sequences
@@ -78,7 +77,7 @@ class Job:
         """Whether the job can be kept for another gateway: it has or claims blocks in the worker's
         pool, and is not being swapped out."""
         swapped = self.ticket is not None and self.ticket.swapped is not None
-        return not swapped and self.state in (State.CLAIMING, State.RUNNING, State.AT_REST)
+        return not swapped and self.state in (State.CLAIMING, State.RUNNING, State.DETACHED)
 
     def continues(self, wanted: Ticket) -> bool:
         """Whether this job continues the request of `wanted`: same prompt, parameters and tokens.
@@ -89,14 +88,14 @@ class Job:
         ticket = self.ticket
         if ticket is None or not self.has_blocks or self.ending not in (None, HANDED_OVER):
             return False
-        ours = {state.index: state.token_ids for state in living_of(self).sequences}
+        known = {state.index: state.token_ids for state in living_of(self).sequences}
         return (
             ticket.request_id == wanted.request_id
             and ticket.root_hash == wanted.root_hash
             and ticket.prompt_token_ids == wanted.prompt_token_ids
             and ticket.sampling.samples_like(wanted.sampling)
             and all(
-                state.index in ours and _agree(ours[state.index], state.token_ids)
+                state.index in known and _agree(known[state.index], state.token_ids)
                 for state in wanted.sequences
             )
         )
@@ -124,13 +123,12 @@ def take_outputs(job: Job, advance: Advance) -> Sequence[Generated]:
     ticket = ticket_of(job)
     if advance.beams is not None:
         is_running = Generated(*ticket.key, 0, len(ticket.prompt_token_ids))
-        return found(ticket, advance.found) or [is_running]
+        return hypothesis_events(ticket, advance.hypotheses) or [is_running]
     tokens = [token for token in advance.tokens if token.index in job.living]
     job.living.difference_update(token.index for token in tokens if token.finish)
-    return [output(ticket, token) for token in tokens]
+    return [token_event(ticket, token) for token in tokens]
 
 
-def _agree(these: tuple[int, ...], those: tuple[int, ...]) -> bool:
+def _agree(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
     """Whether one begins with the other."""
-    length = min(len(these), len(those))
-    return these[:length] == those[:length]
+    return all(a == b for a, b in zip(first, second, strict=False))

@@ -44,7 +44,6 @@ def _serve(worker: DecodeWorker, server: RpcServer) -> None:
 
 
 ROLE = WorkerRole(
-    role="decode",
     service_name=decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name,
     make=DecodeWorker,
     serve=_serve,

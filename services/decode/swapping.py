@@ -52,17 +52,10 @@ class Swapping:
         request at once. Shared blocks stay in the pool.
         """
         size = self._swap_pool.spec.block_size
-        own = _blocks_with_kv(ticket, size)
+        with_kv = (s.block_ids[: -(-s.num_computed_tokens // size)] for s in ticket.sequences)
+        own = set(chain.from_iterable(with_kv))
         for other in others:
             own.difference_update(*(state.block_ids for state in other.sequences))
         num_computed = num_tokens_of(ticket) - len(ticket.sequences)
         num_tokens = min(len(own) * size, num_computed)
         return self._swap_pool.is_worthwhile(len(own), num_tokens, ticket.prefill_ns_per_token)
-
-
-def _blocks_with_kv(ticket: Ticket, block_size: int) -> set[int]:
-    """The ids of the blocks that hold KV; a block that several sequences share counts once."""
-    tables = (
-        state.block_ids[: -(-state.num_computed_tokens // block_size)] for state in ticket.sequences
-    )
-    return set(chain.from_iterable(tables))

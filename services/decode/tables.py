@@ -1,5 +1,4 @@
-"""Checks the block tables of a ticket before its claim (law 4), and finds the holder's blocks that
-are in no table after it.
+"""Checks a ticket's block tables before its claim (law 4); finds the blocks that are in no table.
 
 See ADR 65.
 """
@@ -8,7 +7,7 @@ from itertools import chain
 
 from blockstore.records import Claim, PoolSpec
 from services.common.errors import InvalidRequest
-from services.engine.engine import BlockStamps
+from services.common.pool.stamps import Stamps
 from services.protocol.ticket import Ticket, TicketSequence
 
 _Place = tuple[int, int | None, tuple[int, ...]]
@@ -56,7 +55,7 @@ def check_tables(ticket: Ticket, spec: PoolSpec) -> None:
             if places.setdefault(block_id, place) != place:
                 raise InvalidRequest(f"the sequences do not agree on block {block_id}")
     if not places.keys().isdisjoint(common):
-        raise InvalidRequest("a block of the prompt stands elsewhere, too")
+        raise InvalidRequest("a block of the prompt is also elsewhere in a table")
 
 
 def _check_table(sequence: TicketSequence, pool_id: str, spec: PoolSpec) -> None:
@@ -78,15 +77,15 @@ def _places(
     contains the sequence's index instead, so that it equals no other sequence's place."""
     tokens = (*ticket.prompt_token_ids, *sequence.token_ids)[: sequence.num_computed_tokens]
     before = (None, *sequence.block_ids)
-    nobody_elses = (-1 - sequence.index,)
+    only_here = (-1 - sequence.index,)
     return [
-        (block_id, (n, before[n], tokens[n * size : (n + 1) * size] or nobody_elses))
+        (block_id, (n, before[n], tokens[n * size : (n + 1) * size] or only_here))
         for n, block_id in enumerate(sequence.block_ids[begin:], begin)
     ]
 
 
-def in_no_table(
-    ticket: Ticket, claim: Claim, stamps: BlockStamps
+def blocks_in_no_table(
+    ticket: Ticket, claim: Claim, stamps: Stamps
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The blocks of a claimed holder that are in no block table of its ticket: (spare, finished).
 

@@ -20,7 +20,7 @@ from services.decode.block_extender import BlockExtender
 from services.decode.detached_tickets import DetachedTickets
 from services.decode.job import Job, State, living_of, take_outputs, ticket_of
 from services.decode.swapping import Swapping
-from services.decode.tables import check_detached, in_no_table
+from services.decode.tables import blocks_in_no_table, check_detached
 from services.engine import messages
 from services.engine.engine import ForwardPass
 from services.engine.messages import Advance, Removed, StepOutcome
@@ -52,8 +52,7 @@ class DecodeWorker(PoolWorker):
 
         reserve -> admit (claim) -> one token of each sequence a step -> finish
 
-    A request may end early at any point, or be handed over: its ticket is then detached until a
-    worker claims it.
+    A request may end early at any point, or be handed over: then a worker claims its ticket.
     """
 
     def __init__(
@@ -66,13 +65,7 @@ class DecodeWorker(PoolWorker):
         swap_pool: SwapPool | None = None,
     ) -> None:
         super().__init__(store, membership, forward, limits, metrics, swap_pool, one_token=False)
-        self._extender = BlockExtender(
-            store,
-            self.pool_id,
-            self.worker_id,
-            on_blocks=lambda key, blocks: self.engine.send(messages.AddBlocks(key, blocks)),
-            on_demands=self._on_demands,
-        )
+        self._extender = BlockExtender(self)
         self._jobs: Jobs[Job] = Jobs(self._end)
         self._running: dict[str, Job] = {}
         self._detached = DetachedTickets(self, self._jobs)
@@ -124,24 +117,24 @@ class DecodeWorker(PoolWorker):
             self._drop(job, index)
 
     def hand_over(self, session: Session, request_id: str, attempt: int) -> None:
-        """Detach a request after the step in flight, and report a requeue with blocks, unless the
-        request ends before."""
+        """Detach a request after the step in flight and requeue it, unless it ends before."""
         job = self._jobs.get(session, request_id, attempt)
         if job and job.state in (State.CLAIMING, State.RUNNING):
             self._end(job, HANDED_OVER)
 
     def resume(self, session: Session, wanted: Ticket) -> None:
-        """Give this gateway a request that another gateway parked, or that still runs for a gateway
-        which has lost the client. The answer is a requeue: with blocks if a request here continues
-        `wanted` (`Job.goes_on_as`), else without. Raises InvalidRequest if this attempt is here
-        already."""
+        """Give this gateway a request that is parked, or that still runs for a gateway which has
+        lost the client. The answer is a requeue: with blocks if a request here continues `wanted`
+        (`Job.continues`), else without. Raises InvalidRequest if this attempt is here already."""
         if self._jobs.get(session, *wanted.key):
             raise InvalidRequest(f"attempt {wanted.attempt} of this request is here already")
         job = next((job for job in self._jobs if job.continues(wanted)), None)
         if job is None:
             report(session, wanted, STALE)
             return
-        job.session.send(Failed(job.request_id, job.attempt, DuplicateRequest.code, _TAKEN))
+        job.session.send(
+            Failed(job.request_id, job.attempt, DuplicateRequest.code, _CONTINUED_ELSEWHERE)
+        )
         self._jobs.remove(job)
         job.session, job.attempt = session, wanted.attempt
         job.ticket = replace(ticket_of(job), attempt=wanted.attempt)
@@ -149,7 +142,7 @@ class DecodeWorker(PoolWorker):
             for index in job.living.difference(state.index for state in wanted.sequences):
                 self._drop(job, index)
         self._jobs.add(job)
-        if job.state is State.AT_REST:
+        if job.state is State.DETACHED:
             self._detached.offer(job)
         else:
             self._end(job, HANDED_OVER)
@@ -162,7 +155,7 @@ class DecodeWorker(PoolWorker):
             if not window_s or not job.has_blocks:
                 self._end(job, ABORTED)
                 continue
-            if job.state is not State.AT_REST:
+            if job.state is not State.DETACHED:
                 self._end(job, HANDED_OVER)
             self._jobs.end_after(window_s, job, STALE)
 
@@ -174,7 +167,7 @@ class DecodeWorker(PoolWorker):
 
     @property
     def num_busy(self) -> int:
-        return sum(job.state is not State.AT_REST for job in self._jobs)
+        return sum(job.state is not State.DETACHED for job in self._jobs)
 
     def load(self) -> Load:
         return Load(num_running=len(self._running), num_free_slots=self._num_free_slots)
@@ -183,7 +176,7 @@ class DecodeWorker(PoolWorker):
     def _num_free_slots(self) -> int:
         return self.limits.max_num_seqs - sum(job.num_slots for job in self._jobs)
 
-    # States of a job: RESERVED -> CLAIMING -> RUNNING -> ENDED, or RUNNING -> AT_REST -> ENDED.
+    # States of a job: RESERVED -> CLAIMING -> RUNNING -> (DETACHED) -> ENDED.
 
     async def _claim(self, job: Job, ticket: Ticket) -> None:
         block_ids = chain.from_iterable(sequence.block_ids for sequence in ticket.sequences)
@@ -199,8 +192,8 @@ class DecodeWorker(PoolWorker):
             report(job.session, ticket_of(job), ending or refused)
             return
         job.ticket = replace(living_of(job), holder_epoch=claim.epoch)
-        if ours := self._detached.get(ticket.holder_id):
-            self._detached.forget(ours)  # this worker has claimed back a ticket that it detached
+        if detached := self._detached.get(ticket.holder_id):
+            self._detached.forget(detached)  # this worker claimed back a ticket that it detached
         if job.ending:
             self._leave(job, job.ticket, job.ending)
         else:
@@ -210,7 +203,7 @@ class DecodeWorker(PoolWorker):
         """Give a claimed ticket to the engine, unless the stamps of its blocks do not match its
         tokens: then its blocks are released and it is computed again."""
         key, epoch = ticket.holder_id, ticket.holder_epoch
-        spare, finished = in_no_table(ticket, claim, self.stamps)
+        spare, finished = blocks_in_no_table(ticket, claim, self.stamps)
         group = group_class(ticket).to_continue(
             ticket, self.rules(ticket), spare, claim.num_acquired
         )
@@ -225,7 +218,7 @@ class DecodeWorker(PoolWorker):
         self._extender.add(key, epoch, claim.num_acquired)
         self._extender.want(key, group.total_wanted(self.limits.look_ahead))
         self.engine.send(messages.Admit(group, is_started=False))
-        self.begin(key, job.session, (job.request_id, job.attempt), suspect=job.suspect)
+        self.begin(ticket, job.session, suspect=job.suspect)
 
     def _on_outcome(self, outcome: StepOutcome) -> None:
         outputs: dict[Session, list[Generated]] = {}
@@ -233,8 +226,8 @@ class DecodeWorker(PoolWorker):
             job = self._running[advance.key]
             if tokens := self._on_advance(job, advance):
                 outputs.setdefault(job.session, []).extend(tokens)
-        for session, mine in outputs.items():
-            session.send(Step(tuple(mine)))
+        for session, generated in outputs.items():
+            session.send(Step(tuple(generated)))
         for advance in outcome.advances:
             self.suspects.leave(advance.key)
         for failed in outcome.failed:
@@ -249,7 +242,7 @@ class DecodeWorker(PoolWorker):
         ticket = ticket_of(job)  # now: a detach may change the epoch before the commit
         if advance.completed:
             self.writer.put(lambda: self.holders.commit(ticket, advance.completed))
-        if advance.left is None:
+        if advance.remaining is None:
             self.holders.give_back(ticket, advance.freed)
             self._extender.want(advance.key, advance.wanted_blocks)
         else:
@@ -275,7 +268,7 @@ class DecodeWorker(PoolWorker):
         elif job.state is State.RUNNING:
             self.suspects.withdraw(ticket_of(job).holder_id)
             self.engine.send(messages.Remove(ticket_of(job).holder_id))
-        elif job.state is State.AT_REST:
+        elif job.state is State.DETACHED:
             self._detached.take_back(job, ending)
 
     def _drop(self, job: Job, index: int) -> None:
@@ -283,7 +276,7 @@ class DecodeWorker(PoolWorker):
         job.living.remove(index)
         if job.state is State.RUNNING:
             self.engine.send(messages.AbortSequence(ticket_of(job).holder_id, index))
-        elif job.state is State.AT_REST:
+        elif job.state is State.DETACHED:
             job.ticket = living_of(job)
 
     def _retire(self, job: Job, removed: Removed) -> None:
@@ -307,7 +300,7 @@ class DecodeWorker(PoolWorker):
             self._release(job, ticket, ending)
 
     def _on_swap_refused(self, job: Job) -> None:
-        """Have a preempted request computed again, which the swap pool did not take."""
+        """Release a preempted request that the swap pool did not take: it is computed again."""
         self.metrics.num_swaps_refused.inc()
         self._release(job, ticket_of(job), job.ending or PREEMPTED)
 
@@ -340,4 +333,4 @@ class DecodeWorker(PoolWorker):
             raise InvalidRequest("this worker has already claimed this ticket")
 
 
-_TAKEN = "another gateway continues this request"
+_CONTINUED_ELSEWHERE = "another gateway continues this request"

@@ -40,8 +40,7 @@ class Draw:
 class Scoring:
     """A request for the logprobs of tokens that are given, as for a prompt.
 
-    `token_ids[i]` is the token that follows token i of the row. Each comes with the `num_top`
-    likeliest tokens of its position.
+    `token_ids[i]` follows token i of the row. `num_top`: how many of the likeliest tokens to add.
     """
 
     token_ids: Sequence[int]
@@ -86,9 +85,8 @@ RowResult = tuple[int, ...] | RowOutput | Fault
 class Query:
     """A question about the token at `position`, which follows one final state of the step.
 
-    `state`: the index of that state. `token`: how to draw the token, or the given token itself.
-    `num_top`: report its logprob, and those of that many of the likeliest tokens; None: no
-    logprobs.
+    `state`: that state's index. `token`: how to draw the token, or the token itself. `num_top`:
+    report its logprob, and those of that many of the likeliest tokens; None: no logprobs.
     """
 
     state: int

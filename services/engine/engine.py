@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
+from services.common.pool.stamps import Stamps
 from services.engine.batch import Fault, Row, RowOutput, RowResult, Wait
 from services.engine.messages import (
     AbortSequence,
@@ -18,9 +19,8 @@ from services.engine.messages import (
     StepOutcome,
 )
 from services.engine.prefill_batching_delay import PrefillBatchingDelay
-from services.engine.scheduler import Batch, Scheduler
+from services.engine.scheduler import ScheduledSequence, Scheduler
 from services.engine.sequences.group import Group
-from services.engine.sequences.sequence import Stamps
 
 
 class ForwardPass(Protocol):
@@ -38,20 +38,8 @@ class ForwardPass(Protocol):
     def yield_device(self, wait: Wait) -> None:
         """Leave the device to other workers after a step; call `wait` to wait meanwhile."""
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         """Called when there is nothing to compute until the next `run`."""
-
-
-class BlockStamps(Stamps, Protocol):
-    """The stamps of a pool, to check and to write: a record per block of its content (law 6)."""
-
-    def mark_owned(self, block_ids: Seq[int], owner: str) -> None: ...
-
-    def is_committed(self, block_id: int) -> bool: ...
-
-    def complete(
-        self, block_id: int, prefix_hash: bytes, parent: bytes, token_ids: Seq[int]
-    ) -> None: ...
 
 
 class Engine:
@@ -66,7 +54,7 @@ class Engine:
         self,
         forward: ForwardPass,
         scheduler: Scheduler,
-        stamps: BlockStamps,
+        stamps: Stamps,
         *,
         one_token: bool,
         look_ahead: int,
@@ -93,10 +81,10 @@ class Engine:
         removed = self.apply(commands)
         self._copy()
         batch = self._scheduler.next_batch()
-        rows = [run.sequence.row(run.num_tokens) for run in batch]
-        drawn = self._compute(rows, self._scheduler.num_runnable - len(rows))
-        advances, failed = self._retire(batch, drawn)
-        num_tokens, duration_s = sum(run.num_tokens for run in batch), time.perf_counter() - began
+        rows = [one.sequence.row(one.num_tokens) for one in batch]
+        results = self._compute(rows, self._scheduler.num_runnable - len(rows))
+        advances, failed = self._apply_results(batch, results)
+        num_tokens, duration_s = sum(one.num_tokens for one in batch), time.perf_counter() - began
         self._batching_delay.observe(num_tokens, duration_s)
         return StepOutcome(advances, failed, removed, num_tokens, duration_s)
 
@@ -113,7 +101,7 @@ class Engine:
     def _compute(self, rows: Seq[Row], num_waiting: int) -> Seq[RowResult]:
         if rows:
             return self._forward.run(rows, num_waiting)
-        self._forward.rest()
+        self._forward.on_idle()
         return ()
 
     def apply(self, commands: Seq[Command]) -> tuple[Removed, ...]:
@@ -123,46 +111,45 @@ class Engine:
         """
         removed = []
         for command in commands:
+            if isinstance(command, Admit):
+                command.group.is_started = command.is_started
+                self._scheduler.add(command.group)
+                continue
+            group = self._scheduler.get(command.key)
+            if group is None:
+                continue
             match command:
-                case Admit(group, is_started):
-                    group.is_started = is_started
-                    self._scheduler.add(group)
-                case Start(key):
-                    if found := self._scheduler.get(key):
-                        found.is_started = True
-                case AddBlocks(key, block_ids):
-                    if found := self._scheduler.get(key):
-                        found.add_blocks(block_ids)
-                case AbortSequence(key, index):
-                    found = self._scheduler.get(key)
-                    if found and found.abort_sequence(index):
-                        self._aborted[key] = found
-                        if not found.sequences and not found.resting:
-                            removed.append(self._remove(found))
-                case Remove(key):
-                    if found := self._scheduler.get(key):
-                        removed.append(self._remove(found))
+                case Start():
+                    group.is_started = True
+                case AddBlocks():
+                    group.add_blocks(command.block_ids)
+                case AbortSequence() if group.abort_sequence(command.index):
+                    self._aborted[group.key] = group
+                    if not group.sequences and not group.stopped:
+                        removed.append(self._remove(group))
+                case Remove():
+                    removed.append(self._remove(group))
         return tuple(removed)
 
     def _remove(self, group: Group) -> Removed:
         self._scheduler.remove(group.key)
         self._aborted.pop(group.key, None)
-        return Removed(group.key, group.at_rest(), group.beams)
+        return Removed(group.key, group.ticket_sequences(), group.beams)
 
-    def _retire(
-        self, batch: Batch, drawn: Seq[RowResult]
+    def _apply_results(
+        self, batch: Seq[ScheduledSequence], results: Seq[RowResult]
     ) -> tuple[tuple[Advance, ...], tuple[FailedGroup, ...]]:
-        touched, self._aborted = self._aborted, {}
+        changed, self._aborted = self._aborted, {}
         faults: dict[str, Fault] = {}
-        for run, found in zip(batch, drawn, strict=True):
-            group = touched[run.group.key] = run.group
-            if isinstance(found, Fault):
-                faults[group.key] = found
+        for one, result in zip(batch, results, strict=True):
+            group = changed[one.group.key] = one.group
+            if isinstance(result, Fault):
+                faults[group.key] = result
             else:
-                told = found if isinstance(found, RowOutput) else RowOutput(found)
-                group.advance(run.sequence, run.num_tokens, told, rests=self._one_token)
-        failed = [self._fail_group(touched.pop(key), fault) for key, fault in faults.items()]
-        return tuple(self._advance(group) for group in touched.values()), tuple(failed)
+                output = result if isinstance(result, RowOutput) else RowOutput(result)
+                group.advance(one.sequence, one.num_tokens, output, one_token=self._one_token)
+        failed = [self._fail_group(changed.pop(key), fault) for key, fault in faults.items()]
+        return tuple(self._advance(group) for group in changed.values()), tuple(failed)
 
     def _fail_group(self, group: Group, fault: Fault) -> FailedGroup:
         """Drop a group whose row failed, and reset the stamps of its full blocks, so that no
@@ -173,27 +160,26 @@ class Engine:
         return FailedGroup(group.key, fault, blocks)
 
     def _advance(self, group: Group) -> Advance:
-        completed = self._stamp(group)
-        left = None
+        """Stamp the blocks that a group has completed, and report what it did."""
+        remaining = None
         if not group.sequences:
             self._scheduler.remove(group.key)
-            left = group.at_rest()
+            remaining = group.ticket_sequences()
         wanted_blocks = group.total_wanted(self._look_ahead)
+        results = group.take_results()
+        for block in results.completed:
+            self._stamps.complete(*block)
         return Advance(
             key=group.key,
-            tokens=group.take_tokens(),
+            tokens=tuple(results.tokens),
             num_uncomputed=group.num_uncomputed,
-            completed=completed,
-            freed=group.take_freed(),
+            completed=tuple(
+                (block_id, prefix_hash) for block_id, prefix_hash, *_ in results.completed
+            ),
+            freed=tuple(results.freed),
             wanted_blocks=0 if self._one_token else wanted_blocks,
-            left=left,
-            prompt_logprobs=group.take_prompt_logprobs(),
+            remaining=remaining,
+            prompt_logprobs=tuple(results.prompt_logprobs),
             beams=group.beams,
-            found=group.take_found(),
+            hypotheses=results.hypotheses,
         )
-
-    def _stamp(self, group: Group) -> tuple[tuple[int, bytes], ...]:
-        completed = group.take_completed()
-        for block_id, prefix_hash, parent, token_ids in completed:
-            self._stamps.complete(block_id, prefix_hash, parent, token_ids)
-        return tuple((block_id, prefix_hash) for block_id, prefix_hash, _, _ in completed)

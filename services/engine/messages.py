@@ -47,8 +47,7 @@ class AbortSequence:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Remove a group after the step in flight. `Removed` is the answer, unless the group has left
-    the engine before."""
+    """Remove a group after the step in flight. `Removed` is the answer if the engine has it."""
 
     key: str
 
@@ -62,10 +61,10 @@ class Advance:
 
     `tokens`: the drawn tokens, at most one per sequence. `completed`: (block id, prefix hash) of
     blocks to commit; after that, `freed`: blocks to give back to the pool. `wanted_blocks`: how
-    many blocks the holder should have acquired in total by now; 0 if it has enough. `left`: None
-    while the group runs on; otherwise the engine has dropped the group, and these sequences
+    many blocks the holder should have acquired in total by now; 0 if it has enough. `remaining`:
+    None while the group runs on; otherwise the engine has dropped the group, and these sequences
     continue at another worker. `prompt_logprobs`: those of the prompt's next tokens, if asked for.
-    `beams`: the state of a beam search. `found`: its best hypotheses, in its last step.
+    `beams`: the state of a beam search. `hypotheses`: its best ones, in its last step.
     """
 
     key: str
@@ -74,10 +73,10 @@ class Advance:
     completed: tuple[tuple[int, PrefixHash], ...]
     freed: tuple[int, ...]
     wanted_blocks: int
-    left: tuple[TicketSequence, ...] | None
+    remaining: tuple[TicketSequence, ...] | None
     prompt_logprobs: tuple[Logprobs, ...] = ()
     beams: BeamState | None = None
-    found: tuple[Hypothesis, ...] = ()
+    hypotheses: tuple[Hypothesis, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +113,6 @@ class StepOutcome:
     duration_s: float = 0.0
 
     @property
-    def is_news(self) -> bool:
+    def has_results(self) -> bool:
         """Whether the outcome has anything for the event loop."""
         return bool(self.num_tokens or self.removed or self.advances)

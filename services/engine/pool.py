@@ -1,5 +1,4 @@
-"""The pool's arena as a tensor: a file that every worker of the host maps, or memory of one process
-on a device.
+"""The pool's arena as a tensor: a file that all workers of the host map, or memory of one process.
 
 An arena on a GPU is private to its process for now: sharing it needs CUDA IPC, which is not
 implemented. So prefill and decode on a GPU run in one process.
@@ -22,13 +21,11 @@ DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.
 class KVPool:
     """The arena `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, writable.
 
-    The constructor maps a file, which other processes share; `private` allocates memory of this
-    process.
+    The constructor maps a shared file; `private` allocates memory of this process.
     """
 
     def __init__(self, path: Path, layout: PoolLayout, num_blocks: int) -> None:
-        """Map the file. Raises ValueError if its size is not that of the geometry, since mapping
-        would extend a shorter file."""
+        """Map the file. ValueError: its size is wrong, and mapping would extend a shorter file."""
         num_bytes = num_blocks * layout.block_bytes
         if path.stat().st_size != num_bytes:
             raise ValueError(f"{path} has {path.stat().st_size} bytes instead of {num_bytes}")
@@ -66,6 +63,5 @@ class KVPool:
         ops.copy_blocks(self.kv, torch.tensor(pairs, dtype=torch.int64).view(-1, 2), source.kv)
 
     def close(self) -> None:
-        """Drop the tensor: the memory is freed or unmapped once no view of `kv` is left. A second
-        call does nothing."""
+        """Drop the tensor: its memory is freed once no view of `kv` is left. May be repeated."""
         self._kv = None

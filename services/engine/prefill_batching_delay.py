@@ -33,8 +33,7 @@ class PrefillBatchingDelay:
 
     def delay_s(self, num_tokens: int, waited_s: float) -> float:
         """How long to wait for the next request, if the step has `num_tokens` tokens to compute and
-        has waited for `waited_s` already; 0: begin. The first step does not wait: its expected time
-        is unknown."""
+        has waited for `waited_s` already; 0: begin, as the first step does: its time is unknown."""
         if num_tokens >= self._budget:
             return 0.0
         left_s = _SHARE * num_tokens * self._s_per_token - waited_s

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvops import Backend
-from services.engine.batch import Answer, Draw, Fault, Query, Row, RowResult, Wait
+from services.engine.batch import Draw, Row, RowResult, Wait
 from services.engine.models import Batch, Model
-from services.engine.sampling.logit_queries import queries, told, wanted_states
+from services.engine.sampling.logit_queries import queries, row_results, wanted_states
 from services.protocol.ticket import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=1)
@@ -39,24 +39,24 @@ class Runner:
         """Copy blocks, (source, target) each; all sources are read before any target is written."""
         self._ops.copy_blocks(self._kv, torch.tensor(pairs, dtype=torch.int64).view(-1, 2))
 
+    @torch.inference_mode()
     def run(self, rows: Sequence[Row], num_waiting: int = 0) -> list[RowResult]:
         """Compute all rows in one pass, store their KV, and draw the tokens that each row asks for.
 
         Each row gets its tokens, as a `RowOutput` if it asks for logprobs. A row whose logits are
         not finite gets a `Fault` instead; the other rows are not affected. `num_waiting` is unused.
 
-        Raises ValueError, before anything is written, if there are no rows, or if a row has no
-        tokens, a negative start, more positions than the model's context or its block table, or a
-        block id or token id out of range.
+        ValueError, before anything is written: no rows, or a row has no tokens, a negative start,
+        more positions than the context or its block table, or an id out of range.
         """
         hidden = self.hidden(rows)
         asked = queries(rows)
-        return told(rows, self._answers(hidden, asked) if asked else ())
+        return row_results(rows, self._model.answer(hidden, asked) if asked else ())
 
     def yield_device(self, wait: Wait) -> None:
         """Do nothing: the operating system divides the CPUs."""
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         """Do nothing: the runner occupies no device between steps."""
 
     @torch.inference_mode()
@@ -70,7 +70,7 @@ class Runner:
             wanted = ends[[bool(row.draws) for row in rows]] - 1
         else:
             wanted = np.array(wanted_states(rows), dtype=np.int64)
-        return self._model.forward(batch, self._kv, self._placed(wanted))
+        return self._model.forward(batch, self._kv, self._to_device(wanted))
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """Compute the rows and return the logits of their states, fp32 [num_states, vocab_size]."""
@@ -78,18 +78,13 @@ class Runner:
 
     def warm_up(self, max_tokens: int) -> None:
         """Touch every weight and the memory of a step: run one prefill of `max_tokens` tokens (at
-        most the context) and one decode step. Stores no KV; the results are dropped, so it does not
-        matter which KV it reads."""
+        most the context) and one decode step. It stores no KV, and its results are dropped."""
         num_tokens = min(max_tokens, self._model.config.max_position_embeddings)
         num_blocks = -(-num_tokens // self._block_size)
         for token_ids in ([0] * num_tokens, [0]):
             start = num_tokens - len(token_ids)
-            nowhere = Row(token_ids, start, [0] * num_blocks, num_tokens, (Draw(_GREEDY, 0),))
-            self.logits([nowhere])
-
-    @torch.inference_mode()
-    def _answers(self, hidden: Tensor, asked: Sequence[Query]) -> list[Answer | Fault]:
-        return self._model.answer(hidden, asked)
+            row = Row(token_ids, start, [0] * num_blocks, num_tokens, (Draw(_GREEDY, 0),))
+            self.logits([row])
 
     def _batch(self, rows: Sequence[Row]) -> Batch:
         self._check(rows)
@@ -106,21 +101,20 @@ class Runner:
         if token_ids.min() < 0 or token_ids.max() >= self._model.config.vocab_size:
             raise ValueError(f"token ids outside the vocabulary {self._model.config.vocab_size}")
         return Batch(
-            token_ids=self._placed(token_ids),
-            positions=self._placed(positions),
-            slot_mapping=self._placed(slots),
-            block_tables=self._placed(tables),
-            cu_query_lens=self._placed(np.concatenate([[0], ends]).astype(np.int32)),
-            context_lens=self._placed((starts + lens).astype(np.int32)),
+            token_ids=self._to_device(token_ids),
+            positions=self._to_device(positions),
+            slot_mapping=self._to_device(slots),
+            block_tables=self._to_device(tables),
+            cu_query_lens=self._to_device(np.concatenate([[0], ends]).astype(np.int32)),
+            context_lens=self._to_device((starts + lens).astype(np.int32)),
         )
 
-    def _placed(self, indices: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
+    def _to_device(self, indices: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
         """The array as a tensor on the arena's device; on the CPU it is not copied."""
         return torch.from_numpy(indices).to(self._kv.device)
 
     def _block_tables(self, rows: Sequence[Row]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-        """[rows, longest]: each table up to the row's last position; no kernel reads the padding
-        (block 0)."""
+        """[rows, longest]: each table up to the row's last position, padded with block 0."""
         needed = [-(-_end(row) // self._block_size) for row in rows]
         tables = np.zeros((len(rows), max(needed)), dtype=np.int32)
         for table, row, num_blocks in zip(tables, rows, needed, strict=True):

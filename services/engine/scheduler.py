@@ -7,15 +7,13 @@ from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Sequence
 
 
-class Run(NamedTuple):
-    """One sequence's part in a step: its next `num_tokens` uncomputed tokens."""
+class ScheduledSequence(NamedTuple):
+    """A sequence in a step, which computes its next `num_tokens` uncomputed tokens."""
 
     group: Group
     sequence: Sequence
     num_tokens: int
 
-
-Batch = list[Run]
 
 _SHORTEST_SHARE = 4
 """While more tokens wait than fit into a step, a quarter of the budget goes to the sequences that
@@ -37,8 +35,8 @@ class Scheduler:
         self._groups[group.key] = group
         self._groups = dict(sorted(self._groups.items(), key=lambda item: item[1].order))
 
-    def remove(self, key: str) -> Group | None:
-        return self._groups.pop(key, None)
+    def remove(self, key: str) -> None:
+        self._groups.pop(key, None)
 
     def get(self, key: str) -> Group | None:
         return self._groups.get(key)
@@ -58,34 +56,34 @@ class Scheduler:
         """The number of sequences that could run in the next step."""
         return len(self._runnable())
 
-    def next_batch(self) -> Batch:
+    def next_batch(self) -> list[ScheduledSequence]:
         """The next step: groups in queue order, sequences of a group by index; the first of them
         always gets tokens. Empty if nothing can run."""
         runnable = self._runnable()
-        if sum(run.num_tokens for run in runnable) <= self.budget:
+        if sum(one.num_tokens for one in runnable) <= self.budget:
             return _fill(runnable[: self._max_num_seqs], self.budget)
-        shortest = sorted(runnable[1:], key=lambda run: run.num_tokens)
+        shortest = sorted(runnable[1:], key=lambda one: one.num_tokens)
         shortest = shortest[: self._max_num_seqs // _SHORTEST_SHARE]
         early = _fill(shortest, self.budget // _SHORTEST_SHARE)
-        taken = {run.sequence for run in early}
-        left = self.budget - sum(run.num_tokens for run in early)
-        in_order = [run for run in runnable if run.sequence not in taken]
+        taken = {one.sequence for one in early}
+        left = self.budget - sum(one.num_tokens for one in early)
+        in_order = [one for one in runnable if one.sequence not in taken]
         return _fill(in_order[: self._max_num_seqs - len(early)], left) + early
 
-    def _runnable(self) -> Batch:
+    def _runnable(self) -> list[ScheduledSequence]:
         return [
-            Run(group, sequence, sequence.num_runnable)
+            ScheduledSequence(group, sequence, sequence.num_runnable)
             for group in self._groups.values()
             for sequence in group.runnable()
         ]
 
 
-def _fill(runs: Iterable[Run], budget: int) -> Batch:
-    batch: Batch = []
-    for run in runs:
+def _fill(sequences: Iterable[ScheduledSequence], budget: int) -> list[ScheduledSequence]:
+    batch: list[ScheduledSequence] = []
+    for one in sequences:
         if budget <= 0:
             break
-        num_tokens = min(run.num_tokens, budget)
-        batch.append(run._replace(num_tokens=num_tokens))
+        num_tokens = min(one.num_tokens, budget)
+        batch.append(one._replace(num_tokens=num_tokens))
         budget -= num_tokens
     return batch

@@ -33,9 +33,9 @@ class EngineThread:
         self._on_failure = on_failure
         self.step_in_flight: int | None = None
         """The number of the step that runs now, from 1; None between steps."""
-        self._held: list[Command] = []
+        self._unsent: list[Command] = []
         self._inbox: queue.SimpleQueue[Seq[Command] | None] = queue.SimpleQueue()
-        self._newcomers = threading.Event()  # set while the inbox may hold groups to begin
+        self._new_groups = threading.Event()  # set while the inbox may hold groups to begin
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -45,19 +45,17 @@ class EngineThread:
         """Send a command to the thread; to be called in `loop`.
 
         An `Admit` of a group that is not started is held back until the next command: it gives the
-        thread nothing to do, and each wake-up of the thread would compete with the loop for the
-        GIL.
+        thread nothing to do, and a thread that wakes up competes with the loop for the GIL.
         """
-        self._held.append(command)
+        self._unsent.append(command)
         if not isinstance(command, Admit) or command.is_started:
-            held, self._held = self._held, []
-            self._inbox.put(held)
+            unsent, self._unsent = self._unsent, []
+            self._inbox.put(unsent)
             if isinstance(command, Admit | Start):
-                self._newcomers.set()
+                self._new_groups.set()
 
     def stop(self) -> None:
-        """End the thread after the step in flight, and wait for that. Commands that the thread has
-        not taken are dropped."""
+        """End the thread after the step in flight; commands that it has not taken are dropped."""
         self._inbox.put(None)
         self._thread.join()
 
@@ -73,8 +71,8 @@ class EngineThread:
                 self.step_in_flight = None
                 busy = outcome.num_tokens > 0
                 self._send_outcome(outcome)
-                if busy and not self._newcomers.is_set():
-                    self._engine.yield_device(self._newcomers.wait)
+                if busy and not self._new_groups.is_set():
+                    self._engine.yield_device(self._new_groups.wait)
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._on_failure, error)
 
@@ -95,12 +93,12 @@ class EngineThread:
         return True
 
     def _send_outcome(self, outcome: StepOutcome) -> None:
-        if outcome.is_news:
+        if outcome.has_results:
             self._loop.call_soon_threadsafe(self._on_outcome, outcome)
 
     def _take(self, wait: bool) -> list[Command] | None:
         """All commands in the inbox; None: stop the thread. `wait`: wait for the first one."""
-        self._newcomers.clear()
+        self._new_groups.clear()
         commands: list[Command] = []
         while True:
             try:

@@ -5,16 +5,9 @@ from services.common.runtime.starting import end_on_signals
 if __name__ == "__main__":
     end_on_signals()
 
-import asyncio
-
 from services.common.runtime.process import run_service
 from services.prefill.config import PrefillSettings
 from services.worker.liveness.rejoin import serve_worker
 
-
-async def serve(settings: PrefillSettings, stop: asyncio.Event) -> None:
-    await serve_worker("prefill", settings, stop)
-
-
 if __name__ == "__main__":
-    run_service(PrefillSettings, serve)
+    run_service(PrefillSettings, serve_worker)

@@ -5,13 +5,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from blockstore.errors import MustWait, OutOfBlocks, StaleHolder
-from blockstore.store import BlockStore
-from services.common.pool.stamps import Stamps
 from services.common.runtime.logging import get_logger
 from services.engine.sequences.block_keys import num_blocks_for
 from services.prefill.job import Job, State
-from services.prefill.prefixes import PrefixesUnderWay
+from services.prefill.prefixes import PrefixesInProgress
 from services.protocol.ticket import successor_holder_id
+from services.worker.pool_worker import PoolWorker
 
 _RETRY_S = 0.05
 log = get_logger(__name__)
@@ -25,50 +24,38 @@ class Admission:
     that shares a prefix which this worker is computing lets others pass until that is done.
 
     `on_admitted` gets a job with its allocation; the stamps of its adopted blocks match its tokens.
-    `on_corrupt` is called for each adopted block whose stamp does not match. `on_stale` gets a job
-    whose holder id was used before.
+    `on_stale` gets a job whose holder id was used before.
     """
 
     def __init__(
         self,
-        store: BlockStore,
-        pool_id: str,
-        worker_id: str,
-        block_size: int,
-        stamps: Stamps,
-        prefixes: PrefixesUnderWay,
+        worker: PoolWorker,
         has_room: Callable[[], bool],
         on_admitted: Callable[[Job], None],
-        on_corrupt: Callable[[], None],
         on_stale: Callable[[Job], None],
     ) -> None:
-        self._store = store
-        self._pool_id = pool_id
-        self._worker_id = worker_id
-        self._block_size = block_size
-        self._stamps = stamps
-        self._prefixes = prefixes
+        self._worker = worker
         self._has_room = has_room
         self._on_admitted = on_admitted
-        self._on_corrupt = on_corrupt
         self._on_stale = on_stale
-        self._line: list[Job] = []
+        self._waiting: list[Job] = []
         self._woken = asyncio.Event()
+        self.prefixes = PrefixesInProgress(on_change=self.wake)
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._waiting)
 
     @property
     def num_tokens(self) -> int:
-        return sum(job.num_uncomputed for job in self._line)
+        return sum(job.num_uncomputed for job in self._waiting)
 
     def add(self, job: Job) -> None:
-        self._line.append(job)
-        self._line.sort(key=lambda waiting: waiting.ticket.order)
+        self._waiting.append(job)
+        self._waiting.sort(key=lambda job: job.ticket.order)
         self.wake()
 
     def remove(self, job: Job) -> None:
-        self._line.remove(job)
+        self._waiting.remove(job)
         self.wake()
 
     def wake(self) -> None:
@@ -79,13 +66,13 @@ class Admission:
         while True:
             await self._woken.wait()
             self._woken.clear()
-            if await self._blocked():
-                await self._store.wait_for_room(self._pool_id, _RETRY_S)
+            if await self._is_refused():
+                await self._worker.store.wait_for_room(self._worker.pool_id, _RETRY_S)
                 self.wake()
 
-    async def _blocked(self) -> bool:
+    async def _is_refused(self) -> bool:
         """Admit requests in order; return whether the pool has too few blocks for the next one."""
-        for job in tuple(self._line):
+        for job in tuple(self._waiting):
             if not self._has_room():
                 return False
             if job.state is not State.WAITING or self._follows(job):
@@ -98,16 +85,16 @@ class Admission:
                 self._on_stale(job)
                 continue
             if job.state is State.WAITING:
-                self._line.remove(job)
+                self._waiting.remove(job)
                 self._on_admitted(job)
             elif job.allocation is not None:  # the job ended during the call
-                await self._give_up(job)
+                await self._release(job)
         return False
 
     def _follows(self, job: Job) -> bool:
         """Whether this worker is computing a prefix of the job for another request."""
-        if job.follows not in self._prefixes:
-            job.follows = self._prefixes.last_shared(job.hashes)
+        if job.follows not in self.prefixes:
+            job.follows = self.prefixes.last_shared(job.hashes)
         return job.follows is not None
 
     async def _allocate(self, job: Job) -> None:
@@ -116,26 +103,27 @@ class Admission:
         After a mismatch the block leaves the prefix index, and the job asks again under another
         holder id, since an id is used once. OutOfBlocks, MustWait, StaleHolder: from the store.
         """
-        num_blocks = num_blocks_for(job.ticket, self._block_size)
+        worker, (hashes, branches) = self._worker, job.chains
+        num_blocks = num_blocks_for(job.ticket, worker.spec.block_size)
+        asked = worker.worker_id, job.ticket.order, hashes, num_blocks, branches
         while True:
             holder_id = job.ticket.holder_id
-            hashes, branches = job.chains
-            asked = self._worker_id, job.ticket.order, hashes, num_blocks, branches
-            job.allocation = await self._store.allocate(self._pool_id, holder_id, *asked)
+            job.allocation = await worker.store.allocate(worker.pool_id, holder_id, *asked)
             cached = job.allocation.cached(hashes, branches)
-            prefix_hash = job.contents.first_wrong(self._stamps, cached)
+            prefix_hash = job.block_keys.first_mismatch(worker.stamps, cached)
             if prefix_hash is None:
                 return
             block_id = cached[prefix_hash]
             log.error("kv_corrupt", block_id=block_id, prefix_hash=prefix_hash.hex())
-            self._on_corrupt()
-            await self._store.retract(self._pool_id, block_id, prefix_hash)
-            await self._give_up(job)
+            worker.metrics.kv_corrupt.inc()
+            await worker.store.retract(worker.pool_id, block_id, prefix_hash)
+            await self._release(job)
             if job.state is not State.WAITING:
                 return  # the job has ended, and its waiter was withdrawn under the old holder id
             job.ticket = replace(job.ticket, holder_id=successor_holder_id(holder_id))
 
-    async def _give_up(self, job: Job) -> None:
+    async def _release(self, job: Job) -> None:
         assert job.allocation is not None
-        await self._store.release(self._pool_id, job.ticket.holder_id, job.allocation.epoch)
+        holder = job.ticket.holder_id, job.allocation.epoch
+        await self._worker.store.release(self._worker.pool_id, *holder)
         job.allocation = None

@@ -1,6 +1,6 @@
 """Settings of the prefill worker."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic_settings import SettingsConfigDict
 
@@ -9,4 +9,4 @@ from services.worker.config import WorkerSettings
 
 class PrefillSettings(WorkerSettings):
     model_config = SettingsConfigDict(env_prefix="QUIRE_PREFILL_")
-    service: ClassVar[str] = "prefill"
+    service: ClassVar[Literal["prefill", "decode"]] = "prefill"

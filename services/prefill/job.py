@@ -8,7 +8,7 @@ from blockstore.records import Allocation, PrefixHash
 from services.engine.sequences.block_keys import BlockKeys, ComputedBlocks, num_tokens_of
 from services.protocol.logprobs import Logprobs
 from services.protocol.messages import Generated, Prefilled
-from services.protocol.ticket import BeamState, Ticket, TicketSequence
+from services.protocol.ticket import Ticket
 from services.worker.events import Ending, Session
 
 
@@ -18,9 +18,8 @@ class State(Enum):
         WAITING -> COMPUTING -> ISSUED -> ENDED
         WAITING -> FETCHING -> COMPUTING -> ...      if its KV was swapped out
 
-    WAITING: for blocks. FETCHING: its KV is being copied back from the swap pool. COMPUTING: the
-    engine computes its prompt. ISSUED: its ticket is detached and waits for a claim. A request may
-    go to ENDED from every state.
+    WAITING: for blocks. FETCHING: its KV is being copied back from the swap pool. COMPUTING: in the
+    engine. ISSUED: its detached ticket waits for a claim. Every state may go to ENDED.
     """
 
     WAITING = auto()
@@ -34,7 +33,7 @@ class State(Enum):
 class Job:
     """One attempt of a request.
 
-    `contents`: the block keys of its tokens. `suspect`: whether the request may have killed a
+    `block_keys`: the block keys of its tokens. `suspect`: whether the request may have killed a
     worker. `follows`: the hash of a prefix that this worker is computing for another request, for
     which this one waits. `ending`: set once the request is to end early. `num_prompt_logprobs`:
     report the logprobs of the prompt, with that many of the likeliest tokens at each position;
@@ -45,7 +44,7 @@ class Job:
 
     session: Session
     ticket: Ticket
-    contents: BlockKeys
+    block_keys: BlockKeys
     suspect: bool = False
     state: State = State.WAITING
     follows: PrefixHash | None = None
@@ -68,45 +67,24 @@ class Job:
     @property
     def hashes(self) -> Sequence[PrefixHash]:
         """The hashes of the full blocks with which all sequences begin."""
-        return self.contents.trunk.hashes
+        return self.block_keys.trunk.hashes
 
     @property
     def chains(self) -> tuple[Sequence[PrefixHash], Sequence[Sequence[PrefixHash]]]:
         """The hashes to look for in the prefix index: those with which all sequences begin, and
         behind them each sequence's own. A request that asks for logprobs of its prompt looks for
         the first only, since it computes everything anyway."""
-        shared, behind = self.contents.chains
+        shared, behind = self.block_keys.chains
         return shared, behind if self.num_prompt_logprobs is None else ()
 
-    def begun(self) -> list[ComputedBlocks]:
+    def computed_blocks(self) -> list[ComputedBlocks]:
         """For each sequence, the adopted blocks and how many of their tokens count as computed: 0
         if the request asks for logprobs of its prompt."""
         assert self.allocation is not None
-        begun = self.contents.begun(self.allocation.cached(*self.chains))
+        computed = self.block_keys.computed_blocks(self.allocation.cached(*self.chains))
         if self.num_prompt_logprobs is None:
-            return begun
-        return [replace(where, num_tokens=0) for where in begun]
-
-    def issued(
-        self,
-        left: tuple[TicketSequence, ...],
-        beams: BeamState | None,
-        prefill_ns_per_token: int,
-    ) -> Ticket:
-        """The detached ticket of the sequences that continue (`left`), with their blocks and the
-        tokens just drawn."""
-        return replace(
-            self.ticket,
-            holder_epoch=self.ticket.holder_epoch + 1,
-            sequences=left,
-            swapped=None,
-            beams=beams,
-            prefill_ns_per_token=prefill_ns_per_token,
-        )
-
-    def finished(self) -> Ticket:
-        """The ticket of a request whose sequences have all ended."""
-        return replace(self.ticket, holder_epoch=0, sequences=(), swapped=None, beams=None)
+            return computed
+        return [replace(blocks, num_tokens=0) for blocks in computed]
 
     def prefilled(self, ticket: Ticket) -> Prefilled:
         """The event that reports this ticket, issued or finished, with all results."""

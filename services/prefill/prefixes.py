@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from blockstore.records import PrefixHash
 
 
-class PrefixesUnderWay:
+class PrefixesInProgress:
     """The prefix hashes of full blocks whose KV a request at this worker is computing.
 
     The request that computes a block is its leader. A follower, a request that shares such a block,

@@ -35,7 +35,6 @@ def _serve(worker: PrefillWorker, server: RpcServer) -> None:
 
 
 ROLE = WorkerRole(
-    role="prefill",
     service_name=prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name,
     make=PrefillWorker,
     serve=_serve,

@@ -17,7 +17,6 @@ from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.block_keys import BlockKeys, num_blocks_for
 from services.prefill.admission import Admission
 from services.prefill.job import Job, State
-from services.prefill.prefixes import PrefixesUnderWay
 from services.protocol.ticket import BeamState, Ticket, TicketSequence, first_holder_id
 from services.worker.events import (
     ABORTED,
@@ -26,15 +25,15 @@ from services.worker.events import (
     STALE,
     Ending,
     Session,
-    found,
-    output,
+    hypothesis_events,
     poisoned,
     report,
+    token_event,
 )
 from services.worker.jobs import Jobs
 from services.worker.membership import Membership
 from services.worker.pool_worker import Limits, PoolWorker
-from services.worker.swap.cost import Pace
+from services.worker.swap.cost import PrefillCost
 from services.worker.swap.pool import Fetched, SwapPool
 
 _STEPS_AHEAD = 2
@@ -62,18 +61,11 @@ class PrefillWorker(PoolWorker):
         swap_pool: SwapPool | None = None,
     ) -> None:
         super().__init__(store, membership, forward, limits, metrics, swap_pool, one_token=True)
-        self._pace = Pace()
-        self._prefixes = PrefixesUnderWay(on_change=lambda: self._admission.wake())
+        self._prefill_cost = PrefillCost()
         self._admission = Admission(
-            store,
-            self.pool_id,
-            self.worker_id,
-            self.spec.block_size,
-            membership.stamps,
-            self._prefixes,
+            self,
             has_room=self._has_room,
             on_admitted=self._begin,
-            on_corrupt=metrics.kv_corrupt.inc,
             on_stale=lambda job: self._end(job, STALE),
         )
         self._jobs: Jobs[Job] = Jobs(self._end)
@@ -92,18 +84,15 @@ class PrefillWorker(PoolWorker):
         suspect: bool = False,
     ) -> None:
         """Queue a ticket without blocks; a draining worker sends it back. Raises InvalidRequest.
-
-        `num_prompt_logprobs`: report the logprobs of the prompt, with that many of the likeliest
-        tokens at each position; None: do not. `suspect`: the request may have killed a worker.
-        """
+        `num_prompt_logprobs`, `suspect`: see `Job`."""
         if self.draining:
             report(session, ticket, DRAINED)
             return
         self._check(ticket)
         if self._jobs.get(session, *ticket.key):
             raise InvalidRequest(f"attempt {ticket.attempt} of this request is here already")
-        contents = BlockKeys.of(ticket, self.spec.block_size)
-        job = Job(session, ticket, contents, suspect, num_prompt_logprobs=num_prompt_logprobs)
+        block_keys = BlockKeys.of(ticket, self.spec.block_size)
+        job = Job(session, ticket, block_keys, suspect, num_prompt_logprobs=num_prompt_logprobs)
         self._jobs.add(job)
         if ticket.timeout_ms:
             self._jobs.end_after(ticket.timeout_ms / 1000, job, EXPIRED)
@@ -161,22 +150,24 @@ class PrefillWorker(PoolWorker):
         assert job.allocation is not None
         job.ticket = replace(job.ticket, holder_epoch=job.allocation.epoch)
         self._computing[job.ticket.holder_id] = job
-        self._prefixes.begin(job.ticket.holder_id, job.hashes[job.allocation.num_cached_blocks :])
+        self._admission.prefixes.begin(
+            job.ticket.holder_id, job.hashes[job.allocation.num_cached_blocks :]
+        )
         is_all_computed = job.num_prompt_logprobs is not None
         if self.swap_pool is None or is_all_computed or not self.swap_pool.holds(job.ticket):
-            self._compute(job, Fetched(job.begun()))
+            self._compute(job, Fetched(job.computed_blocks()))
             return
         job.state = State.FETCHING
         job.num_uncomputed = len(job.ticket.sequences)
         self._fetching.put_nowait(job)
 
-    async def _fetch_all(self) -> None:
+    async def _fetch_swapped(self) -> None:
         """Copy swapped-out KV back, one request at a time."""
         assert self.swap_pool is not None
         while True:
             job = await self._fetching.get()
             assert job.allocation is not None
-            fetched = await self.swap_pool.fetch(job.ticket, job.allocation, job.contents)
+            fetched = await self.swap_pool.fetch(job.ticket, job.allocation, job.block_keys)
             if job.ending:
                 self._retire(job)
             else:
@@ -199,7 +190,7 @@ class PrefillWorker(PoolWorker):
         new = allocation.block_ids[allocation.num_cached_blocks + fetched.num_blocks :]
         rules = self.rules(job.ticket, job.num_prompt_logprobs)
         group = group_class(job.ticket).to_compute(
-            job.ticket, rules, new, fetched.begun, job.hashes
+            job.ticket, rules, new, fetched.computed, job.hashes
         )
         job.state = State.COMPUTING
         job.num_uncomputed = group.num_uncomputed
@@ -210,10 +201,10 @@ class PrefillWorker(PoolWorker):
         self.metrics.prompt_tokens_cached.inc(num_computed)
         self._commit(job.ticket, fetched.completed)
         self.engine.send(messages.Admit(group, is_started=False))
-        self.begin(group.key, job.session, job.ticket.key, suspect=job.suspect)
+        self.begin(job.ticket, job.session, suspect=job.suspect)
 
     def _on_outcome(self, outcome: StepOutcome) -> None:
-        self._pace.observe(outcome.num_tokens, outcome.duration_s)
+        self._prefill_cost.observe(outcome.num_tokens, outcome.duration_s)
         for advance in outcome.advances:
             self._on_advance(self._computing[advance.key], advance)
         for failed in outcome.failed:
@@ -227,33 +218,44 @@ class PrefillWorker(PoolWorker):
 
     def _on_advance(self, job: Job, advance: Advance) -> None:
         job.num_uncomputed = advance.num_uncomputed
-        job.outputs += (output(job.ticket, token) for token in advance.tokens)
+        job.outputs += (token_event(job.ticket, token) for token in advance.tokens)
         job.prompt_logprobs += advance.prompt_logprobs
-        job.outputs += found(job.ticket, advance.found)
+        job.outputs += hypothesis_events(job.ticket, advance.hypotheses)
         self._commit(job.ticket, advance.completed)
-        if advance.left is None:
+        if advance.remaining is None:
             self.holders.give_back(job.ticket, advance.freed)
         elif job.ending:
             self._retire(job)
         else:
             self.metrics.generation_tokens.inc(len(job.outputs))
-            if advance.left:
+            if advance.remaining:
                 self.holders.give_back(job.ticket, advance.freed)
-                self._issue(job, advance.left, advance.beams)
+                self._issue(job, advance.remaining, advance.beams)
             else:
                 self._finish(job)
 
     def _commit(self, ticket: Ticket, completed: Sequence[tuple[int, PrefixHash]]) -> None:
         async def commit() -> None:
             await self.holders.commit(ticket, completed)
-            self._prefixes.end(ticket.holder_id, [prefix_hash for _, prefix_hash in completed])
+            self._admission.prefixes.end(
+                ticket.holder_id, [prefix_hash for _, prefix_hash in completed]
+            )
 
         if completed:
             self.writer.put(commit)
 
-    def _issue(self, job: Job, left: tuple[TicketSequence, ...], beams: BeamState | None) -> None:
+    def _issue(
+        self, job: Job, remaining: tuple[TicketSequence, ...], beams: BeamState | None
+    ) -> None:
         """Detach the holder and send its ticket. No worker writes the blocks before the claim."""
-        ticket = job.issued(left, beams, self._pace.ns_per_token)
+        ticket = replace(
+            job.ticket,
+            holder_epoch=job.ticket.holder_epoch + 1,
+            sequences=remaining,
+            swapped=None,
+            beams=beams,
+            prefill_ns_per_token=self._prefill_cost.ns_per_token,
+        )
 
         async def detach() -> None:
             await self.store.detach(self.pool_id, ticket.holder_id, ticket.holder_epoch - 1)
@@ -272,7 +274,8 @@ class PrefillWorker(PoolWorker):
 
         async def release() -> None:
             await self.store.release(self.pool_id, ticket.holder_id, ticket.holder_epoch)
-            job.session.send(job.prefilled(job.finished()))
+            finished = replace(ticket, holder_epoch=0, sequences=(), swapped=None, beams=None)
+            job.session.send(job.prefilled(finished))
             self.suspects.leave(ticket.holder_id)
 
         self._forget(job)
@@ -312,14 +315,14 @@ class PrefillWorker(PoolWorker):
         self._jobs.remove(job)
         self._computing.pop(job.ticket.holder_id, None)
         self._issued.pop(job.ticket.holder_id, None)
-        self._prefixes.end(job.ticket.holder_id, job.hashes)
+        self._admission.prefixes.end(job.ticket.holder_id, job.hashes)
 
     def _job_of(self, holder_id: str) -> Job | None:
         return self._computing.get(holder_id) or self._issued.get(holder_id)
 
     def _loops(self) -> Sequence[Coroutine[Any, Any, None]]:
         loops = [self._admission.run()]
-        return loops if self.swap_pool is None else [*loops, self._fetch_all()]
+        return loops if self.swap_pool is None else [*loops, self._fetch_swapped()]
 
     def _check(self, ticket: Ticket) -> None:
         if ticket.pool_id != self.pool_id:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -16,6 +16,8 @@ _BATCHED_TOKENS = 512
 
 class WorkerSettings(PoolServiceSettings):
     """Settings of a worker. Each `auto` is resolved once at start, and logged."""
+
+    service: ClassVar[Literal["prefill", "decode"]]
 
     model: Path = Field(description="checkpoint directory in Hugging Face format")
     model_name: str = Field("", description="name that clients use; default: the directory's")
@@ -45,11 +47,10 @@ class WorkerSettings(PoolServiceSettings):
     )
     swap_memory: str = Field(
         "",
-        description="size of the colder pool, where requests that give way are copied to; "
-        "empty: none",
+        description="size of the swap pool, to which preempted requests are copied; empty: none",
     )
     preemption: Literal["auto", "swap", "recompute"] = Field(
-        "auto", description="of requests that give way; auto: swap where that costs less"
+        "auto", description="how requests are preempted; auto: swap where that costs less"
     )
     num_expected_workers: int = Field(
         1, ge=1, description="workers that this host's memory has to hold"
@@ -90,7 +91,7 @@ class WorkerSettings(PoolServiceSettings):
 
     @field_validator("weights_cache", mode="before")
     @classmethod
-    def _expanded(cls, path: str | Path | None) -> Path | None:
+    def _expand_home(cls, path: str | Path | None) -> Path | None:
         if path is None:
             return None
         if not str(path):
@@ -102,7 +103,7 @@ class WorkerSettings(PoolServiceSettings):
 
     @field_validator("max_num_batched_tokens")
     @classmethod
-    def _enough(cls, num_tokens: int | None, others: ValidationInfo) -> int | None:
+    def _check_batched_tokens(cls, num_tokens: int | None, others: ValidationInfo) -> int | None:
         num_seqs = others.data.get("max_num_seqs", 0)
         if num_tokens is not None and num_tokens < num_seqs:
             raise ValueError(f"{num_tokens} is less than max_num_seqs, {num_seqs}")
@@ -110,19 +111,18 @@ class WorkerSettings(PoolServiceSettings):
 
     @field_validator("cpus")
     @classmethod
-    def _readable(cls, text: str) -> str:
-        _parsed(text)
+    def _check_cpus(cls, text: str) -> str:
+        _parse_cpus(text)
         return text
 
     @property
     def divided_cpus(self) -> tuple[int, ...]:
         """CPUs that workers divide among themselves; empty if `threads` is set."""
-        return () if self.threads else _parsed(self.cpus)
+        return () if self.threads else _parse_cpus(self.cpus)
 
     @property
     def num_threads(self) -> int | None:
-        """Threads of PyTorch: 1 beside the native kernels, which have their own threads and leave
-        only the sampling to PyTorch."""
+        """Threads of PyTorch: 1 beside the native kernels, which have threads of their own."""
         return 1 if self.backend == "cpu" else self.threads
 
     @property
@@ -137,12 +137,12 @@ class WorkerSettings(PoolServiceSettings):
     @property
     def pool_bytes(self) -> int | None:
         """None: half of the memory that is free beside the weights."""
-        return _bytes("pool_memory", self.pool_memory)
+        return _parse_bytes("pool_memory", self.pool_memory)
 
     @property
     def swap_bytes(self) -> int | None:
         """None: no swap pool."""
-        num_bytes = _bytes("swap_memory", self.swap_memory)
+        num_bytes = _parse_bytes("swap_memory", self.swap_memory)
         if self.preemption == "swap" and num_bytes is None:
             raise StartupError("preemption is swap, but there is no swap_memory to swap to")
         return None if self.preemption == "recompute" else num_bytes
@@ -153,14 +153,14 @@ class WorkerSettings(PoolServiceSettings):
         check_capacity((self.pool_bytes or 0) + (self.swap_bytes or 0), self.pool_root)
 
 
-def _bytes(name: str, size: str) -> int | None:
+def _parse_bytes(name: str, size: str) -> int | None:
     try:
         return parse_size(size) if size else None
     except ValueError as error:
         raise StartupError(f"{name}: {error}") from error
 
 
-def _parsed(text: str) -> tuple[int, ...]:
+def _parse_cpus(text: str) -> tuple[int, ...]:
     """ "0-3,6" -> 0, 1, 2, 3, 6; "auto" -> all that this process may use. Raises ValueError."""
     usable = os.sched_getaffinity(0)
     if text == "auto":

@@ -34,15 +34,14 @@ def poisoned(fault: Fault) -> Ending:
     return Ending(error=(PoisonRequest.code, f"this request cannot be computed: {fault.value}"))
 
 
-def output(ticket: Ticket, token: Token) -> Generated:
+def token_event(ticket: Ticket, token: Token) -> Generated:
     logprobs = () if token.logprobs is None else (token.logprobs,)
     return Generated(
         *ticket.key, token.index, token.position, (token.token,), token.finish, logprobs
     )
 
 
-def found(ticket: Ticket, hypotheses: Sequence[Hypothesis]) -> list[Generated]:
-    """The hypotheses of a search as events, best first."""
+def hypothesis_events(ticket: Ticket, hypotheses: Sequence[Hypothesis]) -> list[Generated]:
     position = len(ticket.prompt_token_ids)
     return [
         Generated(*ticket.key, index, position, one.token_ids, one.finish, score=one.score)
@@ -62,13 +61,15 @@ class Session(Protocol):
         """Close the session after all queued events are written."""
 
 
+def without_blocks(ticket: Ticket) -> Ticket:
+    """The ticket of a request whose blocks are released: its tokens are to be computed again."""
+    sequences = (replace(s, block_ids=(), num_computed_tokens=0) for s in ticket.sequences)
+    return replace(ticket, holder_epoch=0, sequences=tuple(sequences), swapped=None)
+
+
 def report(session: Session, ticket: Ticket, ending: Ending) -> None:
     """Report an early end to the gateway. The blocks are released before."""
     if ending.requeue:
-        sequences = tuple(
-            replace(sequence, block_ids=(), num_computed_tokens=0) for sequence in ticket.sequences
-        )
-        progress = replace(ticket, holder_epoch=0, sequences=sequences, swapped=None)
-        session.send(Requeued(*ticket.key, ending.requeue, progress=progress))
+        session.send(Requeued(*ticket.key, ending.requeue, progress=without_blocks(ticket)))
     elif ending.error:
         session.send(Failed(*ticket.key, *ending.error))

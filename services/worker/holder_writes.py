@@ -10,11 +10,10 @@ from services.protocol.ticket import Ticket
 from services.worker.events import PREEMPTED, Ending, Session, report
 from services.worker.store_writer import StoreWriter
 from services.worker.suspect_queue import SuspectQueue
-from services.worker.swap.pool import SwapPool
 
-_KEEP_TURN_S = 1.0
-"""How long a preempted request keeps its turn in the store. It is back a few messages later, or it
-has ended meanwhile."""
+_RETURNING_WAITER_S = 1.0
+"""How long the store keeps the returning waiter of a preempted request. The request is back a few
+messages later, or it has ended meanwhile."""
 
 
 class HolderWrites:
@@ -27,22 +26,18 @@ class HolderWrites:
         pool_id: str,
         writer: StoreWriter,
         suspects: SuspectQueue,
-        swap_pool: SwapPool | None,
     ) -> None:
         self._store = store
         self._pool_id = pool_id
         self._writer = writer
         self._suspects = suspects
-        self._swap_pool = swap_pool
-        self.num_kept_turns = 0
-        """How many preempted requests keep their turn in the store."""
+        self.num_returning_waiters = 0
 
     async def commit(self, ticket: Ticket, completed: Sequence[tuple[int, PrefixHash]]) -> None:
         await self._store.commit(self._pool_id, ticket.holder_id, ticket.holder_epoch, completed)
 
     def give_back(self, ticket: Ticket, block_ids: Sequence[int]) -> None:
-        """Give back blocks that no sequence of a group uses any more, after the group's earlier
-        commits."""
+        """Give back blocks that a group no longer uses, after its earlier commits."""
         if block_ids:
             holder = self._pool_id, ticket.holder_id, ticket.holder_epoch
             self._writer.put(lambda: self._store.give_back(*holder, block_ids))
@@ -68,27 +63,30 @@ class HolderWrites:
         self._writer.put(end)
 
     async def release(self, ticket: Ticket, ending: Ending) -> None:
-        """Release the blocks of a ticket. A preempted request keeps its turn in the store until it
-        is back, at most for `_KEEP_TURN_S`. Raises StaleHolder."""
-        holder_id, comes_back = ticket.holder_id, ending is PREEMPTED
-        await self._store.release(self._pool_id, holder_id, ticket.holder_epoch, comes_back)
-        if comes_back:
-            self.num_kept_turns += 1
+        """Release the blocks of a ticket. A preempted request leaves a returning waiter until it is
+        back, at most for `_RETURNING_WAITER_S`. Raises StaleHolder."""
+        holder_id, is_preempted = ticket.holder_id, ending is PREEMPTED
+        await self._store.release(self._pool_id, holder_id, ticket.holder_epoch, is_preempted)
+        if is_preempted:
+            self.num_returning_waiters += 1
             loop = asyncio.get_running_loop()
-            loop.call_later(_KEEP_TURN_S, self._writer.put, lambda: self._end_turn(holder_id))
+            loop.call_later(
+                _RETURNING_WAITER_S, self._writer.put, lambda: self._withdraw(holder_id)
+            )
 
     async def release_detached(self, session: Session, ticket: Ticket, ending: Ending) -> None:
         """Release a detached ticket and report `ending`, unless a worker has claimed the ticket."""
+        swapped = ticket.swapped
         try:
-            if ticket.swapped is None:
+            if swapped is None:
                 await self.release(ticket, ending)
             else:
-                assert self._swap_pool is not None
-                await self._swap_pool.release(ticket.swapped)
+                holder = swapped.pool_id, swapped.holder_id, swapped.holder_epoch
+                await self._store.release(*holder)
         except StaleHolder:
             return
         report(session, ticket, ending)
 
-    async def _end_turn(self, holder_id: str) -> None:
+    async def _withdraw(self, holder_id: str) -> None:
         await self._store.withdraw(self._pool_id, holder_id)
-        self.num_kept_turns -= 1
+        self.num_returning_waiters -= 1

@@ -25,7 +25,7 @@ class Jobs(Generic[J]):
 
     def __init__(self, end: Callable[[J, Ending], None]) -> None:
         self._end = end
-        self.came = asyncio.Event()
+        self.added = asyncio.Event()
         """Set when a job is added."""
         self._jobs: dict[Key, J] = {}
         self._timers: dict[J, list[asyncio.TimerHandle]] = {}
@@ -49,7 +49,7 @@ class Jobs(Generic[J]):
 
     def add(self, job: J) -> None:
         self._jobs[job.key] = job
-        self.came.set()
+        self.added.set()
 
     def remove(self, job: J) -> None:
         """Remove a job and cancel its timers. No error if it is not here."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 import kvops
-from kvops.native import Lane, NativeCpu
+from kvops.native import Lane
 from services.common.checkpoint.check import check_format
 from services.common.checkpoint.weights import weight_files
 from services.common.errors import StartupError
@@ -30,7 +30,6 @@ class LoadedModel:
     plan: MemoryPlan
     swap_bytes: int | None
     ops: kvops.Backend
-    native: NativeCpu | None
     engine: dict[str, str]
 
 
@@ -73,7 +72,6 @@ def load(settings: WorkerSettings, progress: Progress) -> LoadedModel:
         plan=_plan(settings, config, dtype),
         swap_bytes=settings.swap_bytes,
         ops=backend,
-        native=backend.native,
         engine={**backend.describe(dtype), "quantize": numerics["quantize"]},
     )
 

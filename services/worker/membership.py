@@ -101,21 +101,20 @@ class Membership:
         self.stamps.close()
         try:
             async with asyncio.timeout(_LEAVE_LIMIT_S), host_lock(self.directory.path.parent):
-                await self._take_off()
+                await self._deregister()
         except TimeoutError as error:
             raise StoreUnavailable(f"{self.worker_id} cannot leave its pool now") from error
         finally:
             self.lock.close()
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Unmap the pool and drop the lock without a call to the store; the block manager then
-        reaps the worker. No thread of the worker may write any more. No error if called twice or
-        after `leave`."""
+        reaps the worker. No thread of the worker may write any more. May be called again."""
         self.pool.close()
         self.stamps.close()
         self.lock.close()
 
-    async def _take_off(self) -> None:
+    async def _deregister(self) -> None:
         pool_id = self.spec.pool_id
         try:
             await self.store.leave(pool_id, self.worker_id)
@@ -146,8 +145,7 @@ async def join(
     recovery. `colder_of`: the id of the pool whose swap pool is to be joined; None: an own pool.
 
     StartupError: a live pool of the same weights has another geometry, or there is too little
-    memory for a new pool. Also raises the errors of the store. A join that fails leaves nothing
-    behind.
+    memory for a new pool. Also raises the store's errors. A join that fails leaves nothing behind.
     """
     async with host_lock(root):
         await _remove_dead(store, root)
@@ -165,20 +163,19 @@ async def join(
             raise
 
 
-async def join_swap_pool(hot: Membership, num_bytes: int) -> Membership:
-    """Join the swap pool of the pool of `hot`, or make it with `num_bytes`. Like any pool it has a
-    directory, locks and a ledger of its own, and its last worker removes it. Raises as `join`
-    does."""
-    root, header = hot.directory.path.parent, hot.header
+async def join_swap_pool(own: Membership, num_bytes: int) -> Membership:
+    """Join the swap pool of the pool of `own`, or make it with `num_bytes`. Like any pool it has a
+    directory, locks and a ledger, and its last worker removes it. Raises as `join` does."""
+    root, header = own.directory.path.parent, own.header
     plan = MemoryPlan(pool_bytes=num_bytes)
     layout = replace(header.layout, model=f"{header.layout.model}-swap")
     try:
         return await join(
-            hot.store,
+            own.store,
             header.run_id,
             root,
             layout,
-            hot.worker_id,
+            own.worker_id,
             plan,
             watermark=0.0,
             colder_of=header.pool_id,
@@ -188,8 +185,7 @@ async def join_swap_pool(hot: Membership, num_bytes: int) -> Membership:
 
 
 async def _remove_dead(store: BlockStore, root: Path) -> None:
-    """Remove the pools without a live worker, because the content of their blocks is not trusted
-    any more."""
+    """Remove the pools without a live worker: the content of their blocks is not trusted."""
     remove_incomplete_pools(root)
     for directory in pool_directories(root):
         if not directory.is_live():
@@ -260,7 +256,7 @@ async def _enter(
         undo.callback(stamps.close)
         try:
             await recovery.begin(store, run_id)
-            own = partial(_own, stamps, lock)
+            own = partial(_stamp_owner, stamps, lock)
             await store.register_worker(header.spec, worker_id, recovery, own)
         except (GeometryMismatch, FingerprintMismatch) as error:
             raise StartupError(f"pool {header.pool_id} refuses {worker_id}: {error}") from error
@@ -268,7 +264,9 @@ async def _enter(
     return Membership(store, directory, header, worker_id, lock, pool, stamps)
 
 
-def _own(stamps: Stamps, lock: WorkerLock, holder_id: str, block_ids: Sequence[int]) -> None:
+def _stamp_owner(
+    stamps: Stamps, lock: WorkerLock, holder_id: str, block_ids: Sequence[int]
+) -> None:
     """Stamp new blocks with their holder. Not if the worker was marked as fenced or has left the
     pool: other workers may have these blocks by then, and this one writes into none of them."""
     if not stamps.is_closed and not lock.is_revoked:

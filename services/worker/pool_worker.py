@@ -4,10 +4,9 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from blockstore.errors import WorkerFenced
-from blockstore.records import Heartbeat, PoolSpec
 from blockstore.registry import Load
 from blockstore.store import BlockStore
 from services.common.errors import InvalidRequest
@@ -15,7 +14,7 @@ from services.common.pool.allotment import LOOK_AHEAD
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import WorkerMetrics
 from services.common.runtime.ticks import until_tick
-from services.engine.engine import BlockStamps, Engine, ForwardPass
+from services.engine.engine import Engine, ForwardPass
 from services.engine.messages import FailedGroup, Start, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.sequence import Rules
@@ -25,12 +24,13 @@ from services.protocol.ticket import Ticket
 from services.worker.events import DRAINED, PREEMPTED, Ending, Session
 from services.worker.holder_writes import HolderWrites
 from services.worker.jobs import Jobs
+from services.worker.membership import Membership
 from services.worker.store_writer import StoreWriter
 from services.worker.suspect_queue import SuspectQueue
 from services.worker.swap.pool import SwapPool
 
-_PULSE_S = 0.1
-_IDLE_PULSE_S = 1.0
+_HEARTBEAT_S = 0.1
+_IDLE_HEARTBEAT_S = 1.0
 _DRAIN_INTERVAL_S = 0.05
 
 _STALLED_S = 1.0
@@ -61,17 +61,6 @@ class Limits:
     park_window_s: float = 0.0
 
 
-class OnPool(Protocol):
-    """The part of a pool membership that a worker's logic uses."""
-
-    @property
-    def spec(self) -> PoolSpec: ...
-    @property
-    def worker_id(self) -> str: ...
-    @property
-    def stamps(self) -> BlockStamps: ...
-
-
 class PoolWorker(ABC):
     """A worker on one pool, in one event loop. Subclasses move requests through their states."""
 
@@ -81,7 +70,7 @@ class PoolWorker(ABC):
     def __init__(
         self,
         store: BlockStore,
-        membership: OnPool,
+        membership: Membership,
         forward: ForwardPass,
         limits: Limits,
         metrics: WorkerMetrics,
@@ -105,7 +94,7 @@ class PoolWorker(ABC):
         loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[None] = loop.create_future()
         self.writer = StoreWriter(self._fail)
-        self.holders = HolderWrites(store, self.pool_id, self.writer, self.suspects, swap_pool)
+        self.holders = HolderWrites(store, self.pool_id, self.writer, self.suspects)
         self._answer_due_at = loop.time()
         engine = Engine(
             forward,
@@ -117,11 +106,10 @@ class PoolWorker(ABC):
         self.engine = EngineThread(engine, loop, self._after_step, self._fail)
 
     async def run(self) -> None:
-        """Work until cancelled. Raises the first error of engine, store or a loop, after which the
-        worker cannot continue."""
+        """Work until cancelled. Raises the first error of engine, store or a loop: it is fatal."""
         self.engine.start()
-        loops = [self.writer.run(), self._pulse(), *self._loops()]
-        tasks = [asyncio.create_task(self._guarded(loop)) for loop in loops]
+        loops = [self.writer.run(), self._send_heartbeats(), *self._loops()]
+        tasks = [asyncio.create_task(self._run_loop(loop)) for loop in loops]
         try:
             await self._failure
         finally:
@@ -130,7 +118,7 @@ class PoolWorker(ABC):
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.to_thread(self.engine.stop)
 
-    async def _guarded(self, loop: Coroutine[Any, Any, None]) -> None:
+    async def _run_loop(self, loop: Coroutine[Any, Any, None]) -> None:
         try:
             await loop
         except Exception as error:
@@ -140,27 +128,30 @@ class PoolWorker(ABC):
         if not self._failure.done():
             self._failure.set_exception(error)
 
-    async def _pulse(self) -> None:
-        """Send heartbeats, preempt the holders that the store demands, and export the load."""
+    async def _send_heartbeats(self) -> None:
+        """Send heartbeats, preempt the holders that the store demands, and export the load. Raises
+        WorkerFenced, and the errors of the store."""
         while True:
             self.metrics.observe_load(self.load())
-            heartbeat = await self._heartbeat()
+            heartbeat = await self.store.heartbeat(self.pool_id, self.worker_id)
+            if heartbeat.fenced:
+                raise WorkerFenced(f"{self.worker_id} was fenced")
             self._answer_due_at = asyncio.get_running_loop().time()
-            self._on_demands(heartbeat.demands)
-            if self._jobs or self.holders.num_kept_turns or await self._is_woken():
-                await asyncio.sleep(_PULSE_S)
+            self.preempt(heartbeat.demands)
+            if self._jobs or self.holders.num_returning_waiters or await self._wait_idle():
+                await asyncio.sleep(_HEARTBEAT_S)
 
-    async def _is_woken(self) -> bool:
+    async def _wait_idle(self) -> bool:
         """Wait while the worker is idle, at most until the next idle tick; True: woken before it.
 
         A new request wakes the worker. So does the store's free-block notifier: blocks were freed,
         or the ledger was lost and this worker has to report that it holds nothing.
         """
-        loop, pause_s = asyncio.get_running_loop(), until_tick(_IDLE_PULSE_S)
+        loop, pause_s = asyncio.get_running_loop(), until_tick(_IDLE_HEARTBEAT_S)
         self._answer_due_at = over_at = loop.time() + pause_s
-        self._jobs.came.clear()
-        news = self.store.wait_for_room(self.pool_id, pause_s)
-        waiting = [asyncio.create_task(news), asyncio.create_task(self._jobs.came.wait())]
+        self._jobs.added.clear()
+        room = self.store.wait_for_room(self.pool_id, pause_s)
+        waiting = [asyncio.create_task(room), asyncio.create_task(self._jobs.added.wait())]
         try:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -175,13 +166,6 @@ class PoolWorker(ABC):
         """Whether this worker begins no request because the store does not answer."""
         return asyncio.get_running_loop().time() - self._answer_due_at > _STALLED_S
 
-    async def _heartbeat(self) -> Heartbeat:
-        """Raises WorkerFenced, and the errors of the store."""
-        heartbeat = await self.store.heartbeat(self.pool_id, self.worker_id)
-        if heartbeat.fenced:
-            raise WorkerFenced(f"{self.worker_id} was fenced")
-        return heartbeat
-
     def _after_step(self, outcome: StepOutcome) -> None:
         if outcome.num_tokens:
             self.metrics.step_s.observe(outcome.duration_s)
@@ -191,20 +175,20 @@ class PoolWorker(ABC):
         except Exception as error:  # else the rest of the outcome would be lost silently
             self._fail(error)
 
-    def begin(self, key: str, session: Session, whose: tuple[str, int], *, suspect: bool) -> None:
+    def begin(self, ticket: Ticket, session: Session, *, suspect: bool) -> None:
         """Start a group that the engine has, once `Began` is written to its gateway: if this worker
-        dies, the gateway then knows which requests it had begun. Suspects start one at a time.
-        `whose`: (request id, attempt)."""
+        dies, the gateway then knows which requests it had begun. Suspects start one at a time."""
+        start = Start(ticket.holder_id)
 
         def begin() -> None:
-            session.send(Began(*whose), then=lambda: self.engine.send(Start(key)))
+            session.send(Began(*ticket.key), then=lambda: self.engine.send(start))
 
         if suspect:
-            self.suspects.enter(key, begin)
+            self.suspects.enter(ticket.holder_id, begin)
         else:
             begin()
 
-    def take_leave(self) -> None:
+    def close_streams(self) -> None:
         """Close all gateway streams cleanly, so that gateways do not count this as a crash: the
         remaining requests continue elsewhere and do not become suspects."""
         for session in self.sessions:
@@ -230,15 +214,11 @@ class PoolWorker(ABC):
         tokens = filter(None, (prompt, *generated, *finished))
         if max(named, *map(max, tokens)) >= self.limits.vocab_size:
             raise InvalidRequest(f"token ids beyond the vocabulary of {self.limits.vocab_size}")
-        longest = min(len(prompt) + ticket.sampling.max_tokens - 1, self._longest)
+        # One more token must fit both max_tokens and the context.
+        longest = min(len(prompt) + ticket.sampling.max_tokens, self.limits.max_model_len) - 1
         length = len(prompt) + max(map(len, generated))
         if length > longest:
             raise InvalidRequest(f"{length} tokens leave none to draw: at most {longest}")
-
-    @property
-    def _longest(self) -> int:
-        """The most tokens that a ticket may bring: one more must fit the context."""
-        return self.limits.max_model_len - 1
 
     def retract(self, failed: FailedGroup) -> None:
         """Take all full blocks of a broken group out of the prefix index: the cause may lie in one
@@ -261,7 +241,7 @@ class PoolWorker(ABC):
         """Return when this draining worker holds nothing: all tickets are claimed or released."""
         while True:
             await self.writer.flush()
-            is_idle = not self.num_busy and not self.holders.num_kept_turns
+            is_idle = not self.num_busy and not self.holders.num_returning_waiters
             if is_idle and not await self._holds_anything():
                 return
             await asyncio.sleep(_DRAIN_INTERVAL_S)
@@ -272,16 +252,22 @@ class PoolWorker(ABC):
             self._end(job, DRAINED)
 
     async def _holds_anything(self) -> bool:
-        for pool_id in self._pool_ids:
-            holders = await self.store.holders(pool_id)
+        specs = [self.spec] if self.swap_pool is None else [self.spec, self.swap_pool.spec]
+        for spec in specs:
+            holders = await self.store.holders(spec.pool_id)
             if any(holder.worker_id == self.worker_id for holder in holders):
                 return True
         return False
 
-    @property
-    def _pool_ids(self) -> tuple[str, ...]:
-        swap_pool = () if self.swap_pool is None else (self.swap_pool.spec.pool_id,)
-        return self.pool_id, *swap_pool
+    @abstractmethod
+    def abort(
+        self, session: Session, request_id: str, attempt: int, index: int | None = None
+    ) -> None:
+        """End a request, or its sequence `index`. No error if the request is not here."""
+
+    @abstractmethod
+    def close(self, session: Session) -> None:
+        """End or park the requests of a gateway that is gone."""
 
     @property
     @abstractmethod
@@ -300,7 +286,7 @@ class PoolWorker(ABC):
     def _on_outcome(self, outcome: StepOutcome) -> None:
         """Apply the outcome of a step."""
 
-    def _on_demands(self, holder_ids: Sequence[str]) -> None:
+    def preempt(self, holder_ids: Sequence[str]) -> None:
         """Preempt these holders. The store repeats a demand until its holder is released."""
         for holder_id in holder_ids:
             job = self._job_of(holder_id)

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 from prometheus_client import CollectorRegistry
 
 from blockstore.errors import UnknownWorker, WorkerFenced
-from blockstore.registry import Role
 from blockstore.store import BlockStore
 from services.common.rpc.proof import Guard
 from services.common.rpc.transport import RpcServer
@@ -29,7 +28,7 @@ from services.worker.cpu.board import CpuBoard
 from services.worker.cpu.sharing import SharedCpus
 from services.worker.liveness.fence_guard import FenceGuard, GuardedForward
 from services.worker.liveness.registration import Registration
-from services.worker.liveness.step_watch import StepWatch
+from services.worker.liveness.step_watch import watch_steps
 from services.worker.loading import LoadedModel, load
 from services.worker.membership import Membership, join, join_swap_pool
 from services.worker.pool_worker import Limits, PoolWorker
@@ -47,14 +46,12 @@ _ABORT_LIMIT_S = 0.5
 """How long a leaving worker waits for the requests that end because their streams are closed."""
 
 _SWITCH_INTERVAL_S = 0.0005
-"""How long the engine thread waits for the interpreter's lock after a step if the event loop is
-busy; Python's default is 5 ms."""
+"""How long the engine thread waits for the GIL if the event loop is busy; the default is 5 ms."""
 
 _DIVIDE_INTERVAL_S = 1.0
 
 _NUM_WARM_UP_TOKENS = 32
-"""Small: the longest prefill would take a second on all cores, and only spare the first prompt its
-page faults."""
+"""Small: the longest prefill would take a second, to spare one prompt its page faults."""
 
 log = get_logger(__name__)
 
@@ -68,7 +65,6 @@ class WorkerRole:
     """The differences between the processes of prefill and decode workers. `serve(worker, server)`
     adds the role's gRPC service, `service_name`, to the server."""
 
-    role: Role
     service_name: str
     make: MakeWorker
     serve: Callable[[Any, RpcServer], None]
@@ -83,7 +79,7 @@ class WorkerProcess:
         self._stop = stop
         self._loaded: LoadedModel | None = None
 
-    async def live(self, entry: Registration) -> None:
+    async def serve(self, registration: Registration) -> None:
         """Join the pool, serve until `stop` or until the worker is drained, leave.
 
         Raises if engine, pool or store are lost, and WorkerFenced or UnknownWorker if the worker
@@ -96,39 +92,51 @@ class WorkerProcess:
             return
         role, settings = self._role, self._settings
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as vital:
-            membership = await _join(settings, loaded, entry)
-            stack.callback(membership.let_go)
+            store, worker_id = registration.store, registration.worker_id
+            membership = await join(
+                store,
+                store.run_id,
+                settings.pool_root,
+                loaded.layout,
+                worker_id,
+                loaded.plan,
+            )
+            stack.callback(membership.close)
             registry = CollectorRegistry()
             stack.enter_context(metrics_endpoint(settings, registry))
             metrics = WorkerMetrics(registry)
-            beside = await _join_swap_pool(loaded, membership, stack)
-            memberships = [membership] if beside is None else [beside, membership]
+            memberships, swap_membership, swap_pool = [membership], None, None
+            if loaded.swap_bytes is not None:
+                swap_membership = await join_swap_pool(membership, loaded.swap_bytes)
+                stack.callback(swap_membership.close)
+                memberships.insert(0, swap_membership)
             fence_guard = FenceGuard([one.lock for one in memberships])
-            swap_pool = _swap_pool_settings(
-                settings, loaded, membership, beside, fence_guard, metrics, stack
-            )
-            runner = await _warm(loaded, membership)
-            forward = _on_its_cpus(runner, loaded, settings, entry, stack)
-            permitted = GuardedForward(forward, fence_guard)
-            worker = role.make(
-                entry.store, membership, permitted, loaded.limits, metrics, swap_pool
-            )
-            watching = asyncio.create_task(StepWatch(worker.engine, settings.step_limit_s).keep())
+            if swap_membership is not None:
+                swap_pool = _swap_pool(
+                    settings, loaded, membership, swap_membership, fence_guard, metrics
+                )
+                stack.callback(swap_pool.close)
+            runner = Runner(loaded.model, membership.pool.kv, loaded.layout.block_size, loaded.ops)
+            await asyncio.to_thread(runner.warm_up, _NUM_WARM_UP_TOKENS)
+            forward = _share_cpus(runner, loaded, settings, worker_id, stack)
+            guarded = GuardedForward(forward, fence_guard)
+            worker = role.make(store, membership, guarded, loaded.limits, metrics, swap_pool)
+            watching = asyncio.create_task(watch_steps(worker.engine, settings.step_limit_s))
             stack.callback(watching.cancel)  # called after the engine thread has ended
             working = [
                 worker.run(),
-                fence_guard.keep(),
+                fence_guard.watch(),
                 *(one.complete_memory() for one in memberships),
             ]
             if isinstance(forward, SharedCpus):
                 working.append(_refresh(forward))
             tasks = [vital.create_task(work) for work in working]
             server, address = await _listen(role, settings, worker, stack)
-            entry.serves(worker, address, loaded)
-            await _either(self._stop, worker.drain_asked)
+            registration.set_serving(worker, address, loaded)
+            await _wait_for_any(self._stop, worker.drain_asked)
 
             worker.drain()
-            entry.heartbeat.changed()
+            registration.heartbeat.changed()
             await _finish(worker, server, self._stop, settings.request_grace_s)
             for task in tasks:
                 task.cancel()
@@ -156,66 +164,39 @@ class _Stopped(Exception):
     pass
 
 
-async def _join(settings: WorkerSettings, loaded: LoadedModel, entry: Registration) -> Membership:
-    root, store = settings.pool_root, entry.store
-    return await join(store, store.run_id, root, loaded.layout, entry.worker_id, loaded.plan)
-
-
-async def _join_swap_pool(
-    loaded: LoadedModel, membership: Membership, stack: AsyncExitStack
-) -> Membership | None:
-    """None if there is no swap pool: preempted requests are computed again."""
-    if loaded.swap_bytes is None:
-        return None
-    swap_pool = await join_swap_pool(membership, loaded.swap_bytes)
-    stack.callback(swap_pool.let_go)
-    return swap_pool
-
-
-def _swap_pool_settings(
+def _swap_pool(
     settings: WorkerSettings,
     loaded: LoadedModel,
     own: Membership,
-    swap_pool: Membership | None,
+    swap_pool: Membership,
     fence_guard: FenceGuard,
     metrics: WorkerMetrics,
-    stack: AsyncExitStack,
-) -> SwapPool | None:
-    if swap_pool is None:
-        return None
-    pool = SwapPool(
+) -> SwapPool:
+    return SwapPool(
         own.store,
         own,
         swap_pool,
-        copy_out=fence_guard.for_copies(partial(swap_pool.pool.copy_from, own.pool, loaded.ops)),
-        copy_back=fence_guard.for_copies(partial(own.pool.copy_from, swap_pool.pool, loaded.ops)),
+        copy_out=fence_guard.guard_copy(partial(swap_pool.pool.copy_from, own.pool, loaded.ops)),
+        copy_back=fence_guard.guard_copy(partial(own.pool.copy_from, swap_pool.pool, loaded.ops)),
         metrics=metrics,
         compares_costs=settings.preemption == "auto",
     )
-    stack.callback(pool.close)
-    return pool
 
 
-async def _warm(loaded: LoadedModel, membership: Membership) -> Runner:
-    """Make a runner, and use every weight and every operation once."""
-    runner = Runner(loaded.model, membership.pool.kv, loaded.layout.block_size, loaded.ops)
-    await asyncio.to_thread(runner.warm_up, _NUM_WARM_UP_TOKENS)
-    return runner
-
-
-def _on_its_cpus(
+def _share_cpus(
     runner: Runner,
     loaded: LoadedModel,
     settings: WorkerSettings,
-    entry: Registration,
+    worker_id: str,
     stack: AsyncExitStack,
 ) -> ForwardPass:
-    native, cpus = loaded.native, settings.divided_cpus
+    """The forward pass on the worker's part of the host's CPUs, if the worker shares them."""
+    native, cpus = loaded.ops.native, settings.divided_cpus
     if native is None or not cpus:
         return runner
     cpu_board = CpuBoard(settings.pool_root / "board")
     stack.callback(cpu_board.leave)
-    own = cpu_board.take_entry(entry.role, entry.worker_id)
+    own = cpu_board.take_entry(settings.service, worker_id)
     return SharedCpus(runner, native, cpu_board, own, cpus, settings.max_gap_ms / 1000)
 
 
@@ -257,7 +238,7 @@ async def _finish(
     await asyncio.wait([drained], timeout=grace_s)
     worker.requeue_all()
     await asyncio.wait([drained], timeout=_REQUEUE_LIMIT_S)
-    worker.take_leave()
+    worker.close_streams()
     await server.stop(_FAREWELL_S)
     with suppress(TimeoutError):
         await asyncio.wait_for(drained, _ABORT_LIMIT_S)
@@ -274,12 +255,12 @@ async def _end_streams(
     not become suspects; any other error may have been caused by one of them."""
     given_up = (WorkerFenced, UnknownWorker)
     if isinstance(error, BaseExceptionGroup) and error.split(given_up)[1] is None:
-        worker.take_leave()
+        worker.close_streams()
         await server.stop(_FAREWELL_S)
     await server.stop()
 
 
-async def _either(*events: asyncio.Event) -> None:
+async def _wait_for_any(*events: asyncio.Event) -> None:
     waiting = [asyncio.create_task(event.wait()) for event in events]
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:

@@ -3,11 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from google.protobuf.message import Message
 
-from blockstore.registry import Load
 from blockstore.store import FUNCTION_LIBRARY
 from quire.v1 import worker_pb2
 from services.common.errors import InvalidRequest, VersionMismatch
@@ -18,7 +17,7 @@ from services.protocol.codec import load_to_wire
 from services.protocol.event_codec import Fields, event_to_wire
 from services.protocol.messages import DrainNotice, Failed, LoadReport, WorkerEvent
 from services.protocol.version import PROTOCOL_VERSION
-from services.worker.events import Session
+from services.worker.pool_worker import PoolWorker
 
 _LOAD_INTERVAL_S = 0.25
 _IDLE_INTERVALS = 4
@@ -68,34 +67,13 @@ class StreamSession:
     async def messages(self) -> AsyncIterator[list[Fields]]:
         """Yields queued messages in batches until the session is closed.
 
-        A caller that asks for the next batch has written the last one: only then are the `then`
-        callbacks of that batch called.
+        A caller that asks for the next batch has written the last one: then its `then` are called.
         """
-        while together := await self._unread.take():
-            yield [fields for fields, _ in together]
-            for _, then in together:
+        while batch := await self._unread.take():
+            yield [fields for fields, _ in batch]
+            for _, then in batch:
                 if then is not None:
                     then()
-
-
-class StreamWorker(Protocol):
-    """The part of a worker's logic that its streams use."""
-
-    worker_id: str
-    pool_id: str
-    draining: bool
-    drain_asked: asyncio.Event
-    sessions: set[Session]
-
-    @property
-    def stalled(self) -> bool: ...
-
-    def load(self) -> Load: ...
-    def abort(
-        self, session: StreamSession, request_id: str, attempt: int, index: int | None = None
-    ) -> None: ...
-    def drain(self) -> int: ...
-    def close(self, session: StreamSession) -> None: ...
 
 
 class WorkerStream:
@@ -108,25 +86,25 @@ class WorkerStream:
 
     def __init__(
         self,
-        worker: StreamWorker,
+        worker: PoolWorker,
         response: Callable[..., Any],
         execute: Callable[[StreamSession, Any], None],
     ) -> None:
         self._worker = worker
         self._response = response
-        self._execute_own = execute
+        self._execute_for_role = execute
 
     async def serve(self, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
         """Serve one stream from its hello to its end, and then close its session at the worker."""
-        session = StreamSession(await self._greet(requests))
+        session = StreamSession(await self._read_hello(requests))
         self._worker.sessions.add(session)
         log.info("peer_connected", peer_id=session.peer_id)
         reading = asyncio.create_task(self._read(session, requests))
         reporting = asyncio.create_task(self._report_load(session))
         try:
             yield self._response(welcome=self._welcome())
-            async for together in session.messages():
-                yield pack_batch([self._response(**fields) for fields in together])
+            async for batch in session.messages():
+                yield pack_batch([self._response(**fields) for fields in batch])
             if reading.done():
                 reading.result()
         finally:
@@ -136,7 +114,7 @@ class WorkerStream:
             self._worker.close(session)
             log.info("peer_disconnected", peer_id=session.peer_id)
 
-    async def _greet(self, requests: AsyncIterator[Any]) -> str:
+    async def _read_hello(self, requests: AsyncIterator[Any]) -> str:
         """Read the hello; return the gateway's id. Raises VersionMismatch, and InvalidRequest if
         the first message is not a hello."""
         request = await anext(requests, None)
@@ -164,9 +142,9 @@ class WorkerStream:
     async def _report_load(self, session: StreamSession) -> None:
         while True:
             session.put({"load": self._load()})
-            await self._interval()
+            await self._wait_for_report()
 
-    async def _interval(self) -> None:
+    async def _wait_for_report(self) -> None:
         """Wait until the next load report is due. When the worker begins to drain, a report is due
         at once, so that gateways move its requests."""
         load, pause_s = self._worker.load(), _LOAD_INTERVAL_S
@@ -199,11 +177,11 @@ class WorkerStream:
             case name:
                 command = getattr(request, name)
                 try:
-                    self._execute_own(session, command)
+                    self._execute_for_role(session, command)
                 except InvalidRequest as error:
-                    self._refuse(session, command, error)
+                    self._fail_request(session, command, error)
 
-    def _refuse(self, session: StreamSession, command: Any, error: InvalidRequest) -> None:
+    def _fail_request(self, session: StreamSession, command: Any, error: InvalidRequest) -> None:
         """Fail the request that an invalid command names. If it names none, raise `error`, which
         ends the stream: the gateway could not tell which request failed."""
         about = command.ticket if "ticket" in command.DESCRIPTOR.fields_by_name else command

@@ -11,18 +11,18 @@ class SuspectQueue:
     this worker dies too, the gateways know which suspect it was computing."""
 
     def __init__(self) -> None:
-        self._line: dict[str, Callable[[], None]] = {}
+        self._queue: dict[str, Callable[[], None]] = {}
 
     def enter(self, key: str, begin: Callable[[], None]) -> None:
         """Add a suspect; `begin` is called when it is the first."""
-        self._line[key] = begin
-        if len(self._line) == 1:
+        self._queue[key] = begin
+        if len(self._queue) == 1:
             begin()
 
     def withdraw(self, key: str) -> None:
         """Remove a suspect that is to end, unless it is being computed: then `leave` removes it."""
-        if key in self._line and next(iter(self._line)) != key:
-            del self._line[key]
+        if key in self._queue and next(iter(self._queue)) != key:
+            del self._queue[key]
 
     def leave(self, key: str) -> None:
         """Remove a suspect, and begin the next one. No error if `key` is not in the queue.
@@ -30,9 +30,9 @@ class SuspectQueue:
         Call this after the gateway was sent a token of the suspect or the report of its end: a
         crash that the next suspect causes comes later, and is not attributed to this one.
         """
-        if key not in self._line:
+        if key not in self._queue:
             return
-        was_first = next(iter(self._line)) == key
-        del self._line[key]
-        if was_first and self._line:
-            next(iter(self._line.values()))()
+        was_first = next(iter(self._queue)) == key
+        del self._queue[key]
+        if was_first and self._queue:
+            next(iter(self._queue.values()))()

@@ -69,15 +69,15 @@ class Gateway:
         issued = self._prefill.hear("prefilled")[-1].ticket
         return ticket_from_wire(issued, may_have_ended=True)
 
-    async def decode(self, at_rest: Ticket, *, to_the_end: bool) -> Ticket:
+    async def decode(self, detached: Ticket, *, to_the_end: bool) -> Ticket:
         """Until it has a token more, or all of them. The ticket that it runs on."""
         self._attempt += 1
-        key: dict[str, Any] = {"request_id": at_rest.request_id, "attempt": self._attempt}
-        at_rest = replace(at_rest, attempt=self._attempt)
+        key: dict[str, Any] = {"request_id": detached.request_id, "attempt": self._attempt}
+        detached = replace(detached, attempt=self._attempt)
         num_before, num_back = self._num_told, self._num_back
-        reserve = decode_pb2.Reserve(num_sequences=at_rest.width, **key)
+        reserve = decode_pb2.Reserve(num_sequences=detached.width, **key)
         self._decodes[-1].say(reserve=reserve)
-        self._decodes[-1].say(admit=decode_pb2.Admit(ticket=ticket_to_wire(at_rest)))
+        self._decodes[-1].say(admit=decode_pb2.Admit(ticket=ticket_to_wire(detached)))
         await self._workers.until(
             lambda: (
                 self.is_over
@@ -86,7 +86,7 @@ class Gateway:
             )
         )
         if self._num_back == num_back or self.is_over:
-            return at_rest
+            return detached
         # Others wanted its blocks.
         assert self._last_requeue.reason == worker_pb2.Requeue.REASON_PREEMPTED, (
             "somebody else has claimed it"
@@ -94,20 +94,20 @@ class Gateway:
         again = await self.prefill(await self.back())
         return await self.decode(again, to_the_end=to_the_end)
 
-    async def moved(self, move: str, at_rest: Ticket) -> Ticket:
+    async def moved(self, move: str, detached: Ticket) -> Ticket:
         """The ticket at rest again, computed again if need be; unless it is over before."""
         num_back = self._num_back
-        key: dict[str, Any] = {"request_id": at_rest.request_id, "attempt": self._attempt}
+        key: dict[str, Any] = {"request_id": detached.request_id, "attempt": self._attempt}
         match move:
             case "handed over":
                 self._decodes[-1].say(hand_over=decode_pb2.HandOver(**key))
             case "swapped out":
-                self._workers.demand(at_rest.holder_id)
+                self._workers.demand(detached.holder_id)
             case "parked":
                 await self._resume()
         await self._workers.until(lambda: self.is_over or self._num_back > num_back)
         if self._num_back == num_back:
-            return at_rest
+            return detached
         back = await self.back()
         return back if back.sequences[0].block_ids else await self.prefill(back)
 

@@ -166,7 +166,7 @@ class Workers:
 
     def demand(self, holder_id: str) -> None:
         """Somebody needs its blocks."""
-        self._decoder._on_demands([holder_id])
+        self._decoder.preempt([holder_id])
 
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(LIMIT_S):

@@ -31,29 +31,29 @@ async def honest(
 ) -> Answer:
     """Its tokens, however it moves. `midway`: each time that it is at rest."""
     gateway = Gateway(workers, asked)
-    at_rest = await gateway.prefill(asked)
+    detached = await gateway.prefill(asked)
     for move in moves:
-        await midway(at_rest)
-        running = await gateway.decode(at_rest, to_the_end=False)
+        await midway(detached)
+        running = await gateway.decode(detached, to_the_end=False)
         if not gateway.is_over:
-            at_rest = await gateway.moved(move, running)
+            detached = await gateway.moved(move, running)
         if gateway.is_over:
             break
     else:
-        await midway(at_rest)
-        await gateway.decode(at_rest, to_the_end=True)
+        await midway(detached)
+        await gateway.decode(detached, to_the_end=True)
     await gateway.end()
     return gateway.answer
 
 
 async def swapped_out(gateway: Gateway, workers: Workers, asked: Ticket) -> Ticket:
     """A ticket of which the colder pool has the KV."""
-    at_rest = await gateway.prefill(asked)
+    detached = await gateway.prefill(asked)
     decode = workers.models[1]
     decode.pause_after = 2
-    await gateway.decode(at_rest, to_the_end=False)
+    await gateway.decode(detached, to_the_end=False)
     await workers.until(lambda: not decode.gate.is_set())
-    workers.demand(at_rest.holder_id)
+    workers.demand(detached.holder_id)
     decode.gate.set()
     back = await gateway.back()
     assert back.swapped
@@ -84,8 +84,8 @@ async def live(
                 utter(saying, streams, tickets)
                 await asyncio.sleep(0.001 if saying.pause else 0)
 
-        async def midway(at_rest: Ticket) -> None:
-            tickets["honest"] = without_secrets(ticket_to_wire(at_rest))
+        async def midway(detached: Ticket) -> None:
+            tickets["honest"] = without_secrets(ticket_to_wire(detached))
             await attack(before)
             attacks.append(asyncio.create_task(attack(amid)))
 

@@ -380,9 +380,9 @@ class ExactnessDeployment:
         for resident in self._residents.values():
             resident.forward.go_on()
 
-    async def give_way(self, there: Resident) -> None:
+    async def preempt(self, there: Resident) -> None:
         """The pool wants all blocks of what runs there."""
-        there.worker._on_demands([job.ticket.holder_id for job in there.worker._jobs])
+        there.worker.preempt([job.ticket.holder_id for job in there.worker._jobs])
         self.go_on()
 
     async def drain(self, there: Resident) -> None:

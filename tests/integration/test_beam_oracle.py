@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from bench.make_checkpoint import make_checkpoint
 from services.engine.batch import Draw, Row, RowOutput
-from services.engine.sequences.beam import FIRST, Beam, BeamSearch, num_deciding
+from services.engine.sequences.beam import FIRST, Beam, BeamSearch, num_candidates
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import (
     BeamParams,
@@ -146,7 +146,7 @@ def test_beam_search_equals_transformers(
         max_tokens = chance.choice([1, 2, 7, 24])
         params = BeamParams(width, chance.randint(1, width), length_penalty, early_stopping)
         search = BeamSearch(params, frozenset(stop_ids), max_tokens)
-        found = run(search, of_table(model, prompt, num_deciding(params, frozenset(stop_ids))))
+        found = run(search, of_table(model, prompt, num_candidates(params, frozenset(stop_ids))))
         expected = by_transformers(model, prompt, params, stop_ids, max_tokens)
         check(found[: params.num_returned], expected, stop_ids, tolerance=1e-5)
 
@@ -215,7 +215,7 @@ def test_on_pages_it_finds_what_transformers_finds(checkpoint: Path) -> None:
         stop_ids = sorted({tokens[3 + seed] for _, tokens in drawn})[:3]
         params = BeamParams(width, max(1, width - 1), 0.5 * seed, early_stopping)
         search = BeamSearch(params, frozenset(stop_ids), max_tokens)
-        pages = OnPages(recording, prompt, num_deciding(params, frozenset(stop_ids)), max_tokens)
+        pages = OnPages(recording, prompt, num_candidates(params, frozenset(stop_ids)), max_tokens)
         found = run(search, pages.advance)[: params.num_returned]
         check(found, by_transformers(model, prompt, params, stop_ids, max_tokens), stop_ids, 1e-4)
         num_stopped += sum(one.finish is FinishReason.STOP for one in found)

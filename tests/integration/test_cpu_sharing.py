@@ -159,7 +159,7 @@ def test_a_worker_says_how_much_it_wants_until_it_rests(worker: Worker) -> None:
     worker.cpus.run(ROWS)
     assert worker.backlog() == 2
     worker.cpus.run(ROWS, num_waiting=5)
-    worker.cpus.rest()
+    worker.cpus.on_idle()
     assert worker.backlog() == 0
     worker.cpus.run(ROWS)
     assert worker.linear.backlogs == [2, 7, 2]

@@ -94,7 +94,7 @@ async def disturbed(
 
 async def preemption(deployment: ExactnessDeployment, request: Request) -> Answer:
     """What it had computed is found in the cache."""
-    answer = await disturbed(deployment, request, ExactnessDeployment.give_way)
+    answer = await disturbed(deployment, request, ExactnessDeployment.preempt)
     assert answer.usage.num_preemptions == 1
     assert len(PROMPT) < deployment.prefills[0].num_seen < 2 * len(PROMPT)
     return answer
@@ -102,7 +102,7 @@ async def preemption(deployment: ExactnessDeployment, request: Request) -> Answe
 
 async def preemption_and_oblivion(deployment: ExactnessDeployment, request: Request) -> Answer:
     deployment.store.forgets = True
-    answer = await disturbed(deployment, request, ExactnessDeployment.give_way)
+    answer = await disturbed(deployment, request, ExactnessDeployment.preempt)
     assert answer.usage.num_preemptions == 1
     assert deployment.prefills[0].num_seen > 2 * len(PROMPT)
     return answer
@@ -111,7 +111,7 @@ async def preemption_and_oblivion(deployment: ExactnessDeployment, request: Requ
 async def swapping(deployment: ExactnessDeployment, request: Request) -> Answer:
     """Every block is copied there and back: one token of each sequence is computed."""
     deployment.store.forgets = True
-    answer = await disturbed(deployment, request, ExactnessDeployment.give_way)
+    answer = await disturbed(deployment, request, ExactnessDeployment.preempt)
     assert answer.usage.num_preemptions == 1
     num_out = sum(decode.figure("swapped_out_blocks") for decode in deployment.decoders)
     assert deployment.prefills[0].figure("swapped_in_blocks") == num_out > 4
@@ -161,7 +161,7 @@ async def all_of_it(deployment: ExactnessDeployment, request: Request) -> Answer
     answer = await disturbed(
         deployment,
         request,
-        ExactnessDeployment.give_way,
+        ExactnessDeployment.preempt,
         ExactnessDeployment.drain,
         ExactnessDeployment.kill,
     )

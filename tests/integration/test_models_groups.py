@@ -45,15 +45,15 @@ class EnginePair:
         asked = replace(asked, holder_id=f"h{next(self._keys)}")
         num_new = num_blocks_for(asked, SIZE) - len(self.cached)
         new = self._take(num_new, asked.holder_id)
-        begun = [ComputedBlocks.of_full(self.cached, SIZE)] * len(asked.sequences)
-        computing = Group.to_compute(asked, _rules(asked), new, begun)
+        computed = [ComputedBlocks.of_full(self.cached, SIZE)] * len(asked.sequences)
+        computing = Group.to_compute(asked, _rules(asked), new, computed)
         found: dict[int, list[int]] = {s.index: list(s.token_ids) for s in asked.sequences}
         left = self._run(self._engine(chunk, one_token=True), [Admit(computing)], found)
         if left:
             in_tables = {block for state in left for block in state.block_ids}
             spare = [b for b in new if b not in in_tables and not self._stamps.is_committed(b)]
-            at_rest = replace(asked, sequences=left)
-            group = Group.to_continue(at_rest, _rules(asked), spare, len(self.cached) + num_new)
+            detached = replace(asked, sequences=left)
+            group = Group.to_continue(detached, _rules(asked), spare, len(self.cached) + num_new)
             assert group.is_stamped(self._stamps)
             self._run(self._engine(64, one_token=False), [Admit(group)], found)
         return found
@@ -66,8 +66,8 @@ class EnginePair:
             (advance,) = engine.step(commands).advances
             for token in advance.tokens:
                 found[token.index].append(token.token)
-            if advance.left is not None:
-                return advance.left
+            if advance.remaining is not None:
+                return advance.remaining
             commands = []
             if advance.wanted_blocks:
                 group = engine._scheduler.get(advance.key)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @dataclass(eq=False)
 class Request:
     """`asked`: its ticket, as it was first. `tokens`: of each sequence, by index; `ended`: how
-    those that have ended did. `at_rest`: one that a decode worker handed over, or swapped out.
+    those that have ended did. `detached`: one that a decode worker handed over, or swapped out.
     `search`: where the last ticket said that it stands, if it is one. `over`: "done", an error, or
     "aborted"."""
 
@@ -37,7 +37,7 @@ class Request:
     attempt: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ended: dict[int, str] = field(default_factory=dict)
-    at_rest: Ticket | None = None
+    detached: Ticket | None = None
     search: Ticket | None = None
     over: str = ""
 
@@ -214,9 +214,9 @@ class Gateway:
         self._give_up_ticket(request)
 
     def _give_up_ticket(self, request: Request) -> None:
-        if request.at_rest:
-            self._abort(request, request.at_rest.attempt)
-            request.at_rest = None
+        if request.detached:
+            self._abort(request, request.detached.attempt)
+            request.detached = None
 
     def _abort(self, request: Request, attempt: int) -> None:
         request_id = request.asked.request_id
@@ -229,17 +229,17 @@ class Gateway:
             request = self.requests[request_id]
             if (request.attempt, request.over) == (attempt, ""):
                 self._on(request, one)
-            elif request.at_rest and request.at_rest.attempt == attempt and not request.over:
-                request.at_rest = None  # taken back: the attempt under way finds it stale
+            elif request.detached and request.detached.attempt == attempt and not request.over:
+                request.detached = None  # taken back: the attempt under way finds it stale
 
     def _on(self, request: Request, event: Any) -> None:
         match event:
             case Began():
                 pass
-            case Reserved(granted=True) if request.at_rest and not request.at_rest.swapped:
+            case Reserved(granted=True) if request.detached and not request.detached.swapped:
                 worker, way = self._runs(request.attempt)
-                at_rest = request.of_living(request.at_rest)
-                self._tell(worker.admit, way, replace(at_rest, attempt=request.attempt))
+                detached = request.of_living(request.detached)
+                self._tell(worker.admit, way, replace(detached, attempt=request.attempt))
             case Reserved(granted=True):
                 self._submit(request)
             case Reserved() | Requeued() if self._pair.draining:
@@ -256,12 +256,12 @@ class Gateway:
                 if not request.over:
                     worker, way = self._runs(request.attempt)
                     self._tell(worker.admit, way, request.of_living(issued))
-            case Requeued(ticket=Ticket() as at_rest):
-                there = {s.index: list(s.token_ids) for s in request.of_living(at_rest).sequences}
+            case Requeued(ticket=Ticket() as detached):
+                there = {s.index: list(s.token_ids) for s in request.of_living(detached).sequences}
                 if not request.searches:
                     assert there == {index: request.tokens[index] for index in request.living}
-                request.note(at_rest)
-                request.at_rest = at_rest
+                request.note(detached)
+                request.detached = detached
                 self._try_again(request)
             case Requeued(progress=Ticket() as progress):
                 request.note(progress)
@@ -270,7 +270,7 @@ class Gateway:
                 request.over = code
                 self._let_go(request)
             case _:
-                request.at_rest = None  # it was claimed
+                request.detached = None  # it was claimed
                 self._deliver(request, event)
 
     def _submit(self, request: Request) -> None:
@@ -279,7 +279,7 @@ class Gateway:
             request.to_submit(),
             attempt=request.attempt,
             holder_id=holder_id,
-            swapped=request.at_rest.swapped if request.at_rest else None,
+            swapped=request.detached.swapped if request.detached else None,
         )
         self._tell(self._pair.prefill.submit, self._prefill, resumed)
 

@@ -151,7 +151,7 @@ class LateEngine:
             self._go_on()
 
     def _send_outcome(self, outcome: StepOutcome) -> None:
-        if outcome.is_news:
+        if outcome.has_results:
             self._outcomes.put(lambda: self._on_outcome(outcome))
 
 

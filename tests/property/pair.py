@@ -116,8 +116,8 @@ class Pair:
             "waiters": stats.num_waiters,
             "prefill": prefill._jobs or prefill._computing or prefill._issued,
             "timers": prefill._jobs._timers,
-            "line": len(prefill._admission),
-            "prefixes": prefill._prefixes._leaders,
+            "admission": len(prefill._admission),
+            "prefixes": prefill._admission.prefixes._leaders,
         }
         if self.swap_pool:
             places["swapped out"] = self.store.ledger("colder").stats().num_held

@@ -105,9 +105,9 @@ class PoolOfGroups(RuleBasedStateMachine):
         except (OutOfBlocks, MustWait):
             self.ledger.withdraw(key)
             return
-        begun = contents.begun(allocation.cached(hashes, branches))
+        computed = contents.computed_blocks(allocation.cached(hashes, branches))
         new = allocation.block_ids[allocation.num_cached_blocks :]
-        group = group_class(asked).to_compute(asked, self._rules(asked), new, begun)
+        group = group_class(asked).to_compute(asked, self._rules(asked), new, computed)
         self.stamps.mark_owned(new, key)
         commands: list[Command] = [Admit(group)]
         running = replace(asked, holder_epoch=1)
@@ -116,23 +116,23 @@ class PoolOfGroups(RuleBasedStateMachine):
             (advance,) = self.prefill.engine.step(commands).advances
             commands = []
             self._write(advance, running)
-            left = advance.left
+            left = advance.remaining
         if not left:
             self._check_found(advance, asked)
             self.ledger.release(key, 1)
             return
         epoch = self.ledger.detach(key, 1)
-        at_rest = replace(asked, holder_epoch=epoch, sequences=left, beams=advance.beams)
-        self._claim(at_rest, DECODERS[len(self.live) % 2], next_index)
+        detached = replace(asked, holder_epoch=epoch, sequences=left, beams=advance.beams)
+        self._claim(detached, DECODERS[len(self.live) % 2], next_index)
 
-    def _claim(self, at_rest: Ticket, name: str, next_index: int) -> None:
-        key = at_rest.holder_id
-        in_tables = {block for state in at_rest.sequences for block in state.block_ids}
-        claim = self.ledger.claim(key, at_rest.holder_epoch, name, tuple(in_tables))
+    def _claim(self, detached: Ticket, name: str, next_index: int) -> None:
+        key = detached.holder_id
+        in_tables = {block for state in detached.sequences for block in state.block_ids}
+        claim = self.ledger.claim(key, detached.holder_epoch, name, tuple(in_tables))
         beside = [block for block in claim.block_ids if block not in in_tables]
         spare = tuple(block for block in beside if not self.stamps.is_committed(block))
         self.ledger.give_back(key, claim.epoch, [block for block in beside if block not in spare])
-        running = replace(at_rest, holder_epoch=claim.epoch)
+        running = replace(detached, holder_epoch=claim.epoch)
         group = group_class(running).to_continue(
             running, self._rules(running), spare, claim.num_acquired
         )
@@ -175,8 +175,8 @@ class PoolOfGroups(RuleBasedStateMachine):
         """What came of one step for a group at a decoder."""
         live = self.live[advance.key]
         self._write(advance, live.ticket)
-        if advance.left is not None:
-            assert advance.left == ()
+        if advance.remaining is not None:
+            assert advance.remaining == ()
             self._check_found(advance, live.ticket)
             self.ledger.release(advance.key, live.ticket.holder_epoch)
             del self.live[advance.key]
@@ -185,7 +185,7 @@ class PoolOfGroups(RuleBasedStateMachine):
 
     def _check_found(self, advance: Advance, asked: Ticket) -> None:
         if asked.sampling.beam is not None:
-            assert advance.found == right(asked)
+            assert advance.hypotheses == right(asked)
 
     # What holds
 
@@ -203,7 +203,7 @@ class PoolOfGroups(RuleBasedStateMachine):
             assert named == group._refs
             waiting = self.hosts[live.worker].commands
             coming = [c.block_ids for c in waiting if isinstance(c, AddBlocks) and c.key == key]
-            beside = [*group._spare, *group._freed, *itertools.chain(*coming)]
+            beside = [*group._spare, *group._results.freed, *itertools.chain(*coming)]
             assert len(set(beside)) == len(beside)
             assert named.keys().isdisjoint(beside)
             assert self.ledger.holders[key].held == named.keys() | set(beside)

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.engine.sequences.beam import FIRST, Beam, BeamSearch, num_deciding
+from services.engine.sequences.beam import FIRST, Beam, BeamSearch, num_candidates
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import BeamParams, EarlyStopping, FinishReason, Hypothesis
 
@@ -63,7 +63,7 @@ def by_beam_search(case: Case) -> tuple[Hypothesis, ...]:
         for beam in beams:
             logprobs = case.model.logprobs(tuple(beam.token_ids))
             ids = sorted(range(VOCAB), key=lambda token: (-logprobs[token], token))
-            ids = ids[: num_deciding(case.params, case.stop_ids)]
+            ids = ids[: num_candidates(case.params, case.stop_ids)]
             values = tuple(logprobs[token] for token in ids)
             likeliest.append(Logprobs(values[0], 1, tuple(ids), values))
         step = search.step(beams, finished, likeliest)

@@ -77,20 +77,20 @@ class Groups(PoolOfGroups):
     @rule(data=st.data(), name=st.sampled_from(DECODERS))
     def move(self, data: st.DataObject, name: str) -> None:
         live = self._some(data)
-        at_rest = self._remove(live)
-        epoch = self.ledger.detach(at_rest.holder_id, at_rest.holder_epoch)
-        self._claim(replace(at_rest, holder_epoch=epoch), name, live.next_index)
+        detached = self._remove(live)
+        epoch = self.ledger.detach(detached.holder_id, detached.holder_epoch)
+        self._claim(replace(detached, holder_epoch=epoch), name, live.next_index)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
         """It is computed again at once, if there is room."""
         live = self._some(data)
-        at_rest = self._remove(live)
-        self.ledger.release(at_rest.holder_id, at_rest.holder_epoch)
-        states = tuple(TicketSequence(s.index, s.token_ids) for s in at_rest.sequences)
+        detached = self._remove(live)
+        self.ledger.release(detached.holder_id, detached.holder_epoch)
+        states = tuple(TicketSequence(s.index, s.token_ids) for s in detached.sequences)
         number = f"r{next(self.numbers)}"
-        again = replace(at_rest, request_id=number, holder_id=f"h-{number}", sequences=states)
+        again = replace(detached, request_id=number, holder_id=f"h-{number}", sequences=states)
         self._compute(again, live.next_index)
 
     def _has_samples(self) -> bool:

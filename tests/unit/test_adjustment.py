@@ -176,7 +176,7 @@ def test_bans_that_leave_nothing_are_left_out() -> None:
     ],
 )
 def test_requests_without_penalties_keep_no_state(p: SamplingParams) -> None:
-    assert not PenaltyState.matters(p)
+    assert not PenaltyState.is_needed(p)
 
 
 def test_a_draw_that_nothing_changes_has_no_adjustment() -> None:

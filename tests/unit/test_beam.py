@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.engine.sequences.beam import FIRST, Beam, BeamSearch, Continuation, num_deciding
+from services.engine.sequences.beam import FIRST, Beam, BeamSearch, Continuation, num_candidates
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import BeamParams, EarlyStopping, FinishReason, Hypothesis
 
@@ -124,5 +124,5 @@ def test_a_search_that_may_still_improve_goes_on() -> None:
 
 
 def test_stop_tokens_need_one_candidate_more_each() -> None:
-    assert num_deciding(BeamParams(4, 4), frozenset((3, 9))) == 6
-    assert num_deciding(BeamParams(4, 4), frozenset()) == 4
+    assert num_candidates(BeamParams(4, 4), frozenset((3, 9))) == 6
+    assert num_candidates(BeamParams(4, 4), frozenset()) == 4

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from services.engine.batch import Answer, Draw, Fault, Query, Row, RowOutput, Scoring
-from services.engine.sampling.logit_queries import queries, told, wanted_states
+from services.engine.sampling.logit_queries import queries, row_results, wanted_states
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import SamplingParams
 
@@ -37,7 +37,7 @@ def test_rows_that_ask_nothing_are_told_tokens() -> None:
     asked = queries(rows)
     assert wanted_states(rows) == [3, 5]
     assert asked == [Query(0, draw(), 1), Query(1, draw(), 2)]
-    assert told(rows, answers(asked, broken=[1])) == [(), (10,), Fault.NOT_FINITE]
+    assert row_results(rows, answers(asked, broken=[1])) == [(), (10,), Fault.NOT_FINITE]
 
 
 def test_logit_queries_are_answered() -> None:
@@ -45,7 +45,7 @@ def test_logit_queries_are_answered() -> None:
     rows = [row(1, draw(0)), row(1, draw()), row(1, draw(2))]
     asked = queries(rows)
     assert [query.num_top for query in asked] == [0, None, 2]
-    assert told(rows, answers(asked)) == [
+    assert row_results(rows, answers(asked)) == [
         RowOutput((10,), (scores(10, 0),)),
         (10,),
         RowOutput((10,), (scores(10, 2),)),
@@ -63,7 +63,7 @@ def test_a_prompt_is_told_chunk_by_chunk() -> None:
         *(Query(2, 5, 1, 0), Query(3, 6, 2, 0), Query(4, draw(0), 3, 0)),
         Query(5, draw(), 1),
     ]
-    assert told(rows, answers(asked)) == [
+    assert row_results(rows, answers(asked)) == [
         RowOutput((), (), (scores(8, 0), scores(9, 1))),
         RowOutput((10,), (scores(10, 4),), (scores(5, 2), scores(6, 3))),
         (10,),
@@ -80,12 +80,12 @@ def test_states_behind_the_prompt_are_not_asked_about() -> None:
 def test_a_prompt_that_cannot_be_scored_breaks_its_row_alone() -> None:
     rows = [row(2, None, Scoring([8, 9], 0)), row(1, draw(0))]
     found = answers(queries(rows), broken=[1])
-    assert told(rows, found) == [Fault.NOT_FINITE, RowOutput((10,), (scores(10, 2),))]
+    assert row_results(rows, found) == [Fault.NOT_FINITE, RowOutput((10,), (scores(10, 2),))]
 
 
 def test_a_fault_of_the_draw_stays_one() -> None:
     rows = [row(2, draw(3), Scoring([8], 0)), row(1, draw())]
-    assert told(rows, answers(queries(rows), broken=[1])) == [Fault.NOT_FINITE, (10,)]
+    assert row_results(rows, answers(queries(rows), broken=[1])) == [Fault.NOT_FINITE, (10,)]
 
 
 def test_tokens_of_one_state_are_each_told() -> None:
@@ -95,6 +95,6 @@ def test_tokens_of_one_state_are_each_told() -> None:
     asked = queries(rows)
     assert wanted_states(rows) == [1, 2]
     assert asked == [*(Query(0, one, 2, 0) for one in of_group), Query(1, draw(0), 1, 0)]
-    several, one = told(rows, answers(asked))
+    several, one = row_results(rows, answers(asked))
     assert several == RowOutput((13, 11, 11), tuple(scores(token, 0) for token in (13, 11, 11)))
     assert one == RowOutput((10,), (scores(10, 1),))

@@ -7,7 +7,7 @@ import torch
 from services.engine.batch import Answer, Draw, Fault, Query
 from services.engine.sampling.logprobs import score
 from services.engine.sampling.sampler import sample
-from services.engine.sampling.sampling_head import LOGITS_AT_ONCE, answer, parts
+from services.engine.sampling.sampling_head import LOGITS_AT_ONCE, answer, split_states
 from services.protocol.ticket import SamplingParams
 
 GREEDY = Draw(SamplingParams(0.0, 0, 1.0, 0.0, seed=1, max_tokens=8), 0)
@@ -18,14 +18,14 @@ def test_a_decode_step_is_one_part_whatever_its_rows_ask() -> None:
     queries = [
         Query(state, (GREEDY, DRAWN)[state % 2], 9, (None, 3)[state % 2]) for state in range(9)
     ]
-    assert list(parts(queries)) == [(list(range(9)), list(range(9)))]
+    assert list(split_states(queries)) == [(list(range(9)), list(range(9)))]
 
 
 def test_states_that_draw_come_first_and_a_prompts_some_at_a_time() -> None:
     """States 0 to 99 are of a prompt, 100 draws twice, 101 to 139 are of another prompt."""
     queries = [Query(state, 7, state, 0) for state in range(140) if state != 100]
     queries[100:100] = [Query(100, DRAWN, 50), Query(100, GREEDY, 50)]
-    found = list(parts(queries))
+    found = list(split_states(queries))
     assert [states for states, _ in found] == [
         [100, *range(63)],
         [*range(63, 100), *range(101, 128)],
@@ -37,7 +37,7 @@ def test_states_that_draw_come_first_and_a_prompts_some_at_a_time() -> None:
 
 def test_more_draws_than_that_are_still_one_part() -> None:
     draws = [Query(state, DRAWN, 3) for state in range(LOGITS_AT_ONCE + 9)]
-    assert [len(states) for states, _ in parts([*draws, Query(500, 7, 3, 0)])] == [73, 1]
+    assert [len(states) for states, _ in split_states([*draws, Query(500, 7, 3, 0)])] == [73, 1]
 
 
 def test_rows_are_sampled_with_their_own_state() -> None:

@@ -12,7 +12,7 @@ from services.common.text.model_config import ModelConfig
 from services.engine.batch import Answer, Fault, Query
 from services.engine.models.model import Batch
 from services.engine.models.rope import rope_tables
-from services.engine.sampling.sampling_head import answer, parts
+from services.engine.sampling.sampling_head import answer, split_states
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class ComposedModel:
 
     def answer(self, hidden: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
         found: dict[int, Answer | Fault] = {}
-        for states, asking in parts(queries):
+        for states, asking in split_states(queries):
             places = {state: place for place, state in enumerate(states)}
             placed = [replace(queries[i], state=places[queries[i].state]) for i in asking]
             found |= zip(asking, answer(self.logits(hidden[states]), placed), strict=True)

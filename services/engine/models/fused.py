@@ -5,7 +5,7 @@ See ADR 42.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,7 +41,7 @@ from services.engine.models.model import Batch
 from services.engine.models.rope import rope_tables
 from services.engine.sampling.logprobs import scores_of
 from services.engine.sampling.sampler import SMALLEST_TEMPERATURE
-from services.engine.sampling.sampling_head import answers
+from services.engine.sampling.sampling_head import join_answers
 from services.engine.weights.checkpoint import load_weights, weights_digest
 from services.engine.weights.fused_weights import Section, all_sections, layer_sections
 from services.engine.weights.packed_file import Contents, Facts, Progress, packed_file
@@ -51,8 +51,7 @@ _NO_TOKEN = -1
 
 
 class FusedModel:
-    """A `Model` on CPUs. The residual stream is fp32; activations are rounded to the weights' dtype
-    as the input of a linear."""
+    """A `Model` on CPUs. The residual stream is fp32; linears round it to the weights' dtype."""
 
     def __init__(
         self,
@@ -75,7 +74,7 @@ class FusedModel:
         self._decoder = cpu.decoder(
             _shape(config),
             layers,
-            _embedding(weights[EMBEDDING]),
+            _readable(weights[EMBEDDING]),
             weights[FINAL_NORM].float(),
             rope_tables(config.rope, config.head_dim, config.max_position_embeddings),
         )
@@ -116,12 +115,8 @@ def load_fused(
     cache: Path | None,
     progress: Progress,
 ) -> FusedModel:
-    """Load a checkpoint for the native kernels. `cache`: the directory of packed files; None: pack
-    into memory of this process.
-
-    Raises StartupError like `load_model`, and if the kernels do not support a shape or the cache
-    cannot be written.
-    """
+    """Load a checkpoint for the native kernels; arguments as of `load_model`. Raises StartupError
+    as it does, and if the kernels do not support a shape or the cache cannot be written."""
     config = ModelConfig.from_directory(directory)
     weights = load_weights(directory, weight_shapes(config), None, ignored_weights(config))
     sections = {section.name: section for section in all_sections(config)}
@@ -129,14 +124,14 @@ def load_fused(
 
     def contents(name: str) -> Iterator[Tensor]:
         section = sections[name]
-        parts = [_packable(weight) for weight in section.weights(weights)]
+        parts = [_readable(weight) for weight in section.weights(weights)]
         for piece in cpu.packed_pieces(kind, section.num_outputs, parts, section.turn):
             progress()
             yield piece
 
     if cache is None:
         memories: Mapping[str, Tensor] = {
-            name: _gathered(size, contents(name)) for name, size in sizes.items()
+            name: _gather(size, contents(name)) for name, size in sizes.items()
         }
         digest = weights_digest(directory, progress)
     else:
@@ -148,7 +143,7 @@ def load_fused(
         raise StartupError(f"{directory}: {error}") from error
 
 
-def _gathered(num_bytes: int, pieces: Iterable[Tensor]) -> Tensor:
+def _gather(num_bytes: int, pieces: Iterable[Tensor]) -> Tensor:
     memory = aligned(num_bytes)
     begin = 0
     for piece in pieces:
@@ -176,13 +171,10 @@ def _cached(
         digest = weights_digest(directory, progress)
         return {"origin": origin, "weights_digest": digest}, sizes, contents
 
-    name = f"{directory.resolve().name}-{kind}-{_name_digest(directory)}"
+    resolved = directory.resolve()
+    name = f"{resolved.name}-{kind}-{xxhash.xxh3_64_hexdigest(str(resolved).encode())}"
     packed = packed_file(cache / name, is_current, make, progress)
     return packed.sections, packed.facts["weights_digest"]
-
-
-def _name_digest(directory: Path) -> str:
-    return xxhash.xxh3_64_hexdigest(str(directory.resolve()).encode())
 
 
 def _origin(directory: Path, config: ModelConfig, kind: Kind) -> dict[str, Any]:
@@ -247,7 +239,7 @@ def native_answers(
     scored = [(i, query.num_top) for i, query in enumerate(queries) if query.num_top is not None]
     width = 1 + min(max((num_top for _, num_top in scored), default=0), vocab_size)
     tokens = torch.tensor([q.token if isinstance(q.token, int) else _NO_TOKEN for q in queries])
-    told = torch.empty(len(scored), width, dtype=torch.int64)
+    token_ids = torch.empty(len(scored), width, dtype=torch.int64)
     logprobs = torch.empty(len(scored), width)
     ranks = torch.empty(len(scored), dtype=torch.int64)
     head.answer(
@@ -256,12 +248,12 @@ def native_answers(
         [_native_draw(query) for query in queries],
         tokens,
         torch.tensor([i for i, _ in scored], dtype=torch.int64),
-        told,
+        token_ids,
         logprobs,
         ranks,
     )
     found = [Fault.NOT_FINITE if token == _NO_TOKEN else token for token in tokens.tolist()]
-    return answers(queries, found, scores_of(told, logprobs, ranks))
+    return join_answers(queries, found, scores_of(token_ids, logprobs, ranks))
 
 
 def _native_draw(query: Query) -> NativeDraw | None:
@@ -275,17 +267,9 @@ def native_draw(draw: Draw, position: int) -> NativeDraw:
     s, adjustment = draw.sampling, draw.adjustment
     temperature = max(s.temperature, SMALLEST_TEMPERATURE) if s.temperature else 0.0
     native = None
-    if adjustment is not None:
+    if adjustment is not None:  # the native class has the same fields
         native = NativeAdjustment(
-            biased=adjustment.biased,
-            biases=adjustment.biases,
-            seen=adjustment.seen,
-            counts=adjustment.counts,
-            repetition=adjustment.repetition,
-            frequency=adjustment.frequency,
-            presence=adjustment.presence,
-            allowed=adjustment.allowed,
-            banned=adjustment.banned,
+            **{f.name: getattr(adjustment, f.name) for f in fields(adjustment)}
         )
     return (
         *(temperature, s.min_p, s.top_k, s.top_p),
@@ -294,10 +278,6 @@ def native_draw(draw: Draw, position: int) -> NativeDraw:
     )
 
 
-def _embedding(table: Tensor) -> Tensor:
+def _readable(weight: Tensor) -> Tensor:
     """The checkpoint's own tensor if the kernels can read it; float16 is converted to float32."""
-    return table.float() if table.dtype == torch.float16 else table
-
-
-def _packable(weight: Tensor) -> Tensor:
     return weight.float() if weight.dtype == torch.float16 else weight

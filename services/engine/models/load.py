@@ -41,8 +41,7 @@ def load_model(
     the next start and the other workers of this host reuse; None: each process packs its own.
     `progress` is called several times a second; an exception that it raises ends the loading.
 
-    Raises StartupError if the configuration or a weight is missing, wrong or not supported, or if
-    the backend cannot quantize.
+    StartupError: the configuration, a weight or the quantization is wrong or not supported.
     """
     directory = Path(directory)
     if backend.native is not None:

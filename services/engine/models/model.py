@@ -52,6 +52,5 @@ class Model(Protocol):
 
     def answer(self, hidden: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
         """Answer the queries, as `services.engine.sampling.sampling_head` defines. `hidden`: states
-        [N, hidden_size]; each has at least one query. The head's weights are read once for all
-        states that draw."""
+        [N, hidden_size], each with a query. Those that draw share one pass over the head."""
         ...

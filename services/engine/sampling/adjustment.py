@@ -14,11 +14,10 @@ that a penalty would make infinite stops at the largest finite number.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, from_numpy
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 Values = np.ndarray[tuple[int], np.dtype[np.float32]]
@@ -32,8 +31,7 @@ class Adjustment:
 
     `biased`: token ids, each once, with `biases`. `seen`: the token ids that penalties affect, each
     once, with `counts`, the number of times that each is in the output. `allowed`: the only token
-    ids that may be drawn; None: all. `banned`: token ids that may not be drawn; an id may be there
-    twice.
+    ids that may be drawn; None: all. `banned`: the ids that may not be drawn, some of them twice.
     """
 
     biased: Ids
@@ -49,23 +47,19 @@ class Adjustment:
     def applied(self, logits: Tensor) -> Tensor:
         """An adjusted copy of `logits`, fp32 [vocab_size] on the CPU."""
         row = logits.clone()
-        row[_tensor(self.biased)] += _tensor(self.biases)
-        seen = _tensor(self.seen)
+        row[from_numpy(self.biased)] += from_numpy(self.biases)
+        seen = from_numpy(self.seen)
         row[seen] = self._penalized(row[seen])
         if self.allowed is not None:
-            allowed = _tensor(self.allowed)
+            allowed = from_numpy(self.allowed)
             row = torch.full_like(row, float("-inf")).index_copy_(0, allowed, row[allowed])
-        masked = row.index_fill(0, _tensor(self.banned), float("-inf"))
+        masked = row.index_fill(0, from_numpy(self.banned), float("-inf"))
         return row if bool((masked == float("-inf")).all()) else masked
 
     def _penalized(self, logits: Tensor) -> Tensor:
-        counts = _tensor(self.counts)
+        counts = from_numpy(self.counts)
         scaled = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
         scaled = scaled.clamp(-_LARGEST, _LARGEST)
         scaled = scaled - self.frequency * counts
         scaled = torch.where(counts > 0, scaled - self.presence, scaled)
         return torch.where(logits == float("-inf"), logits, scaled)
-
-
-def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
-    return torch.from_numpy(array)

@@ -1,8 +1,7 @@
-"""Translates rows into queries to the final states of a step, and the answers to these queries into
-results of rows.
+"""Translates rows into queries to the final states of a step, and the answers into row results.
 
-    row     |--- tokens scored ---|------|-end-|     states: one for each token that the row scores,
-    states   s s s s s s s s s s s         d         and the last one if the row has any draws
+row     |--- tokens scored ---|------|-end-|     states: one for each token that the row scores,
+states   s s s s s s s s s s s         d         and the last one if the row has any draws
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,16 +41,18 @@ def queries(rows: Sequence[Row]) -> list[Query]:
     return asked
 
 
-def told(rows: Sequence[Row], answers: Iterable[Answer | Fault]) -> list[RowResult]:
+def row_results(rows: Sequence[Row], answers: Iterable[Answer | Fault]) -> list[RowResult]:
     """The results of the rows, from the answers to their `queries`, in the same order."""
-    found = iter(answers)
+    remaining = iter(answers)
     return [
-        _told(list(islice(found, _num_scored(row))), list(islice(found, len(row.draws))))
+        _row_result(
+            list(islice(remaining, _num_scored(row))), list(islice(remaining, len(row.draws)))
+        )
         for row in rows
     ]
 
 
-def _told(scored: Sequence[Answer | Fault], drawn: Sequence[Answer | Fault]) -> RowResult:
+def _row_result(scored: Sequence[Answer | Fault], drawn: Sequence[Answer | Fault]) -> RowResult:
     for answer in (*scored, *drawn):
         if isinstance(answer, Fault):
             return answer

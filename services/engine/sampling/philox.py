@@ -1,5 +1,4 @@
-"""Counter-based random numbers, so that a draw can be repeated anywhere (law 7): Philox4x64-10
-(Salmon et al., 2011)."""
+"""Philox4x64-10 (Salmon et al., 2011): random numbers that can be repeated anywhere (law 7)."""
 
 import numpy as np
 import torch

@@ -8,8 +8,7 @@ stay together, and nothing depends on how a sort breaks ties.
 A draw is an exponential race in two rounds. First, chunks of 64 tokens race: chunk c finishes at
 time E_c / P_c, where E_c is exponential and P_c the sum of its tokens' probabilities. The first
 chunk wins, with probability P_c / sum(P). Then its tokens race: token i finishes at E_i / p_i. So a
-token wins with probability p_i / sum(p), and a draw needs one random number per chunk instead of
-one per token.
+token wins with probability p_i / sum(p), and a draw needs few random numbers: one per chunk.
 
 A race is stable against noise: if the last bit of one probability changes, all other tokens keep
 their share of the random numbers. A draw by the cumulative distribution would move the shares of
@@ -43,7 +42,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> l
     Temperature 0 takes the largest logit, and the lowest id of equal ones. Rows are checked for
     finite logits before any adjustment, since a mask would hide a broken row.
     """
-    tokens = greedy(*logits.max(dim=-1))
+    tokens = greedy_tokens(*logits.max(dim=-1))
     logits = _adjusted(logits, draws, tokens)
     drawn = [
         row
@@ -60,8 +59,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> l
 
 
 def _adjusted(logits: Tensor, draws: Sequence[Draw], tokens: list[int | Fault]) -> Tensor:
-    """The adjusted logits, as a copy if any row has an adjustment. Writes the argmax of each
-    adjusted row into `tokens`."""
+    """The adjusted logits, copied if they differ. Writes each adjusted row's argmax to `tokens`."""
     changing = [
         (row, draw.adjustment)
         for row, draw in enumerate(draws)
@@ -73,7 +71,7 @@ def _adjusted(logits: Tensor, draws: Sequence[Draw], tokens: list[int | Fault]) 
     for row, adjustment in changing:
         logits[row] = adjustment.applied(logits[row])
     rows = [row for row, _ in changing]
-    for row, token in zip(rows, greedy(*logits[rows].max(dim=-1)), strict=True):
+    for row, token in zip(rows, greedy_tokens(*logits[rows].max(dim=-1)), strict=True):
         tokens[row] = token
     return logits
 
@@ -139,8 +137,7 @@ def _ranked_thresholds(scaled: Tensor, probs: Tensor, columns: _Columns) -> Tens
 def _thresholds_within(
     width: int, scaled: Tensor, probs: Tensor, columns: _Columns
 ) -> tuple[Tensor, Tensor]:
-    """The thresholds that the `width` likeliest tokens give, and the rows for which these tokens
-    are too few."""
+    """The thresholds among the `width` likeliest tokens, and the rows that need more tokens."""
     values, token_ids = scaled.topk(width)
     likeliest = probs.gather(1, token_ids).double()
     cumulative = likeliest.cumsum(dim=1)
@@ -184,7 +181,7 @@ def _exponentials(
     return numbers.double().neg_().log1p_().neg_()
 
 
-def greedy(largest: Tensor, token_ids: Tensor) -> list[int | Fault]:
+def greedy_tokens(largest: Tensor, token_ids: Tensor) -> list[int | Fault]:
     """The argmax of each row, or its fault. `largest`: each row's largest logit, [N]; `token_ids`:
     its token. A NaN or +inf anywhere in a row is its largest logit; a -inf does no harm."""
     return [

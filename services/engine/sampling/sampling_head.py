@@ -13,14 +13,14 @@ from torch import Tensor
 
 from services.engine.batch import Answer, Draw, Fault, Query
 from services.engine.sampling.logprobs import score
-from services.engine.sampling.sampler import greedy, sample
+from services.engine.sampling.sampler import greedy_tokens, sample
 from services.protocol.logprobs import Logprobs
 
 LOGITS_AT_ONCE = 64
 """How many rows of a prompt's logits are in memory at once: 64 rows of 150,000 tokens are 39 MB."""
 
 
-def parts(queries: Sequence[Query]) -> Iterator[tuple[list[int], list[int]]]:
+def split_states(queries: Sequence[Query]) -> Iterator[tuple[list[int], list[int]]]:
     """Divides the states into parts whose logits are computed together. Yields the states of a part
     and the indices of the queries to them. The first part has all states with draws; states that
     only score a prompt fill it up to `LOGITS_AT_ONCE`, and form the parts after it."""
@@ -29,37 +29,35 @@ def parts(queries: Sequence[Query]) -> Iterator[tuple[list[int], list[int]]]:
     end = max(len(drawing), LOGITS_AT_ONCE)
     for begin in (0, *range(end, len(states), LOGITS_AT_ONCE)):
         part = states[begin : end if begin == 0 else begin + LOGITS_AT_ONCE]
-        there = set(part)
-        yield part, [i for i, query in enumerate(queries) if query.state in there]
+        in_part = set(part)
+        yield part, [i for i, query in enumerate(queries) if query.state in in_part]
 
 
 def answer(logits: Tensor, queries: Sequence[Query]) -> list[Answer | Fault]:
-    """Answers the queries, whose `state` is a row of `logits`: fp32 [states, vocab_size], on any
-    device."""
+    """Answers the queries. Their `state` is a row of `logits`, fp32 [states, vocab_size]."""
     tokens = _tokens(logits, queries)
     asked = [
         (query.state, 0 if isinstance(token, Fault) else token, query.num_top)
         for query, token in zip(queries, tokens, strict=True)
         if query.num_top is not None
     ]
-    found: Sequence[Logprobs | Fault] = ()
+    scores: Sequence[Logprobs | Fault] = ()
     if asked:
         states, token_ids, num_tops = zip(*asked, strict=True)
-        found = score(logits[list(states)], token_ids, max(num_tops))
-    return answers(queries, tokens, found)
+        scores = score(logits[list(states)], token_ids, max(num_tops))
+    return join_answers(queries, tokens, scores)
 
 
 def _tokens(logits: Tensor, queries: Sequence[Query]) -> list[int | Fault]:
-    """The token of each query. Plain draws are argmaxes on the logits' device; for other draws the
-    logits are copied to the host."""
-    tokens = {i: query.token for i, query in enumerate(queries) if isinstance(query.token, int)}
+    """The token of each query. Only draws that are not plain copy logits to the host."""
+    given = {i: query.token for i, query in enumerate(queries) if isinstance(query.token, int)}
     draws = {i: query.token for i, query in enumerate(queries) if isinstance(query.token, Draw)}
     plain = [i for i, draw in draws.items() if draw.is_plain]
     others = [i for i, draw in draws.items() if not draw.is_plain]
-    found: dict[int, int | Fault] = {**tokens}
+    found: dict[int, int | Fault] = {**given}
     if plain:
         largest = logits[[queries[i].state for i in plain]].max(dim=-1)
-        found |= zip(plain, greedy(*largest), strict=True)
+        found |= zip(plain, greedy_tokens(*largest), strict=True)
     if others:
         rows = logits[[queries[i].state for i in others]].cpu()
         positions = [queries[i].position for i in others]
@@ -67,13 +65,13 @@ def _tokens(logits: Tensor, queries: Sequence[Query]) -> list[int | Fault]:
     return [found[i] for i in range(len(queries))]
 
 
-def answers(
+def join_answers(
     queries: Sequence[Query], tokens: Sequence[int | Fault], scores: Sequence[Logprobs | Fault]
 ) -> list[Answer | Fault]:
     """Joins the tokens of all queries with the `scores` of those that ask for logprobs, in order.
     Each score may have more of the likeliest tokens than its query asks for; the rest is cut."""
-    found = iter(scores)
-    return [_answer(query, token, found) for query, token in zip(queries, tokens, strict=True)]
+    remaining = iter(scores)
+    return [_answer(query, token, remaining) for query, token in zip(queries, tokens, strict=True)]
 
 
 def _answer(query: Query, token: int | Fault, scores: Iterator[Logprobs | Fault]) -> Answer | Fault:

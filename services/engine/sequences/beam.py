@@ -41,8 +41,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The result of one step, both tuples best first. If no beam lives, the search is over and
-    `finished` holds its results."""
+    """The result of one step, best first. If no beam lives, `finished` is the search's result."""
 
     living: tuple[Continuation, ...]
     finished: tuple[Hypothesis, ...]
@@ -52,7 +51,7 @@ FIRST = Beam((), 0.0)
 """The one beam of a search after its prompt."""
 
 
-def num_deciding(params: BeamParams, stop_ids: frozenset[int]) -> int:
+def num_candidates(params: BeamParams, stop_ids: frozenset[int]) -> int:
     """How many candidates of each beam a step needs: all of the best `width` continuations may come
     from one beam, and at most its stop tokens rank before them."""
     return params.width + len(stop_ids)
@@ -78,13 +77,13 @@ class BeamSearch:
         width = self._params.width
         num_tokens = len(beams[0].token_ids) + 1
         living, ended = [], []
-        for rank, branch in enumerate(_ranked(beams, candidates)):
-            finish = self._finish(branch.token_id, num_tokens)
+        for rank, continuation in enumerate(_ranked(beams, candidates)):
+            finish = self._finish(continuation.token_id, num_tokens)
             if finish is None:
-                living.append(branch)
+                living.append(continuation)
             elif rank < width:
-                tokens = (*beams[branch.parent].token_ids, branch.token_id)
-                score = self._score(branch.score, num_tokens)
+                tokens = (*beams[continuation.parent].token_ids, continuation.token_id)
+                score = self._score(continuation.score, num_tokens)
                 ended.append(Hypothesis(tokens, score, finish))
         best = sorted([*finished, *ended], key=lambda one: one.score, reverse=True)[:width]
         if self._is_over(living, best, num_tokens):

@@ -17,9 +17,7 @@ from services.engine.sequences.beam import FIRST, Beam, BeamSearch, Continuation
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Sequence
 from services.protocol.logprobs import Logprobs
-from services.protocol.ticket import BeamState, Hypothesis, Ticket
-
-_BEGIN = BeamState((FIRST.score,))
+from services.protocol.ticket import BeamState, Ticket
 
 
 class BeamGroup(Group):
@@ -35,68 +33,59 @@ class BeamGroup(Group):
         max_tokens = rules.max_len - rules.num_prompt_tokens
         self._search = BeamSearch(params, rules.stop_ids, max_tokens)
         self._num_prompt_tokens = rules.num_prompt_tokens
-        self._beams = ticket.beams or _BEGIN
+        self.beams: BeamState = ticket.beams or BeamState((FIRST.score,))
         self._candidates: dict[int, Logprobs] = {}
-        self._found: tuple[Hypothesis, ...] = ()
-
-    @property
-    def beams(self) -> BeamState:
-        return self._beams
 
     def runnable(self) -> list[Sequence]:
         """All beams that have tokens to compute, or none. So no beam's candidates wait for another
         beam longer than necessary, and no ticket is issued in mid-step."""
-        able = super().runnable()
-        return able if len(able) == sum(one.num_uncomputed > 0 for one in self.sequences) else []
+        runnable = super().runnable()
+        num_waiting = sum(one.num_uncomputed > 0 for one in self.sequences)
+        return runnable if len(runnable) == num_waiting else []
 
     def abort_sequence(self, index: int) -> bool:
         """False: only the search ends a beam."""
         return False
 
-    def take_found(self) -> tuple[Hypothesis, ...]:
-        found, self._found = self._found, ()
-        return found
-
-    def _take(
-        self, sequence: Sequence, token: int, logprobs: Logprobs | None, *, rests: bool
+    def _apply_draw(
+        self, sequence: Sequence, token: int, logprobs: Logprobs | None, *, one_token: bool
     ) -> None:
         assert logprobs is not None
         self._candidates[sequence.index] = logprobs
-        if len(self._candidates) == len(self._beams.scores):
+        if len(self._candidates) == len(self.beams.scores):
             self._step()
-            if rests:
-                self.resting, self.sequences = self.sequences, []
+            if one_token:
+                self.stopped, self.sequences = self.sequences, []
 
     def _step(self) -> None:
         generated = (one.tokens[self._num_prompt_tokens :] for one in self.sequences)
         step = self._search.step(
             [
                 Beam(tokens, score)
-                for tokens, score in zip(generated, self._beams.scores, strict=True)
+                for tokens, score in zip(generated, self.beams.scores, strict=True)
             ],
-            self._beams.finished,
+            self.beams.finished,
             [self._candidates[one.index] for one in self.sequences],
         )
         self._candidates.clear()
-        self._beams = BeamState(tuple(one.score for one in step.living), step.finished)
-        self._become(step.living)
+        self.beams = BeamState(tuple(one.score for one in step.living), step.finished)
+        self._replace_beams(step.living)
         if not step.living:
-            self._found = step.finished[: self._num_returned]
+            self._results.hypotheses = step.finished[: self._num_returned]
 
-    def _become(self, living: Seq[Continuation]) -> None:
-        """Replace the beams by their continuations. Beams without one end first, so that the forks
-        can use their blocks."""
+    def _replace_beams(self, living: Seq[Continuation]) -> None:
+        """Replace the beams by their continuations. Beams that end free blocks for the forks."""
         ranks = defaultdict(list)
-        for rank, branch in enumerate(living):
-            ranks[branch.parent].append(rank)
+        for rank, continuation in enumerate(living):
+            ranks[continuation.parent].append(rank)
         beams = list(self.sequences)
         for place, beam in enumerate(beams):
             if place not in ranks:
                 self.end(beam)
         for place, (first, *others) in ranks.items():
             for rank in others:
-                self.fork(beams[place], rank).become(rank, living[rank].token_id)
-            beams[place].become(first, living[first].token_id)
+                self.fork(beams[place], rank).continue_as_beam(rank, living[rank].token_id)
+            beams[place].continue_as_beam(first, living[first].token_id)
         self.sequences.sort(key=lambda one: one.index)
 
 

@@ -11,19 +11,18 @@ block is its prefix hash, which the prefix index knows. Blocks with equal keys a
 See ADR 84.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, takewhile
 
 from blockstore.hashing import next_hash, prefix_hashes
 from blockstore.records import PrefixHash
 from services.common.pool.allotment import blocks_at_admission
-from services.engine.sequences.sequence import Stamps, common
+from services.common.pool.stamps import Stamps
+from services.engine.sequences.sequence import common_prefix
 from services.protocol.ticket import Ticket
 
 Key = PrefixHash
-Complete = Callable[[int, PrefixHash, PrefixHash, Sequence[int]], None]
-"""Stamps a full block: (block id, prefix hash, parent's prefix hash, token ids)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class ComputedBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BlockSpan:
     """Consecutive blocks after the block with key `parent`: their tokens, and the `hashes` of the
     full ones. Only the last block may be unfinished."""
 
@@ -51,7 +50,7 @@ class Run:
     block_size: int
 
     @classmethod
-    def of(cls, parent: Key, token_ids: tuple[int, ...], block_size: int) -> "Run":
+    def of(cls, parent: Key, token_ids: tuple[int, ...], block_size: int) -> "BlockSpan":
         return cls(parent, token_ids, prefix_hashes(parent, token_ids, block_size), block_size)
 
     @property
@@ -67,21 +66,21 @@ class Run:
     def tokens_of(self, number: int) -> tuple[int, ...]:
         return self.token_ids[number * self.block_size : (number + 1) * self.block_size]
 
-    def first_wrong(self, stamps: Stamps, found: Mapping[Key, int]) -> Key | None:
+    def first_mismatch(self, stamps: Stamps, found: Mapping[Key, int]) -> Key | None:
         """Compare the stamps of the leading full blocks that were `found` (key -> block id) with
-        this run's tokens. Returns the key of the first block that does not match, or None."""
+        this span's tokens. Returns the key of the first block that does not match, or None."""
         hashes = _leading(self.hashes, found)
         tokens = self.token_ids[: len(hashes) * self.block_size]
         block_ids = [found[key] for key in hashes]
-        wrong = stamps.first_mismatch(block_ids, self.parent, hashes, tokens)
-        return None if wrong is None else hashes[wrong]
+        number = stamps.first_mismatch(block_ids, self.parent, hashes, tokens)
+        return None if number is None else hashes[number]
 
-    def stamp(self, complete: Complete, blocks: Mapping[Key, int]) -> None:
-        """Stamp those of `blocks` that are full blocks of this run."""
+    def stamp(self, stamps: Stamps, blocks: Mapping[Key, int]) -> None:
+        """Stamp those of `blocks` that are full blocks of this span."""
         parent = self.parent
         for number, key in enumerate(self.hashes):
             if key in blocks:
-                complete(blocks[key], key, parent, self.tokens_of(number))
+                stamps.complete(blocks[key], key, parent, self.tokens_of(number))
             parent = key
 
 
@@ -90,22 +89,23 @@ class BlockKeys:
     """The keys of all blocks of a group. `trunk`: the full blocks that all sequences have.
     `branches`: for each sequence of the ticket, in order, its blocks after the trunk."""
 
-    trunk: Run
-    branches: tuple[Run, ...]
+    trunk: BlockSpan
+    branches: tuple[BlockSpan, ...]
 
     @classmethod
     def of(cls, ticket: Ticket, block_size: int, num_left_out: int = 0) -> "BlockKeys":
         """The block keys of a ticket's sequences, each without its last `num_left_out` tokens."""
-        prompt, shared = ticket.prompt_token_ids, shared_tokens(ticket)
+        prompt = ticket.prompt_token_ids
+        shared = prompt + common_prefix([state.token_ids for state in ticket.sequences])
         shortest = min(len(state.token_ids) for state in ticket.sequences)
         num_shared = min(len(shared), len(prompt) + shortest - num_left_out)
         num_shared -= num_shared % block_size
-        trunk = Run.of(ticket.root_hash, shared[:num_shared], block_size)
+        trunk = BlockSpan.of(ticket.root_hash, shared[:num_shared], block_size)
         own_from = max(0, num_shared - len(prompt))
         branches = []
         for state in ticket.sequences:
             own = (*prompt[num_shared:], *state.token_ids[own_from:])
-            branches.append(Run.of(trunk.last, own[: len(own) - num_left_out], block_size))
+            branches.append(BlockSpan.of(trunk.last, own[: len(own) - num_left_out], block_size))
         return cls(trunk, tuple(branches))
 
     @property
@@ -116,21 +116,21 @@ class BlockKeys:
         return self.trunk.hashes, behind if any(behind) else ()
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def spans(self) -> tuple[BlockSpan, ...]:
         return self.trunk, *self.branches
 
     def keys_of(self, number: int) -> tuple[Key, ...]:
         """The keys of all blocks of sequence `number`, counted in the ticket's order."""
         return self.trunk.keys + self.branches[number].keys
 
-    def begun(self, found: Mapping[Key, int]) -> list[ComputedBlocks]:
+    def computed_blocks(self, found: Mapping[Key, int]) -> list[ComputedBlocks]:
         """For each sequence, the leading full blocks that were `found` (key -> block id)."""
         trunk = _leading(self.trunk.hashes, found)
         is_whole = len(trunk) == len(self.trunk.hashes)
-        ways = (_leading(one.hashes, found) if is_whole else [] for one in self.branches)
+        own = (_leading(one.hashes, found) if is_whole else [] for one in self.branches)
         size = self.trunk.block_size
         return [
-            ComputedBlocks.of_full([found[key] for key in (*trunk, *way)], size) for way in ways
+            ComputedBlocks.of_full([found[key] for key in (*trunk, *keys)], size) for keys in own
         ]
 
     def computed_with_copies(
@@ -149,9 +149,9 @@ class BlockKeys:
         leading blocks of each sequence, and the new block of each key to copy.
         """
         new, copied = iter(new_block_ids), dict[Key, int]()
-        begun: list[ComputedBlocks] = []
-        for number, where in enumerate(self.begun(found)):
-            block_ids = list(where.block_ids)
+        extended: list[ComputedBlocks] = []
+        for number, cached in enumerate(self.computed_blocks(found)):
+            block_ids = list(cached.block_ids)
             for key in computed.keys_of(number)[len(block_ids) :]:
                 if key not in copied:
                     target = next(new, None) if key in sources else None
@@ -159,13 +159,12 @@ class BlockKeys:
                         break
                     copied[key] = target
                 block_ids.append(copied[key])
-            is_more = len(block_ids) > len(where.block_ids)
-            begun.append(computed._begun(number, block_ids) if is_more else where)
-        return begun, copied
+            is_more = len(block_ids) > len(cached.block_ids)
+            extended.append(computed._with_kv(number, block_ids) if is_more else cached)
+        return extended, copied
 
-    def _begun(self, number: int, block_ids: Sequence[int]) -> ComputedBlocks:
-        """The leading blocks `block_ids` of sequence `number`, with KV of all its tokens that have
-        a slot there."""
+    def _with_kv(self, number: int, block_ids: Sequence[int]) -> ComputedBlocks:
+        """The leading blocks `block_ids` of sequence `number`, with KV in every slot it uses."""
         size = self.trunk.block_size
         num_tokens = len(self.trunk.token_ids) + len(self.branches[number].token_ids)
         num_tokens = min(len(block_ids) * size, num_tokens)
@@ -173,17 +172,16 @@ class BlockKeys:
 
     def full_among(self, blocks: Mapping[Key, int]) -> tuple[tuple[int, PrefixHash], ...]:
         """(block id, prefix hash) of those of `blocks` that are full."""
-        hashes = set(chain.from_iterable(run.hashes for run in self.runs))
+        hashes = set(chain.from_iterable(span.hashes for span in self.spans))
         return tuple((block_id, key) for key, block_id in blocks.items() if key in hashes)
 
     @property
     def tails(self) -> Iterator[Key]:
         """The keys of unfinished last blocks."""
-        return (run.keys[-1] for run in self.branches if len(run.keys) > len(run.hashes))
+        return (span.keys[-1] for span in self.branches if len(span.keys) > len(span.hashes))
 
     def blocks(self, tables: Sequence[Sequence[int]]) -> dict[Key, int]:
-        """Maps each key to the block that has it in the sequences' block tables; of several blocks
-        with the same key to the first."""
+        """Maps each key to the first block in the sequences' block tables that has it."""
         num_shared = len(self.trunk.hashes)
         found = dict(zip(self.trunk.hashes, tables[0], strict=False))
         for branch, table in zip(self.branches, tables, strict=True):
@@ -191,20 +189,14 @@ class BlockKeys:
                 found.setdefault(key, block_id)
         return found
 
-    def first_wrong(self, stamps: Stamps, found: Mapping[Key, int]) -> Key | None:
+    def first_mismatch(self, stamps: Stamps, found: Mapping[Key, int]) -> Key | None:
         """The key of a `found` full block whose stamp does not match (law 6), or None."""
-        wrong = (run.first_wrong(stamps, found) for run in self.runs)
-        return next((key for key in wrong if key is not None), None)
-
-
-def shared_tokens(ticket: Ticket) -> tuple[int, ...]:
-    """The tokens with which all sequences of a group begin: at least the prompt."""
-    return ticket.prompt_token_ids + common([state.token_ids for state in ticket.sequences])
+        wrong_keys = (span.first_mismatch(stamps, found) for span in self.spans)
+        return next((key for key in wrong_keys if key is not None), None)
 
 
 def num_tokens_of(ticket: Ticket) -> int:
-    """How many tokens a group computes in total: tokens that several sequences begin with count
-    once."""
+    """How many tokens a group computes; tokens that several sequences begin with count once."""
     num_prompt, num_shared = len(ticket.prompt_token_ids), _num_shared(ticket)
     lengths = (num_prompt + len(state.token_ids) for state in ticket.sequences)
     return sum(lengths) - sum(num_prompt + number for number in num_shared)
@@ -222,8 +214,8 @@ def num_blocks_for(ticket: Ticket, block_size: int) -> int:
 def _num_shared(ticket: Ticket) -> list[int]:
     """For each sequence but one, how many leading generated tokens it shares with the one before it
     in lexical order, where sequences with a common beginning are neighbours."""
-    ways = sorted(state.token_ids for state in ticket.sequences)
-    return [len(common(pair)) for pair in pairwise(ways)]
+    generated = sorted(state.token_ids for state in ticket.sequences)
+    return [len(common_prefix(pair)) for pair in pairwise(generated)]
 
 
 def _leading(keys: Sequence[Key], found: Mapping[Key, int]) -> list[Key]:

@@ -18,11 +18,12 @@ See ADR 76.
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 from blockstore.hashing import prefix_hashes
 from blockstore.records import PrefixHash
+from services.common.pool.stamps import Stamps
 from services.engine.batch import RowOutput
 from services.engine.sequences.block_keys import ComputedBlocks
 from services.engine.sequences.sequence import (
@@ -30,8 +31,7 @@ from services.engine.sequences.sequence import (
     CompletedBlock,
     Rules,
     Sequence,
-    Stamps,
-    joined,
+    split_common_prefix,
 )
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import BeamState, FinishReason, Hypothesis, Ticket, TicketSequence
@@ -49,12 +49,24 @@ class Token:
     logprobs: Logprobs | None = None
 
 
+@dataclass(slots=True)
+class GroupResults:
+    """What steps did to a group. `freed`: blocks to give back to the pool. `hypotheses`: the best
+    ones of its beam search, when the search is over."""
+
+    tokens: list[Token] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    completed: list[CompletedBlock] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
+    hypotheses: tuple[Hypothesis, ...] = ()
+
+
 class Group:
     """The sequences of one request, scheduled, moved, preempted and failed as one.
 
-    `sequences`: those that run, by index. `resting`: those that drew their one token here and
-    continue at another worker. `num_acquired`: how many blocks the holder ever acquired. Results of
-    steps collect here until a `take_...` method returns them.
+    `sequences`: those that run, by index. `stopped`: those that drew their one token here and
+    continue at another worker. `num_acquired`: how many blocks the holder ever acquired. `beams`:
+    the state of its beam search; None: the group is no search.
     """
 
     def __init__(
@@ -63,15 +75,13 @@ class Group:
         self.key = ticket.holder_id
         self.order = ticket.order
         self.sequences = list(sequences)
-        self.resting: list[Sequence] = []
+        self.stopped: list[Sequence] = []
         self.num_acquired = num_acquired
         self.is_started = True
         self._spare = deque(spare)
         self._refs = Counter(block for one in sequences for block in one.block_table)
-        self._tokens: list[Token] = []
-        self._prompt_logprobs: list[Logprobs] = []
-        self._completed: list[CompletedBlock] = []
-        self._freed: list[int] = []
+        self.beams: BeamState | None = None
+        self._results = GroupResults()
 
     @classmethod
     def to_compute(
@@ -79,34 +89,33 @@ class Group:
         ticket: Ticket,
         rules: Rules,
         new_block_ids: Seq[int],
-        begun: Seq[ComputedBlocks] = (),
+        computed: Seq[ComputedBlocks] = (),
         hashes: Seq[PrefixHash] = (),
     ) -> "Group":
         """A group that computes a prompt and the tokens generated so far (prefill, recompute).
 
-        `begun`: for each sequence, the leading blocks that have KV already. Sequences with the same
+        `computed`: for each sequence, the leading blocks that have KV already. Sequences with equal
         leading blocks are one `Sequence` as long as they have tokens in common to compute.
         `hashes`: the prefix hashes of leading blocks of all sequences, as far as they are known.
         """
-        shares: dict[ComputedBlocks, list[TicketSequence]] = defaultdict(list)
-        nowhere = [ComputedBlocks()] * len(ticket.sequences)
-        for state, where in zip(ticket.sequences, begun or nowhere, strict=True):
-            shares[where].append(state)
+        same_blocks: dict[ComputedBlocks, list[TicketSequence]] = defaultdict(list)
+        none = [ComputedBlocks()] * len(ticket.sequences)
+        for state, blocks in zip(ticket.sequences, computed or none, strict=True):
+            same_blocks[blocks].append(state)
         sequences = [
             one
-            for where, states in shares.items()
-            for one in _begin(rules, ticket.prompt_token_ids, states, where, hashes)
+            for blocks, states in same_blocks.items()
+            for one in _begin(rules, ticket.prompt_token_ids, states, blocks, hashes)
         ]
         sequences.sort(key=lambda one: one.index)
-        held = {*new_block_ids, *chain.from_iterable(where.block_ids for where in shares)}
+        held = {*new_block_ids, *chain.from_iterable(blocks.block_ids for blocks in same_blocks)}
         return cls(ticket, sequences, new_block_ids, len(held))
 
     @classmethod
     def to_continue(
         cls, ticket: Ticket, rules: Rules, spare: Seq[int], num_acquired: int
     ) -> "Group":
-        """A group that continues from a ticket with blocks. `spare`: blocks that the holder has and
-        the ticket does not name."""
+        """A group that continues a ticket with blocks. `spare`: the holder's blocks in no table."""
         prompt = ticket.prompt_token_ids
         hashes = prefix_hashes(rules.root, prompt, rules.block_size)
         sequences = [
@@ -165,11 +174,12 @@ class Group:
 
     def num_wanted(self, look_ahead: int) -> int:
         """How many more blocks its sequences will need soon, those for copies included."""
-        ways = [(one, look_ahead) for one in self.sequences] + [(one, 0) for one in self.resting]
+        running = [(one, look_ahead) for one in self.sequences]
+        members = running + [(one, 0) for one in self.stopped]
         num_blocks, shared = 0, set[int | None]()
-        for one, ahead in ways:
-            num_blocks += one.num_lacking(ahead)
-            if len(ways) > 1 and self._must_copy(one):
+        for one, ahead in members:
+            num_blocks += one.num_missing_with_branches(ahead)
+            if len(members) > 1 and self._must_copy(one):
                 num_blocks += one.next_block in shared
                 shared.add(one.next_block)
         return num_blocks
@@ -179,14 +189,14 @@ class Group:
         Gives back the spare blocks that it does not need."""
         num_missing = self.num_wanted(look_ahead) - len(self._spare)
         for _ in range(-num_missing):
-            self._freed.append(self._spare.pop())
+            self._results.freed.append(self._spare.pop())
         return self.num_acquired + num_missing if num_missing > 0 else 0
 
     @property
     def full_blocks(self) -> tuple[tuple[int, bytes], ...]:
         """(block id, prefix hash) of the finished blocks in all tables, each once."""
-        ways = (*self.sequences, *self.resting)
-        return tuple(dict.fromkeys(block for one in ways for block in one.full_blocks))
+        members = (*self.sequences, *self.stopped)
+        return tuple(dict.fromkeys(block for one in members for block in one.full_blocks))
 
     # Steps
 
@@ -195,49 +205,47 @@ class Group:
         it writes. None before the group is started."""
         if not self.is_started:
             return []
-        able = [one for one in self.sequences if one.num_runnable > 0]
-        if len(self.sequences) + len(self.resting) == 1:
-            return able
-        return [one for one in able if not self._must_copy(one)]
+        runnable = [one for one in self.sequences if one.num_runnable > 0]
+        if len(self.sequences) + len(self.stopped) == 1:
+            return runnable
+        return [one for one in runnable if not self._must_copy(one)]
 
     @property
     def num_uncomputed(self) -> int:
         own = sum(len(branch.own) for one in self.sequences for branch in one.branches)
         return own + sum(one.num_uncomputed for one in self.sequences)
 
-    def advance(self, sequence: Sequence, num_tokens: int, told: RowOutput, *, rests: bool) -> None:
+    def advance(
+        self, sequence: Sequence, num_tokens: int, output: RowOutput, *, one_token: bool
+    ) -> None:
         """Apply the result of a step: `num_tokens` of the sequence were computed, and after its
-        last token the tokens of `told` were drawn. `rests`: a sequence that has drawn stops here
-        and continues at another worker."""
+        last token the tokens of `output` were drawn. `one_token`: a sequence that has drawn stops
+        here and continues at another worker."""
         sequence.num_computed += num_tokens
-        self._completed += sequence.take_completed()
-        self._prompt_logprobs += told.prompt
+        self._results.completed += sequence.take_completed()
+        self._results.prompt_logprobs += output.prompt
         if sequence.num_uncomputed:
             return
-        heirs = sequence.split()
-        for heir in heirs[1:]:
-            self._add(heir)
-        tokens, logprobs = iter(told.tokens), iter(told.logprobs)
-        for heir in heirs:
-            if not heir.num_uncomputed:
-                self._take(heir, next(tokens), next(logprobs, None), rests=rests)
+        parts = sequence.split()
+        for part in parts[1:]:
+            self._add(part)
+        tokens, logprobs = iter(output.tokens), iter(output.logprobs)
+        for part in parts:
+            if not part.num_uncomputed:
+                self._apply_draw(part, next(tokens), next(logprobs, None), one_token=one_token)
 
-    def _take(
-        self, sequence: Sequence, token: int, logprobs: Logprobs | None, *, rests: bool
+    def _apply_draw(
+        self, sequence: Sequence, token: int, logprobs: Logprobs | None, *, one_token: bool
     ) -> None:
-        """Apply one draw of a sequence."""
-        self.append(sequence, token, logprobs)
-        if rests and sequence in self.sequences:
-            self.sequences.remove(sequence)
-            self.resting.append(sequence)
-
-    def append(self, sequence: Sequence, token: int, logprobs: Logprobs | None = None) -> None:
         """Append a drawn token to a sequence, and end the sequence if the token finishes it."""
         position = len(sequence.tokens)
         finish = sequence.append(token)
-        self._tokens.append(Token(sequence.index, position, token, finish, logprobs))
+        self._results.tokens.append(Token(sequence.index, position, token, finish, logprobs))
         if finish:
             self.end(sequence)
+        elif one_token:
+            self.sequences.remove(sequence)
+            self.stopped.append(sequence)
 
     def fork(self, sequence: Sequence, index: int) -> Sequence:
         """Add sequence `index`, which continues from this one's computed tokens and blocks."""
@@ -248,19 +256,20 @@ class Group:
     def end(self, sequence: Sequence) -> None:
         """End a sequence and drop its references to blocks. Blocks without references are given
         back if finished, since no sequence may write them again; others become spare."""
-        (self.sequences if sequence in self.sequences else self.resting).remove(sequence)
+        self.sequences.remove(sequence)
         for number, block_id in enumerate(sequence.block_table):
             self._refs[block_id] -= 1
             if not self._refs[block_id]:
                 del self._refs[block_id]
                 is_finished = number < len(sequence.hashes)
-                (self._freed if is_finished else self._spare).append(block_id)
+                (self._results.freed if is_finished else self._spare).append(block_id)
 
     def abort_sequence(self, index: int) -> bool:
         """End the sequence, or the branch, `index` for an abort; returns whether it was there."""
         for sequence in self.sequences:
             if any(branch.index == index for branch in sequence.branches):
-                if not sequence.without(index):
+                sequence.drop_branch(index)
+                if not sequence.branches:
                     self.end(sequence)
                 return True
         return False
@@ -270,38 +279,16 @@ class Group:
         self.sequences.sort(key=lambda one: one.index)
         self._refs.update(sequence.block_table)
 
-    # Results of steps
+    def take_results(self) -> GroupResults:
+        """What steps did to the group since the last call."""
+        results, self._results = self._results, GroupResults()
+        return results
 
-    def take_tokens(self) -> tuple[Token, ...]:
-        tokens, self._tokens = tuple(self._tokens), []
-        return tokens
-
-    def take_prompt_logprobs(self) -> tuple[Logprobs, ...]:
-        told, self._prompt_logprobs = tuple(self._prompt_logprobs), []
-        return told
-
-    @property
-    def beams(self) -> BeamState | None:
-        """The state of its beam search; None if the group is no search."""
-        return None
-
-    def take_found(self) -> tuple[Hypothesis, ...]:
-        """The best hypotheses of its beam search, once, when the search is over."""
-        return ()
-
-    def take_completed(self) -> list[CompletedBlock]:
-        """The blocks completed since the last call, each once."""
-        completed, self._completed = self._completed, []
-        return completed
-
-    def take_freed(self) -> tuple[int, ...]:
-        """The blocks to give back to the pool since the last call."""
-        freed, self._freed = tuple(self._freed), []
-        return freed
-
-    def at_rest(self) -> tuple[TicketSequence, ...]:
-        """The states of all sequences that have not ended, by index, as a ticket names them."""
-        left = (state for one in (*self.sequences, *self.resting) for state in one.at_rest())
+    def ticket_sequences(self) -> tuple[TicketSequence, ...]:
+        """All sequences that have not ended, by index, as a ticket has them."""
+        left = (
+            state for one in (*self.sequences, *self.stopped) for state in one.ticket_sequences()
+        )
         return tuple(sorted(left, key=lambda state: state.index))
 
 
@@ -309,21 +296,23 @@ def _begin(
     rules: Rules,
     prompt: Seq[int],
     states: Seq[TicketSequence],
-    begun: ComputedBlocks,
+    computed: ComputedBlocks,
     hashes: Seq[PrefixHash],
 ) -> list[Sequence]:
     """Begin the sequences `states`, which start with the same blocks: as one `Sequence`, or split
     by their next tokens if no common token is left to compute."""
-    shared, branches = joined([Branch(state.index, state.token_ids) for state in states])
+    shared, branches = split_common_prefix(
+        [Branch(state.index, state.token_ids) for state in states]
+    )
     tokens = (*prompt, *shared)
     is_drawing = not all(branch.own for branch in branches)
     sequence = Sequence(
         rules,
         branches,
         tokens,
-        block_ids=begun.block_ids,
-        num_computed=min(begun.num_tokens, len(tokens) - is_drawing),
-        num_adopted=begun.num_full * rules.block_size,
+        block_ids=computed.block_ids,
+        num_computed=min(computed.num_tokens, len(tokens) - is_drawing),
+        num_adopted=computed.num_full * rules.block_size,
         hashes=hashes,
     )
     return [sequence] if sequence.num_uncomputed else sequence.split()

@@ -34,13 +34,13 @@ class PenaltyState:
         self._biased = _ids([token_id for token_id, _ in sampling.logit_bias])
         self._biases = np.array([bias for _, bias in sampling.logit_bias], np.float32)
         self._allowed = _ids(sampling.allowed_token_ids) if sampling.allowed_token_ids else None
-        self._words = _Words(sampling.bad_words)
+        self._bad_words = _BadWords(sampling.bad_words)
         self._ends = _ids(sorted(end_token_ids))
         self._counts = _Counts(tokens[:num_prompt] if sampling.repetition_penalty != 1 else ())
         self._num_counted = num_prompt
 
     @staticmethod
-    def matters(sampling: SamplingParams) -> bool:
+    def is_needed(sampling: SamplingParams) -> bool:
         """Whether a request with these parameters needs a penalty state."""
         return bool(
             sampling.logit_bias
@@ -71,15 +71,14 @@ class PenaltyState:
 
     def _seen(self) -> tuple[Ids, Values]:
         """The tokens that penalties affect, and how often each is in the output."""
-        if not _penalizes(self._sampling):
-            return self._counts.arrays()
-        for position in range(self._num_counted, len(self._tokens)):
-            self._counts.add(self._tokens[position])
-        self._num_counted = len(self._tokens)
+        if _penalizes(self._sampling):
+            for position in range(self._num_counted, len(self._tokens)):
+                self._counts.add(self._tokens[position])
+            self._num_counted = len(self._tokens)
         return self._counts.arrays()
 
     def _banned(self) -> Ids:
-        banned = self._words.after(self._tokens, self._num_prompt)
+        banned = self._bad_words.after(self._tokens, self._num_prompt)
         if len(self._tokens) - self._num_prompt < self._sampling.min_tokens:
             return np.concatenate([banned, self._ends])
         return banned
@@ -108,7 +107,7 @@ class _Counts:
         return self._ids[:size], self._counts[:size]
 
 
-class _Words:
+class _BadWords:
     """The bad words: each bans its last token where the tokens before that were just generated."""
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:

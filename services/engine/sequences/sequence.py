@@ -3,26 +3,18 @@
 from collections import defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TypeVar
 
 from blockstore.hashing import next_hash
 from blockstore.records import PrefixHash
 from services.common.pool.allotment import blocks_for_decode
+from services.common.pool.stamps import Stamps
 from services.engine.batch import Draw, Row, Scoring
-from services.engine.sequences.beam import num_deciding
+from services.engine.sequences.beam import num_candidates
 from services.engine.sequences.penalty_state import PenaltyState
 from services.protocol.ticket import FinishReason, SamplingParams, Ticket, TicketSequence
 
-
-class Stamps(Protocol):
-    """The stamps of a pool, to check only: a record per block of its content (law 6)."""
-
-    def first_mismatch(
-        self, block_ids: Seq[int], parent: PrefixHash, hashes: Seq[PrefixHash], token_ids: Seq[int]
-    ) -> int | None: ...
-
-    def are_written_by(self, block_ids: Seq[int], owner: str) -> bool: ...
-
+T = TypeVar("T")
 
 CompletedBlock = tuple[int, PrefixHash, PrefixHash, tuple[int, ...]]
 """(block id, prefix hash, parent's prefix hash, token ids)."""
@@ -62,8 +54,7 @@ class Rules:
         end_ids = stop_ids | eos_token_ids
         stop_ids = stop_ids if sampling.ignore_eos else end_ids
         if sampling.beam is not None:
-            num_candidates = num_deciding(sampling.beam, stop_ids)
-            sampling = replace(sampling, logprobs=num_candidates)
+            sampling = replace(sampling, logprobs=num_candidates(sampling.beam, stop_ids))
         return cls(
             sampling=sampling,
             stop_ids=stop_ids,
@@ -85,18 +76,18 @@ class Branch:
     own: tuple[int, ...] = ()
 
 
-def common(ways: Seq[tuple[int, ...]]) -> tuple[int, ...]:
+def common_prefix(sequences: Seq[tuple[T, ...]]) -> tuple[T, ...]:
     """The longest common prefix."""
-    first, last = min(ways), max(ways)  # in lexical order all others lie between these two
+    first, last = min(sequences), max(sequences)  # in lexical order all others are between these
     pairs = enumerate(zip(first, last, strict=False))
     num_same = next((i for i, (a, b) in pairs if a != b), min(len(first), len(last)))
     return first[:num_same]
 
 
-def joined(branches: Seq[Branch]) -> tuple[tuple[int, ...], tuple[Branch, ...]]:
+def split_common_prefix(branches: Seq[Branch]) -> tuple[tuple[int, ...], tuple[Branch, ...]]:
     """The longest common prefix of the branches' own tokens, and the branches without it."""
-    shared = common([branch.own for branch in branches])
-    return shared, tuple(Branch(each.index, each.own[len(shared) :]) for each in branches)
+    shared = common_prefix([branch.own for branch in branches])
+    return shared, tuple(Branch(branch.index, branch.own[len(shared) :]) for branch in branches)
 
 
 class Sequence:
@@ -132,20 +123,15 @@ class Sequence:
         self.block_table = list(block_ids)
         self.num_computed = num_computed
         self.num_adopted = num_adopted
-        self._rules = rules
-        self._draws = _draws(rules, self.branches)
+        self.rules = rules
         self._penalty_state: PenaltyState | None = None
-        if PenaltyState.matters(rules.sampling):
+        if PenaltyState.is_needed(rules.sampling):
             self._penalty_state = PenaltyState(
                 rules.sampling, self.tokens, rules.num_prompt_tokens, rules.end_ids
             )
         num_full = max(num_computed, num_adopted) // rules.block_size
         self.hashes = list(hashes[:num_full])
         self._hash_until(num_full * rules.block_size)
-
-    @property
-    def rules(self) -> Rules:
-        return self._rules
 
     @property
     def index(self) -> int:
@@ -159,7 +145,7 @@ class Sequence:
     @property
     def num_runnable(self) -> int:
         """Uncomputed tokens that have a slot."""
-        slots = len(self.block_table) * self._rules.block_size
+        slots = len(self.block_table) * self.rules.block_size
         return min(len(self.tokens), slots) - self.num_computed
 
     @property
@@ -173,17 +159,19 @@ class Sequence:
 
     @property
     def _next_number(self) -> int:
-        return max(self.num_computed, self.num_adopted) // self._rules.block_size
+        return max(self.num_computed, self.num_adopted) // self.rules.block_size
 
     def is_stamped(self, stamps: Stamps, owner: str, beside: "Sequence | None" = None) -> bool:
         """Whether the stamps of its blocks are right: those of finished blocks name exactly its
         tokens, and the others name `owner` as the holder that writes them. Leading finished blocks
         shared with `beside` are not checked again."""
-        first = 0 if beside is None else _num_shared(self.full_blocks, beside.full_blocks)
-        num_full, size = len(self.hashes), self._rules.block_size
+        first = 0
+        if beside is not None:
+            first = len(common_prefix([self.full_blocks, beside.full_blocks]))
+        num_full, size = len(self.hashes), self.rules.block_size
         full, rest = self.block_table[first:num_full], self.block_table[num_full:]
         tokens = self.tokens[first * size : num_full * size]
-        parent = self.hashes[first - 1] if first else self._rules.root
+        parent = self.hashes[first - 1] if first else self.rules.root
         wrong = stamps.first_mismatch(full, parent, self.hashes[first:], tokens)
         return wrong is None and stamps.are_written_by(rest, owner)
 
@@ -195,31 +183,29 @@ class Sequence:
             start=self.num_computed,
             block_table=self.block_table,
             store_from=self.num_adopted,
-            draws=self._next_draws() if end == len(self.tokens) else (),
+            draws=self._draws() if end == len(self.tokens) else (),
             scoring=self._scoring(end),
         )
 
-    def _next_draws(self) -> tuple[Draw, ...]:
-        if self._penalty_state is None:
-            return self._draws
-        adjustment = self._penalty_state.adjustment()
-        return tuple(replace(draw, adjustment=adjustment) for draw in self._draws)
+    def _draws(self) -> tuple[Draw, ...]:
+        adjustment = None if self._penalty_state is None else self._penalty_state.adjustment()
+        drawing = (branch.index for branch in self.branches if not branch.own)
+        return tuple(Draw(self.rules.sampling, index, adjustment) for index in drawing)
 
     def _scoring(self, end: int) -> Scoring | None:
-        """The prompt tokens after those of a row that ends at `end`: the state of each token gives
-        the logprob of the next."""
-        num_top = self._rules.prompt_logprobs
+        """The prompt tokens to score in a row that ends at `end`: each state scores the next."""
+        num_top = self.rules.prompt_logprobs
         if num_top is None:
             return None
-        stop = min(end + 1, self._rules.num_prompt_tokens)
+        stop = min(end + 1, self.rules.num_prompt_tokens)
         token_ids = self.tokens[self.num_computed + 1 : stop]
         return Scoring(token_ids, num_top) if token_ids else None
 
     def fork(self, branches: Seq[Branch], own: Seq[int] = ()) -> "Sequence":
         """A new sequence with the same tokens and computed blocks, then `own` tokens."""
-        num_blocks = -(-self.num_computed // self._rules.block_size)
+        num_blocks = -(-self.num_computed // self.rules.block_size)
         return Sequence(
-            self._rules,
+            self.rules,
             branches,
             (*self.tokens, *own),
             block_ids=self.block_table[:num_blocks],
@@ -236,34 +222,29 @@ class Sequence:
         """
         if len(self.branches) == 1 and not self.branches[0].own:
             return [self]
-        ways = defaultdict[object, list[Branch]](list)
+        by_next_token = defaultdict[object, list[Branch]](list)
         for branch in self.branches:
-            ways[branch.own[0] if branch.own else branch].append(branch)
-        (shared, branches), *others = map(joined, ways.values())
-        forks = [self.fork(them, own) for own, them in others]
+            by_next_token[branch.own[0] if branch.own else branch].append(branch)
+        (shared, branches), *others = map(split_common_prefix, by_next_token.values())
+        forks = [self.fork(fork_branches, own) for own, fork_branches in others]
         self.tokens += shared
         self.branches = branches
-        self._draws = _draws(self._rules, self.branches)
         return [self, *forks]
 
-    def without(self, index: int) -> bool:
-        """Drop a branch; returns whether others are left."""
+    def drop_branch(self, index: int) -> None:
         self.branches = tuple(branch for branch in self.branches if branch.index != index)
-        self._draws = _draws(self._rules, self.branches)
-        return bool(self.branches)
 
-    def become(self, index: int, token: int) -> None:
-        """Become beam `index` of the group and append the token."""
+    def continue_as_beam(self, index: int, token: int) -> None:
+        """Make this sequence beam `index` of the group, and append the token."""
         self.branches = (Branch(index),)
-        self._draws = _draws(self._rules, self.branches)
         self.tokens.append(token)
 
     def append(self, token: int) -> FinishReason | None:
         """Append a drawn token. Returns the finish reason if the sequence ends with it."""
         self.tokens.append(token)
-        if token in self._rules.stop_ids:
+        if token in self.rules.stop_ids:
             return FinishReason.STOP
-        if len(self.tokens) >= self._rules.max_len:
+        if len(self.tokens) >= self.rules.max_len:
             return FinishReason.LENGTH
         return None
 
@@ -277,46 +258,33 @@ class Sequence:
         return self._hash_until(self.num_computed)
 
     def _hash_until(self, num_tokens: int) -> list[CompletedBlock]:
-        size, completed = self._rules.block_size, []
+        size, completed = self.rules.block_size, []
         for number in range(len(self.hashes), num_tokens // size):
-            parent = self.hashes[-1] if self.hashes else self._rules.root
+            parent = self.hashes[-1] if self.hashes else self.rules.root
             token_ids = tuple(self.tokens[number * size : (number + 1) * size])
             self.hashes.append(next_hash(parent, token_ids))
             completed.append((self.block_table[number], self.hashes[-1], parent, token_ids))
         return completed
 
     def num_missing(self, look_ahead: int) -> int:
-        """How many blocks it lacks for its tokens and `look_ahead` more, or up to `max_len` if that
-        is less."""
+        """How many blocks it lacks for its tokens and `look_ahead` more, at most for `max_len`."""
         return max(0, self._num_blocks(0, look_ahead) - len(self.block_table))
 
-    def num_lacking(self, look_ahead: int) -> int:
+    def num_missing_with_branches(self, look_ahead: int) -> int:
         """Like `num_missing`, but counts the blocks of all branches, which share the full ones."""
-        num_full = len(self.tokens) // self._rules.block_size
+        num_full = len(self.tokens) // self.rules.block_size
         own = (self._num_blocks(len(b.own), look_ahead) - num_full for b in self.branches)
         return max(0, num_full + sum(own) - len(self.block_table))
 
     def _num_blocks(self, num_own: int, look_ahead: int) -> int:
         num_tokens = len(self.tokens) + num_own
-        return blocks_for_decode(
-            num_tokens, look_ahead, self._rules.max_len, self._rules.block_size
-        )
+        return blocks_for_decode(num_tokens, look_ahead, self.rules.max_len, self.rules.block_size)
 
-    def at_rest(self) -> list[TicketSequence]:
-        """Its state as a ticket names it, one `TicketSequence` for each branch."""
-        generated = tuple(self.tokens[self._rules.num_prompt_tokens :])
+    def ticket_sequences(self) -> list[TicketSequence]:
+        """The sequence as a ticket has it, one `TicketSequence` for each branch."""
+        generated = tuple(self.tokens[self.rules.num_prompt_tokens :])
         block_ids = tuple(self.block_table)
         return [
             TicketSequence(branch.index, generated + branch.own, block_ids, self.num_computed)
             for branch in self.branches
         ]
-
-
-def _draws(rules: Rules, branches: Seq[Branch]) -> tuple[Draw, ...]:
-    return tuple(Draw(rules.sampling, branch.index) for branch in branches if not branch.own)
-
-
-def _num_shared(these: Seq[tuple[int, PrefixHash]], those: Seq[tuple[int, PrefixHash]]) -> int:
-    """How many leading blocks have the same id and the same hash."""
-    pairs = enumerate(zip(these, those, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(these), len(those)))

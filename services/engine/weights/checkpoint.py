@@ -42,8 +42,7 @@ def load_weights(
 
 def weights_digest(directory: Path, progress: Callable[[], None] = lambda: None) -> str:
     """xxh3-128 over every byte of the weight files, in hexadecimal. The disk limits its speed, or
-    memory (20 GB/s) if the files are in the page cache. Raises StartupError if a file cannot be
-    read."""
+    memory (20 GB/s) if the files are in the page cache. StartupError: a file cannot be read."""
     digest = xxhash.xxh3_128()
     piece = memoryview(bytearray(_DIGESTED_BYTES))
     for path in weight_files(directory):

@@ -11,8 +11,7 @@ from services.common.checkpoint.layout import EMBEDDING, HEAD, layer_prefix
 from services.common.text.model_config import ModelConfig
 
 GATE_UP_COLUMNS = 16
-"""The outputs of `gate` and `up` alternate in runs of this length, so that one panel has both
-outputs of a pair."""
+"""Outputs of `gate` and `up` alternate in runs of this length: a panel has both of a pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +58,12 @@ def layer_sections(config: ModelConfig, layer: int) -> dict[str, Section]:
     }
 
 
-def head_section(config: ModelConfig) -> Section:
-    source = EMBEDDING if config.tied_embeddings else HEAD
-    return Section("head", (source.removesuffix(".weight"),), config.vocab_size, config.hidden_size)
-
-
 def all_sections(config: ModelConfig) -> Iterator[Section]:
     """Every linear, in the order in which a step reads them."""
     for layer in range(config.num_layers):
         yield from layer_sections(config, layer).values()
-    yield head_section(config)
+    head = (EMBEDDING if config.tied_embeddings else HEAD).removesuffix(".weight")
+    yield Section("head", (head,), config.vocab_size, config.hidden_size)
 
 
 def alternated(pair: list[Tensor]) -> Tensor:

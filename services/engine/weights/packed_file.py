@@ -70,13 +70,12 @@ def packed_file(
     """Map the file at `path`; make it first if it is missing, incomplete or not current.
 
     `make` returns the facts of the new file, the sizes of its sections in bytes, and their
-    contents. If several workers start at once, one makes the file and the others wait. Raises
-    StartupError if the file cannot be read or written. An exception of `progress` leaves no
-    unfinished file behind.
+    contents. If several workers start at once, one makes the file and the others wait. An exception
+    of `progress` leaves no unfinished file. StartupError: the file cannot be read or written.
     """
 
     def current() -> PackedFile | None:
-        found = _opened(path, progress)
+        found = _open_if_intact(path, progress)
         return found if found is not None and is_current(found.facts) else None
 
     try:
@@ -87,7 +86,7 @@ def packed_file(
             if (found := current()) is not None:
                 return found
             _write(path, *make())
-            return _read(_mapped(path))
+            return _read(_map(path))
     except OSError as error:
         raise StartupError(f"packed weights {path}: {error.strerror}") from error
 
@@ -96,24 +95,20 @@ def packed_file(
 def locked(path: Path, progress: Progress) -> Iterator[None]:
     """Hold an exclusive lock on the file at `path`. The file is created if missing, and stays."""
     with path.open("ab") as file:
-        while not _locks(file.fileno()):
-            progress()
-            time.sleep(_LOCK_INTERVAL_S)
+        while True:
+            try:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                progress()
+                time.sleep(_LOCK_INTERVAL_S)
         yield
 
 
-def _locks(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _opened(path: Path, progress: Progress) -> PackedFile | None:
+def _open_if_intact(path: Path, progress: Progress) -> PackedFile | None:
     """The mapped file, or None if it is missing or damaged."""
     try:
-        mapped = _mapped(path)
+        mapped = _map(path)
     except (FileNotFoundError, ValueError):  # An empty file cannot be mapped.
         return None
     if mapped[: len(_MAGIC)] != _MAGIC or mapped[_DIGEST] != _digest(mapped, progress):
@@ -122,7 +117,7 @@ def _opened(path: Path, progress: Progress) -> PackedFile | None:
     return _read(mapped)
 
 
-def _mapped(path: Path) -> mmap.mmap:
+def _map(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         # torch needs a writable buffer, so the mapping is copy-on-write; nothing writes to it.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -151,14 +146,14 @@ def _digest(mapped: mmap.mmap, progress: Progress) -> bytes:
 
 def _write(path: Path, facts: Facts, sizes: Mapping[str, int], contents: Contents) -> None:
     """Write the file under a temporary name and rename it: a file with its own name is complete."""
-    text = json.dumps({"facts": facts, "sections": dict(_places(sizes))}).encode()
+    text = json.dumps({"facts": facts, "sections": dict(_offsets(sizes))}).encode()
     unfinished = path.with_name(f"{path.name}.part")
     try:
         # Writes of 2 MiB and more go to huge pages of the page cache. A mapping would fault in page
         # after page, many times as slowly.
         with unfinished.open("wb", buffering=_WRITTEN_BYTES) as file:
             file.write(bytes(_DIGEST.stop))
-            out = _Digesting(file)
+            out = _DigestWriter(file)
             out.write(len(text).to_bytes(_LENGTH.stop - _LENGTH.start, "little") + text)
             for name, length in sizes.items():
                 out.pad()
@@ -175,7 +170,7 @@ def _write(path: Path, facts: Facts, sizes: Mapping[str, int], contents: Content
         unfinished.unlink(missing_ok=True)
 
 
-class _Digesting:
+class _DigestWriter:
     """Writes what follows the digest to a file; computes the digest and the position meanwhile."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -193,7 +188,7 @@ class _Digesting:
         self.write(bytes(_padded(self.position) - self.position))
 
 
-def _places(sizes: Mapping[str, int]) -> Iterator[tuple[str, tuple[int, int]]]:
+def _offsets(sizes: Mapping[str, int]) -> Iterator[tuple[str, tuple[int, int]]]:
     """(name, (offset, length)) of every section; offsets count from the first section."""
     offset = 0
     for name, length in sizes.items():

@@ -2,8 +2,7 @@
 
 An entry has 64 bytes: its worker's backlog (int32: how many sequences it wants to compute now; 0 if
 it needs no CPU), then role and name. The worker keeps its entry locked with a POSIX record lock,
-which the kernel drops when the process dies. So an entry that can be locked is free, whatever is in
-it.
+which the kernel drops when the process dies. So every entry that can be locked is free.
 
 See ADR 45.
 """

@@ -27,11 +27,10 @@ def lanes(
 ) -> tuple[Lane, ...]:
     """The lanes of `own`: first those on its home CPUs, then lent ones on all others.
 
-    `entries`: of all workers of the host, `own` included; every worker computes the same division
-    from them.
+    `entries`: of all workers of the host; each worker computes the same division from them.
     """
     homes = divide(cpus, entries)
-    mine = [Lane(cpu) for cpu in homes[own]]
+    own_lanes = [Lane(cpu) for cpu in homes[own]]
     lent = []
     for turn, cpu in enumerate(cpus):
         if cpu in homes[own]:
@@ -40,10 +39,10 @@ def lanes(
         others = [entry for entry in entries if entry not in owners]
         # The order of the borrowers begins with another worker for each CPU.
         start = turn % len(others)
-        line = [*others[start:], *others[:start]]
-        before = [*owners, *line[: line.index(own)]]
+        queue = [*others[start:], *others[:start]]
+        before = [*owners, *queue[: queue.index(own)]]
         lent.append(Lane(cpu, tuple(entry.index * ENTRY_WORDS for entry in before)))
-    return (*mine, *lent)
+    return (*own_lanes, *lent)
 
 
 def pause_s(step_s: float, num_decoding: int, num_prompts: float, limit_s: float) -> float:
@@ -61,11 +60,11 @@ def divide(
     prefill = [entry for entry in entries if entry.role != "decode"]
     half = len(cpus) // 2
     if not decode or not prefill or not half:
-        return _shared_out(cpus, decode) | _shared_out(cpus, prefill)
-    return _shared_out(cpus[:half], decode) | _shared_out(cpus[half:], prefill)
+        return _split_evenly(cpus, decode) | _split_evenly(cpus, prefill)
+    return _split_evenly(cpus[:half], decode) | _split_evenly(cpus[half:], prefill)
 
 
-def _shared_out(
+def _split_evenly(
     cpus: Sequence[int], entries: Sequence[CpuBoardEntry]
 ) -> dict[CpuBoardEntry, tuple[int, ...]]:
     num_entries, num_cpus = len(entries), len(cpus)

@@ -45,12 +45,12 @@ def measured_isa(
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(directory / "isa.lock", progress):
-            return _kept(path, isas) or _measured(path, isas, facts, measure)
+            return _read_choice(path, isas) or _measure_choice(path, isas, facts, measure)
     except OSError as error:
         raise StartupError(f"the choice of instructions {path}: {error.strerror}") from error
 
 
-def _kept(path: Path, isas: tuple[str, str]) -> str | None:
+def _read_choice(path: Path, isas: tuple[str, str]) -> str | None:
     """The kept choice; None if there is no such file, or if it is damaged."""
     try:
         isa = json.loads(path.read_text())["isa"]
@@ -59,7 +59,9 @@ def _kept(path: Path, isas: tuple[str, str]) -> str | None:
     return isa if isa in isas else None
 
 
-def _measured(path: Path, isas: tuple[str, str], facts: dict[str, object], measure: Measure) -> str:
+def _measure_choice(
+    path: Path, isas: tuple[str, str], facts: dict[str, object], measure: Measure
+) -> str:
     timings = measure(isas)
     first, second = isas
     isa = second if contest.second_is_faster(timings) else first

@@ -69,8 +69,7 @@ class SharedCpus:
         return drawn
 
     def yield_device(self, wait: Wait) -> None:
-        """Pause decode while prompts wait, so that they are computed on its CPUs too. Prefill does
-        not pause for decode."""
+        """Pause decode while prompts wait, so that its CPUs compute them. Prefill never pauses."""
         if self._own.role != "decode":
             return
         prompts = sum(
@@ -83,12 +82,12 @@ class SharedCpus:
         lent_s = pause_s(self._step_s, self._num_decoding, share, self._max_gap_s) - _NOTICE_S
         if lent_s < _NOTICE_S:
             return
-        self.rest()
+        self.on_idle()
         wait(lent_s)
         self._cpu_board.set_backlog(self._num_decoding)
         self._sleep(_NOTICE_S)
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         self._cpu_board.set_backlog(0)
         wake(self._words, self._own.index * ENTRY_WORDS)
 

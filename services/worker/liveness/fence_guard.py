@@ -18,71 +18,67 @@ See ADR 56.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from blockstore.errors import WorkerFenced
 from services.common.pool.locks import WorkerLock
 from services.common.runtime.ticks import until_tick
-from services.engine.batch import Row, RowResult, Wait
+from services.engine.batch import Row, RowResult
 from services.engine.engine import ForwardPass
 from services.worker.swap.pool import Copy
 
-_LOOK_S = 0.5
+_CHECK_S = 0.5
 
 
 class FenceGuard:
-    """Looks at the marks on a worker's locks, one for each pool that it is on."""
+    """Checks the marks on a worker's locks, one for each pool that it is on."""
 
     def __init__(self, locks: Sequence[WorkerLock]) -> None:
         self._locks = locks
 
-    def require(self) -> None:
+    def check(self) -> None:
         """Raises WorkerFenced if a lock is marked."""
         if any(lock.is_revoked for lock in self._locks):
             raise WorkerFenced("this worker was given up while it did not run")
 
-    async def keep(self) -> NoReturn:
-        """Look every `_LOOK_S` until cancelled, so that an idle worker notices the mark too. Raises
-        WorkerFenced."""
+    @contextmanager
+    def guarding(self) -> Iterator[None]:
+        """Check before and after the body. WorkerFenced: its results must not be used."""
+        self.check()
+        yield
+        self.check()
+
+    async def watch(self) -> NoReturn:
+        """Check every `_CHECK_S`, so that an idle worker notices the mark. Raises WorkerFenced."""
         while True:
-            self.require()
-            await asyncio.sleep(until_tick(_LOOK_S))
+            self.check()
+            await asyncio.sleep(until_tick(_CHECK_S))
 
-    def for_copies(self, copy: Copy) -> Copy:
-        """Return `copy` with a look before and after it, which raises WorkerFenced."""
+    def guard_copy(self, copy: Copy) -> Copy:
+        """Return `copy` with a check before and after it."""
 
-        def copy_permitted(pairs: Sequence[tuple[int, int]]) -> None:
-            self.require()
-            copy(pairs)
-            self.require()
+        def guarded_copy(pairs: Sequence[tuple[int, int]]) -> None:
+            with self.guarding():
+                copy(pairs)
 
-        return copy_permitted
+        return guarded_copy
 
 
 class GuardedForward:
-    """A forward pass that looks at the mark before and after each step and copy.
-
-    WorkerFenced: the results of the step must not be used.
-    """
+    """A forward pass with a check before and after each step and copy."""
 
     def __init__(self, forward: ForwardPass, fence_guard: FenceGuard) -> None:
         self._forward = forward
         self._fence_guard = fence_guard
+        self.yield_device = forward.yield_device
+        self.on_idle = forward.on_idle
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._fence_guard.require()
-        self._forward.copy_blocks(pairs)
-        self._fence_guard.require()
+        with self._fence_guard.guarding():
+            self._forward.copy_blocks(pairs)
 
     def run(self, rows: Sequence[Row], num_waiting: int = 0) -> Sequence[RowResult]:
-        self._fence_guard.require()
-        drawn = self._forward.run(rows, num_waiting)
-        self._fence_guard.require()
-        return drawn
-
-    def yield_device(self, wait: Wait) -> None:
-        self._forward.yield_device(wait)
-
-    def rest(self) -> None:
-        self._forward.rest()
+        with self._fence_guard.guarding():
+            return self._forward.run(rows, num_waiting)

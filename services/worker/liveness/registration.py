@@ -1,7 +1,6 @@
 """A worker's registration in the registry.
 
-It begins before the worker imports PyTorch and loads the model, so that gateways can read the
-model's tokenizer meanwhile.
+It begins before the worker loads its model, so that gateways can read the tokenizer meanwhile.
 """
 
 import asyncio
@@ -13,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from blockstore.redis_store import RedisStore
-from blockstore.registry import Member, Registry, Role, State
+from blockstore.registry import Member, Registry, State
 from services.common.pool.names import new_worker_id
 from services.common.runtime import redis
 from services.common.runtime.registry_heartbeat import RegistryHeartbeat
@@ -26,9 +25,7 @@ if TYPE_CHECKING:  # these modules import torch
 
 
 @asynccontextmanager
-async def announced(
-    role: Role, settings: WorkerSettings, patience_s: float
-) -> AsyncIterator["Registration"]:
+async def registered(settings: WorkerSettings, patience_s: float) -> AsyncIterator["Registration"]:
     """Register a worker under a new name, renew the registration, and withdraw it at the end.
 
     `patience_s`: how long to wait for Redis at the start. Raises if Redis is not there by then, or
@@ -39,24 +36,22 @@ async def announced(
         store, registry = await redis.connect(
             settings, stack, store_retry_for_s=math.inf, patience_s=patience_s
         )
-        entry = Registration(role, settings, store, registry)
-        announcing = vital.create_task(entry.heartbeat.keep())
-        yield entry
-        announcing.cancel()
+        registration = Registration(settings, store, registry)
+        renewing = vital.create_task(registration.heartbeat.keep())
+        yield registration
+        renewing.cancel()
 
 
 class Registration:
     """What the registry says about a worker, and the worker's connection to the store."""
 
-    def __init__(
-        self, role: Role, settings: WorkerSettings, store: RedisStore, registry: Registry
-    ) -> None:
+    def __init__(self, settings: WorkerSettings, store: RedisStore, registry: Registry) -> None:
         self.store = store
         self.heartbeat = RegistryHeartbeat(registry, self._describe)
         self._worker: PoolWorker | None = None
         self._member = Member(
-            member_id=new_worker_id(role),
-            role=role,
+            member_id=new_worker_id(settings.service),
+            role=settings.service,
             address="",
             state="starting",
             started_unix_ms=time.time_ns() // 1_000_000,
@@ -70,20 +65,15 @@ class Registration:
         return self._member.member_id
 
     @property
-    def role(self) -> Role:
-        return self._member.role
-
-    @property
     def serving(self) -> bool:
         """Whether the worker serves, so that gateways may have requests at it."""
         return self._worker is not None
 
     @property
-    def leaving(self) -> bool:
-        """Whether the worker drains."""
+    def draining(self) -> bool:
         return self._worker is not None and self._worker.draining
 
-    def serves(self, worker: "PoolWorker", address: str, loaded: "LoadedModel") -> None:
+    def set_serving(self, worker: "PoolWorker", address: str, loaded: "LoadedModel") -> None:
         """Report from now on that the worker serves, at this address."""
         self._worker = worker
         self._member = replace(
@@ -100,5 +90,5 @@ class Registration:
     def _describe(self) -> Member:
         if self._worker is None:
             return self._member
-        state: State = "draining" if self.leaving else "serving"
+        state: State = "draining" if self.draining else "serving"
         return replace(self._member, state=state, load=self._worker.load())

@@ -15,7 +15,7 @@ from typing import NoReturn, Protocol
 from services.common.runtime.logging import get_logger
 from services.common.runtime.process import EXIT_FAULT
 
-_NUM_LOOKS = 10
+_NUM_CHECKS = 10
 
 log = get_logger(__name__)
 
@@ -35,25 +35,16 @@ def end_process(limit_s: float) -> None:
     os._exit(EXIT_FAULT)
 
 
-class StepWatch:
-    """Calls `end` if the same step is in flight at `_NUM_LOOKS` looks in a row, spread over
-    `limit_s`. It counts looks instead of reading a clock, so that the time in which the process was
-    stopped does not count."""
-
-    def __init__(
-        self, engine: Stepping, limit_s: float, end: Callable[[float], None] = end_process
-    ) -> None:
-        self._engine = engine
-        self._limit_s = limit_s
-        self._end = end
-
-    async def keep(self) -> NoReturn:
-        """Look, until cancelled."""
-        seen, num_looks = None, 0
-        while True:
-            await asyncio.sleep(self._limit_s / _NUM_LOOKS)
-            step = self._engine.step_in_flight
-            num_looks = num_looks + 1 if step is not None and step == seen else 0
-            seen = step
-            if num_looks == _NUM_LOOKS:
-                self._end(self._limit_s)
+async def watch_steps(
+    engine: Stepping, limit_s: float, end: Callable[[float], None] = end_process
+) -> NoReturn:
+    """Call `end` if the same step is in flight at `_NUM_CHECKS` checks in a row, spread over
+    `limit_s`. A clock would also count the time in which the process was stopped."""
+    last_step, num_checks = None, 0
+    while True:
+        await asyncio.sleep(limit_s / _NUM_CHECKS)
+        step = engine.step_in_flight
+        num_checks = num_checks + 1 if step is not None and step == last_step else 0
+        last_step = step
+        if num_checks == _NUM_CHECKS:
+            end(limit_s)

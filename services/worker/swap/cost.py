@@ -6,7 +6,7 @@ See ADR 55.
 _WEIGHT = 0.3
 """The weight of the newest measurement in a running mean."""
 
-_FEW_TOKENS = 32
+_MIN_TOKENS = 32
 """Steps with fewer tokens are not measured: their time hardly depends on the number of tokens, so
 it does not show what a prompt's token costs."""
 
@@ -21,8 +21,7 @@ class SwapCost:
         self.fixed_s: float | None = None
 
     def observe(self, num_blocks: int, copying_s: float, total_s: float) -> None:
-        """Record a swap-out of `num_blocks` blocks that took `total_s`, of which copying them took
-        `copying_s`."""
+        """Record a swap-out of `num_blocks` that took `total_s`, `copying_s` of it for the copy."""
         self.fixed_s = _mean(self.fixed_s, total_s - copying_s)
         if num_blocks:
             self.block_s = _mean(self.block_s, copying_s / num_blocks)
@@ -36,14 +35,14 @@ class SwapCost:
         return swap_s < num_tokens * prefill_ns_per_token * 1e-9
 
 
-class Pace:
+class PrefillCost:
     """A running mean of the time that a prefill step takes for each token."""
 
     def __init__(self) -> None:
         self._s_per_token: float | None = None
 
     def observe(self, num_tokens: int, duration_s: float) -> None:
-        if num_tokens >= _FEW_TOKENS:
+        if num_tokens >= _MIN_TOKENS:
             self._s_per_token = _mean(self._s_per_token, duration_s / num_tokens)
 
     @property

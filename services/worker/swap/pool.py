@@ -16,16 +16,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 from blockstore.errors import MustWait, NotHeld, OutOfBlocks, StaleHolder
-from blockstore.records import Allocation, Claim, PoolSpec, PrefixHash
+from blockstore.records import Allocation, Claim, PrefixHash
 from blockstore.store import BlockStore
 from services.common.pool.stamps import Stamps
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import WorkerMetrics
 from services.engine.sequences.block_keys import BlockKeys, ComputedBlocks, Key
 from services.protocol.ticket import Swapped, SwappedTable, Ticket
+from services.worker.membership import Membership
 from services.worker.swap.cost import SwapCost
 
 Copy = Callable[[Sequence[tuple[int, int]]], None]
@@ -34,24 +34,13 @@ Copy = Callable[[Sequence[tuple[int, int]]], None]
 log = get_logger(__name__)
 
 
-class StampedPool(Protocol):
-    """The part of a pool membership that copies use."""
-
-    @property
-    def spec(self) -> PoolSpec: ...
-    @property
-    def worker_id(self) -> str: ...
-    @property
-    def stamps(self) -> Stamps: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The result of a fetch. `begun`: for each sequence, the leading blocks of the worker's pool
+    """The result of a fetch. `computed`: for each sequence, the leading blocks of the worker's pool
     that now have its KV, cached or copied. `num_blocks`: how many were copied. `completed`: the
     full ones among the copied blocks, to commit."""
 
-    begun: Sequence[ComputedBlocks]
+    computed: Sequence[ComputedBlocks]
     num_blocks: int = 0
     completed: tuple[tuple[int, PrefixHash], ...] = ()
 
@@ -67,8 +56,8 @@ class SwapPool:
     def __init__(
         self,
         store: BlockStore,
-        own: StampedPool,
-        swap_pool: StampedPool,
+        own: Membership,
+        swap_pool: Membership,
         copy_out: Copy,
         copy_back: Copy,
         metrics: WorkerMetrics,
@@ -106,83 +95,78 @@ class SwapPool:
     async def put(self, ticket: Ticket) -> Swapped | None:
         """Copy the KV of a group that no step touches any more, all or nothing.
 
-        A block that several sequences share is copied once. The holder in the swap pool has the
-        same id as in the worker's pool.
+        A block that several sequences share is copied once. The holder keeps its id.
 
         None: the swap pool has no room, a cached block there does not match the group's tokens, or
         the holder id was used there before.
         """
         began = time.perf_counter()
-        contents = BlockKeys.of(ticket, self.spec.block_size, num_left_out=1)
-        sources = contents.blocks([state.block_ids for state in ticket.sequences])
-        allocation = await self._allocate(ticket, contents, len(sources))
+        block_keys = BlockKeys.of(ticket, self.spec.block_size, num_left_out=1)
+        sources = block_keys.blocks([state.block_ids for state in ticket.sequences])
+        allocation = await self._allocate(ticket, block_keys, len(sources))
         if allocation is None:
             return None
         pool_id, holder_id, epoch = self.spec.pool_id, ticket.holder_id, allocation.epoch
-        targets = allocation.cached(*contents.chains)
-        if wrong := contents.first_wrong(self._stamps, targets):
-            await self._distrust(targets[wrong], wrong)
+        targets = allocation.cached(*block_keys.chains)
+        if wrong := block_keys.first_mismatch(self._stamps, targets):
+            await self._retract(targets[wrong], wrong)
             await self._store.release(pool_id, holder_id, epoch)
             return None
         missing = (key for key in sources if key not in targets)
         new = allocation.block_ids[allocation.num_cached_blocks :]
         copied = dict(zip(missing, new, strict=True))
-        copies = self._copy_out, self._stamps, contents, sources, copied
+        copies = self._copy_out, self._stamps, block_keys, sources, copied
         copying_s = await self._copy(*copies)
-        await self._store.commit(pool_id, holder_id, epoch, contents.full_among(copied))
+        await self._store.commit(pool_id, holder_id, epoch, block_keys.full_among(copied))
         epoch = await self._store.detach(pool_id, holder_id, epoch)
         self._metrics.swapped_out_blocks.inc(len(copied))
         self.cost.observe(len(copied), copying_s, time.perf_counter() - began)
         targets |= copied
         tables = (
-            SwappedTable(state.index, tuple(targets[key] for key in contents.keys_of(number)))
+            SwappedTable(state.index, tuple(targets[key] for key in block_keys.keys_of(number)))
             for number, state in enumerate(ticket.sequences)
         )
         return Swapped(pool_id, holder_id, epoch, tuple(tables))
 
-    async def fetch(self, ticket: Ticket, allocation: Allocation, contents: BlockKeys) -> Fetched:
+    async def fetch(self, ticket: Ticket, allocation: Allocation, block_keys: BlockKeys) -> Fetched:
         """Copy back the KV that the worker's pool has not cached, into the new blocks of
         `allocation`, and release the holder in the swap pool.
 
-        `contents`: the block keys for which `allocation` was made. KV whose blocks in the swap pool
-        are gone, or do not match their stamps, is not copied; the worker computes it again.
+        `block_keys`: those for which `allocation` was made. KV whose blocks in the swap pool are
+        gone, or do not match their stamps, is not copied; the worker computes it again.
         """
         assert ticket.swapped is not None
-        swapped, cached = ticket.swapped, allocation.cached(*contents.chains)
+        swapped, cached = ticket.swapped, allocation.cached(*block_keys.chains)
         holder = swapped.pool_id, swapped.holder_id
         try:
             claim = await self._store.claim(
                 *holder, swapped.holder_epoch, self._worker_id, swapped.block_ids
             )
         except (StaleHolder, NotHeld):
-            return Fetched(contents.begun(cached))
-        computed = BlockKeys.of(ticket, self.spec.block_size, num_left_out=1)
+            return Fetched(block_keys.computed_blocks(cached))
+        swapped_keys = BlockKeys.of(ticket, self.spec.block_size, num_left_out=1)
         sources: dict[Key, int] = {}
-        if self._are_in_place(swapped, claim):
-            sources = computed.blocks(_tables(ticket, swapped))
-            await self._leave_out_unsound(sources, computed, swapped.holder_id)
+        if self._agrees_with_claim(swapped, claim):
+            sources = swapped_keys.blocks(_tables(ticket, swapped))
+            await self._drop_untrusted(sources, swapped_keys, swapped.holder_id)
         new = allocation.block_ids[allocation.num_cached_blocks :]
-        begun, copied = contents.computed_with_copies(cached, computed, sources, new)
+        computed, copied = block_keys.computed_with_copies(cached, swapped_keys, sources, new)
         if copied:
-            await self._copy(self._copy_back, self._own_stamps, computed, sources, copied)
+            await self._copy(self._copy_back, self._own_stamps, swapped_keys, sources, copied)
             self._metrics.swapped_in_blocks.inc(len(copied))
         await self._store.release(*holder, claim.epoch)
-        return Fetched(begun, len(copied), computed.full_among(copied))
-
-    async def release(self, swapped: Swapped) -> None:
-        """Release a detached holder in the swap pool. StaleHolder: a worker has claimed it."""
-        await self._store.release(swapped.pool_id, swapped.holder_id, swapped.holder_epoch)
+        return Fetched(computed, len(copied), swapped_keys.full_among(copied))
 
     def close(self) -> None:
         """End the copy thread, after the copy in progress."""
         self._thread.shutdown()
 
     async def _allocate(
-        self, ticket: Ticket, contents: BlockKeys, num_blocks: int
+        self, ticket: Ticket, block_keys: BlockKeys, num_blocks: int
     ) -> Allocation | None:
         """None: the swap pool has no room, or the holder id was used there before."""
         pool_id, holder_id = self.spec.pool_id, ticket.holder_id
-        hashes, branches = contents.chains
+        hashes, branches = block_keys.chains
         asked = self._worker_id, ticket.order, hashes, num_blocks, branches
         try:
             return await self._store.allocate(pool_id, holder_id, *asked)
@@ -192,12 +176,11 @@ class SwapPool:
         except StaleHolder:
             return None
 
-    def _are_in_place(self, swapped: Swapped, claim: Claim) -> bool:
+    def _agrees_with_claim(self, swapped: Swapped, claim: Claim) -> bool:
         """Whether the tables agree with the claim.
 
         Each table must list its blocks in the order in which they were acquired, and the tables
-        together must name all unfinished blocks, in that order. Finished blocks are checked by
-        their stamps.
+        together must name all unfinished blocks in it. Stamps check the finished blocks.
         """
         places = {block_id: number for number, block_id in enumerate(claim.block_ids)}
         tables = ([places[b] for b in table.block_ids] for table in swapped.tables)
@@ -207,18 +190,18 @@ class SwapPool:
         )
         return named == held and all(table == sorted(table) for table in tables)
 
-    async def _leave_out_unsound(
-        self, sources: dict[Key, int], contents: BlockKeys, owner: str
+    async def _drop_untrusted(
+        self, sources: dict[Key, int], block_keys: BlockKeys, owner: str
     ) -> None:
         """Remove from `sources` full blocks whose stamps do not match their tokens, and partly
         filled blocks that `owner` did not write (law 6)."""
-        while wrong := contents.first_wrong(self._stamps, sources):
-            await self._distrust(sources.pop(wrong), wrong)
-        for tail in contents.tails:
+        while wrong := block_keys.first_mismatch(self._stamps, sources):
+            await self._retract(sources.pop(wrong), wrong)
+        for tail in block_keys.tails:
             if tail in sources and not self._stamps.are_written_by([sources[tail]], owner):
                 del sources[tail]
 
-    async def _distrust(self, block_id: int, prefix_hash: PrefixHash) -> None:
+    async def _retract(self, block_id: int, prefix_hash: PrefixHash) -> None:
         log.error("kv_corrupt", pool_id=self.spec.pool_id, block_id=block_id)
         self._metrics.kv_corrupt.inc()
         await self._store.retract(self.spec.pool_id, block_id, prefix_hash)
@@ -227,7 +210,7 @@ class SwapPool:
         self,
         copy: Copy,
         stamps: Stamps,
-        contents: BlockKeys,
+        block_keys: BlockKeys,
         sources: Mapping[Key, int],
         targets: Mapping[Key, int],
     ) -> float:
@@ -237,8 +220,8 @@ class SwapPool:
         def work() -> float:
             began = time.perf_counter()
             copy([(sources[key], target) for key, target in targets.items()])
-            for run in contents.runs:
-                run.stamp(stamps.complete, targets)
+            for span in block_keys.spans:
+                span.stamp(stamps, targets)
             return time.perf_counter() - began
 
         return await self._in_thread(work)

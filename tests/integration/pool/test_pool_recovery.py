@@ -34,7 +34,7 @@ async def member(own_valkey: Valkey, tmp_path: Path) -> AsyncIterator[Membership
     await store.release(member.spec.pool_id, "first", 1)
     yield member
     await store.close()
-    member.let_go()
+    member.close()
 
 
 @pytest.mark.parametrize("grows", [False, True])

@@ -115,7 +115,7 @@ class FakeForward:
     def yield_device(self, wait: Wait) -> None:
         pass
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         pass
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

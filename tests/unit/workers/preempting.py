@@ -43,10 +43,10 @@ async def unstarted(pair: WorkerPair, wanted: Ticket) -> None:
     await pair.until(lambda: "h-r1" in pair.decode._running)
 
 
-async def give_way(pair: WorkerPair, holder_id: str = "h-r1") -> Ticket:
+async def preempt(pair: WorkerPair, holder_id: str = "h-r1") -> Ticket:
     """What its gateway gets back."""
     num_seen = len(pair.session.of(Requeued))
-    pair.decode._on_demands([holder_id])
+    pair.decode.preempt([holder_id])
     pair.decode_model.gate.set()
     await pair.until(lambda: len(pair.session.of(Requeued)) > num_seen)
     pair.session.reads = True
@@ -59,7 +59,7 @@ async def give_way(pair: WorkerPair, holder_id: str = "h-r1") -> Ticket:
 
 async def swapped_out(pair: WorkerPair, wanted: Ticket, num_steps: int = 6) -> Ticket:
     await running(pair, wanted, num_steps)
-    back = await give_way(pair)
+    back = await preempt(pair)
     assert back.swapped is not None
     await pair.until_empty()
     return back

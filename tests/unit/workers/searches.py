@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from services.engine.sequences.beam import FIRST, Beam, BeamSearch, num_deciding
+from services.engine.sequences.beam import FIRST, Beam, BeamSearch, num_candidates
 from services.protocol.ticket import BeamParams, Hypothesis, SamplingParams, Ticket
 
 from .fakes import GREEDY, PROMPT, likeliest_tokens, ticket
@@ -51,7 +51,7 @@ def _steps(
     steps = []
     while beams:
         contexts = [(*prompt, *beam.token_ids) for beam in beams]
-        number = num_deciding(params, stop_ids)
+        number = num_candidates(params, stop_ids)
         step = search.step(beams, finished, [likeliest_tokens(one, number) for one in contexts])
         finished = step.finished
         beams = [

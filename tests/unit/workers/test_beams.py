@@ -120,10 +120,10 @@ async def test_a_moved_search_goes_on_where_it_was(pair: WorkerPair) -> None:
         await more_heard(pair, 3)
         pair.decode.hand_over(pair.session, "r1", attempt)
         await more_requeued(pair, attempt - 1)
-        at_rest = pair.session.of(Requeued)[-1].ticket
-        assert at_rest.holder_id == issued.holder_id
-        assert at_rest.beams.scores == tuple(sorted(at_rest.beams.scores, reverse=True))
-        admit(pair, replace(at_rest, attempt=attempt + 1))
+        detached = pair.session.of(Requeued)[-1].ticket
+        assert detached.holder_id == issued.holder_id
+        assert detached.beams.scores == tuple(sorted(detached.beams.scores, reverse=True))
+        admit(pair, replace(detached, attempt=attempt + 1))
     assert await result(pair) == right(wanted)
     num_steps = len(heard(pair.session, "r1")) - len(right(wanted)) + 1
     assert pair.arena.num_computed == len(wanted.prompt_token_ids) + 4 * num_steps
@@ -147,7 +147,7 @@ async def test_a_returned_search_goes_on_from_its_beams(pair: WorkerPair) -> Non
     await pair.until_empty()
 
 
-async def test_searches_that_want_more_than_there_is_give_way_and_find_the_same(
+async def test_preempted_searches_find_the_same_hypotheses(
     make_pair: MakePair,
 ) -> None:
     """Also at the prefill worker, and more than once."""

@@ -134,7 +134,7 @@ async def test_suspected_prompts_too(pair: WorkerPair) -> None:
 
 
 @pytest.mark.parametrize("how", ["aborted", "gateway gone", "handed over"])
-async def test_a_suspect_that_leaves_the_line_leaves_nothing(pair: WorkerPair, how: str) -> None:
+async def test_a_suspect_that_leaves_the_queue_leaves_nothing(pair: WorkerPair, how: str) -> None:
     """Nor does it hold up who stands behind it."""
     pair.decode_model.gate.clear()
     sessions = [FakeSession() for _ in range(3)]
@@ -157,9 +157,9 @@ async def test_a_suspect_that_leaves_the_line_leaves_nothing(pair: WorkerPair, h
     if how == "handed over":
         await pair.until(lambda: bool(second.of(Requeued)))
         (requeued,) = second.events[1:]
-        at_rest: Ticket = replace(requeued.ticket, attempt=2)  # type: ignore[union-attr, type-var, assignment]
-        pair.decode.reserve(second, *at_rest.key, 1)
-        pair.decode.admit(second, at_rest)
+        detached: Ticket = replace(requeued.ticket, attempt=2)  # type: ignore[union-attr, type-var, assignment]
+        pair.decode.reserve(second, *detached.key, 1)
+        pair.decode.admit(second, detached)
         await pair.until(lambda: finished(second, "r2"))
     await pair.until_empty()
 
@@ -181,14 +181,16 @@ async def test_a_later_sequence_begins_when_the_gateway_has_the_token(
     assert session.told == ["Began r1", "Prefilled r1", "Began r2", "Prefilled r2"]
 
 
-async def test_or_knows_that_it_gave_way(pair: WorkerPair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_later_sequence_begins_when_the_gateway_has_the_preemption(
+    pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = FakeSession()
     held = hold_up(pair, monkeypatch, "release")
     pair.prefill_model.pause_after = 1
     pair.prefill.submit(session, ticket("r1", range(100, 140)), suspect=True)
     pair.prefill.submit(session, ticket("r2", PROMPT), suspect=True)
     await pair.until(lambda: pair.prefill_model.num_begun == 2)
-    pair.prefill._on_demands(["h-r1"])
+    pair.prefill.preempt(["h-r1"])
     pair.prefill_model.gate.set()
     await held.reached.wait()
     assert session.told == ["Began r1"]
@@ -217,7 +219,7 @@ async def test_or_its_ticket(make_pair: MakePair, how: str) -> None:
     if how == "handed over":
         pair.decode.hand_over(session, *issued.key)
     else:
-        pair.decode._on_demands([issued.holder_id])
+        pair.decode.preempt([issued.holder_id])
     await pair.until(lambda: "r2" in session.began)
     of_one = [told for told in session.told if told.endswith("r1")]
     assert session.told.index("Requeued r1") < session.told.index("Began r2")

@@ -73,14 +73,14 @@ def test_where_each_begins_with_what_is_found() -> None:
     contents = BlockKeys.of(group((1, 2, 3, 4, 5, 6), (1, 2), (7, 8, 9)), SIZE)
     (h0, h1), (of_0, of_1, of_2) = contents.chains
     assert of_1 == of_0[:1]
-    assert contents.begun({h0: 5}) == [ComputedBlocks((5,), 4, 1)] * 3
+    assert contents.computed_blocks({h0: 5}) == [ComputedBlocks((5,), 4, 1)] * 3
     found = {h0: 5, h1: 6, of_0[0]: 7, of_0[1]: 8}
-    assert contents.begun(found) == [
+    assert contents.computed_blocks(found) == [
         ComputedBlocks((5, 6, 7, 8), 16, 4),
         ComputedBlocks((5, 6, 7), 12, 3),
         ComputedBlocks((5, 6), 8, 2),
     ]
-    assert contents.begun({h1: 6, of_2[0]: 7}) == [ComputedBlocks()] * 3
+    assert contents.computed_blocks({h1: 6, of_2[0]: 7}) == [ComputedBlocks()] * 3
 
 
 def test_missing_blocks_are_copied_once() -> None:
@@ -90,10 +90,10 @@ def test_missing_blocks_are_copied_once() -> None:
     (h0, h1), (of_0, _, _) = contents.chains
     tables = [(10, 11, 12, 13), (10, 11, 14, 15), (10, 11, 14, 16)]
     sources = computed.blocks(tables)
-    begun, copied = contents.computed_with_copies(
+    extended, copied = contents.computed_with_copies(
         {h0: 0, h1: 1, of_0[0]: 2}, computed, sources, [5, 6, 7, 8]
     )
-    assert begun == [
+    assert extended == [
         ComputedBlocks((0, 1, 2, 5), 14, 3),
         ComputedBlocks((0, 1, 6, 7), 13, 3),
         ComputedBlocks((0, 1, 6, 7), 13, 3),
@@ -108,6 +108,6 @@ def test_a_missing_block_ends_the_lookup_of_all_its_sequences() -> None:
     contents, computed = BlockKeys.of(asked, SIZE), BlockKeys.of(asked, SIZE, num_left_out=1)
     sources = computed.blocks([(0, 1, 2, 3), (0, 1, 2), (0, 1, 4)])
     del sources[computed.keys_of(1)[2]]
-    begun, _ = contents.computed_with_copies({}, computed, sources, range(10, 20))
-    assert [where.block_ids for where in begun] == [(10, 11), (10, 11), (10, 11, 12)]
-    assert [where.num_tokens for where in begun] == [8, 8, 12]
+    extended, _ = contents.computed_with_copies({}, computed, sources, range(10, 20))
+    assert [where.block_ids for where in extended] == [(10, 11), (10, 11), (10, 11, 12)]
+    assert [where.num_tokens for where in extended] == [8, 8, 12]

@@ -88,7 +88,7 @@ def test_two_workers_lend_each_other_their_cpus() -> None:
     ]
 
 
-def test_of_several_that_may_borrow_a_cpu_each_is_first_in_line_somewhere() -> None:
+def test_each_borrower_is_first_in_the_queue_of_some_cpu() -> None:
     """d1 lives on CPU 0, d2 on 1, p0 on 2 and 3. The lines: for CPU 0 p0, d2; for 1 d1, p0; for 2
     d1, d2; for 3 d2, d1."""
     assert lanes_of(4, "p d d") == [

@@ -1,4 +1,4 @@
-"""Tickets at rest at a decode worker: handed over, claimed, taken back."""
+"""Detached tickets of a decode worker: handed over, claimed, released."""
 
 import asyncio
 from dataclasses import replace
@@ -18,7 +18,7 @@ from .runs import finished, outputs, start, tokens
 
 
 async def handed_over(pair: WorkerPair, request_id: str, attempt: int = 1) -> Ticket:
-    """The ticket at rest of what runs at the decode worker."""
+    """Hand over the running request `request_id`; return its detached ticket."""
     pair.decode.hand_over(pair.session, request_id, attempt)
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     requeued = pair.session.of(Requeued)[0]
@@ -34,18 +34,18 @@ async def test_a_handed_over_sequence_goes_on_where_it_was(pair: WorkerPair) -> 
     other = await another_decode_worker(pair)
     issued = await start(pair, ticket("r1", PROMPT, max_tokens=60))
     await pair.until(lambda: len(outputs(pair.session, "r1")) > 8)
-    at_rest = await handed_over(pair, "r1")
-    assert at_rest.holder_id == issued.holder_id
-    assert at_rest.holder_epoch == 4  # allocated 1, issued 2, claimed 3, at rest 4
+    detached = await handed_over(pair, "r1")
+    assert detached.holder_id == issued.holder_id
+    assert detached.holder_epoch == 4  # allocated 1, issued 2, claimed 3, detached 4
     assert pair.decode.load().num_free_slots == 16
     got = tokens(pair.session, issued)
-    assert at_rest.sequences[0].token_ids == tuple(got)
-    assert at_rest.sequences[0].num_computed_tokens == len(PROMPT) + len(got) - 1
+    assert detached.sequences[0].token_ids == tuple(got)
+    assert detached.sequences[0].num_computed_tokens == len(PROMPT) + len(got) - 1
 
     session = FakeSession()
     async with running(other):
         other.reserve(session, "r1", 2, 1)
-        other.admit(session, replace(at_rest, attempt=2))
+        other.admit(session, replace(detached, attempt=2))
         await pair.until(lambda: finished(session, "r1"))
         rest = [output.token_ids[0] for output in outputs(session, "r1")]
         assert [*got, *rest] == expected(PROMPT, 60)
@@ -100,7 +100,7 @@ async def test_detaching_takes_one_exchange_with_the_store(
     await pair.until_empty()
 
 
-async def test_a_ticket_is_offered_once_it_is_at_rest_in_the_store(
+async def test_a_ticket_is_offered_once_the_store_has_detached_it(
     pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not before: whoever claims it would be refused, and all computed again."""
@@ -129,9 +129,9 @@ async def test_a_ticket_is_offered_once_it_is_at_rest_in_the_store(
 async def test_a_handed_over_sequence_may_come_back(pair: WorkerPair) -> None:
     issued = await start(pair, ticket("r1", PROMPT, max_tokens=60))
     await pair.until(lambda: len(outputs(pair.session, "r1")) > 8)
-    at_rest = await handed_over(pair, "r1")
+    detached = await handed_over(pair, "r1")
     pair.decode.reserve(pair.session, "r1", 2, 1)
-    pair.decode.admit(pair.session, replace(at_rest, attempt=2))
+    pair.decode.admit(pair.session, replace(detached, attempt=2))
     await pair.until(lambda: finished(pair.session, "r1"))
     assert tokens(pair.session, issued) == expected(PROMPT, 60)
     assert not pair.decode._detached._on_pool
@@ -147,16 +147,16 @@ async def test_a_sequence_that_waits_for_its_next_block_is_handed_over_without_i
     issued = await start(pair, ticket("r1", PROMPT, max_tokens=6))
     await pair.until(lambda: len(tokens(pair.session, issued)) == 3)
     await pair.until(lambda: bool(pair.decode._extender._wanting))
-    at_rest = await handed_over(pair, "r1")
-    assert len(at_rest.sequences[0].block_ids) == 3
+    detached = await handed_over(pair, "r1")
+    assert len(detached.sequences[0].block_ids) == 3
     await pair.store.release("pool", "in the way", 1)
     pair.decode.reserve(pair.session, "r1", 2, 1)
-    pair.decode.admit(pair.session, replace(at_rest, attempt=2))
+    pair.decode.admit(pair.session, replace(detached, attempt=2))
     await pair.until(lambda: finished(pair.session, "r1"))
     assert tokens(pair.session, issued) == expected(PROMPT, 6)
 
 
-async def test_an_abort_ends_a_ticket_at_rest(pair: WorkerPair) -> None:
+async def test_abort_ends_a_detached_ticket(pair: WorkerPair) -> None:
     await start(pair, ticket("r1", PROMPT, max_tokens=500))
     await pair.until(lambda: bool(outputs(pair.session, "r1")))
     await handed_over(pair, "r1")
@@ -165,7 +165,7 @@ async def test_an_abort_ends_a_ticket_at_rest(pair: WorkerPair) -> None:
     assert len(pair.session.of(Requeued)) == 1
 
 
-async def test_an_abort_on_the_way_to_rest_frees_the_blocks(pair: WorkerPair) -> None:
+async def test_abort_during_a_detach_frees_the_blocks(pair: WorkerPair) -> None:
     await start(pair, ticket("r1", PROMPT, max_tokens=500))
     await pair.until(lambda: bool(outputs(pair.session, "r1")))
     pair.decode.hand_over(pair.session, "r1", 1)
@@ -174,7 +174,7 @@ async def test_an_abort_on_the_way_to_rest_frees_the_blocks(pair: WorkerPair) ->
     assert not pair.session.of(Requeued)
 
 
-async def test_a_ticket_at_rest_that_nobody_claims_is_taken_back(pair: WorkerPair) -> None:
+async def test_an_unclaimed_detached_ticket_is_released(pair: WorkerPair) -> None:
     pair.decode.limits = replace(pair.decode.limits, ticket_ttl_s=0.02)
     await start(pair, ticket("r1", PROMPT, max_tokens=500))
     await pair.until(lambda: bool(outputs(pair.session, "r1")))
@@ -186,12 +186,12 @@ async def test_a_ticket_at_rest_that_nobody_claims_is_taken_back(pair: WorkerPai
     assert not taken_back.progress.sequences[0].block_ids
 
 
-async def test_a_demand_ends_a_ticket_at_rest(pair: WorkerPair) -> None:
+async def test_a_demand_releases_a_detached_ticket(pair: WorkerPair) -> None:
     """The last in order gives way, whether it runs or rests."""
     issued = await start(pair, ticket("r1", PROMPT, max_tokens=500))
     await pair.until(lambda: bool(outputs(pair.session, "r1")))
     await handed_over(pair, "r1")
-    pair.decode._on_demands([issued.holder_id])
+    pair.decode.preempt([issued.holder_id])
     await pair.until_empty()
     await pair.until(lambda: len(pair.session.of(Requeued)) == 2)
     assert pair.session.of(Requeued)[1].reason is RequeueReason.PREEMPTED
@@ -202,14 +202,14 @@ async def test_a_drained_worker_stays_until_its_tickets_are_claimed(pair: Worker
     await start(pair, ticket("r1", PROMPT, max_tokens=500))
     await pair.until(lambda: bool(outputs(pair.session, "r1")))
     pair.decode.drain()
-    at_rest = await handed_over(pair, "r1")
+    detached = await handed_over(pair, "r1")
     drained = asyncio.create_task(pair.decode.drained())
     await asyncio.wait([drained], timeout=0.2)
     assert not drained.done()
     session = FakeSession()
     async with running(other):
         other.reserve(session, "r1", 2, 1)
-        other.admit(session, replace(at_rest, attempt=2))
+        other.admit(session, replace(detached, attempt=2))
         await asyncio.wait_for(drained, timeout=10)
         other.abort(session, "r1", 2)
         await pair.until_empty()

@@ -99,7 +99,7 @@ async def test_all_tokens_of_a_step_go_in_one_message(pair: WorkerPair) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-async def test_the_youngest_gives_way_when_blocks_run_out(
+async def test_the_last_request_is_preempted_when_blocks_run_out(
     make_pair: MakePair, block_size: int
 ) -> None:
     """Three sequences need 3 x 30 slots of 64: the youngest goes back, the others end."""

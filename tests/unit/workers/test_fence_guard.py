@@ -28,7 +28,7 @@ class Forward:
     def yield_device(self, wait: Wait) -> None:
         pass
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         pass
 
 
@@ -37,7 +37,7 @@ def lock(tmp_path: Path) -> WorkerLock:
     return WorkerLock.create(tmp_path / "decode-1.lock")
 
 
-def test_a_surrendered_guard_forbids_writes(lock: WorkerLock) -> None:
+def test_a_fenced_worker_neither_writes_nor_copies(lock: WorkerLock) -> None:
     forward = Forward()
     permitted = GuardedForward(forward, FenceGuard([lock]))
     permitted.run(())
@@ -56,10 +56,10 @@ def test_results_computed_meanwhile_are_dropped(lock: WorkerLock) -> None:
         permitted.run(())
 
 
-def test_copies_need_a_permit_of_every_pool(lock: WorkerLock, tmp_path: Path) -> None:
+def test_copies_check_the_locks_of_all_pools(lock: WorkerLock, tmp_path: Path) -> None:
     swap_pool = WorkerLock.create(tmp_path / "colder.lock")
     copied: list[tuple[int, int]] = []
-    copy = FenceGuard([lock, swap_pool]).for_copies(copied.extend)
+    copy = FenceGuard([lock, swap_pool]).guard_copy(copied.extend)
     copy([(1, 2)])
     revoke_lock(swap_pool.path)
     with pytest.raises(WorkerFenced):

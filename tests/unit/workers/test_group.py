@@ -20,10 +20,10 @@ from services.engine.messages import (
 )
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.block_keys import (
+    BlockKeys,
     ComputedBlocks,
     num_blocks_for,
     num_tokens_of,
-    shared_tokens,
 )
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Rules
@@ -59,12 +59,12 @@ class EnginePair:
         for _ in range(100):
             advances += self.prefill.step(commands).advances
             commands = []
-            if advances[-1].left is not None:
-                return replace(asked, sequences=advances[-1].left), advances
+            if advances[-1].remaining is not None:
+                return replace(asked, sequences=advances[-1].remaining), advances
         raise AssertionError("it does not end")
 
-    def admit(self, at_rest: Ticket, spare: Sequence[int], num_acquired: int) -> StepOutcome:
-        group = Group.to_continue(at_rest, rules(at_rest), spare, num_acquired)
+    def admit(self, detached: Ticket, spare: Sequence[int], num_acquired: int) -> StepOutcome:
+        group = Group.to_continue(detached, rules(detached), spare, num_acquired)
         assert group.is_stamped(self.stamps)
         return self.decode.step([Admit(group)])
 
@@ -103,10 +103,10 @@ def test_the_prompt_is_computed_once_for_all(engine_pair: EnginePair) -> None:
     """10 tokens: three sequences share its 2 full blocks and its tail; 2 blocks are for copies."""
     wanted = asked(3)
     assert num_blocks_for(wanted, SIZE) == 5
-    at_rest, advances = engine_pair.prefilled(wanted, range(5))
-    assert tables(at_rest.sequences) == dict.fromkeys(range(3), (0, 1, 2))
-    assert [state.token_ids for state in at_rest.sequences] == [right(i, 1) for i in range(3)]
-    assert {state.num_computed_tokens for state in at_rest.sequences} == {10}
+    detached, advances = engine_pair.prefilled(wanted, range(5))
+    assert tables(detached.sequences) == dict.fromkeys(range(3), (0, 1, 2))
+    assert [state.token_ids for state in detached.sequences] == [right(i, 1) for i in range(3)]
+    assert {state.num_computed_tokens for state in detached.sequences} == {10}
     assert [(token.index, token.position) for token in advances[-1].tokens] == [
         (0, 10),
         (1, 10),
@@ -119,9 +119,9 @@ def test_the_prompt_is_computed_once_for_all(engine_pair: EnginePair) -> None:
 
 def test_a_prompt_of_full_blocks_has_no_tail_to_copy(engine_pair: EnginePair) -> None:
     """The block after it is the first one's; the others get theirs where they go on."""
-    at_rest, _ = engine_pair.prefilled(asked(3, PROMPT[:8]), range(5))
-    assert tables(at_rest.sequences) == {0: (0, 1, 2), 1: (0, 1), 2: (0, 1)}
-    outcome = engine_pair.admit(at_rest, spare=(3, 4), num_acquired=5)
+    detached, _ = engine_pair.prefilled(asked(3, PROMPT[:8]), range(5))
+    assert tables(detached.sequences) == {0: (0, 1, 2), 1: (0, 1), 2: (0, 1)}
+    outcome = engine_pair.admit(detached, spare=(3, 4), num_acquired=5)
     assert outcome.num_tokens == 3
     assert tables(engine_pair.removed()) == {0: (0, 1, 2), 1: (0, 1, 3), 2: (0, 1, 4)}
     assert engine_pair.model.num_copies == 0
@@ -129,14 +129,14 @@ def test_a_prompt_of_full_blocks_has_no_tail_to_copy(engine_pair: EnginePair) ->
 
 @pytest.mark.parametrize("budget", [1, 3, 7, 64])
 def test_however_the_prompt_is_cut(tmp_path: Path, budget: int) -> None:
-    at_rest, _ = EnginePair(tmp_path, budget).prefilled(asked(3), range(5))
-    assert [state.token_ids for state in at_rest.sequences] == [right(i, 1) for i in range(3)]
+    detached, _ = EnginePair(tmp_path, budget).prefilled(asked(3), range(5))
+    assert [state.token_ids for state in detached.sequences] == [right(i, 1) for i in range(3)]
 
 
 def test_a_shared_tail_is_copied_before_it_is_written(engine_pair: EnginePair) -> None:
     """All but the last that refers to it, by index, in one call; then each goes its own way."""
-    at_rest, _ = engine_pair.prefilled(asked(3), range(5))
-    outcome = engine_pair.admit(at_rest, spare=(3, 4), num_acquired=5)
+    detached, _ = engine_pair.prefilled(asked(3), range(5))
+    outcome = engine_pair.admit(detached, spare=(3, 4), num_acquired=5)
     assert (engine_pair.model.num_copies, engine_pair.arena.num_copied) == (1, 2)
     assert [token.token for token in outcome.advances[0].tokens] == [
         right(i, 2)[1] for i in range(3)
@@ -148,8 +148,8 @@ def test_a_shared_tail_is_copied_before_it_is_written(engine_pair: EnginePair) -
 
 def test_a_row_whose_copy_has_no_block_sits_out(engine_pair: EnginePair) -> None:
     """Blocks go to who needs them first, by index; the last needs none."""
-    at_rest, _ = engine_pair.prefilled(asked(3), range(5))
-    assert engine_pair.admit(at_rest, spare=(), num_acquired=3).num_tokens == 0
+    detached, _ = engine_pair.prefilled(asked(3), range(5))
+    assert engine_pair.admit(detached, spare=(), num_acquired=3).num_tokens == 0
     ran = []
     for block_id in (7, 8):
         (advance,) = engine_pair.decode.step([AddBlocks(KEY, (block_id,))]).advances
@@ -160,16 +160,16 @@ def test_a_row_whose_copy_has_no_block_sits_out(engine_pair: EnginePair) -> None
 
 def test_required_blocks_are_known_before_any_sequence_runs(engine_pair: EnginePair) -> None:
     """2 copies; 11 tokens and 2 ahead need a fourth block each."""
-    at_rest, _ = engine_pair.prefilled(asked(3), range(5))
-    group = Group.to_continue(at_rest, rules(at_rest), (), num_acquired=3)
+    detached, _ = engine_pair.prefilled(asked(3), range(5))
+    group = Group.to_continue(detached, rules(detached), (), num_acquired=3)
     assert group.total_wanted(look_ahead=2) == 3 + 2 + 3
     assert group.total_wanted(look_ahead=1) == 3 + 2
 
 
 def test_an_ended_sequence_releases_its_own_blocks(engine_pair: EnginePair) -> None:
     """Finished blocks go back, a tail goes to a sibling that wants one."""
-    at_rest, _ = engine_pair.prefilled(asked(2), range(4))
-    engine_pair.admit(at_rest, spare=(3,), num_acquired=4)  # 0 writes block 3, 1 writes block 2
+    detached, _ = engine_pair.prefilled(asked(2), range(4))
+    engine_pair.admit(detached, spare=(3,), num_acquired=4)  # 0 writes block 3, 1 writes block 2
     engine_pair.decode.step([AddBlocks(KEY, (5, 6))])  # 12 tokens: 5 is 0's, 6 is 1's
     engine_pair.decode.step([])  # block 3 and 2 are full, 5 and 6 have a token
     (advance,) = engine_pair.decode.step([AbortSequence(KEY, 0)]).advances
@@ -182,8 +182,8 @@ def test_an_ended_sequence_releases_its_own_blocks(engine_pair: EnginePair) -> N
 
 def test_a_tail_that_somebody_leaves_is_written_in_place(engine_pair: EnginePair) -> None:
     """No block has come for a copy, and none is needed any more."""
-    at_rest, _ = engine_pair.prefilled(asked(2), range(4))
-    engine_pair.admit(at_rest, spare=(), num_acquired=3)
+    detached, _ = engine_pair.prefilled(asked(2), range(4))
+    engine_pair.admit(detached, spare=(), num_acquired=3)
     (advance,) = engine_pair.decode.step([AbortSequence(KEY, 0)]).advances
     assert [token.index for token in advance.tokens] == [1]
     assert engine_pair.arena.num_copied == 0
@@ -191,20 +191,20 @@ def test_a_tail_that_somebody_leaves_is_written_in_place(engine_pair: EnginePair
 
 
 def test_the_last_to_end_takes_the_group_along(engine_pair: EnginePair) -> None:
-    at_rest, _ = engine_pair.prefilled(asked(2), range(4))
-    engine_pair.admit(at_rest, spare=(3,), num_acquired=4)
+    detached, _ = engine_pair.prefilled(asked(2), range(4))
+    engine_pair.admit(detached, spare=(3,), num_acquired=4)
     (removed,) = engine_pair.decode.step([AbortSequence(KEY, 0), AbortSequence(KEY, 1)]).removed
     assert removed.sequences == ()
     assert engine_pair.decode.step([Remove(KEY)]).removed == ()
 
 
 def test_sequences_end_by_themselves(engine_pair: EnginePair) -> None:
-    at_rest, _ = engine_pair.prefilled(asked(2, max_tokens=3), range(4))
-    (first,) = engine_pair.admit(at_rest, spare=(3,), num_acquired=4).advances
-    assert first.left is None
+    detached, _ = engine_pair.prefilled(asked(2, max_tokens=3), range(4))
+    (first,) = engine_pair.admit(detached, spare=(3,), num_acquired=4).advances
+    assert first.remaining is None
     (second,) = engine_pair.decode.step([]).advances
     assert [token.finish for token in second.tokens] == [FinishReason.LENGTH] * 2
-    assert second.left == ()
+    assert second.remaining == ()
 
 
 def test_a_sequence_of_one_token_leaves_the_others_their_blocks(engine_pair: EnginePair) -> None:
@@ -212,19 +212,19 @@ def test_a_sequence_of_one_token_leaves_the_others_their_blocks(engine_pair: Eng
     wanted = asked(3)
     first = right(1, 1)[0]
     sampling = replace(wanted.sampling, stop_token_ids=(first,))
-    at_rest, advances = engine_pair.prefilled(replace(wanted, sampling=sampling), range(5))
-    assert tables(at_rest.sequences) == {0: (0, 1, 2), 2: (0, 1, 2)}
+    detached, advances = engine_pair.prefilled(replace(wanted, sampling=sampling), range(5))
+    assert tables(detached.sequences) == {0: (0, 1, 2), 2: (0, 1, 2)}
     assert advances[-1].freed == (4,)
 
 
 def test_a_row_that_is_not_finite_ends_its_group_alone(engine_pair: EnginePair) -> None:
-    at_rest, _ = engine_pair.prefilled(asked(2), range(4))
+    detached, _ = engine_pair.prefilled(asked(2), range(4))
     other = ticket("r2", (7, 8, 9))
     (of_other,) = engine_pair.prefilled(other, (8,))[0].sequences
     engine_pair.model.poison = PROMPT[0]
     group = Group.to_continue(replace(other, sequences=(of_other,)), rules(other), (9,), 2)
     engine_pair.decode.step([Admit(group)])
-    outcome = engine_pair.admit(at_rest, spare=(3,), num_acquired=4)
+    outcome = engine_pair.admit(detached, spare=(3,), num_acquired=4)
     (failed,) = outcome.failed
     assert (failed.key, failed.fault) == (KEY, Fault.NOT_FINITE)
     assert [block_id for block_id, _ in failed.blocks] == [0, 1]
@@ -250,8 +250,8 @@ def test_a_group_is_computed_again_with_what_each_has(
     """The prompt once, then each one's own; all have one token more, whatever they had."""
     engine_pair, wanted = EnginePair(tmp_path, budget), again(PROMPT[:length])
     num_blocks = num_blocks_for(wanted, SIZE)
-    at_rest, advances = engine_pair.prefilled(wanted, range(num_blocks))
-    states = {state.index: state for state in at_rest.sequences}
+    detached, advances = engine_pair.prefilled(wanted, range(num_blocks))
+    states = {state.index: state for state in detached.sequences}
     for index, num_tokens in AGAIN.items():
         assert states[index].token_ids == right(index, num_tokens + 1, PROMPT[:length])
         assert states[index].num_computed_tokens == length + num_tokens
@@ -261,12 +261,12 @@ def test_a_group_is_computed_again_with_what_each_has(
     completed = [block for advance in advances for block, _ in advance.completed]
     assert len(completed) == len(set(completed)), "a block is finished once"
     given_up = [block for advance in advances for block in advance.freed]
-    in_tables = {block for state in at_rest.sequences for block in state.block_ids}
+    in_tables = {block for state in detached.sequences for block in state.block_ids}
     assert not given_up
     assert in_tables <= set(range(num_blocks))
     # and on it goes
     spare = [block for block in range(num_blocks) if block not in in_tables]
-    outcome = engine_pair.admit(at_rest, spare, num_blocks)
+    outcome = engine_pair.admit(detached, spare, num_blocks)
     for token in outcome.advances[0].tokens:
         assert token.token == right(token.index, AGAIN[token.index] + 2, PROMPT[:length])[-1]
 
@@ -277,7 +277,7 @@ def test_tokens_common_to_all_are_computed_once() -> None:
     group = replace(
         asked(1), sequences=tuple(TicketSequence(i, own) for i, own in enumerate(states))
     )
-    assert shared_tokens(group) == (*PROMPT, 5, 6)
+    assert BlockKeys.of(group, 1).trunk.token_ids == (*PROMPT, 5, 6)
     assert num_tokens_of(group) == 12 + 1 + 0 + 2
     assert num_blocks_for(group, SIZE) == 3 + 3 * 1  # 12 full; then 13, 12 and 14 and one more
 
@@ -289,12 +289,12 @@ def test_tokens_common_to_some_are_computed_once_too(engine_pair: EnginePair) ->
     wanted = replace(asked(1), sequences=states)
     assert num_tokens_of(wanted) == 10 + 4 + 1 + 1 + 1
     assert num_blocks_for(wanted, SIZE) == 3 + 3 * 1  # one more full one that two have
-    at_rest, _ = engine_pair.prefilled(wanted, range(6))
+    detached, _ = engine_pair.prefilled(wanted, range(6))
     assert engine_pair.arena.num_computed == 17
     for index, tokens in enumerate(own):
         drawn = next_token((*PROMPT, *tokens), Draw(wanted.sampling, index))
-        assert at_rest.sequences[index].token_ids == (*tokens, drawn)
-    first, second, third = tables(at_rest.sequences).values()
+        assert detached.sequences[index].token_ids == (*tokens, drawn)
+    first, second, third = tables(detached.sequences).values()
     assert first[:3] == third[:3]
     assert first[:2] == second[:2]
     assert len({first[3], third[3], second[2], first[2]}) == 4
@@ -305,21 +305,21 @@ def test_sequences_go_on_from_their_own_tokens(engine_pair: EnginePair) -> None:
     it is computed."""
     wanted = replace(asked(1), sequences=(TicketSequence(0, (7,) * 7), *_pair()))
     alone = replace(wanted, sequences=wanted.sequences[:1])
-    at_rest, _ = engine_pair.prefilled(alone, range(20, 25))
-    table = at_rest.sequences[0].block_ids
-    begun = [
+    detached, _ = engine_pair.prefilled(alone, range(20, 25))
+    table = detached.sequences[0].block_ids
+    computed = [
         ComputedBlocks.of_full(table[:4], SIZE),
         *[ComputedBlocks.of_full(table[:2], SIZE)] * 2,
     ]
-    group = Group.to_compute(wanted, rules(wanted), range(30, 36), begun)
+    group = Group.to_compute(wanted, rules(wanted), range(30, 36), computed)
     assert group.num_uncomputed == 1 + (2 + 2 + 1 + 1)
     num_computed = engine_pair.arena.num_computed
     (advance, *_) = engine_pair.prefill.step([Admit(group)]).advances
-    while advance.left is None:
+    while advance.remaining is None:
         (advance, *_) = engine_pair.prefill.step([]).advances
     assert engine_pair.arena.num_computed - num_computed == 7
-    assert tables(advance.left)[0][:4] == table[:4]
-    for state, before in zip(advance.left, wanted.sequences, strict=True):
+    assert tables(advance.remaining)[0][:4] == table[:4]
+    for state, before in zip(advance.remaining, wanted.sequences, strict=True):
         drawn = next_token((*PROMPT, *before.token_ids), Draw(wanted.sampling, before.index))
         assert state.token_ids == (*before.token_ids, drawn)
 
@@ -337,19 +337,19 @@ def test_a_block_that_somebody_adopted_is_not_copied_for_its_last_token(
     wanted = replace(asked(1), sequences=states)
     whole, _ = engine_pair.prefilled(replace(wanted, sequences=states[1:]), range(20, 25))
     adopted = whole.sequences[0].block_ids[:3]
-    begun = [ComputedBlocks(adopted, 11, 3), ComputedBlocks.of_full(adopted, SIZE)]
-    group = Group.to_compute(wanted, rules(wanted), (30, 31), begun)
+    computed = [ComputedBlocks(adopted, 11, 3), ComputedBlocks.of_full(adopted, SIZE)]
+    group = Group.to_compute(wanted, rules(wanted), (30, 31), computed)
     num_copied = engine_pair.arena.num_copied
     (advance,) = engine_pair.prefill.step([Admit(group)]).advances
-    assert advance.left is not None
-    assert tables(advance.left) == {0: (*adopted, 31), 1: (*adopted, 30)}
+    assert advance.remaining is not None
+    assert tables(advance.remaining) == {0: (*adopted, 31), 1: (*adopted, 30)}
     assert engine_pair.arena.num_copied == num_copied
 
 
 def test_a_group_of_one_is_computed_like_a_prompt(engine_pair: EnginePair) -> None:
     """No branch, no copy, no spare block."""
     wanted = replace(asked(1), sequences=(TicketSequence(0, right(0, 5)),))
-    at_rest, advances = engine_pair.prefilled(wanted, range(4))
+    detached, advances = engine_pair.prefilled(wanted, range(4))
     assert len(advances) == 1
-    assert tables(at_rest.sequences) == {0: (0, 1, 2, 3)}
-    assert at_rest.sequences[0].token_ids == right(0, 6)
+    assert tables(detached.sequences) == {0: (0, 1, 2, 3)}
+    assert detached.sequences[0].token_ids == right(0, 6)

@@ -194,11 +194,11 @@ async def test_tables_that_do_not_go_together_are_refused(
     """Before anybody is asked for the blocks."""
     states = list(SOUND)
     states[which] = replace(states[which], **changes)  # type: ignore[arg-type]
-    at_rest = replace(asked(1), holder_epoch=2)
+    detached = replace(asked(1), holder_epoch=2)
     pair.decode.reserve(pair.session, "r1", 1, 3)
     with pytest.raises(InvalidRequest, match=problem):
-        pair.decode.admit(pair.session, replace(at_rest, sequences=tuple(states)))
-    pair.decode.admit(pair.session, replace(at_rest, sequences=SOUND))  # it is only not there
+        pair.decode.admit(pair.session, replace(detached, sequences=tuple(states)))
+    pair.decode.admit(pair.session, replace(detached, sequences=SOUND))  # it is only not there
     await pair.until(lambda: bool(pair.session.of(Requeued)))
 
 
@@ -222,13 +222,13 @@ async def test_tables_of_siblings_that_are_exchanged_are_not_believed(pair: Work
     pair.decode.hand_over(pair.session, "r1", 1)
     pair.decode_model.gate.set()
     await pair.until(lambda: bool(pair.session.of(Requeued)))
-    at_rest = pair.session.of(Requeued)[0].ticket
-    first, second = at_rest.sequences
+    detached = pair.session.of(Requeued)[0].ticket
+    first, second = detached.sequences
     swapped = (
         replace(first, block_ids=second.block_ids),
         replace(second, block_ids=first.block_ids),
     )
-    admit(pair, replace(at_rest, attempt=2, sequences=swapped))
+    admit(pair, replace(detached, attempt=2, sequences=swapped))
     await pair.until(lambda: len(pair.session.of(Requeued)) == 2)
     assert pair.session.of(Requeued)[1].reason is RequeueReason.STALE_TICKET
     await pair.until_empty()

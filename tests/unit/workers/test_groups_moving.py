@@ -39,11 +39,11 @@ async def test_blocks_missing_from_a_ticket_are_released(pair: WorkerPair) -> No
     pair.decode.hand_over(pair.session, "r1", 1)
     pair.decode_model.gate.set()
     await pair.until(lambda: bool(pair.session.of(Requeued)))
-    at_rest = pair.session.of(Requeued)[0].ticket
+    detached = pair.session.of(Requeued)[0].ticket
     before = await num_held(pair)
-    left = (at_rest.sequences[0], at_rest.sequences[2])
+    left = (detached.sequences[0], detached.sequences[2])
     pair.decode_model.gate.clear()
-    admit(pair, replace(at_rest, attempt=2, sequences=left))
+    admit(pair, replace(detached, attempt=2, sequences=left))
     await pair.until(lambda: pair.decode_model.num_begun == 10)
     assert await num_held(pair) == before - 2  # 2 full ones; its tail will be somebody's next
     pair.decode_model.gate.set()
@@ -51,12 +51,12 @@ async def test_blocks_missing_from_a_ticket_are_released(pair: WorkerPair) -> No
     await pair.until_empty()
 
 
-async def test_a_group_gives_way_as_one_and_is_computed_again(pair: WorkerPair) -> None:
+async def test_a_group_is_preempted_as_one_and_recomputed(pair: WorkerPair) -> None:
     """Each with its own tokens behind the prompt, which is in the cache."""
     pair.decode_model.pause_after = 5
     issued = await start(pair, asked(3, 20))
     await pair.until(lambda: pair.decode_model.num_begun == 6)
-    pair.decode._on_demands(["h-r1"])
+    pair.decode.preempt(["h-r1"])
     pair.decode_model.gate.set()
     await pair.until(lambda: bool(pair.session.of(Requeued)))
     (requeued,) = pair.session.of(Requeued)
@@ -92,7 +92,7 @@ async def test_groups_of_different_lengths_are_computed_again(pair: WorkerPair) 
     await pair.until_empty()
 
 
-async def test_when_blocks_run_out_the_last_group_gives_way(make_pair: MakePair) -> None:
+async def test_the_last_group_is_preempted_when_blocks_run_out(make_pair: MakePair) -> None:
     """Each group of 3 needs 2 + 3 x 6 blocks in the end, of 30."""
     pair = await make_pair(num_blocks=30)
     pair.decode_model.gate.clear()
@@ -128,7 +128,7 @@ async def test_a_parked_group_goes_on_where_its_client_wants_it(make_pair: MakeP
     two = tuple(state for state in issued.sequences if state.index != 1)
     pair.decode.resume(other, replace(issued, attempt=6, sequences=two))
     await pair.until(lambda: len(other.of(Requeued)) == 2)
-    at_rest = other.of(Requeued)[1].ticket
-    assert [list(state.token_ids) for state in at_rest.sequences] == [right(0, 5), right(2, 5)]
+    detached = other.of(Requeued)[1].ticket
+    assert [list(state.token_ids) for state in detached.sequences] == [right(0, 5), right(2, 5)]
     pair.decode.abort(other, "r1", 6)
     await pair.until_empty()

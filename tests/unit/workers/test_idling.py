@@ -35,8 +35,8 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """The pulse of a busy worker is fast; of an idle one none comes within the test."""
-    monkeypatch.setattr(pool_worker, "_PULSE_S", 0.001)
-    monkeypatch.setattr(pool_worker, "_IDLE_PULSE_S", 1000.0)
+    monkeypatch.setattr(pool_worker, "_HEARTBEAT_S", 0.001)
+    monkeypatch.setattr(pool_worker, "_IDLE_HEARTBEAT_S", 1000.0)
     return Calls(monkeypatch)
 
 

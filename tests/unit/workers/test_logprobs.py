@@ -91,7 +91,7 @@ async def test_after_a_preemption_they_come_once_and_whole(make_pair: MakePair) 
     pair.prefill_model.pause_after = 3
     pair.prefill.submit(pair.session, ticket("r1", LONG), 2)
     await pair.until(lambda: pair.prefill_model.num_begun == 4)
-    pair.prefill._on_demands(["h-r1"])
+    pair.prefill.preempt(["h-r1"])
     pair.prefill_model.pause_after = 0
     pair.prefill_model.gate.set()
     await pair.until(lambda: bool(pair.session.of(Requeued)))

@@ -159,7 +159,7 @@ async def test_when_the_window_closes_its_blocks_are_free(make_pair: MakePair) -
 
 async def test_a_demand_ends_a_parked_sequence(pair: WorkerPair) -> None:
     await parked(pair)
-    pair.decode._on_demands([ASKED.holder_id])
+    pair.decode.preempt([ASKED.holder_id])
     await pair.until_empty()
 
 

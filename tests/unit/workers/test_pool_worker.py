@@ -44,12 +44,12 @@ async def test_an_error_after_a_step_ends_the_worker(tmp_path: Path) -> None:
     for number, (parent, own) in enumerate(pairwise(parents)):
         stamps.complete(blocks[number], own, parent, range(4 * number, 4 * number + 4))
     await store.detach("pool", "h-r1", 1)
-    at_rest = TicketSequence(0, token_ids=(7,), block_ids=blocks, num_computed_tokens=10)
+    detached = TicketSequence(0, token_ids=(7,), block_ids=blocks, num_computed_tokens=10)
 
     working = asyncio.create_task(worker.run())
     session = DeafSession()
     worker.reserve(session, "r1", 1, 1)
-    worker.admit(session, ticket("r1", range(10), holder_epoch=2, sequences=(at_rest,)))
+    worker.admit(session, ticket("r1", range(10), holder_epoch=2, sequences=(detached,)))
     with pytest.raises(ValueError, match="cannot be sent"):
         await asyncio.wait_for(working, 10)
 

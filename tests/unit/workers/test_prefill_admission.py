@@ -82,7 +82,7 @@ async def test_a_block_that_says_something_else_is_never_adopted(
     right before it is."""
     pair.prefill.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
     await pair.until(lambda: bool(pair.session.events))
-    pair.prefill._admission._stamps.mark_owned([wrong], "somebody else")
+    pair.prefill.stamps.mark_owned([wrong], "somebody else")
     pair.prefill.submit(pair.session, ticket("r2", PROMPT))
     await pair.until(lambda: len(pair.session.events) == 2)
     event = prefilled(pair.session)["r2"]
@@ -138,7 +138,7 @@ async def test_an_abort_while_a_wrong_block_is_given_up_leaves_no_waiter(
     pair = await make_pair(num_blocks=3)
     pair.prefill.submit(pair.session, ticket("r1", PROMPT, max_tokens=1))
     await pair.until(lambda: bool(pair.session.events))
-    pair.prefill._admission._stamps.mark_owned([0], "somebody else")
+    pair.prefill.stamps.mark_owned([0], "somebody else")
     retract, submitted = pair.store.retract, ticket("r2", PROMPT)
 
     async def aborted(*args: Any) -> None:

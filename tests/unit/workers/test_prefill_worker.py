@@ -32,7 +32,7 @@ async def test_a_ticket_comes_back_with_blocks_and_the_first_token(pair: WorkerP
     assert holder.order == event.ticket.order
 
 
-async def test_a_ticket_is_at_rest_before_anybody_hears_of_it(
+async def test_a_ticket_is_detached_before_its_gateway_gets_it(
     pair: WorkerPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the decode worker could ask for it too early, and find it running."""
@@ -232,8 +232,8 @@ async def test_a_demand_sends_the_request_back(pair: WorkerPair) -> None:
     """A ticket at rest gives way when a running sequence needs its blocks."""
     pair.prefill.submit(pair.session, ticket("r1", range(20)))
     await pair.until(lambda: len(pair.session.events) == 1)
-    pair.prefill._on_demands(["h-r1"])
-    pair.prefill._on_demands(["h-r1"])  # heard again until it has gone
+    pair.prefill.preempt(["h-r1"])
+    pair.prefill.preempt(["h-r1"])  # heard again until it has gone
     await pair.until(lambda: len(pair.session.events) == 2)
     (requeued,) = pair.session.of(Requeued)
     assert requeued.reason is RequeueReason.PREEMPTED
@@ -255,7 +255,7 @@ async def test_a_demand_ends_what_is_being_computed_too(pair: WorkerPair) -> Non
     pair.prefill_model.gate.clear()
     pair.prefill.submit(pair.session, ticket("r1", range(20)))
     await pair.until(lambda: pair.prefill.load().num_running == 1)
-    pair.prefill._on_demands(["h-r1"])
+    pair.prefill.preempt(["h-r1"])
     pair.prefill_model.gate.set()
     await pair.until(lambda: bool(pair.session.events))
     (requeued,) = pair.session.of(Requeued)

@@ -1,4 +1,4 @@
-from services.engine.scheduler import Batch, Scheduler
+from services.engine.scheduler import ScheduledSequence, Scheduler
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Branch, Rules, Sequence
 
@@ -25,7 +25,7 @@ def scheduler(*groups: Group, max_num_seqs: int = 8) -> Scheduler:
     return made
 
 
-def shares(batch: Batch) -> list[tuple[str, int]]:
+def shares(batch: list[ScheduledSequence]) -> list[tuple[str, int]]:
     return [(run.group.key.removeprefix("h-"), run.num_tokens) for run in batch]
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from services.worker.liveness.step_watch import Stepping, StepWatch
+from services.worker.liveness.step_watch import Stepping, watch_steps
 
 LIMIT_S = 0.05
 
@@ -23,7 +23,7 @@ def watch(engine: Stepping) -> "asyncio.Task[None]":
     def end(limit_s: float) -> None:
         raise Ended(limit_s)
 
-    return asyncio.create_task(StepWatch(engine, LIMIT_S, end).keep())
+    return asyncio.create_task(watch_steps(engine, LIMIT_S, end))
 
 
 async def test_a_step_without_an_end_ends_the_worker() -> None:

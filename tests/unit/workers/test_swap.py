@@ -8,7 +8,7 @@ import pytest
 from blockstore.errors import StaleHolder
 from services.protocol.messages import Failed, Prefilled, Requeued, RequeueReason
 from services.protocol.ticket import Swapped, SwappedTable, Ticket, TicketSequence
-from services.worker.swap.cost import Pace, SwapCost
+from services.worker.swap.cost import PrefillCost, SwapCost
 
 from .conftest import MakePair, WorkerPair
 from .fakes import PROMPT, FakeSession, expected, next_token, ticket
@@ -25,7 +25,7 @@ async def victim(pair: WorkerPair, num_tokens: int = 5) -> Ticket:
     return issued
 
 
-async def give_way(pair: WorkerPair) -> Ticket:
+async def preempt(pair: WorkerPair) -> Ticket:
     """The pool demands the victim; the ticket that the gateway gets."""
     pair.store.ledger("pool").demands.add("h-r9")
     await pair.until(lambda: pair.decode_figures.get_sample_value(PREEMPTIONS) == 1)
@@ -68,7 +68,7 @@ async def test_a_swapped_out_request_goes_on_with_one_token_computed(
 ) -> None:
     pair = await make_pair(128 // block_size, block_size, num_swap_blocks=64 // block_size)
     issued = await victim(pair)
-    back = await give_way(pair)
+    back = await preempt(pair)
     assert back.swapped is not None
     assert back.sequences[0].block_ids == ()
     (table,) = back.swapped.tables
@@ -100,7 +100,7 @@ async def test_cached_blocks_are_not_copied_back(make_pair: MakePair) -> None:
     """And what comes back can be shared by whoever has the same prefix."""
     pair = await make_pair(num_swap_blocks=16)
     await victim(pair)
-    back = await give_way(pair)
+    back = await preempt(pair)
     await pair.until_empty()
     session, num_copied = FakeSession(), pair.arena.num_copied
     await come_back(pair, back, session)
@@ -117,7 +117,7 @@ async def test_a_prefix_that_is_in_the_colder_pool_is_not_copied_again(
     pair = await make_pair(num_swap_blocks=16)
     assert pair.swap_pool is not None
     await victim(pair)
-    back = await give_way(pair)
+    back = await preempt(pair)
     await pair.until_empty()
     num_copied = pair.swap_pool.num_copied
     pair.session.events.clear()
@@ -142,7 +142,7 @@ async def test_without_room_in_the_colder_pool_it_is_computed_again(
     """All or nothing; and nobody waits there."""
     pair = await make_pair(num_swap_blocks=2)
     await victim(pair)
-    back = await give_way(pair)
+    back = await preempt(pair)
     assert back.swapped is None
     assert pair.store.ledger("colder").waiters == {}
     evict_all(pair)
@@ -154,7 +154,7 @@ async def test_without_room_in_the_colder_pool_it_is_computed_again(
 async def test_an_abort_while_swapped_out_frees_the_blocks(make_pair: MakePair) -> None:
     pair = await make_pair(num_swap_blocks=16)
     await victim(pair)
-    back = await give_way(pair)
+    back = await preempt(pair)
     assert (await pair.store.stats("colder")).num_held > 0
     pair.decode.abort(pair.session, "r9", back.attempt)
     await pair.until_colder_is_empty()
@@ -181,7 +181,7 @@ async def test_an_abort_during_the_copy_frees_both(make_pair: MakePair) -> None:
 async def test_a_ticket_that_is_gone_there_is_computed_again(make_pair: MakePair) -> None:
     pair = await make_pair(num_swap_blocks=16)
     issued = await victim(pair)
-    back = await give_way(pair)
+    back = await preempt(pair)
     pair.decode.abort(pair.session, "r9", back.attempt)
     await pair.until_colder_is_empty()
     evict_all(pair)
@@ -195,7 +195,7 @@ async def test_blocks_that_its_holder_does_not_have_are_not_read(make_pair: Make
     """A ticket that names them in another order, or others: it is computed."""
     pair = await make_pair(num_swap_blocks=16)
     await victim(pair)
-    back = await give_way(pair)
+    back = await preempt(pair)
     assert back.swapped is not None
     await pair.until_empty()
     evict_all(pair)
@@ -217,7 +217,7 @@ async def test_blocks_that_say_something_else_are_not_trusted(
     pair = await make_pair(num_swap_blocks=16)
     assert pair.swap_pool is not None
     await victim(pair, num_tokens=7)
-    back = await give_way(pair)
+    back = await preempt(pair)
     assert back.swapped is not None
     pair.swap_pool.stamps.mark_owned([back.swapped.block_ids[wrong]], "somebody")
     evict_all(pair)
@@ -235,7 +235,7 @@ async def test_blocks_that_say_something_else_are_not_trusted(
 async def test_a_demand_while_it_comes_back_loses_nothing_but_time(make_pair: MakePair) -> None:
     pair = await make_pair(num_swap_blocks=16)
     await victim(pair)
-    back = await give_way(pair)
+    back = await preempt(pair)
     await pair.until_empty()
     evict_all(pair)
     session = FakeSession()
@@ -281,12 +281,12 @@ def test_swapping_is_compared_with_computing_once_both_are_measured() -> None:
 
 
 def test_short_steps_say_nothing_of_what_a_prompt_costs() -> None:
-    pace = Pace()
-    pace.observe(1, 0.1)
-    assert pace.ns_per_token == 0
-    pace.observe(100, 0.1)
-    pace.observe(1, 0.1)
-    assert pace.ns_per_token == 1_000_000
+    cost = PrefillCost()
+    cost.observe(1, 0.1)
+    assert cost.ns_per_token == 0
+    cost.observe(100, 0.1)
+    cost.observe(1, 0.1)
+    assert cost.ns_per_token == 1_000_000
 
 
 async def test_only_what_nobody_else_has_counts_as_lost(make_pair: MakePair) -> None:

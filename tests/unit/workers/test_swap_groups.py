@@ -17,7 +17,7 @@ from .preempting import (
     ended_again,
     evict_all,
     finish,
-    give_way,
+    preempt,
     right,
     running,
     swapped_out,
@@ -49,7 +49,7 @@ async def test_a_swapped_out_group_goes_on_with_one_token_each_computed(
         await running(pair, asked(n), num_steps)
     else:
         await unstarted(pair, asked(n))
-    back = await give_way(pair)
+    back = await preempt(pair)
     assert back.swapped is not None
     await pair.until_empty()
     evict_all(pair)
@@ -105,7 +105,7 @@ async def test_blocks_in_the_swap_pool_are_not_copied_again(make_pair: MakePair)
     num_begun = pair.decode_model.num_begun
     admit(pair, issued)
     await pair.until(lambda: pair.decode_model.num_begun == num_begun + 3)
-    again = await give_way(pair, "h-again")
+    again = await preempt(pair, "h-again")
     assert {len(state.token_ids) for state in again.sequences} == {12}
     assert pair.swap_pool.num_copied - num_copied == 3 * 2  # tokens 16 to 20 of each
     assert again.swapped is not None
@@ -157,7 +157,7 @@ async def test_a_recomputed_group_finds_the_cached_blocks_of_its_sequences(
     """17 tokens of each were computed: 2 blocks are everybody's, 2 each one's own, and the last
     two tokens are computed."""
     await running(pair, asked(3), 6)
-    back = await give_way(pair)
+    back = await preempt(pair)
     assert back.swapped is None
     await pair.until_empty()
     num_computed = pair.arena.num_computed
@@ -176,7 +176,7 @@ async def test_sequences_without_cached_blocks_are_computed_beside_the_others(
 ) -> None:
     """Its first own block was evicted: 9 tokens of it are computed, and 2 of the others."""
     await running(pair, asked(3), 6)
-    back = await give_way(pair)
+    back = await preempt(pair)
     await pair.until_empty()
     blocks = pair.store.ledger("pool").blocks
     tokens = (*PROMPT, *right(gone)[:2])
@@ -207,7 +207,7 @@ async def test_without_room_for_all_of_it_it_is_computed_again(
     """All or nothing: it takes 11 blocks. Somebody can see why."""
     pair = await make_pair(64, num_swap_blocks=num_swap_blocks)
     await running(pair, asked(3), 6)
-    back = await give_way(pair)
+    back = await preempt(pair)
     assert back.swapped is None
     assert pair.decode_figures.get_sample_value(REFUSED) == 1
     assert pair.store.ledger("colder").waiters == {}
@@ -230,7 +230,7 @@ async def test_blocks_that_say_something_else_are_not_trusted(
         await unstarted(pair, asked(3))
     else:
         await running(pair, asked(3), 6)
-    back = await give_way(pair)
+    back = await preempt(pair)
     await pair.until_empty()
     assert back.swapped is not None
     number = {"trunk": 1, "own": 2, "tail": 4, "shared tail": 2}[which]

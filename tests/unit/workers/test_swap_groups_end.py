@@ -9,7 +9,7 @@ from services.protocol.messages import Failed, Requeued
 from services.worker.events import EXPIRED
 
 from .conftest import MakePair
-from .preempting import asked, come_back, evict_all, finish, give_way, right, running, swapped_out
+from .preempting import asked, come_back, evict_all, finish, preempt, right, running, swapped_out
 
 
 async def test_ended_sequences_are_not_copied(make_pair: MakePair) -> None:
@@ -44,10 +44,10 @@ async def test_a_cancelled_request_leaves_nothing(make_pair: MakePair, is_copied
     assert pair.swap_pool is not None
     await running(pair, asked(3), 6)
     if is_copied:
-        await give_way(pair)
+        await preempt(pair)
     else:
         pair.swap_pool.copying.clear()
-        pair.decode._on_demands(["h-r1"])
+        pair.decode.preempt(["h-r1"])
         pair.decode_model.gate.set()
         await pair.until(lambda: pair.decode.load().num_running == 0)
     for index in (1, 0, 2):
