@@ -11,13 +11,13 @@ from services.common.runtime.logging import bind_request_id
 from services.common.text.stop_strings import StopMatcher
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.frontend.api import Delta, GenerationRequest, ServedModel
-from services.gateway.intake.admission import Admitted, admit, check_priority
+from services.gateway.intake.admission import AdmittedRequest, admit, check_priority
 from services.gateway.intake.identity import check_identity, client_id, scoped_id, with_resume_token
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request_metrics import RequestMetrics, code_of
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.streaming.best_of import BestOf
-from services.gateway.streaming.logprob_text import LogprobText, PromptTeller
+from services.gateway.streaming.logprob_text import LogprobText, PromptReporter
 from services.gateway.streaming.output import Output, RequestStats
 from services.gateway.streaming.pacer import StreamPacer
 from services.gateway.streaming.sequence import Sequence
@@ -82,11 +82,11 @@ class Gateway:
         deadline = None if request.timeout_s is None else arrived_at + request.timeout_s
         check_priority(request.priority, client_priority=self._client_priority)
         request_id = scoped_id(name, with_resume_token(request).resume_token)
-        with self._dispatcher.entering(request_id, resumes=request.received is not None):
+        with self._dispatcher.admitting(request_id, resumes=request.received is not None):
             try:
                 async with asyncio.timeout_at(deadline):
                     model, served = await self._served(request.model)
-                    with self._dispatcher.in_time(request, request_id, model, deadline):
+                    with self._dispatcher.admitting_to_model(request, request_id, model, deadline):
                         admitted = await admit(
                             request, request_id, model, served, arrived_at, deadline
                         )
@@ -137,7 +137,7 @@ class Gateway:
             if not await self._changes.wait(heard, max(0.0, until - loop.time())):
                 raise NoWorker("no worker is there to serve any model now")
 
-    def _output(self, asked: GenerationRequest, request: Admitted, served: Served) -> Output:
+    def _output(self, asked: GenerationRequest, request: AdmittedRequest, served: Served) -> Output:
         tokenizer, sampling = served.model.tokenizer, request.sampling
         sequences = tuple(
             Sequence(
@@ -146,7 +146,7 @@ class Gateway:
                     tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens),
                     StopMatcher(request.stop, included=request.include_stop_str),
                     min_tokens=sampling.min_tokens,
-                    shows_end=request.include_stop_str,
+                    includes_end=request.include_stop_str,
                 ),
                 frozenset(sampling.stop_token_ids),
                 None if asked.sampling.logprobs is None else LogprobText(tokenizer),
@@ -155,7 +155,7 @@ class Gateway:
         )
         has_prompt = any(told.token_ids for told in request.received or ())
         tells_prompt = (asked.echo or request.prompt_logprobs is not None) and not has_prompt
-        teller = PromptTeller(asked.prompt, request.prompt_token_ids, tokenizer)
+        teller = PromptReporter(asked.prompt, request.prompt_token_ids, tokenizer)
         num_best = request.num_best
         kind: Callable[..., Output] = (
             Output if num_best is None else partial(BestOf, num_best=num_best)
@@ -175,7 +175,7 @@ class Gateway:
             teller if tells_prompt else None,
             self._pacer,
         )
-        output.tells_usage = asked.running_usage
+        output.running_usage = asked.running_usage
         output.replay(request.received or ())
         return output
 

@@ -28,12 +28,12 @@ from services.gateway.frontend.service import InferenceService
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.scheduling.placement import Limits
 from services.gateway.streaming.output import PAUSE_AFTER_S
-from services.gateway.wiring import Wiring, assembled, keep_health
+from services.gateway.wiring import Wiring, assembled, update_health
 
 _HINT_LIMIT_S = 0.5
 """How long a lookup of cached prefixes in the block store is tried again. The router can place a
 request without the answer."""
-_FAREWELL_S = 1.0
+_LAST_WRITES_S = 1.0
 """How long the servers stay up after all requests have ended, so that the last answers go out."""
 
 log = get_logger(__name__)
@@ -95,7 +95,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
 async def _leave(wiring: Wiring, server: RpcServer, http: AsyncExitStack, grace_s: float) -> None:
     """Stop the gRPC and the HTTP server: neither accepts new calls, and requests that still run
     after `grace_s` fail with Draining."""
-    closing = asyncio.gather(server.stop(grace_s + _FAREWELL_S), http.aclose())
+    closing = asyncio.gather(server.stop(grace_s + _LAST_WRITES_S), http.aclose())
     await asyncio.wait([closing], timeout=grace_s)
     await wiring.dispatcher.close()
     await closing
@@ -108,7 +108,7 @@ async def _in_background(
     async with asyncio.TaskGroup() as tasks:
         running = [
             tasks.create_task(heartbeat.keep(), name="presence"),
-            tasks.create_task(keep_health(wiring, servers, heartbeat), name="health"),
+            tasks.create_task(update_health(wiring, servers, heartbeat), name="health"),
         ]
         yield
         for task in running:
@@ -122,7 +122,7 @@ async def _grpc_server(
     inference = InferenceService(wiring.gateway)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.aio)
     port = await server.start(settings.host, settings.port)
-    stack.push_async_callback(server.stop, _FAREWELL_S)
+    stack.push_async_callback(server.stop, _LAST_WRITES_S)
     return server, port
 
 
@@ -146,7 +146,7 @@ async def _operations_server(
     socket = operations_socket(settings.run_dir, gethostname(), public_port)
     remove_dead_sockets(settings.run_dir)
     port = await server.start_local(socket, settings.operations_host, settings.operations_port)
-    stack.push_async_callback(server.stop, _FAREWELL_S)
+    stack.push_async_callback(server.stop, _LAST_WRITES_S)
     log.info("operations_listening", socket=str(socket), port=port)
     return server
 
@@ -170,9 +170,9 @@ async def _http_server(
         settings.body_timeout_s,
         # A slow client may start to read again until the gateway cancels its request, so a write
         # may wait a little longer than that.
-        write_timeout_s=PAUSE_AFTER_S + settings.read_window_s + _FAREWELL_S,
+        write_timeout_s=PAUSE_AFTER_S + settings.read_window_s + _LAST_WRITES_S,
     )
-    grace_s = settings.request_grace_s + _FAREWELL_S
+    grace_s = settings.request_grace_s + _LAST_WRITES_S
     serving = http_server(app, settings.host, settings.http_port, grace_s, limits)
     return await stack.enter_async_context(serving)
 

@@ -92,7 +92,7 @@ async def assembled(
         migration = Migration(directory, dispatcher, changes, limits.reserve_timeout_s)
         background = [
             tasks.create_task(directory.watch(), name="registry"),
-            tasks.create_task(migration.clear_out(), name="clear out"),
+            tasks.create_task(migration.drain_workers(), name="clear out"),
         ]
         if limits.rebalance_s:
             moving = migration.rebalance(limits.rebalance_s)
@@ -105,7 +105,7 @@ async def assembled(
                 task.cancel()
 
 
-async def keep_health(
+async def update_health(
     wiring: Wiring, servers: Sequence[RpcServer], heartbeat: RegistryHeartbeat
 ) -> None:
     """Keep health checks and the registry up to date, until cancelled: the gateway serves while a

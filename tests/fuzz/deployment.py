@@ -146,7 +146,7 @@ class Deployment:
         assert (await self.store.audit("pool")).violations == ()
         (pool,) = self.assembly.directory.complete_pools("toy")
         for worker in (*pool.prefill, *pool.decode):
-            assert worker.num_taken == 0
+            assert worker.num_taken_slots == 0
             assert not worker.prefill_loads
 
     async def _start_workers(self) -> None:

@@ -118,7 +118,7 @@ class Fleet:
 
     lines: list[Line]
     served_model: Any
-    others_serve: bool = False
+    another_gateway_serves: bool = False
 
     @property
     def pool(self) -> Pool:
@@ -137,7 +137,7 @@ class Fleet:
     def complete_pools(self, name: str) -> tuple[Pool, ...]:
         return (self.pool,) if self.pool.complete else ()
 
-    def who_may_have(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]:
+    def parked_lookup_workers(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]:
         return tuple((w, SPEC) for line in self.lines if (w := line.worker).member.role == "decode")
 
     def decode_workers(self) -> dict[str, tuple[Worker, ...]]:
@@ -177,7 +177,7 @@ class FuzzedGateway:
             line.open(self.dispatcher)
         self.gateway = Gateway(directory, self.dispatcher, changes, request_metrics)
         migration = Migration(directory, self.dispatcher, changes, limits.reserve_timeout_s)
-        self._moving = asyncio.create_task(migration.clear_out())
+        self._moving = asyncio.create_task(migration.drain_workers())
 
     def line(self, fake: FakePrefill | FakeDecode) -> Line:
         return next(line for line in self.lines if line.fake is fake)

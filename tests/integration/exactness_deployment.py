@@ -226,7 +226,7 @@ class ExactnessDeployment:
         gateway = Gateway(self.directory, self.dispatcher, changes, request_metrics)
         self._service = InferenceService(gateway)
         migration = Migration(self.directory, self.dispatcher, changes, limits.reserve_timeout_s)
-        self._moving = asyncio.create_task(migration.clear_out())
+        self._moving = asyncio.create_task(migration.drain_workers())
         await self.until(lambda: all(line.worker.connected for line in self._lines.values()))
 
     async def close(self) -> None:

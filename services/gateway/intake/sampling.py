@@ -57,10 +57,10 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
         allowed_token_ids=asked.allowed_token_ids or (),
         bad_words=await token_sequences(asked.bad_words, model),
         min_tokens=asked.min_tokens or 0,
-        logprobs=0 if asked.chooses and asked.logprobs is None else asked.logprobs,
+        logprobs=0 if asked.selects_best and asked.logprobs is None else asked.logprobs,
         beam=beam,
     )
-    _check_something_is_left(sampling, model.config.eos_token_ids)
+    _check_tokens_remain(sampling, model.config.eos_token_ids)
     return sampling
 
 
@@ -108,7 +108,7 @@ def _check_bad_words(words: Sequence[str]) -> None:
         check_text("a bad word", word, MAX_BAD_WORD_CHARS)
 
 
-def _check_something_is_left(sampling: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+def _check_tokens_remain(sampling: SamplingParams, eos_token_ids: Sequence[int]) -> None:
     """Raises InvalidRequest if bad words and `min_tokens` ban every allowed token at the start.
 
     Bad words of several tokens are left out: they ban a token only after others, which the sampler

@@ -89,11 +89,11 @@ class Attempt:
 
     def detach(self, lease: Lease, ticket: Ticket) -> None:
         """The worker of `lease` has detached what it had, as `ticket`."""
-        self.claimed_by(lease.worker)
+        self.mark_claimed(lease.worker)
         lease.finish()
         self._detached = DetachedTicket(lease.worker, ticket)
 
-    def claimed_by(self, worker: Worker) -> None:
+    def mark_claimed(self, worker: Worker) -> None:
         """A worker has claimed the detached ticket, or has no use for it any more: its issuer can
         forget it. The issuer knows by itself if it is the same worker."""
         if detached := self.detached:

@@ -34,10 +34,10 @@ class BeamTickets(Tickets):
         self._submitted = replace(ticket, sequences=self._sequences, beams=self._beams)
         return self._submitted
 
-    def admit(self, at_rest: Ticket, attempt: int) -> Ticket:
-        self._length = _length_of(at_rest)
+    def admit(self, detached: Ticket, attempt: int) -> Ticket:
+        self._length = _length_of(detached)
         order, timeout_ms = self.position.order, self._client.timeout_ms()
-        return replace(at_rest, attempt=attempt, order=order, timeout_ms=timeout_ms)
+        return replace(detached, attempt=attempt, order=order, timeout_ms=timeout_ms)
 
     def adopt(self, ticket: Ticket) -> tuple[Generated, ...]:
         self._submitted = replace(ticket, holder_id=first_of(ticket.holder_id))
@@ -63,7 +63,7 @@ class BeamTickets(Tickets):
         return not was_there
 
     @property
-    def is_behind(self) -> bool:
+    def is_recomputing(self) -> bool:
         return self._length < self._longest
 
     def problem_of_prefilled(self, event: Prefilled) -> str:

@@ -39,28 +39,28 @@ class CrashAttribution:
         self._worker: Worker | None = None
         self.has_begun = False
 
-    def hand_to(self, worker: Worker) -> bool:
+    def assign(self, worker: Worker) -> bool:
         """It is sent there next; whether as a suspect."""
         self._worker, self.has_begun = worker, False
         return worker.member.role in self._suspected
 
-    def take_back(self) -> None:
+    def unassign(self) -> None:
         """It is nowhere."""
         self._worker, self.has_begun = None, False
 
-    def begun_by(self, worker: Worker) -> None:
+    def note_begun(self, worker: Worker) -> None:
         self.has_begun = self.has_begun or worker is self._worker
 
-    def got_token(self, worker: Worker) -> None:
+    def note_token(self, worker: Worker) -> None:
         self._suspected.discard(worker.member.role)
         del self._num_losses[worker.member.role]
 
-    def lost_with(self, worker: Worker, *, died: bool) -> QuireError | None:
+    def note_lost(self, worker: Worker, *, died: bool) -> QuireError | None:
         """Take note that its worker was lost; the error that it ends with, if it does."""
         if worker is not self._worker:
             return None
         role, had_begun = worker.member.role, self.has_begun
-        self.take_back()
+        self.unassign()
         if died and had_begun:
             if role in self._suspected:
                 why = f"this request cannot be computed: its {role} worker died twice"

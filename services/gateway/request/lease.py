@@ -68,7 +68,7 @@ class DecodeReservation(Lease):
         self._num_asked = self._num_taken = num_sequences
         self._is_hand_over_requested = False
         self._answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        worker.num_taken += num_sequences
+        worker.num_taken_slots += num_sequences
         worker.send(Reserve(request_id, attempt, num_sequences))
 
     @property
@@ -98,7 +98,7 @@ class DecodeReservation(Lease):
 
     def keep(self, num_sequences: int) -> None:
         """Free the slots of the sequences that have ended; `num_sequences` go on."""
-        self.worker.num_taken -= self._num_taken - num_sequences
+        self.worker.num_taken_slots -= self._num_taken - num_sequences
         self._num_taken = num_sequences
 
     def abort_sequence(self, index: int) -> None:
@@ -120,7 +120,7 @@ class DecodeReservation(Lease):
             super().abort()
 
     def _on_release(self) -> None:
-        self.worker.num_taken -= self._num_taken
+        self.worker.num_taken_slots -= self._num_taken
         self.worker.forget_refusals()
         if self.refused:
             self.worker.refuse(self._num_asked)

@@ -22,7 +22,7 @@ from typing import Protocol
 from blockstore.records import PrefixHash
 from services.common.errors import Unavailable
 from services.common.runtime.logging import get_logger
-from services.gateway.intake.admission import Admitted
+from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.intake.identity import client_id
 from services.gateway.request.attempt import Attempt
 from services.gateway.request.beam_tickets import BeamTickets
@@ -39,7 +39,7 @@ from services.protocol.ticket import Swapped
 
 log = get_logger(__name__)
 
-MAX_SETBACKS = 3
+MAX_RETRIES = 3
 """How often in a row, without a token in between, a request is requeued because a worker was lost
 or sent something that cannot be. (Losses of workers that had the request are counted in
 `crash_attribution.py` as well.)"""
@@ -62,7 +62,7 @@ class RequestLifecycle:
 
     def __init__(
         self,
-        request: Admitted,
+        request: AdmittedRequest,
         position: QueuePosition,
         output: Output,
         host: LifecycleHost,
@@ -83,7 +83,7 @@ class RequestLifecycle:
         self.crash_attribution = CrashAttribution()
         self._host = host
         self._attempt_numbers = attempt_numbers
-        self.num_setbacks = 0
+        self.num_retries = 0
 
     @property
     def is_decoding(self) -> bool:
@@ -117,7 +117,7 @@ class RequestLifecycle:
         return self.attempt.detached is not None and self._swapped is None
 
     @property
-    def settled_at(self) -> Worker | None:
+    def movable_from(self) -> Worker | None:
         """The decode worker that runs it and has claimed its ticket; None while there is none, or
         while the request moves."""
         if not self.is_decoding:
@@ -128,14 +128,14 @@ class RequestLifecycle:
 
     # ── its client ───────────────────────────────────────────────────────────────────────────────
 
-    def resume(self, request: Admitted, output: Output) -> None:
+    def resume(self, request: AdmittedRequest, output: Output) -> None:
         """Continue for a client that lost its stream. DuplicateRequest: it is another request."""
         if self.client.resume(request, output):
-            self._rewind()
+            self._recompute()
         elif output.has_ended:
             self.close()
 
-    def _rewind(self) -> None:
+    def _recompute(self) -> None:
         """Compute again: what runs or is detached is ahead of what the client needs next."""
         if detached := self.attempt.detached:
             detached.abort()
@@ -191,8 +191,9 @@ class RequestLifecycle:
         self._move(RequestStatus.PREFILLING)
         self.started_at = self.started_at or self._clock()
         ticket = self.tickets.submit(self.attempt.number, pool_id, root_hash, self._swapped)
-        suspect = self.crash_attribution.hand_to(prefill)
-        self.attempt.submit(prefill, Submit(ticket, self.client.due_prompt_logprobs, suspect), load)
+        suspect = self.crash_attribution.assign(prefill)
+        submit = Submit(ticket, self.client.unsent_prompt_logprobs, suspect)
+        self.attempt.submit(prefill, submit, load)
 
     def admit(self) -> None:
         """Send the detached ticket to the decode worker that has granted the slots."""
@@ -203,19 +204,19 @@ class RequestLifecycle:
         assert detached is not None
         detached.is_sent = True
         ticket = self.tickets.admit(detached.ticket, self.attempt.number)
-        decode.worker.send(Admit(ticket, self.crash_attribution.hand_to(decode.worker)))
+        decode.worker.send(Admit(ticket, self.crash_attribution.assign(decode.worker)))
 
     def requeue(self) -> None:
         """Return to the queue, at the same position, with the tokens received; see also
         `Attempt.requeued`."""
-        self.crash_attribution.take_back()
+        self.crash_attribution.unassign()
         self.attempt = self.attempt.requeued(next(self._attempt_numbers))
         self.num_attempts += 1
         self.waiting_since = self._clock()
         self._move(RequestStatus.QUEUED)
         self._host.on_queued(self)
 
-    def requeue_unless_begun(self) -> None:
+    def requeue_if_not_begun(self) -> None:
         """Leave a prefill worker that has stalled. It keeps a request that it has begun."""
         if self.status is RequestStatus.PREFILLING and not self.crash_attribution.has_begun:
             self.requeue()
@@ -264,7 +265,7 @@ class RequestLifecycle:
             self.close()
             return
         self.attempt.keep(num_sequences)
-        if decode and self.client.pauses and self.settled_at:
+        if decode and self.client.pauses and self.movable_from:
             decode.request_hand_over()
 
     def _abort_stopped(self, output: Generated) -> None:
@@ -274,14 +275,14 @@ class RequestLifecycle:
         if stopped and decode and self.is_decoding and self.num_sequences:
             decode.abort_sequence(output.index)
 
-    def set_back(self, why: str) -> None:
+    def retry_or_fail(self, why: str) -> None:
         """Requeue the request, or close it after too many setbacks."""
-        self.num_setbacks += 1
+        self.num_retries += 1
         log.warning(
             "request_set_back", request_id=client_id(self.id), attempt=self.attempt.number, why=why
         )
-        if self.num_setbacks > MAX_SETBACKS:
-            self.close(Unavailable(f"given up after {self.num_setbacks} attempts: {why}"))
+        if self.num_retries > MAX_RETRIES:
+            self.close(Unavailable(f"given up after {self.num_retries} attempts: {why}"))
         else:
             self.requeue()
 
@@ -294,7 +295,7 @@ class RequestLifecycle:
         if self.status is RequestStatus.ENDED:
             return
         if aborts:
-            self.crash_attribution.take_back()
+            self.crash_attribution.unassign()
             self.attempt.close()
         self._move(RequestStatus.ENDED)
         self.client.close(error)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstore.records import PrefixHash
-from services.gateway.intake.admission import Admitted
+from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.scheduling.request_queue import QueuePosition
 from services.gateway.streaming.client import Client
 from services.protocol.logprobs import Logprobs
@@ -18,7 +18,7 @@ from services.protocol.ticket import Swapped, Ticket, TicketSequence, first_of
 
 
 def new_ticket(
-    request: Admitted,
+    request: AdmittedRequest,
     attempt: int,
     order: int,
     pool_id: str,
@@ -41,18 +41,18 @@ def new_ticket(
     )
 
 
-_OURS = ("request_id", "pool_id", "root_hash", "prompt_token_ids", "sampling")
+_FIXED_FIELDS = ("request_id", "pool_id", "root_hash", "prompt_token_ids", "sampling")
 """Fields that are the gateway's word: whoever has the ticket goes by them, and changes none."""
 
 
-def other_field(ticket: Ticket, submitted: Ticket) -> str:
+def changed_field(ticket: Ticket, submitted: Ticket) -> str:
     """The first field of ours in which a ticket is not the one that was submitted; "" if there is
     none."""
-    differing = (n for n in _OURS if getattr(ticket, n) != getattr(submitted, n))
+    differing = (n for n in _FIXED_FIELDS if getattr(ticket, n) != getattr(submitted, n))
     return next(differing, "")
 
 
-def problem_of(logprobs: Logprobs, num_top: int, vocab_size: int) -> str:
+def logprobs_problem(logprobs: Logprobs, num_top: int, vocab_size: int) -> str:
     """Why nobody can have asked for these; "" if somebody can."""
     token_ids = logprobs.top_token_ids
     if len(token_ids) != min(num_top, vocab_size):
@@ -62,12 +62,12 @@ def problem_of(logprobs: Logprobs, num_top: int, vocab_size: int) -> str:
     return "" if len(set(token_ids)) == len(token_ids) else "a token twice"
 
 
-def is_what_was_wanted(ticket: Ticket, wanted: Ticket) -> bool:
+def is_same_request(ticket: Ticket, wanted: Ticket) -> bool:
     """Whether a ticket that was found is the one that was looked for. A greedy one may have another
     seed: the gateway that it comes from drew it."""
     if not ticket.sampling.draws_like(wanted.sampling):
         return False
-    return not other_field(replace(ticket, sampling=wanted.sampling), wanted)
+    return not changed_field(replace(ticket, sampling=wanted.sampling), wanted)
 
 
 class Tickets:
@@ -94,16 +94,16 @@ class Tickets:
         )
         return self._submitted
 
-    def admit(self, at_rest: Ticket, attempt: int) -> Ticket:
+    def admit(self, detached: Ticket, attempt: int) -> Ticket:
         """For the decode worker that claims it; the blocks that no living sequence has are for it
         to give back."""
         living = {sequence.index for sequence in self._client.living}
         return replace(
-            at_rest,
+            detached,
             attempt=attempt,
             order=self.position.order,
             timeout_ms=self._client.timeout_ms(),
-            sequences=tuple(s for s in at_rest.sequences if s.index in living),
+            sequences=tuple(s for s in detached.sequences if s.index in living),
         )
 
     def adopt(self, ticket: Ticket) -> tuple[Generated, ...]:
@@ -171,15 +171,15 @@ class Tickets:
         new = {output.index: output for output in gained}
         there = {sequence.index: sequence for sequence in ticket.sequences}
         for received in self._client.living:
-            output, at_rest = new.get(received.index), there.get(received.index)
+            output, detached = new.get(received.index), there.get(received.index)
             if output is not None and output.finish_reason is not None:
                 continue
-            if at_rest is None:
+            if detached is None:
                 return f"sequence {received.index} is not in it"
             tokens = (*received.tokens, *(output.token_ids if output else ()))
-            if at_rest.token_ids != tokens:
+            if detached.token_ids != tokens:
                 return f"the tokens of sequence {received.index} are not those that were sent"
-            if blocks and not at_rest.block_ids:
+            if blocks and not detached.block_ids:
                 return "no blocks"
         return "" if all(index < self._num_sequences for index in there) else "other sequences"
 
@@ -192,7 +192,7 @@ class Tickets:
         return bool(outputs)
 
     @property
-    def is_behind(self) -> bool:
+    def is_recomputing(self) -> bool:
         """Whether it is not yet again where it was."""
         return False
 
@@ -200,13 +200,13 @@ class Tickets:
         submitted = self._submitted
         if submitted is None:
             return "nobody was sent one"
-        if name := other_field(ticket, submitted):
+        if name := changed_field(ticket, submitted):
             return f"another {name}"
         return "" if first_of(ticket.holder_id) == submitted.holder_id else "another holder"
 
     def _problem_of_prompt(self, logprobs: Sequence[Logprobs]) -> str:
         num_prompt = len(self._client.request.prompt_token_ids)
-        num_top = self._client.due_prompt_logprobs
+        num_top = self._client.unsent_prompt_logprobs
         problem = self._problem_of_logprobs(logprobs, num_prompt - 1, num_top)
         return problem and f"sent wrong logprobs of the prompt: {problem}"
 
@@ -218,7 +218,7 @@ class Tickets:
         if len(logprobs) != wanted:
             return f"{len(logprobs)} for {wanted} tokens"
         vocab_size = self._client.request.vocab_size
-        problems = (problem_of(each, num_top or 0, vocab_size) for each in logprobs)
+        problems = (logprobs_problem(each, num_top or 0, vocab_size) for each in logprobs)
         return next(filter(None, problems), "")
 
     @property

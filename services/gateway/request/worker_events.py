@@ -37,7 +37,7 @@ def on_event(request: RequestLifecycle, sender: Worker, event: RequestEvent) -> 
         case DecodeReservation() as reservation, Reserved(granted=granted):
             reservation.answer(granted)
         case DetachedTicket() as detached, Requeued() | Failed() if not is_current:
-            _on_taken_back(request, detached)
+            _on_ticket_dropped(request, detached)
         case _ if not is_current:
             _drop(request, event)
         case DecodeReservation() as decode, Generated() as step if request.is_decoding:
@@ -45,18 +45,18 @@ def on_event(request: RequestLifecycle, sender: Worker, event: RequestEvent) -> 
         case PrefillLease() as prefill, Prefilled() as prefilled:
             _on_prefilled(request, prefill, prefilled)
         case _, Began():
-            request.crash_attribution.begun_by(sender)
+            request.crash_attribution.note_begun(sender)
         case DecodeReservation() as decode, Requeued(ticket=Ticket() as ticket):
             _on_detached(request, decode, ticket)
         case Lease() as returned, Requeued(ticket=None) as requeued:
             _on_requeued(request, returned, requeued)
         case Lease(), Malformed(problem=problem):
-            request.set_back(f"worker {sender.id} sent what makes no sense: {problem}")
+            request.retry_or_fail(f"worker {sender.id} sent what makes no sense: {problem}")
         case DecodeReservation() as decode, Failed(code=InvalidRequest.code) as failed if (
             request.is_decoding and request.attempt.detached  # it has not claimed the ticket
         ):
             decode.finish()
-            request.set_back(f"decode worker {sender.id} refused its ticket: {failed.message}")
+            request.retry_or_fail(f"decode worker {sender.id} refused its ticket: {failed.message}")
         case Lease() as failing, Failed() as failed:
             failing.finish()
             request.close(error_of(failed.code, failed.message))
@@ -67,19 +67,19 @@ def on_event(request: RequestLifecycle, sender: Worker, event: RequestEvent) -> 
 def on_lost(request: RequestLifecycle, worker: Worker, *, died: bool) -> None:
     """A worker's stream ended: by contract the worker releases all that came over it."""
     was_there = request.attempt.lost(worker)
-    if request.is_decoding and request.tickets.is_behind:
+    if request.is_decoding and request.tickets.is_recomputing:
         died = False  # other workers have computed this much, and lived
-    if error := request.crash_attribution.lost_with(worker, died=died):
+    if error := request.crash_attribution.note_lost(worker, died=died):
         request.close(error)
     elif was_there:
-        request.set_back(f"{worker.member.role} worker {worker.id} was lost")
+        request.retry_or_fail(f"{worker.member.role} worker {worker.id} was lost")
 
 
 def _drop(request: RequestLifecycle, event: RequestEvent) -> None:
     log.debug("event_dropped", request_id=client_id(request.id), kind=type(event).__name__)
 
 
-def _on_taken_back(request: RequestLifecycle, detached: DetachedTicket) -> None:
+def _on_ticket_dropped(request: RequestLifecycle, detached: DetachedTicket) -> None:
     """The issuer does not keep the ticket of an earlier attempt any longer."""
     detached.finish()
     if request.is_decoding:
@@ -89,15 +89,15 @@ def _on_taken_back(request: RequestLifecycle, detached: DetachedTicket) -> None:
 def _on_prefilled(request: RequestLifecycle, lease: PrefillLease, event: Prefilled) -> None:
     """All sequences that have not ended with this token go to the decode worker."""
     if problem := request.tickets.problem_of_prefilled(event):
-        request.set_back(f"prefill worker {lease.worker.id} {problem}")
+        request.retry_or_fail(f"prefill worker {lease.worker.id} {problem}")
         return
-    request.crash_attribution.got_token(lease.worker)
-    request.client.output.stats.saw_prefill(event.ticket.num_cached_tokens)
+    request.crash_attribution.note_token(lease.worker)
+    request.client.output.stats.note_prefill(event.ticket.num_cached_tokens)
     if event.prompt_logprobs:
         request.client.output.write_prompt(event.prompt_logprobs)
     request.tickets.note(event.ticket)
     if request.tickets.is_progress(event.outputs):
-        request.num_setbacks = 0
+        request.num_retries = 0
     if event.ticket.sequences:
         request.attempt.detach(lease, event.ticket)
     else:
@@ -116,7 +116,7 @@ def _on_detached(request: RequestLifecycle, decode: DecodeReservation, ticket: T
         problem = problem or "it was not at work"
     if problem:
         did = "swapped out" if swapped_out else "handed over"
-        request.set_back(f"decode worker {decode.worker.id} {did} a wrong ticket: {problem}")
+        request.retry_or_fail(f"decode worker {decode.worker.id} {did} a wrong ticket: {problem}")
         return
     request.tickets.note(ticket)
     request.attempt.detach(decode, ticket)
@@ -135,12 +135,12 @@ def _on_generated(request: RequestLifecycle, decode: DecodeReservation, event: G
     if request.client.is_over(event.index):
         return
     if problem := request.tickets.problem_of_step(event):
-        request.set_back(f"decode worker {decode.worker.id} {problem}")
+        request.retry_or_fail(f"decode worker {decode.worker.id} {problem}")
         return
     if request.tickets.is_progress([event]):
-        request.crash_attribution.got_token(decode.worker)
-        request.num_setbacks = 0
-    request.attempt.claimed_by(decode.worker)
+        request.crash_attribution.note_token(decode.worker)
+        request.num_retries = 0
+    request.attempt.mark_claimed(decode.worker)
     request.deliver([event])
 
 
@@ -150,7 +150,7 @@ def _on_requeued(request: RequestLifecycle, lease: Lease, event: Requeued) -> No
     if event.progress is not None:
         request.tickets.note(event.progress)
     if event.reason is RequeueReason.STALE_TICKET:
-        request.set_back("its ticket was not there any more when it was claimed")
+        request.retry_or_fail("its ticket was not there any more when it was claimed")
         return
     if event.reason is RequeueReason.DRAINING:
         lease.worker.draining = True

@@ -21,7 +21,7 @@ from services.common.errors import (
 )
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.frontend.api import GenerationRequest
-from services.gateway.intake.admission import Admitted
+from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.request import worker_events
 from services.gateway.request.lease import DetachedTicket
 from services.gateway.request.lifecycle import RequestLifecycle
@@ -48,10 +48,10 @@ class Workers(Protocol):
 
     def complete_pools(self, name: str) -> tuple[Pool, ...]: ...
 
-    def who_may_have(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]: ...
+    def parked_lookup_workers(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]: ...
 
     @property
-    def others_serve(self) -> bool: ...
+    def another_gateway_serves(self) -> bool: ...
 
     def forget_refusals(self) -> None: ...
 
@@ -79,7 +79,7 @@ class Dispatcher:
         self._placement = Placement(workers, router, limits, changes, self._rate)
         self._model_queues: dict[str, ModelQueue] = {}
         self._lifecycles: dict[str, RequestLifecycle] = {}
-        self._entering: set[str] = set()
+        self._admitting: set[str] = set()
         self._lookups: dict[str, ParkedLookup] = {}
         self._closed = False
         self._attempt_numbers = _attempt_numbers()
@@ -95,7 +95,7 @@ class Dispatcher:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._entering) + self._num_queued
+        return len(self._admitting) + self._num_queued
 
     @property
     def num_running(self) -> int:
@@ -111,32 +111,32 @@ class Dispatcher:
             task.cancel()
         # Before anything is awaited: a process that fails may be cancelled here once more.
         for lifecycle in tuple(self._lifecycles.values()):
-            lifecycle.close(Draining(_STOPPING), aborts=not self._workers.others_serve)
+            lifecycle.close(Draining(_STOPPING), aborts=not self._workers.another_gateway_serves)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # ── admission ────────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
-    def entering(self, request_id: str, *, resumes: bool = False) -> Iterator[None]:
+    def admitting(self, request_id: str, *, resumes: bool = False) -> Iterator[None]:
         """Around admission: takes the id and keeps room in the queue, before any work is done.
         `resumes`: the request may run here already, for a client that has lost its stream. Raises
         DuplicateRequest, QueueFull, Draining."""
         if self._closed:
             raise Draining(_STOPPING)
         runs = request_id in self._lifecycles
-        if (runs and not resumes) or request_id in self._entering:
+        if (runs and not resumes) or request_id in self._admitting:
             raise DuplicateRequest("a request with this request_id and resume_token is running")
         if not runs and self.num_waiting >= self._limits.max_waiting:
             text = f"the queue is full ({self.num_waiting} requests wait); try again later"
             raise QueueFull(text, self._retry_delay_s())
-        self._entering.add(request_id)
+        self._admitting.add(request_id)
         try:
             yield
         finally:
-            self._entering.discard(request_id)
+            self._admitting.discard(request_id)
 
     @contextmanager
-    def in_time(
+    def admitting_to_model(
         self, request: GenerationRequest, request_id: str, model: str, deadline: float | None
     ) -> Iterator[None]:
         """Around the rest of admission once the model is known; within `entering`. WouldBeLate: the
@@ -144,18 +144,18 @@ class Dispatcher:
         model_queue, now = self.model_queue(model), self._clock()
         if deadline is not None and request_id not in self._lifecycles:
             pools = self._workers.complete_pools(model)
-            if problem := model_queue.lateness(request, deadline - now, pools, now):
+            if problem := model_queue.deadline_problem(request, deadline - now, pools, now):
                 raise WouldBeLate(problem, self._retry_delay_s())
-        model_queue.num_entering += 1
+        model_queue.num_admitting += 1
         try:
             yield
         finally:
-            model_queue.num_entering -= 1
+            model_queue.num_admitting -= 1
 
     def _retry_delay_s(self) -> float:
         return self._rate.retry_delay_s(self.num_waiting, self._clock())
 
-    async def enter(self, request: Admitted, output: Output) -> RequestLifecycle:
+    async def enter(self, request: AdmittedRequest, output: Output) -> RequestLifecycle:
         """Queue an admitted request, or resume the one that runs here; within `entering`. Raises
         BlockStoreError, Draining, DuplicateRequest."""
         if (running := self._lifecycles.get(request.request_id)) is not None:
@@ -175,12 +175,12 @@ class Dispatcher:
             self.on_queued(lifecycle)
         return lifecycle
 
-    async def _look_up(self, request: Admitted) -> DetachedTicket | None:
+    async def _look_up(self, request: AdmittedRequest) -> DetachedTicket | None:
         """The ticket that another gateway left of a request whose client resumes here."""
         lookup = self._lookups[request.request_id] = ParkedLookup(
             request, next(self._attempt_numbers)
         )
-        workers = self._workers.who_may_have(request.model)
+        workers = self._workers.parked_lookup_workers(request.model)
         try:
             return await lookup.run(workers, self._router, self._limits.reserve_timeout_s)
         finally:
@@ -190,7 +190,7 @@ class Dispatcher:
 
     def on_queued(self, lifecycle: RequestLifecycle) -> None:
         model_queue = self.model_queue(lifecycle.client.request.model)
-        model_queue.forecast.gave_way(lifecycle)
+        model_queue.forecast.stopped(lifecycle)
         if not lifecycle.client.pauses:
             model_queue.waiting.join(lifecycle, self._clock())
         self._changes.notify()
@@ -225,13 +225,13 @@ class Dispatcher:
 
     def on_report(self, worker: Worker) -> None:
         if worker.stalled:
-            self._relieve(worker)
+            self._requeue_unbegun(worker)
         self._changes.notify()
 
     def on_change(self) -> None:
         self._changes.notify()
 
-    def _relieve(self, stalled: Worker) -> None:
+    def _requeue_unbegun(self, stalled: Worker) -> None:
         """Take from a prefill worker that waits for its store what it has not begun, if another
         one of its pool does not wait."""
         for request_id in tuple(stalled.prefill_loads):
@@ -239,7 +239,7 @@ class Dispatcher:
                 continue
             pools = self._workers.complete_pools(lifecycle.client.request.model)
             if any(not worker.stalled for worker in _prefill_of(stalled.member.pool_id, pools)):
-                lifecycle.requeue_unless_begun()
+                lifecycle.requeue_if_not_begun()
 
     # ── model queues ─────────────────────────────────────────────────────────────────────────────
 

@@ -65,12 +65,12 @@ class Migration:
         self._clock = asyncio.get_running_loop().time
         self._uneven: dict[str, tuple[Worker, Worker]] = {}
 
-    def _settled_at(self, worker: Worker) -> list[RequestLifecycle]:
-        return [each for each in self._requests.lifecycles if each.settled_at is worker]
+    def _movable_requests(self, worker: Worker) -> list[RequestLifecycle]:
+        return [each for each in self._requests.lifecycles if each.movable_from is worker]
 
     # ── drain ────────────────────────────────────────────────────────────────────────────────────
 
-    async def clear_out(self) -> NoReturn:
+    async def drain_workers(self) -> NoReturn:
         """Move the requests of draining workers, first in order first. A request that finds no slot
         goes on where it is."""
         while True:
@@ -78,16 +78,16 @@ class Migration:
             drains = False
             for pool in self._workers.decode_workers().values():
                 for source in pool:
-                    if source.draining and source.num_taken:
+                    if source.draining and source.num_taken_slots:
                         drains = True
                         await self._clear(source, pool)
             await self._changes.wait(seen, LOOK_AGAIN_S if drains else None)
 
     async def _clear(self, source: Worker, pool: tuple[Worker, ...]) -> None:
-        settled = self._settled_at(source)
+        settled = self._movable_requests(source)
         moves = []
         for lifecycle in sorted(settled, key=lambda lifecycle: lifecycle.position.order):
-            if target := _roomiest(pool, lifecycle.num_sequences):
+            if target := _worker_with_most_free_slots(pool, lifecycle.num_sequences):
                 moves.append(Move(lifecycle, target))
         await self._make(moves)
 
@@ -106,24 +106,24 @@ class Migration:
         for pool_id, pool in self._workers.decode_workers().items():
             if pair := _uneven_pair(pool):
                 if pair == uneven_before.get(pool_id):
-                    await self._even_out(*pair)
+                    await self._balance(*pair)
                 else:
                     self._uneven[pool_id] = pair
 
-    async def _even_out(self, source: Worker, target: Worker) -> None:
+    async def _balance(self, source: Worker, target: Worker) -> None:
         """Move half of the difference, the youngest requests first. Each gateway moves its share of
         that half."""
         now = self._clock()
         half = (source.num_running - target.num_running) // 2
-        share = source.num_taken / max(source.num_running, source.num_taken)
+        share = source.num_taken_slots / max(source.num_running, source.num_taken_slots)
         num_to_move = round(half * share)
-        rested = [each for each in self._settled_at(source) if now - each.moved_at >= REST_S]
+        rested = [each for each in self._movable_requests(source) if now - each.moved_at >= REST_S]
         moves = []
         for lifecycle in sorted(rested, key=lambda lifecycle: -lifecycle.position.order):
             num_sequences = lifecycle.num_sequences
             if num_sequences > num_to_move:
                 continue
-            if not _has_room(target, num_sequences):
+            if not _has_free_slots(target, num_sequences):
                 break
             moves.append(Move(lifecycle, target))
             num_to_move -= num_sequences
@@ -159,14 +159,14 @@ class Move:
         )
 
 
-def _has_room(worker: Worker, num_sequences: int) -> bool:
+def _has_free_slots(worker: Worker, num_sequences: int) -> bool:
     """Whether it has so many free slots, as far as this gateway knows."""
     return worker.is_open(num_sequences) and worker.num_free_slots >= num_sequences
 
 
-def _roomiest(pool: tuple[Worker, ...], num_sequences: int) -> Worker | None:
+def _worker_with_most_free_slots(pool: tuple[Worker, ...], num_sequences: int) -> Worker | None:
     """The worker with most free slots; None: no worker has enough of them."""
-    open_workers = [worker for worker in pool if _has_room(worker, num_sequences)]
+    open_workers = [worker for worker in pool if _has_free_slots(worker, num_sequences)]
     return max(open_workers, key=lambda worker: (worker.num_free_slots, worker.id), default=None)
 
 

@@ -18,7 +18,7 @@ from services.gateway.scheduling.model_queue import ModelQueue
 from services.gateway.scheduling.request_queue import ServiceRate
 from services.gateway.scheduling.router import Pool, Route, Router, choose_prefill
 
-ASK_AGAIN_S = 0.25
+RETRY_S = 0.25
 """When to ask decode workers again that have refused, if no change is reported before."""
 
 AT_ONCE = 0.0
@@ -87,28 +87,28 @@ class Placement:
         again if nothing changes before; AT_ONCE: another request may be first now."""
         num_sequences, request = lifecycle.num_sequences, lifecycle.client.request
         complete = self._workers.complete_pools(queue.model)
-        pools = [pool for pool in complete if pool.most_slots >= num_sequences]
+        pools = [pool for pool in complete if pool.max_slots >= num_sequences]
         if not pools:
             return self._wait_for_workers(queue, lifecycle)
-        queue.deserted_since = None
-        problems = [request.misfit(pool.spec) for pool in pools]
+        queue.without_workers_since = None
+        problems = [request.capacity_problem(pool.spec) for pool in pools]
         if all(problems):  # pools may have come and gone since the request was admitted
             lifecycle.close(PromptTooLong(problems[0]))
             return AT_ONCE
-        if queue.is_late(lifecycle, self._clock()):
+        if queue.misses_deadline(lifecycle, self._clock()):
             text = "its turn came so late that it could not be done by its deadline any more"
             lifecycle.close(DeadlineExceeded(text))
             return AT_ONCE
         fitting = [pool for pool, problem in zip(pools, problems, strict=True) if not problem]
         open_pools = [pool for pool in fitting if pool.open_decode(num_sequences)]
         if not open_pools:
-            return ASK_AGAIN_S
-        open_pools = _of_its_ticket(lifecycle, open_pools)
+            return RETRY_S
+        open_pools = _pools_of_ticket(lifecycle, open_pools)
         routes = await self._router.routes(request.prompt_token_ids, request.cache_salt, open_pools)
         for route in routes:
             if await self._take(queue, lifecycle, route):
                 return AT_ONCE
-        return AT_ONCE if lifecycle not in queue.waiting else ASK_AGAIN_S
+        return AT_ONCE if lifecycle not in queue.waiting else RETRY_S
 
     async def _take(self, queue: ModelQueue, lifecycle: RequestLifecycle, route: Route) -> bool:
         """Reserve slots at a decode worker of the route's pool, and send the request on. True:
@@ -137,9 +137,9 @@ class Placement:
     def _wait_for_workers(self, queue: ModelQueue, lifecycle: RequestLifecycle) -> float:
         """Give workers `patience_s` to appear."""
         now = self._clock()
-        if queue.deserted_since is None:
-            queue.deserted_since = now
-        since = max(queue.deserted_since, lifecycle.waiting_since)
+        if queue.without_workers_since is None:
+            queue.without_workers_since = now
+        since = max(queue.without_workers_since, lifecycle.waiting_since)
         left_s = since + self._limits.patience_s - now
         if left_s > 0:
             return left_s
@@ -150,7 +150,7 @@ class Placement:
         return AT_ONCE
 
 
-def _of_its_ticket(lifecycle: RequestLifecycle, pools: list[Pool]) -> list[Pool]:
+def _pools_of_ticket(lifecycle: RequestLifecycle, pools: list[Pool]) -> list[Pool]:
     """The pool of its detached ticket. If that has no slot, the ticket is aborted and the request
     may go to every pool."""
     detached = lifecycle.attempt.detached

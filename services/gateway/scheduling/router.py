@@ -13,10 +13,10 @@ from blockstore.records import PoolSpec, PrefixHash
 from blockstore.store import BlockStore
 from services.gateway.workers.worker import PrefillLoad, Worker
 
-_LONG_PROMPT = 8192
+_LONG_PROMPT_TOKENS = 8192
 """Tokens from which hashing would hold the event loop up for milliseconds."""
 
-_WASTE = 2
+_COMPUTE_WEIGHT = 2
 """A token computed costs its wait, which the client feels, and the work, which everybody feels; one
 that stands before it in the queue costs the wait only."""
 
@@ -38,7 +38,7 @@ class Pool:
         return self.spec.num_blocks * self.spec.block_size
 
     @property
-    def most_slots(self) -> int:
+    def max_slots(self) -> int:
         """Most sequences of one request that can run here."""
         return max((worker.num_slots for worker in self.decode), default=0)
 
@@ -83,7 +83,7 @@ class Router:
         root = self.root(spec, cache_salt)
         if not compare and len(pool.prefill) == 1:
             return Route(pool, root)
-        if len(prompt) < _LONG_PROMPT:
+        if len(prompt) < _LONG_PROMPT_TOKENS:
             hashes = prefix_hashes(root, prompt, spec.block_size)
         else:
             hashes = await asyncio.to_thread(prefix_hashes, root, prompt, spec.block_size)
@@ -106,11 +106,11 @@ def choose_prefill(route: Route, num_tokens: int) -> tuple[Worker, PrefillLoad] 
         return None
 
     def to_compute(worker: Worker) -> int:
-        num_blocks = max(route.num_cached_blocks, worker.num_blocks_under_way(route.hashes))
+        num_blocks = max(route.num_cached_blocks, worker.num_blocks_in_progress(route.hashes))
         return max(1, num_tokens - num_blocks * route.pool.spec.block_size)
 
     def cost(worker: Worker) -> tuple[bool, int, str]:
-        num_tokens = worker.num_pending_tokens + _WASTE * to_compute(worker)
+        num_tokens = worker.num_pending_tokens + _COMPUTE_WEIGHT * to_compute(worker)
         return worker.stalled, num_tokens, worker.id
 
     chosen = min(workers, key=cost)

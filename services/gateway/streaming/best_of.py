@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from services.gateway.frontend.api import Delta, Received
-from services.gateway.streaming.logprob_text import PromptTeller
+from services.gateway.streaming.logprob_text import PromptReporter
 from services.gateway.streaming.output import Meter, Output, RequestStats
 from services.gateway.streaming.pacer import StreamPacer
 from services.gateway.streaming.sequence import Sequence
@@ -30,7 +30,7 @@ class BestOf(Output):
         sequences: Seq[Sequence],
         meter: Meter,
         clock: Callable[[], float],
-        prompt: PromptTeller | None = None,
+        prompt: PromptReporter | None = None,
         pacer: StreamPacer | None = None,
         *,
         num_best: int,

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 
 from services.common.errors import DeadlineExceeded, DuplicateRequest, Overloaded
-from services.gateway.intake.admission import Admitted
+from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.streaming.backpressure import Backpressure
 from services.gateway.streaming.output import Output
 from services.gateway.streaming.sequence import Sequence
@@ -25,7 +25,7 @@ class Client:
 
     def __init__(
         self,
-        request: Admitted,
+        request: AdmittedRequest,
         output: Output,
         read_window_s: float,
         on_read: Callable[[], None],
@@ -33,19 +33,21 @@ class Client:
     ) -> None:
         self._on_read = on_read
         self._give_up = give_up
-        self._pause = Backpressure(read_window_s, self._not_read)
-        self._alarm: asyncio.TimerHandle | None = None
-        self._attend(request, output)
+        self._pause = Backpressure(read_window_s, self._cancel_slow_reader)
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._attach(request, output)
 
-    def _attend(self, request: Admitted, output: Output) -> None:
+    def _attach(self, request: AdmittedRequest, output: Output) -> None:
         self.request, self.output = request, output
         output.on_read = self._has_read
-        if self._alarm is not None:
-            self._alarm.cancel()
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
         deadline, loop = request.deadline, asyncio.get_running_loop()
-        self._alarm = None if deadline is None else loop.call_at(deadline, self._too_late)
+        self._deadline_timer = (
+            None if deadline is None else loop.call_at(deadline, self._deadline_passed)
+        )
 
-    def resume(self, request: Admitted, output: Output) -> bool:
+    def resume(self, request: AdmittedRequest, output: Output) -> bool:
         """Continue with another call of the client. `output` holds what the client has received and
         gets the rest; the deadline of the new call holds.
 
@@ -57,7 +59,7 @@ class Client:
         if not request.continues(self.request) or output.is_ahead_of(before):
             raise DuplicateRequest("what is running is another request than the one to go on with")
         before.close(DuplicateRequest("another call goes on with this request"))
-        self._attend(request, output)
+        self._attach(request, output)
         forgets = self.wants_logprobs and before.is_ahead_of(output)
         if not forgets:
             output.catch_up(before)
@@ -77,12 +79,12 @@ class Client:
         cancelled."""
         self.output.write(index, token_ids, finish, logprobs, score)
         if self.output.overflowing:
-            self._not_read()
+            self._cancel_slow_reader()
         elif self.output.congested:
             self._pause.begin()
 
     @property
-    def due_prompt_logprobs(self) -> int | None:
+    def unsent_prompt_logprobs(self) -> int | None:
         """How many of the likeliest tokens the logprobs of the prompt include; None: the client did
         not ask for prompt logprobs, or has them."""
         return None if self.output.has_begun else self.request.prompt_logprobs
@@ -135,8 +137,8 @@ class Client:
 
     def close(self, error: Exception | None) -> None:
         """End the output, with `error` if there is one, and stop the timers."""
-        if self._alarm is not None:
-            self._alarm.cancel()
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
         self._pause.end()
         self.output.close(error)
 
@@ -145,9 +147,9 @@ class Client:
             self._pause.end()
             self._on_read()
 
-    def _not_read(self) -> None:
+    def _cancel_slow_reader(self) -> None:
         text = "the client reads too slowly; its request was cancelled"
         self._give_up(Overloaded(text, 0.0))
 
-    def _too_late(self) -> None:
+    def _deadline_passed(self) -> None:
         self._give_up(DeadlineExceeded("the request's deadline has passed"))

@@ -28,7 +28,7 @@ class LogprobText:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptTeller:
+class PromptReporter:
     """Builds the report of a prompt that its client asked for with `echo` or `prompt_logprobs`."""
 
     prompt: Prompt

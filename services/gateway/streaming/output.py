@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.gateway.frontend.api import Delta, PromptReport, Received, Usage
-from services.gateway.streaming.logprob_text import PromptTeller
+from services.gateway.streaming.logprob_text import PromptReporter
 from services.gateway.streaming.pacer import StreamPacer
 from services.gateway.streaming.sequence import Sequence
 from services.protocol.logprobs import Logprobs
@@ -55,7 +55,7 @@ class RequestStats:
     first_token_at: float | None = None
     prefilled: bool = False
 
-    def saw_prefill(self, num_cached_tokens: int) -> None:
+    def note_prefill(self, num_cached_tokens: int) -> None:
         """Note the cached tokens of the first prefill. Later ones find what this request computed
         itself, and do not count."""
         if not self.prefilled:
@@ -90,7 +90,7 @@ class Output:
         sequences: Seq[Sequence],
         meter: Meter,
         clock: Callable[[], float],
-        prompt: PromptTeller | None = None,
+        prompt: PromptReporter | None = None,
         pacer: StreamPacer | None = None,
     ) -> None:
         self.stats = stats
@@ -99,13 +99,13 @@ class Output:
         """The sequences that have not ended."""
         self.finish_reason: FinishReason | None = None
         """The finish reason of the last sequence; None until all have ended."""
-        self.tells_usage = False
+        self.running_usage = False
         """Whether every delta has the usage, not only the last."""
         self._request_id = request_id
         self._turns = deque(sequences)
         """The sequences in the order in which the client gets their next deltas."""
         self._num_unread = 0
-        self._untold_prompt = prompt
+        self._unsent_prompt = prompt
         self._prompt_logprobs: tuple[Logprobs, ...] = ()
         self._pacer = pacer
         self._meter = meter
@@ -156,13 +156,13 @@ class Output:
         for told in received:
             self.sequences[told.index].replay(told)
             self.stats.num_generated_tokens += len(told.token_ids)
-        self._part_with_the_ended()
+        self._drop_ended()
 
     def is_ahead_of(self, other: "Output") -> bool:
         """Whether this output has tokens, or the end of a sequence, that `other` does not have, or
         different tokens."""
         pairs = zip(self.sequences, other.sequences, strict=True)
-        return not all(mine.goes_on_as(theirs) for mine, theirs in pairs)
+        return not all(mine.is_prefix_of(theirs) for mine, theirs in pairs)
 
     def catch_up(self, other: "Output") -> None:
         """Write the tokens that this output does not have yet, from the output of an earlier call
@@ -184,11 +184,11 @@ class Output:
         last ones."""
         sequence = self.sequences[index]
         sequence.score = score
-        num_taken = sequence.write(token_ids, finish, logprobs)
-        self._num_unread += num_taken
-        self._count(sequence, num_taken)
+        num_taken_slots = sequence.write(token_ids, finish, logprobs)
+        self._num_unread += num_taken_slots
+        self._count(sequence, num_taken_slots)
         if sequence.has_ended:
-            self._part_with_the_ended()
+            self._drop_ended()
             if not self.living:
                 self.finish_reason = sequence.finish_reason
         self._readable.set()
@@ -209,7 +209,7 @@ class Output:
         while True:  # While the reader has a delta, more tokens may arrive, or the end.
             if self._error is not None:
                 raise self._error
-            if not any(sequence.has_news for sequence in self._turns):
+            if not any(sequence.has_unread for sequence in self._turns):
                 if self._closed:
                     return
                 self._readable.clear()
@@ -223,31 +223,31 @@ class Output:
                 yield self._take(sequence)
                 self._given_at = None
 
-    def _part_with_the_ended(self) -> None:
+    def _drop_ended(self) -> None:
         self.living = tuple(sequence for sequence in self.living if not sequence.has_ended)
 
     def _next_with_news(self) -> Sequence | None:
         for _ in range(len(self._turns)):
             sequence = self._turns[0]
             self._turns.rotate(-1)
-            if sequence.has_news:
+            if sequence.has_unread:
                 return sequence
         return None
 
     def _take(self, sequence: Sequence) -> Delta:
         self._num_unread -= sequence.num_unread
         is_last = not self.living and not any(
-            other.has_news for other in self._turns if other is not sequence
+            other.has_unread for other in self._turns if other is not sequence
         )
-        usage = self.stats.usage() if is_last or self.tells_usage else None
-        delta = sequence.take(self._request_id, usage, self._told_prompt())
+        usage = self.stats.usage() if is_last or self.running_usage else None
+        delta = sequence.take(self._request_id, usage, self._take_prompt_report())
         if not self._num_unread:
             self.on_read()
         return delta
 
-    def _told_prompt(self) -> PromptReport | None:
-        prompt, logprobs = self._untold_prompt, self._prompt_logprobs
-        self._untold_prompt, self._prompt_logprobs = None, ()
+    def _take_prompt_report(self) -> PromptReport | None:
+        prompt, logprobs = self._unsent_prompt, self._prompt_logprobs
+        self._unsent_prompt, self._prompt_logprobs = None, ()
         return None if prompt is None else prompt.report(logprobs)
 
     def _count(self, sequence: Sequence, num_tokens: int) -> None:

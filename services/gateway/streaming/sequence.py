@@ -46,7 +46,7 @@ class Sequence:
         self._unread_ids: list[int] = []
         self._unread_text: list[str] = []
         self._unread_logprobs: list[tuple[Logprobs, int]] = []
-        self._end_is_told = False
+        self._end_is_sent = False
 
     @property
     def has_ended(self) -> bool:
@@ -70,21 +70,21 @@ class Sequence:
         return len(self._unread_ids) + num_logprobs // _LOGPROBS_A_TOKEN
 
     @property
-    def has_news(self) -> bool:
-        return bool(self._unread_ids) or (self.has_ended and not self._end_is_told)
+    def has_unread(self) -> bool:
+        return bool(self._unread_ids) or (self.has_ended and not self._end_is_sent)
 
     def replay(self, received: Received) -> None:
         """Add the tokens, and perhaps the end, that the client has received, without sending them
         or their text again. InvalidRequest: they contain a stop string, so nothing can follow."""
         self.tokens.extend(received.token_ids)
         if received.finish_reason is not None:
-            self.finish_reason, self._end_is_told = received.finish_reason, True
+            self.finish_reason, self._end_is_sent = received.finish_reason, True
             return
         if any(self._show(self._text.push(token_id)) for token_id in received.token_ids):
             raise InvalidRequest("a stop string is in the tokens received: the sequence has ended")
         self._unread_text.clear()
 
-    def goes_on_as(self, other: "Sequence") -> bool:
+    def is_prefix_of(self, other: "Sequence") -> bool:
         """Whether `other` has all tokens of this sequence, and its end if this one has ended."""
         num_tokens = len(self.tokens)
         is_its_end = other.has_ended or not self.has_ended
@@ -104,20 +104,20 @@ class Sequence:
         offsets = []
         self.tokens.extend(token_ids)
         self.worker_finish = finish
-        num_taken = len(token_ids)
-        ends_unseen = finish is FinishReason.STOP and not self._text.shows_end
-        num_shown = num_taken - ends_unseen
+        num_taken_slots = len(token_ids)
+        ends_unseen = finish is FinishReason.STOP and not self._text.includes_end
+        num_shown = num_taken_slots - ends_unseen
         for position, token_id in enumerate(token_ids[:num_shown], 1):
             offsets.append(self._text.num_chars)
             if self._show(self._text.push(token_id)):
-                num_taken = position
+                num_taken_slots = position
                 break
-        offsets += [self._text.num_chars] * (num_taken - len(offsets))
-        self._unread_ids.extend(token_ids[:num_taken])
-        self._keep(logprobs[:num_taken], offsets)
+        offsets += [self._text.num_chars] * (num_taken_slots - len(offsets))
+        self._unread_ids.extend(token_ids[:num_taken_slots])
+        self._keep(logprobs[:num_taken_slots], offsets)
         if finish is not None and not self.has_ended:
             self._conclude(finish, token_ids)
-        return num_taken
+        return num_taken_slots
 
     def take(self, request_id: str, usage: Usage | None, prompt: PromptReport | None) -> Delta:
         """Everything that the client has not read yet, as one delta."""
@@ -129,14 +129,14 @@ class Sequence:
             finish_reason=self.finish_reason,
             stopped_by=self._stopped_by,
             usage=usage,
-            logprobs=self._spelled(),
+            logprobs=self._take_logprobs(),
             prompt=prompt,
             score=self.score,
         )
         self._unread_ids.clear()
         self._unread_text.clear()
         self._unread_logprobs.clear()
-        self._end_is_told = self.has_ended
+        self._end_is_sent = self.has_ended
         return delta
 
     def _keep(self, logprobs: tuple[Logprobs, ...], offsets: list[int]) -> None:
@@ -147,7 +147,7 @@ class Sequence:
         if self._logprob_text is not None:
             self._unread_logprobs.extend(zip(logprobs, offsets, strict=False))
 
-    def _spelled(self) -> tuple[TokenLogprobs, ...]:
+    def _take_logprobs(self) -> tuple[TokenLogprobs, ...]:
         if self._logprob_text is None or not self._unread_logprobs:
             return ()
         unread = zip(self._unread_ids, self._unread_logprobs, strict=True)

@@ -58,11 +58,11 @@ class WorkerEventSink(Protocol):
         """A worker connected, disconnected or began to drain."""
 
 
-class Silent(Exception):
+class WorkerSilent(Exception):
     """The worker sent no message for `silence_s`."""
 
 
-class Closed(Exception):
+class StreamClosed(Exception):
     """The worker ended the stream without an error."""
 
 
@@ -112,9 +112,9 @@ class WorkerConnection:
             except VersionMismatch as error:
                 log.error("worker_refused", worker_id=self.worker.id, reason=str(error))
                 return
-            except Silent:
+            except WorkerSilent:
                 reason = f"not a word for {self._silence_s:g} s"
-            except Closed:
+            except StreamClosed:
                 reason = "the worker closed the stream"
             except MalformedMessage as error:
                 reason = f"it sent {error}"
@@ -136,8 +136,8 @@ class WorkerConnection:
             self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
 
     async def _session(self) -> NoReturn:
-        """Run one stream, from the hello to its end. Always raises: Closed, AioRpcError,
-        TimeoutError (no handshake), Silent, MalformedMessage, VersionMismatch or
+        """Run one stream, from the hello to its end. Always raises: StreamClosed, AioRpcError,
+        TimeoutError (no handshake), WorkerSilent, MalformedMessage, VersionMismatch or
         Unauthenticated."""
         proof = Proof(self._rpc_key, self._dialect.method, self.worker.id)
         self._outgoing = outgoing = Outbox[Any](lambda command: int(command.ByteSize()))
@@ -145,8 +145,8 @@ class WorkerConnection:
             stream = self._dialect.connect(channel, self._requests(outgoing), proof.metadata)
             broke = False
             try:
-                await self._shake_hands(stream, proof)
-                await self._listen_while_it_speaks(stream)
+                await self._complete_handshake(stream, proof)
+                await self._listen_until_silent(stream)
             except aio.AioRpcError:
                 broke = True
                 raise
@@ -170,7 +170,7 @@ class WorkerConnection:
         while commands := await outgoing.take():
             yield bundled(commands)
 
-    async def _shake_hands(self, stream: Stream, proof: Proof) -> None:
+    async def _complete_handshake(self, stream: Stream, proof: Proof) -> None:
         """Complete the handshake. Only after it succeeds are requests sent to the worker."""
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
@@ -203,7 +203,7 @@ class WorkerConnection:
                 f"at {member.address} is worker {welcome.worker_id} of pool {welcome.pool_id!r}"
             )
 
-    async def _listen_while_it_speaks(self, stream: Stream) -> NoReturn:
+    async def _listen_until_silent(self, stream: Stream) -> NoReturn:
         try:
             async with asyncio.timeout(None) as limit:
                 watching = asyncio.create_task(self._watch(limit))
@@ -212,7 +212,7 @@ class WorkerConnection:
                 finally:
                     watching.cancel()
         except TimeoutError:
-            raise Silent from None
+            raise WorkerSilent from None
 
     async def _watch(self, limit: asyncio.Timeout) -> None:
         """Let `limit` expire after several checks in a row that saw no message. It counts checks
@@ -247,7 +247,7 @@ class WorkerConnection:
 
 
 async def read(stream: Stream) -> Any:
-    """Read the next message. Closed; AioRpcError; MalformedMessage: it cannot be decoded."""
+    """Read the next message. StreamClosed; AioRpcError; MalformedMessage: it cannot be decoded."""
     message = await stream.read()
     if message is None:  # gRPC returns None for a message that it cannot decode
         raise MalformedMessage("bytes that are no message")
@@ -255,6 +255,6 @@ async def read(stream: Stream) -> Any:
         return message
     code = await stream.code()
     if code is StatusCode.OK:
-        raise Closed
+        raise StreamClosed
     metadata = aio.Metadata()  # `stream.read` returns EOF for some errors
     raise aio.AioRpcError(code, metadata, metadata, await stream.details())

@@ -56,9 +56,9 @@ class Served:
         return tuple(pool.spec for pool in self.pools)
 
     @property
-    def most_slots(self) -> int | None:
+    def max_slots(self) -> int | None:
         """The most decode slots that one decode worker has; None: there is no decode worker now."""
-        return max((pool.most_slots for pool in self.pools if pool.decode), default=None)
+        return max((pool.max_slots for pool in self.pools if pool.decode), default=None)
 
 
 class WorkerDirectory:
@@ -86,7 +86,7 @@ class WorkerDirectory:
         self._on_change = on_change
         self._poll_s = poll_s
         self._gateway_id = gateway_id
-        self.others_serve = False
+        self.another_gateway_serves = False
         """Whether another gateway serves, at which this gateway's clients can continue."""
         self._connections: dict[str, Connection] = {}
         self._specs: dict[str, PoolSpec] = {}
@@ -128,7 +128,7 @@ class WorkerDirectory:
                 pools[worker.member.pool_id] = (*pools.get(worker.member.pool_id, ()), worker)
         return pools
 
-    def who_may_have(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]:
+    def parked_lookup_workers(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]:
         """The decode workers of a model that may hold a request which another gateway left, each
         with its pool's spec. Draining workers are among them, unresponsive ones are not."""
         workers = [connection.worker for connection in self._connections.values()]
@@ -189,7 +189,7 @@ class WorkerDirectory:
         members = await self._registry.members()
         managers = [member for member in members if member.role == "block_manager"]
         self.block_manager = managers[0] if managers else None
-        self.others_serve = any(
+        self.another_gateway_serves = any(
             (member.role, member.state) == ("gateway", "serving")
             and member.member_id != self._gateway_id
             for member in members
@@ -201,7 +201,7 @@ class WorkerDirectory:
         absent = self._connections.keys() - present.keys()
         unheard = {w for w in absent if not self._connections[w].worker.connected}
         for worker_id in self._absent.look(absent) | unheard:
-            await self._part_with(worker_id)
+            await self._remove(worker_id)
         for member in present.values():
             await self._see(member)
         for member in starting:
@@ -209,7 +209,7 @@ class WorkerDirectory:
 
     async def close(self) -> None:
         for worker_id in tuple(self._connections):
-            await self._part_with(worker_id)
+            await self._remove(worker_id)
 
     async def _see(self, member: Member) -> None:
         known = self._connections.get(member.member_id)
@@ -222,10 +222,10 @@ class WorkerDirectory:
             self._connections[member.member_id] = self._connect(member)
             self._on_change()
 
-    async def _part_with(self, worker_id: str) -> None:
+    async def _remove(self, worker_id: str) -> None:
         log.info("worker_gone", worker_id=worker_id)
         connection = self._connections.pop(worker_id)
-        self._forget_what_is_unused()
+        self._drop_unused()
         await connection.close()
         self._on_change()
 
@@ -258,7 +258,7 @@ class WorkerDirectory:
         self._unusable.discard(member.member_id)
         return True
 
-    def _forget_what_is_unused(self) -> None:
+    def _drop_unused(self) -> None:
         members = [connection.worker.member for connection in self._connections.values()]
         self._specs = {m.pool_id: self._specs[m.pool_id] for m in members}
         self._models = {m.model_dir: self._models[m.model_dir] for m in members}

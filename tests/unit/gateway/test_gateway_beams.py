@@ -106,7 +106,7 @@ async def test_hypotheses_come_at_the_end_with_their_scores() -> None:
     )
     assert second.usage is not None
     assert walk.host.ended == [None]
-    assert walk.decode.num_taken == 0
+    assert walk.decode.num_taken_slots == 0
 
 
 async def test_a_search_that_ends_with_its_first_tokens() -> None:
@@ -120,9 +120,9 @@ async def test_a_search_that_ends_with_its_first_tokens() -> None:
 async def test_a_move_is_settled_once_the_worker_goes_on() -> None:
     walk = searching()
     await until_searching(walk)
-    assert walk.lifecycle.settled_at is None
+    assert walk.lifecycle.movable_from is None
     walk.on_event(walk.decode, goes_on(walk))
-    assert walk.lifecycle.settled_at is walk.decode
+    assert walk.lifecycle.movable_from is walk.decode
     assert walk.lifecycle.num_sequences == 3
 
 

@@ -53,7 +53,7 @@ async def test_the_best_come_whole_and_best_first_when_all_have_ended() -> None:
     walk = choosing()
     await walk.until_decoding()
     finish(walk, 2, 0, 3)
-    assert not any(sequence.has_news for sequence in walk.output._turns)
+    assert not any(sequence.has_unread for sequence in walk.output._turns)
     finish(walk, 1)
     assert walk.lifecycle.status is RequestStatus.ENDED
     deltas = await deltas_of(walk)
@@ -194,5 +194,5 @@ async def test_all_sequences_go_on_elsewhere() -> None:
     """Whoever looks for it looks for what was drawn, not for what is told."""
     request = choosing().lifecycle.client.request
     received = (Received(0, tuple(BEST[0]), FinishReason.LENGTH),)
-    wanted = replace(request, received=received).to_go_on
+    wanted = replace(request, received=received).unfinished_sequences
     assert [(each.index, each.token_ids) for each in wanted] == [(i, ()) for i in range(NUM)]

@@ -6,7 +6,7 @@ import pytest
 
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.frontend.api import ChatMessage, Prompt, PromptReport
-from services.gateway.streaming.logprob_text import LogprobText, PromptTeller
+from services.gateway.streaming.logprob_text import LogprobText, PromptReporter
 from services.protocol.logprobs import Logprobs
 
 EMBEDDED = Path(__file__).parents[3] / "quire" / "embedded"
@@ -27,7 +27,7 @@ def special(tokenizer: Tokenizer) -> tuple[int, str]:
 
 def report(tokenizer: Tokenizer, prompt: Prompt, token_ids: tuple[int, ...]) -> PromptReport:
     logprobs = [Logprobs(-float(n), n, token_ids[:1], (0.0,)) for n in range(1, len(token_ids))]
-    return PromptTeller(prompt, token_ids, tokenizer).report(logprobs)
+    return PromptReporter(prompt, token_ids, tokenizer).report(logprobs)
 
 
 @pytest.mark.parametrize("text", ["Where are my blocks?", "é, 日本 and 🦀🦀", " x\n\n  y ", "a"])
@@ -71,7 +71,7 @@ def test_a_prompt_of_tokens_or_messages_is_what_its_tokens_say(tokenizer: Tokeni
 
 
 def test_without_logprobs_there_is_the_text(tokenizer: Tokenizer) -> None:
-    told = PromptTeller("Hi", tokenizer.encode("Hi"), tokenizer).report(())
+    told = PromptReporter("Hi", tokenizer.encode("Hi"), tokenizer).report(())
     assert (told.text, told.logprobs) == ("Hi", ())
 
 

@@ -74,7 +74,7 @@ def test_a_priority_is_a_head_start(priority: int, before: int, head_start_s: fl
     patient = somebody(1_000_000, before)
     in_time = somebody(1_000_000 + head_start, priority)
     late = somebody(1_000_000 + head_start + 1, priority)
-    assert line_of(patient, late, in_time).first() is in_time
+    assert line_of(patient, late, in_time).first() is admitting_to_model
     assert line_of(patient, late).first() is patient
 
 

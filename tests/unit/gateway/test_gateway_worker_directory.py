@@ -89,7 +89,7 @@ async def test_a_model_is_served_by_pools_with_workers_of_each_kind(harbour: Har
     served = harbour.directory.served("one")
     assert served is not None
     assert served.max_model_len == 2048
-    assert served.most_slots == 16
+    assert served.max_slots == 16
     assert harbour.directory.served("three") is None
 
 

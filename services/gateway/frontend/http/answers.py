@@ -72,7 +72,7 @@ class Answer:
             for index, told in sorted(transcripts.items())
         ]
         answer = self.envelope.around(self.dialect.kind, choices)
-        self._tell_prompts(answer, [told.prompt for _, told in sorted(transcripts.items())])
+        self._add_prompt_logprobs(answer, [told.prompt for _, told in sorted(transcripts.items())])
         return {**answer, "usage": self._usage(usages)}
 
     async def parts(self, deltas: Deltas) -> AsyncGenerator[JSON, None]:
@@ -135,13 +135,13 @@ class Answer:
     def _num_echoed(self, prompt: PromptReport | None) -> int:
         return len(prompt.text) if prompt is not None and self.asked.echo else 0
 
-    def _tell_prompts(self, answer: JSON, prompts: Sequence[PromptReport | None]) -> None:
+    def _add_prompt_logprobs(self, answer: JSON, prompts: Sequence[PromptReport | None]) -> None:
         """Adds the prompt logprobs where vLLM has them: in each choice of a text completion, at the
         top level of a chat completion."""
         num_top = self.asked.num_prompt_logprobs
         if num_top is None:
             return
-        places = answer["choices"] if self.dialect.tells_prompt_in_choice else [answer]
+        places = answer["choices"] if self.dialect.prompt_logprobs_in_choice else [answer]
         for place, prompt in zip(places, prompts, strict=False):  # a chat has only one place
             told = None if prompt is None else prompt_logprobs(prompt, num_top)
             place["prompt_logprobs"] = told

@@ -22,7 +22,7 @@ from services.gateway.frontend.http.bodies import DEFAULT_BODY_MEMORY_BYTES, Bod
 from services.gateway.frontend.http.body import read_body
 from services.gateway.frontend.http.dialects import ChatDialect, Dialect, Envelope, TextDialect
 from services.gateway.frontend.http.failures import (
-    FrontDoor,
+    RequestIdAndErrors,
     answer_http_exception,
     error_body,
     refusal_of,
@@ -65,7 +65,7 @@ def create_app(
             Route("/metrics", endpoints.metrics),
         ],
         middleware=[
-            Middleware(FrontDoor),
+            Middleware(RequestIdAndErrors),
             Middleware(AllowedHosts, allowed_hosts),
             Middleware(BodyLimits, max_body_memory_bytes),
         ],

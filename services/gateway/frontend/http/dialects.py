@@ -57,7 +57,7 @@ class Dialect(Protocol):
     """The field `object` of an answer that is not streamed."""
     chunk_kind: str
     """The field `object` of each part of a stream."""
-    tells_prompt_in_choice: bool
+    prompt_logprobs_in_choice: bool
     """Whether prompt logprobs are in the choice; otherwise they are at the answer's top level."""
 
     def opening(self) -> JSON | None:
@@ -76,7 +76,7 @@ class Dialect(Protocol):
 class TextDialect:
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
-    tells_prompt_in_choice = True
+    prompt_logprobs_in_choice = True
 
     def opening(self) -> None:
         return None
@@ -94,7 +94,7 @@ class ChatDialect:
     id_prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
-    tells_prompt_in_choice = False
+    prompt_logprobs_in_choice = False
 
     def opening(self) -> JSON:
         return {"delta": {"role": "assistant", "content": ""}}

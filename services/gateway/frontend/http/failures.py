@@ -86,7 +86,7 @@ async def answer_http_exception(request: Request, error: Exception) -> Json:
     return Json(http_error(status, text), status, error.headers)
 
 
-class FrontDoor:
+class RequestIdAndErrors:
     """The outermost middleware: gives each request an id, and turns each exception into an answer.
 
     The answer repeats the client's X-Request-Id unchanged. The id in

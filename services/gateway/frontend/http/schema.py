@@ -42,7 +42,7 @@ _EARLY_STOPPING = {
     "never": EarlyStopping.WHEN_IMPOSSIBLE,
 }
 
-USUAL_TOKENS = 16
+DEFAULT_MAX_TOKENS = 16
 """The default of max_tokens for a text completion, as in OpenAI's API."""
 
 
@@ -141,12 +141,12 @@ class GenerationBody(Body):
         return self.include_usage and bool(options and options.continuous_usage_stats)
 
     @property
-    def most_tokens(self) -> int | None:
+    def effective_max_tokens(self) -> int | None:
         """The limit of generated tokens that the client set."""
         return self.max_tokens
 
     @property
-    def usual_tokens(self) -> int | None:
+    def default_max_tokens(self) -> int | None:
         """The limit of generated tokens if the client set none; None: the limit of context and
         pool."""
         return None
@@ -157,7 +157,7 @@ class GenerationBody(Body):
         return 1 if self.n is None else self.n
 
     @property
-    def chooses(self) -> bool:
+    def selects_best(self) -> bool:
         """Whether the answer has fewer choices than are sampled."""
         is_search = bool(self.use_beam_search)
         return not is_search and self.best_of is not None and self.best_of > self.num_choices
@@ -199,8 +199,8 @@ class GenerationBody(Body):
                 top_p=self.top_p,
                 min_p=self.min_p,
                 seed=self.seed,
-                max_tokens=self.most_tokens,
-                usual_tokens=self.usual_tokens,
+                max_tokens=self.effective_max_tokens,
+                default_max_tokens=self.default_max_tokens,
                 stop=self.stop,
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 ignore_eos=bool(self.ignore_eos),
@@ -243,7 +243,7 @@ class CompletionBody(GenerationBody):
 
     @model_validator(mode="after")
     def _the_best_come_at_the_end(self) -> Self:
-        if self.chooses and self.stream:
+        if self.selects_best and self.stream:
             raise ValueError("best_of above n is not available with stream=true")
         return self
 
@@ -267,13 +267,13 @@ class CompletionBody(GenerationBody):
         return self.echoes and self.max_tokens == 0
 
     @property
-    def most_tokens(self) -> int | None:
+    def effective_max_tokens(self) -> int | None:
         """1 if `only_prompt`: a prompt is not computed without generating a token."""
         return 1 if self.only_prompt else self.max_tokens
 
     @property
-    def usual_tokens(self) -> int | None:
-        return USUAL_TOKENS
+    def default_max_tokens(self) -> int | None:
+        return DEFAULT_MAX_TOKENS
 
     @property
     def asked_prompt_logprobs(self) -> int | None:
@@ -303,7 +303,7 @@ class ChatBody(GenerationBody):
 
     @model_validator(mode="after")
     def _chats_are_not_chosen_from(self) -> Self:
-        if self.chooses:
+        if self.selects_best:
             text = "best_of above n is for /v1/completions, or for use_beam_search=true"
             raise ValueError(text)
         return self
@@ -334,7 +334,7 @@ class ChatBody(GenerationBody):
         return self
 
     @property
-    def most_tokens(self) -> int | None:
+    def effective_max_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def requests(self, request_id: str) -> list[GenerationRequest]:
