@@ -1,5 +1,6 @@
 """Settings of the gateway, from QUIRE_GATEWAY_* variables."""
 
+from dataclasses import dataclass, fields
 from typing import Annotated, ClassVar
 
 from pydantic import Field, field_validator
@@ -7,6 +8,21 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from services.common.runtime.config import ServiceSettings
 from services.gateway.frontend.http.bodies import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """The settings that the gateway's parts need; `GatewaySettings` describes them."""
+
+    client_priority: bool = False
+    max_waiting: int = 1024
+    report_cached_tokens: bool = False
+    patience_s: float = 5.0
+    reserve_timeout_s: float = 2.0
+    poll_s: float = 1.0
+    rebalance_s: float = 1.0
+    silence_s: float = 2.0
+    read_window_s: float = 10.0
 
 
 class GatewaySettings(ServiceSettings):
@@ -90,6 +106,10 @@ class GatewaySettings(ServiceSettings):
         ge=0,
         description="how long a request pauses for a client that does not read it",
     )
+
+    def options(self) -> GatewayOptions:
+        names = (field.name for field in fields(GatewayOptions))
+        return GatewayOptions(**{name: getattr(self, name) for name in names})
 
     @field_validator("allowed_hosts", mode="before")
     @classmethod

@@ -26,15 +26,14 @@ from services.gateway.frontend.http.server import http_server
 from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.gateway.frontend.service import InferenceService
 from services.gateway.request_metrics import RequestMetrics
-from services.gateway.scheduling.placement import Limits
 from services.gateway.streaming.output import PAUSE_AFTER_S
-from services.gateway.wiring import Wiring, assembled, update_health
+from services.gateway.wiring import Wiring, start_gateway, update_health
 
 _HINT_LIMIT_S = 0.5
 """How long a lookup of cached prefixes in the block store is tried again. The router can place a
 request without the answer."""
 _LAST_WRITES_S = 1.0
-"""How long the servers stay up after all requests have ended, so that the last answers go out."""
+"""How long the servers run after all requests have ended, to write the last answers."""
 
 log = get_logger(__name__)
 
@@ -47,30 +46,13 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     """
     metrics = CollectorRegistry()
     secret = deployment_secret(settings)
-    limits = Limits(
-        settings.max_waiting,
-        settings.patience_s,
-        settings.reserve_timeout_s,
-        settings.rebalance_s,
-        settings.read_window_s,
-    )
     async with AsyncExitStack() as stack:
         store, registry = await redis.connect(
             settings, stack, _HINT_LIMIT_S, settings.store_patience_s
         )
         stack.enter_context(metrics_endpoint(settings, metrics))
         wiring = await stack.enter_async_context(
-            assembled(
-                store,
-                registry,
-                secret,
-                limits,
-                RequestMetrics(metrics),
-                settings.poll_s,
-                settings.silence_s,
-                client_priority=settings.client_priority,
-                report_cached_tokens=settings.report_cached_tokens,
-            )
+            start_gateway(store, registry, secret, settings.options(), RequestMetrics(metrics))
         )
         server, port = await _grpc_server(settings, wiring, stack)
         operations = await _operations_server(settings, wiring, secret, port, stack)
@@ -89,10 +71,12 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         async with _in_background(heartbeat, wiring, (server, operations)):
             await stop.wait()
             heartbeat.changed()
-            await _leave(wiring, server, http, settings.request_grace_s)
+            await _shut_down(wiring, server, http, settings.request_grace_s)
 
 
-async def _leave(wiring: Wiring, server: RpcServer, http: AsyncExitStack, grace_s: float) -> None:
+async def _shut_down(
+    wiring: Wiring, server: RpcServer, http: AsyncExitStack, grace_s: float
+) -> None:
     """Stop the gRPC and the HTTP server: neither accepts new calls, and requests that still run
     after `grace_s` fail with Draining."""
     closing = asyncio.gather(server.stop(grace_s + _LAST_WRITES_S), http.aclose())

@@ -14,12 +14,12 @@ from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from quire.v1 import decode_pb2, prefill_pb2
 from services.gateway.change_notifier import ChangeNotifier
+from services.gateway.config import GatewayOptions
 from services.gateway.gateway import Gateway
 from services.gateway.intake.catalog import load_model
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
-from services.gateway.scheduling.placement import Limits
 from services.gateway.scheduling.router import Pool, Router
 from services.gateway.workers.directory import Served
 from services.gateway.workers.wire import DECODE, PREFILL, MalformedMessage
@@ -164,19 +164,19 @@ class FuzzedGateway:
         self.lines = [Line(fake, str(self.directory)) for fake in fakes]
         directory: Any = Fleet(self.lines, load_model(str(self.directory)))
         request_metrics = RequestMetrics(CollectorRegistry())
-        limits = Limits(reserve_timeout_s=0.5)
+        options = GatewayOptions(reserve_timeout_s=0.5)
         self.dispatcher = Dispatcher(
             directory,
             Router(store, b"secret"),
             registry,
-            limits,
+            options,
             changes,
-            request_metrics.has_ended,
+            request_metrics.record_end,
         )
         for line in self.lines:
             line.open(self.dispatcher)
-        self.gateway = Gateway(directory, self.dispatcher, changes, request_metrics)
-        migration = Migration(directory, self.dispatcher, changes, limits.reserve_timeout_s)
+        self.gateway = Gateway(directory, self.dispatcher, changes, request_metrics, options)
+        migration = Migration(directory, self.dispatcher, changes, options.reserve_timeout_s)
         self._moving = asyncio.create_task(migration.drain_workers())
 
     def line(self, fake: FakePrefill | FakeDecode) -> Line:

@@ -28,12 +28,12 @@ from services.common.runtime.metrics import WorkerMetrics
 from services.decode.service import DecodeService
 from services.decode.worker import DecodeWorker
 from services.gateway.change_notifier import ChangeNotifier
+from services.gateway.config import GatewayOptions
 from services.gateway.frontend.service import InferenceService
 from services.gateway.gateway import Gateway
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
-from services.gateway.scheduling.placement import Limits as GatewayLimits
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.directory import WorkerDirectory
 from services.gateway.workers.wire import DECODE, PREFILL, Dialect
@@ -214,18 +214,18 @@ class ExactnessDeployment:
         self.directory = WorkerDirectory(
             *(self.registry, self.store, self._connect, lambda _: self._models.text, changes.notify)
         )
-        router, limits = Router(self.store, b"secret"), GatewayLimits()
+        router, options = Router(self.store, b"secret"), GatewayOptions()
         self.dispatcher = Dispatcher(
-            self.directory, router, self.registry, limits, changes, request_metrics.has_ended
+            self.directory, router, self.registry, options, changes, request_metrics.record_end
         )
         for number in range(setting.num_prefills):
             self.prefills.append(await self._add("prefill", number))
         for number in range(setting.num_decoders):
             self.decoders.append(await self._add("decode", number))
         await self.directory.refresh()
-        gateway = Gateway(self.directory, self.dispatcher, changes, request_metrics)
+        gateway = Gateway(self.directory, self.dispatcher, changes, request_metrics, options)
         self._service = InferenceService(gateway)
-        migration = Migration(self.directory, self.dispatcher, changes, limits.reserve_timeout_s)
+        migration = Migration(self.directory, self.dispatcher, changes, options.reserve_timeout_s)
         self._moving = asyncio.create_task(migration.drain_workers())
         await self.until(lambda: all(line.worker.connected for line in self._lines.values()))
 

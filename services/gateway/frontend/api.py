@@ -213,7 +213,7 @@ class Generator(Protocol):
         before the first delta.
         """
 
-    def refused(self, request_id: str, model: str, code: str, reason: str) -> None:
+    def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
         """Counts and logs a request that a server refused without calling `generate`. `model`: the
         name that the client sent; empty if it is not known."""
 

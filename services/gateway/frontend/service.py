@@ -50,7 +50,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         try:
             asked = with_resume_token(_request_from_wire(request, context.time_remaining()))
         except InvalidRequest as error:
-            self._generator.refused(request.request_id, request.model, error.code, str(error))
+            self._generator.record_refusal(
+                request.request_id, request.model, error.code, str(error)
+            )
             raise
         untold_token = asked.resume_token
         async with aclosing(self._generator.generate(asked)) as deltas:

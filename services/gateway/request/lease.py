@@ -84,7 +84,7 @@ class DecodeReservation(Lease):
         if not self._answer.done():
             self._answer.set_result(granted)
 
-    async def answered(self, timeout_s: float) -> None:
+    async def wait_for_answer(self, timeout_s: float) -> None:
         """Wait for the answer, the release or the timeout. A worker that does not answer in time
         gets no further reservation until it has answered."""
         await asyncio.wait([self._answer], timeout=timeout_s)

@@ -173,7 +173,7 @@ class RequestLifecycle:
         request was closed meanwhile."""
         self._move(RequestStatus.RESERVING)
         reservation = self.attempt.reserve(decode, self.num_sequences)
-        await reservation.answered(timeout_s)
+        await reservation.wait_for_answer(timeout_s)
         if reservation.released:
             return False
         if reservation.refused:

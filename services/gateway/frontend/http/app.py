@@ -90,7 +90,7 @@ class _Endpoints:
         try:
             return await read_body(request, kind)
         except (InvalidRequest, HTTPException) as error:
-            self._generator.refused(request.state.request_id, "", *refusal_of(error))
+            self._generator.record_refusal(request.state.request_id, "", *refusal_of(error))
             raise
 
     async def _answer(

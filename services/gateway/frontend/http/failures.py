@@ -69,7 +69,7 @@ def _code_of(status: int) -> str:
 
 
 def refusal_of(error: InvalidRequest | HTTPException) -> tuple[str, str]:
-    """The code and the text of a refusal, for `Generator.refused`."""
+    """The code and the text of a refusal, for `Generator.record_refusal`."""
     if isinstance(error, InvalidRequest):
         return error.code, str(error)
     return _code_of(error.status_code), error.detail
