@@ -89,17 +89,18 @@ class Gateway:
                 raise DeadlineExceeded("the request's deadline has passed") from error
 
     def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
-        """See `Generator.record_refusal`. Only the name of a served model becomes a metric label: clients
-        can send any name, and each one would add a time series."""
-        names = self._directory.names()
-        only = names[0] if len(names) == 1 and not model else ""
-        self._request_metrics.record_refusal(
-            request_id, model if model in names else only, code, reason
-        )
+        """See `Generator.record_refusal`. Only the name of a served model becomes a metric label:
+        clients can send any name, and each one would add a time series."""
+        names = self._directory.model_names()
+        if model not in names:
+            model = names[0] if len(names) == 1 and not model else ""
+        self._request_metrics.record_refusal(request_id, model, code, reason)
 
     def models(self) -> tuple[ServedModel, ...]:
         """The models that can be served now, sorted by name."""
-        names = [name for name in self._directory.names() if self._directory.complete_pools(name)]
+        names = [
+            name for name in self._directory.model_names() if self._directory.complete_pools(name)
+        ]
         return tuple(self._describe(name) for name in names)
 
     def ready(self) -> bool:
@@ -123,7 +124,7 @@ class Gateway:
         until = loop.time() + self._options.patience_s
         while True:
             seen = self._changes.num_changes
-            names = self._directory.names()
+            names = self._directory.model_names()
             if names:
                 chosen = _choose(name, names)
                 served = self._directory.served(chosen)

@@ -74,13 +74,9 @@ async def start_gateway(
         poll_s=options.poll_s,
         gateway_id=gateway_id,
     )
+    router = Router(store, secret.root)
     dispatcher = Dispatcher(
-        directory,
-        Router(store, secret.root),
-        registry,
-        options,
-        changes,
-        request_metrics.record_end,
+        directory, router, registry, options, changes, request_metrics.record_end
     )
     request_metrics.set_gauges(lambda: dispatcher.num_running, lambda: dispatcher.num_waiting)
     gateway = Gateway(directory, dispatcher, changes, request_metrics, options)

@@ -128,7 +128,7 @@ class Fleet:
         ]
         return Pool(SPEC, *roles)
 
-    def names(self) -> tuple[str, ...]:
+    def model_names(self) -> tuple[str, ...]:
         return (MODEL,)
 
     def served(self, name: str) -> Served:

@@ -38,7 +38,6 @@ log = get_logger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
-SILENCE_S = 2.0
 _NUM_LOOKS = 4
 
 
@@ -79,7 +78,7 @@ class WorkerConnection:
         gateway_id: str,
         rpc_key: bytes,
         sink: WorkerEventSink,
-        silence_s: float = SILENCE_S,
+        silence_s: float = 2.0,
     ) -> None:
         self.worker = Worker(member, self._send)
         self._dialect = PREFILL if member.role == "prefill" else DECODE

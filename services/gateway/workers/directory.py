@@ -111,7 +111,7 @@ class WorkerDirectory:
             tuple(self._pool(pool_id) for pool_id in sorted({m.pool_id for m in members})),
         )
 
-    def names(self) -> tuple[str, ...]:
+    def model_names(self) -> tuple[str, ...]:
         """The names of the models that have a worker in the directory, sorted."""
         return tuple(sorted({c.worker.member.model for c in self._connections.values()}))
 
@@ -141,7 +141,7 @@ class WorkerDirectory:
         )
 
     def ready(self) -> bool:
-        return any(self.complete_pools(name) for name in self.names())
+        return any(self.complete_pools(name) for name in self.model_names())
 
     def forget_refusals(self) -> None:
         """Let every decode worker be asked for slots again, since a slot of another gateway may
