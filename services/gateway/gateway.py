@@ -18,7 +18,7 @@ from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request_metrics import RequestMetrics, code_of
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.streaming.best_of import BestOf
-from services.gateway.streaming.logprob_text import LogprobText, PromptReporter
+from services.gateway.streaming.logprob_text import PromptReporter
 from services.gateway.streaming.output import Output, RequestStats
 from services.gateway.streaming.pacer import StreamPacer
 from services.gateway.streaming.sequence import Sequence
@@ -145,7 +145,7 @@ class Gateway:
                     includes_end=request.include_stop_str,
                 ),
                 frozenset(sampling.stop_token_ids),
-                None if asked.sampling.logprobs is None else LogprobText(tokenizer),
+                None if asked.sampling.logprobs is None else tokenizer,
             )
             for index in range(request.num_sequences)
         )

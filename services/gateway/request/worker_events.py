@@ -1,4 +1,4 @@
-"""What the messages of workers, and their loss, do to a request."""
+"""Applies the messages of workers, and the loss of workers, to a request."""
 
 from services.common.errors import InvalidRequest
 from services.common.runtime.logging import get_logger
@@ -25,17 +25,17 @@ log = get_logger(__name__)
 
 
 def on_event(request: RequestLifecycle, sender: Worker, event: RequestEvent) -> None:
-    """Follow a worker's message. Dropped: a message about nothing that the request has at that
-    worker under that attempt number, and one that comes at the wrong time.
+    """Apply a worker's message. A message is dropped if the request has no lease at that worker
+    under that attempt number, or if the message does not fit the request's status.
 
     A message that ends something at the worker finishes its lease first; what the request does then
     (requeue, close) aborts the other leases.
     """
     lease = request.attempt.lease_of(sender, event.attempt)
-    is_current = event.attempt == request.attempt.number  # else of a target or an older ticket
+    is_current = event.attempt == request.attempt.number  # else for a target or an older ticket
     match lease, event:
         case DecodeReservation() as reservation, Reserved(granted=granted):
-            reservation.answer(granted)
+            reservation.set_answer(granted)
         case DetachedTicket() as detached, Requeued() | Failed() if not is_current:
             _on_ticket_dropped(request, detached)
         case _ if not is_current:
@@ -53,7 +53,8 @@ def on_event(request: RequestLifecycle, sender: Worker, event: RequestEvent) -> 
         case Lease(), Malformed(problem=problem):
             request.retry_or_fail(f"worker {sender.id} sent what makes no sense: {problem}")
         case DecodeReservation() as decode, Failed(code=InvalidRequest.code) as failed if (
-            request.is_decoding and request.attempt.detached  # it has not claimed the ticket
+            request.is_decoding
+            and request.attempt.detached  # the worker has not claimed the ticket
         ):
             decode.finish()
             request.retry_or_fail(f"decode worker {sender.id} refused its ticket: {failed.message}")
@@ -66,12 +67,12 @@ def on_event(request: RequestLifecycle, sender: Worker, event: RequestEvent) -> 
 
 def on_lost(request: RequestLifecycle, worker: Worker, *, died: bool) -> None:
     """A worker's stream ended: by contract the worker releases all that came over it."""
-    was_there = request.attempt.lost(worker)
+    had_lease = request.attempt.finish_leases_at(worker)
     if request.is_decoding and request.tickets.is_recomputing:
-        died = False  # other workers have computed this much, and lived
+        died = False  # other workers have computed these steps and survived
     if error := request.crash_attribution.note_lost(worker, died=died):
         request.close(error)
-    elif was_there:
+    elif had_lease:
         request.retry_or_fail(f"{worker.member.role} worker {worker.id} was lost")
 
 
@@ -80,14 +81,14 @@ def _drop(request: RequestLifecycle, event: RequestEvent) -> None:
 
 
 def _on_ticket_dropped(request: RequestLifecycle, detached: DetachedTicket) -> None:
-    """The issuer does not keep the ticket of an earlier attempt any longer."""
+    """The issuer does not keep the ticket of an earlier attempt any more."""
     detached.finish()
     if request.is_decoding:
         request.requeue()
 
 
 def _on_prefilled(request: RequestLifecycle, lease: PrefillLease, event: Prefilled) -> None:
-    """All sequences that have not ended with this token go to the decode worker."""
+    """Sequences that have not ended with this token go to the decode worker."""
     if problem := request.tickets.problem_of_prefilled(event):
         request.retry_or_fail(f"prefill worker {lease.worker.id} {problem}")
         return
@@ -123,15 +124,15 @@ def _on_detached(request: RequestLifecycle, decode: DecodeReservation, ticket: T
     if swapped_out:
         request.client.output.stats.num_preemptions += 1
         request.requeue()
-    elif moved := request.attempt.moved():
+    elif moved := request.attempt.attempt_at_target():
         request.continue_at(moved)
     else:
         request.requeue()
 
 
 def _on_generated(request: RequestLifecycle, decode: DecodeReservation, event: Generated) -> None:
-    """Pass tokens on. Those behind a sequence's stop string are dropped: the abort is on its way to
-    the worker."""
+    """Deliver tokens. Tokens after a stop string are dropped: the worker has not received the abort
+    yet."""
     if request.client.is_over(event.index):
         return
     if problem := request.tickets.problem_of_step(event):

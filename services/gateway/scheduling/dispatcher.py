@@ -187,7 +187,7 @@ class Dispatcher:
     def on_queued(self, lifecycle: RequestLifecycle) -> None:
         model_queue = self.model_queue(lifecycle.client.request.model)
         model_queue.forecast.stopped(lifecycle)
-        if not lifecycle.client.pauses:
+        if not lifecycle.client.is_paused:
             model_queue.waiting.add(lifecycle, self._clock())
         self._changes.notify()
 

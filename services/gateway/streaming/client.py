@@ -12,8 +12,7 @@ from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.streaming.backpressure import Backpressure
 from services.gateway.streaming.output import Output
 from services.gateway.streaming.sequence import Sequence
-from services.protocol.logprobs import Logprobs
-from services.protocol.ticket import FinishReason
+from services.protocol.messages import Generated
 
 
 class Client:
@@ -33,7 +32,7 @@ class Client:
     ) -> None:
         self._on_read = on_read
         self._give_up = give_up
-        self._pause = Backpressure(read_window_s, self._cancel_slow_reader)
+        self._backpressure = Backpressure(read_window_s, self._cancel_slow_reader)
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._attach(request, output)
 
@@ -60,28 +59,21 @@ class Client:
             raise DuplicateRequest("what is running is another request than the one to go on with")
         before.close(DuplicateRequest("another call goes on with this request"))
         self._attach(request, output)
-        forgets = self.wants_logprobs and before.is_ahead_of(output)
-        if not forgets:
+        must_recompute = self.wants_logprobs and before.is_ahead_of(output)
+        if not must_recompute:
             output.catch_up(before)
         self._has_read()
-        return forgets
+        return must_recompute
 
-    def write(
-        self,
-        index: int,
-        token_ids: tuple[int, ...],
-        finish: FinishReason | None,
-        logprobs: tuple[Logprobs, ...] = (),
-        score: float | None = None,
-    ) -> None:
+    def write(self, new: Generated) -> None:
         """Pass on the next tokens of a sequence that has not ended. If the client is behind,
         backpressure begins; if it is behind by more than MAX_UNREAD_TOKENS, the request is
         cancelled."""
-        self.output.write(index, token_ids, finish, logprobs, score)
+        self.output.write(new.index, new.token_ids, new.finish_reason, new.logprobs, new.score)
         if self.output.overflowing:
             self._cancel_slow_reader()
         elif self.output.congested:
-            self._pause.begin()
+            self._backpressure.begin()
 
     @property
     def unsent_prompt_logprobs(self) -> int | None:
@@ -94,7 +86,7 @@ class Client:
         """Whether tokens that the client has not received need logprobs: because it asked for them,
         or because the best sequences are chosen by them."""
         request = self.request
-        has_prompt = any(told.token_ids for told in request.received or ())
+        has_prompt = any(each.token_ids for each in request.received or ())
         of_prompt = request.prompt_logprobs is not None and not has_prompt
         return request.sampling.logprobs is not None or of_prompt
 
@@ -124,9 +116,9 @@ class Client:
         return len(self.request.prompt_token_ids) + num_received
 
     @property
-    def pauses(self) -> bool:
+    def is_paused(self) -> bool:
         """Whether backpressure is on: the client has not read everything yet."""
-        return self._pause.is_on
+        return self._backpressure.is_on
 
     def timeout_ms(self) -> int:
         """Milliseconds until the deadline, at least 1; 0: the client set no deadline."""
@@ -139,17 +131,16 @@ class Client:
         """End the output, with `error` if there is one, and stop the timers."""
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
-        self._pause.end()
+        self._backpressure.end()
         self.output.close(error)
 
     def _has_read(self) -> None:
-        if self._pause.is_on:
-            self._pause.end()
+        if self._backpressure.is_on:
+            self._backpressure.end()
             self._on_read()
 
     def _cancel_slow_reader(self) -> None:
-        text = "the client reads too slowly; its request was cancelled"
-        self._give_up(Overloaded(text, 0.0))
+        self._give_up(Overloaded("the client reads too slowly; its request was cancelled", 0.0))
 
     def _deadline_passed(self) -> None:
         self._give_up(DeadlineExceeded("the request's deadline has passed"))

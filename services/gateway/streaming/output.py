@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.gateway.frontend.api import Delta, PromptReport, Received, Usage
+from services.gateway.frontend.api import Delta, Received, Usage
 from services.gateway.streaming.logprob_text import PromptReporter
 from services.gateway.streaming.pacer import StreamPacer
 from services.gateway.streaming.sequence import Sequence
@@ -102,7 +102,7 @@ class Output:
         self.running_usage = False
         """Whether every delta has the usage, not only the last."""
         self._request_id = request_id
-        self._turns = deque(sequences)
+        self._read_order = deque(sequences)
         """The sequences in the order in which the client gets their next deltas."""
         self._num_unread = 0
         self._unsent_prompt = prompt
@@ -124,16 +124,14 @@ class Output:
 
     @property
     def congested(self) -> bool:
-        return self._backlog > PAUSE_UNREAD_TOKENS or self._is_stalled
+        """Whether backpressure should begin."""
+        given_at = self._given_at
+        is_stalled = given_at is not None and self._clock() - given_at > PAUSE_AFTER_S
+        return is_stalled or self._backlog > PAUSE_UNREAD_TOKENS
 
     @property
     def overflowing(self) -> bool:
         return self._backlog > MAX_UNREAD_TOKENS
-
-    @property
-    def _is_stalled(self) -> bool:
-        given_at = self._given_at
-        return given_at is not None and self._clock() - given_at > PAUSE_AFTER_S
 
     @property
     def _backlog(self) -> int:
@@ -153,16 +151,16 @@ class Output:
     def replay(self, received: Seq[Received]) -> None:
         """Add the tokens that the client has received, without sending them again. InvalidRequest:
         they contain a stop string, so nothing can follow."""
-        for told in received:
-            self.sequences[told.index].replay(told)
-            self.stats.num_generated_tokens += len(told.token_ids)
+        for each in received:
+            self.sequences[each.index].replay(each)
+            self.stats.num_generated_tokens += len(each.token_ids)
         self._drop_ended()
 
     def is_ahead_of(self, other: "Output") -> bool:
         """Whether this output has tokens, or the end of a sequence, that `other` does not have, or
         different tokens."""
         pairs = zip(self.sequences, other.sequences, strict=True)
-        return not all(mine.is_prefix_of(theirs) for mine, theirs in pairs)
+        return not all(ours.is_prefix_of(theirs) for ours, theirs in pairs)
 
     def catch_up(self, other: "Output") -> None:
         """Write the tokens that this output does not have yet, from the output of an earlier call
@@ -184,9 +182,9 @@ class Output:
         last ones."""
         sequence = self.sequences[index]
         sequence.score = score
-        num_taken_slots = sequence.write(token_ids, finish, logprobs)
-        self._num_unread += num_taken_slots
-        self._count(sequence, num_taken_slots)
+        num_taken = sequence.write(token_ids, finish, logprobs)
+        self._num_unread += num_taken
+        self._count(sequence, num_taken)
         if sequence.has_ended:
             self._drop_ended()
             if not self.living:
@@ -209,7 +207,7 @@ class Output:
         while True:  # While the reader has a delta, more tokens may arrive, or the end.
             if self._error is not None:
                 raise self._error
-            if not any(sequence.has_unread for sequence in self._turns):
+            if not any(sequence.has_unread for sequence in self._read_order):
                 if self._closed:
                     return
                 self._readable.clear()
@@ -227,9 +225,9 @@ class Output:
         self.living = tuple(sequence for sequence in self.living if not sequence.has_ended)
 
     def _next_with_news(self) -> Sequence | None:
-        for _ in range(len(self._turns)):
-            sequence = self._turns[0]
-            self._turns.rotate(-1)
+        for _ in range(len(self._read_order)):
+            sequence = self._read_order[0]
+            self._read_order.rotate(-1)
             if sequence.has_unread:
                 return sequence
         return None
@@ -237,18 +235,15 @@ class Output:
     def _take(self, sequence: Sequence) -> Delta:
         self._num_unread -= sequence.num_unread
         is_last = not self.living and not any(
-            other.has_unread for other in self._turns if other is not sequence
+            other.has_unread for other in self._read_order if other is not sequence
         )
         usage = self.stats.usage() if is_last or self.running_usage else None
-        delta = sequence.take(self._request_id, usage, self._take_prompt_report())
+        report = self._unsent_prompt and self._unsent_prompt.report(self._prompt_logprobs)
+        self._unsent_prompt, self._prompt_logprobs = None, ()
+        delta = sequence.take(self._request_id, usage, report)
         if not self._num_unread:
             self.on_read()
         return delta
-
-    def _take_prompt_report(self) -> PromptReport | None:
-        prompt, logprobs = self._unsent_prompt, self._prompt_logprobs
-        self._unsent_prompt, self._prompt_logprobs = None, ()
-        return None if prompt is None else prompt.report(logprobs)
 
     def _count(self, sequence: Sequence, num_tokens: int) -> None:
         if not num_tokens:

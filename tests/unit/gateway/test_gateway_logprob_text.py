@@ -6,7 +6,7 @@ import pytest
 
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.frontend.api import ChatMessage, Prompt, PromptReport
-from services.gateway.streaming.logprob_text import LogprobText, PromptReporter
+from services.gateway.streaming.logprob_text import PromptReporter, with_text
 from services.protocol.logprobs import Logprobs
 
 EMBEDDED = Path(__file__).parents[3] / "quire" / "embedded"
@@ -78,7 +78,7 @@ def test_without_logprobs_there_is_the_text(tokenizer: Tokenizer) -> None:
 def test_the_likeliest_are_ranked_as_they_come(tokenizer: Tokenizer) -> None:
     token_ids = tokenizer.encode("one two three")
     top = Logprobs(-1.0, 7, token_ids, tuple(-float(n) for n in range(len(token_ids))))
-    spelled = LogprobText(tokenizer).spell(token_ids[0], top, 5)
+    spelled = with_text(tokenizer, token_ids[0], top, 5)
     assert (spelled.chosen.rank, spelled.text_offset) == (7, 5)
     assert [each.rank for each in spelled.top] == list(range(1, len(token_ids) + 1))
     assert b"".join(each.token for each in spelled.top) == b"one two three"

@@ -11,7 +11,6 @@ from services.common.text.detokenizer import Detokenizer
 from services.common.text.pieces import Pieces
 from services.common.text.stop_strings import StopMatcher
 from services.gateway.frontend.api import Candidate, Delta, Received
-from services.gateway.streaming.logprob_text import LogprobText
 from services.gateway.streaming.output import MAX_UNREAD_TOKENS, Output, RequestStats
 from services.gateway.streaming.sequence import Sequence
 from services.gateway.streaming.text import Text
@@ -38,7 +37,7 @@ def make(
     *stops: str,
     stop_token_ids: tuple[int, ...] = (),
     meter: CountingMeter | None = None,
-    logprob_text: LogprobText | None = None,
+    tokenizer: Tokenizer | None = None,
     num_sequences: int = 1,
     includes_end: bool = False,
     min_tokens: int = 0,
@@ -55,7 +54,7 @@ def make(
                 includes_end=includes_end,
             ),
             frozenset(stop_token_ids),
-            logprob_text,
+            tokenizer,
         )
         for index in range(num_sequences)
     ]
@@ -204,7 +203,7 @@ class Letters:
 
 def telling(*stops: str) -> Output:
     tokenizer: Any = Letters()
-    return make(*stops, logprob_text=LogprobText(tokenizer))
+    return make(*stops, tokenizer=tokenizer)
 
 
 def told(*values: float) -> tuple[Logprobs, ...]:

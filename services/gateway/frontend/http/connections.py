@@ -47,7 +47,7 @@ class Connections:
         self.buffer = memoryview(bytearray(_READ_BYTES))
         """The read buffer of all connections. A connection copies its bytes out of it in the
         callback that reports them."""
-        self.pacer = StreamPacer(at_once=1)
+        self.pacer = StreamPacer(streams_per_turn=1)
         self._open: set[Evictable] = set()
         self._idle: dict[Evictable, None] = {}
         """Connections without a request, the longest idle first."""
