@@ -23,7 +23,7 @@ from services.gateway.streaming.output import Output, RequestStats
 from services.gateway.streaming.pacer import StreamPacer
 from services.gateway.streaming.sequence import Sequence
 from services.gateway.streaming.text import Text
-from services.gateway.workers.directory import Served, WorkerDirectory
+from services.gateway.workers.directory import ModelPools, WorkerDirectory
 
 
 class Gateway:
@@ -117,7 +117,7 @@ class Gateway:
             dtype=member.engine.get("dtype", served.model.config.dtype),
         )
 
-    async def _served(self, name: str) -> tuple[str, Served]:
+    async def _served(self, name: str) -> tuple[str, ModelPools]:
         """Find the model that a request names. Wait up to `patience_s` while no worker of any model
         is there, since one may be about to start; then raise NoWorker."""
         loop = asyncio.get_running_loop()
@@ -133,7 +133,9 @@ class Gateway:
             if not await self._changes.wait(seen, max(0.0, until - loop.time())):
                 raise NoWorker("no worker is there to serve any model now")
 
-    def _output(self, asked: GenerationRequest, request: AdmittedRequest, served: Served) -> Output:
+    def _output(
+        self, asked: GenerationRequest, request: AdmittedRequest, served: ModelPools
+    ) -> Output:
         tokenizer, sampling = served.model.tokenizer, request.sampling
         sequences = tuple(
             Sequence(

@@ -21,7 +21,7 @@ from services.gateway.request_metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
 from services.gateway.scheduling.router import Pool, Router
-from services.gateway.workers.directory import Served
+from services.gateway.workers.directory import ModelPools
 from services.gateway.workers.wire import DECODE, PREFILL, MalformedMessage
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import Command, DrainNotice, LoadReport
@@ -58,7 +58,7 @@ class Line:
     def __init__(self, fake: FakePrefill | FakeDecode, directory: str) -> None:
         self.fake = fake
         self.worker = Worker(member(fake, "nowhere:1", directory), self._send)
-        self._dialect = PREFILL if fake.role == "prefill" else DECODE
+        self._stream_type = PREFILL if fake.role == "prefill" else DECODE
         self.sink: Any = None
 
     def open(self, sink: Any) -> None:
@@ -79,7 +79,7 @@ class Line:
     def _send(self, command: Command) -> None:
         if not self.worker.connected:
             return
-        message = self._dialect.command(command)
+        message = self._stream_type.command(command)
         request = type(message).FromString(message.SerializeToString())
         self.fake.names.shorten(request)
         kind = request.WhichOneof("command")
@@ -95,7 +95,7 @@ class Line:
             return
         self.fake.names.restore(message)
         try:
-            for event in self._dialect.events(message):
+            for event in self._stream_type.events(message):
                 match event:
                     case LoadReport():
                         self.worker.report(event)
@@ -131,8 +131,8 @@ class Fleet:
     def model_names(self) -> tuple[str, ...]:
         return (MODEL,)
 
-    def served(self, name: str) -> Served:
-        return Served(self.served_model, 4096, (self.pool,))
+    def served(self, name: str) -> ModelPools:
+        return ModelPools(self.served_model, 4096, (self.pool,))
 
     def complete_pools(self, name: str) -> tuple[Pool, ...]:
         return (self.pool,) if self.pool.complete else ()

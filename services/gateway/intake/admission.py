@@ -17,7 +17,7 @@ from services.gateway.intake.prompts import (
     tokenize_prompt,
 )
 from services.gateway.intake.sampling import resolve_sampling
-from services.gateway.workers.directory import Served
+from services.gateway.workers.directory import ModelPools
 from services.protocol.logprobs import MAX_LOGPROBS
 from services.protocol.ticket import MAX_SEQUENCES, PRIORITIES, SamplingParams, TicketSequence
 
@@ -92,7 +92,7 @@ async def admit(
     request: GenerationRequest,
     request_id: str,
     name: str,
-    served: Served,
+    served: ModelPools,
     arrived_at: float,
     deadline: float | None,
 ) -> AdmittedRequest:

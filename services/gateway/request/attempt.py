@@ -128,7 +128,8 @@ class Attempt:
         return Attempt(self.request_id, number, detached)
 
     def finish_leases_at(self, worker: Worker) -> bool:
-        """Finish all leases at a lost worker. True: it had the prefill lease or the decode slots."""
+        """Finish all leases at a lost worker. True: the prefill lease or the decode reservation was
+        one of them."""
         lost = [lease for lease in self._leases() if lease.worker is worker]
         for lease in lost:
             lease.finish()

@@ -135,7 +135,7 @@ class RequestLifecycle:
             self.close()
 
     def _recompute(self) -> None:
-        """Start again: the sequences that run, or are detached, are ahead of the client's tokens."""
+        """Start again: sequences that run, or are detached, are ahead of the client's tokens."""
         if detached := self.attempt.detached:
             detached.abort()
         if self.status is not RequestStatus.QUEUED:
@@ -149,8 +149,8 @@ class RequestLifecycle:
         self.started_at = self._clock()
         self.attempt = Attempt(self.id, self.attempt.number, detached)
         if gained and self.client.wants_logprobs:
-            detached.abort()  # the logprobs of these tokens are lost, so the tokens are computed again
-        elif problem := self.tickets.problem(ticket, gained):
+            detached.abort()  # the logprobs of these tokens are lost: compute the tokens again
+        elif problem := self.tickets.problem_of_ticket(ticket, gained):
             log.warning("parked_ticket_refused", request_id=client_id(self.id), reason=problem)
             detached.abort()
         else:
@@ -250,8 +250,8 @@ class RequestLifecycle:
     # ── tokens, retries and the end ──────────────────────────────────────────────────────────────
 
     def deliver(self, outputs: Sequence[Generated]) -> None:
-        """Write tokens to the client. The request closes with its last sequence. If the client reads
-        too slowly, the decode worker hands the request over."""
+        """Write tokens to the client. The request closes with its last sequence. If the client
+        reads too slowly, the decode worker hands the request over."""
         for output in outputs:
             if not self.client.is_over(output.index):
                 self.client.write(output)

@@ -96,7 +96,7 @@ def _on_prefilled(request: RequestLifecycle, lease: PrefillLease, event: Prefill
     request.client.output.stats.note_prefill(event.ticket.num_cached_tokens)
     if event.prompt_logprobs:
         request.client.output.write_prompt(event.prompt_logprobs)
-    request.tickets.note(event.ticket)
+    request.tickets.save_progress(event.ticket)
     if request.tickets.is_progress(event.outputs):
         request.num_retries = 0
     if event.ticket.sequences:
@@ -112,14 +112,14 @@ def _on_detached(request: RequestLifecycle, decode: DecodeReservation, ticket: T
     """A decode worker returned the request with its KV: swapped out because it was preempted, or in
     the pool because it was handed over."""
     swapped_out = ticket.swapped is not None
-    problem = request.tickets.problem(ticket, blocks=not swapped_out)
+    problem = request.tickets.problem_of_ticket(ticket, blocks=not swapped_out)
     if not swapped_out and not request.is_decoding:
         problem = problem or "it was not at work"
     if problem:
         did = "swapped out" if swapped_out else "handed over"
         request.retry_or_fail(f"decode worker {decode.worker.id} {did} a wrong ticket: {problem}")
         return
-    request.tickets.note(ticket)
+    request.tickets.save_progress(ticket)
     request.attempt.detach(decode, ticket)
     if swapped_out:
         request.client.output.stats.num_preemptions += 1
@@ -149,7 +149,7 @@ def _on_requeued(request: RequestLifecycle, lease: Lease, event: Requeued) -> No
     """A worker returned the request without KV."""
     lease.finish()
     if event.progress is not None:
-        request.tickets.note(event.progress)
+        request.tickets.save_progress(event.progress)
     if event.reason is RequeueReason.STALE_TICKET:
         request.retry_or_fail("its ticket was not there any more when it was claimed")
         return

@@ -1,5 +1,5 @@
-"""The output of a request with `best_of`: after all sequences have ended, the best ones, each in one
-delta. See ADR 81."""
+"""The output of a request with `best_of`: the best sequences, each in one delta, once all sequences
+have ended. See ADR 81."""
 
 from collections import deque
 from collections.abc import Callable

@@ -238,7 +238,8 @@ class Output:
             other.has_unread for other in self._read_order if other is not sequence
         )
         usage = self.stats.usage() if is_last or self.running_usage else None
-        report = self._unsent_prompt and self._unsent_prompt.report(self._prompt_logprobs)
+        prompt = self._unsent_prompt
+        report = None if prompt is None else prompt.report(self._prompt_logprobs)
         self._unsent_prompt, self._prompt_logprobs = None, ()
         delta = sequence.take(self._request_id, usage, report)
         if not self._num_unread:
