@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from services.common.runtime.config import ServiceSettings
-from services.gateway.frontend.http.bodies import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
+from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
 
 
 @dataclass(frozen=True, slots=True)

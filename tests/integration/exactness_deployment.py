@@ -36,7 +36,7 @@ from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.directory import WorkerDirectory
-from services.gateway.workers.wire import DECODE, PREFILL, Dialect
+from services.gateway.workers.wire import DECODE, PREFILL, StreamType
 from services.gateway.workers.worker import Worker
 from services.prefill.service import PrefillService
 from services.prefill.worker import PrefillWorker
@@ -99,10 +99,10 @@ class Line:
         self.worker = Worker(member, self._send)
         self.is_cut = False
         self.num_begun = 0
-        self._dialect: Dialect = PREFILL if member.role == "prefill" else DECODE
+        self._stream_type: StreamType = PREFILL if member.role == "prefill" else DECODE
         self._sink = sink
         self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
-        self._outgoing.put_nowait(self._dialect.hello(HELLO))
+        self._outgoing.put_nowait(self._stream_type.request(hello=HELLO))
         self._listening = asyncio.create_task(self._listen(connect))
 
     def cut(self) -> None:
@@ -117,7 +117,7 @@ class Line:
             await self._listening
 
     def _send(self, command: Command) -> None:
-        self._outgoing.put_nowait(self._dialect.command(command))
+        self._outgoing.put_nowait(self._stream_type.command(command))
 
     async def _requests(self) -> AsyncIterator[Any]:
         while True:
@@ -133,7 +133,7 @@ class Line:
             self.worker.report(load_from_wire(message.welcome.load))
             self.worker.connected = True
             self._sink.on_change()
-        for event in self._dialect.events(message):
+        for event in self._stream_type.events(message):
             if isinstance(event, LoadReport):
                 self.worker.report(event)
                 self._sink.on_report(self.worker)
