@@ -145,7 +145,7 @@ def test_a_chat_template_gets_its_arguments() -> None:
 
 
 def test_a_text_completion_has_16_tokens_unless_it_says_how_many() -> None:
-    assert CompletionBody.model_validate({"prompt": "Hi"}).default_max_tokens == 16
+    assert CompletionBody.model_validate({"prompt": "Hi"}).sampling().default_max_tokens == 16
     assert chat().sampling.default_max_tokens is None
 
 

@@ -59,10 +59,11 @@ class AdmittedRequest:
         With `num_best`, all sequences start without tokens: `received` then numbers sequences by
         rank, and the ranks are unknown until all sequences have ended.
         """
-        known = self.received if self.num_best is None else None
-        received = {told.index: told for told in known or ()}
-        told = (received.get(index, Received(index)) for index in range(self.num_sequences))
-        return tuple(TicketSequence(t.index, t.token_ids) for t in told if not t.finish_reason)
+        received = {index: Received(index) for index in range(self.num_sequences)}
+        if self.num_best is None:
+            received |= {each.index: each for each in self.received or ()}
+        unfinished = (each for each in received.values() if not each.finish_reason)
+        return tuple(TicketSequence(each.index, each.token_ids) for each in unfinished)
 
     def continues(self, other: "AdmittedRequest") -> bool:
         """Whether `other` is the same request, so that this call can continue it."""
@@ -73,8 +74,7 @@ class AdmittedRequest:
             and self.prompt_logprobs == other.prompt_logprobs
             and self.include_stop_str == other.include_stop_str
             and self.skip_special_tokens == other.skip_special_tokens
-            and self.num_sequences == other.num_sequences
-            and self.num_best == other.num_best
+            and (self.num_sequences, self.num_best) == (other.num_sequences, other.num_best)
         )
 
     @property
@@ -114,7 +114,7 @@ async def admit(
     )
     max_tokens = resolve_max_tokens(
         *(len(prompt), asked.max_tokens, served.max_model_len, served.specs, asked.width),
-        usual=asked.default_max_tokens,
+        default=asked.default_max_tokens,
     )
     check_logprobs_per_message("prompt_logprobs", len(prompt), asked.prompt_logprobs)
     if asked.selects_best:
@@ -184,29 +184,29 @@ def check_received(
     require(
         num_received <= num_sequences, f"{num_received} sequences received; n is {num_sequences}"
     )
-    indices = [told.index for told in request.received]
+    indices = [each.index for each in request.received]
     require(
         len(set(indices)) == len(indices) and all(0 <= index < num_sequences for index in indices),
         f"received is of sequences {indices}; n is {num_sequences}",
     )
-    num_ended = sum(told.finish_reason is not None for told in request.received)
+    num_ended = sum(each.finish_reason is not None for each in request.received)
     require(num_ended < num_sequences, "all that was asked for has been received")
-    for told in request.received:
-        num_received = len(told.token_ids)
+    for each in request.received:
+        num_received = len(each.token_ids)
         require(
-            request.sampling.beam is None or told.finish_reason is not None,
+            request.sampling.beam is None or each.finish_reason is not None,
             "a beam search tells whole sequences; what was received of one has not ended",
         )
         require(
-            num_received < max_tokens + (told.finish_reason is not None),
+            num_received < max_tokens + (each.finish_reason is not None),
             f"{num_received} tokens received, max_tokens is {max_tokens}",
         )
-        check_token_ids("received", told.token_ids, vocab_size)
+        check_token_ids("received", each.token_ids, vocab_size)
         require(
-            told.finish_reason is not None
-            or not told.token_ids
+            each.finish_reason is not None
+            or not each.token_ids
             or not request.sampling.selects_best,
-            f"part of sequence {told.index} received; with best_of each comes whole",
+            f"part of sequence {each.index} received; with best_of each comes whole",
         )
 
 
@@ -237,12 +237,12 @@ def resolve_max_tokens(
     specs: Sequence[PoolSpec],
     num_sequences: int,
     *,
-    usual: int | None = None,
+    default: int | None = None,
 ) -> int:
     """The limit of generated tokens for each sequence.
 
     `asked` if it fits. If `asked` is None: all that the context and the largest pool leave, at most
-    `usual`.
+    `default`.
 
     PromptTooLong: the prompt and the limit do not fit the context, or no pool can hold them.
     """
@@ -258,7 +258,7 @@ def resolve_max_tokens(
     num_own = (pool.num_blocks - num_shared) // num_sequences
     room = (num_shared + num_own) * pool.block_size - num_prompt
     left = min(max_model_len - num_prompt, max(room, 1))
-    max_tokens = asked or (left if usual is None else min(left, usual))
+    max_tokens = asked or (left if default is None else min(left, default))
     if problem := capacity_problem(num_prompt, max_tokens, pool, num_sequences):
         raise PromptTooLong(problem)
     return max_tokens

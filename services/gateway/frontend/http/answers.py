@@ -13,7 +13,12 @@ from services.gateway.frontend.http.formats import (
     choice_json,
     usage_json,
 )
-from services.gateway.frontend.http.logprobs import JSON, echoed_logprobs, joined, prompt_logprobs
+from services.gateway.frontend.http.logprobs import (
+    JSON,
+    concatenate,
+    echoed_logprobs,
+    prompt_logprobs,
+)
 from services.protocol.ticket import FinishReason
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
@@ -137,7 +142,11 @@ class Answer:
         if num_top is None or (echoed is None and not tokens):
             return None
         of_tokens = self.format.logprobs(tokens, num_echoed)
-        return of_tokens if echoed is None else joined(echoed_logprobs(echoed, num_top), of_tokens)
+        return (
+            of_tokens
+            if echoed is None
+            else concatenate(echoed_logprobs(echoed, num_top), of_tokens)
+        )
 
     def _num_echoed(self, prompt: PromptReport | None) -> int:
         return len(prompt.text) if prompt is not None and self.options.echo else 0

@@ -85,33 +85,25 @@ class _Endpoints:
         self._started_unix_s = int(time.time())
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(
-            request, await self._body(request, CompletionBody), COMPLETION_FORMAT
-        )
+        return await self._answer(request, CompletionBody, COMPLETION_FORMAT)
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self._answer(request, await self._body(request, ChatBody), CHAT_FORMAT)
+        return await self._answer(request, ChatBody, CHAT_FORMAT)
 
-    async def _body(self, request: Request, kind: type[Body]) -> Body:
-        """The request's body. A body that is refused is counted and logged."""
+    async def _answer(
+        self, request: Request, kind: type[Body], answer_format: AnswerFormat
+    ) -> Response:
         try:
-            return await read_body(request, kind)
+            body = await read_body(request, kind)
         except (InvalidRequest, HTTPException) as error:
             self._generator.record_refusal(request.state.request_id, "", *refusal_of(error))
             raise
-
-    async def _answer(
-        self, request: Request, body: CompletionBody | ChatBody, answer_format: AnswerFormat
-    ) -> Response:
         request_id = body.request_id or request.state.request_id
         requests = [with_resume_token(each) for each in body.requests(request_id)]
+        answer_id = f"{answer_format.id_prefix}-{request_id}"
         answer = Answer(
             answer_format,
-            Envelope(
-                f"{answer_format.id_prefix}-{request_id}",
-                int(time.time()),
-                self._name(body.model),
-            ),
+            Envelope(answer_id, int(time.time()), self._name(body.model)),
             num_prompts=len(requests),
             choices_per_prompt=body.num_choices,
             options=AnswerOptions(
