@@ -98,10 +98,8 @@ class Gateway:
 
     def models(self) -> tuple[ServedModel, ...]:
         """The models that can be served now, sorted by name."""
-        names = [
-            name for name in self._directory.model_names() if self._directory.complete_pools(name)
-        ]
-        return tuple(self._describe(name) for name in names)
+        names, is_complete = self._directory.model_names(), self._directory.complete_pools
+        return tuple(self._describe(name) for name in names if is_complete(name))
 
     def ready(self) -> bool:
         return self._directory.ready()
@@ -151,9 +149,8 @@ class Gateway:
             )
             for index in range(request.num_sequences)
         )
-        has_prompt = any(told.token_ids for told in request.received or ())
-        tells_prompt = (asked.echo or request.prompt_logprobs is not None) and not has_prompt
-        teller = PromptReporter(asked.prompt, request.prompt_token_ids, tokenizer)
+        reports_prompt = asked.echo or request.prompt_logprobs is not None
+        reporter = PromptReporter(asked.prompt, request.prompt_token_ids, tokenizer)
         num_best = request.num_best
         kind: Callable[..., Output] = (
             Output if num_best is None else partial(BestOf, num_best=num_best)
@@ -170,7 +167,7 @@ class Gateway:
             sequences,
             self._request_metrics.meter(request.model),
             asyncio.get_running_loop().time,
-            teller if tells_prompt else None,
+            reporter if reports_prompt and not request.has_received_tokens else None,
             self._pacer,
         )
         output.running_usage = asked.running_usage

@@ -78,6 +78,11 @@ class AdmittedRequest:
         )
 
     @property
+    def has_received_tokens(self) -> bool:
+        """Whether the client has received tokens, and so the prompt's report too."""
+        return any(each.token_ids for each in self.received or ())
+
+    @property
     def width(self) -> int:
         """The number of sequences that run at the same time: `num_sequences`, or the beams."""
         return self.num_sequences if self.sampling.beam is None else self.sampling.beam.width

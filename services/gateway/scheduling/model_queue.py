@@ -1,4 +1,4 @@
-"""One model's requests: who waits, and how long that takes."""
+"""The model queue: the waiting requests of one model, and a forecast of their times."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ from services.gateway.scheduling.request_queue import RequestQueue
 from services.gateway.scheduling.router import Pool
 
 _MARGIN = 1.5
-"""A forecast is a mean: of requests admitted at the very limit half would be late, and their work
-for nothing."""
+"""A forecast is a mean. Without a margin, half of the requests that just meet their deadline in the
+forecast would miss it, and their work would be lost."""
 
 
 @dataclass(slots=True)
 class ModelQueue:
-    """`num_admitting`: requests that are being tokenized; they stand in line next."""
+    """`num_admitting`: requests in admission, which will wait next."""
 
     model: str
     waiting: RequestQueue[RequestLifecycle] = field(default_factory=RequestQueue)
@@ -28,8 +28,8 @@ class ModelQueue:
     def deadline_problem(
         self, request: GenerationRequest, left_s: float, pools: tuple[Pool, ...], now: float
     ) -> str:
-        """Why a new request cannot be done in `left_s`, with the numbers; "" when it can. Where
-        nobody would have to wait there is nothing that it takes from others."""
+        """Why a new request cannot end within `left_s`, with the numbers; "" if it can, or if it
+        need not wait: then it delays no other request."""
         num_ahead = self.waiting.num_ahead(request.priority, now) + self.num_admitting
         num_free = sum(max(0, w.num_free_slots) for pool in pools for w in pool.open_decode())
         wait_s = self.forecast.wait_s(num_ahead, num_free, now, request.sampling.width)
@@ -45,7 +45,7 @@ class ModelQueue:
         )
 
     def misses_deadline(self, lifecycle: RequestLifecycle, now: float) -> bool:
-        """Whether whoever is first now could only waste the work that others wait for."""
+        """Whether the first request cannot meet its deadline any more while others wait."""
         request = lifecycle.client.request
         deadline, sampling = request.deadline, request.sampling
         if deadline is None or len(self.waiting) == 1 or lifecycle.started_at is not None:

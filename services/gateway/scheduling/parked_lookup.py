@@ -24,8 +24,8 @@ from services.protocol.ticket import FinishReason, Ticket
 
 
 class ParkedLookup:
-    """The lookup of one request. It asks all workers at once and takes the first ticket that comes;
-    it aborts the request at workers that answer later or never."""
+    """The lookup of one request. It asks all workers at once, takes the first ticket, and aborts
+    the request at workers that answer later or never."""
 
     def __init__(self, request: AdmittedRequest, attempt: int) -> None:
         self._request = request

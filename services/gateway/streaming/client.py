@@ -86,8 +86,7 @@ class Client:
         """Whether tokens that the client has not received need logprobs: because it asked for them,
         or because the best sequences are chosen by them."""
         request = self.request
-        has_prompt = any(each.token_ids for each in request.received or ())
-        of_prompt = request.prompt_logprobs is not None and not has_prompt
+        of_prompt = request.prompt_logprobs is not None and not request.has_received_tokens
         return request.sampling.logprobs is not None or of_prompt
 
     @property

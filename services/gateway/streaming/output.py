@@ -202,8 +202,8 @@ class Output:
         self._readable.set()
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Yield deltas until the end, from the sequences with news in turn. Raises the error that
-        `close` was given."""
+        """Yield deltas until the end, in turn from the sequences with unread tokens. Raises the
+        error that `close` was given."""
         while True:  # While the reader has a delta, more tokens may arrive, or the end.
             if self._error is not None:
                 raise self._error
@@ -215,7 +215,7 @@ class Output:
                 continue
             if self._pacer is not None:
                 await self._pacer.wait()
-            sequence = self._next_with_news()
+            sequence = self._next_unread()
             if sequence is not None and self._error is None:
                 self._given_at = self._clock()
                 yield self._take(sequence)
@@ -224,7 +224,7 @@ class Output:
     def _drop_ended(self) -> None:
         self.living = tuple(sequence for sequence in self.living if not sequence.has_ended)
 
-    def _next_with_news(self) -> Sequence | None:
+    def _next_unread(self) -> Sequence | None:
         for _ in range(len(self._read_order)):
             sequence = self._read_order[0]
             self._read_order.rotate(-1)

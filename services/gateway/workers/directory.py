@@ -129,7 +129,7 @@ class WorkerDirectory:
 
     def parked_lookup_workers(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]:
         """The decode workers of a model that may hold a request which another gateway left, each
-        with its pool's spec. Draining workers are among them, unresponsive ones are not."""
+        with its pool's spec: also draining workers, but no unresponsive ones."""
         return tuple(
             (worker, self._specs[worker.member.pool_id])
             for worker in self._workers

@@ -16,7 +16,7 @@ from services.gateway.frontend.api import (
     RequestedSampling,
 )
 from services.gateway.intake.admission import check_received
-from services.gateway.intake.beams import neutral, resolve_beam
+from services.gateway.intake.beams import resolve_beam, with_greedy_sampling
 from services.gateway.request.status import RequestStatus
 from services.protocol.messages import (
     Admit,
@@ -275,7 +275,7 @@ def test_absent_fields_take_transformers_defaults() -> None:
 def test_parameters_without_effect_are_accepted(harmless: dict[str, Any]) -> None:
     asked = RequestedSampling(beam=RequestedBeams(4), **harmless)
     assert resolve_beam(asked) is not None
-    assert neutral(asked).temperature == 0
+    assert with_greedy_sampling(asked).temperature == 0
 
 
 @pytest.mark.parametrize(

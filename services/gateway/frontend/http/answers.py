@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from services.gateway.frontend.api import Delta, PromptReport, TokenLogprobs, Usage
 from services.gateway.frontend.http.formats import (
     AnswerFormat,
-    Envelope,
     Transcript,
     choice_json,
     usage_json,
@@ -53,7 +52,9 @@ class Answer:
     """Formats the answer to one HTTP request."""
 
     format: AnswerFormat
-    envelope: Envelope
+    answer_id: str
+    created_unix_s: int
+    model: str
     num_prompts: int
     choices_per_prompt: int
     options: AnswerOptions
@@ -77,7 +78,7 @@ class Answer:
             self._choice(index, transcript, self.format.whole, self._num_echoed(transcript.prompt))
             for index, transcript in in_order
         ]
-        answer = self.envelope.wrap(self.format.kind, choices)
+        answer = self._envelope(self.format.kind, choices)
         self._add_prompt_logprobs(answer, [transcript.prompt for _, transcript in in_order])
         return {**answer, "usage": self._usage(usages)}
 
@@ -104,6 +105,16 @@ class Answer:
         if self.options.usage_in_stream:
             yield {**self._part([]), "usage": self._usage(usages.values())}
 
+    def _envelope(self, kind: str, choices: list[JSON]) -> JSON:
+        """The fields that all parts of the answer have in common, around `choices`."""
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created_unix_s,
+            "model": self.model,
+            "choices": choices,
+        }
+
     def _index(self, number: int, delta: Delta) -> int:
         return number * self.choices_per_prompt + delta.index
 
@@ -119,21 +130,16 @@ class Answer:
                 yield self._part([choice_json(index, opening, None, self._ids([]), None)], usages)
 
     def _choice(
-        self,
-        index: int,
-        transcript: Transcript,
-        text_fields: Callable[[str], JSON],
-        num_echoed: int,
+        self, index: int, gained: Transcript, content: Callable[[str], JSON], num_echoed: int
     ) -> JSON:
-        """`text_fields`: `delta` or `whole` of the format. `num_echoed`: number of characters of
-        the choice's text that are the prompt's."""
-        prompt, generated = transcript.prompt, transcript
+        """`content`: `delta` or `whole` of the format. `num_echoed`: number of characters of the
+        choice's text that are the prompt's."""
+        echoed = gained.prompt if self.options.echo else None
         if self.options.only_prompt:
-            generated = Transcript(last=_without_tokens(transcript.last))
-        echoed = prompt if self.options.echo else None
-        text = text_fields(generated.text if echoed is None else echoed.text + generated.text)
-        logprobs = self._logprobs(echoed, generated.logprobs, num_echoed)
-        return choice_json(index, text, generated.last, self._ids(generated.token_ids), logprobs)
+            gained = Transcript(last=_without_tokens(gained.last))
+        text = gained.text if echoed is None else echoed.text + gained.text
+        logprobs = self._logprobs(echoed, gained.logprobs, num_echoed)
+        return choice_json(index, content(text), gained.last, self._ids(gained.token_ids), logprobs)
 
     def _logprobs(
         self, echoed: PromptReport | None, tokens: Sequence[TokenLogprobs], num_echoed: int
@@ -141,12 +147,8 @@ class Answer:
         num_top = self.options.num_logprobs
         if num_top is None or (echoed is None and not tokens):
             return None
-        of_tokens = self.format.logprobs(tokens, num_echoed)
-        return (
-            of_tokens
-            if echoed is None
-            else concatenate(echoed_logprobs(echoed, num_top), of_tokens)
-        )
+        logprobs = self.format.logprobs(tokens, num_echoed)
+        return concatenate(echoed_logprobs(echoed, num_top), logprobs) if echoed else logprobs
 
     def _num_echoed(self, prompt: PromptReport | None) -> int:
         return len(prompt.text) if prompt is not None and self.options.echo else 0
@@ -167,7 +169,7 @@ class Answer:
         return usage_json(usages)
 
     def _part(self, choices: list[JSON], usages: Iterable[Usage] = ()) -> JSON:
-        part = self.envelope.wrap(self.format.chunk_kind, choices)
+        part = self._envelope(self.format.chunk_kind, choices)
         if not self.options.usage_in_stream:
             return part
         return {**part, "usage": self._usage(usages) if self.options.usage_in_parts else None}

@@ -30,7 +30,6 @@ from services.gateway.frontend.http.formats import (
     CHAT_FORMAT,
     COMPLETION_FORMAT,
     AnswerFormat,
-    Envelope,
 )
 from services.gateway.frontend.http.hosts import AllowedHosts
 from services.gateway.frontend.http.merge import merged
@@ -100,10 +99,12 @@ class _Endpoints:
             raise
         request_id = body.request_id or request.state.request_id
         requests = [with_resume_token(each) for each in body.requests(request_id)]
+        # A request without a model uses the only one that is served.
+        model = body.model or next((each.model for each in self._generator.models()), "")
         answer_id = f"{answer_format.id_prefix}-{request_id}"
         answer = Answer(
             answer_format,
-            Envelope(answer_id, int(time.time()), self._name(body.model)),
+            *(answer_id, int(time.time()), model),
             num_prompts=len(requests),
             choices_per_prompt=body.num_choices,
             options=AnswerOptions(
@@ -148,10 +149,6 @@ class _Endpoints:
     async def metrics(self, request: Request) -> Response:
         content, content_type = exposition(self._metrics, request.headers.get("accept", ""))
         return Response(content, headers={"Content-Type": content_type})
-
-    def _name(self, requested: str | None) -> str:
-        """The model's name in the answer; a request without a model uses the only one served."""
-        return requested or next((model.model for model in self._generator.models()), "")
 
     def _model_json(self, model: ServedModel) -> dict[str, object]:
         return {

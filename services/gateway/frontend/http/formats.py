@@ -8,24 +8,6 @@ from services.gateway.frontend.api import Delta, PromptReport, TokenLogprobs, Us
 from services.gateway.frontend.http.logprobs import JSON, chat_logprobs, text_logprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """The fields that all parts of one answer have in common."""
-
-    answer_id: str
-    created_unix_s: int
-    model: str
-
-    def wrap(self, kind: str, choices: list[JSON]) -> JSON:
-        return {
-            "id": self.answer_id,
-            "object": kind,
-            "created": self.created_unix_s,
-            "model": self.model,
-            "choices": choices,
-        }
-
-
 @dataclass(slots=True)
 class Transcript:
     """Collects the deltas of one choice."""
@@ -34,10 +16,10 @@ class Transcript:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt: PromptReport | None = None
+    """The prompt of the choice, if it is reported with these deltas."""
     last: Delta | None = None
 
     def add(self, delta: Delta) -> None:
-        self.prompt = self.prompt or delta.prompt
         self.texts.append(delta.text)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
