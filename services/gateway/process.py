@@ -3,8 +3,7 @@ workers, and shuts down within a grace time."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from socket import gethostname
 
 from prometheus_client import CollectorRegistry
@@ -68,10 +67,14 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             ),
         )
         log.info("gateway_listening", port=port, http_port=http_port)
-        async with _in_background(heartbeat, wiring, (server, operations)):
+        async with asyncio.TaskGroup() as tasks:
+            health = update_health(wiring, (server, operations), heartbeat)
+            background = tasks.create_task(heartbeat.keep()), tasks.create_task(health)
             await stop.wait()
             heartbeat.changed()
             await _shut_down(wiring, server, http, settings.request_grace_s)
+            for task in background:
+                task.cancel()
 
 
 async def _shut_down(
@@ -83,20 +86,6 @@ async def _shut_down(
     await asyncio.wait([closing], timeout=grace_s)
     await wiring.dispatcher.close()
     await closing
-
-
-@asynccontextmanager
-async def _in_background(
-    heartbeat: RegistryHeartbeat, wiring: Wiring, servers: Sequence[RpcServer]
-) -> AsyncIterator[None]:
-    async with asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(heartbeat.keep(), name="presence"),
-            tasks.create_task(update_health(wiring, servers, heartbeat), name="health"),
-        ]
-        yield
-        for task in running:
-            task.cancel()
 
 
 async def _grpc_server(

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from services.common.errors import DeadlineExceeded, DuplicateRequest, Overloaded
 from services.gateway.intake.admission import AdmittedRequest
-from services.gateway.streaming.backpressure import Backpressure
 from services.gateway.streaming.output import Output
 from services.gateway.streaming.sequence import Sequence
 from services.protocol.messages import Generated
@@ -32,7 +31,9 @@ class Client:
     ) -> None:
         self._on_read = on_read
         self._give_up = give_up
-        self._backpressure = Backpressure(read_window_s, self._cancel_slow_reader)
+        self._read_window_s = read_window_s
+        self._pause_timer: asyncio.TimerHandle | None = None
+        """Runs while backpressure is on (ADR 64)."""
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._attach(request, output)
 
@@ -72,8 +73,9 @@ class Client:
         self.output.write(new.index, new.token_ids, new.finish_reason, new.logprobs, new.score)
         if self.output.overflowing:
             self._cancel_slow_reader()
-        elif self.output.congested:
-            self._backpressure.begin()
+        elif self.output.congested and not self.is_paused:
+            loop = asyncio.get_running_loop()
+            self._pause_timer = loop.call_later(self._read_window_s, self._cancel_slow_reader)
 
     @property
     def unsent_prompt_logprobs(self) -> int | None:
@@ -117,7 +119,7 @@ class Client:
     @property
     def is_paused(self) -> bool:
         """Whether backpressure is on: the client has not read everything yet."""
-        return self._backpressure.is_on
+        return self._pause_timer is not None
 
     def timeout_ms(self) -> int:
         """Milliseconds until the deadline, at least 1; 0: the client set no deadline."""
@@ -130,12 +132,17 @@ class Client:
         """End the output, with `error` if there is one, and stop the timers."""
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
-        self._backpressure.end()
+        self._end_pause()
         self.output.close(error)
 
+    def _end_pause(self) -> None:
+        if self._pause_timer is not None:
+            self._pause_timer.cancel()
+            self._pause_timer = None
+
     def _has_read(self) -> None:
-        if self._backpressure.is_on:
-            self._backpressure.end()
+        if self.is_paused:
+            self._end_pause()
             self._on_read()
 
     def _cancel_slow_reader(self) -> None:
