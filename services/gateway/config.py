@@ -67,7 +67,8 @@ class GatewaySettings(ServiceSettings):
         default="127.0.0.1", description="address that operations_port listens on"
     )
     supervisor: str | None = Field(
-        default=None, description="gRPC address of who scales the workers; none: nobody does"
+        default=None,
+        description="gRPC address of the supervisor that scales the workers; none: no supervisor",
     )
     client_priority: bool = Field(
         default=False, description="requests may set a priority; without, one other than 0 fails"

@@ -183,7 +183,7 @@ def check_received(
         return
     require(
         not temperature or request.sampling.seed is not None,
-        "a sampled request goes on with its seed only",
+        "a sampled request can only be continued with its seed",
     )
     num_sequences, num_received = request.sampling.n, len(request.received)
     require(
@@ -195,12 +195,12 @@ def check_received(
         f"received is of sequences {indices}; n is {num_sequences}",
     )
     num_ended = sum(each.finish_reason is not None for each in request.received)
-    require(num_ended < num_sequences, "all that was asked for has been received")
+    require(num_ended < num_sequences, "all sequences have been received to their end")
     for each in request.received:
         num_received = len(each.token_ids)
         require(
             request.sampling.beam is None or each.finish_reason is not None,
-            "a beam search tells whole sequences; what was received of one has not ended",
+            "a beam search sends whole sequences, but a received one has not ended",
         )
         require(
             num_received < max_tokens + (each.finish_reason is not None),

@@ -92,7 +92,7 @@ class BeamTickets(Tickets):
         if self._length + 1 >= most:
             return f"goes on after {self._length} steps of {most}"
         is_living = self._client.living_sequence(event.index) is not None
-        return "" if is_living else "goes on with what was not asked for"
+        return "" if is_living else "continues a sequence that is not running"
 
     def problem_of_ticket(
         self, ticket: Ticket, gained: Sequence[Generated] = (), *, blocks: bool = True
@@ -109,7 +109,7 @@ class BeamTickets(Tickets):
         """Check the beams. (The codec checks that sequences and scores match.)"""
         request = self._client.request
         if ticket.beams is None:
-            return "no word of its beams"
+            return "no state of its beams"
         num_tokens, most = _length_of(ticket), request.sampling.max_tokens
         if not 0 < num_tokens < most:
             return f"beams of {num_tokens} tokens of {most}"

@@ -128,20 +128,20 @@ class Tickets:
             return "sent outputs of other sequences"
         for output in event.outputs:
             if len(output.token_ids) != 1 or output.key != event.ticket.key:
-                return "sent no first token of what was asked for"
+                return "sent no first token of the ticket"
         if problem := self._problem_of_prompt(event.prompt_logprobs):
             return problem
         if problem := self.problem_of_ticket(event.ticket, event.outputs):
             return f"answered with a wrong ticket: {problem}"
         num_going_on = sum(output.finish_reason is None for output in event.outputs)
-        return "goes on after the end" if len(event.ticket.sequences) != num_going_on else ""
+        return "continues an ended sequence" if len(event.ticket.sequences) != num_going_on else ""
 
     def problem_of_step(self, event: Generated) -> str:
         """Check the next tokens of a sequence."""
         client = self._client
         sequence = client.living_sequence(event.index)
         if sequence is None or not event.token_ids:
-            return "sent no token of what was asked for"
+            return "sent no token of a running sequence"
         num_before = len(client.request.prompt_token_ids) + len(sequence.tokens)
         if event.position != num_before:
             where = f"position {event.position} after {num_before} tokens"
@@ -199,7 +199,7 @@ class Tickets:
     def _problem_of_identity(self, ticket: Ticket) -> str:
         submitted = self._submitted
         if submitted is None:
-            return "nobody was sent one"
+            return "no ticket was submitted"
         if name := changed_field(ticket, submitted):
             return f"another {name}"
         return "" if first_of(ticket.holder_id) == submitted.holder_id else "another holder"

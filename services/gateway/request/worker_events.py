@@ -51,7 +51,7 @@ def on_event(request: RequestLifecycle, sender: Worker, event: RequestEvent) -> 
         case Lease() as returned, Requeued(ticket=None) as requeued:
             _on_requeued(request, returned, requeued)
         case Lease(), Malformed(problem=problem):
-            request.retry_or_fail(f"worker {sender.id} sent what makes no sense: {problem}")
+            request.retry_or_fail(f"worker {sender.id} sent an invalid message: {problem}")
         case DecodeReservation() as decode, Failed(code=InvalidRequest.code) as failed if (
             request.is_decoding
             and request.attempt.detached  # the worker has not claimed the ticket
@@ -114,7 +114,7 @@ def _on_detached(request: RequestLifecycle, decode: DecodeReservation, ticket: T
     swapped_out = ticket.swapped is not None
     problem = request.tickets.problem_of_ticket(ticket, blocks=not swapped_out)
     if not swapped_out and not request.is_decoding:
-        problem = problem or "it was not at work"
+        problem = problem or "it was not running"
     if problem:
         did = "swapped out" if swapped_out else "handed over"
         request.retry_or_fail(f"decode worker {decode.worker.id} {did} a wrong ticket: {problem}")

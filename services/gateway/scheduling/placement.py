@@ -84,7 +84,7 @@ class Placement:
             lifecycle.close(PromptTooLong(problems[0]))
             return AT_ONCE
         if queue.misses_deadline(lifecycle, self._clock()):
-            text = "its turn came so late that it could not be done by its deadline any more"
+            text = "it waited so long that it cannot meet its deadline any more"
             lifecycle.close(DeadlineExceeded(text))
             return AT_ONCE
         fitting = [pool for pool, problem in zip(pools, problems, strict=True) if not problem]

@@ -57,8 +57,8 @@ class Client:
         """
         before = self.output
         if not request.continues(self.request) or output.is_ahead_of(before):
-            raise DuplicateRequest("what is running is another request than the one to go on with")
-        before.close(DuplicateRequest("another call goes on with this request"))
+            raise DuplicateRequest("the running request is not the one to continue")
+        before.close(DuplicateRequest("another call continues this request"))
         self._attach(request, output)
         must_recompute = self.wants_logprobs and before.is_ahead_of(output)
         if not must_recompute:

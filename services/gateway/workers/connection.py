@@ -201,7 +201,7 @@ class WorkerConnection:
                 finally:
                     watch.cancel()
         except TimeoutError:
-            raise StreamEnded(f"not a word for {self._silence_s:g} s") from None
+            raise StreamEnded(f"no message for {self._silence_s:g} s") from None
 
     async def _expire_when_silent(self, limit: asyncio.Timeout) -> None:
         """Let `limit` expire after several checks in a row that saw no message. It counts checks
