@@ -250,7 +250,7 @@ def test_received_hypotheses_are_complete() -> None:
     half, whole = Received(0, (5,)), Received(0, (5,), FinishReason.STOP)
     request = GenerationRequest(PROMPT, "r1", sampling=sampling, received=(whole,))
     check_received(request, MAX_TOKENS, 0.0, 256)
-    with pytest.raises(InvalidRequest, match="tells whole sequences"):
+    with pytest.raises(InvalidRequest, match="sends whole sequences"):
         check_received(replace(request, received=(half,)), MAX_TOKENS, 0.0, 256)
 
 
