@@ -40,10 +40,10 @@ from services.common.rpc.message_batching import unpack_batch
 from services.common.rpc.proof import Guard
 from services.common.rpc.transport import RpcServer, open_channel
 from services.common.runtime.secret import Secret
+from services.gateway.config import GatewayOptions
 from services.gateway.frontend.service import SERVICE_NAME, InferenceService
 from services.gateway.request_metrics import RequestMetrics
-from services.gateway.scheduling.placement import Limits
-from services.gateway.wiring import assembled
+from services.gateway.wiring import start_gateway
 from services.protocol.version import PROTOCOL_VERSION
 
 SPEC = PoolSpec("pool", "toy", "fingerprint", num_blocks=1 << 20, block_size=16, block_bytes=1)
@@ -175,7 +175,9 @@ async def run_gateway(pipe: Connection, ports: list[int], num_slots: int, model_
     for role, port in zip(roles, ports, strict=True):
         await registry.announce(_member(role, port, num_slots, model_dir), ttl_s=1e6)
     request_metrics = RequestMetrics(CollectorRegistry())
-    async with assembled(store, registry, SECRET, Limits(), request_metrics) as assembly:
+    async with start_gateway(
+        store, registry, SECRET, GatewayOptions(), request_metrics
+    ) as assembly:
         while not assembly.gateway.ready():
             await assembly.changes.wait(assembly.changes.num_changes, 0.1)
         server = RpcServer(SERVICE_NAME)

@@ -1,12 +1,28 @@
 """Settings of the gateway, from QUIRE_GATEWAY_* variables."""
 
+from dataclasses import dataclass, fields
 from typing import Annotated, ClassVar
 
 from pydantic import Field, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from services.common.runtime.config import ServiceSettings
-from services.gateway.frontend.http.bodies import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
+from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, MAX_BODY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """The settings that the gateway's parts need; `GatewaySettings` describes them."""
+
+    client_priority: bool = False
+    max_waiting: int = 1024
+    report_cached_tokens: bool = False
+    patience_s: float = 5.0
+    reserve_timeout_s: float = 2.0
+    poll_s: float = 1.0
+    rebalance_s: float = 1.0
+    silence_s: float = 2.0
+    read_window_s: float = 10.0
 
 
 class GatewaySettings(ServiceSettings):
@@ -51,7 +67,8 @@ class GatewaySettings(ServiceSettings):
         default="127.0.0.1", description="address that operations_port listens on"
     )
     supervisor: str | None = Field(
-        default=None, description="gRPC address of who scales the workers; none: nobody does"
+        default=None,
+        description="gRPC address of the supervisor that scales the workers; none: no supervisor",
     )
     client_priority: bool = Field(
         default=False, description="requests may set a priority; without, one other than 0 fails"
@@ -90,6 +107,10 @@ class GatewaySettings(ServiceSettings):
         ge=0,
         description="how long a request pauses for a client that does not read it",
     )
+
+    def options(self) -> GatewayOptions:
+        names = (field.name for field in fields(GatewayOptions))
+        return GatewayOptions(**{name: getattr(self, name) for name in names})
 
     @field_validator("allowed_hosts", mode="before")
     @classmethod

@@ -10,28 +10,26 @@ from services.common.errors import DeadlineExceeded, InvalidRequest, NoWorker, U
 from services.common.runtime.logging import bind_request_id
 from services.common.text.stop_strings import StopMatcher
 from services.gateway.change_notifier import ChangeNotifier
+from services.gateway.config import GatewayOptions
 from services.gateway.frontend.api import Delta, GenerationRequest, ServedModel
-from services.gateway.intake.admission import Admitted, admit, check_priority
+from services.gateway.intake.admission import AdmittedRequest, admit, check_priority
 from services.gateway.intake.identity import check_identity, client_id, scoped_id, with_resume_token
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request_metrics import RequestMetrics, code_of
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.streaming.best_of import BestOf
-from services.gateway.streaming.logprob_text import LogprobText, PromptTeller
+from services.gateway.streaming.logprob_text import PromptReporter
 from services.gateway.streaming.output import Output, RequestStats
 from services.gateway.streaming.pacer import StreamPacer
 from services.gateway.streaming.sequence import Sequence
 from services.gateway.streaming.text import Text
-from services.gateway.workers.directory import Served, WorkerDirectory
+from services.gateway.workers.directory import ModelPools, WorkerDirectory
 
 
 class Gateway:
     """Generates text for the requests of one gateway process.
 
-    `changes` notifies when workers come or go. `patience_s`: how long a request waits while no
-    worker is there. `client_priority`: requests may set a priority other than 0.
-    `report_cached_tokens`: usage reports cached tokens to every client, not only to one with a
-    cache salt.
+    `changes` notifies when workers come or go.
     """
 
     def __init__(
@@ -40,18 +38,13 @@ class Gateway:
         dispatcher: Dispatcher,
         changes: ChangeNotifier,
         request_metrics: RequestMetrics,
-        patience_s: float = 5.0,
-        *,
-        client_priority: bool = False,
-        report_cached_tokens: bool = False,
+        options: GatewayOptions,
     ) -> None:
         self._directory = directory
         self._dispatcher = dispatcher
         self._changes = changes
         self._request_metrics = request_metrics
-        self._patience_s = patience_s
-        self._client_priority = client_priority
-        self._report_cached_tokens = report_cached_tokens
+        self._options = options
         self._pacer = StreamPacer()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
@@ -62,50 +55,51 @@ class Gateway:
         try:
             check_identity(request)
             bind_request_id(name)
-            lifecycle, output = await self._enter(request, name)
+            lifecycle, output = await self._enqueue(request, name)
         except Exception as error:
-            self.refused(name, request.model, code_of(error), str(error))
+            self.record_refusal(name, request.model, code_of(error), str(error))
             raise
         try:
             async with aclosing(output.deltas()) as deltas:
                 async for delta in deltas:
                     yield delta
         finally:
-            lifecycle.leave(output)
+            lifecycle.end_call(output)
 
-    async def _enter(
+    async def _enqueue(
         self, request: GenerationRequest, name: str
     ) -> tuple[RequestLifecycle, Output]:
         """Admit a request and put it into its model queue. Raises the error of the check that
         refuses it."""
         arrived_at = asyncio.get_running_loop().time()
         deadline = None if request.timeout_s is None else arrived_at + request.timeout_s
-        check_priority(request.priority, client_priority=self._client_priority)
+        check_priority(request.priority, client_priority=self._options.client_priority)
         request_id = scoped_id(name, with_resume_token(request).resume_token)
-        with self._dispatcher.entering(request_id, resumes=request.received is not None):
+        with self._dispatcher.admitting(request_id, resumes=request.received is not None):
             try:
                 async with asyncio.timeout_at(deadline):
                     model, served = await self._served(request.model)
-                    with self._dispatcher.in_time(request, request_id, model, deadline):
+                    with self._dispatcher.admitting_to_model(request, request_id, model, deadline):
                         admitted = await admit(
                             request, request_id, model, served, arrived_at, deadline
                         )
                         output = self._output(request, admitted, served)
-                        return await self._dispatcher.enter(admitted, output), output
+                        return await self._dispatcher.enqueue(admitted, output), output
             except TimeoutError as error:
                 raise DeadlineExceeded("the request's deadline has passed") from error
 
-    def refused(self, request_id: str, model: str, code: str, reason: str) -> None:
-        """See `Generator.refused`. Only the name of a served model becomes a metric label: clients
-        can send any name, and each one would add a time series."""
-        names = self._directory.names()
-        only = names[0] if len(names) == 1 and not model else ""
-        self._request_metrics.refused(request_id, model if model in names else only, code, reason)
+    def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
+        """See `Generator.record_refusal`. Only the name of a served model becomes a metric label:
+        clients can send any name, and each one would add a time series."""
+        names = self._directory.model_names()
+        if model not in names:
+            model = names[0] if len(names) == 1 and not model else ""
+        self._request_metrics.record_refusal(request_id, model, code, reason)
 
     def models(self) -> tuple[ServedModel, ...]:
         """The models that can be served now, sorted by name."""
-        names = [name for name in self._directory.names() if self._directory.complete_pools(name)]
-        return tuple(self._describe(name) for name in names)
+        names, is_complete = self._directory.model_names(), self._directory.complete_pools
+        return tuple(self._describe(name) for name in names if is_complete(name))
 
     def ready(self) -> bool:
         return self._directory.ready()
@@ -121,23 +115,25 @@ class Gateway:
             dtype=member.engine.get("dtype", served.model.config.dtype),
         )
 
-    async def _served(self, name: str) -> tuple[str, Served]:
+    async def _served(self, name: str) -> tuple[str, ModelPools]:
         """Find the model that a request names. Wait up to `patience_s` while no worker of any model
         is there, since one may be about to start; then raise NoWorker."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._patience_s
+        until = loop.time() + self._options.patience_s
         while True:
-            heard = self._changes.num_changes
-            names = self._directory.names()
+            seen = self._changes.num_changes
+            names = self._directory.model_names()
             if names:
                 chosen = _choose(name, names)
                 served = self._directory.served(chosen)
                 assert served is not None
                 return chosen, served
-            if not await self._changes.wait(heard, max(0.0, until - loop.time())):
+            if not await self._changes.wait(seen, max(0.0, until - loop.time())):
                 raise NoWorker("no worker is there to serve any model now")
 
-    def _output(self, asked: GenerationRequest, request: Admitted, served: Served) -> Output:
+    def _output(
+        self, asked: GenerationRequest, request: AdmittedRequest, served: ModelPools
+    ) -> Output:
         tokenizer, sampling = served.model.tokenizer, request.sampling
         sequences = tuple(
             Sequence(
@@ -146,16 +142,15 @@ class Gateway:
                     tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens),
                     StopMatcher(request.stop, included=request.include_stop_str),
                     min_tokens=sampling.min_tokens,
-                    shows_end=request.include_stop_str,
+                    includes_end=request.include_stop_str,
                 ),
                 frozenset(sampling.stop_token_ids),
-                None if asked.sampling.logprobs is None else LogprobText(tokenizer),
+                None if asked.sampling.logprobs is None else tokenizer,
             )
             for index in range(request.num_sequences)
         )
-        has_prompt = any(told.token_ids for told in request.received or ())
-        tells_prompt = (asked.echo or request.prompt_logprobs is not None) and not has_prompt
-        teller = PromptTeller(asked.prompt, request.prompt_token_ids, tokenizer)
+        reports_prompt = asked.echo or request.prompt_logprobs is not None
+        reporter = PromptReporter(asked.prompt, request.prompt_token_ids, tokenizer)
         num_best = request.num_best
         kind: Callable[..., Output] = (
             Output if num_best is None else partial(BestOf, num_best=num_best)
@@ -167,15 +162,15 @@ class Gateway:
                 request.arrived_at,
                 # A client without a cache salt shares cached prefixes with other clients, so its
                 # number of cached tokens would show what others have sent.
-                reports_cached=self._report_cached_tokens or bool(request.cache_salt),
+                reports_cached=self._options.report_cached_tokens or bool(request.cache_salt),
             ),
             sequences,
             self._request_metrics.meter(request.model),
             asyncio.get_running_loop().time,
-            teller if tells_prompt else None,
+            reporter if reports_prompt and not request.has_received_tokens else None,
             self._pacer,
         )
-        output.tells_usage = asked.running_usage
+        output.running_usage = asked.running_usage
         output.replay(request.received or ())
         return output
 

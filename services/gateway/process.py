@@ -3,8 +3,7 @@ workers, and shuts down within a grace time."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from socket import gethostname
 
 from prometheus_client import CollectorRegistry
@@ -26,15 +25,14 @@ from services.gateway.frontend.http.server import http_server
 from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.gateway.frontend.service import InferenceService
 from services.gateway.request_metrics import RequestMetrics
-from services.gateway.scheduling.placement import Limits
 from services.gateway.streaming.output import PAUSE_AFTER_S
-from services.gateway.wiring import Wiring, assembled, keep_health
+from services.gateway.wiring import Wiring, start_gateway, update_health
 
 _HINT_LIMIT_S = 0.5
 """How long a lookup of cached prefixes in the block store is tried again. The router can place a
 request without the answer."""
-_FAREWELL_S = 1.0
-"""How long the servers stay up after all requests have ended, so that the last answers go out."""
+_LAST_WRITES_S = 1.0
+"""How long the servers run after all requests have ended, to write the last answers."""
 
 log = get_logger(__name__)
 
@@ -47,30 +45,13 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     """
     metrics = CollectorRegistry()
     secret = deployment_secret(settings)
-    limits = Limits(
-        settings.max_waiting,
-        settings.patience_s,
-        settings.reserve_timeout_s,
-        settings.rebalance_s,
-        settings.read_window_s,
-    )
     async with AsyncExitStack() as stack:
         store, registry = await redis.connect(
             settings, stack, _HINT_LIMIT_S, settings.store_patience_s
         )
         stack.enter_context(metrics_endpoint(settings, metrics))
         wiring = await stack.enter_async_context(
-            assembled(
-                store,
-                registry,
-                secret,
-                limits,
-                RequestMetrics(metrics),
-                settings.poll_s,
-                settings.silence_s,
-                client_priority=settings.client_priority,
-                report_cached_tokens=settings.report_cached_tokens,
-            )
+            start_gateway(store, registry, secret, settings.options(), RequestMetrics(metrics))
         )
         server, port = await _grpc_server(settings, wiring, stack)
         operations = await _operations_server(settings, wiring, secret, port, stack)
@@ -86,33 +67,25 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             ),
         )
         log.info("gateway_listening", port=port, http_port=http_port)
-        async with _in_background(heartbeat, wiring, (server, operations)):
+        async with asyncio.TaskGroup() as tasks:
+            health = update_health(wiring, (server, operations), heartbeat)
+            background = tasks.create_task(heartbeat.keep()), tasks.create_task(health)
             await stop.wait()
             heartbeat.changed()
-            await _leave(wiring, server, http, settings.request_grace_s)
+            await _shut_down(wiring, server, http, settings.request_grace_s)
+            for task in background:
+                task.cancel()
 
 
-async def _leave(wiring: Wiring, server: RpcServer, http: AsyncExitStack, grace_s: float) -> None:
+async def _shut_down(
+    wiring: Wiring, server: RpcServer, http: AsyncExitStack, grace_s: float
+) -> None:
     """Stop the gRPC and the HTTP server: neither accepts new calls, and requests that still run
     after `grace_s` fail with Draining."""
-    closing = asyncio.gather(server.stop(grace_s + _FAREWELL_S), http.aclose())
+    closing = asyncio.gather(server.stop(grace_s + _LAST_WRITES_S), http.aclose())
     await asyncio.wait([closing], timeout=grace_s)
     await wiring.dispatcher.close()
     await closing
-
-
-@asynccontextmanager
-async def _in_background(
-    heartbeat: RegistryHeartbeat, wiring: Wiring, servers: Sequence[RpcServer]
-) -> AsyncIterator[None]:
-    async with asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(heartbeat.keep(), name="presence"),
-            tasks.create_task(keep_health(wiring, servers, heartbeat), name="health"),
-        ]
-        yield
-        for task in running:
-            task.cancel()
 
 
 async def _grpc_server(
@@ -122,7 +95,7 @@ async def _grpc_server(
     inference = InferenceService(wiring.gateway)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.aio)
     port = await server.start(settings.host, settings.port)
-    stack.push_async_callback(server.stop, _FAREWELL_S)
+    stack.push_async_callback(server.stop, _LAST_WRITES_S)
     return server, port
 
 
@@ -146,7 +119,7 @@ async def _operations_server(
     socket = operations_socket(settings.run_dir, gethostname(), public_port)
     remove_dead_sockets(settings.run_dir)
     port = await server.start_local(socket, settings.operations_host, settings.operations_port)
-    stack.push_async_callback(server.stop, _FAREWELL_S)
+    stack.push_async_callback(server.stop, _LAST_WRITES_S)
     log.info("operations_listening", socket=str(socket), port=port)
     return server
 
@@ -170,9 +143,9 @@ async def _http_server(
         settings.body_timeout_s,
         # A slow client may start to read again until the gateway cancels its request, so a write
         # may wait a little longer than that.
-        write_timeout_s=PAUSE_AFTER_S + settings.read_window_s + _FAREWELL_S,
+        write_timeout_s=PAUSE_AFTER_S + settings.read_window_s + _LAST_WRITES_S,
     )
-    grace_s = settings.request_grace_s + _FAREWELL_S
+    grace_s = settings.request_grace_s + _LAST_WRITES_S
     serving = http_server(app, settings.host, settings.http_port, grace_s, limits)
     return await stack.enter_async_context(serving)
 

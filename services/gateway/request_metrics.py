@@ -46,12 +46,12 @@ class RequestMetrics:
             self._meters[model] = ModelMeter(self._metrics, model)
         return self._meters[model]
 
-    def watch(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
+    def set_gauges(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
         """Set the functions that a scrape of the two gauges calls."""
         self._metrics.num_requests_running.set_function(num_running)
         self._metrics.num_requests_waiting.set_function(num_waiting)
 
-    def refused(self, request_id: str, model: str, code: str, reason: str) -> None:
+    def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
         """Count a request that was refused before it entered its model queue, and write its one log
         line. `model`: a served model, or empty."""
         self._metrics.requests_failed.labels(model, code).inc()
@@ -63,7 +63,7 @@ class RequestMetrics:
             reason=reason[:_MAX_TEXT_CHARS],
         )
 
-    def has_ended(self, lifecycle: RequestLifecycle, error: Exception | None) -> None:
+    def record_end(self, lifecycle: RequestLifecycle, error: Exception | None) -> None:
         """Count a request that has ended, and write its one log line."""
         request, stats = lifecycle.client.request, lifecycle.client.output.stats
         now = asyncio.get_running_loop().time()

@@ -12,14 +12,14 @@ from services.common.rpc.transport import RpcServer
 from services.common.runtime.registry_heartbeat import RegistryHeartbeat
 from services.common.runtime.secret import Secret
 from services.gateway.change_notifier import ChangeNotifier
+from services.gateway.config import GatewayOptions
 from services.gateway.gateway import Gateway
 from services.gateway.intake.catalog import load_model
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
-from services.gateway.scheduling.placement import Limits
 from services.gateway.scheduling.router import Router
-from services.gateway.workers.connection import SILENCE_S, WorkerConnection
+from services.gateway.workers.connection import WorkerConnection
 from services.gateway.workers.directory import WorkerDirectory
 from services.protocol.version import PROTOCOL_VERSION
 
@@ -52,17 +52,12 @@ class Wiring:
 
 
 @asynccontextmanager
-async def assembled(
+async def start_gateway(
     store: BlockStore,
     registry: Registry,
     secret: Secret,
-    limits: Limits,
+    options: GatewayOptions,
     request_metrics: RequestMetrics,
-    poll_s: float = 1.0,
-    silence_s: float = SILENCE_S,
-    *,
-    client_priority: bool = False,
-    report_cached_tokens: bool = False,
 ) -> AsyncIterator[Wiring]:
     """Yield a gateway that follows the registry until the block is left. An error of a background
     task (StoreLost) is raised in the block, as an exception group."""
@@ -72,31 +67,28 @@ async def assembled(
         registry,
         store,
         connect=lambda member: WorkerConnection(
-            member, gateway_id, secret.rpc_key, dispatcher, silence_s
+            member, gateway_id, secret.rpc_key, dispatcher, options.silence_s
         ),
         load=load_model,
         on_change=changes.notify,
-        poll_s=poll_s,
+        poll_s=options.poll_s,
         gateway_id=gateway_id,
     )
+    router = Router(store, secret.root)
     dispatcher = Dispatcher(
-        directory, Router(store, secret.root), registry, limits, changes, request_metrics.has_ended
+        directory, router, registry, options, changes, request_metrics.record_end
     )
-    request_metrics.watch(lambda: dispatcher.num_running, lambda: dispatcher.num_waiting)
-    gateway = Gateway(
-        *(directory, dispatcher, changes, request_metrics, limits.patience_s),
-        client_priority=client_priority,
-        report_cached_tokens=report_cached_tokens,
-    )
+    request_metrics.set_gauges(lambda: dispatcher.num_running, lambda: dispatcher.num_waiting)
+    gateway = Gateway(directory, dispatcher, changes, request_metrics, options)
     async with asyncio.TaskGroup() as tasks:
-        migration = Migration(directory, dispatcher, changes, limits.reserve_timeout_s)
+        migration = Migration(directory, dispatcher, changes, options.reserve_timeout_s)
         background = [
             tasks.create_task(directory.watch(), name="registry"),
-            tasks.create_task(migration.clear_out(), name="clear out"),
+            tasks.create_task(migration.drain_workers(), name="drain workers"),
         ]
-        if limits.rebalance_s:
-            moving = migration.rebalance(limits.rebalance_s)
-            background.append(tasks.create_task(moving, name="rebalance"))
+        if options.rebalance_s:
+            rebalancing = migration.rebalance(options.rebalance_s)
+            background.append(tasks.create_task(rebalancing, name="rebalance"))
         try:
             yield Wiring(gateway_id, gateway, directory, dispatcher, migration, changes)
         finally:
@@ -105,17 +97,17 @@ async def assembled(
                 task.cancel()
 
 
-async def keep_health(
+async def update_health(
     wiring: Wiring, servers: Sequence[RpcServer], heartbeat: RegistryHeartbeat
 ) -> None:
     """Keep health checks and the registry up to date, until cancelled: the gateway serves while a
     model has a pool with at least one prefill and one decode worker."""
     serving = False
     while True:
-        heard = wiring.changes.num_changes
+        seen = wiring.changes.num_changes
         if (ready := wiring.gateway.ready()) != serving:
             serving = ready
             for server in servers:
                 await server.set_serving(serving)
             heartbeat.changed()
-        await wiring.changes.wait(heard)
+        await wiring.changes.wait(seen)

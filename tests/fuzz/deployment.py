@@ -34,13 +34,13 @@ from services.common.text.tokenizer import Tokenizer
 from services.decode.service import DecodeService
 from services.decode.worker import DecodeWorker
 from services.engine.batch import Row, RowOutput, RowResult
+from services.gateway.config import GatewayOptions
 from services.gateway.frontend.http.app import create_app
 from services.gateway.frontend.http.server import http_server
 from services.gateway.frontend.relay import BLOCK_MANAGER, SUPERVISOR, Relay, Target
 from services.gateway.frontend.service import InferenceService
 from services.gateway.request_metrics import RequestMetrics
-from services.gateway.scheduling.placement import Limits as GatewayLimits
-from services.gateway.wiring import Wiring, assembled
+from services.gateway.wiring import Wiring, start_gateway
 from services.prefill.service import PrefillService
 from services.prefill.worker import PrefillWorker
 from services.protocol.version import PROTOCOL_VERSION
@@ -118,15 +118,12 @@ class Deployment:
         self.tokenizer = Tokenizer.from_directory(self.directory)
         await self._start_workers()
         self.assembly = await self.stack.enter_async_context(
-            assembled(
+            start_gateway(
                 self.store,
                 self.registry,
                 SECRET,
-                GatewayLimits(),
+                GatewayOptions(poll_s=0.05, silence_s=60.0, client_priority=True),
                 RequestMetrics(CollectorRegistry()),
-                poll_s=0.05,
-                silence_s=60.0,
-                client_priority=True,
             )
         )
         await self._open_doors(await self._start_operations())
@@ -146,7 +143,7 @@ class Deployment:
         assert (await self.store.audit("pool")).violations == ()
         (pool,) = self.assembly.directory.complete_pools("toy")
         for worker in (*pool.prefill, *pool.decode):
-            assert worker.num_taken == 0
+            assert worker.num_taken_slots == 0
             assert not worker.prefill_loads
 
     async def _start_workers(self) -> None:

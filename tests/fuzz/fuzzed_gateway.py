@@ -14,14 +14,14 @@ from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from quire.v1 import decode_pb2, prefill_pb2
 from services.gateway.change_notifier import ChangeNotifier
+from services.gateway.config import GatewayOptions
 from services.gateway.gateway import Gateway
 from services.gateway.intake.catalog import load_model
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
-from services.gateway.scheduling.placement import Limits
 from services.gateway.scheduling.router import Pool, Router
-from services.gateway.workers.directory import Served
+from services.gateway.workers.directory import ModelPools
 from services.gateway.workers.wire import DECODE, PREFILL, MalformedMessage
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import Command, DrainNotice, LoadReport
@@ -58,7 +58,7 @@ class Line:
     def __init__(self, fake: FakePrefill | FakeDecode, directory: str) -> None:
         self.fake = fake
         self.worker = Worker(member(fake, "nowhere:1", directory), self._send)
-        self._dialect = PREFILL if fake.role == "prefill" else DECODE
+        self._stream_type = PREFILL if fake.role == "prefill" else DECODE
         self.sink: Any = None
 
     def open(self, sink: Any) -> None:
@@ -79,7 +79,7 @@ class Line:
     def _send(self, command: Command) -> None:
         if not self.worker.connected:
             return
-        message = self._dialect.command(command)
+        message = self._stream_type.command(command)
         request = type(message).FromString(message.SerializeToString())
         self.fake.names.shorten(request)
         kind = request.WhichOneof("command")
@@ -95,7 +95,7 @@ class Line:
             return
         self.fake.names.restore(message)
         try:
-            for event in self._dialect.events(message):
+            for event in self._stream_type.events(message):
                 match event:
                     case LoadReport():
                         self.worker.report(event)
@@ -118,7 +118,7 @@ class Fleet:
 
     lines: list[Line]
     served_model: Any
-    others_serve: bool = False
+    another_gateway_serves: bool = False
 
     @property
     def pool(self) -> Pool:
@@ -128,16 +128,16 @@ class Fleet:
         ]
         return Pool(SPEC, *roles)
 
-    def names(self) -> tuple[str, ...]:
+    def model_names(self) -> tuple[str, ...]:
         return (MODEL,)
 
-    def served(self, name: str) -> Served:
-        return Served(self.served_model, 4096, (self.pool,))
+    def served(self, name: str) -> ModelPools:
+        return ModelPools(self.served_model, 4096, (self.pool,))
 
     def complete_pools(self, name: str) -> tuple[Pool, ...]:
         return (self.pool,) if self.pool.complete else ()
 
-    def who_may_have(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]:
+    def parked_lookup_workers(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]:
         return tuple((w, SPEC) for line in self.lines if (w := line.worker).member.role == "decode")
 
     def decode_workers(self) -> dict[str, tuple[Worker, ...]]:
@@ -164,20 +164,20 @@ class FuzzedGateway:
         self.lines = [Line(fake, str(self.directory)) for fake in fakes]
         directory: Any = Fleet(self.lines, load_model(str(self.directory)))
         request_metrics = RequestMetrics(CollectorRegistry())
-        limits = Limits(reserve_timeout_s=0.5)
+        options = GatewayOptions(reserve_timeout_s=0.5)
         self.dispatcher = Dispatcher(
             directory,
             Router(store, b"secret"),
             registry,
-            limits,
+            options,
             changes,
-            request_metrics.has_ended,
+            request_metrics.record_end,
         )
         for line in self.lines:
             line.open(self.dispatcher)
-        self.gateway = Gateway(directory, self.dispatcher, changes, request_metrics)
-        migration = Migration(directory, self.dispatcher, changes, limits.reserve_timeout_s)
-        self._moving = asyncio.create_task(migration.clear_out())
+        self.gateway = Gateway(directory, self.dispatcher, changes, request_metrics, options)
+        migration = Migration(directory, self.dispatcher, changes, options.reserve_timeout_s)
+        self._moving = asyncio.create_task(migration.drain_workers())
 
     def line(self, fake: FakePrefill | FakeDecode) -> Line:
         return next(line for line in self.lines if line.fake is fake)

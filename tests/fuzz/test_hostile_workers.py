@@ -161,7 +161,7 @@ def check_nothing_left(
     assert (dispatcher.num_waiting, dispatcher.num_running) == (0, 0)
     assert not dispatcher._lifecycles
     for line in fuzzed.lines:
-        assert line.worker.num_taken == 0, line.worker
+        assert line.worker.num_taken_slots == 0, line.worker
         assert not line.worker.prefill_loads, line.worker
     prefill, decode = honest
     assert not prefill.held

@@ -28,15 +28,15 @@ from services.common.runtime.metrics import WorkerMetrics
 from services.decode.service import DecodeService
 from services.decode.worker import DecodeWorker
 from services.gateway.change_notifier import ChangeNotifier
+from services.gateway.config import GatewayOptions
 from services.gateway.frontend.service import InferenceService
 from services.gateway.gateway import Gateway
 from services.gateway.request_metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
-from services.gateway.scheduling.placement import Limits as GatewayLimits
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.directory import WorkerDirectory
-from services.gateway.workers.wire import DECODE, PREFILL, Dialect
+from services.gateway.workers.wire import DECODE, PREFILL, StreamType
 from services.gateway.workers.worker import Worker
 from services.prefill.service import PrefillService
 from services.prefill.worker import PrefillWorker
@@ -99,10 +99,10 @@ class Line:
         self.worker = Worker(member, self._send)
         self.is_cut = False
         self.num_begun = 0
-        self._dialect: Dialect = PREFILL if member.role == "prefill" else DECODE
+        self._stream_type: StreamType = PREFILL if member.role == "prefill" else DECODE
         self._sink = sink
         self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
-        self._outgoing.put_nowait(self._dialect.hello(HELLO))
+        self._outgoing.put_nowait(self._stream_type.request(hello=HELLO))
         self._listening = asyncio.create_task(self._listen(connect))
 
     def cut(self) -> None:
@@ -117,7 +117,7 @@ class Line:
             await self._listening
 
     def _send(self, command: Command) -> None:
-        self._outgoing.put_nowait(self._dialect.command(command))
+        self._outgoing.put_nowait(self._stream_type.command(command))
 
     async def _requests(self) -> AsyncIterator[Any]:
         while True:
@@ -133,7 +133,7 @@ class Line:
             self.worker.report(load_from_wire(message.welcome.load))
             self.worker.connected = True
             self._sink.on_change()
-        for event in self._dialect.events(message):
+        for event in self._stream_type.events(message):
             if isinstance(event, LoadReport):
                 self.worker.report(event)
                 self._sink.on_report(self.worker)
@@ -214,19 +214,19 @@ class ExactnessDeployment:
         self.directory = WorkerDirectory(
             *(self.registry, self.store, self._connect, lambda _: self._models.text, changes.notify)
         )
-        router, limits = Router(self.store, b"secret"), GatewayLimits()
+        router, options = Router(self.store, b"secret"), GatewayOptions()
         self.dispatcher = Dispatcher(
-            self.directory, router, self.registry, limits, changes, request_metrics.has_ended
+            self.directory, router, self.registry, options, changes, request_metrics.record_end
         )
         for number in range(setting.num_prefills):
             self.prefills.append(await self._add("prefill", number))
         for number in range(setting.num_decoders):
             self.decoders.append(await self._add("decode", number))
         await self.directory.refresh()
-        gateway = Gateway(self.directory, self.dispatcher, changes, request_metrics)
+        gateway = Gateway(self.directory, self.dispatcher, changes, request_metrics, options)
         self._service = InferenceService(gateway)
-        migration = Migration(self.directory, self.dispatcher, changes, limits.reserve_timeout_s)
-        self._moving = asyncio.create_task(migration.clear_out())
+        migration = Migration(self.directory, self.dispatcher, changes, options.reserve_timeout_s)
+        self._moving = asyncio.create_task(migration.drain_workers())
         await self.until(lambda: all(line.worker.connected for line in self._lines.values()))
 
     async def close(self) -> None:

@@ -14,8 +14,8 @@ from quire.v1 import inference_pb2, sampling_pb2
 from services.common.errors import InvalidRequest
 from services.common.rpc.message_bounds import MAX_FIELDS, MAX_PACKED_VALUES
 from services.common.rpc.message_bounds import check_counts as check_message
-from services.gateway.frontend.http.bodies import MAX_BODY_BYTES
 from services.gateway.frontend.http.body import read_body
+from services.gateway.frontend.http.body_limits import MAX_BODY_BYTES
 from services.gateway.frontend.http.bounds import (
     MAX_CONTAINERS,
     MAX_STRINGS,

@@ -61,7 +61,7 @@ def sampled(body: type[CompletionBody] | type[ChatBody], **fields: Any) -> Reque
 def test_the_best_of_several_samples() -> None:
     sampling = sampled(CompletionBody, n=2, best_of=5)
     assert (sampling.n, sampling.best_of, sampling.beam) == (2, 5, None)
-    assert sampling.chooses
+    assert sampling.selects_best
     assert sampling.width == 5
 
 
@@ -70,7 +70,7 @@ def test_the_best_of_several_samples() -> None:
 def test_a_best_of_that_chooses_nothing_may_be_said(
     body: type[CompletionBody] | type[ChatBody], fields: dict[str, Any]
 ) -> None:
-    assert not sampled(body, **fields).chooses
+    assert not sampled(body, **fields).selects_best
 
 
 @pytest.mark.parametrize("body", [CompletionBody, ChatBody])

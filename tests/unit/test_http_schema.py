@@ -87,7 +87,7 @@ def test_every_field_arrives() -> None:
                 include_stop_str_in_output=True,
                 skip_special_tokens=False,
                 n=2,
-                usual_tokens=16,
+                default_max_tokens=16,
             ),
             priority=-3,
             cache_salt="s",
@@ -98,7 +98,7 @@ def test_every_field_arrives() -> None:
 def test_null_is_as_good_as_absent() -> None:
     names = CompletionBody.model_fields.keys() - {"prompt"}
     body = CompletionBody.model_validate({"prompt": "Hi", **dict.fromkeys(names)})
-    sampling = RequestedSampling(usual_tokens=16)
+    sampling = RequestedSampling(default_max_tokens=16)
     assert body.requests("r") == [GenerationRequest("Hi", "r", sampling=sampling)]
 
 
@@ -145,8 +145,8 @@ def test_a_chat_template_gets_its_arguments() -> None:
 
 
 def test_a_text_completion_has_16_tokens_unless_it_says_how_many() -> None:
-    assert CompletionBody.model_validate({"prompt": "Hi"}).usual_tokens == 16
-    assert chat().sampling.usual_tokens is None
+    assert CompletionBody.model_validate({"prompt": "Hi"}).sampling().default_max_tokens == 16
+    assert chat().sampling.default_max_tokens is None
 
 
 def test_an_answer_can_be_sent_back_as_a_message() -> None:

@@ -70,7 +70,7 @@ class RequestedSampling:
     min_tokens: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    usual_tokens: int | None = None
+    default_max_tokens: int | None = None
     """Limit of generated tokens if `max_tokens` is None; None: the limit of context and pool."""
     beam: RequestedBeams | None = None
 
@@ -82,7 +82,7 @@ class RequestedSampling:
         return self.n if self.best_of is None else self.best_of
 
     @property
-    def chooses(self) -> bool:
+    def selects_best(self) -> bool:
         """Whether the answer has fewer sequences than are sampled."""
         return self.best_of is not None and self.best_of > self.n
 
@@ -213,7 +213,7 @@ class Generator(Protocol):
         before the first delta.
         """
 
-    def refused(self, request_id: str, model: str, code: str, reason: str) -> None:
+    def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
         """Counts and logs a request that a server refused without calling `generate`. `model`: the
         name that the client sent; empty if it is not known."""
 

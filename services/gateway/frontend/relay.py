@@ -105,7 +105,7 @@ class Relay:
             try:
                 answer: bytes = await running
             except aio.AioRpcError as error:
-                raise self._as_ours(error) from error
+                raise self._translate_error(error) from error
             if proof is not None:
                 proof.check(await running.initial_metadata())
             return answer
@@ -119,7 +119,7 @@ class Relay:
             self._channel = open_channel(address)
         return self._channel
 
-    def _as_ours(self, error: aio.AioRpcError) -> QuireError:
+    def _translate_error(self, error: aio.AioRpcError) -> QuireError:
         """The service's own error if it sent one; `silent()` if gRPC itself reports UNAVAILABLE."""
         said_by_it = any(key == CODE_TRAILER for key, _ in error.trailing_metadata() or ())
         if error.code() is grpc.StatusCode.UNAVAILABLE and not said_by_it:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any
 
 from grpc import aio
@@ -19,7 +20,6 @@ from services.gateway.frontend.api import (
     RequestedBeams,
     RequestedSampling,
     TokenLogprobs,
-    Usage,
 )
 from services.gateway.intake.identity import with_resume_token
 from services.gateway.intake.prompts import check_num_messages
@@ -50,13 +50,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         try:
             asked = with_resume_token(_request_from_wire(request, context.time_remaining()))
         except InvalidRequest as error:
-            self._generator.refused(request.request_id, request.model, error.code, str(error))
+            self._generator.record_refusal(
+                request.request_id, request.model, error.code, str(error)
+            )
             raise
-        untold_token = asked.resume_token
+        unsent_token = asked.resume_token
         async with aclosing(self._generator.generate(asked)) as deltas:
             async for delta in deltas:
-                yield _response(delta, untold_token)
-                untold_token = ""
+                yield _response(delta, unsent_token)
+                unsent_token = ""
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: aio.ServicerContext[Any, Any]
@@ -151,7 +153,7 @@ def _response(delta: Delta, resume_token: str) -> inference_pb2.GenerateResponse
     if delta.prompt is not None:
         response.prompt_logprobs.extend(map(_token_logprobs, delta.prompt.logprobs))
     if delta.usage is not None:
-        response.usage.CopyFrom(_usage(delta.usage))
+        response.usage.CopyFrom(inference_pb2.Usage(**asdict(delta.usage)))
     return response
 
 
@@ -167,14 +169,4 @@ def _candidate(candidate: Candidate) -> logprobs_pb2.Candidate:
         logprob=candidate.logprob,
         rank=candidate.rank,
         token=candidate.token,
-    )
-
-
-def _usage(usage: Usage) -> inference_pb2.Usage:
-    return inference_pb2.Usage(
-        num_prompt_tokens=usage.num_prompt_tokens,
-        num_cached_tokens=usage.num_cached_tokens,
-        num_generated_tokens=usage.num_generated_tokens,
-        time_to_first_token_ms=usage.time_to_first_token_ms,
-        num_preemptions=usage.num_preemptions,
     )

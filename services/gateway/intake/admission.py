@@ -14,21 +14,21 @@ from services.gateway.intake.prompts import (
     check_token_ids,
     context_length,
     prompt_too_long,
-    token_ids_of,
+    tokenize_prompt,
 )
 from services.gateway.intake.sampling import resolve_sampling
-from services.gateway.workers.directory import Served
+from services.gateway.workers.directory import ModelPools
 from services.protocol.logprobs import MAX_LOGPROBS
 from services.protocol.ticket import MAX_SEQUENCES, PRIORITIES, SamplingParams, TicketSequence
 
 MAX_SALT_CHARS = 1024
-MAX_LOGPROBS_AT_ONCE = 1 << 18
+MAX_LOGPROBS_PER_MESSAGE = 1 << 18
 """Limit for the logprobs that one message carries: those of a prompt, or of a sequence that its
 client gets as a whole. They take about 7 MB; a message has at most 16 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class AdmittedRequest:
     """A request that is checked, tokenized and complete, so that it may wait for workers."""
 
     request_id: str
@@ -53,18 +53,19 @@ class Admitted:
     skip_special_tokens: bool = True
 
     @property
-    def to_go_on(self) -> tuple[TicketSequence, ...]:
+    def unfinished_sequences(self) -> tuple[TicketSequence, ...]:
         """The sequences that have not ended, each with the tokens that the client has received.
 
         With `num_best`, all sequences start without tokens: `received` then numbers sequences by
         rank, and the ranks are unknown until all sequences have ended.
         """
-        known = self.received if self.num_best is None else None
-        received = {told.index: told for told in known or ()}
-        told = (received.get(index, Received(index)) for index in range(self.num_sequences))
-        return tuple(TicketSequence(t.index, t.token_ids) for t in told if not t.finish_reason)
+        received = {index: Received(index) for index in range(self.num_sequences)}
+        if self.num_best is None:
+            received |= {each.index: each for each in self.received or ()}
+        unfinished = (each for each in received.values() if not each.finish_reason)
+        return tuple(TicketSequence(each.index, each.token_ids) for each in unfinished)
 
-    def continues(self, other: "Admitted") -> bool:
+    def continues(self, other: "AdmittedRequest") -> bool:
         """Whether `other` is the same request, so that this call can continue it."""
         return (
             (self.model, self.prompt_token_ids) == (other.model, other.prompt_token_ids)
@@ -73,29 +74,33 @@ class Admitted:
             and self.prompt_logprobs == other.prompt_logprobs
             and self.include_stop_str == other.include_stop_str
             and self.skip_special_tokens == other.skip_special_tokens
-            and self.num_sequences == other.num_sequences
-            and self.num_best == other.num_best
+            and (self.num_sequences, self.num_best) == (other.num_sequences, other.num_best)
         )
+
+    @property
+    def has_received_tokens(self) -> bool:
+        """Whether the client has received tokens, and so the prompt's report too."""
+        return any(each.token_ids for each in self.received or ())
 
     @property
     def width(self) -> int:
         """The number of sequences that run at the same time: `num_sequences`, or the beams."""
         return self.num_sequences if self.sampling.beam is None else self.sampling.beam.width
 
-    def misfit(self, spec: PoolSpec) -> str:
+    def capacity_problem(self, spec: PoolSpec) -> str:
         """Why the request can never fit a pool with this spec; "" if it can."""
         num_prompt, max_tokens = len(self.prompt_token_ids), self.sampling.max_tokens
-        return misfit(num_prompt, max_tokens, spec, self.width)
+        return capacity_problem(num_prompt, max_tokens, spec, self.width)
 
 
 async def admit(
     request: GenerationRequest,
     request_id: str,
     name: str,
-    served: Served,
+    served: ModelPools,
     arrived_at: float,
     deadline: float | None,
-) -> Admitted:
+) -> AdmittedRequest:
     """Checks and tokenizes `request` for the model `name`, and resolves its defaults.
 
     `arrived_at` and `deadline` are times of the event loop's clock.
@@ -108,23 +113,23 @@ async def admit(
     check_logprobs("prompt_logprobs", asked.prompt_logprobs)
     check_num_sequences(asked.n, asked.best_of)
     sampling = await resolve_sampling(asked, served.model)
-    check_slots(asked.width, served.most_slots)
-    prompt = await token_ids_of(
+    check_slots(asked.width, served.max_slots)
+    prompt = await tokenize_prompt(
         request.prompt, served.model, served.max_model_len, request.template_arguments
     )
     max_tokens = resolve_max_tokens(
         *(len(prompt), asked.max_tokens, served.max_model_len, served.specs, asked.width),
-        usual=asked.usual_tokens,
+        default=asked.default_max_tokens,
     )
-    check_logprobs_at_once("prompt_logprobs", len(prompt), asked.prompt_logprobs)
-    if asked.chooses:
-        check_logprobs_at_once("logprobs", max_tokens, asked.logprobs)
+    check_logprobs_per_message("prompt_logprobs", len(prompt), asked.prompt_logprobs)
+    if asked.selects_best:
+        check_logprobs_per_message("logprobs", max_tokens, asked.logprobs)
     require(
         sampling.min_tokens <= max_tokens,
         f"min_tokens is {sampling.min_tokens}, max_tokens only {max_tokens}",
     )
     check_received(request, max_tokens, sampling.temperature, served.model.config.vocab_size)
-    return Admitted(
+    return AdmittedRequest(
         request_id=request_id,
         model=name,
         prompt_token_ids=prompt,
@@ -138,7 +143,7 @@ async def admit(
         deadline=deadline,
         vocab_size=served.model.config.vocab_size,
         num_sequences=asked.n if asked.best_of is None else asked.best_of,
-        num_best=asked.n if asked.chooses else None,
+        num_best=asked.n if asked.selects_best else None,
         received=request.received,
         prompt_logprobs=asked.prompt_logprobs,
     )
@@ -161,12 +166,12 @@ def check_logprobs(name: str, num_top: int | None) -> None:
     )
 
 
-def check_logprobs_at_once(name: str, num_tokens: int, num_top: int | None) -> None:
+def check_logprobs_per_message(name: str, num_tokens: int, num_top: int | None) -> None:
     num_logprobs = 0 if num_top is None else num_tokens * (1 + num_top)
     require(
-        num_logprobs <= MAX_LOGPROBS_AT_ONCE,
+        num_logprobs <= MAX_LOGPROBS_PER_MESSAGE,
         f"{name} {num_top} of {num_tokens} tokens are {num_logprobs} logprobs, at most "
-        f"{MAX_LOGPROBS_AT_ONCE} at once",
+        f"{MAX_LOGPROBS_PER_MESSAGE} at once",
     )
 
 
@@ -178,33 +183,35 @@ def check_received(
         return
     require(
         not temperature or request.sampling.seed is not None,
-        "a sampled request goes on with its seed only",
+        "a sampled request can only be continued with its seed",
     )
     num_sequences, num_received = request.sampling.n, len(request.received)
     require(
         num_received <= num_sequences, f"{num_received} sequences received; n is {num_sequences}"
     )
-    indices = [told.index for told in request.received]
+    indices = [each.index for each in request.received]
     require(
         len(set(indices)) == len(indices) and all(0 <= index < num_sequences for index in indices),
         f"received is of sequences {indices}; n is {num_sequences}",
     )
-    num_ended = sum(told.finish_reason is not None for told in request.received)
-    require(num_ended < num_sequences, "all that was asked for has been received")
-    for told in request.received:
-        num_received = len(told.token_ids)
+    num_ended = sum(each.finish_reason is not None for each in request.received)
+    require(num_ended < num_sequences, "all sequences have been received to their end")
+    for each in request.received:
+        num_received = len(each.token_ids)
         require(
-            request.sampling.beam is None or told.finish_reason is not None,
-            "a beam search tells whole sequences; what was received of one has not ended",
+            request.sampling.beam is None or each.finish_reason is not None,
+            "a beam search sends whole sequences, but a received one has not ended",
         )
         require(
-            num_received < max_tokens + (told.finish_reason is not None),
+            num_received < max_tokens + (each.finish_reason is not None),
             f"{num_received} tokens received, max_tokens is {max_tokens}",
         )
-        check_token_ids("received", told.token_ids, vocab_size)
+        check_token_ids("received", each.token_ids, vocab_size)
         require(
-            told.finish_reason is not None or not told.token_ids or not request.sampling.chooses,
-            f"part of sequence {told.index} received; with best_of each comes whole",
+            each.finish_reason is not None
+            or not each.token_ids
+            or not request.sampling.selects_best,
+            f"part of sequence {each.index} received; with best_of each comes whole",
         )
 
 
@@ -216,15 +223,15 @@ def check_num_sequences(n: int, best_of: int | None) -> None:
     )
 
 
-def check_slots(width: int, most_slots: int | None) -> None:
+def check_slots(width: int, max_slots: int | None) -> None:
     """Raises InvalidRequest if no decode worker can run `width` sequences at the same time.
 
-    `most_slots`: the largest number of decode slots of any decode worker; None: no decode worker
+    `max_slots`: the largest number of decode slots of any decode worker; None: no decode worker
     exists now.
     """
     require(
-        most_slots is None or width <= most_slots,
-        f"{width} sequences; the decode workers run at most {most_slots} at a time",
+        max_slots is None or width <= max_slots,
+        f"{width} sequences; the decode workers run at most {max_slots} at a time",
     )
 
 
@@ -235,12 +242,12 @@ def resolve_max_tokens(
     specs: Sequence[PoolSpec],
     num_sequences: int,
     *,
-    usual: int | None = None,
+    default: int | None = None,
 ) -> int:
     """The limit of generated tokens for each sequence.
 
     `asked` if it fits. If `asked` is None: all that the context and the largest pool leave, at most
-    `usual`.
+    `default`.
 
     PromptTooLong: the prompt and the limit do not fit the context, or no pool can hold them.
     """
@@ -256,13 +263,13 @@ def resolve_max_tokens(
     num_own = (pool.num_blocks - num_shared) // num_sequences
     room = (num_shared + num_own) * pool.block_size - num_prompt
     left = min(max_model_len - num_prompt, max(room, 1))
-    max_tokens = asked or (left if usual is None else min(left, usual))
-    if problem := misfit(num_prompt, max_tokens, pool, num_sequences):
+    max_tokens = asked or (left if default is None else min(left, default))
+    if problem := capacity_problem(num_prompt, max_tokens, pool, num_sequences):
         raise PromptTooLong(problem)
     return max_tokens
 
 
-def misfit(num_prompt: int, max_tokens: int, spec: PoolSpec, num_sequences: int) -> str:
+def capacity_problem(num_prompt: int, max_tokens: int, spec: PoolSpec, num_sequences: int) -> str:
     """Why a request can never fit a pool with this spec; "" if it can.
 
     The sequences of a request share the full blocks of its prompt.

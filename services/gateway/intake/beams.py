@@ -51,7 +51,7 @@ def resolve_beam(asked: RequestedSampling) -> BeamParams | None:
     return BeamParams(width, asked.n, penalty, beam.early_stopping)
 
 
-def neutral(asked: RequestedSampling) -> RequestedSampling:
+def with_greedy_sampling(asked: RequestedSampling) -> RequestedSampling:
     """`asked` with greedy sampling, the choice of a beam search of width 1. The values replace
     those of the model's generation_config."""
     return replace(asked, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)

@@ -15,17 +15,10 @@ def require(holds: bool, problem: str) -> None:
 def check_text(name: str, text: str, max_chars: int) -> None:
     """Raises InvalidRequest if `text` is too long or has lone surrogates."""
     require(len(text) <= max_chars, f"{name} has {len(text)} characters, at most {max_chars}")
-    require(is_unicode(text), f"{name} is not valid Unicode: it has a lone surrogate")
-
-
-def is_unicode(text: str) -> bool:
-    """False for a string with lone surrogates: UTF-8 cannot encode it, and no tokenizer accepts
-    it."""
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        text.encode()  # UTF-8 has no lone surrogates, and no tokenizer accepts them
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{name} is not valid Unicode: it has a lone surrogate") from error
 
 
 def float32(name: str, value: float) -> float:

@@ -26,7 +26,7 @@ _NUM_THREADS = 2
 _threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
 
 
-async def token_ids_of(
+async def tokenize_prompt(
     prompt: Prompt, model: Model, max_model_len: int, arguments: TemplateArguments | None = None
 ) -> tuple[int, ...]:
     """The prompt's token ids: at least one, all in the vocabulary.

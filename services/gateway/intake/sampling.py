@@ -7,7 +7,7 @@ from services.common.text.model_config import GenerationDefaults
 from services.gateway.frontend.api import RequestedSampling
 from services.gateway.intake.bad_words import MAX_CHARS as MAX_BAD_WORD_CHARS
 from services.gateway.intake.bad_words import token_sequences
-from services.gateway.intake.beams import neutral, resolve_beam
+from services.gateway.intake.beams import resolve_beam, with_greedy_sampling
 from services.gateway.intake.catalog import Model
 from services.gateway.intake.checks import check_text, float32, require
 from services.gateway.intake.prompts import check_token_ids
@@ -39,28 +39,28 @@ async def resolve_sampling(asked: RequestedSampling, model: Model) -> SamplingPa
     _check_counts(asked)
     beam = resolve_beam(asked)
     if beam is not None:
-        asked = neutral(asked)
+        asked = with_greedy_sampling(asked)
     defaults = model.config.generation
     sampling = SamplingParams(
         temperature=_temperature(asked.temperature, defaults.temperature),
         top_k=_top_k(asked.top_k, defaults.top_k),
-        top_p=_share("top_p", asked.top_p, defaults.top_p, 1.0),
-        min_p=_share("min_p", asked.min_p, defaults.min_p, 0.0),
+        top_p=_fraction("top_p", asked.top_p, defaults.top_p, 1.0),
+        min_p=_fraction("min_p", asked.min_p, defaults.min_p, 0.0),
         seed=secrets.randbits(64) if asked.seed is None else asked.seed,
         max_tokens=asked.max_tokens or 1,
         stop_token_ids=asked.stop_token_ids,
         ignore_eos=asked.ignore_eos,
-        repetition_penalty=_repetition(asked, defaults),
+        repetition_penalty=_repetition_penalty(asked, defaults),
         presence_penalty=_penalty("presence_penalty", asked.presence_penalty),
         frequency_penalty=_penalty("frequency_penalty", asked.frequency_penalty),
         logit_bias=tuple((i, float32("logit_bias", bias)) for i, bias in asked.logit_bias),
         allowed_token_ids=asked.allowed_token_ids or (),
         bad_words=await token_sequences(asked.bad_words, model),
         min_tokens=asked.min_tokens or 0,
-        logprobs=0 if asked.chooses and asked.logprobs is None else asked.logprobs,
+        logprobs=0 if asked.selects_best and asked.logprobs is None else asked.logprobs,
         beam=beam,
     )
-    _check_something_is_left(sampling, model.config.eos_token_ids)
+    _check_tokens_remain(sampling, model.config.eos_token_ids)
     return sampling
 
 
@@ -72,8 +72,8 @@ def _check_counts(asked: RequestedSampling) -> None:
 
 
 def _check_stops(asked: RequestedSampling, vocab_size: int) -> None:
-    _check_number("stop strings", len(asked.stop), MAX_STOP_STRINGS)
-    _check_number("stop_token_ids", len(asked.stop_token_ids), MAX_STOP_TOKEN_IDS)
+    _check_limit("stop strings", len(asked.stop), MAX_STOP_STRINGS)
+    _check_limit("stop_token_ids", len(asked.stop_token_ids), MAX_STOP_TOKEN_IDS)
     for stop in asked.stop:
         require(bool(stop), "a stop string is empty")
         check_text("a stop string", stop, MAX_STOP_CHARS)
@@ -81,7 +81,7 @@ def _check_stops(asked: RequestedSampling, vocab_size: int) -> None:
 
 
 def _check_biases(asked: RequestedSampling, vocab_size: int) -> None:
-    _check_number("tokens in logit_bias", len(asked.logit_bias), MAX_BIASES)
+    _check_limit("tokens in logit_bias", len(asked.logit_bias), MAX_BIASES)
     token_ids = [token_id for token_id, _ in asked.logit_bias]
     check_token_ids("logit_bias", token_ids, vocab_size)
     require(len(set(token_ids)) == len(token_ids), "a token is in logit_bias twice")
@@ -96,19 +96,19 @@ def _check_allowed(asked: RequestedSampling, vocab_size: int) -> None:
     if asked.allowed_token_ids is None:
         return
     require(bool(asked.allowed_token_ids), "allowed_token_ids is empty: no token could come")
-    _check_number("allowed_token_ids", len(asked.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS)
+    _check_limit("allowed_token_ids", len(asked.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS)
     check_token_ids("allowed_token_ids", asked.allowed_token_ids, vocab_size)
 
 
 def _check_bad_words(words: Sequence[str]) -> None:
-    _check_number("bad_words", len(words), MAX_BAD_WORDS)
-    _check_number("characters in bad_words", sum(map(len, words)), MAX_BAD_WORD_CHARS)
+    _check_limit("bad_words", len(words), MAX_BAD_WORDS)
+    _check_limit("characters in bad_words", sum(map(len, words)), MAX_BAD_WORD_CHARS)
     for word in words:
         require(bool(word.strip()), "a bad word is empty")
         check_text("a bad word", word, MAX_BAD_WORD_CHARS)
 
 
-def _check_something_is_left(sampling: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+def _check_tokens_remain(sampling: SamplingParams, eos_token_ids: Sequence[int]) -> None:
     """Raises InvalidRequest if bad words and `min_tokens` ban every allowed token at the start.
 
     Bad words of several tokens are left out: they ban a token only after others, which the sampler
@@ -128,45 +128,45 @@ def _check_something_is_left(sampling: SamplingParams, eos_token_ids: Sequence[i
         )
 
 
-def _check_number(name: str, number: int, most: int) -> None:
+def _check_limit(name: str, number: int, most: int) -> None:
     require(number <= most, f"{number} {name}, at most {most}")
 
 
 def _temperature(asked: float | None, default: float | None) -> float:
-    temperature = float32("temperature", _first(asked, default, 1.0))
+    temperature = float32("temperature", _first_given(asked, default, 1.0))
     require(temperature >= 0, f"temperature is {temperature:g}, not 0 or more")
     return temperature
 
 
 def _top_k(asked: int | None, default: int | None) -> int:
-    top_k = int(_first(asked, default, 0))
+    top_k = int(_first_given(asked, default, 0))
     require(-1 <= top_k < 1 << 31, f"top_k is {top_k}, not -1, 0 (all) or a number of tokens")
     return max(top_k, 0)
 
 
-def _share(name: str, asked: float | None, default: float | None, neutral: float) -> float:
+def _fraction(name: str, asked: float | None, default: float | None, neutral: float) -> float:
     """A checked fraction: `top_p` in (0, 1], any other in [0, 1]."""
-    share = float32(name, _first(asked, default, neutral))
+    fraction = float32(name, _first_given(asked, default, neutral))
     if name == "top_p":
-        require(0 < share <= 1, f"top_p is {share:g}, not in (0, 1]")
+        require(0 < fraction <= 1, f"top_p is {fraction:g}, not in (0, 1]")
     else:
-        require(0 <= share <= 1, f"{name} is {share:g}, not in [0, 1]")
-    return share
+        require(0 <= fraction <= 1, f"{name} is {fraction:g}, not in [0, 1]")
+    return fraction
 
 
-def _repetition(asked: RequestedSampling, defaults: GenerationDefaults) -> float:
-    wanted = _first(asked.repetition_penalty, defaults.repetition_penalty, 1.0)
+def _repetition_penalty(asked: RequestedSampling, defaults: GenerationDefaults) -> float:
+    wanted = _first_given(asked.repetition_penalty, defaults.repetition_penalty, 1.0)
     penalty = float32("repetition_penalty", wanted)
     require(penalty > 0, f"repetition_penalty is {penalty:g}, not above 0")
     return penalty
 
 
 def _penalty(name: str, asked: float | None) -> float:
-    penalty = float32(name, _first(asked, 0.0))
+    penalty = float32(name, _first_given(asked, 0.0))
     bounds = f"[-{MAX_PENALTY:g}, {MAX_PENALTY:g}]"
     require(-MAX_PENALTY <= penalty <= MAX_PENALTY, f"{name} is {penalty:g}, not in {bounds}")
     return penalty
 
 
-def _first(*values: float | None) -> float:
+def _first_given(*values: float | None) -> float:
     return next(value for value in values if value is not None)

@@ -21,10 +21,10 @@ L = TypeVar("L", bound=Lease)
 
 
 class Attempt:
-    """One attempt of a request. Each lease stands here until it is released.
+    """One attempt of a request, with its leases that are not released.
 
-    The target has a number of its own, under which the request goes on there. A detached ticket may
-    stem from an earlier attempt, and keeps that one's number.
+    The target has a number of its own, under which the request continues there. A detached ticket
+    may stem from an earlier attempt, and keeps the number of that attempt.
     """
 
     def __init__(
@@ -62,12 +62,10 @@ class Attempt:
         return _unreleased(self._decode)
 
     def lease_of(self, worker: Worker, number: int) -> Lease | None:
-        """The lease that a worker's message with this attempt number is about; None: there is none
-        (any more), and the message is void."""
-        for lease in self._leases():
-            if lease.worker is worker and lease.attempt == number:
-                return lease
-        return None
+        """The lease that a worker's message with this attempt number is about; None: there is no
+        such lease any more, and the message is dropped."""
+        leases = (x for x in self._leases() if x.worker is worker and x.attempt == number)
+        return next(leases, None)
 
     def _leases(self) -> Iterator[Lease]:
         leases = (self._detached, self._target, self._prefill, self._decode)
@@ -80,7 +78,7 @@ class Attempt:
         return self._decode
 
     def reserve_target(self, worker: Worker, number: int, num_sequences: int) -> DecodeReservation:
-        """Reserve the slots for a move; the request goes on there as attempt `number`."""
+        """Reserve the slots for a move; the request continues there as attempt `number`."""
         self._target = DecodeReservation(worker, self.request_id, number, num_sequences)
         return self._target
 
@@ -88,39 +86,39 @@ class Attempt:
         self._prefill = PrefillLease(worker, submit, load)
 
     def detach(self, lease: Lease, ticket: Ticket) -> None:
-        """The worker of `lease` has detached what it had, as `ticket`."""
-        self.claimed_by(lease.worker)
+        """The worker of `lease` has detached its sequences, as `ticket`."""
+        self.mark_claimed(lease.worker)
         lease.finish()
         self._detached = DetachedTicket(lease.worker, ticket)
 
-    def claimed_by(self, worker: Worker) -> None:
-        """A worker has claimed the detached ticket, or has no use for it any more: its issuer can
-        forget it. The issuer knows by itself if it is the same worker."""
+    def mark_claimed(self, worker: Worker) -> None:
+        """A worker has claimed the detached ticket, or does not need it any more: release it. The
+        issuer gets no message if it is that worker."""
         if detached := self.detached:
             if detached.worker is worker:
                 detached.finish()
             else:
                 detached.abort()
 
-    def keep(self, num_sequences: int) -> None:
-        """Free the slots of sequences that have ended; `num_sequences` go on."""
+    def shrink_to(self, num_sequences: int) -> None:
+        """Free the slots of ended sequences; `num_sequences` keep theirs."""
         for reservation in (self.decode, self.target):
             if reservation is not None:
-                reservation.keep(num_sequences)
+                reservation.shrink_to(num_sequences)
 
     # ── to the next attempt ──────────────────────────────────────────────────────────────────────
 
-    def moved(self) -> "Attempt | None":
-        """The attempt that goes on at the target, with the ticket that was detached for it; None:
+    def attempt_at_target(self) -> "Attempt | None":
+        """The attempt that continues at the target, with the ticket that was detached for it; None:
         the target has not granted the slots."""
         target = self.target
         if target is None or not target.granted:
             return None
         return Attempt(self.request_id, target.attempt, self.detached, target)
 
-    def requeued(self, number: int) -> "Attempt":
+    def next_attempt(self, number: int) -> "Attempt":
         """The attempt that follows in the queue. It keeps a detached ticket that no decode worker
-        was asked to claim; everything else is aborted."""
+        was asked to claim; all other leases are aborted."""
         detached = self.detached
         if detached is not None and not detached.is_sent:
             self._detached = None
@@ -129,15 +127,16 @@ class Attempt:
         self.close()
         return Attempt(self.request_id, number, detached)
 
-    def lost(self, worker: Worker) -> bool:
-        """Finish every lease at a worker that is lost. True: it computed, or was to decode."""
+    def finish_leases_at(self, worker: Worker) -> bool:
+        """Finish all leases at a lost worker. True: the prefill lease or the decode reservation was
+        one of them."""
         lost = [lease for lease in self._leases() if lease.worker is worker]
         for lease in lost:
             lease.finish()
         return any(lease in (self._prefill, self._decode) for lease in lost)
 
     def close(self) -> None:
-        """Abort every lease that is left."""
+        """Abort all leases."""
         for lease in tuple(self._leases()):
             lease.abort()
 

@@ -1,21 +1,18 @@
-"""Who computes a request just now, and whether workers died over it before.
+"""Crash attribution: decides whether a request may have crashed its workers.
 
-A worker that dies says not why, but it has said what it began to compute. Every request that it had
-begun is a suspect, for workers of that role, until it has got a token from one of them again;
-suspects are begun by a worker one at a time (`services.worker.suspect_queue`), so that a second
-death is
-over one alone. Who only waited there is no suspect. A request that makes progress is never given
-up, however often workers die.
+A worker reports which requests it begins. When it dies, each request that it had begun becomes a
+suspect for workers of its role, until one of them has given the request a token. A worker begins
+suspects one at a time (`services.worker.suspect_queue`), so a second crash convicts only one
+request. A request that makes progress never fails, however often workers die.
 
     free ──its worker dies, having begun it──▶ suspected ──the same again──▶ convicted
       ▲                                            │
       └────────────────── a token ─────────────────┘
 
-A worker that is lost alive is no death: it closed its stream, says nothing, or leaves anyway. Nor
-is it one over a request that it had not begun, or over a search that only did again what another
-worker had done and outlived: it begins again from its last ticket. As often as that may be, a
-request that never gets a token from workers of a role is given up after some of them, poison or
-not.
+A worker that closed its stream, is silent or drains is lost, but did not crash. A crash makes no
+suspect of a request that the worker had not begun, and none of a beam search that only repeated
+steps which another worker had survived. In every case, a request fails after `MAX_LOSSES` workers
+of a role were lost without a token.
 
 See ADR 57.
 """
@@ -27,11 +24,11 @@ from services.common.errors import PoisonRequest, QuireError, Unavailable
 from services.gateway.workers.worker import Worker
 
 MAX_LOSSES = 3
-"""How many workers of a role may be lost in a row with a request that gets no token from any."""
+"""How many workers of a role a request may lose in a row, without a token from any of them."""
 
 
 class CrashAttribution:
-    """Of one request, over all its attempts."""
+    """The crash attribution of one request, over all its attempts."""
 
     def __init__(self) -> None:
         self._suspected: set[Role] = set()
@@ -39,28 +36,28 @@ class CrashAttribution:
         self._worker: Worker | None = None
         self.has_begun = False
 
-    def hand_to(self, worker: Worker) -> bool:
-        """It is sent there next; whether as a suspect."""
+    def assign(self, worker: Worker) -> bool:
+        """Note that the request goes to `worker`. True: it goes there as a suspect."""
         self._worker, self.has_begun = worker, False
         return worker.member.role in self._suspected
 
-    def take_back(self) -> None:
-        """It is nowhere."""
+    def unassign(self) -> None:
+        """Note that the request is at no worker."""
         self._worker, self.has_begun = None, False
 
-    def begun_by(self, worker: Worker) -> None:
+    def note_begun(self, worker: Worker) -> None:
         self.has_begun = self.has_begun or worker is self._worker
 
-    def got_token(self, worker: Worker) -> None:
+    def note_token(self, worker: Worker) -> None:
         self._suspected.discard(worker.member.role)
         del self._num_losses[worker.member.role]
 
-    def lost_with(self, worker: Worker, *, died: bool) -> QuireError | None:
-        """Take note that its worker was lost; the error that it ends with, if it does."""
+    def note_lost(self, worker: Worker, *, died: bool) -> QuireError | None:
+        """Note that a worker was lost. Returns an error if the request fails with it."""
         if worker is not self._worker:
             return None
         role, had_begun = worker.member.role, self.has_begun
-        self.take_back()
+        self.unassign()
         if died and had_begun:
             if role in self._suspected:
                 why = f"this request cannot be computed: its {role} worker died twice"

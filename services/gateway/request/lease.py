@@ -1,4 +1,4 @@
-"""Leases: what a request has at workers. Each lease is released once, by `abort` or by `finish`."""
+"""The leases of a request at workers. Each lease is released once, by `abort` or by `finish`."""
 
 import asyncio
 
@@ -60,15 +60,15 @@ class DetachedTicket(Lease):
 
 
 class DecodeReservation(Lease):
-    """The decode slots of `num_sequences` sequences, all or none, and later what runs in them. The
-    constructor asks for them; they count as taken from then on."""
+    """The decode slots of `num_sequences` sequences, all or none, and later the sequences that run
+    in them. The constructor asks for the slots; they count as taken from then on."""
 
     def __init__(self, worker: Worker, request_id: str, attempt: int, num_sequences: int) -> None:
         super().__init__(worker, request_id, attempt)
         self._num_asked = self._num_taken = num_sequences
         self._is_hand_over_requested = False
         self._answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        worker.num_taken += num_sequences
+        worker.num_taken_slots += num_sequences
         worker.send(Reserve(request_id, attempt, num_sequences))
 
     @property
@@ -79,12 +79,12 @@ class DecodeReservation(Lease):
     def refused(self) -> bool:
         return self._answer.done() and not self._answer.result()
 
-    def answer(self, granted: bool) -> None:
+    def set_answer(self, granted: bool) -> None:
         """Note the worker's answer. Only the first one counts."""
         if not self._answer.done():
             self._answer.set_result(granted)
 
-    async def answered(self, timeout_s: float) -> None:
+    async def wait_for_answer(self, timeout_s: float) -> None:
         """Wait for the answer, the release or the timeout. A worker that does not answer in time
         gets no further reservation until it has answered."""
         await asyncio.wait([self._answer], timeout=timeout_s)
@@ -96,17 +96,17 @@ class DecodeReservation(Lease):
             )
             self.worker.unresponsive = True
 
-    def keep(self, num_sequences: int) -> None:
-        """Free the slots of the sequences that have ended; `num_sequences` go on."""
-        self.worker.num_taken -= self._num_taken - num_sequences
+    def shrink_to(self, num_sequences: int) -> None:
+        """Free the slots of ended sequences; `num_sequences` keep theirs."""
+        self.worker.num_taken_slots -= self._num_taken - num_sequences
         self._num_taken = num_sequences
 
     def abort_sequence(self, index: int) -> None:
-        """Tell the worker to end one sequence and to run the others on."""
+        """Tell the worker to end one sequence and to continue the others."""
         self.worker.abort(self.request_id, self.attempt, index)
 
     def request_hand_over(self) -> None:
-        """Ask the worker to detach what runs here and to return its ticket. Only the first call
+        """Ask the worker to detach the sequences and to return their ticket. Only the first call
         sends a message."""
         if not self._is_hand_over_requested:
             self._is_hand_over_requested = True
@@ -120,8 +120,8 @@ class DecodeReservation(Lease):
             super().abort()
 
     def _on_release(self) -> None:
-        self.worker.num_taken -= self._num_taken
+        self.worker.num_taken_slots -= self._num_taken
         self.worker.forget_refusals()
         if self.refused:
             self.worker.refuse(self._num_asked)
-        self.answer(False)
+        self.set_answer(False)

@@ -3,15 +3,15 @@
 | file | holds |
 |---|---|
 | `status.py` | the statuses, and which may follow which |
-| `attempt.py`, `lease.py` | what the request has at workers |
-| `tickets.py` | the tickets that go out, and the checks of those that come back |
-| `worker_events.py` | what the messages of workers do to the request |
+| `attempt.py`, `lease.py` | the leases of the request at workers |
+| `tickets.py` | builds tickets, and checks those that workers return |
+| `worker_events.py` | applies the messages of workers to the request |
 | `crash_attribution.py` | whether a crash may be the request's fault |
 | `services/gateway/streaming/client.py` | the request's client, and the tokens received |
 
-Law 7: the tokens received are the only truth. Every attempt starts from the prompt and these
-tokens, messages of other attempts are dropped, and a ticket is refused unless it continues exactly
-what was received.
+Law 7: the tokens that the gateway received are final. Every attempt starts from the prompt and
+these tokens, messages of other attempts are dropped, and a ticket is refused unless it continues
+exactly these tokens.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from typing import Protocol
 from blockstore.records import PrefixHash
 from services.common.errors import Unavailable
 from services.common.runtime.logging import get_logger
-from services.gateway.intake.admission import Admitted
+from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.intake.identity import client_id
 from services.gateway.request.attempt import Attempt
 from services.gateway.request.beam_tickets import BeamTickets
@@ -39,14 +39,13 @@ from services.protocol.ticket import Swapped
 
 log = get_logger(__name__)
 
-MAX_SETBACKS = 3
+MAX_RETRIES = 3
 """How often in a row, without a token in between, a request is requeued because a worker was lost
-or sent something that cannot be. (Losses of workers that had the request are counted in
-`crash_attribution.py` as well.)"""
+or sent an impossible message. (`crash_attribution.py` counts lost workers as well.)"""
 
 
 class LifecycleHost(Protocol):
-    """Learns where a request is."""
+    """Is told when a request is queued, and when it is closed."""
 
     def on_queued(self, lifecycle: "RequestLifecycle") -> None: ...
 
@@ -56,13 +55,13 @@ class LifecycleHost(Protocol):
 class RequestLifecycle:
     """One request, from the queue to its end.
 
-    `attempt_numbers`: never used again by this gateway, so that a worker that still has something
-    of this request does not take the client's next request of the same id for it.
+    `attempt_numbers`: the gateway uses each number once. So a worker that still has a lease of this
+    request does not confuse it with the client's next request of the same id.
     """
 
     def __init__(
         self,
-        request: Admitted,
+        request: AdmittedRequest,
         position: QueuePosition,
         output: Output,
         host: LifecycleHost,
@@ -83,7 +82,7 @@ class RequestLifecycle:
         self.crash_attribution = CrashAttribution()
         self._host = host
         self._attempt_numbers = attempt_numbers
-        self.num_setbacks = 0
+        self.num_retries = 0
 
     @property
     def is_decoding(self) -> bool:
@@ -95,14 +94,14 @@ class RequestLifecycle:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that go on; each needs a decode slot. A beam search keeps all its beams to its
-        end."""
+        """The number of decode slots that the request needs: one for each sequence that has not
+        ended. A beam search needs one for each beam until its end."""
         num_living, request = len(self.client.living), self.client.request
         return request.width if num_living and request.sampling.beam else num_living
 
     @property
     def _swapped(self) -> Swapped | None:
-        """Where its KV is swapped out."""
+        """Where the KV of the request is swapped out."""
         detached = self.attempt.detached
         return None if detached is None else detached.ticket.swapped
 
@@ -113,52 +112,53 @@ class RequestLifecycle:
 
     @property
     def is_computed(self) -> bool:
-        """Whether a decode worker can claim its detached ticket as it is."""
+        """Whether a decode worker can claim the detached ticket as it is."""
         return self.attempt.detached is not None and self._swapped is None
 
     @property
-    def settled_at(self) -> Worker | None:
-        """The decode worker that runs it and has claimed its ticket; None while there is none, or
-        while the request moves."""
+    def movable_from(self) -> Worker | None:
+        """The decode worker that can hand the request over: it has claimed the ticket. None: there
+        is no such worker, or the request moves already."""
         if not self.is_decoding:
             return None
         attempt = self.attempt
-        is_settled = attempt.detached is None and attempt.target is None
-        return attempt.decode.worker if attempt.decode and is_settled else None
+        is_busy = attempt.detached or attempt.target
+        return None if is_busy or attempt.decode is None else attempt.decode.worker
 
-    # ── its client ───────────────────────────────────────────────────────────────────────────────
+    # ── the client ───────────────────────────────────────────────────────────────────────────────
 
-    def resume(self, request: Admitted, output: Output) -> None:
+    def resume(self, request: AdmittedRequest, output: Output) -> None:
         """Continue for a client that lost its stream. DuplicateRequest: it is another request."""
         if self.client.resume(request, output):
-            self._rewind()
+            self._recompute()
         elif output.has_ended:
             self.close()
 
-    def _rewind(self) -> None:
-        """Compute again: what runs or is detached is ahead of what the client needs next."""
+    def _recompute(self) -> None:
+        """Start again: sequences that run, or are detached, are ahead of the client's tokens."""
         if detached := self.attempt.detached:
             detached.abort()
         if self.status is not RequestStatus.QUEUED:
             self.requeue()
 
     def adopt(self, detached: DetachedTicket) -> None:
-        """Continue what another gateway had: its queue position, its ticket, and the tokens that
-        the client has not got. The request may end with them."""
+        """Continue a request of another gateway, with its queue position, its ticket, and the
+        tokens that the client has not received. The request may end with these tokens."""
         ticket = detached.ticket
         gained = self.tickets.adopt(ticket)
         self.started_at = self._clock()
         self.attempt = Attempt(self.id, self.attempt.number, detached)
         if gained and self.client.wants_logprobs:
-            detached.abort()  # nobody has the logprobs of the new tokens: they are drawn again
-        elif problem := self.tickets.problem(ticket, gained):
+            detached.abort()  # the logprobs of these tokens are lost: compute the tokens again
+        elif problem := self.tickets.problem_of_ticket(ticket, gained):
             log.warning("parked_ticket_refused", request_id=client_id(self.id), reason=problem)
             detached.abort()
         else:
             self.deliver(gained)
 
-    def leave(self, output: Output) -> None:
-        """The reader of `output` is gone: close the request, unless another call continues it."""
+    def end_call(self, output: Output) -> None:
+        """The call that reads `output` has ended: close the request, unless another call continues
+        it."""
         if output is self.client.output:
             self.close()
 
@@ -173,7 +173,7 @@ class RequestLifecycle:
         request was closed meanwhile."""
         self._move(RequestStatus.RESERVING)
         reservation = self.attempt.reserve(decode, self.num_sequences)
-        await reservation.answered(timeout_s)
+        await reservation.wait_for_answer(timeout_s)
         if reservation.released:
             return False
         if reservation.refused:
@@ -191,8 +191,9 @@ class RequestLifecycle:
         self._move(RequestStatus.PREFILLING)
         self.started_at = self.started_at or self._clock()
         ticket = self.tickets.submit(self.attempt.number, pool_id, root_hash, self._swapped)
-        suspect = self.crash_attribution.hand_to(prefill)
-        self.attempt.submit(prefill, Submit(ticket, self.client.due_prompt_logprobs, suspect), load)
+        suspect = self.crash_attribution.assign(prefill)
+        submit = Submit(ticket, self.client.unsent_prompt_logprobs, suspect)
+        self.attempt.submit(prefill, submit, load)
 
     def admit(self) -> None:
         """Send the detached ticket to the decode worker that has granted the slots."""
@@ -203,34 +204,33 @@ class RequestLifecycle:
         assert detached is not None
         detached.is_sent = True
         ticket = self.tickets.admit(detached.ticket, self.attempt.number)
-        decode.worker.send(Admit(ticket, self.crash_attribution.hand_to(decode.worker)))
+        decode.worker.send(Admit(ticket, self.crash_attribution.assign(decode.worker)))
 
     def requeue(self) -> None:
         """Return to the queue, at the same position, with the tokens received; see also
-        `Attempt.requeued`."""
-        self.crash_attribution.take_back()
-        self.attempt = self.attempt.requeued(next(self._attempt_numbers))
+        `Attempt.next_attempt`."""
+        self.crash_attribution.unassign()
+        self.attempt = self.attempt.next_attempt(next(self._attempt_numbers))
         self.num_attempts += 1
         self.waiting_since = self._clock()
         self._move(RequestStatus.QUEUED)
         self._host.on_queued(self)
 
-    def requeue_unless_begun(self) -> None:
-        """Leave a prefill worker that has stalled. It keeps a request that it has begun."""
+    def requeue_if_not_begun(self) -> None:
+        """Requeue the request, unless its prefill worker, which has stalled, has begun it."""
         if self.status is RequestStatus.PREFILLING and not self.crash_attribution.has_begun:
             self.requeue()
 
     # ── moves between decode workers ─────────────────────────────────────────────────────────────
 
     def reserve_target(self, target: Worker) -> DecodeReservation:
-        """Ask another decode worker of the pool for slots. The request, which is settled, runs on
-        where it is."""
+        """Ask another decode worker of the pool for slots. Meanwhile the request runs on."""
         number = next(self._attempt_numbers)
         return self.attempt.reserve_target(target, number, self.num_sequences)
 
     def request_move(self, target: DecodeReservation) -> bool:
         """Ask for the hand-over, once the target has answered. False: the target refused or did not
-        answer, or the move is off."""
+        answer, or another move has replaced this one."""
         decode = self.attempt.decode
         if self.attempt.target is not target or decode is None:
             return False
@@ -247,15 +247,14 @@ class RequestLifecycle:
         self.client.output.stats.num_moves += 1
         self.admit()
 
-    # ── tokens, setbacks and the end ─────────────────────────────────────────────────────────────
+    # ── tokens, retries and the end ──────────────────────────────────────────────────────────────
 
     def deliver(self, outputs: Sequence[Generated]) -> None:
-        """Write tokens to the client. The request closes with its last sequence; one whose client
-        does not keep up is handed over, as for a move."""
+        """Write tokens to the client. The request closes with its last sequence. If the client
+        reads too slowly, the decode worker hands the request over."""
         for output in outputs:
             if not self.client.is_over(output.index):
-                rest = output.finish_reason, output.logprobs, output.score
-                self.client.write(output.index, output.token_ids, *rest)
+                self.client.write(output)
                 self._abort_stopped(output)
         decode = self.attempt.decode
         if not (num_sequences := self.num_sequences):
@@ -263,8 +262,8 @@ class RequestLifecycle:
                 decode.finish()  # the worker has ended the last sequence by itself
             self.close()
             return
-        self.attempt.keep(num_sequences)
-        if decode and self.client.pauses and self.settled_at:
+        self.attempt.shrink_to(num_sequences)
+        if decode and self.client.is_paused and self.movable_from:
             decode.request_hand_over()
 
     def _abort_stopped(self, output: Generated) -> None:
@@ -274,27 +273,30 @@ class RequestLifecycle:
         if stopped and decode and self.is_decoding and self.num_sequences:
             decode.abort_sequence(output.index)
 
-    def set_back(self, why: str) -> None:
-        """Requeue the request, or close it after too many setbacks."""
-        self.num_setbacks += 1
+    def retry_or_fail(self, reason: str) -> None:
+        """Requeue the request, or close it after too many retries."""
+        self.num_retries += 1
         log.warning(
-            "request_set_back", request_id=client_id(self.id), attempt=self.attempt.number, why=why
+            "request_set_back",
+            request_id=client_id(self.id),
+            attempt=self.attempt.number,
+            why=reason,
         )
-        if self.num_setbacks > MAX_SETBACKS:
-            self.close(Unavailable(f"given up after {self.num_setbacks} attempts: {why}"))
+        if self.num_retries > MAX_RETRIES:
+            self.close(Unavailable(f"given up after {self.num_retries} attempts: {reason}"))
         else:
             self.requeue()
 
     def close(self, error: Exception | None = None, *, aborts: bool = True) -> None:
-        """End the request, for whatever reason. A closed request stays as it is.
+        """End the request. A second call does nothing.
 
-        Without `aborts` the workers are not told: this gateway's streams to them break next, and
-        they park what they run for the gateway at which the client resumes.
+        Without `aborts` workers get no message: this gateway's streams break next, and workers park
+        the request for the gateway at which the client resumes.
         """
         if self.status is RequestStatus.ENDED:
             return
         if aborts:
-            self.crash_attribution.take_back()
+            self.crash_attribution.unassign()
             self.attempt.close()
         self._move(RequestStatus.ENDED)
         self.client.close(error)

@@ -1,5 +1,5 @@
-"""The tickets of a request: made of what its client has received, and held to that when they come
-back (law 7).
+"""Builds the tickets of a request from the tokens that its client has received, and checks returned
+tickets against these tokens (law 7).
 
 See ADR 70.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstore.records import PrefixHash
-from services.gateway.intake.admission import Admitted
+from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.scheduling.request_queue import QueuePosition
 from services.gateway.streaming.client import Client
 from services.protocol.logprobs import Logprobs
@@ -18,15 +18,15 @@ from services.protocol.ticket import Swapped, Ticket, TicketSequence, first_hold
 
 
 def new_ticket(
-    request: Admitted,
+    request: AdmittedRequest,
     attempt: int,
     order: int,
     pool_id: str,
     root_hash: PrefixHash,
     sequences: tuple[TicketSequence, ...],
 ) -> Ticket:
-    """Without blocks, under a new holder: to be computed from the prompt and the tokens received so
-    far of the `sequences` that go on."""
+    """A ticket without blocks, under a new holder. Its worker computes the prompt, and the tokens
+    received so far of the `sequences` that have not ended."""
     return Ticket(
         request_id=request.request_id,
         attempt=attempt,
@@ -41,19 +41,18 @@ def new_ticket(
     )
 
 
-_OURS = ("request_id", "pool_id", "root_hash", "prompt_token_ids", "sampling")
-"""Fields that are the gateway's word: whoever has the ticket goes by them, and changes none."""
+_FIXED_FIELDS = ("request_id", "pool_id", "root_hash", "prompt_token_ids", "sampling")
+"""The fields that the gateway sets and that no worker changes."""
 
 
-def other_field(ticket: Ticket, submitted: Ticket) -> str:
-    """The first field of ours in which a ticket is not the one that was submitted; "" if there is
-    none."""
-    differing = (n for n in _OURS if getattr(ticket, n) != getattr(submitted, n))
-    return next(differing, "")
+def changed_field(ticket: Ticket, submitted: Ticket) -> str:
+    """The first fixed field in which a ticket differs from the submitted one; "" if none does."""
+    changed = (n for n in _FIXED_FIELDS if getattr(ticket, n) != getattr(submitted, n))
+    return next(changed, "")
 
 
-def problem_of(logprobs: Logprobs, num_top: int, vocab_size: int) -> str:
-    """Why nobody can have asked for these; "" if somebody can."""
+def logprobs_problem(logprobs: Logprobs, num_top: int, vocab_size: int) -> str:
+    """Why these logprobs do not answer a request for `num_top` of them; "" if they do."""
     token_ids = logprobs.top_token_ids
     if len(token_ids) != min(num_top, vocab_size):
         return f"{len(token_ids)} of the {num_top} likeliest tokens"
@@ -62,28 +61,29 @@ def problem_of(logprobs: Logprobs, num_top: int, vocab_size: int) -> str:
     return "" if len(set(token_ids)) == len(token_ids) else "a token twice"
 
 
-def is_what_was_wanted(ticket: Ticket, wanted: Ticket) -> bool:
-    """Whether a ticket that was found is the one that was looked for. A greedy one may have another
-    seed: the gateway that it comes from drew it."""
+def is_same_request(ticket: Ticket, wanted: Ticket) -> bool:
+    """Whether a parked ticket belongs to the request of the `wanted` ticket. A greedy request may
+    have another seed, which the other gateway drew."""
     if not ticket.sampling.samples_like(wanted.sampling):
         return False
-    return not other_field(replace(ticket, sampling=wanted.sampling), wanted)
+    return not changed_field(replace(ticket, sampling=wanted.sampling), wanted)
 
 
 class Tickets:
-    """Of one request, over all its attempts. Problems are sentences, "" where there is none."""
+    """The tickets of one request, over all its attempts. Methods that check return the problem as a
+    text, "" if there is none."""
 
     def __init__(self, client: Client, position: QueuePosition) -> None:
         self.position = position
         self._client = client
         self._submitted: Ticket | None = None
 
-    # ── out ──────────────────────────────────────────────────────────────────────────────────────
+    # ── build ─────────────────────────────────────────────────────────────────────────────────────
 
     def submit(
         self, attempt: int, pool_id: str, root_hash: PrefixHash, swapped: Swapped | None
     ) -> Ticket:
-        """For a prefill worker."""
+        """The ticket for a prefill worker."""
         client, order = self._client, self.position.order
         sequences = tuple(TicketSequence(s.index, tuple(s.tokens)) for s in client.living)
         self._submitted = replace(
@@ -94,54 +94,54 @@ class Tickets:
         )
         return self._submitted
 
-    def admit(self, at_rest: Ticket, attempt: int) -> Ticket:
-        """For the decode worker that claims it; the blocks that no living sequence has are for it
-        to give back."""
+    def admit(self, detached: Ticket, attempt: int) -> Ticket:
+        """The ticket for the decode worker that claims it. That worker gives the blocks of ended
+        sequences back."""
         living = {sequence.index for sequence in self._client.living}
         return replace(
-            at_rest,
+            detached,
             attempt=attempt,
             order=self.position.order,
             timeout_ms=self._client.timeout_ms(),
-            sequences=tuple(s for s in at_rest.sequences if s.index in living),
+            sequences=tuple(s for s in detached.sequences if s.index in living),
         )
 
     def adopt(self, ticket: Ticket) -> tuple[Generated, ...]:
-        """Another gateway has submitted it, at its place in line. The tokens in it that the client
-        has not got."""
+        """Take over the ticket of another gateway, with its queue position. Returns the ticket's
+        tokens that the client has not received."""
         self._submitted = replace(ticket, holder_id=first_holder_id(ticket.holder_id))
         self.position = QueuePosition.of(ticket.order)
-        received = {s.index: len(s.tokens) for s in self._client.living}
+        num_received = {s.index: len(s.tokens) for s in self._client.living}
         num_prompt = len(ticket.prompt_token_ids)
         return tuple(
             Generated(*ticket.key, s.index, num_prompt + so_far, s.token_ids[so_far:], None)
             for s in ticket.sequences
-            if len(s.token_ids) > (so_far := received.get(s.index, len(s.token_ids)))
+            if len(s.token_ids) > (so_far := num_received.get(s.index, len(s.token_ids)))
         )
 
-    # ── back ─────────────────────────────────────────────────────────────────────────────────────
+    # ── check ─────────────────────────────────────────────────────────────────────────────────────
 
     def problem_of_prefilled(self, event: Prefilled) -> str:
-        """What is wrong with the answer of a prefill worker."""
+        """Check the answer of a prefill worker."""
         living = [sequence.index for sequence in self._client.living]
         if sorted(output.index for output in event.outputs) != living:
             return "sent outputs of other sequences"
         for output in event.outputs:
             if len(output.token_ids) != 1 or output.key != event.ticket.key:
-                return "sent no first token of what was asked for"
+                return "sent no first token of the ticket"
         if problem := self._problem_of_prompt(event.prompt_logprobs):
             return problem
-        if problem := self.problem(event.ticket, event.outputs):
+        if problem := self.problem_of_ticket(event.ticket, event.outputs):
             return f"answered with a wrong ticket: {problem}"
         num_going_on = sum(output.finish_reason is None for output in event.outputs)
-        return "goes on after the end" if len(event.ticket.sequences) != num_going_on else ""
+        return "continues an ended sequence" if len(event.ticket.sequences) != num_going_on else ""
 
     def problem_of_step(self, event: Generated) -> str:
-        """What is wrong with tokens that a worker says come next, of a sequence that goes on."""
+        """Check the next tokens of a sequence."""
         client = self._client
         sequence = client.living_sequence(event.index)
         if sequence is None or not event.token_ids:
-            return "sent no token of what was asked for"
+            return "sent no token of a running sequence"
         num_before = len(client.request.prompt_token_ids) + len(sequence.tokens)
         if event.position != num_before:
             where = f"position {event.position} after {num_before} tokens"
@@ -159,66 +159,66 @@ class Tickets:
         problem = self._problem_of_logprobs(event.logprobs, len(event.token_ids), num_top)
         return problem and f"sent wrong logprobs: {problem}"
 
-    def problem(
+    def problem_of_ticket(
         self, ticket: Ticket, gained: Sequence[Generated] = (), *, blocks: bool = True
     ) -> str:
-        """What is wrong with one that comes back with what the client has and `gained`, and with
-        `blocks`. Sequences that the client has seen the end of may still be in it."""
+        """Check a returned ticket: it has the tokens of the client and `gained`, and blocks if it
+        must have `blocks`. It may also have sequences that have ended for the client."""
         if problem := self._problem_of_identity(ticket):
             return problem
         if problem := next(filter(None, map(self.problem_of_step, gained)), ""):
             return problem
         new = {output.index: output for output in gained}
-        there = {sequence.index: sequence for sequence in ticket.sequences}
+        returned = {sequence.index: sequence for sequence in ticket.sequences}
         for received in self._client.living:
-            output, at_rest = new.get(received.index), there.get(received.index)
+            index, output = received.index, new.get(received.index)
             if output is not None and output.finish_reason is not None:
                 continue
-            if at_rest is None:
-                return f"sequence {received.index} is not in it"
+            if index not in returned:
+                return f"sequence {index} is not in it"
             tokens = (*received.tokens, *(output.token_ids if output else ()))
-            if at_rest.token_ids != tokens:
-                return f"the tokens of sequence {received.index} are not those that were sent"
-            if blocks and not at_rest.block_ids:
+            if returned[index].token_ids != tokens:
+                return f"the tokens of sequence {index} are not those that were sent"
+            if blocks and not returned[index].block_ids:
                 return "no blocks"
-        return "" if all(index < self._num_sequences for index in there) else "other sequences"
+        return "" if all(index < self._num_sequences for index in returned) else "other sequences"
 
-    def note(self, ticket: Ticket) -> None:
-        """One came back: what the client has tells all there is to know of it."""
+    def save_progress(self, ticket: Ticket) -> None:
+        """Keep what a returned ticket has and the client has not: nothing, except in a beam
+        search."""
 
     def is_progress(self, outputs: Sequence[Generated]) -> bool:
-        """Whether these take the request further than it ever was: tokens do, since they are
-        kept."""
+        """Whether the request has never had these outputs before."""
         return bool(outputs)
 
     @property
-    def is_behind(self) -> bool:
-        """Whether it is not yet again where it was."""
+    def is_recomputing(self) -> bool:
+        """Whether the request repeats steps that a lost worker had done."""
         return False
 
     def _problem_of_identity(self, ticket: Ticket) -> str:
         submitted = self._submitted
         if submitted is None:
-            return "nobody was sent one"
-        if name := other_field(ticket, submitted):
+            return "no ticket was submitted"
+        if name := changed_field(ticket, submitted):
             return f"another {name}"
         return "" if first_holder_id(ticket.holder_id) == submitted.holder_id else "another holder"
 
     def _problem_of_prompt(self, logprobs: Sequence[Logprobs]) -> str:
         num_prompt = len(self._client.request.prompt_token_ids)
-        num_top = self._client.due_prompt_logprobs
+        num_top = self._client.unsent_prompt_logprobs
         problem = self._problem_of_logprobs(logprobs, num_prompt - 1, num_top)
         return problem and f"sent wrong logprobs of the prompt: {problem}"
 
     def _problem_of_logprobs(
         self, logprobs: Sequence[Logprobs], number: int, num_top: int | None
     ) -> str:
-        """`num_top`: None: there should be none."""
+        """`num_top`: the logprobs that were asked for with each token; None: none."""
         wanted = 0 if num_top is None else number
         if len(logprobs) != wanted:
             return f"{len(logprobs)} for {wanted} tokens"
         vocab_size = self._client.request.vocab_size
-        problems = (problem_of(each, num_top or 0, vocab_size) for each in logprobs)
+        problems = (logprobs_problem(each, num_top or 0, vocab_size) for each in logprobs)
         return next(filter(None, problems), "")
 
     @property

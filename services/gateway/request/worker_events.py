@@ -1,4 +1,4 @@
-"""What the messages of workers, and their loss, do to a request."""
+"""Applies the messages of workers, and the loss of workers, to a request."""
 
 from services.common.errors import InvalidRequest
 from services.common.runtime.logging import get_logger
@@ -25,19 +25,19 @@ log = get_logger(__name__)
 
 
 def on_event(request: RequestLifecycle, sender: Worker, event: RequestEvent) -> None:
-    """Follow a worker's message. Dropped: a message about nothing that the request has at that
-    worker under that attempt number, and one that comes at the wrong time.
+    """Apply a worker's message. A message is dropped if the request has no lease at that worker
+    under that attempt number, or if the message does not fit the request's status.
 
     A message that ends something at the worker finishes its lease first; what the request does then
     (requeue, close) aborts the other leases.
     """
     lease = request.attempt.lease_of(sender, event.attempt)
-    is_current = event.attempt == request.attempt.number  # else of a target or an older ticket
+    is_current = event.attempt == request.attempt.number  # else for a target or an older ticket
     match lease, event:
         case DecodeReservation() as reservation, Reserved(granted=granted):
-            reservation.answer(granted)
+            reservation.set_answer(granted)
         case DetachedTicket() as detached, Requeued() | Failed() if not is_current:
-            _on_taken_back(request, detached)
+            _on_ticket_dropped(request, detached)
         case _ if not is_current:
             _drop(request, event)
         case DecodeReservation() as decode, Generated() as step if request.is_decoding:
@@ -45,18 +45,19 @@ def on_event(request: RequestLifecycle, sender: Worker, event: RequestEvent) -> 
         case PrefillLease() as prefill, Prefilled() as prefilled:
             _on_prefilled(request, prefill, prefilled)
         case _, Began():
-            request.crash_attribution.begun_by(sender)
+            request.crash_attribution.note_begun(sender)
         case DecodeReservation() as decode, Requeued(ticket=Ticket() as ticket):
             _on_detached(request, decode, ticket)
         case Lease() as returned, Requeued(ticket=None) as requeued:
             _on_requeued(request, returned, requeued)
         case Lease(), Malformed(problem=problem):
-            request.set_back(f"worker {sender.id} sent what makes no sense: {problem}")
+            request.retry_or_fail(f"worker {sender.id} sent an invalid message: {problem}")
         case DecodeReservation() as decode, Failed(code=InvalidRequest.code) as failed if (
-            request.is_decoding and request.attempt.detached  # it has not claimed the ticket
+            request.is_decoding
+            and request.attempt.detached  # the worker has not claimed the ticket
         ):
             decode.finish()
-            request.set_back(f"decode worker {sender.id} refused its ticket: {failed.message}")
+            request.retry_or_fail(f"decode worker {sender.id} refused its ticket: {failed.message}")
         case Lease() as failing, Failed() as failed:
             failing.finish()
             request.close(error_of(failed.code, failed.message))
@@ -66,38 +67,38 @@ def on_event(request: RequestLifecycle, sender: Worker, event: RequestEvent) -> 
 
 def on_lost(request: RequestLifecycle, worker: Worker, *, died: bool) -> None:
     """A worker's stream ended: by contract the worker releases all that came over it."""
-    was_there = request.attempt.lost(worker)
-    if request.is_decoding and request.tickets.is_behind:
-        died = False  # other workers have computed this much, and lived
-    if error := request.crash_attribution.lost_with(worker, died=died):
+    had_lease = request.attempt.finish_leases_at(worker)
+    if request.is_decoding and request.tickets.is_recomputing:
+        died = False  # other workers have computed these steps and survived
+    if error := request.crash_attribution.note_lost(worker, died=died):
         request.close(error)
-    elif was_there:
-        request.set_back(f"{worker.member.role} worker {worker.id} was lost")
+    elif had_lease:
+        request.retry_or_fail(f"{worker.member.role} worker {worker.id} was lost")
 
 
 def _drop(request: RequestLifecycle, event: RequestEvent) -> None:
     log.debug("event_dropped", request_id=client_id(request.id), kind=type(event).__name__)
 
 
-def _on_taken_back(request: RequestLifecycle, detached: DetachedTicket) -> None:
-    """The issuer does not keep the ticket of an earlier attempt any longer."""
+def _on_ticket_dropped(request: RequestLifecycle, detached: DetachedTicket) -> None:
+    """The issuer does not keep the ticket of an earlier attempt any more."""
     detached.finish()
     if request.is_decoding:
         request.requeue()
 
 
 def _on_prefilled(request: RequestLifecycle, lease: PrefillLease, event: Prefilled) -> None:
-    """All sequences that have not ended with this token go to the decode worker."""
+    """Sequences that have not ended with this token go to the decode worker."""
     if problem := request.tickets.problem_of_prefilled(event):
-        request.set_back(f"prefill worker {lease.worker.id} {problem}")
+        request.retry_or_fail(f"prefill worker {lease.worker.id} {problem}")
         return
-    request.crash_attribution.got_token(lease.worker)
-    request.client.output.stats.saw_prefill(event.ticket.num_cached_tokens)
+    request.crash_attribution.note_token(lease.worker)
+    request.client.output.stats.note_prefill(event.ticket.num_cached_tokens)
     if event.prompt_logprobs:
         request.client.output.write_prompt(event.prompt_logprobs)
-    request.tickets.note(event.ticket)
+    request.tickets.save_progress(event.ticket)
     if request.tickets.is_progress(event.outputs):
-        request.num_setbacks = 0
+        request.num_retries = 0
     if event.ticket.sequences:
         request.attempt.detach(lease, event.ticket)
     else:
@@ -111,36 +112,36 @@ def _on_detached(request: RequestLifecycle, decode: DecodeReservation, ticket: T
     """A decode worker returned the request with its KV: swapped out because it was preempted, or in
     the pool because it was handed over."""
     swapped_out = ticket.swapped is not None
-    problem = request.tickets.problem(ticket, blocks=not swapped_out)
+    problem = request.tickets.problem_of_ticket(ticket, blocks=not swapped_out)
     if not swapped_out and not request.is_decoding:
-        problem = problem or "it was not at work"
+        problem = problem or "it was not running"
     if problem:
         did = "swapped out" if swapped_out else "handed over"
-        request.set_back(f"decode worker {decode.worker.id} {did} a wrong ticket: {problem}")
+        request.retry_or_fail(f"decode worker {decode.worker.id} {did} a wrong ticket: {problem}")
         return
-    request.tickets.note(ticket)
+    request.tickets.save_progress(ticket)
     request.attempt.detach(decode, ticket)
     if swapped_out:
         request.client.output.stats.num_preemptions += 1
         request.requeue()
-    elif moved := request.attempt.moved():
+    elif moved := request.attempt.attempt_at_target():
         request.continue_at(moved)
     else:
         request.requeue()
 
 
 def _on_generated(request: RequestLifecycle, decode: DecodeReservation, event: Generated) -> None:
-    """Pass tokens on. Those behind a sequence's stop string are dropped: the abort is on its way to
-    the worker."""
+    """Deliver tokens. Tokens after a stop string are dropped: the worker has not received the abort
+    yet."""
     if request.client.is_over(event.index):
         return
     if problem := request.tickets.problem_of_step(event):
-        request.set_back(f"decode worker {decode.worker.id} {problem}")
+        request.retry_or_fail(f"decode worker {decode.worker.id} {problem}")
         return
     if request.tickets.is_progress([event]):
-        request.crash_attribution.got_token(decode.worker)
-        request.num_setbacks = 0
-    request.attempt.claimed_by(decode.worker)
+        request.crash_attribution.note_token(decode.worker)
+        request.num_retries = 0
+    request.attempt.mark_claimed(decode.worker)
     request.deliver([event])
 
 
@@ -148,9 +149,9 @@ def _on_requeued(request: RequestLifecycle, lease: Lease, event: Requeued) -> No
     """A worker returned the request without KV."""
     lease.finish()
     if event.progress is not None:
-        request.tickets.note(event.progress)
+        request.tickets.save_progress(event.progress)
     if event.reason is RequeueReason.STALE_TICKET:
-        request.set_back("its ticket was not there any more when it was claimed")
+        request.retry_or_fail("its ticket was not there any more when it was claimed")
         return
     if event.reason is RequeueReason.DRAINING:
         lease.worker.draining = True

@@ -1,6 +1,6 @@
-"""Dispatcher: holds the requests of this gateway, and brings them what workers say.
+"""Dispatcher: holds the requests of this gateway, and passes the messages of workers to them.
 
-`enter` queues a request under its model. Each model has a queue and a task that places the first
+`enqueue` queues a request under its model. Each model has a queue and a task that places the first
 request of the queue (`services.gateway.scheduling.placement`).
 """
 
@@ -13,24 +13,21 @@ from typing import Protocol
 
 from blockstore.records import PoolSpec
 from blockstore.registry import Registry
-from services.common.errors import (
-    Draining,
-    DuplicateRequest,
-    QueueFull,
-    WouldBeLate,
-)
+from services.common.errors import Draining, DuplicateRequest, QueueFull, WouldBeLate
 from services.gateway.change_notifier import ChangeNotifier
+from services.gateway.config import GatewayOptions
 from services.gateway.frontend.api import GenerationRequest
-from services.gateway.intake.admission import Admitted
+from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.request import worker_events
 from services.gateway.request.lease import DetachedTicket
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.request.status import RequestStatus
 from services.gateway.scheduling.model_queue import ModelQueue
 from services.gateway.scheduling.parked_lookup import ParkedLookup
-from services.gateway.scheduling.placement import Limits, Placement
+from services.gateway.scheduling.placement import Placement
+from services.gateway.scheduling.placement import Workers as PlacementWorkers
 from services.gateway.scheduling.request_queue import QueuePosition, ServiceRate
-from services.gateway.scheduling.router import Pool, Router
+from services.gateway.scheduling.router import Router
 from services.gateway.streaming.output import Output
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import RequestEvent
@@ -43,43 +40,42 @@ def _attempt_numbers() -> Iterator[int]:
     return (number % (1 << 32) for number in itertools.count(1))
 
 
-class Workers(Protocol):
+class Workers(PlacementWorkers, Protocol):
     """The part of the worker directory that the dispatcher needs."""
 
-    def complete_pools(self, name: str) -> tuple[Pool, ...]: ...
-
-    def who_may_have(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]: ...
+    def parked_lookup_workers(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]: ...
 
     @property
-    def others_serve(self) -> bool: ...
-
-    def forget_refusals(self) -> None: ...
+    def another_gateway_serves(self) -> bool: ...
 
 
 class Dispatcher:
-    """`changes` notifies of every change that may let a request go on. `on_end` is called with each
-    request that has ended, and its error if it has one."""
+    """Holds the requests of this gateway by id, and the model queues.
+
+    `changes` notifies of every change that may let a request continue. `on_end` is called with each
+    request that has ended, and its error if it has one.
+    """
 
     def __init__(
         self,
         workers: Workers,
         router: Router,
         registry: Registry,
-        limits: Limits,
+        options: GatewayOptions,
         changes: ChangeNotifier,
         on_end: Callable[[RequestLifecycle, Exception | None], None],
     ) -> None:
         self._workers = workers
         self._router = router
         self._registry = registry
-        self._limits = limits
+        self._options = options
         self._on_end = on_end
         self._changes = changes
         self._rate = ServiceRate()
-        self._placement = Placement(workers, router, limits, changes, self._rate)
+        self._placement = Placement(workers, router, options, changes, self._rate)
         self._model_queues: dict[str, ModelQueue] = {}
         self._lifecycles: dict[str, RequestLifecycle] = {}
-        self._entering: set[str] = set()
+        self._admitting: set[str] = set()
         self._lookups: dict[str, ParkedLookup] = {}
         self._closed = False
         self._attempt_numbers = _attempt_numbers()
@@ -95,78 +91,78 @@ class Dispatcher:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._entering) + self._num_queued
+        return len(self._admitting) + self._num_queued
 
     @property
     def num_running(self) -> int:
         return len(self._lifecycles) - self._num_queued
 
     async def close(self) -> None:
-        """Close every request: clients get Draining. If there is another gateway they resume there,
-        with what workers park when our streams to them break. A closed dispatcher stays as it
-        is."""
+        """Close every request with Draining. If another gateway serves, clients resume there with
+        the tickets that workers park when this gateway's streams break. A second call does
+        nothing."""
         self._closed = True
         tasks = [queue.task for queue in self._model_queues.values() if queue.task is not None]
         for task in tasks:
             task.cancel()
         # Before anything is awaited: a process that fails may be cancelled here once more.
         for lifecycle in tuple(self._lifecycles.values()):
-            lifecycle.close(Draining(_STOPPING), aborts=not self._workers.others_serve)
+            lifecycle.close(Draining(_STOPPING), aborts=not self._workers.another_gateway_serves)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # ── admission ────────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
-    def entering(self, request_id: str, *, resumes: bool = False) -> Iterator[None]:
-        """Around admission: takes the id and keeps room in the queue, before any work is done.
-        `resumes`: the request may run here already, for a client that has lost its stream. Raises
-        DuplicateRequest, QueueFull, Draining."""
+    def admitting(self, request_id: str, *, resumes: bool = False) -> Iterator[None]:
+        """Wraps the admission of a request: takes its id and a place in the queue before any work
+        is done. `resumes`: the client has lost its stream, so the request may already run here.
+        Raises DuplicateRequest, QueueFull, Draining."""
         if self._closed:
             raise Draining(_STOPPING)
         runs = request_id in self._lifecycles
-        if (runs and not resumes) or request_id in self._entering:
+        if (runs and not resumes) or request_id in self._admitting:
             raise DuplicateRequest("a request with this request_id and resume_token is running")
-        if not runs and self.num_waiting >= self._limits.max_waiting:
+        if not runs and self.num_waiting >= self._options.max_waiting:
             text = f"the queue is full ({self.num_waiting} requests wait); try again later"
             raise QueueFull(text, self._retry_delay_s())
-        self._entering.add(request_id)
+        self._admitting.add(request_id)
         try:
             yield
         finally:
-            self._entering.discard(request_id)
+            self._admitting.discard(request_id)
 
     @contextmanager
-    def in_time(
+    def admitting_to_model(
         self, request: GenerationRequest, request_id: str, model: str, deadline: float | None
     ) -> Iterator[None]:
-        """Around the rest of admission once the model is known; within `entering`. WouldBeLate: the
-        request would miss its deadline, a time of the event loop's clock."""
+        """Wraps the rest of the admission, once the model is known; within `admitting`.
+        WouldBeLate: the request would miss its deadline, a time of the event loop's clock."""
         model_queue, now = self.model_queue(model), self._clock()
         if deadline is not None and request_id not in self._lifecycles:
             pools = self._workers.complete_pools(model)
-            if problem := model_queue.lateness(request, deadline - now, pools, now):
+            if problem := model_queue.deadline_problem(request, deadline - now, pools, now):
                 raise WouldBeLate(problem, self._retry_delay_s())
-        model_queue.num_entering += 1
+        model_queue.num_admitting += 1
         try:
             yield
         finally:
-            model_queue.num_entering -= 1
+            model_queue.num_admitting -= 1
 
     def _retry_delay_s(self) -> float:
         return self._rate.retry_delay_s(self.num_waiting, self._clock())
 
-    async def enter(self, request: Admitted, output: Output) -> RequestLifecycle:
-        """Queue an admitted request, or resume the one that runs here; within `entering`. Raises
+    async def enqueue(self, request: AdmittedRequest, output: Output) -> RequestLifecycle:
+        """Queue an admitted request, or resume it if it runs here; within `admitting`. Raises
         BlockStoreError, Draining, DuplicateRequest."""
         if (running := self._lifecycles.get(request.request_id)) is not None:
             running.resume(request, output)
             return running
         position = QueuePosition(request.priority, await self._registry.next_arrival())
-        found = None if request.received is None else await self._look_up(request)
+        found = None if request.received is None else await self._find_parked(request)
         if self._closed:
             raise Draining(_STOPPING)
         lifecycle = RequestLifecycle(
-            request, position, output, self, self._attempt_numbers, self._limits.read_window_s
+            request, position, output, self, self._attempt_numbers, self._options.read_window_s
         )
         self._lifecycles[lifecycle.id] = lifecycle
         if found is not None:
@@ -175,36 +171,36 @@ class Dispatcher:
             self.on_queued(lifecycle)
         return lifecycle
 
-    async def _look_up(self, request: Admitted) -> DetachedTicket | None:
-        """The ticket that another gateway left of a request whose client resumes here."""
+    async def _find_parked(self, request: AdmittedRequest) -> DetachedTicket | None:
+        """The ticket that another gateway parked, for a request whose client resumes here."""
         lookup = self._lookups[request.request_id] = ParkedLookup(
             request, next(self._attempt_numbers)
         )
-        workers = self._workers.who_may_have(request.model)
+        workers = self._workers.parked_lookup_workers(request.model)
         try:
-            return await lookup.run(workers, self._router, self._limits.reserve_timeout_s)
+            return await lookup.run(workers, self._router, self._options.reserve_timeout_s)
         finally:
             del self._lookups[request.request_id]
 
-    # ── what requests report ─────────────────────────────────────────────────────────────────────
+    # ── events of requests ───────────────────────────────────────────────────────────────────────
 
     def on_queued(self, lifecycle: RequestLifecycle) -> None:
         model_queue = self.model_queue(lifecycle.client.request.model)
-        model_queue.forecast.gave_way(lifecycle)
-        if not lifecycle.client.pauses:
-            model_queue.waiting.join(lifecycle, self._clock())
+        model_queue.forecast.stopped(lifecycle)
+        if not lifecycle.client.is_paused:
+            model_queue.waiting.add(lifecycle, self._clock())
         self._changes.notify()
 
     def on_closed(self, lifecycle: RequestLifecycle, error: Exception | None) -> None:
         client = lifecycle.client
         model_queue = self.model_queue(client.request.model)
-        model_queue.waiting.leave(lifecycle)
+        model_queue.waiting.remove(lifecycle)
         model_queue.forecast.ended(lifecycle, client.output.num_steps, self._clock())
         self._lifecycles.pop(lifecycle.id, None)
         self._changes.notify()
         self._on_end(lifecycle, error)
 
-    # ── what workers say ─────────────────────────────────────────────────────────────────────────
+    # ── events of workers ────────────────────────────────────────────────────────────────────────
 
     def on_event(self, sender: Worker, event: RequestEvent) -> None:
         if lookup := self._lookups.get(event.request_id):
@@ -225,21 +221,26 @@ class Dispatcher:
 
     def on_report(self, worker: Worker) -> None:
         if worker.stalled:
-            self._relieve(worker)
+            self._requeue_unbegun(worker)
         self._changes.notify()
 
     def on_change(self) -> None:
         self._changes.notify()
 
-    def _relieve(self, stalled: Worker) -> None:
-        """Take from a prefill worker that waits for its store what it has not begun, if another
-        one of its pool does not wait."""
+    def _requeue_unbegun(self, stalled: Worker) -> None:
+        """Requeue the requests that a stalled prefill worker has not begun, if another prefill
+        worker of its pool is not stalled."""
         for request_id in tuple(stalled.prefill_loads):
             if (lifecycle := self._lifecycles.get(request_id)) is None:
                 continue
             pools = self._workers.complete_pools(lifecycle.client.request.model)
-            if any(not worker.stalled for worker in _prefill_of(stalled.member.pool_id, pools)):
-                lifecycle.requeue_unless_begun()
+            if any(
+                not worker.stalled
+                for pool in pools
+                for worker in pool.prefill
+                if pool.spec.pool_id == stalled.member.pool_id
+            ):
+                lifecycle.requeue_if_not_begun()
 
     # ── model queues ─────────────────────────────────────────────────────────────────────────────
 
@@ -247,12 +248,8 @@ class Dispatcher:
         queue = self._model_queues.get(model)
         if queue is None:
             queue = self._model_queues[model] = ModelQueue(model)
-            # A context of its own: the task must not log under the id of its first request.
+            # In a context of its own, the task does not log under the id of its first request.
             queue.task = asyncio.create_task(
-                self._placement.serve(queue), name=f"lane {model}", context=contextvars.Context()
+                self._placement.serve(queue), name=f"queue {model}", context=contextvars.Context()
             )
         return queue
-
-
-def _prefill_of(pool_id: str, pools: tuple[Pool, ...]) -> tuple[Worker, ...]:
-    return tuple(w for pool in pools if pool.spec.pool_id == pool_id for w in pool.prefill)

@@ -1,36 +1,38 @@
 """Migration: decides which running requests move to another decode worker of their pool.
 
 Requests leave a worker that drains, and a worker that runs many more sequences than another one. A
-move computes nothing again and copies no KV: the gateway reserves the slots first, and then the
-tickets change hands. Requests that move together stop after the same step and go on with the same
+move computes nothing again and copies no KV: the gateway reserves the slots first, and then hands
+the tickets over. Requests that move together stop after the same step and continue with the same
 step: their messages travel as one, and none of them waits for a step of the others.
 
 See ADR 50 and ADR 90.
 """
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn, Protocol
 
 from services.common.runtime.logging import get_logger
 from services.common.runtime.ticks import until_tick
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.intake.identity import client_id
+from services.gateway.request.lease import DecodeReservation
 from services.gateway.request.lifecycle import RequestLifecycle
+from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.workers.worker import Worker
 
 log = get_logger(__name__)
 
-LOOK_AGAIN_S = 0.05
-"""How soon to look again while a worker that drains has requests that cannot move yet, because
-their tickets are under way."""
+RETRY_S = 0.05
+"""How soon to try again while a draining worker has requests that cannot move yet, because their
+tickets are in flight."""
 
 MIN_GAP = 4
 MIN_RATIO = 1.5
 """A worker has many more sequences than another if it runs at least `MIN_GAP` more, and at least
 `MIN_RATIO` times as many."""
 
-REST_S = 10.0
+MIN_STAY_S = 10.0
 """How long a request that has moved stays, unless its worker drains."""
 
 
@@ -41,132 +43,117 @@ class Workers(Protocol):
         """The connected decode workers by pool, also those that drain."""
 
 
-class Requests(Protocol):
-    """The part of the dispatcher that migration needs."""
-
-    @property
-    def lifecycles(self) -> Collection[RequestLifecycle]: ...
-
-
 class Migration:
     """`changes` notifies of every change that may let a request move."""
 
     def __init__(
         self,
         workers: Workers,
-        requests: Requests,
+        dispatcher: Dispatcher,
         changes: ChangeNotifier,
         reserve_timeout_s: float,
     ) -> None:
         self._workers = workers
-        self._requests = requests
+        self._dispatcher = dispatcher
         self._changes = changes
         self._reserve_timeout_s = reserve_timeout_s
         self._clock = asyncio.get_running_loop().time
         self._uneven: dict[str, tuple[Worker, Worker]] = {}
 
-    def _settled_at(self, worker: Worker) -> list[RequestLifecycle]:
-        return [each for each in self._requests.lifecycles if each.settled_at is worker]
+    def _movable_requests(self, worker: Worker) -> list[RequestLifecycle]:
+        return [each for each in self._dispatcher.lifecycles if each.movable_from is worker]
 
     # ── drain ────────────────────────────────────────────────────────────────────────────────────
 
-    async def clear_out(self) -> NoReturn:
+    async def drain_workers(self) -> NoReturn:
         """Move the requests of draining workers, first in order first. A request that finds no slot
-        goes on where it is."""
+        stays where it is."""
         while True:
             seen = self._changes.num_changes
             drains = False
             for pool in self._workers.decode_workers().values():
                 for source in pool:
-                    if source.draining and source.num_taken:
+                    if source.draining and source.num_taken_slots:
                         drains = True
-                        await self._clear(source, pool)
-            await self._changes.wait(seen, LOOK_AGAIN_S if drains else None)
+                        await self._move_all_from(source, pool)
+            await self._changes.wait(seen, RETRY_S if drains else None)
 
-    async def _clear(self, source: Worker, pool: tuple[Worker, ...]) -> None:
-        settled = self._settled_at(source)
+    async def _move_all_from(self, source: Worker, pool: tuple[Worker, ...]) -> None:
         moves = []
-        for lifecycle in sorted(settled, key=lambda lifecycle: lifecycle.position.order):
-            if target := _roomiest(pool, lifecycle.num_sequences):
-                moves.append(Move(lifecycle, target))
-        await self._make(moves)
+        movable = self._movable_requests(source)
+        for lifecycle in sorted(movable, key=lambda lifecycle: lifecycle.position.order):
+            if target := _worker_with_most_free_slots(pool, lifecycle.num_sequences):
+                moves.append((lifecycle, lifecycle.reserve_target(target)))
+        await self._start_moves(moves)
 
     # ── rebalance ────────────────────────────────────────────────────────────────────────────────
 
     async def rebalance(self, interval_s: float) -> NoReturn:
-        """Compare the decode workers of each pool every `interval_s` seconds, for ever."""
+        """Compare the decode workers of each pool every `interval_s` seconds."""
         while True:
             await asyncio.sleep(until_tick(interval_s))
-            await self.look()
+            await self.rebalance_once()
 
-    async def look(self) -> None:
-        """Even out each pair of workers that was already uneven at the last look. A pair that is
-        uneven for the first time is only remembered."""
+    async def rebalance_once(self) -> None:
+        """Move requests between each pair of workers that was already uneven at the last call. A
+        pair that is uneven for the first time is only remembered."""
         uneven_before, self._uneven = self._uneven, {}
         for pool_id, pool in self._workers.decode_workers().items():
             if pair := _uneven_pair(pool):
                 if pair == uneven_before.get(pool_id):
-                    await self._even_out(*pair)
+                    await self._balance(*pair)
                 else:
                     self._uneven[pool_id] = pair
 
-    async def _even_out(self, source: Worker, target: Worker) -> None:
+    async def _balance(self, source: Worker, target: Worker) -> None:
         """Move half of the difference, the youngest requests first. Each gateway moves its share of
         that half."""
         now = self._clock()
         half = (source.num_running - target.num_running) // 2
-        share = source.num_taken / max(source.num_running, source.num_taken)
+        share = source.num_taken_slots / max(source.num_running, source.num_taken_slots)
         num_to_move = round(half * share)
-        rested = [each for each in self._settled_at(source) if now - each.moved_at >= REST_S]
+        stayed = [
+            each for each in self._movable_requests(source) if now - each.moved_at >= MIN_STAY_S
+        ]
         moves = []
-        for lifecycle in sorted(rested, key=lambda lifecycle: -lifecycle.position.order):
+        for lifecycle in sorted(stayed, key=lambda lifecycle: -lifecycle.position.order):
             num_sequences = lifecycle.num_sequences
             if num_sequences > num_to_move:
                 continue
-            if not _has_room(target, num_sequences):
+            if not _has_free_slots(target, num_sequences):
                 break
-            moves.append(Move(lifecycle, target))
+            moves.append((lifecycle, lifecycle.reserve_target(target)))
             num_to_move -= num_sequences
-        await self._make(moves)
+        await self._start_moves(moves)
 
-    async def _make(self, moves: Sequence["Move"]) -> None:
+    async def _start_moves(
+        self, moves: Sequence[tuple[RequestLifecycle, DecodeReservation]]
+    ) -> None:
         """Wait for all answers before the first hand-over: the requests run on meanwhile."""
-        await asyncio.gather(*(move.slots.answered(self._reserve_timeout_s) for move in moves))
-        for move in moves:
-            move.begin()
+        timeout_s = self._reserve_timeout_s
+        await asyncio.gather(*(target.wait_for_answer(timeout_s) for _, target in moves))
+        for lifecycle, target in moves:
+            try:
+                granted = lifecycle.request_move(target)
+            except Exception as error:  # a fault in one request must not end migration
+                lifecycle.close(error)
+                continue
+            log.debug(
+                "request_moves",
+                request_id=client_id(lifecycle.id),
+                worker_id=target.worker.id,
+                granted=granted,
+            )
 
 
-class Move:
-    """The move of one request. Its slots at the target count as taken from now on."""
-
-    def __init__(self, lifecycle: RequestLifecycle, target: Worker) -> None:
-        self._lifecycle = lifecycle
-        self.slots = lifecycle.reserve_target(target)
-
-    def begin(self) -> None:
-        """Ask for the hand-over, unless the request has ended or left meanwhile."""
-        lifecycle = self._lifecycle
-        try:
-            granted = lifecycle.request_move(self.slots)
-        except Exception as error:  # a fault in one request must not end migration
-            lifecycle.close(error)
-            return
-        log.debug(
-            "request_moves",
-            request_id=client_id(lifecycle.id),
-            worker_id=self.slots.worker.id,
-            granted=granted,
-        )
-
-
-def _has_room(worker: Worker, num_sequences: int) -> bool:
+def _has_free_slots(worker: Worker, num_sequences: int) -> bool:
     """Whether it has so many free slots, as far as this gateway knows."""
     return worker.is_open(num_sequences) and worker.num_free_slots >= num_sequences
 
 
-def _roomiest(pool: tuple[Worker, ...], num_sequences: int) -> Worker | None:
+def _worker_with_most_free_slots(pool: tuple[Worker, ...], num_sequences: int) -> Worker | None:
     """The worker with most free slots; None: no worker has enough of them."""
-    open_workers = [worker for worker in pool if _has_room(worker, num_sequences)]
+    open_workers = [worker for worker in pool if _has_free_slots(worker, num_sequences)]
     return max(open_workers, key=lambda worker: (worker.num_free_slots, worker.id), default=None)
 
 

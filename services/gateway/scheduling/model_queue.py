@@ -1,4 +1,4 @@
-"""One model's requests: who waits, and how long that takes."""
+"""The model queue: the waiting requests of one model, and a forecast of their times."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -10,45 +10,45 @@ from services.gateway.scheduling.request_queue import RequestQueue
 from services.gateway.scheduling.router import Pool
 
 _MARGIN = 1.5
-"""A forecast is a mean: of requests admitted at the very limit half would be late, and their work
-for nothing."""
+"""A forecast is a mean. Without a margin, half of the requests that just meet their deadline in the
+forecast would miss it, and their work would be lost."""
 
 
 @dataclass(slots=True)
 class ModelQueue:
-    """`num_entering`: requests that are being tokenized; they stand in line next."""
+    """`num_admitting`: requests in admission, which will wait next."""
 
     model: str
     waiting: RequestQueue[RequestLifecycle] = field(default_factory=RequestQueue)
     forecast: Forecast = field(default_factory=Forecast)
-    num_entering: int = 0
-    deserted_since: float | None = None
+    num_admitting: int = 0
+    without_workers_since: float | None = None
     task: asyncio.Task[None] | None = None
 
-    def lateness(
+    def deadline_problem(
         self, request: GenerationRequest, left_s: float, pools: tuple[Pool, ...], now: float
     ) -> str:
-        """Why a new request cannot be done in `left_s`, with the numbers; "" when it can. Where
-        nobody would have to wait there is nothing that it takes from others."""
-        num_ahead = self.waiting.num_ahead(request.priority, now) + self.num_entering
+        """Why a new request cannot end within `left_s`, with the numbers; "" if it can, or if it
+        need not wait: then it delays no other request."""
+        num_ahead = self.waiting.num_ahead(request.priority, now) + self.num_admitting
         num_free = sum(max(0, w.num_free_slots) for pool in pools for w in pool.open_decode())
         wait_s = self.forecast.wait_s(num_ahead, num_free, now, request.sampling.width)
         if not wait_s:
             return ""
         asked = request.sampling
-        work_s = self.forecast.work_s(asked.max_tokens, to_the_end=asked.ignore_eos)
-        if _MARGIN * (wait_s + work_s) <= left_s:
+        run_time_s = self.forecast.run_time_s(asked.max_tokens, ignore_eos=asked.ignore_eos)
+        if _MARGIN * (wait_s + run_time_s) <= left_s:
             return ""
         return (
             f"{num_ahead} sequences go first: it would start in about {wait_s:.1f} s and take "
-            f"{work_s:.1f} s; its deadline is in {left_s:.1f} s"
+            f"{run_time_s:.1f} s; its deadline is in {left_s:.1f} s"
         )
 
-    def is_late(self, lifecycle: RequestLifecycle, now: float) -> bool:
-        """Whether whoever is first now could only waste the work that others wait for."""
+    def misses_deadline(self, lifecycle: RequestLifecycle, now: float) -> bool:
+        """Whether the first request cannot meet its deadline any more while others wait."""
         request = lifecycle.client.request
         deadline, sampling = request.deadline, request.sampling
         if deadline is None or len(self.waiting) == 1 or lifecycle.started_at is not None:
             return False
-        work_s = self.forecast.work_s(sampling.max_tokens, to_the_end=sampling.ignore_eos)
-        return now + work_s > deadline
+        run_time_s = self.forecast.run_time_s(sampling.max_tokens, ignore_eos=sampling.ignore_eos)
+        return now + run_time_s > deadline

@@ -7,9 +7,9 @@ import asyncio
 from collections.abc import Sequence
 
 from blockstore.records import PoolSpec
-from services.gateway.intake.admission import Admitted
+from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.request.lease import DetachedTicket
-from services.gateway.request.tickets import is_what_was_wanted, new_ticket
+from services.gateway.request.tickets import is_same_request, new_ticket
 from services.gateway.scheduling.router import Router
 from services.gateway.workers.worker import Worker
 from services.protocol.messages import (
@@ -24,10 +24,10 @@ from services.protocol.ticket import FinishReason, Ticket
 
 
 class ParkedLookup:
-    """The lookup of one request. It asks all workers at once and takes the first ticket that comes;
-    it aborts the request at workers that answer later or never."""
+    """The lookup of one request. It asks all workers at once, takes the first ticket, and aborts
+    the request at workers that answer later or never."""
 
-    def __init__(self, request: Admitted, attempt: int) -> None:
+    def __init__(self, request: AdmittedRequest, attempt: int) -> None:
         self._request = request
         self._attempt = attempt
         self._asked: dict[Worker, Ticket] = {}
@@ -39,10 +39,11 @@ class ParkedLookup:
         self, workers: Sequence[tuple[Worker, PoolSpec]], router: Router, timeout_s: float
     ) -> DetachedTicket | None:
         """The parked ticket; None: no worker has it, and the request is computed again."""
-        request, to_go_on = self._request, self._request.to_go_on
+        request = self._request
+        sequences = request.unfinished_sequences
         for worker, spec in workers:
             root_hash = router.root(spec, request.cache_salt)
-            wanted = new_ticket(request, self._attempt, 0, spec.pool_id, root_hash, to_go_on)
+            wanted = new_ticket(request, self._attempt, 0, spec.pool_id, root_hash, sequences)
             self._asked[worker] = wanted
             worker.send(Resume(wanted))
         if not workers:
@@ -59,7 +60,7 @@ class ParkedLookup:
             return
         wanted = self._asked[sender]
         match event:
-            case Requeued(ticket=Ticket() as ticket) if is_what_was_wanted(ticket, wanted):
+            case Requeued(ticket=Ticket() as ticket) if is_same_request(ticket, wanted):
                 self._has_answered(sender, DetachedTicket(sender, ticket))
             case Requeued(ticket=None) | Failed() | Generated(finish_reason=FinishReason()):
                 self._has_answered(sender, None)

@@ -8,33 +8,21 @@ See ADR 30.
 """
 
 import asyncio
-from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from services.common.errors import DeadlineExceeded, NoWorker, PromptTooLong
 from services.gateway.change_notifier import ChangeNotifier
+from services.gateway.config import GatewayOptions
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.scheduling.model_queue import ModelQueue
 from services.gateway.scheduling.request_queue import ServiceRate
 from services.gateway.scheduling.router import Pool, Route, Router, choose_prefill
 
-ASK_AGAIN_S = 0.25
-"""When to ask decode workers again that have refused, if no change is reported before."""
+RETRY_S = 0.25
+"""When decode workers that have refused are asked again, if no change is reported before."""
 
 AT_ONCE = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """`patience_s`: how long a request waits while no worker can take it at all. `rebalance_s`:
-    how often the loads of decode workers are compared; 0: never. `read_window_s`: how long a
-    request pauses for a client that does not read."""
-
-    max_waiting: int = 1024
-    patience_s: float = 5.0
-    reserve_timeout_s: float = 2.0
-    rebalance_s: float = 1.0
-    read_window_s: float = 10.0
+"""A delay: the next request may be placed at once."""
 
 
 class Workers(Protocol):
@@ -46,36 +34,36 @@ class Workers(Protocol):
 
 
 class Placement:
-    """`rate` counts the requests that leave a queue."""
+    """Sends waiting requests to workers. `rate` counts the requests that leave a queue."""
 
     def __init__(
         self,
         workers: Workers,
         router: Router,
-        limits: Limits,
+        options: GatewayOptions,
         changes: ChangeNotifier,
         rate: ServiceRate,
     ) -> None:
         self._workers = workers
         self._router = router
-        self._limits = limits
+        self._options = options
         self._changes = changes
         self._rate = rate
         self._clock = asyncio.get_running_loop().time
 
     async def serve(self, queue: ModelQueue) -> NoReturn:
-        """Place the first request of a queue, again and again."""
+        """Place the first request of `queue`, again and again."""
         while True:
             seen = self._changes.num_changes
             lifecycle = queue.waiting.first()
-            delay_s = None if lifecycle is None else await self._try(queue, lifecycle)
+            delay_s = None if lifecycle is None else await self._place_or_close(queue, lifecycle)
             if delay_s == AT_ONCE:
                 continue
             if not await self._changes.wait(seen, delay_s):
                 self._workers.forget_refusals()
 
-    async def _try(self, queue: ModelQueue, lifecycle: RequestLifecycle) -> float:
-        """`_place`; a fault closes this request and not the queue."""
+    async def _place_or_close(self, queue: ModelQueue, lifecycle: RequestLifecycle) -> float:
+        """Like `_place`, but an error closes the request and does not end the queue's task."""
         try:
             return await self._place(queue, lifecycle)
         except Exception as error:
@@ -84,42 +72,44 @@ class Placement:
 
     async def _place(self, queue: ModelQueue, lifecycle: RequestLifecycle) -> float:
         """Place the first request if that is possible now. Returns the seconds after which to try
-        again if nothing changes before; AT_ONCE: another request may be first now."""
+        again if nothing changes before; AT_ONCE: another request may be the first now."""
         num_sequences, request = lifecycle.num_sequences, lifecycle.client.request
         complete = self._workers.complete_pools(queue.model)
-        pools = [pool for pool in complete if pool.most_slots >= num_sequences]
+        pools = [pool for pool in complete if pool.max_slots >= num_sequences]
         if not pools:
-            return self._wait_for_workers(queue, lifecycle)
-        queue.deserted_since = None
-        problems = [request.misfit(pool.spec) for pool in pools]
+            return self._delay_without_workers(queue, lifecycle)
+        queue.without_workers_since = None
+        problems = [request.capacity_problem(pool.spec) for pool in pools]
         if all(problems):  # pools may have come and gone since the request was admitted
             lifecycle.close(PromptTooLong(problems[0]))
             return AT_ONCE
-        if queue.is_late(lifecycle, self._clock()):
-            text = "its turn came so late that it could not be done by its deadline any more"
+        if queue.misses_deadline(lifecycle, self._clock()):
+            text = "it waited so long that it cannot meet its deadline any more"
             lifecycle.close(DeadlineExceeded(text))
             return AT_ONCE
         fitting = [pool for pool, problem in zip(pools, problems, strict=True) if not problem]
         open_pools = [pool for pool in fitting if pool.open_decode(num_sequences)]
         if not open_pools:
-            return ASK_AGAIN_S
-        open_pools = _of_its_ticket(lifecycle, open_pools)
+            return RETRY_S
+        open_pools = _pools_of_ticket(lifecycle, open_pools)
         routes = await self._router.routes(request.prompt_token_ids, request.cache_salt, open_pools)
         for route in routes:
-            if await self._take(queue, lifecycle, route):
+            if await self._place_on_route(queue, lifecycle, route):
                 return AT_ONCE
-        return AT_ONCE if lifecycle not in queue.waiting else ASK_AGAIN_S
+        return AT_ONCE if lifecycle not in queue.waiting else RETRY_S
 
-    async def _take(self, queue: ModelQueue, lifecycle: RequestLifecycle, route: Route) -> bool:
-        """Reserve slots at a decode worker of the route's pool, and send the request on. True:
-        there is nothing more to try for the request now."""
+    async def _place_on_route(
+        self, queue: ModelQueue, lifecycle: RequestLifecycle, route: Route
+    ) -> bool:
+        """Reserve slots at a decode worker of the route's pool, and send the request on. True: the
+        request was placed, has ended or was requeued, so no other route is tried."""
         num_sequences = lifecycle.num_sequences
         for decode in route.pool.open_decode(num_sequences):
-            if lifecycle not in queue.waiting:  # it ended while a worker was asked
+            if lifecycle not in queue.waiting:  # the request ended while a worker was asked
                 return True
             if not decode.is_open(num_sequences):
                 continue
-            if not await lifecycle.reserve(decode, self._limits.reserve_timeout_s):
+            if not await lifecycle.reserve(decode, self._options.reserve_timeout_s):
                 continue
             if lifecycle.is_computed:
                 lifecycle.admit()
@@ -128,19 +118,19 @@ class Placement:
             else:
                 lifecycle.requeue()
                 return True
-            queue.waiting.leave(lifecycle)
+            queue.waiting.remove(lifecycle)
             queue.forecast.started(lifecycle, self._clock(), num_sequences)
-            self._rate.departed(self._clock())
+            self._rate.count_departure(self._clock())
             return True
         return False
 
-    def _wait_for_workers(self, queue: ModelQueue, lifecycle: RequestLifecycle) -> float:
-        """Give workers `patience_s` to appear."""
+    def _delay_without_workers(self, queue: ModelQueue, lifecycle: RequestLifecycle) -> float:
+        """The time that is left for workers to appear; when none is left, the request is closed."""
         now = self._clock()
-        if queue.deserted_since is None:
-            queue.deserted_since = now
-        since = max(queue.deserted_since, lifecycle.waiting_since)
-        left_s = since + self._limits.patience_s - now
+        if queue.without_workers_since is None:
+            queue.without_workers_since = now
+        since = max(queue.without_workers_since, lifecycle.waiting_since)
+        left_s = since + self._options.patience_s - now
         if left_s > 0:
             return left_s
         at_once = f", {lifecycle.num_sequences} sequences at a time" * (lifecycle.num_sequences > 1)
@@ -150,9 +140,9 @@ class Placement:
         return AT_ONCE
 
 
-def _of_its_ticket(lifecycle: RequestLifecycle, pools: list[Pool]) -> list[Pool]:
-    """The pool of its detached ticket. If that has no slot, the ticket is aborted and the request
-    may go to every pool."""
+def _pools_of_ticket(lifecycle: RequestLifecycle, pools: list[Pool]) -> list[Pool]:
+    """The pool of the request's detached ticket. If that pool has no slot, the ticket is aborted
+    and the request may go to every pool."""
     detached = lifecycle.attempt.detached
     if detached is None:
         return pools

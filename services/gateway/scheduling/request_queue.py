@@ -1,4 +1,4 @@
-"""The line of waiting requests, served by `services.protocol.ticket.place_in_line`.
+"""Holds waiting requests in the order of `services.protocol.ticket.queue_order`.
 
 The order of a request never changes, so every gateway, every worker and the store agree on it.
 """
@@ -15,7 +15,7 @@ from services.protocol.ticket import parts_of_order, queue_order
 
 @dataclass(frozen=True, slots=True)
 class QueuePosition:
-    """Where a request stands: its priority, and its arrival by the registry's clock in ms."""
+    """A request's priority, and its arrival by the registry's clock in ms."""
 
     priority: int
     arrival: int
@@ -30,22 +30,21 @@ class QueuePosition:
 
 
 class Waiting(Hashable, Protocol):
-    """A request that stands in line."""
+    """A request that waits."""
 
     @property
     def position(self) -> QueuePosition: ...
 
     @property
     def num_sequences(self) -> int:
-        """For which it wants slots."""
+        """The number of decode slots that the request needs."""
 
 
 W = TypeVar("W", bound=Waiting)
 
 
 class RequestQueue(Generic[W]):
-    """A heap by order. An entry that is not its request's latest is void; the line drops it when
-    it comes up."""
+    """A heap by order. Only the latest entry of a request is valid; `first` drops the others."""
 
     def __init__(self) -> None:
         self._latest: dict[W, int] = {}
@@ -57,40 +56,39 @@ class RequestQueue(Generic[W]):
     def __len__(self) -> int:
         return len(self._latest)
 
-    def __contains__(self, who: W) -> bool:
-        return who in self._latest
+    def __contains__(self, request: W) -> bool:
+        return request in self._latest
 
-    def join(self, who: W, now: float) -> None:
+    def add(self, request: W, now: float) -> None:
         """`now`: seconds of any clock that only goes forward."""
-        self.leave(who)
         self._num_entries += 1
-        self._latest[who] = self._num_entries
-        self._clock_ahead_ms = max(self._clock_ahead_ms, who.position.arrival - 1000 * now)
-        heapq.heappush(self._by_order, (who.position.order, self._num_entries, who))
+        self._latest[request] = self._num_entries
+        self._clock_ahead_ms = max(self._clock_ahead_ms, request.position.arrival - 1000 * now)
+        heapq.heappush(self._by_order, (request.position.order, self._num_entries, request))
 
-    def leave(self, who: W) -> None:
-        """A request that does not stand in line is no error."""
-        self._latest.pop(who, None)
+    def remove(self, request: W) -> None:
+        """Remove a request; does nothing if it does not wait."""
+        self._latest.pop(request, None)
 
     def num_ahead(self, priority: int, now: float) -> int:
-        """How many sequences a request of this priority that arrives now would find before it."""
+        """The number of sequences that go before a request of this priority that arrives now."""
         if not self._latest:
             return 0
         order = QueuePosition(priority, round(self._clock_ahead_ms + 1000 * now)).order
-        return sum(who.num_sequences for who in self._latest if who.position.order < order)
+        return sum(each.num_sequences for each in self._latest if each.position.order < order)
 
     def first(self) -> W | None:
-        """The first in order; stays in line. None: the line is empty."""
+        """The first request in order, which stays in the queue; None: the queue is empty."""
         while self._by_order:
-            _, entry, who = self._by_order[0]
-            if self._latest.get(who) == entry:
-                return who
+            _, entry, request = self._by_order[0]
+            if self._latest.get(request) == entry:
+                return request
             heapq.heappop(self._by_order)
         return None
 
 
 class ServiceRate:
-    """How fast the line has moved lately, for telling a client when to come again."""
+    """How fast requests have left the queue lately, from which retry delays follow."""
 
     _WINDOW = 64
     _AT_LEAST_S, _AT_MOST_S, _UNKNOWN_S = 0.1, 30.0, 1.0
@@ -98,12 +96,12 @@ class ServiceRate:
     def __init__(self) -> None:
         self._departures: deque[float] = deque(maxlen=self._WINDOW)
 
-    def departed(self, now: float) -> None:
+    def count_departure(self, now: float) -> None:
         self._departures.append(now)
 
     def retry_delay_s(self, num_waiting: int, now: float) -> float:
-        """The time in which a tenth of those who wait now will have gone: there is room again then,
-        and not everybody who was turned away comes at the same moment as the first free place."""
+        """The time in which a tenth of the waiting requests leaves the queue. Then there is room
+        again, and the refused clients do not all return when the first place is free."""
         if not self._departures or now <= self._departures[0]:
             return self._UNKNOWN_S
         per_second = len(self._departures) / (now - self._departures[0])

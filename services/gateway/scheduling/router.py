@@ -1,4 +1,4 @@
-"""Where a request goes: which pools, which decode worker of a pool, which prefill worker.
+"""Chooses where a request goes: the pool, its decode worker and its prefill worker.
 
 See ADR 30.
 """
@@ -13,17 +13,17 @@ from blockstore.records import PoolSpec, PrefixHash
 from blockstore.store import BlockStore
 from services.gateway.workers.worker import PrefillLoad, Worker
 
-_LONG_PROMPT = 8192
-"""Tokens from which hashing would hold the event loop up for milliseconds."""
+_LONG_PROMPT_TOKENS = 8192
+"""Prompts of at least this many tokens are hashed in a thread: hashing takes milliseconds."""
 
-_WASTE = 2
-"""A token computed costs its wait, which the client feels, and the work, which everybody feels; one
-that stands before it in the queue costs the wait only."""
+_COMPUTE_WEIGHT = 2
+"""The weight of a token that a request computes, compared with a token that is ahead of it in the
+queue. Both delay the request; only the first is work that delays others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A pool and those of its workers that take work now."""
+    """A pool, and its workers that take work now."""
 
     spec: PoolSpec
     prefill: tuple[Worker, ...]
@@ -34,23 +34,19 @@ class Pool:
         return bool(self.prefill and self.decode)
 
     @property
-    def num_tokens(self) -> int:
-        return self.spec.num_blocks * self.spec.block_size
-
-    @property
-    def most_slots(self) -> int:
+    def max_slots(self) -> int:
         """Most sequences of one request that can run here."""
         return max((worker.num_slots for worker in self.decode), default=0)
 
     def open_decode(self, num_sequences: int = 1) -> tuple[Worker, ...]:
-        """Decode workers that did not refuse so many slots, the least loaded first."""
+        """The decode workers that may grant `num_sequences` slots, the least loaded first."""
         workers = [worker for worker in self.decode if worker.is_open(num_sequences)]
         return tuple(sorted(workers, key=lambda worker: (-worker.num_free_slots, worker.id)))
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A pool for a request; `hashes` are empty where there is nothing to choose by them."""
+    """A pool for a request. `hashes`: of the prompt; empty if there is only one prefill worker."""
 
     pool: Pool
     root_hash: PrefixHash
@@ -60,19 +56,21 @@ class Route:
 
 
 class Router:
+    """Compares pools by the cached prefix of a prompt and by their free blocks."""
+
     def __init__(self, store: BlockStore, secret: bytes) -> None:
         self._store = store
         self._secret = secret
 
     def root(self, spec: PoolSpec, cache_salt: str) -> PrefixHash:
-        """Of all prefix hashes of this salt on a pool."""
+        """The root of all prefix hashes of a pool with this salt."""
         return root_hash(spec.fingerprint, self._secret, cache_salt)
 
     async def routes(
         self, prompt: tuple[int, ...], cache_salt: str, pools: Sequence[Pool]
     ) -> list[Route]:
-        """One for each pool, the best first: longest cached prefix, then most blocks that are free
-        or can be. A store that is away, which knows neither, stops nobody. BlockStoreError."""
+        """One route for each pool, the best first: longest cached prefix, then most blocks that are
+        free or cached. If the store does not answer, both numbers are 0. BlockStoreError."""
         routes = [await self._route(prompt, cache_salt, pool, len(pools) > 1) for pool in pools]
         return sorted(routes, key=lambda r: (-r.num_cached_blocks, -r.num_free_blocks))
 
@@ -83,7 +81,7 @@ class Router:
         root = self.root(spec, cache_salt)
         if not compare and len(pool.prefill) == 1:
             return Route(pool, root)
-        if len(prompt) < _LONG_PROMPT:
+        if len(prompt) < _LONG_PROMPT_TOKENS:
             hashes = prefix_hashes(root, prompt, spec.block_size)
         else:
             hashes = await asyncio.to_thread(prefix_hashes, root, prompt, spec.block_size)
@@ -92,25 +90,25 @@ class Router:
             if not compare:
                 return Route(pool, root, hashes, num_cached)
             stats = await self._store.stats(spec.pool_id)
-        except (StoreUnavailable, UnknownPool):  # the ledger is away, or just coming back
+        except (StoreUnavailable, UnknownPool):  # the ledger is lost or in recovery
             return Route(pool, root, hashes)
         return Route(pool, root, hashes, num_cached, stats.num_free + stats.num_cached)
 
 
 def choose_prefill(route: Route, num_tokens: int) -> tuple[Worker, PrefillLoad] | None:
-    """The prefill worker where `num_tokens` are done soonest with the least work: one that computes
-    the same prefix for somebody else now is spared that part; one that waits for its store only
-    where they all do. None: they have all left."""
+    """The prefill worker that computes `num_tokens` soonest and with the least work. It need not
+    compute a prefix that it computes for another request. A worker that waits for its store is
+    chosen only if all of them do. None: all workers have left."""
     workers = [worker for worker in route.pool.prefill if worker.usable]
     if not workers:
         return None
 
     def to_compute(worker: Worker) -> int:
-        num_blocks = max(route.num_cached_blocks, worker.num_blocks_under_way(route.hashes))
+        num_blocks = max(route.num_cached_blocks, worker.num_blocks_in_progress(route.hashes))
         return max(1, num_tokens - num_blocks * route.pool.spec.block_size)
 
     def cost(worker: Worker) -> tuple[bool, int, str]:
-        num_tokens = worker.num_pending_tokens + _WASTE * to_compute(worker)
+        num_tokens = worker.num_pending_tokens + _COMPUTE_WEIGHT * to_compute(worker)
         return worker.stalled, num_tokens, worker.id
 
     chosen = min(workers, key=cost)

@@ -8,12 +8,10 @@ import asyncio
 from collections.abc import Callable
 
 from services.common.errors import DeadlineExceeded, DuplicateRequest, Overloaded
-from services.gateway.intake.admission import Admitted
-from services.gateway.streaming.backpressure import Backpressure
+from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.streaming.output import Output
 from services.gateway.streaming.sequence import Sequence
-from services.protocol.logprobs import Logprobs
-from services.protocol.ticket import FinishReason
+from services.protocol.messages import Generated
 
 
 class Client:
@@ -25,7 +23,7 @@ class Client:
 
     def __init__(
         self,
-        request: Admitted,
+        request: AdmittedRequest,
         output: Output,
         read_window_s: float,
         on_read: Callable[[], None],
@@ -33,19 +31,23 @@ class Client:
     ) -> None:
         self._on_read = on_read
         self._give_up = give_up
-        self._pause = Backpressure(read_window_s, self._not_read)
-        self._alarm: asyncio.TimerHandle | None = None
-        self._attend(request, output)
+        self._read_window_s = read_window_s
+        self._pause_timer: asyncio.TimerHandle | None = None
+        """Runs while backpressure is on (ADR 64)."""
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._attach(request, output)
 
-    def _attend(self, request: Admitted, output: Output) -> None:
+    def _attach(self, request: AdmittedRequest, output: Output) -> None:
         self.request, self.output = request, output
         output.on_read = self._has_read
-        if self._alarm is not None:
-            self._alarm.cancel()
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
         deadline, loop = request.deadline, asyncio.get_running_loop()
-        self._alarm = None if deadline is None else loop.call_at(deadline, self._too_late)
+        self._deadline_timer = (
+            None if deadline is None else loop.call_at(deadline, self._deadline_passed)
+        )
 
-    def resume(self, request: Admitted, output: Output) -> bool:
+    def resume(self, request: AdmittedRequest, output: Output) -> bool:
         """Continue with another call of the client. `output` holds what the client has received and
         gets the rest; the deadline of the new call holds.
 
@@ -55,34 +57,28 @@ class Client:
         """
         before = self.output
         if not request.continues(self.request) or output.is_ahead_of(before):
-            raise DuplicateRequest("what is running is another request than the one to go on with")
-        before.close(DuplicateRequest("another call goes on with this request"))
-        self._attend(request, output)
-        forgets = self.wants_logprobs and before.is_ahead_of(output)
-        if not forgets:
+            raise DuplicateRequest("the running request is not the one to continue")
+        before.close(DuplicateRequest("another call continues this request"))
+        self._attach(request, output)
+        must_recompute = self.wants_logprobs and before.is_ahead_of(output)
+        if not must_recompute:
             output.catch_up(before)
         self._has_read()
-        return forgets
+        return must_recompute
 
-    def write(
-        self,
-        index: int,
-        token_ids: tuple[int, ...],
-        finish: FinishReason | None,
-        logprobs: tuple[Logprobs, ...] = (),
-        score: float | None = None,
-    ) -> None:
+    def write(self, new: Generated) -> None:
         """Pass on the next tokens of a sequence that has not ended. If the client is behind,
         backpressure begins; if it is behind by more than MAX_UNREAD_TOKENS, the request is
         cancelled."""
-        self.output.write(index, token_ids, finish, logprobs, score)
+        self.output.write(new.index, new.token_ids, new.finish_reason, new.logprobs, new.score)
         if self.output.overflowing:
-            self._not_read()
-        elif self.output.congested:
-            self._pause.begin()
+            self._cancel_slow_reader()
+        elif self.output.congested and not self.is_paused:
+            loop = asyncio.get_running_loop()
+            self._pause_timer = loop.call_later(self._read_window_s, self._cancel_slow_reader)
 
     @property
-    def due_prompt_logprobs(self) -> int | None:
+    def unsent_prompt_logprobs(self) -> int | None:
         """How many of the likeliest tokens the logprobs of the prompt include; None: the client did
         not ask for prompt logprobs, or has them."""
         return None if self.output.has_begun else self.request.prompt_logprobs
@@ -92,8 +88,7 @@ class Client:
         """Whether tokens that the client has not received need logprobs: because it asked for them,
         or because the best sequences are chosen by them."""
         request = self.request
-        has_prompt = any(told.token_ids for told in request.received or ())
-        of_prompt = request.prompt_logprobs is not None and not has_prompt
+        of_prompt = request.prompt_logprobs is not None and not request.has_received_tokens
         return request.sampling.logprobs is not None or of_prompt
 
     @property
@@ -122,9 +117,9 @@ class Client:
         return len(self.request.prompt_token_ids) + num_received
 
     @property
-    def pauses(self) -> bool:
+    def is_paused(self) -> bool:
         """Whether backpressure is on: the client has not read everything yet."""
-        return self._pause.is_on
+        return self._pause_timer is not None
 
     def timeout_ms(self) -> int:
         """Milliseconds until the deadline, at least 1; 0: the client set no deadline."""
@@ -135,19 +130,23 @@ class Client:
 
     def close(self, error: Exception | None) -> None:
         """End the output, with `error` if there is one, and stop the timers."""
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._pause.end()
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+        self._end_pause()
         self.output.close(error)
 
+    def _end_pause(self) -> None:
+        if self._pause_timer is not None:
+            self._pause_timer.cancel()
+            self._pause_timer = None
+
     def _has_read(self) -> None:
-        if self._pause.is_on:
-            self._pause.end()
+        if self.is_paused:
+            self._end_pause()
             self._on_read()
 
-    def _not_read(self) -> None:
-        text = "the client reads too slowly; its request was cancelled"
-        self._give_up(Overloaded(text, 0.0))
+    def _cancel_slow_reader(self) -> None:
+        self._give_up(Overloaded("the client reads too slowly; its request was cancelled", 0.0))
 
-    def _too_late(self) -> None:
+    def _deadline_passed(self) -> None:
         self._give_up(DeadlineExceeded("the request's deadline has passed"))

@@ -8,27 +8,24 @@ from services.gateway.frontend.api import Candidate, Prompt, PromptReport, Token
 from services.protocol.logprobs import Logprobs
 
 
-class LogprobText:
-    """Adds the text of one model's tokens to their logprobs."""
+def with_text(
+    tokenizer: Tokenizer, token_id: int, logprobs: Logprobs, text_offset: int
+) -> TokenLogprobs:
+    """The logprobs at one position, whose token is `token_id`, with the tokens' bytes."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def candidate(token_id: int, logprob: float, rank: int) -> Candidate:
+        return Candidate(token_id, logprob, rank, tokenizer.token_bytes(token_id))
 
-    def token_bytes(self, token_id: int, logprobs: Logprobs, text_offset: int) -> TokenLogprobs:
-        """The logprobs at one position, whose token is `token_id`, with the tokens' bytes."""
-        top = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
-        return TokenLogprobs(
-            chosen=self._candidate(token_id, logprobs.logprob, logprobs.rank),
-            top=tuple(self._candidate(*each, rank) for rank, each in enumerate(top, 1)),
-            text_offset=text_offset,
-        )
-
-    def _candidate(self, token_id: int, logprob: float, rank: int) -> Candidate:
-        return Candidate(token_id, logprob, rank, self._tokenizer.token_bytes(token_id))
+    top = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
+    return TokenLogprobs(
+        chosen=candidate(token_id, logprobs.logprob, logprobs.rank),
+        top=tuple(candidate(*each, rank) for rank, each in enumerate(top, 1)),
+        text_offset=text_offset,
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class PromptTeller:
+class PromptReporter:
     """Builds the report of a prompt that its client asked for with `echo` or `prompt_logprobs`."""
 
     prompt: Prompt
@@ -37,16 +34,13 @@ class PromptTeller:
 
     def report(self, logprobs: Sequence[Logprobs]) -> PromptReport:
         """The prompt's text and tokens. `logprobs`: one for each token but the first, or none."""
-        text, tokenizer, logprob_text = self._text(), self.tokenizer, LogprobText(self.tokenizer)
-        spelled = (
-            logprob_text.token_bytes(*each)
-            for each in zip(self.token_ids[1:], logprobs, self._offsets(text)[1:], strict=True)
-        )
+        text, tokenizer = self._text(), self.tokenizer
+        positions = zip(self.token_ids[1:], logprobs, self._offsets(text)[1:], strict=True)
         return PromptReport(
             text=text,
             token_ids=self.token_ids,
             first_token=tokenizer.token_bytes(self.token_ids[0]),
-            logprobs=tuple(spelled) if logprobs else (),
+            logprobs=tuple(with_text(tokenizer, *each) for each in positions) if logprobs else (),
         )
 
     def _text(self) -> str:

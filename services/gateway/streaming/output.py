@@ -12,8 +12,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.gateway.frontend.api import Delta, PromptReport, Received, Usage
-from services.gateway.streaming.logprob_text import PromptTeller
+from services.gateway.frontend.api import Delta, Received, Usage
+from services.gateway.streaming.logprob_text import PromptReporter
 from services.gateway.streaming.pacer import StreamPacer
 from services.gateway.streaming.sequence import Sequence
 from services.protocol.logprobs import Logprobs
@@ -55,7 +55,7 @@ class RequestStats:
     first_token_at: float | None = None
     prefilled: bool = False
 
-    def saw_prefill(self, num_cached_tokens: int) -> None:
+    def note_prefill(self, num_cached_tokens: int) -> None:
         """Note the cached tokens of the first prefill. Later ones find what this request computed
         itself, and do not count."""
         if not self.prefilled:
@@ -90,7 +90,7 @@ class Output:
         sequences: Seq[Sequence],
         meter: Meter,
         clock: Callable[[], float],
-        prompt: PromptTeller | None = None,
+        prompt: PromptReporter | None = None,
         pacer: StreamPacer | None = None,
     ) -> None:
         self.stats = stats
@@ -99,13 +99,13 @@ class Output:
         """The sequences that have not ended."""
         self.finish_reason: FinishReason | None = None
         """The finish reason of the last sequence; None until all have ended."""
-        self.tells_usage = False
+        self.running_usage = False
         """Whether every delta has the usage, not only the last."""
         self._request_id = request_id
-        self._turns = deque(sequences)
+        self._read_order = deque(sequences)
         """The sequences in the order in which the client gets their next deltas."""
         self._num_unread = 0
-        self._untold_prompt = prompt
+        self._unsent_prompt = prompt
         self._prompt_logprobs: tuple[Logprobs, ...] = ()
         self._pacer = pacer
         self._meter = meter
@@ -124,16 +124,14 @@ class Output:
 
     @property
     def congested(self) -> bool:
-        return self._backlog > PAUSE_UNREAD_TOKENS or self._is_stalled
+        """Whether backpressure should begin."""
+        given_at = self._given_at
+        is_stalled = given_at is not None and self._clock() - given_at > PAUSE_AFTER_S
+        return is_stalled or self._backlog > PAUSE_UNREAD_TOKENS
 
     @property
     def overflowing(self) -> bool:
         return self._backlog > MAX_UNREAD_TOKENS
-
-    @property
-    def _is_stalled(self) -> bool:
-        given_at = self._given_at
-        return given_at is not None and self._clock() - given_at > PAUSE_AFTER_S
 
     @property
     def _backlog(self) -> int:
@@ -153,16 +151,16 @@ class Output:
     def replay(self, received: Seq[Received]) -> None:
         """Add the tokens that the client has received, without sending them again. InvalidRequest:
         they contain a stop string, so nothing can follow."""
-        for told in received:
-            self.sequences[told.index].replay(told)
-            self.stats.num_generated_tokens += len(told.token_ids)
-        self._part_with_the_ended()
+        for each in received:
+            self.sequences[each.index].replay(each)
+            self.stats.num_generated_tokens += len(each.token_ids)
+        self._drop_ended()
 
     def is_ahead_of(self, other: "Output") -> bool:
         """Whether this output has tokens, or the end of a sequence, that `other` does not have, or
         different tokens."""
         pairs = zip(self.sequences, other.sequences, strict=True)
-        return not all(mine.goes_on_as(theirs) for mine, theirs in pairs)
+        return not all(ours.is_prefix_of(theirs) for ours, theirs in pairs)
 
     def catch_up(self, other: "Output") -> None:
         """Write the tokens that this output does not have yet, from the output of an earlier call
@@ -188,7 +186,7 @@ class Output:
         self._num_unread += num_taken
         self._count(sequence, num_taken)
         if sequence.has_ended:
-            self._part_with_the_ended()
+            self._drop_ended()
             if not self.living:
                 self.finish_reason = sequence.finish_reason
         self._readable.set()
@@ -204,12 +202,12 @@ class Output:
         self._readable.set()
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Yield deltas until the end, from the sequences with news in turn. Raises the error that
-        `close` was given."""
+        """Yield deltas until the end, in turn from the sequences with unread tokens. Raises the
+        error that `close` was given."""
         while True:  # While the reader has a delta, more tokens may arrive, or the end.
             if self._error is not None:
                 raise self._error
-            if not any(sequence.has_news for sequence in self._turns):
+            if not any(sequence.has_unread for sequence in self._read_order):
                 if self._closed:
                     return
                 self._readable.clear()
@@ -217,38 +215,36 @@ class Output:
                 continue
             if self._pacer is not None:
                 await self._pacer.wait()
-            sequence = self._next_with_news()
+            sequence = self._next_unread()
             if sequence is not None and self._error is None:
                 self._given_at = self._clock()
                 yield self._take(sequence)
                 self._given_at = None
 
-    def _part_with_the_ended(self) -> None:
+    def _drop_ended(self) -> None:
         self.living = tuple(sequence for sequence in self.living if not sequence.has_ended)
 
-    def _next_with_news(self) -> Sequence | None:
-        for _ in range(len(self._turns)):
-            sequence = self._turns[0]
-            self._turns.rotate(-1)
-            if sequence.has_news:
+    def _next_unread(self) -> Sequence | None:
+        for _ in range(len(self._read_order)):
+            sequence = self._read_order[0]
+            self._read_order.rotate(-1)
+            if sequence.has_unread:
                 return sequence
         return None
 
     def _take(self, sequence: Sequence) -> Delta:
         self._num_unread -= sequence.num_unread
         is_last = not self.living and not any(
-            other.has_news for other in self._turns if other is not sequence
+            other.has_unread for other in self._read_order if other is not sequence
         )
-        usage = self.stats.usage() if is_last or self.tells_usage else None
-        delta = sequence.take(self._request_id, usage, self._told_prompt())
+        usage = self.stats.usage() if is_last or self.running_usage else None
+        prompt = self._unsent_prompt
+        report = None if prompt is None else prompt.report(self._prompt_logprobs)
+        self._unsent_prompt, self._prompt_logprobs = None, ()
+        delta = sequence.take(self._request_id, usage, report)
         if not self._num_unread:
             self.on_read()
         return delta
-
-    def _told_prompt(self) -> PromptReport | None:
-        prompt, logprobs = self._untold_prompt, self._prompt_logprobs
-        self._untold_prompt, self._prompt_logprobs = None, ()
-        return None if prompt is None else prompt.report(logprobs)
 
     def _count(self, sequence: Sequence, num_tokens: int) -> None:
         if not num_tokens:

@@ -15,21 +15,23 @@ See ADR 86.
 import asyncio
 from collections import deque
 
-AT_ONCE = 2
-REST = 2.0
-"""The length of a rest in multiples of the time that the streams before it took, so that streams
-have at most a third of the loop's time."""
+STREAMS_PER_TURN = 2
+REST_RATIO = 2.0
+"""The length of a rest, divided by the time that the streams before it took: streams have at most a
+third of the loop's time."""
 SHORTEST_REST_S, LONGEST_REST_S = 0.001, 0.05
 """The event loop's timers are not finer than the shortest rest, so a shorter one is skipped. The
-longest one keeps streams from resting for a loop that stood still."""
+longest one bounds the rest after the loop was blocked."""
 
 
 class StreamPacer:
     """Paces the streams of one event loop, first come, first served."""
 
-    def __init__(self, at_once: int = AT_ONCE, rest: float = REST) -> None:
-        self._at_once = at_once
-        self._rest = rest
+    def __init__(
+        self, streams_per_turn: int = STREAMS_PER_TURN, rest_ratio: float = REST_RATIO
+    ) -> None:
+        self._streams_per_turn = streams_per_turn
+        self._rest_ratio = rest_ratio
         self._loop = asyncio.get_running_loop()
         self._num_passed = 0
         """Streams that may write in this turn."""
@@ -44,7 +46,7 @@ class StreamPacer:
         if self._began_at is None and not self._rests:
             self._began_at = self._loop.time()
             self._loop.call_soon(self._turn)
-        if not self._rests and self._num_passed < self._at_once and not self._waiting:
+        if not self._rests and self._num_passed < self._streams_per_turn and not self._waiting:
             self._num_passed += 1
             return
         turn: asyncio.Future[None] = self._loop.create_future()
@@ -54,7 +56,7 @@ class StreamPacer:
     def _turn(self) -> None:
         """Let the next waiting streams write in this turn of the loop."""
         self._num_passed = 0
-        while self._waiting and self._num_passed < self._at_once:
+        while self._waiting and self._num_passed < self._streams_per_turn:
             turn = self._waiting.popleft()
             if not turn.done():  # done: the stream was cancelled
                 turn.set_result(None)
@@ -65,9 +67,9 @@ class StreamPacer:
             self._end()
 
     def _end(self) -> None:
-        """Begin a rest: all waiting streams have written."""
+        """Begin a rest, since all waiting streams have written."""
         assert self._began_at is not None
-        rest_s = min(self._rest * (self._loop.time() - self._began_at), LONGEST_REST_S)
+        rest_s = min(self._rest_ratio * (self._loop.time() - self._began_at), LONGEST_REST_S)
         self._began_at = None
         if rest_s >= SHORTEST_REST_S:
             self._rests = True

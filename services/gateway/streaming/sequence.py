@@ -3,8 +3,9 @@ ADR 77."""
 
 from services.common.errors import InvalidRequest
 from services.common.text.stop_strings import Scanned
+from services.common.text.tokenizer import Tokenizer
 from services.gateway.frontend.api import Delta, PromptReport, Received, TokenLogprobs, Usage
-from services.gateway.streaming.logprob_text import LogprobText
+from services.gateway.streaming.logprob_text import with_text
 from services.gateway.streaming.text import Text
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import FinishReason
@@ -19,7 +20,7 @@ class Sequence:
     `tokens` are all tokens from workers, also those after a stop string, which the client does not
     get. `worker_finish` is the finish reason that the worker reported, `finish_reason` the one that
     the client sees. `stop_token_ids`: the request's, to report which one ended the sequence.
-    `logprob_text`: None if the client did not ask for logprobs.
+    `tokenizer`: adds the text to logprobs; None if the client did not ask for logprobs.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class Sequence:
         index: int,
         text: Text,
         stop_token_ids: frozenset[int],
-        logprob_text: LogprobText | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.index = index
         self.tokens: list[int] = []
@@ -41,12 +42,12 @@ class Sequence:
         """The beam search's score; None for other requests."""
         self._text = text
         self._stop_token_ids = stop_token_ids
-        self._logprob_text = logprob_text
+        self._tokenizer = tokenizer
         self._stopped_by: str | int | None = None
         self._unread_ids: list[int] = []
         self._unread_text: list[str] = []
         self._unread_logprobs: list[tuple[Logprobs, int]] = []
-        self._end_is_told = False
+        self._end_is_sent = False
 
     @property
     def has_ended(self) -> bool:
@@ -70,25 +71,24 @@ class Sequence:
         return len(self._unread_ids) + num_logprobs // _LOGPROBS_A_TOKEN
 
     @property
-    def has_news(self) -> bool:
-        return bool(self._unread_ids) or (self.has_ended and not self._end_is_told)
+    def has_unread(self) -> bool:
+        return bool(self._unread_ids) or (self.has_ended and not self._end_is_sent)
 
     def replay(self, received: Received) -> None:
         """Add the tokens, and perhaps the end, that the client has received, without sending them
         or their text again. InvalidRequest: they contain a stop string, so nothing can follow."""
         self.tokens.extend(received.token_ids)
         if received.finish_reason is not None:
-            self.finish_reason, self._end_is_told = received.finish_reason, True
+            self.finish_reason, self._end_is_sent = received.finish_reason, True
             return
-        if any(self._show(self._text.push(token_id)) for token_id in received.token_ids):
+        if any(self._add_text(self._text.push(token_id)) for token_id in received.token_ids):
             raise InvalidRequest("a stop string is in the tokens received: the sequence has ended")
         self._unread_text.clear()
 
-    def goes_on_as(self, other: "Sequence") -> bool:
+    def is_prefix_of(self, other: "Sequence") -> bool:
         """Whether `other` has all tokens of this sequence, and its end if this one has ended."""
         num_tokens = len(self.tokens)
-        is_its_end = other.has_ended or not self.has_ended
-        return self.tokens == other.tokens[:num_tokens] and is_its_end
+        return self.tokens == other.tokens[:num_tokens] and self.has_ended <= other.has_ended
 
     def write(
         self,
@@ -105,18 +105,18 @@ class Sequence:
         self.tokens.extend(token_ids)
         self.worker_finish = finish
         num_taken = len(token_ids)
-        ends_unseen = finish is FinishReason.STOP and not self._text.shows_end
-        num_shown = num_taken - ends_unseen
+        hides_last = finish is FinishReason.STOP and not self._text.includes_end
+        num_shown = num_taken - hides_last
         for position, token_id in enumerate(token_ids[:num_shown], 1):
             offsets.append(self._text.num_chars)
-            if self._show(self._text.push(token_id)):
+            if self._add_text(self._text.push(token_id)):
                 num_taken = position
                 break
         offsets += [self._text.num_chars] * (num_taken - len(offsets))
         self._unread_ids.extend(token_ids[:num_taken])
-        self._keep(logprobs[:num_taken], offsets)
+        self._buffer_logprobs(logprobs[:num_taken], offsets)
         if finish is not None and not self.has_ended:
-            self._conclude(finish, token_ids)
+            self._finish(finish, token_ids)
         return num_taken
 
     def take(self, request_id: str, usage: Usage | None, prompt: PromptReport | None) -> Delta:
@@ -129,31 +129,31 @@ class Sequence:
             finish_reason=self.finish_reason,
             stopped_by=self._stopped_by,
             usage=usage,
-            logprobs=self._spelled(),
+            logprobs=self._take_logprobs(),
             prompt=prompt,
             score=self.score,
         )
         self._unread_ids.clear()
         self._unread_text.clear()
         self._unread_logprobs.clear()
-        self._end_is_told = self.has_ended
+        self._end_is_sent = self.has_ended
         return delta
 
-    def _keep(self, logprobs: tuple[Logprobs, ...], offsets: list[int]) -> None:
+    def _buffer_logprobs(self, logprobs: tuple[Logprobs, ...], offsets: list[int]) -> None:
         """Keep logprobs until the client reads them; only then their tokens become text."""
         self._num_logprobs += len(logprobs)
         for each in logprobs:  # one by one, so that the sum does not depend on their grouping
             self.cumulative_logprob += each.logprob
-        if self._logprob_text is not None:
+        if self._tokenizer is not None:
             self._unread_logprobs.extend(zip(logprobs, offsets, strict=False))
 
-    def _spelled(self) -> tuple[TokenLogprobs, ...]:
-        if self._logprob_text is None or not self._unread_logprobs:
+    def _take_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        if self._tokenizer is None or not self._unread_logprobs:
             return ()
         unread = zip(self._unread_ids, self._unread_logprobs, strict=True)
-        return tuple(self._logprob_text.token_bytes(token_id, *kept) for token_id, kept in unread)
+        return tuple(with_text(self._tokenizer, token_id, *each) for token_id, each in unread)
 
-    def _show(self, scanned: Scanned) -> bool:
+    def _add_text(self, scanned: Scanned) -> bool:
         """Add to the client's text. True: a stop string ended the sequence."""
         if scanned.text:
             self._unread_text.append(scanned.text)
@@ -162,10 +162,10 @@ class Sequence:
         self.finish_reason, self._stopped_by = FinishReason.STOP, scanned.stop
         return True
 
-    def _conclude(self, finish: FinishReason, token_ids: tuple[int, ...]) -> None:
+    def _finish(self, finish: FinishReason, token_ids: tuple[int, ...]) -> None:
         """End the sequence as the worker says, with the text that was held back; if that text
         completes a stop string, the stop string ends it instead."""
-        if self._show(self._text.flush()):
+        if self._add_text(self._text.flush()):
             return
         self.finish_reason = finish
         last = token_ids[-1] if token_ids else None

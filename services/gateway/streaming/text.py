@@ -6,7 +6,7 @@ from services.common.text.stop_strings import Scanned, StopMatcher
 
 class Text:
     """The text of one sequence. `min_tokens`: no stop string ends it within that many first tokens.
-    `shows_end`: the text includes the token that ends the sequence."""
+    `includes_end`: the text includes the token that ends the sequence."""
 
     def __init__(
         self,
@@ -14,9 +14,9 @@ class Text:
         stops: StopMatcher,
         *,
         min_tokens: int = 0,
-        shows_end: bool = False,
+        includes_end: bool = False,
     ) -> None:
-        self.shows_end = shows_end
+        self.includes_end = includes_end
         self.num_chars = 0
         """Characters of all tokens pushed, shown or not."""
         self._detokenizer = detokenizer

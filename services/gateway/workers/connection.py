@@ -38,8 +38,7 @@ log = get_logger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
-SILENCE_S = 2.0
-_NUM_LOOKS = 4
+_NUM_SILENCE_CHECKS = 4
 
 
 class WorkerEventSink(Protocol):
@@ -58,12 +57,8 @@ class WorkerEventSink(Protocol):
         """A worker connected, disconnected or began to drain."""
 
 
-class Silent(Exception):
-    """The worker sent no message for `silence_s`."""
-
-
-class Closed(Exception):
-    """The worker ended the stream without an error."""
+class StreamEnded(Exception):
+    """The worker closed the stream without an error, or sent no message for `silence_s`."""
 
 
 class WorkerConnection:
@@ -79,15 +74,15 @@ class WorkerConnection:
         gateway_id: str,
         rpc_key: bytes,
         sink: WorkerEventSink,
-        silence_s: float = SILENCE_S,
+        silence_s: float = 2.0,
     ) -> None:
         self.worker = Worker(member, self._send)
-        self._dialect = PREFILL if member.role == "prefill" else DECODE
+        self._stream_type = PREFILL if member.role == "prefill" else DECODE
         self._gateway_id = gateway_id
         self._rpc_key = rpc_key
         self._sink = sink
         self._silence_s = silence_s
-        self._heard = False
+        self._has_message = False
         self._outgoing: Outbox[Any] | None = None
         self._backoff_s = _FIRST_BACKOFF_S
         self._last_reason = ""
@@ -103,22 +98,18 @@ class WorkerConnection:
         # Commands are encoded here, so that an encoding error fails one request, not the stream.
         # Nothing goes out before the worker has proven that it knows the secret.
         if self._outgoing is not None and self.worker.connected:
-            self._outgoing.put(self._dialect.command(command))
+            self._outgoing.put(self._stream_type.command(command))
 
     async def _keep_connected(self) -> None:
         while True:
             try:
-                await self._session()
+                await self._run_stream()
             except VersionMismatch as error:
                 log.error("worker_refused", worker_id=self.worker.id, reason=str(error))
                 return
-            except Silent:
-                reason = f"not a word for {self._silence_s:g} s"
-            except Closed:
-                reason = "the worker closed the stream"
             except MalformedMessage as error:
                 reason = f"it sent {error}"
-            except Unauthenticated as error:
+            except (StreamEnded, Unauthenticated) as error:
                 reason = str(error)
             except TimeoutError:
                 reason = "no answer to the handshake"
@@ -127,26 +118,25 @@ class WorkerConnection:
             except Exception as error:  # our own fault must not disconnect the worker for good
                 log.error("worker_stream_failed", worker_id=self.worker.id, exc_info=error)
                 reason = "a fault of this gateway"
-            is_news = reason != self._last_reason  # warn once, not at each attempt to reconnect
+            is_new = reason != self._last_reason  # warn once, not at each attempt to reconnect
             self._last_reason = reason
-            (log.warning if is_news else log.debug)(
+            (log.warning if is_new else log.debug)(
                 "worker_disconnected", worker_id=self.worker.id, reason=reason
             )
             await asyncio.sleep(self._backoff_s * random.uniform(0.75, 1.25))
             self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
 
-    async def _session(self) -> NoReturn:
-        """Run one stream, from the hello to its end. Always raises: Closed, AioRpcError,
-        TimeoutError (no handshake), Silent, MalformedMessage, VersionMismatch or
-        Unauthenticated."""
-        proof = Proof(self._rpc_key, self._dialect.method, self.worker.id)
+    async def _run_stream(self) -> NoReturn:
+        """Run one stream, from the hello to its end. Always raises: StreamEnded, AioRpcError,
+        TimeoutError (no handshake), MalformedMessage, VersionMismatch or Unauthenticated."""
+        proof = Proof(self._rpc_key, self._stream_type.method, self.worker.id)
         self._outgoing = outgoing = Outbox[Any](lambda command: int(command.ByteSize()))
         async with open_channel(self.worker.member.address) as channel:
-            stream = self._dialect.connect(channel, self._requests(outgoing), proof.metadata)
+            stream = self._stream_type.connect(channel, self._requests(outgoing), proof.metadata)
             broke = False
             try:
-                await self._shake_hands(stream, proof)
-                await self._listen_while_it_speaks(stream)
+                await self._complete_handshake(stream, proof)
+                await self._listen_until_silent(stream)
             except aio.AioRpcError:
                 broke = True
                 raise
@@ -160,17 +150,16 @@ class WorkerConnection:
                     self._sink.on_change()
 
     async def _requests(self, outgoing: Outbox[Any]) -> AsyncIterator[Any]:
-        yield self._dialect.hello(
-            worker_pb2.Hello(
-                peer_id=self._gateway_id,
-                protocol_version=PROTOCOL_VERSION,
-                function_library=FUNCTION_LIBRARY,
-            )
+        hello = worker_pb2.Hello(
+            peer_id=self._gateway_id,
+            protocol_version=PROTOCOL_VERSION,
+            function_library=FUNCTION_LIBRARY,
         )
+        yield self._stream_type.request(hello=hello)
         while commands := await outgoing.take():
             yield pack_batch(commands)
 
-    async def _shake_hands(self, stream: Stream, proof: Proof) -> None:
+    async def _complete_handshake(self, stream: Stream, proof: Proof) -> None:
         """Complete the handshake. Only after it succeeds are requests sent to the worker."""
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
@@ -203,35 +192,35 @@ class WorkerConnection:
                 f"at {member.address} is worker {welcome.worker_id} of pool {welcome.pool_id!r}"
             )
 
-    async def _listen_while_it_speaks(self, stream: Stream) -> NoReturn:
+    async def _listen_until_silent(self, stream: Stream) -> NoReturn:
         try:
             async with asyncio.timeout(None) as limit:
-                watching = asyncio.create_task(self._watch(limit))
+                watch = asyncio.create_task(self._expire_when_silent(limit))
                 try:
                     await self._listen(stream)
                 finally:
-                    watching.cancel()
+                    watch.cancel()
         except TimeoutError:
-            raise Silent from None
+            raise StreamEnded(f"no message for {self._silence_s:g} s") from None
 
-    async def _watch(self, limit: asyncio.Timeout) -> None:
+    async def _expire_when_silent(self, limit: asyncio.Timeout) -> None:
         """Let `limit` expire after several checks in a row that saw no message. It counts checks
         instead of time, because a gateway process that was itself stopped received nothing."""
         num_silent = 0
-        while num_silent < _NUM_LOOKS:
-            self._heard = False
-            await asyncio.sleep(until_tick(self._silence_s / _NUM_LOOKS))
-            num_silent = 0 if self._heard else num_silent + 1
+        while num_silent < _NUM_SILENCE_CHECKS:
+            self._has_message = False
+            await asyncio.sleep(until_tick(self._silence_s / _NUM_SILENCE_CHECKS))
+            num_silent = 0 if self._has_message else num_silent + 1
         limit.reschedule(asyncio.get_running_loop().time())
 
     async def _listen(self, stream: Stream) -> NoReturn:
         while True:
             message = await read(stream)
-            self._heard = True
-            for event in self._dialect.events(message):
-                self._hear(event)
+            self._has_message = True
+            for event in self._stream_type.events(message):
+                self._on_event(event)
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         match event:
             case LoadReport():
                 self.worker.report(event)
@@ -247,7 +236,7 @@ class WorkerConnection:
 
 
 async def read(stream: Stream) -> Any:
-    """Read the next message. Closed; AioRpcError; MalformedMessage: it cannot be decoded."""
+    """Read the next message. StreamEnded; AioRpcError; MalformedMessage: it cannot be decoded."""
     message = await stream.read()
     if message is None:  # gRPC returns None for a message that it cannot decode
         raise MalformedMessage("bytes that are no message")
@@ -255,6 +244,6 @@ async def read(stream: Stream) -> Any:
         return message
     code = await stream.code()
     if code is StatusCode.OK:
-        raise Closed
+        raise StreamEnded("the worker closed the stream")
     metadata = aio.Metadata()  # `stream.read` returns EOF for some errors
     raise aio.AioRpcError(code, metadata, metadata, await stream.details())

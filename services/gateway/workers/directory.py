@@ -23,8 +23,6 @@ from services.gateway.workers.worker import Worker
 
 log = get_logger(__name__)
 
-_WORKER_ROLES = ("prefill", "decode")
-
 _ABSENT_S = 5.0
 """How long a connected worker may be missing from the registry before it is removed: the registry
 may have lost its registration."""
@@ -35,8 +33,7 @@ for it."""
 
 
 class Connection(Protocol):
-    """A worker and the connection to it; see
-    `services.gateway.workers.connection.WorkerConnection`."""
+    """A worker and the connection to it (`workers.connection.WorkerConnection`)."""
 
     worker: Worker
 
@@ -44,7 +41,7 @@ class Connection(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ModelPools:
     """A model, and the pools that serve it, also those whose workers are not connected now."""
 
     model: Model
@@ -56,9 +53,9 @@ class Served:
         return tuple(pool.spec for pool in self.pools)
 
     @property
-    def most_slots(self) -> int | None:
+    def max_slots(self) -> int | None:
         """The most decode slots that one decode worker has; None: there is no decode worker now."""
-        return max((pool.most_slots for pool in self.pools if pool.decode), default=None)
+        return max((pool.max_slots for pool in self.pools if pool.decode), default=None)
 
 
 class WorkerDirectory:
@@ -86,7 +83,7 @@ class WorkerDirectory:
         self._on_change = on_change
         self._poll_s = poll_s
         self._gateway_id = gateway_id
-        self.others_serve = False
+        self.another_gateway_serves = False
         """Whether another gateway serves, at which this gateway's clients can continue."""
         self._connections: dict[str, Connection] = {}
         self._specs: dict[str, PoolSpec] = {}
@@ -98,22 +95,24 @@ class WorkerDirectory:
 
     # ── queries ──────────────────────────────────────────────────────────────────────────────────
 
-    def served(self, name: str) -> Served | None:
+    @property
+    def _workers(self) -> list[Worker]:
+        return [connection.worker for connection in self._connections.values()]
+
+    def served(self, name: str) -> ModelPools | None:
         """The model `name` and its pools; None: the directory has no worker of this model."""
-        members = [
-            c.worker.member for c in self._connections.values() if c.worker.member.model == name
-        ]
+        members = [worker.member for worker in self._workers if worker.member.model == name]
         if not members:
             return None
-        return Served(
+        return ModelPools(
             self._models[members[0].model_dir],
             min(member.max_model_len for member in members),
             tuple(self._pool(pool_id) for pool_id in sorted({m.pool_id for m in members})),
         )
 
-    def names(self) -> tuple[str, ...]:
+    def model_names(self) -> tuple[str, ...]:
         """The names of the models that have a worker in the directory, sorted."""
-        return tuple(sorted({c.worker.member.model for c in self._connections.values()}))
+        return tuple(sorted({worker.member.model for worker in self._workers}))
 
     def complete_pools(self, name: str) -> tuple[Pool, ...]:
         """The pools of a model with at least one prefill and one decode worker that take work."""
@@ -123,38 +122,33 @@ class WorkerDirectory:
     def decode_workers(self) -> dict[str, tuple[Worker, ...]]:
         """The connected decode workers by pool id, including those that drain."""
         pools: dict[str, tuple[Worker, ...]] = {}
-        for worker in (connection.worker for connection in self._connections.values()):
+        for worker in self._workers:
             if worker.member.role == "decode" and worker.connected:
                 pools[worker.member.pool_id] = (*pools.get(worker.member.pool_id, ()), worker)
         return pools
 
-    def who_may_have(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]:
+    def parked_lookup_workers(self, name: str) -> tuple[tuple[Worker, PoolSpec], ...]:
         """The decode workers of a model that may hold a request which another gateway left, each
-        with its pool's spec. Draining workers are among them, unresponsive ones are not."""
-        workers = [connection.worker for connection in self._connections.values()]
+        with its pool's spec: also draining workers, but no unresponsive ones."""
         return tuple(
             (worker, self._specs[worker.member.pool_id])
-            for worker in workers
+            for worker in self._workers
             if (worker.member.role, worker.member.model) == ("decode", name)
             and worker.connected
             and not worker.unresponsive
         )
 
     def ready(self) -> bool:
-        return any(self.complete_pools(name) for name in self.names())
+        return any(self.complete_pools(name) for name in self.model_names())
 
     def forget_refusals(self) -> None:
         """Let every decode worker be asked for slots again, since a slot of another gateway may
         have become free."""
-        for connection in self._connections.values():
-            connection.worker.forget_refusals()
+        for worker in self._workers:
+            worker.forget_refusals()
 
     def _pool(self, pool_id: str) -> Pool:
-        workers = [
-            c.worker
-            for c in self._connections.values()
-            if c.worker.member.pool_id == pool_id and c.worker.usable
-        ]
+        workers = [w for w in self._workers if w.member.pool_id == pool_id and w.usable]
         return Pool(
             self._specs[pool_id],
             tuple(w for w in workers if w.member.role == "prefill"),
@@ -189,51 +183,46 @@ class WorkerDirectory:
         members = await self._registry.members()
         managers = [member for member in members if member.role == "block_manager"]
         self.block_manager = managers[0] if managers else None
-        self.others_serve = any(
+        self.another_gateway_serves = any(
             (member.role, member.state) == ("gateway", "serving")
             and member.member_id != self._gateway_id
             for member in members
         )
-        workers = [member for member in members if member.role in _WORKER_ROLES]
+        workers = [member for member in members if member.role in ("prefill", "decode")]
         starting = [member for member in workers if member.state == "starting"]
         present = {m.member_id: m for m in workers if m.state != "starting"}
         self._starting = bool(starting)
         absent = self._connections.keys() - present.keys()
-        unheard = {w for w in absent if not self._connections[w].worker.connected}
-        for worker_id in self._absent.check(absent) | unheard:
-            await self._part_with(worker_id)
+        disconnected = {w for w in absent if not self._connections[w].worker.connected}
+        for worker_id in self._absent.check(absent) | disconnected:
+            await self._remove(worker_id)
         for member in present.values():
-            await self._see(member)
-        for member in starting:
-            await self._prepare(member)
+            await self._add_or_update(member)
+        for member in starting:  # an error is logged once the worker serves
+            with suppress(StartupError):
+                await self._read_model(member.model_dir)
 
     async def close(self) -> None:
         for worker_id in tuple(self._connections):
-            await self._part_with(worker_id)
+            await self._remove(worker_id)
 
-    async def _see(self, member: Member) -> None:
+    async def _add_or_update(self, member: Member) -> None:
         known = self._connections.get(member.member_id)
         if known is not None:
             if member.state == "draining" and not known.worker.draining:
                 known.worker.draining = True
                 self._on_change()
-        elif await self._learn(member):
+        elif await self._load_spec_and_model(member):
             log.info("worker_found", worker_id=member.member_id, role=member.role)
             self._connections[member.member_id] = self._connect(member)
             self._on_change()
 
-    async def _part_with(self, worker_id: str) -> None:
+    async def _remove(self, worker_id: str) -> None:
         log.info("worker_gone", worker_id=worker_id)
         connection = self._connections.pop(worker_id)
-        self._forget_what_is_unused()
+        self._drop_unused()
         await connection.close()
         self._on_change()
-
-    async def _prepare(self, member: Member) -> None:
-        """Read the model while the worker still loads its weights. An error is ignored here; it is
-        logged once the worker serves."""
-        with suppress(StartupError):
-            await self._read_model(member.model_dir)
 
     async def _read_model(self, directory: str) -> None:
         if directory not in self._models:
@@ -241,7 +230,7 @@ class WorkerDirectory:
             gc.collect()
             gc.freeze()  # otherwise each full collection visits all of it, and blocks for 0.1 s
 
-    async def _learn(self, member: Member) -> bool:
+    async def _load_spec_and_model(self, member: Member) -> bool:
         """Load the spec of the worker's pool, and its model, before the worker gets requests.
         False: one of them cannot be read, now or at all."""
         try:
@@ -258,7 +247,7 @@ class WorkerDirectory:
         self._unusable.discard(member.member_id)
         return True
 
-    def _forget_what_is_unused(self) -> None:
-        members = [connection.worker.member for connection in self._connections.values()]
+    def _drop_unused(self) -> None:
+        members = [worker.member for worker in self._workers]
         self._specs = {m.pool_id: self._specs[m.pool_id] for m in members}
         self._models = {m.model_dir: self._models[m.model_dir] for m in members}

@@ -1,7 +1,7 @@
 """Translates `services.protocol.messages` to and from the protobuf messages of the worker
 streams.
 
-A `Dialect` holds everything that differs between the Prefill and the Decode stream.
+A `StreamType` holds everything that differs between the Prefill and the Decode stream.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -43,15 +43,18 @@ class MalformedMessage(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
-    """One of the two worker streams.
-
-    `method`: the full name of its RPC; `connect` opens it; `request`: its request type.
-    """
+class StreamType:
+    """One of the two worker streams. `method`: the full name of its RPC."""
 
     method: str
-    connect: Callable[[aio.Channel, AsyncIterator[Any], Metadata], Stream]
+    stub: Callable[[aio.Channel], Any]
     request: Callable[..., Any]
+
+    def connect(
+        self, channel: aio.Channel, requests: AsyncIterator[Any], metadata: Metadata
+    ) -> Stream:
+        stream: Stream = self.stub(channel).Connect(requests, metadata=metadata)
+        return stream
 
     def events(self, message: Any) -> Iterator[Event]:
         """The events of a message and of those batched in it. An invalid event about a request is
@@ -60,9 +63,6 @@ class Dialect:
             if isinstance(event, RequestEvent) and not event.request_id:
                 raise MalformedMessage("a message about a request, and not which")
             yield event
-
-    def hello(self, hello: worker_pb2.Hello) -> Any:
-        return self.request(hello=hello)
 
     def command(self, command: Command) -> Any:
         match command:
@@ -89,20 +89,12 @@ class Dialect:
                 return self.request(resume=decode_pb2.Resume(ticket=ticket_to_wire(ticket)))
 
 
-def _connect_prefill(
-    channel: aio.Channel, requests: AsyncIterator[Any], metadata: Metadata
-) -> Stream:
-    return prefill_pb2_grpc.PrefillStub(channel).Connect(requests, metadata=metadata)
-
-
-def _connect_decode(
-    channel: aio.Channel, requests: AsyncIterator[Any], metadata: Metadata
-) -> Stream:
-    return decode_pb2_grpc.DecodeStub(channel).Connect(requests, metadata=metadata)
-
-
-PREFILL = Dialect("/quire.v1.Prefill/Connect", _connect_prefill, prefill_pb2.PrefillConnectRequest)
-DECODE = Dialect("/quire.v1.Decode/Connect", _connect_decode, decode_pb2.DecodeConnectRequest)
+PREFILL = StreamType(
+    "/quire.v1.Prefill/Connect", prefill_pb2_grpc.PrefillStub, prefill_pb2.PrefillConnectRequest
+)
+DECODE = StreamType(
+    "/quire.v1.Decode/Connect", decode_pb2_grpc.DecodeStub, decode_pb2.DecodeConnectRequest
+)
 
 
 def error_of(code: str, message: str) -> QuireError:

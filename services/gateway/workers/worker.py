@@ -34,7 +34,7 @@ class Worker:
         It answers reservations in order, so a new one would wait, too."""
         self.stalled = False
         """Whether the worker waits for its block store; it begins no request until that answers."""
-        self.num_taken = 0
+        self.num_taken_slots = 0
         """Decode slots that requests of this gateway have or ask for here."""
         self.prefill_loads: dict[str, PrefillLoad] = {}
         """What this prefill worker has still to compute for this gateway, by request id."""
@@ -66,7 +66,7 @@ class Worker:
     def num_free_slots(self) -> int:
         """Free decode slots as last reported, less those that this gateway has taken since. An
         estimate for the router; the worker itself grants or refuses a reservation."""
-        return self._load.num_free_slots - (self.num_taken - self._taken_at_report)
+        return self._load.num_free_slots - (self.num_taken_slots - self._taken_at_report)
 
     @property
     def num_pending_tokens(self) -> int:
@@ -75,7 +75,7 @@ class Worker:
         ours = sum(prefill_load.num_tokens for prefill_load in self.prefill_loads.values())
         return max(self._load.num_pending_tokens, ours)
 
-    def num_blocks_under_way(self, hashes: tuple[PrefixHash, ...]) -> int:
+    def num_blocks_in_progress(self, hashes: tuple[PrefixHash, ...]) -> int:
         """How many of the first `hashes` this prefill worker is computing for another request of
         this gateway."""
         return max(
@@ -93,7 +93,7 @@ class Worker:
     def report(self, report: LoadReport) -> None:
         self._load = report.load
         self.stalled = report.stalled
-        self._taken_at_report = self.num_taken
+        self._taken_at_report = self.num_taken_slots
         self.draining = self.draining or report.draining
         if report.load.num_free_slots >= self.refused:
             self.forget_refusals()

@@ -18,12 +18,12 @@ from blockstore.memory_store import MemoryStore
 from blockstore.records import PoolSpec
 from quire.v1 import inference_pb2_grpc
 from services.common.rpc.transport import RpcServer, open_channel
+from services.gateway.config import GatewayOptions
 from services.gateway.frontend.api import Delta, GenerationRequest, RequestedSampling
 from services.gateway.frontend.service import SERVICE_NAME, InferenceService
 from services.gateway.gateway import Gateway
 from services.gateway.request_metrics import RequestMetrics
-from services.gateway.scheduling.placement import Limits
-from services.gateway.wiring import Wiring, assembled
+from services.gateway.wiring import Wiring, start_gateway
 from tests.secret import SECRET
 
 from .fakes import FakeDecode, FakePrefill, member, start
@@ -78,6 +78,11 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)  # what fakes and gateway have seen rings no bell of ours
 
 
+OPTIONS = GatewayOptions(
+    poll_s=0.01, silence_s=5.0, client_priority=True, report_cached_tokens=True
+)
+
+
 @dataclass
 class GatewayHarness:
     """Everything in one process: fleet, gateway and its gRPC server."""
@@ -87,9 +92,6 @@ class GatewayHarness:
     store: MemoryStore = field(default_factory=MemoryStore)
     registry: MemoryRegistry = field(default_factory=MemoryRegistry)
     request_metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
-    silence_s: float = 5.0
-    client_priority: bool = True
-    report_cached_tokens: bool = True
     assembly: Wiring = field(init=False)
 
     @property
@@ -101,26 +103,22 @@ class GatewayHarness:
         other = GatewayHarness(self.model_dir, self.stack, self.store)
         for one in await self.registry.members():
             await other.registry.announce(one, ttl_s=1e6)
-        await other.assemble(Limits())
+        await other.assemble(OPTIONS)
         await until(lambda: other.connected() == self.connected())
         return other
 
-    async def open(self, limits: Limits) -> None:
+    async def open(self, options: GatewayOptions) -> None:
         await self.store.register_pool(SPEC)
-        await self.assemble(limits)
+        await self.assemble(options)
 
-    async def assemble(self, limits: Limits) -> None:
+    async def assemble(self, options: GatewayOptions) -> None:
         self.assembly = await self.stack.enter_async_context(
-            assembled(
+            start_gateway(
                 self.store,
                 self.registry,
                 SECRET,
-                limits,
+                options,
                 RequestMetrics(self.request_metrics),
-                poll_s=0.01,
-                silence_s=self.silence_s,
-                client_priority=self.client_priority,
-                report_cached_tokens=self.report_cached_tokens,
             )
         )
 
@@ -224,20 +222,9 @@ def asked(request_id: str = "r1", max_tokens: int | None = 8, **fields: Any) -> 
 async def make_harness(model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
     async with AsyncExitStack() as stack:
 
-        async def make(
-            *workers: FakePrefill | FakeDecode,
-            silence_s: float = 5.0,
-            client_priority: bool = True,
-            report_cached_tokens: bool = True,
-            **limits: Any,
-        ) -> GatewayHarness:
-            harness = GatewayHarness(
-                *(model_dir, stack),
-                silence_s=silence_s,
-                client_priority=client_priority,
-                report_cached_tokens=report_cached_tokens,
-            )
-            await harness.open(Limits(**limits))
+        async def make(*workers: FakePrefill | FakeDecode, **options: Any) -> GatewayHarness:
+            harness = GatewayHarness(model_dir, stack)
+            await harness.open(replace(OPTIONS, **options))
             await harness.add(*workers)
             return harness
 

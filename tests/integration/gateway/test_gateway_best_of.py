@@ -269,7 +269,7 @@ async def test_more_logprobs_than_a_message_holds_are_refused(
     harness: GatewayHarness, workers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sequence comes whole."""
-    monkeypatch.setattr("services.gateway.intake.admission.MAX_LOGPROBS_AT_ONCE", 23)
+    monkeypatch.setattr("services.gateway.intake.admission.MAX_LOGPROBS_PER_MESSAGE", 23)
     with pytest.raises(InvalidRequest, match="logprobs 2 of 8 tokens are 24 logprobs, at most 23"):
         await Call(harness.gateway, choosing(sampling={"logprobs": 2})).result()
     assert not workers[0].seen

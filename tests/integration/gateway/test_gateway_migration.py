@@ -136,9 +136,9 @@ async def test_a_fuller_worker_gives_half_the_difference_the_youngest_first(
     uneven: tuple[GatewayHarness, FakeDecode, FakeDecode, list[Call]],
 ) -> None:
     harness, busy, idle, calls = uneven
-    await harness.assembly.migration.look()
+    await harness.assembly.migration.rebalance_once()
     assert not idle.commands(decode_pb2.Reserve)  # it may be over by the next look
-    await harness.assembly.migration.look()
+    await harness.assembly.migration.rebalance_once()
     await until(lambda: len(idle.running) == 3)
     assert set(idle.running) == {"r3", "r4", "r5"}
     assert set(busy.running) == {"r0", "r1", "r2"}
@@ -152,14 +152,14 @@ async def test_a_moved_request_is_not_moved_back_at_once(
 ) -> None:
     harness, busy, idle, calls = uneven
     for _ in range(2):
-        await harness.assembly.migration.look()
+        await harness.assembly.migration.rebalance_once()
     await until(lambda: len(idle.running) == 3)
     idle.go_on(pause_after=4)  # they are settled there
     await until(lambda: all(len(call.tokens) == 4 for call in calls[3:]))
     await reported(harness, busy, 0)
     await reported(harness, idle, 9)
     for _ in range(2):
-        await harness.assembly.migration.look()
+        await harness.assembly.migration.rebalance_once()
     assert len(busy.commands(decode_pb2.Reserve)) == 6  # those of the beginning
     for worker in (busy, idle):
         worker.go_on(pause_after=8)
@@ -174,7 +174,7 @@ async def test_a_small_difference_moves_nobody(
     await reported(harness, busy, most)
     await reported(harness, idle, least)
     for _ in range(2):
-        await harness.assembly.migration.look()
+        await harness.assembly.migration.rebalance_once()
     assert not idle.commands(decode_pb2.Reserve)
     busy.go_on(pause_after=8)
     await finish(*calls)
@@ -187,7 +187,7 @@ async def test_of_several_gateways_each_moves_its_share(
     harness, busy, idle, calls = uneven
     await reported(harness, busy, 18)
     for _ in range(2):
-        await harness.assembly.migration.look()
+        await harness.assembly.migration.rebalance_once()
     await until(lambda: len(idle.running) == 3)
     assert len(busy.running) == 3
     for worker in (busy, idle):

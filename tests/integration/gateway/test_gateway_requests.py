@@ -210,7 +210,7 @@ async def test_an_absent_max_tokens_may_have_a_usual_number(
     prefill = FakePrefill()
     harness = await make_harness(prefill, FakeDecode())
     prefill.holds = True
-    prompt, sampling = (65,) * num_prompt, {"usual_tokens": 16}
+    prompt, sampling = (65,) * num_prompt, {"default_max_tokens": 16}
     call = Call(harness.gateway, asked(max_tokens=None, prompt=prompt, sampling=sampling))
     await until(lambda: bool(prefill.held))
     assert prefill.held[0][1].sampling.max_tokens == max_tokens

@@ -142,7 +142,7 @@ async def test_a_gateway_that_stops_leaves_its_sequences(
     await until(lambda: bool(decode.running))
     other = Member("gateway-2", "gateway", "127.0.0.1:1", "serving", 1, 1)
     await two.first.registry.announce(other, ttl_s=1e6)
-    await until(lambda: two.first.assembly.directory.others_serve)
+    await until(lambda: two.first.assembly.directory.another_gateway_serves)
     await two.first.assembly.dispatcher.close()
     await two.first.lose_sight()
     decode.go_on(pause_after=8)

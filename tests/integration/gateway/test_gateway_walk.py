@@ -251,9 +251,9 @@ async def test_a_request_being_tokenized_has_its_queue_position_already(make_har
     dispatcher = (
         await make_harness(FakePrefill(), FakeDecode(), max_waiting=1)
     ).assembly.dispatcher
-    with dispatcher.entering("r1"), pytest.raises(QueueFull), dispatcher.entering("r2"):
+    with dispatcher.admitting("r1"), pytest.raises(QueueFull), dispatcher.admitting("r2"):
         raise AssertionError("it was let in")
-    with dispatcher.entering("r3"):
+    with dispatcher.admitting("r3"):
         pass
 
 

@@ -72,7 +72,7 @@ class FakeGenerator:
             usage if is_end or request.running_usage else None,
         )
 
-    def refused(self, request_id: str, model: str, code: str, reason: str) -> None:
+    def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
         assert request_id
         self.refusals.append((code, reason))
 

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from services.gateway.frontend.http import connections
 from services.gateway.frontend.http.app import create_app
-from services.gateway.frontend.http.bodies import MAX_BODY_BYTES
+from services.gateway.frontend.http.body_limits import MAX_BODY_BYTES
 from services.gateway.frontend.http.connections import ConnectionLimits
 from services.gateway.frontend.http.server import http_server
 

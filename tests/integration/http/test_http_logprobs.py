@@ -82,7 +82,7 @@ class Generator:
                 prompt if position == 0 else None,
             )
 
-    def refused(self, request_id: str, model: str, code: str, reason: str) -> None:
+    def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
         """Nobody counts."""
 
     def models(self) -> tuple[ServedModel, ...]:

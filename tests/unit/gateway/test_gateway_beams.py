@@ -16,7 +16,7 @@ from services.gateway.frontend.api import (
     RequestedSampling,
 )
 from services.gateway.intake.admission import check_received
-from services.gateway.intake.beams import neutral, resolve_beam
+from services.gateway.intake.beams import resolve_beam, with_greedy_sampling
 from services.gateway.request.status import RequestStatus
 from services.protocol.messages import (
     Admit,
@@ -106,7 +106,7 @@ async def test_hypotheses_come_at_the_end_with_their_scores() -> None:
     )
     assert second.usage is not None
     assert walk.host.ended == [None]
-    assert walk.decode.num_taken == 0
+    assert walk.decode.num_taken_slots == 0
 
 
 async def test_a_search_that_ends_with_its_first_tokens() -> None:
@@ -120,9 +120,9 @@ async def test_a_search_that_ends_with_its_first_tokens() -> None:
 async def test_a_move_is_settled_once_the_worker_goes_on() -> None:
     walk = searching()
     await until_searching(walk)
-    assert walk.lifecycle.settled_at is None
+    assert walk.lifecycle.movable_from is None
     walk.on_event(walk.decode, goes_on(walk))
-    assert walk.lifecycle.settled_at is walk.decode
+    assert walk.lifecycle.movable_from is walk.decode
     assert walk.lifecycle.num_sequences == 3
 
 
@@ -250,7 +250,7 @@ def test_received_hypotheses_are_complete() -> None:
     half, whole = Received(0, (5,)), Received(0, (5,), FinishReason.STOP)
     request = GenerationRequest(PROMPT, "r1", sampling=sampling, received=(whole,))
     check_received(request, MAX_TOKENS, 0.0, 256)
-    with pytest.raises(InvalidRequest, match="tells whole sequences"):
+    with pytest.raises(InvalidRequest, match="sends whole sequences"):
         check_received(replace(request, received=(half,)), MAX_TOKENS, 0.0, 256)
 
 
@@ -275,7 +275,7 @@ def test_absent_fields_take_transformers_defaults() -> None:
 def test_parameters_without_effect_are_accepted(harmless: dict[str, Any]) -> None:
     asked = RequestedSampling(beam=RequestedBeams(4), **harmless)
     assert resolve_beam(asked) is not None
-    assert neutral(asked).temperature == 0
+    assert with_greedy_sampling(asked).temperature == 0
 
 
 @pytest.mark.parametrize(

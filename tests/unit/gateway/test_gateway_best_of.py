@@ -9,7 +9,7 @@ from services.gateway.frontend.api import Received
 from services.gateway.request.status import RequestStatus
 from services.gateway.streaming.output import MAX_UNREAD_TOKENS
 from services.protocol.logprobs import Logprobs
-from services.protocol.messages import Abort
+from services.protocol.messages import Abort, Generated
 from services.protocol.ticket import FinishReason
 
 from .walk import (
@@ -53,7 +53,7 @@ async def test_the_best_come_whole_and_best_first_when_all_have_ended() -> None:
     walk = choosing()
     await walk.until_decoding()
     finish(walk, 2, 0, 3)
-    assert not any(sequence.has_news for sequence in walk.output._turns)
+    assert not any(sequence.has_unread for sequence in walk.output._read_order)
     finish(walk, 1)
     assert walk.lifecycle.status is RequestStatus.ENDED
     deltas = await deltas_of(walk)
@@ -104,8 +104,8 @@ async def test_a_client_without_tokens_to_read_is_not_too_slow() -> None:
     await walk.until_decoding()
     num_tokens = MAX_UNREAD_TOKENS + 1
     tokens, logprobs = (60,) * num_tokens, (Logprobs(-1.0, 1),) * num_tokens
-    walk.lifecycle.client.write(0, tokens, None, logprobs)
-    assert not walk.lifecycle.client.pauses
+    walk.lifecycle.client.write(Generated("r1", 1, 0, 3, tokens, None, logprobs))
+    assert not walk.lifecycle.client.is_paused
     assert walk.lifecycle.status is RequestStatus.DECODING
     walk.lifecycle.close()
 
@@ -194,5 +194,5 @@ async def test_all_sequences_go_on_elsewhere() -> None:
     """Whoever looks for it looks for what was drawn, not for what is told."""
     request = choosing().lifecycle.client.request
     received = (Received(0, tuple(BEST[0]), FinishReason.LENGTH),)
-    wanted = replace(request, received=received).to_go_on
+    wanted = replace(request, received=received).unfinished_sequences
     assert [(each.index, each.token_ids) for each in wanted] == [(i, ()) for i in range(NUM)]

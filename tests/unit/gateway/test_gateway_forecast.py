@@ -8,7 +8,7 @@ from services.gateway.scheduling.forecast import Forecast
 def test_without_samples_no_request_is_refused() -> None:
     forecast = Forecast()
     assert forecast.wait_s(1000, 0, now=5.0) == 0.0
-    assert forecast.work_s(1000, to_the_end=True) == 0.0
+    assert forecast.run_time_s(1000, ignore_eos=True) == 0.0
 
 
 def test_slots_get_free_at_the_rate_of_littles_law() -> None:
@@ -33,26 +33,26 @@ def test_when_it_gets_slower_the_age_of_those_at_work_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "to_the_end", "work_s"),
+    ("max_tokens", "ignore_eos", "run_time_s"),
     [(None, False, 2.0), (40, False, 2.0), (5, False, 0.5), (40, True, 4.0)],
 )
 def test_as_many_tokens_as_the_others_unless_it_says_so(
-    max_tokens: int | None, to_the_end: bool, work_s: float
+    max_tokens: int | None, ignore_eos: bool, run_time_s: float
 ) -> None:
     """Others: 20 tokens in 2 s."""
     forecast = Forecast()
     forecast.started("one", 0.0)
     forecast.ended("one", 20, 2.0)
-    assert forecast.work_s(max_tokens, to_the_end=to_the_end) == pytest.approx(work_s)
+    assert forecast.run_time_s(max_tokens, ignore_eos=ignore_eos) == pytest.approx(run_time_s)
 
 
 def test_a_preempted_request_is_no_sample() -> None:
     forecast = Forecast()
     forecast.started("one", 0.0)
-    forecast.gave_way("one")
+    forecast.stopped("one")
     forecast.ended("one", 5, 100.0)
-    assert forecast.num_at_work == 0
-    assert forecast.work_s(None, to_the_end=False) == 0.0
+    assert forecast.num_running == 0
+    assert forecast.run_time_s(None, ignore_eos=False) == 0.0
 
 
 def test_only_the_last_64_count() -> None:
@@ -60,4 +60,4 @@ def test_only_the_last_64_count() -> None:
     for number in range(65):
         forecast.started(number, 0.0)
         forecast.ended(number, 1, 100.0 if number == 0 else 1.0)
-    assert forecast.work_s(1, to_the_end=True) == pytest.approx(1.0)
+    assert forecast.run_time_s(1, ignore_eos=True) == pytest.approx(1.0)

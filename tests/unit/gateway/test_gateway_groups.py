@@ -44,7 +44,7 @@ async def test_a_group_walks_as_one_and_ends_with_its_last() -> None:
     assert not walk.host.ended
     step(walk, 0, 3)
     assert walk.host.ended == [None]
-    assert walk.decode.num_taken == 0
+    assert walk.decode.num_taken_slots == 0
     assert [type(command) for command in walk.decode.sent] == [Reserve, Admit]
     deltas = await deltas_of(walk)
     for index, each in deltas.items():
@@ -63,7 +63,7 @@ async def test_a_sequence_of_one_token_is_not_in_the_ticket() -> None:
     admit = walk.decode.sent[-1]
     assert isinstance(admit, Admit)
     assert [sequence.index for sequence in admit.ticket.sequences] == [0, 2]
-    assert walk.decode.num_taken == 2
+    assert walk.decode.num_taken_slots == 2
 
 
 async def test_all_that_end_with_the_first_token_go_nowhere() -> None:
@@ -84,7 +84,7 @@ async def test_a_stop_string_ends_its_own_sequence_only() -> None:
     await walk.until_decoding()
     step(walk, 1, 2)
     assert walk.decode.sent[-1] == Abort("r1", 1, 1)
-    assert walk.decode.num_taken == 2
+    assert walk.decode.num_taken_slots == 2
     walk.on_event(walk.decode, generated(walk, 200, index=1))
     walk.on_event(walk.decode, generated(walk, 201, skip=7, index=1))
     for index in (0, 2):
@@ -162,7 +162,7 @@ async def test_a_group_moves_without_those_that_have_ended() -> None:
     assert walk.lifecycle.request_move(slot)
     assert walk.decode.sent[-1] == HandOver("r1", 1)
     step(walk, 1)
-    assert other.num_taken == 2
+    assert other.num_taken_slots == 2
     walk.on_event(walk.decode, requeued(walk, at_rest(walk, 0, 1, 2)))
     admit = other.sent[-1]
     assert isinstance(admit, Admit)
@@ -178,7 +178,7 @@ async def test_the_worker_continues_unfinished_sequences_from_the_clients_tokens
         Walk(num_sequences=4).lifecycle.client.request,
         received=(Received(3, (5, 6)), Received(0, (7,), FinishReason.STOP), Received(1, (8,))),
     )
-    assert request.to_go_on == (
+    assert request.unfinished_sequences == (
         TicketSequence(1, (8,)),
         TicketSequence(2),
         TicketSequence(3, (5, 6)),

@@ -81,7 +81,7 @@ async def disturb(walk: Walk, chance: random.Random) -> bool:
         over = {c.attempt for c in worker.sent if isinstance(c, Abort) and c.index is None}
         over |= {attempt for worker_id, attempt in told if worker_id == worker.id}
         assert begun <= over
-        assert worker.num_taken == 0
+        assert worker.num_taken_slots == 0
         assert not worker.prefill_loads
     return finished
 

@@ -6,7 +6,7 @@ import pytest
 
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.frontend.api import ChatMessage, Prompt, PromptReport
-from services.gateway.streaming.logprob_text import LogprobText, PromptTeller
+from services.gateway.streaming.logprob_text import PromptReporter, with_text
 from services.protocol.logprobs import Logprobs
 
 EMBEDDED = Path(__file__).parents[3] / "quire" / "embedded"
@@ -27,7 +27,7 @@ def special(tokenizer: Tokenizer) -> tuple[int, str]:
 
 def report(tokenizer: Tokenizer, prompt: Prompt, token_ids: tuple[int, ...]) -> PromptReport:
     logprobs = [Logprobs(-float(n), n, token_ids[:1], (0.0,)) for n in range(1, len(token_ids))]
-    return PromptTeller(prompt, token_ids, tokenizer).report(logprobs)
+    return PromptReporter(prompt, token_ids, tokenizer).report(logprobs)
 
 
 @pytest.mark.parametrize("text", ["Where are my blocks?", "é, 日本 and 🦀🦀", " x\n\n  y ", "a"])
@@ -71,14 +71,14 @@ def test_a_prompt_of_tokens_or_messages_is_what_its_tokens_say(tokenizer: Tokeni
 
 
 def test_without_logprobs_there_is_the_text(tokenizer: Tokenizer) -> None:
-    told = PromptTeller("Hi", tokenizer.encode("Hi"), tokenizer).report(())
+    told = PromptReporter("Hi", tokenizer.encode("Hi"), tokenizer).report(())
     assert (told.text, told.logprobs) == ("Hi", ())
 
 
 def test_the_likeliest_are_ranked_as_they_come(tokenizer: Tokenizer) -> None:
     token_ids = tokenizer.encode("one two three")
     top = Logprobs(-1.0, 7, token_ids, tuple(-float(n) for n in range(len(token_ids))))
-    spelled = LogprobText(tokenizer).token_bytes(token_ids[0], top, 5)
+    spelled = with_text(tokenizer, token_ids[0], top, 5)
     assert (spelled.chosen.rank, spelled.text_offset) == (7, 5)
     assert [each.rank for each in spelled.top] == list(range(1, len(token_ids) + 1))
     assert b"".join(each.token for each in spelled.top) == b"one two three"

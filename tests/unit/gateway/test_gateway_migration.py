@@ -34,9 +34,9 @@ def handed_over(walk: Walk, ticket: Ticket) -> Requeued:
 async def moving(walk: Walk) -> tuple[Ticket, ScriptedWorker, DecodeReservation]:
     """It runs, has been claimed, and asks another decode worker for a slot."""
     ticket = await walk.until_decoding()
-    assert walk.lifecycle.settled_at is None
+    assert walk.lifecycle.movable_from is None
     walk.on_event(walk.decode, generated(walk, expected(2)[1]))
-    assert walk.lifecycle.settled_at is walk.decode
+    assert walk.lifecycle.movable_from is walk.decode
     other = ScriptedWorker("other")
     slot = walk.lifecycle.reserve_target(other)
     assert other.sent == [Reserve("r1", 2)]
@@ -58,8 +58,8 @@ async def test_a_running_request_moves_when_there_is_a_slot_for_it() -> None:
     assert isinstance(admit, Admit)
     assert given.ticket is not None
     assert admit.ticket == replace(given.ticket, attempt=2)
-    assert (walk.decode.num_taken, other.num_taken) == (0, 1)
-    assert walk.lifecycle.settled_at is None
+    assert (walk.decode.num_taken_slots, other.num_taken_slots) == (0, 1)
+    assert walk.lifecycle.movable_from is None
     rest = expected(MAX_TOKENS)[4:]
     walk.on_event(other, generated(walk, *rest, finish=FinishReason.LENGTH))
     assert await walk.tokens() == expected(MAX_TOKENS)
@@ -67,7 +67,7 @@ async def test_a_running_request_moves_when_there_is_a_slot_for_it() -> None:
     assert not [c for c in other.sent if isinstance(c, Abort)]
     aborts = [c for c in walk.decode.sent if isinstance(c, Abort)]
     assert aborts == [Abort("r1", 1)]  # its ticket is claimed
-    assert other.num_taken == 0
+    assert other.num_taken_slots == 0
 
 
 async def test_without_a_slot_elsewhere_it_stays() -> None:
@@ -75,10 +75,10 @@ async def test_without_a_slot_elsewhere_it_stays() -> None:
     _, other, slot = await moving(walk)
     walk.on_event(other, Reserved("r1", 2, granted=False))
     assert not walk.lifecycle.request_move(slot)
-    assert walk.lifecycle.settled_at is walk.decode
+    assert walk.lifecycle.movable_from is walk.decode
     assert other.refused == 1
-    assert other.num_taken == 0
-    assert walk.decode.num_taken
+    assert other.num_taken_slots == 0
+    assert walk.decode.num_taken_slots
     walk.lifecycle.close()
 
 
@@ -91,7 +91,7 @@ async def test_a_request_with_a_slot_elsewhere_runs_until_it_is_moved() -> None:
     walk.on_event(walk.decode, Requeued("r1", 1, RequeueReason.PREEMPTED))
     assert not walk.lifecycle.request_move(slot)
     assert HandOver("r1", 1) not in walk.decode.sent
-    assert other.num_taken == 0
+    assert other.num_taken_slots == 0
     walk.lifecycle.close()
 
 
@@ -112,7 +112,7 @@ async def test_a_request_that_ends_during_a_move_releases_the_slot(end: str) -> 
         case "lost":
             walk.on_lost(walk.decode, died=True)
     assert Abort("r1", 2) in other.sent
-    assert other.num_taken == 0
+    assert other.num_taken_slots == 0
     walk.lifecycle.close()
 
 

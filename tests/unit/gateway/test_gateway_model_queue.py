@@ -25,7 +25,7 @@ def somebody(arrival: int, priority: int = 0) -> Somebody:
 def line_of(*waiting: Somebody) -> RequestQueue[Somebody]:
     line = RequestQueue[Somebody]()
     for one in waiting:
-        line.join(one, now=one.position.arrival / 1000)
+        line.add(one, now=one.position.arrival / 1000)
     return line
 
 
@@ -34,7 +34,7 @@ def drained(line: RequestQueue[Somebody]) -> list[int]:
     served = []
     while (first := line.first()) is not None:
         served.append(first.position.arrival)
-        line.leave(first)
+        line.remove(first)
     return served
 
 
@@ -46,20 +46,20 @@ def test_lower_priority_first_then_arrival() -> None:
 def test_a_request_that_comes_back_stands_where_it_stood() -> None:
     line = RequestQueue[Somebody]()
     early, late = somebody(1), somebody(2)
-    line.join(late, now=0)
-    line.join(early, now=10)
+    line.add(late, now=0)
+    line.add(early, now=10)
     assert line.first() is early
 
 
 def test_a_request_that_left_is_never_first_and_may_come_again() -> None:
     line = RequestQueue[Somebody]()
     one, two = somebody(1), somebody(2)
-    line.join(one, now=0)
-    line.join(two, now=0)
-    line.leave(one)
-    line.leave(one)
+    line.add(one, now=0)
+    line.add(two, now=0)
+    line.remove(one)
+    line.remove(one)
     assert (len(line), one in line, line.first()) == (1, False, two)
-    line.join(one, now=0)
+    line.add(one, now=0)
     assert drained(line) == [1, 2]
     assert len(line) == 0
 
@@ -106,7 +106,7 @@ async def test_urgent_requests_without_end_delay_a_default_one_by_less_than_a_mi
     registry, line = MemoryRegistry(clock), RequestQueue[Somebody]()
 
     async def comes(priority: int) -> None:
-        line.join(somebody(await registry.next_arrival(), priority), clock.now_s)
+        line.add(somebody(await registry.next_arrival(), priority), clock.now_s)
 
     for priority in [-128] * 1152 + [0] * 5:
         clock.now_s += 0.001
@@ -115,7 +115,7 @@ async def test_urgent_requests_without_end_delay_a_default_one_by_less_than_a_mi
     while len(waited_s) < 5 and clock.now_s < began_s + 3600:
         first = line.first()
         assert first is not None
-        line.leave(first)
+        line.remove(first)
         clock.now_s += 0.1
         if first.position.priority == 0:
             waited_s.append(clock.now_s - began_s)
@@ -131,8 +131,8 @@ def test_the_sequences_that_go_first_are_counted() -> None:
     line = line_of(*people)
     assert [line.num_ahead(priority, 0.004) for priority in (-1, 0, 4, 5)] == [0, 2, 3, 4]
     assert [line.num_ahead(priority, 50.004) for priority in (-1, 0)] == [2, 4]
-    line.leave(people[0])
-    line.leave(people[0])
+    line.remove(people[0])
+    line.remove(people[0])
     assert line.num_ahead(4, 0.004) == 2
     assert RequestQueue[Somebody]().num_ahead(0, 0.0) == 0
 
@@ -142,13 +142,13 @@ def test_the_retry_delay_is_that_of_a_tenth_of_the_line(interval_s: float, delay
     """100 wait and one leaves every half second: ten have left in 5 s. Never absurd."""
     rate = ServiceRate()
     for departure in range(50):
-        rate.departed(departure * interval_s)
+        rate.count_departure(departure * interval_s)
     assert rate.retry_delay_s(100, now=50 * interval_s) == pytest.approx(delay_s)
 
 
 def test_a_line_that_stands_still_slows_the_rate() -> None:
     rate = ServiceRate()
     assert rate.retry_delay_s(100, now=5.0) == 1.0
-    rate.departed(0.0)
-    rate.departed(1.0)
+    rate.count_departure(0.0)
+    rate.count_departure(1.0)
     assert rate.retry_delay_s(10, now=2.0) < rate.retry_delay_s(10, now=20.0)

@@ -44,7 +44,7 @@ async def test_a_ticket_that_is_refused_is_computed_again() -> None:
     walk.on_event(walk.decode, refused)
     assert walk.lifecycle.status is RequestStatus.QUEUED
     assert walk.prefill.sent[-1] == Abort("r1", 1)
-    assert walk.decode.num_taken == 0
+    assert walk.decode.num_taken_slots == 0
     ticket = await walk.until_decoding()
     assert ticket.sequences[0].token_ids == tuple(expected(1))
     walk.on_event(walk.decode, generated(walk, *expected(3)[2:]))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.gateway.request.tickets import problem_of
+from services.gateway.request.tickets import logprobs_problem
 from services.protocol.logprobs import Logprobs
 
 VOCAB = 300
@@ -21,8 +21,8 @@ VOCAB = 300
     ],
 )
 def test_nonsense_is_told_by_what_is_wrong(told: Logprobs, problem: str) -> None:
-    assert problem_of(told, 2, VOCAB) == problem
+    assert logprobs_problem(told, 2, VOCAB) == problem
 
 
 def test_a_vocabulary_smaller_than_what_is_asked_for_is_told_whole() -> None:
-    assert problem_of(Logprobs(-1.0, 3, (2, 0, 1), (-0.5, -1.0, -1.0)), 20, 3) == ""
+    assert logprobs_problem(Logprobs(-1.0, 3, (2, 0, 1), (-0.5, -1.0, -1.0)), 20, 3) == ""

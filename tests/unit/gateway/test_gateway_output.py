@@ -10,8 +10,8 @@ from services.common.errors import InvalidRequest, Unavailable
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.pieces import Pieces
 from services.common.text.stop_strings import StopMatcher
+from services.common.text.tokenizer import Tokenizer
 from services.gateway.frontend.api import Candidate, Delta, Received
-from services.gateway.streaming.logprob_text import LogprobText
 from services.gateway.streaming.output import MAX_UNREAD_TOKENS, Output, RequestStats
 from services.gateway.streaming.sequence import Sequence
 from services.gateway.streaming.text import Text
@@ -38,9 +38,9 @@ def make(
     *stops: str,
     stop_token_ids: tuple[int, ...] = (),
     meter: CountingMeter | None = None,
-    logprob_text: LogprobText | None = None,
+    tokenizer: Tokenizer | None = None,
     num_sequences: int = 1,
-    shows_end: bool = False,
+    includes_end: bool = False,
     min_tokens: int = 0,
 ) -> Output:
     """Its clock shows 1, 2, 3 ...; the request arrived at 0."""
@@ -50,12 +50,12 @@ def make(
             index,
             Text(
                 Detokenizer(Pieces(BYTES, BYTES)),
-                StopMatcher(stops, included=shows_end),
+                StopMatcher(stops, included=includes_end),
                 min_tokens=min_tokens,
-                shows_end=shows_end,
+                includes_end=includes_end,
             ),
             frozenset(stop_token_ids),
-            logprob_text,
+            tokenizer,
         )
         for index in range(num_sequences)
     ]
@@ -182,8 +182,8 @@ async def test_unread_tokens_have_a_limit() -> None:
 
 async def test_only_the_first_prefill_found_what_others_had_cached() -> None:
     output = make()
-    output.stats.saw_prefill(3)
-    output.stats.saw_prefill(64)
+    output.stats.note_prefill(3)
+    output.stats.note_prefill(64)
     assert output.stats.num_cached_tokens == 3
 
 
@@ -204,7 +204,7 @@ class Letters:
 
 def telling(*stops: str) -> Output:
     tokenizer: Any = Letters()
-    return make(*stops, logprob_text=LogprobText(tokenizer))
+    return make(*stops, tokenizer=tokenizer)
 
 
 def told(*values: float) -> tuple[Logprobs, ...]:
@@ -268,14 +268,14 @@ async def test_unread_logprobs_count() -> None:
 
 
 async def test_a_matched_stop_string_can_be_shown() -> None:
-    output = make("STOP", shows_end=True)
+    output = make("STOP", includes_end=True)
     output.write(0, ids("go STOP and more"), None)
     assert output.has_ended
     output.close(None)
     (delta,) = await read(output)
     assert (delta.text, delta.token_ids, delta.stopped_by) == ("go STOP", ids("go STOP"), "STOP")
 
-    output = make(stop_token_ids=ids("!"), shows_end=True)
+    output = make(stop_token_ids=ids("!"), includes_end=True)
     output.write(0, ids("ab!"), FinishReason.STOP)
     assert output.has_ended
     output.close(None)

@@ -37,7 +37,7 @@ async def test_the_walk_from_queue_to_end() -> None:
     assert await walk.tokens() == expected(MAX_TOKENS)
     assert [type(command) for command in walk.decode.sent] == [Reserve, Admit]
     assert walk.host.ended == [None]
-    assert walk.decode.num_taken == 0
+    assert walk.decode.num_taken_slots == 0
     assert not walk.prefill.prefill_loads
 
 
@@ -70,7 +70,7 @@ async def test_a_refusal_leaves_it_where_it_was() -> None:
     assert not await walk.reserve(granted=False)
     assert (walk.lifecycle.status, walk.lifecycle.attempt.number) == (RequestStatus.QUEUED, 1)
     assert walk.decode.refused == 1
-    assert walk.decode.num_taken == 0
+    assert walk.decode.num_taken_slots == 0
     assert [type(command) for command in walk.decode.sent] == [Reserve]
 
 
@@ -92,7 +92,7 @@ async def test_a_slot_granted_at_the_last_moment_is_taken() -> None:
     time.sleep(0.01)  # noqa: ASYNC251 - the loop is busy
     assert await asking
     assert walk.decode.sent == [Reserve("r1", 1)]
-    assert walk.decode.num_taken
+    assert walk.decode.num_taken_slots
 
 
 async def test_cancelled_while_a_slot_is_asked_for() -> None:
@@ -112,7 +112,7 @@ async def test_a_worker_that_is_lost_while_it_is_asked_has_not_granted() -> None
     walk.on_lost(walk.decode, died=True)
     assert not await asking
     assert (walk.lifecycle.status, walk.lifecycle.attempt.number) == (RequestStatus.QUEUED, 2)
-    assert walk.decode.num_taken == 0
+    assert walk.decode.num_taken_slots == 0
 
 
 async def test_events_at_the_wrong_time_or_of_others_are_dropped() -> None:
@@ -169,7 +169,7 @@ async def test_a_worker_that_returned_the_request_is_not_aborted_but_the_other_i
     assert Abort("r1", 1) in walk.decode.sent
     assert Abort("r1", 1) not in walk.prefill.sent
     assert not walk.prefill.prefill_loads
-    assert walk.decode.num_taken == 0
+    assert walk.decode.num_taken_slots == 0
     assert walk.host.num_waits == 1
     assert walk.output.stats.num_preemptions == 1
 
@@ -284,5 +284,5 @@ async def test_tokens_are_final_and_leases_are_released_whatever_happens(seed: i
         ended = {c.attempt for c in worker.sent if isinstance(c, Abort)}
         ended |= {attempt for worker_id, attempt in told if worker_id == worker.id}
         assert begun <= ended
-        assert worker.num_taken == 0
+        assert worker.num_taken_slots == 0
         assert not worker.prefill_loads

@@ -132,18 +132,18 @@ def test_the_common_prefix_with_what_is_under_way_is_counted_in_blocks(num_commo
     theirs = prefix_hashes(b"r" * 16, (*PROMPT[: 16 * num_common], *[7] * 48), 16)
     one = worker("p1")
     one.prefill_loads = {"x": PrefillLoad(1, theirs), "y": PrefillLoad(1)}
-    assert one.num_blocks_under_way(route().hashes) == num_common
+    assert one.num_blocks_in_progress(route().hashes) == num_common
 
 
 def test_free_slots_are_those_reported_less_what_we_took_since() -> None:
     decode = worker("d", num_free_slots=4)
-    decode.num_taken += 3
+    decode.num_taken_slots += 3
     assert decode.num_free_slots == 1
     decode.report(LoadReport(Load(num_free_slots=1)))
     assert decode.num_free_slots == 1
-    decode.num_taken -= 1
+    decode.num_taken_slots -= 1
     assert decode.num_free_slots == 2
-    decode.num_taken -= 1
+    decode.num_taken_slots -= 1
     assert decode.num_free_slots == 3
 
 

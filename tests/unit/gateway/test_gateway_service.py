@@ -30,7 +30,7 @@ class Recorder:
         return
         yield
 
-    def refused(self, request_id: str, model: str, code: str, reason: str) -> None:
+    def record_refusal(self, request_id: str, model: str, code: str, reason: str) -> None:
         self.refusals.append((request_id, model, code))
 
     def models(self) -> tuple[ServedModel, ...]:

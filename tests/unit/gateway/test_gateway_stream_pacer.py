@@ -36,18 +36,18 @@ async def passes(pacer: StreamPacer, count: int) -> list[int]:
 
 async def test_a_few_go_on_in_each_turn() -> None:
     """Who waits is woken in the next turn, and goes on in the one after that."""
-    assert await passes(StreamPacer(at_once=2), 7) == [0, 0, 2, 2, 3, 3, 4]
+    assert await passes(StreamPacer(streams_per_turn=2), 7) == [0, 0, 2, 2, 3, 3, 4]
 
 
 async def test_a_lone_reader_does_not_wait() -> None:
-    pacer = StreamPacer(at_once=1)
+    pacer = StreamPacer(streams_per_turn=1)
     for _ in range(3):
         assert await passes(pacer, 1) == [0]
         await asyncio.sleep(0)
 
 
 async def test_readers_go_on_in_the_order_of_arrival() -> None:
-    pacer, order = StreamPacer(at_once=1), list[int]()
+    pacer, order = StreamPacer(streams_per_turn=1), list[int]()
 
     async def one(number: int) -> None:
         await pacer.wait()
@@ -62,7 +62,7 @@ async def test_readers_go_on_in_the_order_of_arrival() -> None:
 
 
 async def test_a_cancelled_reader_delays_no_other() -> None:
-    pacer = StreamPacer(at_once=1)
+    pacer = StreamPacer(streams_per_turn=1)
     waiting = [asyncio.create_task(pacer.wait()) for _ in range(4)]
     await asyncio.sleep(0)
     for task in waiting[1:3]:
@@ -73,7 +73,7 @@ async def test_a_cancelled_reader_delays_no_other() -> None:
 
 async def test_tokens_that_come_while_a_reader_waits_are_read_together() -> None:
     """Whoever goes first: the one that waits for a turn costs nothing per token."""
-    pacer = StreamPacer(at_once=1)
+    pacer = StreamPacer(streams_per_turn=1)
     outputs = [_watched(Walk().output, pacer) for _ in range(2)]
     read = [asyncio.create_task(_deltas(output)) for output in outputs]
     await asyncio.sleep(0)
@@ -113,7 +113,7 @@ async def _pass(pacer: StreamPacer, clock: Clock, takes_s: tuple[float, ...]) ->
 
 async def test_when_all_are_out_it_rests_for_as_long_as_that_took() -> None:
     """Streams that have something all the time leave half of it to whatever else there is."""
-    clock, pacer = Clock(), StreamPacer(at_once=2, rest=1.0)
+    clock, pacer = Clock(), StreamPacer(streams_per_turn=2, rest_ratio=1.0)
     await _pass(pacer, clock, (0.003, 0.004, 0.005))
     late = asyncio.create_task(pacer.wait())
     clock.now += 0.011
@@ -125,7 +125,7 @@ async def test_when_all_are_out_it_rests_for_as_long_as_that_took() -> None:
 
 
 async def test_a_reader_after_the_pause_does_not_wait() -> None:
-    clock, pacer = Clock(), StreamPacer(at_once=1, rest=1.0)
+    clock, pacer = Clock(), StreamPacer(streams_per_turn=1, rest_ratio=1.0)
     await _pass(pacer, clock, (0.01,))
     clock.now += 0.011
     await _turns()
@@ -133,7 +133,7 @@ async def test_a_reader_after_the_pause_does_not_wait() -> None:
 
 
 async def test_a_read_that_took_no_time_is_followed_by_no_pause() -> None:
-    clock, pacer = Clock(), StreamPacer(at_once=1, rest=1.0)
+    clock, pacer = Clock(), StreamPacer(streams_per_turn=1, rest_ratio=1.0)
     await _pass(pacer, clock, (0.0004, 0.0004))
     late = asyncio.create_task(pacer.wait())
     await _turns()
@@ -141,7 +141,7 @@ async def test_a_read_that_took_no_time_is_followed_by_no_pause() -> None:
 
 
 async def test_a_loop_that_stood_still_rests_no_longer_than_others() -> None:
-    clock, pacer = Clock(), StreamPacer(at_once=1, rest=1.0)
+    clock, pacer = Clock(), StreamPacer(streams_per_turn=1, rest_ratio=1.0)
     await _pass(pacer, clock, (30.0,))
     late = asyncio.create_task(pacer.wait())
     clock.now += 1.01 * LONGEST_REST_S

@@ -39,7 +39,7 @@ async def waiting(walk: Walk) -> ScriptedWorker:
     walk.on_event(walk.decode, step)
     walk.on_event(walk.decode, swapped_out(walk, ticket))
     assert walk.lifecycle.status is RequestStatus.QUEUED
-    assert walk.decode.num_taken == 0
+    assert walk.decode.num_taken_slots == 0
     issuer, walk.decode = walk.decode, ScriptedWorker("next")
     return issuer
 

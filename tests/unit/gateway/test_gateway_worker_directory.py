@@ -79,7 +79,7 @@ def member(worker_id: str, role: Role, pool_id: str = "a", model: str = "one") -
 
 async def test_a_model_is_served_by_pools_with_workers_of_each_kind(harbour: Harbour) -> None:
     await harbour.announce(member("p1", "prefill"), member("d2", "decode", "b", "two"))
-    assert harbour.directory.names() == ("one", "two")
+    assert harbour.directory.model_names() == ("one", "two")
     assert not harbour.directory.ready()
     assert harbour.directory.complete_pools("one") == ()
     await harbour.announce(replace(member("d1", "decode"), max_model_len=2048))
@@ -89,7 +89,7 @@ async def test_a_model_is_served_by_pools_with_workers_of_each_kind(harbour: Har
     served = harbour.directory.served("one")
     assert served is not None
     assert served.max_model_len == 2048
-    assert served.most_slots == 16
+    assert served.max_slots == 16
     assert harbour.directory.served("three") is None
 
 

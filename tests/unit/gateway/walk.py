@@ -13,7 +13,7 @@ from services.common.text.detokenizer import Detokenizer
 from services.common.text.pieces import Pieces
 from services.common.text.stop_strings import StopMatcher
 from services.gateway.frontend.api import Delta
-from services.gateway.intake.admission import Admitted
+from services.gateway.intake.admission import AdmittedRequest
 from services.gateway.request import worker_events
 from services.gateway.request.lifecycle import RequestLifecycle
 from services.gateway.scheduling.request_queue import QueuePosition
@@ -120,7 +120,7 @@ def text_of(token_ids: Seq[int]) -> str:
     return "".join(f"{token_id}," for token_id in token_ids)
 
 
-def output_of(request: Admitted) -> Output:
+def output_of(request: AdmittedRequest) -> Output:
     pieces = [b"%d," % token for token in range(256)]
     sequences = [
         Sequence(
@@ -151,7 +151,7 @@ class Walk:
         self.host = ScriptedHost()
         logprobs = None if num_best is None else 0
         sampling = SamplingParams(*(0.0, 0, 1.0, 0.0, 7, MAX_TOKENS), beam=beam, logprobs=logprobs)
-        request = Admitted(
+        request = AdmittedRequest(
             *("r1", "toy", PROMPT, sampling, stop, 0, "", 0.0, deadline, 256),
             *(num_sequences, num_best),
         )

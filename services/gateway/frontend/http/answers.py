@@ -6,14 +6,18 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from services.gateway.frontend.api import Delta, PromptReport, TokenLogprobs, Usage
-from services.gateway.frontend.http.dialects import (
-    Dialect,
-    Envelope,
+from services.gateway.frontend.http.formats import (
+    AnswerFormat,
     Transcript,
-    choice,
-    usage_of,
+    choice_json,
+    usage_json,
 )
-from services.gateway.frontend.http.logprobs import JSON, echoed_logprobs, joined, prompt_logprobs
+from services.gateway.frontend.http.logprobs import (
+    JSON,
+    concatenate,
+    echoed_logprobs,
+    prompt_logprobs,
+)
 from services.protocol.ticket import FinishReason
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
@@ -23,8 +27,8 @@ prompt 1, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The contents of an answer that the client asked for."""
+class AnswerOptions:
+    """The parts of an answer that the client asked for."""
 
     token_ids: bool = False
     num_logprobs: int | None = None
@@ -39,19 +43,21 @@ class Asked:
     """The text begins with the prompt's text."""
     only_prompt: bool = False
     """The answer has nothing of the generated tokens."""
-    begun: Collection[int] = ()
-    """The choices of which the client received something in a stream that broke."""
+    resumed: Collection[int] = ()
+    """The choices that the client continues after a stream that broke."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """Formats the answer to one HTTP request."""
 
-    dialect: Dialect
-    envelope: Envelope
+    format: AnswerFormat
+    answer_id: str
+    created_unix_s: int
+    model: str
     num_prompts: int
     choices_per_prompt: int
-    asked: Asked
+    options: AnswerOptions
 
     async def whole(self, deltas: Deltas) -> JSON:
         """All deltas as one answer."""
@@ -65,14 +71,15 @@ class Answer:
                     prompts[number] = delta.prompt
                 if delta.usage is not None:
                     usages.append(delta.usage)
-        for index, told in transcripts.items():
-            told.prompt = prompts.get(index // self.choices_per_prompt)
+        for index, transcript in transcripts.items():
+            transcript.prompt = prompts.get(index // self.choices_per_prompt)
+        in_order = sorted(transcripts.items())
         choices = [
-            self._choice(index, told, self.dialect.said, self._num_echoed(told.prompt))
-            for index, told in sorted(transcripts.items())
+            self._choice(index, transcript, self.format.whole, self._num_echoed(transcript.prompt))
+            for index, transcript in in_order
         ]
-        answer = self.envelope.around(self.dialect.kind, choices)
-        self._tell_prompts(answer, [told.prompt for _, told in sorted(transcripts.items())])
+        answer = self._envelope(self.format.kind, choices)
+        self._add_prompt_logprobs(answer, [transcript.prompt for _, transcript in in_order])
         return {**answer, "usage": self._usage(usages)}
 
     async def parts(self, deltas: Deltas) -> AsyncGenerator[JSON, None]:
@@ -87,16 +94,26 @@ class Answer:
                         yield part
                 if delta.prompt is not None:
                     prompts[number] = delta.prompt
-                index, gained = self._index(number, delta), Transcript()
-                gained.add(delta)
-                gained.prompt = None if index in num_echoed else prompts.get(number)
-                num_echoed.setdefault(index, self._num_echoed(gained.prompt))
-                said = self._choice(index, gained, self.dialect.gained, num_echoed[index])
+                index, transcript = self._index(number, delta), Transcript()
+                transcript.add(delta)
+                transcript.prompt = None if index in num_echoed else prompts.get(number)
+                num_echoed.setdefault(index, self._num_echoed(transcript.prompt))
+                choice = self._choice(index, transcript, self.format.delta, num_echoed[index])
                 if delta.usage is not None:
                     usages[number] = delta.usage
-                yield self._part([said], usages.values())
-        if self.asked.usage_in_stream:
+                yield self._part([choice], usages.values())
+        if self.options.usage_in_stream:
             yield {**self._part([]), "usage": self._usage(usages.values())}
+
+    def _envelope(self, kind: str, choices: list[JSON]) -> JSON:
+        """The fields that all parts of the answer have in common, around `choices`."""
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created_unix_s,
+            "model": self.model,
+            "choices": choices,
+        }
 
     def _index(self, number: int, delta: Delta) -> int:
         return number * self.choices_per_prompt + delta.index
@@ -104,64 +121,64 @@ class Answer:
     def _openings(self, first: Usage | None) -> Iterator[JSON]:
         """The parts before those of the first delta, whose usage is `first`: one for each choice
         of which the client received nothing yet."""
-        opening = self.dialect.opening()
+        opening = self.format.opening
         if opening is None:
             return
         for index in range(self.num_prompts * self.choices_per_prompt):
-            if index not in self.asked.begun:
+            if index not in self.options.resumed:
                 usages = () if first is None else (replace(first, num_generated_tokens=0),)
-                yield self._part([choice(index, opening, None, self._ids([]), None)], usages)
+                yield self._part([choice_json(index, opening, None, self._ids([]), None)], usages)
 
     def _choice(
-        self, index: int, told: Transcript, say: Callable[[str], JSON], num_echoed: int
+        self, index: int, gained: Transcript, content: Callable[[str], JSON], num_echoed: int
     ) -> JSON:
-        """`say`: the dialect's format of the text. `num_echoed`: number of characters of the
+        """`content`: `delta` or `whole` of the format. `num_echoed`: number of characters of the
         choice's text that are the prompt's."""
-        generated = Transcript(last=_cut(told.last)) if self.asked.only_prompt else told
-        echoed = told.prompt if self.asked.echo else None
-        text = generated.text if echoed is None else echoed.text + generated.text
-        logprobs = self._logprobs(echoed, generated.logprobs, num_echoed)
-        return choice(index, say(text), generated.last, self._ids(generated.token_ids), logprobs)
+        echoed = gained.prompt if self.options.echo else None
+        if self.options.only_prompt:
+            gained = Transcript(last=_without_tokens(gained.last))
+        text = gained.text if echoed is None else echoed.text + gained.text
+        logprobs = self._logprobs(echoed, gained.logprobs, num_echoed)
+        return choice_json(index, content(text), gained.last, self._ids(gained.token_ids), logprobs)
 
     def _logprobs(
         self, echoed: PromptReport | None, tokens: Sequence[TokenLogprobs], num_echoed: int
     ) -> JSON | None:
-        num_top = self.asked.num_logprobs
+        num_top = self.options.num_logprobs
         if num_top is None or (echoed is None and not tokens):
             return None
-        of_tokens = self.dialect.logprobs(tokens, num_echoed)
-        return of_tokens if echoed is None else joined(echoed_logprobs(echoed, num_top), of_tokens)
+        logprobs = self.format.logprobs(tokens, num_echoed)
+        return concatenate(echoed_logprobs(echoed, num_top), logprobs) if echoed else logprobs
 
     def _num_echoed(self, prompt: PromptReport | None) -> int:
-        return len(prompt.text) if prompt is not None and self.asked.echo else 0
+        return len(prompt.text) if prompt is not None and self.options.echo else 0
 
-    def _tell_prompts(self, answer: JSON, prompts: Sequence[PromptReport | None]) -> None:
+    def _add_prompt_logprobs(self, answer: JSON, prompts: Sequence[PromptReport | None]) -> None:
         """Adds the prompt logprobs where vLLM has them: in each choice of a text completion, at the
         top level of a chat completion."""
-        num_top = self.asked.num_prompt_logprobs
+        num_top = self.options.num_prompt_logprobs
         if num_top is None:
             return
-        places = answer["choices"] if self.dialect.tells_prompt_in_choice else [answer]
+        places = answer["choices"] if self.format.prompt_logprobs_in_choice else [answer]
         for place, prompt in zip(places, prompts, strict=False):  # a chat has only one place
-            told = None if prompt is None else prompt_logprobs(prompt, num_top)
-            place["prompt_logprobs"] = told
+            place["prompt_logprobs"] = prompt and prompt_logprobs(prompt, num_top)
 
     def _usage(self, usages: Iterable[Usage]) -> JSON:
-        if self.asked.only_prompt:
+        if self.options.only_prompt:
             usages = [replace(usage, num_generated_tokens=0) for usage in usages]
-        return usage_of(usages)
+        return usage_json(usages)
 
     def _part(self, choices: list[JSON], usages: Iterable[Usage] = ()) -> JSON:
-        part = self.envelope.around(self.dialect.chunk_kind, choices)
-        if not self.asked.usage_in_stream:
+        part = self._envelope(self.format.chunk_kind, choices)
+        if not self.options.usage_in_stream:
             return part
-        return {**part, "usage": self._usage(usages) if self.asked.usage_in_parts else None}
+        return {**part, "usage": self._usage(usages) if self.options.usage_in_parts else None}
 
     def _ids(self, token_ids: list[int]) -> list[int] | None:
-        return list(token_ids) if self.asked.token_ids else None
+        return list(token_ids) if self.options.token_ids else None
 
 
-def _cut(last: Delta | None) -> Delta | None:
+def _without_tokens(last: Delta | None) -> Delta | None:
     """The last delta as if no token was generated: the choice ends at its limit of 0 tokens."""
     if last is None or last.finish_reason is None:
         return last

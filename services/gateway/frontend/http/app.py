@@ -17,15 +17,19 @@ from services.common.errors import InvalidRequest, UnknownModel
 from services.common.rpc.error_table import failure_of
 from services.common.runtime.exposition import exposition
 from services.gateway.frontend.api import Generator, ServedModel
-from services.gateway.frontend.http.answers import Answer, Asked
-from services.gateway.frontend.http.bodies import DEFAULT_BODY_MEMORY_BYTES, BodyLimits
+from services.gateway.frontend.http.answers import Answer, AnswerOptions
 from services.gateway.frontend.http.body import read_body
-from services.gateway.frontend.http.dialects import ChatDialect, Dialect, Envelope, TextDialect
+from services.gateway.frontend.http.body_limits import DEFAULT_BODY_MEMORY_BYTES, BodyLimits
 from services.gateway.frontend.http.failures import (
-    FrontDoor,
+    RequestIdAndErrors,
     answer_http_exception,
     error_body,
     refusal_of,
+)
+from services.gateway.frontend.http.formats import (
+    CHAT_FORMAT,
+    COMPLETION_FORMAT,
+    AnswerFormat,
 )
 from services.gateway.frontend.http.hosts import AllowedHosts
 from services.gateway.frontend.http.merge import merged
@@ -65,7 +69,7 @@ def create_app(
             Route("/metrics", endpoints.metrics),
         ],
         middleware=[
-            Middleware(FrontDoor),
+            Middleware(RequestIdAndErrors),
             Middleware(AllowedHosts, allowed_hosts),
             Middleware(BodyLimits, max_body_memory_bytes),
         ],
@@ -80,30 +84,30 @@ class _Endpoints:
         self._started_unix_s = int(time.time())
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(request, await self._body(request, CompletionBody), TextDialect())
+        return await self._answer(request, CompletionBody, COMPLETION_FORMAT)
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self._answer(request, await self._body(request, ChatBody), ChatDialect())
-
-    async def _body(self, request: Request, kind: type[Body]) -> Body:
-        """The request's body. A body that is refused is counted and logged."""
-        try:
-            return await read_body(request, kind)
-        except (InvalidRequest, HTTPException) as error:
-            self._generator.refused(request.state.request_id, "", *refusal_of(error))
-            raise
+        return await self._answer(request, ChatBody, CHAT_FORMAT)
 
     async def _answer(
-        self, request: Request, body: CompletionBody | ChatBody, dialect: Dialect
+        self, request: Request, kind: type[Body], answer_format: AnswerFormat
     ) -> Response:
+        try:
+            body = await read_body(request, kind)
+        except (InvalidRequest, HTTPException) as error:
+            self._generator.record_refusal(request.state.request_id, "", *refusal_of(error))
+            raise
         request_id = body.request_id or request.state.request_id
         requests = [with_resume_token(each) for each in body.requests(request_id)]
+        # A request without a model uses the only one that is served.
+        model = body.model or next((each.model for each in self._generator.models()), "")
+        answer_id = f"{answer_format.id_prefix}-{request_id}"
         answer = Answer(
-            dialect,
-            Envelope(f"{dialect.id_prefix}-{request_id}", int(time.time()), self._name(body.model)),
+            answer_format,
+            *(answer_id, int(time.time()), model),
             num_prompts=len(requests),
             choices_per_prompt=body.num_choices,
-            asked=Asked(
+            options=AnswerOptions(
                 token_ids=bool(body.return_token_ids),
                 num_logprobs=body.num_logprobs,
                 num_prompt_logprobs=body.prompt_logprobs,
@@ -111,14 +115,14 @@ class _Endpoints:
                 usage_in_parts=body.running_usage,
                 echo=body.echoes,
                 only_prompt=body.only_prompt,
-                begun={told.index for told in body.received or ()},
+                resumed={each.index for each in body.received or ()},
             ),
         )
         deltas = merged([self._generator.generate(each) for each in requests])
         if body.stream:
             # Only a stream of one prompt can be continued. A client knows a token that it chose.
-            is_told = len(requests) == 1 and not body.resume_token
-            headers = {RESUME_TOKEN_HEADER: requests[0].resume_token} if is_told else {}
+            sends_token = len(requests) == 1 and not body.resume_token
+            headers = {RESUME_TOKEN_HEADER: requests[0].resume_token} if sends_token else {}
             return EventStream(
                 answer.parts(deltas), lambda error: error_body(failure_of(error)), headers
             )
@@ -145,10 +149,6 @@ class _Endpoints:
     async def metrics(self, request: Request) -> Response:
         content, content_type = exposition(self._metrics, request.headers.get("accept", ""))
         return Response(content, headers={"Content-Type": content_type})
-
-    def _name(self, asked_for: str | None) -> str:
-        """The model's name in the answer; a request without a model uses the only one served."""
-        return asked_for or next((model.model for model in self._generator.models()), "")
 
     def _model_json(self, model: ServedModel) -> dict[str, object]:
         return {

@@ -1,6 +1,6 @@
 """Reads a request's body: parses strict JSON, and checks the number of its values and all fields.
 
-`services.gateway.frontend.http.bodies` bounds the size of bodies.
+`services.gateway.frontend.http.body_limits` bounds the size of bodies.
 """
 
 import asyncio

@@ -194,7 +194,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self.parser.should_upgrade():
             self._upgrade_ignored = True
             return
-        self._connections.is_busy(self)
+        self._connections.mark_busy(self)
         self._set_timer(self._limits.body_timeout_s)
         super().on_headers_complete()
 
@@ -249,7 +249,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._answering = None
         super().on_response_complete()
         if self._answering is None and not self._is_closing():
-            self._connections.is_idle(self)
+            self._connections.mark_idle(self)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)

@@ -47,7 +47,7 @@ class Connections:
         self.buffer = memoryview(bytearray(_READ_BYTES))
         """The read buffer of all connections. A connection copies its bytes out of it in the
         callback that reports them."""
-        self.pacer = StreamPacer(at_once=1)
+        self.pacer = StreamPacer(streams_per_turn=1)
         self._open: set[Evictable] = set()
         self._idle: dict[Evictable, None] = {}
         """Connections without a request, the longest idle first."""
@@ -58,18 +58,15 @@ class Connections:
 
     def add(self, connection: Evictable) -> bool:
         """Adds a new, idle connection. False: all `max_connections` connections have requests."""
-        is_full = len(self._open) >= self.limits.max_connections
-        if is_full:
-            longest_idle = next(iter(self._idle), None)
-            if longest_idle is None:
-                self._num_refused += 1
-            else:
-                self._num_evicted += 1
-                self.remove(longest_idle)
-                longest_idle.evict()
+        if len(self._open) >= self.limits.max_connections:
             self._log_soon()
-            if longest_idle is None:
+            if not self._idle:
+                self._num_refused += 1
                 return False
+            self._num_evicted += 1
+            longest_idle = next(iter(self._idle))
+            self.remove(longest_idle)
+            longest_idle.evict()
         self._open.add(connection)
         self._idle[connection] = None
         return True
@@ -79,12 +76,12 @@ class Connections:
         self._open.discard(connection)
         self._idle.pop(connection, None)
 
-    def is_idle(self, connection: Evictable) -> None:
+    def mark_idle(self, connection: Evictable) -> None:
         """Records that all requests of the connection are answered."""
         if connection in self._open:
             self._idle[connection] = None
 
-    def is_busy(self, connection: Evictable) -> None:
+    def mark_busy(self, connection: Evictable) -> None:
         """Records that the connection has a request."""
         self._idle.pop(connection, None)
 

@@ -35,14 +35,7 @@ class InvalidField(InvalidRequest):
 
 def error_body(failure: Failure, param: str | None = None) -> dict[str, Any]:
     """`{"error": {...}}`: the body of an answer, or the last event of a stream."""
-    return {
-        "error": {
-            "message": failure.text,
-            "type": _type_of(failure.http_status),
-            "param": param,
-            "code": failure.code,
-        }
-    }
+    return _error_json(failure.http_status, failure.code, failure.text, param)
 
 
 def error_response(error: Exception) -> Json:
@@ -54,14 +47,15 @@ def error_response(error: Exception) -> Json:
 
 def http_error(status: int, message: str) -> dict[str, Any]:
     """`{"error": {...}}` for a refusal by the HTTP protocol, before a request reaches Quire."""
-    return {
-        "error": {
-            "message": message,
-            "type": _type_of(status),
-            "param": None,
-            "code": _code_of(status),
-        }
-    }
+    return _error_json(status, _code_of(status), message)
+
+
+def _error_json(status: int, code: str, message: str, param: str | None = None) -> dict[str, Any]:
+    if status == 429:
+        kind = "rate_limit_error"
+    else:
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def _code_of(status: int) -> str:
@@ -69,7 +63,7 @@ def _code_of(status: int) -> str:
 
 
 def refusal_of(error: InvalidRequest | HTTPException) -> tuple[str, str]:
-    """The code and the text of a refusal, for `Generator.refused`."""
+    """The code and the text of a refusal, for `Generator.record_refusal`."""
     if isinstance(error, InvalidRequest):
         return error.code, str(error)
     return _code_of(error.status_code), error.detail
@@ -86,7 +80,7 @@ async def answer_http_exception(request: Request, error: Exception) -> Json:
     return Json(http_error(status, text), status, error.headers)
 
 
-class FrontDoor:
+class RequestIdAndErrors:
     """The outermost middleware: gives each request an id, and turns each exception into an answer.
 
     The answer repeats the client's X-Request-Id unchanged. The id in
@@ -126,12 +120,6 @@ def _given_request_id(scope: Scope) -> str | None:
     given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
     usable = given.isascii() and given.isprintable() and " " not in given
     return given if given and usable and len(given) <= _MAX_REQUEST_ID_LENGTH else None
-
-
-def _type_of(http_status: int) -> str:
-    if http_status == 429:
-        return "rate_limit_error"
-    return "server_error" if http_status >= 500 else "invalid_request_error"
 
 
 def _retry_headers(delay_s: float | None) -> dict[str, str]:

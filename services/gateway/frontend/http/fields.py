@@ -51,12 +51,12 @@ class ReceivedBody(Body):
     finish_reason: Literal["stop", "length"] | None = None
     """Set if the client received the whole choice."""
 
-    def told(self) -> Received:
+    def to_received(self) -> Received:
         finish = None if self.finish_reason is None else FinishReason(self.finish_reason)
         return Received(self.index, tuple(self.token_ids), finish)
 
 
-def texts(value: Any) -> tuple[str, ...]:
+def parse_texts(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     texts = [value] if isinstance(value, str) else value
@@ -65,7 +65,7 @@ def texts(value: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def biases_of(value: Any) -> tuple[tuple[int, float], ...]:
+def parse_biases(value: Any) -> tuple[tuple[int, float], ...]:
     """(token id, bias), by rising token id. The keys of a JSON object are strings."""
     biases = {} if value is None else value
     if not isinstance(biases, dict) or any(
@@ -81,11 +81,7 @@ def biases_of(value: Any) -> tuple[tuple[int, float], ...]:
         raise ValueError("a bias is too large") from error
 
 
-def optional_tuple(values: list[int] | None) -> tuple[int, ...] | None:
-    return None if values is None else tuple(values)
-
-
-def prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+def parse_prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and _are_token_ids(value):
@@ -100,7 +96,7 @@ def prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
     return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in value)
 
 
-def unless_false(value: Any) -> Any:
+def none_if_false(value: Any) -> Any:
     """None for false. `logprobs` is a flag in a chat, and standard clients send it, as false, in
     text completions too, where it is a number."""
     return None if value is False else value
@@ -141,7 +137,7 @@ class MessageBody(Body):
     content: Annotated[str, PlainValidator(_content)]
     name: str | None = None
 
-    def message(self) -> ChatMessage:
+    def to_message(self) -> ChatMessage:
         return ChatMessage(self.role, self.content, self.name or "")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 _OFF: tuple[Any, ...] = (False,)
 _EMPTY: tuple[Any, ...] = ([], {})
 
-INERT: dict[str, tuple[Any, ...]] = {
+NO_EFFECT_VALUES: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
     "annotations": _EMPTY,
@@ -48,11 +48,13 @@ def without_ignored(fields: dict[str, Any], supported: Collection[str]) -> dict[
     return {
         name: value
         for name, value in fields.items()
-        if name in supported or name not in INERT or not _asks_for_nothing(value, INERT[name])
+        if name in supported
+        or name not in NO_EFFECT_VALUES
+        or not _has_no_effect(value, NO_EFFECT_VALUES[name])
     }
 
 
-def _asks_for_nothing(value: Any, inert: tuple[Any, ...]) -> bool:
+def _has_no_effect(value: Any, inert: tuple[Any, ...]) -> bool:
     # In Python True == 1, but in JSON true is not 1.
     return value is None or any(
         value == other and isinstance(value, bool) == isinstance(other, bool) for other in inert

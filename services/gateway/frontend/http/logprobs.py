@@ -8,7 +8,7 @@ from services.protocol.logprobs import MAX_LOGPROBS
 
 JSON = dict[str, Any]
 
-_LEAST = -9999.0
+_MIN_LOGPROB = -9999.0
 """Stands for the logarithm of 0, which JSON cannot express; the same value as in vLLM."""
 
 
@@ -34,17 +34,17 @@ def text_logprobs(
 def echoed_logprobs(prompt: PromptReport, num_top: int) -> JSON:
     """The field `logprobs` of an echoed prompt, whose first token has no logprob."""
     first = Candidate(prompt.token_ids[0], 0.0, 0, prompt.first_token)
-    nobody_knows: JSON = {
+    without_logprob: JSON = {
         "text_offset": [0],
         "token_logprobs": [None],
         "tokens": [_name(first)],
         "top_logprobs": [None],
     }
-    return joined(nobody_knows, text_logprobs(prompt.logprobs, num_top=num_top))
+    return concatenate(without_logprob, text_logprobs(prompt.logprobs, num_top=num_top))
 
 
-def joined(first: JSON, then: JSON) -> JSON:
-    """Joins two results of `text_logprobs`."""
+def concatenate(first: JSON, then: JSON) -> JSON:
+    """Concatenates two results of `text_logprobs`."""
     return {name: first[name] + then[name] for name in first}
 
 
@@ -69,23 +69,17 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs]) -> JSON:
 
 
 def _named(candidate: Candidate) -> JSON:
-    return {
-        "logprob": _number(candidate),
-        "rank": candidate.rank,
-        "decoded_token": _name(candidate),
-    }
+    name, logprob = _name(candidate), _number(candidate)
+    return {"logprob": logprob, "rank": candidate.rank, "decoded_token": name}
 
 
 def _entry(candidate: Candidate) -> JSON:
-    return {
-        "token": _name(candidate),
-        "logprob": _number(candidate),
-        "bytes": list(candidate.token),
-    }
+    name, logprob = _name(candidate), _number(candidate)
+    return {"token": name, "logprob": logprob, "bytes": list(candidate.token)}
 
 
 def _number(candidate: Candidate) -> float:
-    return max(candidate.logprob, _LEAST)
+    return max(candidate.logprob, _MIN_LOGPROB)
 
 
 def _name(candidate: Candidate) -> str:

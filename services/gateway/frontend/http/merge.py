@@ -3,17 +3,11 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
 
 _MAX_UNREAD = 16
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    error: Exception | None
 
 
 async def merged(
@@ -29,18 +23,18 @@ async def merged(
             async for item in stream:
                 yield 0, item
         return
-    queue: asyncio.Queue[tuple[int, T] | _Ended] = asyncio.Queue(_MAX_UNREAD)
+    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(_MAX_UNREAD)
     tasks = [asyncio.create_task(_pump(*numbered, queue)) for numbered in enumerate(streams)]
     num_running = len(tasks)
     try:
         while num_running:
             entry = await queue.get()
-            if not isinstance(entry, _Ended):
+            if isinstance(entry, Exception):
+                raise entry
+            if entry is None:
+                num_running -= 1
+            else:
                 yield entry
-                continue
-            if entry.error is not None:
-                raise entry.error
-            num_running -= 1
     finally:
         for task in tasks:
             task.cancel()
@@ -50,13 +44,13 @@ async def merged(
 async def _pump(
     number: int,
     stream: AsyncGenerator[T, None],
-    queue: asyncio.Queue[tuple[int, T] | _Ended],
+    queue: asyncio.Queue[tuple[int, T] | Exception | None],
 ) -> None:
-    error: Exception | None = None
+    """Puts the items of a stream into `queue`, then its error, or None at its end."""
     try:
         async with aclosing(stream):
             async for item in stream:
                 await queue.put((number, item))
-    except Exception as raised:
-        error = raised
-    await queue.put(_Ended(error))
+        await queue.put(None)
+    except Exception as error:
+        await queue.put(error)

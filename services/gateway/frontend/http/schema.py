@@ -4,6 +4,7 @@ This module checks types and combinations of fields. The gateway's admission che
 gRPC and HTTP alike.
 """
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
@@ -21,11 +22,10 @@ from services.gateway.frontend.http.fields import (
     ReceivedBody,
     StreamOptions,
     Strings,
-    biases_of,
-    optional_tuple,
-    prompts,
-    texts,
-    unless_false,
+    none_if_false,
+    parse_biases,
+    parse_prompts,
+    parse_texts,
 )
 from services.protocol.ticket import EarlyStopping
 
@@ -42,7 +42,7 @@ _EARLY_STOPPING = {
     "never": EarlyStopping.WHEN_IMPOSSIBLE,
 }
 
-USUAL_TOKENS = 16
+DEFAULT_MAX_TOKENS = 16
 """The default of max_tokens for a text completion, as in OpenAI's API."""
 
 
@@ -56,10 +56,10 @@ class GenerationBody(Body):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: Annotated[tuple[str, ...], PlainValidator(texts)] = ()
+    stop: Annotated[tuple[str, ...], PlainValidator(parse_texts)] = ()
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(biases_of)] = ()
+    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(parse_biases)] = ()
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -94,31 +94,18 @@ class GenerationBody(Body):
     use_beam_search: bool | None = None
 
     @model_validator(mode="after")
-    def _beams_need_a_search(self) -> Self:
+    def _check_combinations(self) -> Self:
         # In a beam search, `best_of` is the number of beams, like `beam_width`.
-        both = self.beam_width, self.best_of
-        if self.use_beam_search and None not in both and both[0] != both[1]:
+        if self.use_beam_search and _differ(self.beam_width, self.best_of):
             raise ValueError("beam_width and best_of differ; give one of them")
         for name, neutral in _BEAM_FIELDS.items():
             value = getattr(self, name)
             if not self.use_beam_search and value is not None and value != neutral:
                 raise ValueError(f"{name} is for requests with use_beam_search=true")
-        return self
-
-    @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for requests with stream=true")
-        return self
-
-    @model_validator(mode="after")
-    def _prompt_logprobs_come_at_once(self) -> Self:
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs are not available with stream=true")
-        return self
-
-    @model_validator(mode="after")
-    def _received_is_of_a_stream_with_a_name(self) -> Self:
         if self.received is None:
             return self
         if not self.stream or not self.request_id or not self.resume_token:
@@ -141,26 +128,15 @@ class GenerationBody(Body):
         return self.include_usage and bool(options and options.continuous_usage_stats)
 
     @property
-    def most_tokens(self) -> int | None:
-        """The limit of generated tokens that the client set."""
-        return self.max_tokens
-
-    @property
-    def usual_tokens(self) -> int | None:
-        """The limit of generated tokens if the client set none; None: the limit of context and
-        pool."""
-        return None
-
-    @property
     def num_choices(self) -> int:
         """The number of choices for each prompt."""
         return 1 if self.n is None else self.n
 
     @property
-    def chooses(self) -> bool:
+    def selects_best(self) -> bool:
         """Whether the answer has fewer choices than are sampled."""
-        is_search = bool(self.use_beam_search)
-        return not is_search and self.best_of is not None and self.best_of > self.num_choices
+        best_of = None if self.use_beam_search else self.best_of
+        return best_of is not None and best_of > self.num_choices
 
     @property
     def num_logprobs(self) -> int | None:
@@ -174,58 +150,51 @@ class GenerationBody(Body):
         return False
 
     @property
-    def template_arguments(self) -> dict[str, Any]:
-        """Variables of the chat template."""
-        return {}
-
-    @property
     def only_prompt(self) -> bool:
         """Whether the answer has nothing of the generated tokens."""
         return False
 
-    @property
-    def asked_prompt_logprobs(self) -> int | None:
-        """Like `num_logprobs`, for the prompt's tokens, as requested from the gateway."""
-        return self.prompt_logprobs
-
     def request(self, prompt: Prompt, request_id: str) -> GenerationRequest:
+        received = self.received
         return GenerationRequest(
             prompt=prompt,
             request_id=request_id,
             model=self.model or "",
-            sampling=RequestedSampling(
-                temperature=self.temperature,
-                top_k=self.top_k,
-                top_p=self.top_p,
-                min_p=self.min_p,
-                seed=self.seed,
-                max_tokens=self.most_tokens,
-                usual_tokens=self.usual_tokens,
-                stop=self.stop,
-                stop_token_ids=tuple(self.stop_token_ids or ()),
-                ignore_eos=bool(self.ignore_eos),
-                n=self.num_choices,
-                best_of=None if self.use_beam_search else self.best_of,
-                logprobs=self.num_logprobs,
-                prompt_logprobs=self.asked_prompt_logprobs,
-                repetition_penalty=self.repetition_penalty,
-                presence_penalty=self.presence_penalty,
-                frequency_penalty=self.frequency_penalty,
-                logit_bias=self.logit_bias,
-                allowed_token_ids=optional_tuple(self.allowed_token_ids),
-                bad_words=tuple(self.bad_words or ()),
-                min_tokens=self.min_tokens,
-                include_stop_str_in_output=bool(self.include_stop_str_in_output),
-                skip_special_tokens=self.skip_special_tokens is not False,
-                beam=self._beams(),
-            ),
+            sampling=self.sampling(),
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
-            received=None if self.received is None else tuple(r.told() for r in self.received),
+            received=None if received is None else tuple(r.to_received() for r in received),
             resume_token=self.resume_token or "",
             echo=self.echoes,
-            template_arguments=self.template_arguments,
             running_usage=self.running_usage,
+        )
+
+    def sampling(self) -> RequestedSampling:
+        allowed = self.allowed_token_ids
+        return RequestedSampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            n=self.num_choices,
+            best_of=None if self.use_beam_search else self.best_of,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            allowed_token_ids=None if allowed is None else tuple(allowed),
+            bad_words=tuple(self.bad_words or ()),
+            min_tokens=self.min_tokens,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            beam=self._beams(),
         )
 
     def _beams(self) -> RequestedBeams | None:
@@ -237,18 +206,14 @@ class GenerationBody(Body):
 
 
 class CompletionBody(GenerationBody):
-    prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(prompts)]
-    logprobs: Annotated[int | None, BeforeValidator(unless_false)] = None
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(parse_prompts)]
+    logprobs: Annotated[int | None, BeforeValidator(none_if_false)] = None
     echo: bool | None = None
 
     @model_validator(mode="after")
-    def _the_best_come_at_the_end(self) -> Self:
-        if self.chooses and self.stream:
+    def _check_completion(self) -> Self:
+        if self.selects_best and self.stream:
             raise ValueError("best_of above n is not available with stream=true")
-        return self
-
-    @model_validator(mode="after")
-    def _received_is_of_one_prompt(self) -> Self:
         if self.received is not None and len(self.prompt) > 1:
             raise ValueError("received is for requests with one prompt")
         return self
@@ -266,22 +231,16 @@ class CompletionBody(GenerationBody):
         """With an echo, max_tokens may be 0: the client wants the prompt's logprobs only."""
         return self.echoes and self.max_tokens == 0
 
-    @property
-    def most_tokens(self) -> int | None:
-        """1 if `only_prompt`: a prompt is not computed without generating a token."""
-        return 1 if self.only_prompt else self.max_tokens
-
-    @property
-    def usual_tokens(self) -> int | None:
-        return USUAL_TOKENS
-
-    @property
-    def asked_prompt_logprobs(self) -> int | None:
-        """The larger of what `prompt_logprobs` and an echo need: echoed tokens have logprobs like
-        generated ones."""
-        of_echo = self.logprobs if self.echoes else None
-        asked = [number for number in (self.prompt_logprobs, of_echo) if number is not None]
-        return max(asked, default=None)
+    def sampling(self) -> RequestedSampling:
+        # Echoed tokens have logprobs like generated ones, in addition to `prompt_logprobs`.
+        numbers = self.prompt_logprobs, self.logprobs if self.echoes else None
+        return replace(
+            super().sampling(),
+            # To compute a prompt, at least one token must be generated.
+            max_tokens=1 if self.only_prompt else self.max_tokens,
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            prompt_logprobs=max((n for n in numbers if n is not None), default=None),
+        )
 
     def requests(self, request_id: str) -> list[GenerationRequest]:
         """One request for each prompt, in order."""
@@ -302,41 +261,32 @@ class ChatBody(GenerationBody):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
     @model_validator(mode="after")
-    def _chats_are_not_chosen_from(self) -> Self:
-        if self.chooses:
+    def _check_chat(self) -> Self:
+        if self.selects_best:
             text = "best_of above n is for /v1/completions, or for use_beam_search=true"
             raise ValueError(text)
-        return self
-
-    @model_validator(mode="after")
-    def _top_logprobs_need_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is for requests with logprobs=true")
+        if _differ(self.max_tokens, self.max_completion_tokens):
+            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
         return self
 
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        effort = (
-            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        )
-        return {**effort, **(self.chat_template_kwargs or {})}
-
-    @model_validator(mode="after")
-    def _one_limit(self) -> Self:
-        if None not in (both := (self.max_tokens, self.max_completion_tokens)) and (
-            both[0] != both[1]
-        ):
-            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
-        return self
-
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def sampling(self) -> RequestedSampling:
+        sampling, limit = super().sampling(), self.max_completion_tokens
+        return sampling if limit is None else replace(sampling, max_tokens=limit)
 
     def requests(self, request_id: str) -> list[GenerationRequest]:
-        messages = tuple(message.message() for message in self.messages)
-        return [self.request(messages, request_id)]
+        messages = tuple(message.to_message() for message in self.messages)
+        arguments = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            arguments.setdefault("reasoning_effort", self.reasoning_effort)
+        return [replace(self.request(messages, request_id), template_arguments=arguments)]
+
+
+def _differ(one: int | None, other: int | None) -> bool:
+    """Whether both are given and are not the same."""
+    return one is not None and other is not None and one != other

@@ -1,30 +1,11 @@
 """The two formats of an answer: OpenAI's text completion and chat completion, both with vLLM's
 `stop_reason` and `token_ids`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from services.gateway.frontend.api import Delta, PromptReport, TokenLogprobs, Usage
 from services.gateway.frontend.http.logprobs import JSON, chat_logprobs, text_logprobs
-
-
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """The fields that all parts of one answer have in common."""
-
-    answer_id: str
-    created_unix_s: int
-    model: str
-
-    def around(self, kind: str, choices: list[JSON]) -> JSON:
-        return {
-            "id": self.answer_id,
-            "object": kind,
-            "created": self.created_unix_s,
-            "model": self.model,
-            "choices": choices,
-        }
 
 
 @dataclass(slots=True)
@@ -35,10 +16,10 @@ class Transcript:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt: PromptReport | None = None
+    """The prompt of the choice, if it is reported with these deltas."""
     last: Delta | None = None
 
     def add(self, delta: Delta) -> None:
-        self.prompt = self.prompt or delta.prompt
         self.texts.append(delta.text)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
@@ -49,7 +30,8 @@ class Transcript:
         return "".join(self.texts)
 
 
-class Dialect(Protocol):
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
     """The format of one endpoint's answers."""
 
     id_prefix: str
@@ -57,59 +39,41 @@ class Dialect(Protocol):
     """The field `object` of an answer that is not streamed."""
     chunk_kind: str
     """The field `object` of each part of a stream."""
-    tells_prompt_in_choice: bool
+    opening: JSON | None
+    """The fields of the choice with which a stream begins, if it begins with one."""
+    delta: Callable[[str], JSON]
+    """The fields of a choice for the text of a delta."""
+    whole: Callable[[str], JSON]
+    """The fields of a choice for the whole text."""
+    logprobs: Callable[[Sequence[TokenLogprobs], int], JSON]
+    """The field `logprobs` for tokens that begin at an offset of the choice's text."""
+    prompt_logprobs_in_choice: bool
     """Whether prompt logprobs are in the choice; otherwise they are at the answer's top level."""
 
-    def opening(self) -> JSON | None:
-        """The fields of the choice with which a stream begins, if it begins with one."""
 
-    def gained(self, text: str) -> JSON:
-        """The fields of a choice for the text of a delta."""
-
-    def said(self, text: str) -> JSON:
-        """The fields of a choice for the whole text."""
-
-    def logprobs(self, tokens: Sequence[TokenLogprobs], begin: int) -> JSON:
-        """The field `logprobs`. `begin`: characters of the choice's text before the tokens' own."""
-
-
-class TextDialect:
-    id_prefix = "cmpl"
-    kind = chunk_kind = "text_completion"
-    tells_prompt_in_choice = True
-
-    def opening(self) -> None:
-        return None
-
-    def gained(self, text: str) -> JSON:
-        return {"text": text}
-
-    said = gained
-
-    def logprobs(self, tokens: Sequence[TokenLogprobs], begin: int) -> JSON:
-        return text_logprobs(tokens, begin)
+COMPLETION_FORMAT = AnswerFormat(
+    id_prefix="cmpl",
+    kind="text_completion",
+    chunk_kind="text_completion",
+    opening=None,
+    delta=lambda text: {"text": text},
+    whole=lambda text: {"text": text},
+    logprobs=text_logprobs,
+    prompt_logprobs_in_choice=True,
+)
+CHAT_FORMAT = AnswerFormat(
+    id_prefix="chatcmpl",
+    kind="chat.completion",
+    chunk_kind="chat.completion.chunk",
+    opening={"delta": {"role": "assistant", "content": ""}},
+    delta=lambda text: {"delta": {"content": text}},
+    whole=lambda text: {"message": {"role": "assistant", "content": text}},
+    logprobs=lambda tokens, _offset: chat_logprobs(tokens),
+    prompt_logprobs_in_choice=False,
+)
 
 
-class ChatDialect:
-    id_prefix = "chatcmpl"
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-    tells_prompt_in_choice = False
-
-    def opening(self) -> JSON:
-        return {"delta": {"role": "assistant", "content": ""}}
-
-    def gained(self, text: str) -> JSON:
-        return {"delta": {"content": text}}
-
-    def said(self, text: str) -> JSON:
-        return {"message": {"role": "assistant", "content": text}}
-
-    def logprobs(self, tokens: Sequence[TokenLogprobs], begin: int) -> JSON:
-        return chat_logprobs(tokens)
-
-
-def choice(
+def choice_json(
     index: int,
     content: JSON,
     delta: Delta | None,
@@ -128,7 +92,7 @@ def choice(
     return fields if token_ids is None else {**fields, "token_ids": token_ids}
 
 
-def usage_of(usages: Iterable[Usage]) -> JSON:
+def usage_json(usages: Iterable[Usage]) -> JSON:
     """The field `usage`: the sum over all prompts of an answer."""
     usages = tuple(usages)
     num_prompt = sum(usage.num_prompt_tokens for usage in usages)
