@@ -150,12 +150,14 @@ async def test_a_returned_search_goes_on_from_its_beams(pair: WorkerPair) -> Non
 async def test_preempted_searches_find_the_same_hypotheses(
     make_pair: MakePair,
 ) -> None:
-    """Also at the prefill worker, and more than once."""
+    """Also at the prefill worker, and more than once. Decoding begins with all three searches, which
+    need more blocks than there are."""
     pair = await make_pair(num_blocks=40)
+    pair.decode_model.gate.clear()
     tickets = {f"r{number}": asked(number, max_tokens=24) for number in (1, 2, 3)}
     for wanted in tickets.values():
         pair.prefill.submit(pair.session, wanted)
-    num_seen, num_requeued, attempt = 0, 0, 1
+    num_seen, num_admitted, num_requeued, attempt = 0, 0, 0, 1
 
     def all_found() -> bool:
         return all(hypotheses(heard(pair.session, one)) for one in tickets)
@@ -167,6 +169,9 @@ async def test_preempted_searches_find_the_same_hypotheses(
             match event:
                 case Prefilled(ticket):
                     admit(pair, ticket)
+                    num_admitted += 1
+                    if num_admitted == len(tickets):
+                        pair.decode_model.gate.set()
                 case Requeued(progress=Ticket() as ticket):
                     num_requeued, attempt = num_requeued + 1, attempt + 1
                     again = replace(ticket, attempt=attempt, holder_id=f"h-{attempt}")
