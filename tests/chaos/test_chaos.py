@@ -7,7 +7,7 @@ from tests.chaos.harness import unleash
 from tests.chaos.schedule import KINDS, schedule
 
 SEED = 7
-DURATION_S = 40.0
+DURATION_S = 25.0
 
 
 async def test_clients_notice_no_fault(tmp_path: Path) -> None:
@@ -15,8 +15,8 @@ async def test_clients_notice_no_fault(tmp_path: Path) -> None:
     what it says undisturbed, none fails or hangs, the laws hold, and nothing is left."""
     report = await unleash(tmp_path, SEED, DURATION_S)
     assert not report.tally.faults, str(report)
-    assert report.tally.num_finished > 20, str(report)
-    assert report.kinds.total() >= 5, str(report)
+    assert report.tally.num_finished > 15, str(report)
+    assert report.kinds.total() >= 3, str(report)
 
 
 def test_a_seed_gives_its_schedule() -> None:

@@ -129,7 +129,7 @@ async def half_open(proxy: Proxy) -> AsyncIterator[None]:
     [
         (slow, "decode"),
         (cut, "prefill"),
-        (half_open, "decode"),
+        pytest.param(half_open, "decode", marks=pytest.mark.full),
         pytest.param(slow, "prefill", marks=pytest.mark.full),
         pytest.param(cut, "decode", marks=pytest.mark.full),
         pytest.param(half_open, "prefill", marks=pytest.mark.full),

@@ -43,7 +43,7 @@ class Stream:
             self.tokens += delta.token_ids
 
 
-@pytest.mark.parametrize("way", ["drained", "terminated"])
+@pytest.mark.parametrize("way", ["drained", pytest.param("terminated", marks=pytest.mark.full)])
 async def test_a_worker_leaves_while_its_streams_go_on(
     deployment: Deployment, client: AsyncClient, oracle: Oracle, way: str
 ) -> None:

@@ -24,7 +24,7 @@ from .deployment import Deployment, serving
 
 LIMIT_S = 90.0
 NUM = 8
-NUM_TOKENS = 2000
+NUM_TOKENS = 800
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ async def live(
         await workers.close()
 
 
-@pytest.mark.parametrize("kind", HONEST)
+@pytest.mark.parametrize("kind", ["one", pytest.param("group", marks=pytest.mark.full), "search"])
 @given(moves=MOVES, before=SAYINGS, amid=SAYINGS)
 @settings(
     max_examples=25,

@@ -26,6 +26,7 @@ def test_triton_s_kernels_agree_with_the_reference(part: str) -> None:
     assert_passes("pytest", "--quiet", "-k", part, str(SUITE))
 
 
+@pytest.mark.full
 def test_a_model_on_triton_s_kernels_draws_the_reference_s_tokens() -> None:
     """Without and with a sliding window; prefill, chunks, and a batch of decoding rows."""
     assert_passes("bench.gpu_check", "tokens", "--device", "cpu")

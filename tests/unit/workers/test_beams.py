@@ -150,8 +150,8 @@ async def test_a_returned_search_goes_on_from_its_beams(pair: WorkerPair) -> Non
 async def test_preempted_searches_find_the_same_hypotheses(
     make_pair: MakePair,
 ) -> None:
-    """Also at the prefill worker, and more than once. Decoding begins with all three searches, which
-    need more blocks than there are."""
+    """Also at the prefill worker, and more than once. Decoding begins with all three searches,
+    which need more blocks than there are."""
     pair = await make_pair(num_blocks=40)
     pair.decode_model.gate.clear()
     tickets = {f"r{number}": asked(number, max_tokens=24) for number in (1, 2, 3)}
