@@ -260,7 +260,7 @@ async def test_a_request_that_fits_no_pool_any_more_fails_and_delays_no_other(
 ) -> None:
     """It was admitted for a pool that is gone since."""
     with monkeypatch.context() as before:
-        before.setattr(admission, "resolve_max_tokens", lambda *_, usual: POOL_TOKENS)
+        before.setattr(admission, "resolve_max_tokens", lambda *_, default: POOL_TOKENS)
         with pytest.raises(PromptTooLong, match="the pool has"):
             await Call(harness.gateway, asked()).result()
     await Call(harness.gateway, asked("next")).result()

@@ -339,7 +339,7 @@ async def test_the_first_response_brings_the_token(make_harness: Any, workers: A
     [
         (0, {"request_id": ""}, "received needs the request_id and the resume_token"),
         (0, {"resume_token": ""}, "received needs the request_id and the resume_token"),
-        (1, {"temperature": 1.0}, "with its seed only"),
+        (1, {"temperature": 1.0}, "only be continued with its seed"),
         (8, {}, "8 tokens received, max_tokens is 8"),
         (1, {"received": [300]}, "received"),
         (6, {"stop": [TEXT[2:4]]}, "a stop string is in the tokens received"),
