@@ -90,7 +90,10 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         "where that is in doubt",
     )
     group.add_argument(
-        "--quantize", choices=("int8",), help="linears of 8-bit weights and activations"
+        "--quantize",
+        choices=("int8", "int4", "int4-32", "int4-128"),
+        help="linears of 8-bit or 4-bit weights (in groups of 64, 32 or 128 inputs), with 8-bit "
+        "activations",
     )
     computing = group.add_mutually_exclusive_group()
     computing.add_argument(
