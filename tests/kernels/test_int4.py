@@ -186,7 +186,7 @@ def test_int4_weights_are_packed_as_int4_only(cpu: NativeCpu) -> None:
     with pytest.raises(ValueError, match="groups of 32"):
         list(cpu.packed_pieces("int4-64", 32, [weight]))
     target = PackedLinear("int4-32", 32, 64, aligned(packed_bytes("int4-32", 32, 64)))
-    with pytest.raises(ValueError, match="kvops.int4"):
+    with pytest.raises(ValueError, match=r"kvops\.int4"):
         cpu.ops.pack(target, [randn(32, 64)])
 
 

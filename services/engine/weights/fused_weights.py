@@ -62,10 +62,8 @@ def layer_sections(config: ModelConfig, layer: int) -> dict[str, Section]:
 
 
 def head_section(config: ModelConfig) -> Section:
-    source = EMBEDDING if config.tied_embeddings else HEAD
-    return Section(
-        HEAD_SECTION, (source.removesuffix(".weight"),), config.vocab_size, config.hidden_size
-    )
+    source = (EMBEDDING if config.tied_embeddings else HEAD).removesuffix(".weight")
+    return Section(HEAD_SECTION, (source,), config.vocab_size, config.hidden_size)
 
 
 def all_sections(config: ModelConfig) -> Iterator[Section]:
