@@ -28,6 +28,7 @@ KINDS: dict[str, tuple[torch.dtype, Literal["int8"] | None]] = {
     "float32": (torch.float32, None),
     "bfloat16": (torch.bfloat16, None),
     "int8": (torch.bfloat16, "int8"),
+    "int4": (torch.bfloat16, "int4"),
 }
 PROMPT = random_prompt(150, seed=0)
 BLOCK_SIZE = 16
