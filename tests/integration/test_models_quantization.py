@@ -93,24 +93,6 @@ def test_int8_logits_are_near_those_in_fp32(tmp_path: Path, name: str) -> None:
     assert 0.001 < int8_error < 0.07
 
 
-@pytest.mark.parametrize(
-    ("quantize", "limit"), [("int4-32", 0.4), ("int4", 0.45), ("int4-128", 0.5)]
-)
-@pytest.mark.parametrize("name", SHAPES)
-def test_int4_logits_are_near_those_in_fp32(
-    tmp_path: Path, name: str, quantize: Quantization, limit: float
-) -> None:
-    """Four bits have 16 values: an error of about 8 % of a weight goes through all layers."""
-    directory = make_checkpoint(tmp_path, SHAPES[name])
-    exact, rounded = ours(directory, torch.float32), ours(directory, torch.bfloat16, quantize)
-    int4_error = error(
-        [all_logits(rounded, prompt) for prompt in PROMPTS],
-        [all_logits(exact, prompt) for prompt in PROMPTS],
-    )
-    print(f"\n{name}: {quantize} error {int4_error:.4f}")
-    assert 0.01 < int4_error < limit
-
-
 def dequantized(directory: Path, copy: Path, group: int) -> Path:
     """A copy of the checkpoint whose layers' linears have the values of their four-bit weights."""
     shutil.copytree(directory, copy)
@@ -123,21 +105,30 @@ def dequantized(directory: Path, copy: Path, group: int) -> Path:
     return copy
 
 
-@pytest.mark.parametrize(("quantize", "group"), [("int4-32", 32), ("int4", 64), ("int4-128", 128)])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "quantize", "group"),
+    [
+        ("qwen3", "int4-32", 32),
+        ("qwen3", "int4-128", 128),
+        *((name, "int4", 64) for name in SHAPES),
+    ],
+)
 def test_int4_logits_are_as_near_to_the_dequantized_weights_as_int8_is(
     tmp_path: Path, name: str, quantize: Quantization, group: int
 ) -> None:
-    """Beside the weights, only the activations and the head are rounded, to 8 bits."""
+    """Beside the weights, only the activations and the head are rounded, to 8 bits. The rounding of
+    the weights itself is an error of about 8 % of a weight, which goes through all layers."""
     directory = make_checkpoint(tmp_path, SHAPES[name])
-    exact = ours(dequantized(directory, tmp_path / "dequantized", group), torch.float32)
-    rounded = ours(directory, torch.bfloat16, quantize)
-    int4_error = error(
-        [all_logits(rounded, prompt) for prompt in PROMPTS],
-        [all_logits(exact, prompt) for prompt in PROMPTS],
+    rounded, exact = ours(directory, torch.bfloat16, quantize), ours(directory, torch.float32)
+    same_weights = ours(dequantized(directory, tmp_path / "dequantized", group), torch.float32)
+    found, of_fp32, of_same_weights = (
+        [all_logits(recording, prompt) for prompt in PROMPTS]
+        for recording in (rounded, exact, same_weights)
     )
-    print(f"\n{name}: {quantize} against its dequantized weights {int4_error:.4f}")
-    assert 0.001 < int4_error < 0.07
+    of_activations, whole = error(found, of_same_weights), error(found, of_fp32)
+    print(f"\n{name}: {quantize} error {whole:.4f}, with the same weights {of_activations:.4f}")
+    assert 0.001 < of_activations < 0.07
+    assert of_activations < whole < 0.6
 
 
 @dataclass(frozen=True, slots=True)
