@@ -91,11 +91,11 @@ inline void accumulate(const Tile& tile, typename Dot<kind>::Sum (&sums)[rows][k
   }
 }
 
-// The sums of a group are whole numbers, of two vectors of columns at a time: more would not leave
+// The sums of a group are whole numbers, of some vectors of columns at a time: more would not leave
 // registers for the codes. The sums over the groups are fp32: sum += scale * (dot - zero * x_sum).
 template <int rows>
 inline void accumulate_int4(const Tile& tile, int group, vf32 (&sums)[rows][kVectors]) {
-  constexpr int kPart = 2;
+  constexpr int kPart = kWide == 16 ? 2 : 1;
   const int num_steps = group / 8;
   const char* weights = tile.panel;
   const char* fetched = tile.fetched;
@@ -112,10 +112,11 @@ inline void accumulate_int4(const Tile& tile, int group, vf32 (&sums)[rows][kVec
     for (int part = 0; part < kVectors; part += kPart) {
       const char* codes = weights + kStepBytes + part * sizeof(vu32);
       vi32 dots[rows][kPart] = {};
-      for (int begin = 0; begin < num_steps; begin += kNibbleSteps) {
+      for (int begin = 0, end; begin < num_steps; begin = end) {
+        end = begin + kNibbleSteps < num_steps ? begin + kNibbleSteps : num_steps;
         NibbleDot::Sum partial[rows][kPart] = {};
-#pragma GCC unroll 4
-        for (int step = begin; step < begin + kNibbleSteps; ++step, codes += kStepBytes) {
+#pragma GCC unroll 1  // unrolled, GCC would first compute all products, and keep them in memory
+        for (int step = begin; step < end; ++step, codes += kStepBytes) {
           const vu32 nibbles = 0x0f0f0f0fu - vu32{};
           vu32 low[kPart], high[kPart];
 #pragma GCC unroll 2

@@ -102,7 +102,11 @@ struct Dot<WeightKind::int4> {  // see accumulate_int4
 
 // Lanes of four bytes: sums of codes of at most 15 times signed bytes. A sum takes `kNibbleSteps`
 // steps of eight products; then it has to be widened.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
 inline constexpr int kNibbleSteps = 4;
+#else
+inline constexpr int kNibbleSteps = kMostGroup / 8;
+#endif
 
 struct NibbleDot {
 #if defined(__AVX512VNNI__)
