@@ -4,6 +4,7 @@ A group is 32, 64 or 128 consecutive inputs of an output. Its weights share a sc
 point: weight = scale * (code - zero), with codes from 0 to 15. See ADR 107.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -49,8 +50,12 @@ class Int4Weight:
 def quantize(weight: Tensor, group: int) -> Int4Weight:
     """Quantize weights [N, K], with the least squared error of some ranges for each group. A group
     with a weight that is not finite has a NaN scale."""
-    parts = [_quantized(rows.float(), group) for rows in weight.split(_ROWS)]
-    return Int4Weight(*(torch.cat(part) for part in zip(*parts, strict=True)), group)
+    parts = [
+        _quantized(weight[begin : begin + _ROWS].float(), group)
+        for begin in range(0, len(weight), _ROWS)
+    ]
+    codes, scales, zeros = (torch.cat(part) for part in zip(*parts, strict=True))
+    return Int4Weight(codes, scales, zeros, group)
 
 
 def _quantized(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,22 +63,19 @@ def _quantized(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     n, k = weight.shape
     values = F.pad(weight, (0, -k % group), "replicate").view(n, -1, group)
     low, high = values.amin(2, keepdim=True), values.amax(2, keepdim=True)
-    best = None
+    middle, best_error = (low + high) / 2, torch.full_like(low, math.inf)
+    best_scale, best_zero = torch.zeros_like(low), torch.zeros_like(low)
     for shrink in _SHRINKS:
         scale = (high - low) * (shrink / _HIGHEST)
         scale = scale.maximum(low.abs() / _MOST_ZERO).maximum(high.abs() / _MOST_ZERO)
-        middle = (low + high) / 2
         scale, zero = _fitted(values, scale, _HIGHEST / 2 - middle / scale)
         scale, zero = _stored(scale, zero)
-        error = (_decoded(_codes(values, scale, zero), scale, zero) - values).square().sum(2, True)
-        if best is None:
-            best = (error, scale, zero)
-        else:
-            better = error < best[0]
-            found = (error, scale, zero)
-            best = tuple(new.where(better, old) for new, old in zip(found, best, strict=True))
-    assert best is not None
-    _, scale, zero = best
+        found = scale * (_codes(values, scale, zero) - zero)
+        error = (found - values).square().sum(2, keepdim=True)
+        worse = error > best_error  # A NaN is not worse: it has to be kept.
+        best_error = best_error.where(worse, error)
+        best_scale, best_zero = best_scale.where(worse, scale), best_zero.where(worse, zero)
+    scale, zero = best_scale, best_zero
     codes = _codes(values, scale, zero).to(torch.uint8).view(n, -1)[:, :k]
     return codes, scale.squeeze(2), zero.squeeze(2)
 
@@ -92,10 +94,6 @@ def _fitted(values: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor
 def _codes(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     codes = (values / scale + zero).round_().clamp_(0, _HIGHEST)
     return codes.nan_to_num_(0.0)  # All weights of the group are 0, or one is not finite.
-
-
-def _decoded(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    return scale * (codes - zero)
 
 
 def _stored(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,19 +140,18 @@ def packed_pieces(
     parts = [part if isinstance(part, Int4Weight) else quantize(part, group) for part in weights]
     if wrong := {part.group for part in parts} - {group}:
         raise ValueError(f"weights in groups of {min(wrong)} are not packed in groups of {group}")
-    whole = Int4Weight(
-        *(joined([getattr(p, name) for p in parts], turn) for name in ("codes", "scales", "zeros")),
-        group,
+    codes, scales, zeros = (
+        joined([getattr(part, name) for part in parts], turn)
+        for name in ("codes", "scales", "zeros")
     )
-    step = max(1, num_bytes // (_PANEL * whole.codes.shape[1] // 2)) * _PANEL
-    scales = []
+    step = max(1, num_bytes // (_PANEL * codes.shape[1] // 2)) * _PANEL
+    outputs = []
     for begin in range(0, num_outputs, step):
         rows = slice(begin, begin + step)
-        piece = Int4Weight(whole.codes[rows], whole.scales[rows], whole.zeros[rows], group)
-        panels, outputs = packed(piece)
-        scales.append(outputs)
+        panels, scale = packed(Int4Weight(codes[rows], scales[rows], zeros[rows], group))
+        outputs.append(scale)
         yield panels
-    yield torch.cat(scales).view(torch.uint8)
+    yield torch.cat(outputs).view(torch.uint8)
 
 
 def joined(parts: Sequence[Tensor], turn: int) -> Tensor:
