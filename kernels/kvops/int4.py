@@ -71,7 +71,7 @@ def _quantized(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
         scale, zero = _fitted(values, scale, _HIGHEST / 2 - middle / scale)
         scale, zero = _stored(scale, zero)
         found = scale * (_codes(values, scale, zero) - zero)
-        error = (found - values).square().sum(2, keepdim=True)
+        error = ((found - values) / (high - low)).square().sum(2, keepdim=True)
         worse = error > best_error  # A NaN is not worse: it has to be kept.
         best_error = best_error.where(worse, error)
         best_scale, best_zero = best_scale.where(worse, scale), best_zero.where(worse, zero)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from kvops.native import usable_kernels
+from services.common.checkpoint.quantization import Quantization
 
 from .models_oracle import NUM_NEW_TOKENS, RecordingRunner, Trial, random_prompt
 
