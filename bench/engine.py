@@ -11,7 +11,7 @@ the highest. Kernels: the model's linears, and attention of one layer of all lay
 Sampling: what choosing tokens costs of a decode step, by what is asked for.
 
 --floor measures after each figure what the machine can do (`bench.floors`), and says what share of
-it was reached; for kernels always. bf16 and int8 only.
+it was reached; for kernels always. Not for fp32.
 """
 
 import argparse
@@ -149,7 +149,7 @@ def parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--model", type=Path, required=True)
     common.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    common.add_argument("--quantize", choices=("int8",))
+    common.add_argument("--quantize", choices=("int8", "int4", "int4-32", "int4-128"))
     common.add_argument("--backend", default="cpu", choices=kvops.BACKENDS)
     common.add_argument("--threads", type=int, default=os.cpu_count())
     common.add_argument("--cpus", type=int, nargs="*", default=[], help="pin a thread to each")
@@ -176,16 +176,15 @@ def parser() -> argparse.ArgumentParser:
 
 def results(args: argparse.Namespace, model: Model) -> Iterator[tuple[Result, floors.Work, int]]:
     """Each with its work, and the tokens that this work is for."""
-    int8 = args.quantize == "int8"
     if args.command == "decode":
         for streams in args.streams:
             result = decode(model, streams, args.prompt, args.tokens, args.rounds)
             context = args.prompt + args.tokens / 2
-            yield result, floors.decode_step(model.config, streams, context, int8=int8), streams
+            yield result, floors.decode_step(model.config, streams, context, args.quantize), streams
     else:
         for tokens in args.tokens:
             result = prefill(model, tokens, args.chunk, args.rounds)
-            yield result, floors.prefill_of(model.config, tokens, int8=int8), tokens
+            yield result, floors.prefill_of(model.config, tokens, args.quantize), tokens
 
 
 def show(result: Result, as_json: bool) -> None:

@@ -8,12 +8,19 @@ import torch
 from torch import Tensor
 
 from bench import floors
-from kvops.native import Kind, Lane, NativeCpu
+from kvops.native import Kind, Lane, NativeCpu, PackedLinear, aligned, packed_bytes
 from services.common.text.model_config import ModelConfig
 
 _BLOCK_SIZE = 16
 _MIN_S = 0.3
 _MOST_DECODING = 64
+_KINDS: dict[str | None, Kind] = {
+    None: "bfloat16",
+    "int8": "int8",
+    "int4": "int4-64",
+    "int4-32": "int4-32",
+    "int4-128": "int4-128",
+}
 
 
 def kernels(config: ModelConfig, args: argparse.Namespace, num_threads: int) -> Iterator[str]:
@@ -26,7 +33,7 @@ def kernels(config: ModelConfig, args: argparse.Namespace, num_threads: int) -> 
         f"{rates.read / 1e9:.1f} GB/s, {rates.bf16 / 1e9:.0f} GFLOP/s, {rates.int8 / 1e9:.0f} int8"
     )
     yield f"possible on {num_threads} threads: {at_most} ({cpu.isa})"
-    kind: Kind = "int8" if args.quantize == "int8" else "bfloat16"
+    kind: Kind = _KINDS[args.quantize]
     for name, num_outputs, num_inputs in _linears(config):
         for rows in args.rows:
             work = _linear_work(kind, num_outputs, num_inputs, rows)
@@ -35,8 +42,8 @@ def kernels(config: ModelConfig, args: argparse.Namespace, num_threads: int) -> 
             )
     for rows in (rows for rows in args.rows if rows <= _MOST_DECODING):
         one_layer = 1 / config.num_layers
-        step = floors.decode_step(config, rows, args.context, int8=False)
-        without = floors.decode_step(config, rows, 0, int8=False)
+        step = floors.decode_step(config, rows, args.context, None)
+        without = floors.decode_step(config, rows, 0, None)
         work = floors.Work(
             (step.num_bytes - without.num_bytes) * one_layer, (step.bf16 - without.bf16) * one_layer
         )
@@ -59,16 +66,21 @@ def _linears(config: ModelConfig) -> list[tuple[str, int, int]]:
 
 def _linear_work(kind: Kind, n: int, k: int, rows: int) -> floors.Work:
     operations = 2 * n * k * rows
-    if kind == "int8":
-        return floors.Work(n * k, 0, operations)
-    return floors.Work(2 * n * k, operations)
+    num_bytes = packed_bytes(kind, n, k)
+    if kind == "bfloat16":
+        return floors.Work(num_bytes, operations)
+    return floors.Work(num_bytes, 0, operations)
 
 
 def _time_linear(cpu: NativeCpu, kind: Kind, n: int, k: int, rows: int) -> float:
     """Seconds of one; as many weights take turns as no cache holds."""
-    copies = max(1, (256 << 20) // (n * k))
-    weight = torch.randn(n, k).bfloat16()
-    packed = [cpu.pack(kind, weight) for _ in range(copies)]
+    num_bytes = packed_bytes(kind, n, k)
+    pieces = torch.cat(list(cpu.packed_pieces(kind, n, [torch.randn(n, k).bfloat16()])))
+    packed = []
+    for _ in range(max(1, (256 << 20) // num_bytes)):
+        memory = aligned(num_bytes)
+        memory.copy_(pieces)
+        packed.append(PackedLinear(kind, n, k, memory))
     x = torch.randn(rows, k).bfloat16()
     out = torch.empty(rows, n)
     return _seconds([lambda w=w: cpu.ops.linear(x, w, out) for w in packed])  # type: ignore[misc]

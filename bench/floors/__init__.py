@@ -12,6 +12,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.common.checkpoint.quantization import Quantization
 from services.common.text.model_config import ModelConfig
 
 _PROBE = Path(__file__).parent / "probe.cpp"
@@ -45,6 +46,10 @@ def measure(num_threads: int) -> Rates:
     return Rates(**json.loads(run.stdout))
 
 
+_WEIGHT_BYTES = {"int8": 1.0, "int4": 9 / 16, "int4-32": 10 / 16, "int4-128": 17 / 32}
+"""Of a layer's weight, its part of a group's scale and zero point included; the head's are int8."""
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """`num_bytes` read once, `bf16` and `int8` operations."""
@@ -64,26 +69,35 @@ def _seconds(operations: float, rate: float) -> float:
     return operations / rate if operations else 0.0
 
 
-def decode_step(config: ModelConfig, num_rows: int, context: float, *, int8: bool) -> Work:
+def decode_step(
+    config: ModelConfig, num_rows: int, context: float, quantize: Quantization | None
+) -> Work:
     """One token of each row, `context` positions long."""
     weights = _layer_weights(config) + config.vocab_size * config.hidden_size
-    operations = 2 * weights * num_rows
     attention = _attention_operations(config) * context * num_rows
     kv_bytes = _kv_bytes(config) * context * num_rows
-    if int8:
-        return Work(weights + kv_bytes, attention, operations)
-    return Work(2 * weights + kv_bytes, operations + attention)
+    return _work(config, quantize, kv_bytes, 2 * weights * num_rows, attention)
 
 
-def prefill_of(config: ModelConfig, num_tokens: int, *, int8: bool) -> Work:
+def prefill_of(config: ModelConfig, num_tokens: int, quantize: Quantization | None) -> Work:
     """A whole prompt, of which the last token draws."""
-    head = config.vocab_size * config.hidden_size
-    weights = _layer_weights(config)
-    operations = 2 * (weights * num_tokens + head)
+    operations = 2 * (_layer_weights(config) * num_tokens + config.vocab_size * config.hidden_size)
     attention = _attention_operations(config) * num_tokens * (num_tokens + 1) / 2
-    if int8:
-        return Work(weights + head, attention, operations)
-    return Work(2 * (weights + head), operations + attention)
+    return _work(config, quantize, 0, operations, attention)
+
+
+def _work(
+    config: ModelConfig,
+    quantize: Quantization | None,
+    kv_bytes: float,
+    linears: float,
+    attention: float,
+) -> Work:
+    head = config.vocab_size * config.hidden_size
+    if quantize is None:
+        return Work(2 * (_layer_weights(config) + head) + kv_bytes, linears + attention)
+    num_bytes = _layer_weights(config) * _WEIGHT_BYTES[quantize] + head + kv_bytes
+    return Work(num_bytes, attention, linears)
 
 
 def _layer_weights(config: ModelConfig) -> int:

@@ -31,8 +31,6 @@ int64_t spaced(int64_t width, size_t size) {
 Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
   const int64_t t = batch.num_tokens;
   const Dtype dtype = arena.dtype;
-  const Layer& layer = layers_.front();
-  const int64_t widest = std::max({shape_.hidden, shape_.attention_size(), shape_.intermediate});
   AttentionCall call{};
   call.dtype = dtype;
   call.num_heads = shape_.num_heads;
@@ -52,12 +50,19 @@ Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
   b.attended = attended_.get(t * b.attention_stride * size_of(dtype));
   b.gated_stride = spaced(shape_.intermediate, size_of(dtype));
   b.gated = gated_.get(t * b.gated_stride * size_of(dtype));
-  const int64_t input_stride = spaced(widest, 4 / static_cast<size_t>(group_of(layer.qkv->kind)));
-  b.inputs = {layer.qkv->kind, inputs_.get(t * input_stride * sizeof(float)), input_stride,
-              static_cast<float*>(scales_.get(t * sizeof(float)))};
+  b.widest =
+      round_up(std::max({shape_.hidden, shape_.attention_size(), shape_.intermediate}), kMostGroup);
+  b.inputs = inputs_.get(t * spaced(b.widest, sizeof(float)) * sizeof(float));
+  b.scales = static_cast<float*>(scales_.get(t * sizeof(float)));
+  b.sums = static_cast<float*>(sums_.get(t * (b.widest / kLeastGroup) * sizeof(float)));
   b.scratch = static_cast<char*>(scratch_.get(scratch * pool_.num_lanes()));
   b.scratch_bytes = scratch;
   return b;
+}
+
+Rows Decoder::input_rows(const Linear& next, const Buffers& b) const {
+  const int64_t stride = spaced(b.widest, static_cast<size_t>(input_bytes(next.kind)));
+  return {next.kind, next.group, b.inputs, stride, b.scales, b.sums, b.widest / kLeastGroup};
 }
 
 // The call for every layer, without the fields that differ between layers: `attend` sets those.
@@ -92,8 +97,8 @@ void Decoder::forward(const Batch& batch, const Arena& arena, float* hidden) {
     for (size_t i = 0; i < layers_.size(); ++i) {
       const Layer& layer = layers_[i];
       norm(lane, layer.input_norm, m, *layer.qkv, b);
-      linear(lane, *layer.qkv, {b.inputs.data, b.inputs.stride, b.inputs.scales}, m,
-             Epilogue::store_f32, b.qkv, b.qkv_stride);
+      linear(lane, *layer.qkv, input_rows(*layer.qkv, b).read(), m, Epilogue::store_f32, b.qkv,
+             b.qkv_stride);
       attend(lane, layer, static_cast<int64_t>(i), batch, arena, b);
       if (i + 1 == layers_.size() && batch.num_wanted < m) {
         // All KV is stored, so only the wanted tokens are needed from here on.
@@ -105,7 +110,7 @@ void Decoder::forward(const Batch& batch, const Arena& arena, float* hidden) {
     lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
       const NormCall call{b.residual,    b.residual_stride,
                           shape_.hidden, final_norm_,
-                          shape_.eps,    {WeightKind::f32, hidden, shape_.hidden, nullptr}};
+                          shape_.eps,    {WeightKind::f32, 0, hidden, shape_.hidden}};
       kernels_.rms_norm(call, begin, end);
     });
   });
@@ -173,7 +178,7 @@ void Decoder::finish_layer(Lane& lane, const Layer& layer, int64_t m, Dtype dtyp
   Activations x = taken(lane, b.attended, dtype, b.attention_stride, m, *layer.output, b);
   linear(lane, *layer.output, x, m, Epilogue::add_f32, b.residual, b.residual_stride);
   norm(lane, layer.mlp_norm, m, *layer.gate_up, b);
-  linear(lane, *layer.gate_up, {b.inputs.data, b.inputs.stride, b.inputs.scales}, m,
+  linear(lane, *layer.gate_up, input_rows(*layer.gate_up, b).read(), m,
          dtype == Dtype::f32 ? Epilogue::silu_mul_f32 : Epilogue::silu_mul_bf16, b.gated,
          b.gated_stride);
   x = taken(lane, b.gated, dtype, b.gated_stride, m, *layer.down, b);
@@ -182,9 +187,8 @@ void Decoder::finish_layer(Lane& lane, const Layer& layer, int64_t m, Dtype dtyp
 
 void Decoder::norm(Lane& lane, const float* weight, int64_t m, const Linear& next,
                    const Buffers& b) {
-  const NormCall call{b.residual,    b.residual_stride,
-                      shape_.hidden, weight,
-                      shape_.eps,    {next.kind, b.inputs.data, b.inputs.stride, b.inputs.scales}};
+  const NormCall call{b.residual, b.residual_stride, shape_.hidden,
+                      weight,     shape_.eps,        input_rows(next, b)};
   lane.loop(m, kTokensAtOnce,
             [&](int64_t begin, int64_t end) { kernels_.rms_norm(call, begin, end); });
 }
@@ -197,15 +201,15 @@ void Decoder::linear(Lane& lane, const Linear& weights, const Activations& x, in
             [&](int64_t begin, int64_t end) { kernels_.linear(call, begin, end, 0, m); });
 }
 
-// Returns x as the input of the next linear: quantized for int8 weights, otherwise as it is.
+// Returns x as the input of the next linear: quantized if the linear is, otherwise as it is.
 Activations Decoder::taken(Lane& lane, const void* x, Dtype dtype, int64_t stride, int64_t m,
                            const Linear& next, const Buffers& b) {
-  if (next.kind != WeightKind::int8) return {x, stride, nullptr};
-  const Rows rows{next.kind, b.inputs.data, b.inputs.stride, b.inputs.scales};
+  if (!is_quantized(next.kind)) return {x, stride};
+  const Rows rows = input_rows(next, b);
   lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
     kernels_.quantize(x, dtype, stride, static_cast<int>(next.k), rows, begin, end);
   });
-  return {rows.data, rows.stride, rows.scales};
+  return rows.read();
 }
 
 }  // namespace quire

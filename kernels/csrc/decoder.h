@@ -90,12 +90,16 @@ class Decoder {
     void* q;          // [T, H * D], the arena's dtype
     void* attended;   // [T, H * D], the arena's dtype
     void* gated;      // [T, intermediate], fp32 or bf16
-    Rows inputs;      // [T, widest]: the input of the next linear
-    char* scratch;    // per lane
+    void* inputs;     // [T, widest]: the input of the next linear, see `input_rows`
+    int64_t widest;
+    float* scales;  // [T]
+    float* sums;    // [T, widest / kLeastGroup]
+    char* scratch;  // per lane
     size_t scratch_bytes;
   };
 
   Buffers buffers(const Batch& batch, const Arena& arena);
+  Rows input_rows(const Linear& next, const Buffers& b) const;
   AttentionCall attention_call(const Batch& batch, const Arena& arena, const Buffers& b) const;
   void embed(Lane& lane, const Batch& batch, const Buffers& b);
   void attend(Lane& lane, const Layer& layer, int64_t index, const Batch& batch, const Arena& arena,
@@ -118,7 +122,7 @@ class Decoder {
   const float* cos_;  // [positions, D / 2]
   const float* sin_;
   AttentionPlan plan_;
-  Scratch residual_, qkv_, q_, attended_, gated_, inputs_, scales_, scratch_;
+  Scratch residual_, qkv_, q_, attended_, gated_, inputs_, scales_, sums_, scratch_;
 };
 
 }  // namespace quire

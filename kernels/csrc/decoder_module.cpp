@@ -83,7 +83,8 @@ class BoundDecoder {
     kind_ = checked.front().qkv->kind;
     for (const Layer& layer : checked)
       for (const Linear* linear : {layer.qkv, layer.output, layer.gate_up, layer.down})
-        require(linear->kind == kind_, "linears of different kinds");
+        require((linear->kind == WeightKind::f32) == (kind_ == WeightKind::f32),
+                "float32 linears beside linears of another kind");
     decoder_ = std::make_unique<Decoder>(kernels_called(isa), pool, shape, std::move(checked),
                                          embedding.data(), float_type(embedding, "embedding"),
                                          floats(final_norm, shape.hidden, "final_norm"),
@@ -143,7 +144,7 @@ class BoundDecoder {
     check_rank(kv, 6, "kv");
     const Dtype dtype = float_type(kv, "kv");
     require((dtype == Dtype::f32) == (kind_ == WeightKind::f32),
-            "the KV of bfloat16 and int8 weights is bfloat16, that of float32 weights float32");
+            "the KV of float32 weights is float32, that of other weights bfloat16");
     require(kv.shape(1) == num_layers_ && kv.shape(2) == 2 &&
                 static_cast<int>(kv.shape(4)) == shape_.num_kv_heads &&
                 static_cast<int>(kv.shape(5)) == shape_.head_dim &&

@@ -169,16 +169,21 @@ const float* Head::gathered(const float* hidden, int64_t begin, int64_t end) {
 }
 
 void Head::prepare(int64_t m) {
-  const int64_t width = round_up(hidden_size(), 64);
-  inputs_ = {weights_.kind, rounded_.get(m * width * sizeof(bf16)), width,
-             static_cast<float*>(scales_.get(m * sizeof(float)))};
+  const int64_t width = round_up(hidden_size(), kMostGroup);
+  inputs_ = {weights_.kind,
+             weights_.group,
+             rounded_.get(m * width * sizeof(bf16)),
+             width,
+             static_cast<float*>(scales_.get(m * sizeof(float))),
+             static_cast<float*>(sums_.get(m * num_groups(weights_) * sizeof(float))),
+             num_groups(weights_)};
 }
 
 Activations Head::input(Lane& lane, const float* hidden, int64_t m) {
   const int64_t width = hidden_size();
-  if (weights_.kind == WeightKind::f32) return {hidden, width, nullptr};
+  if (weights_.kind == WeightKind::f32) return {hidden, width};
   lane.loop(m, kStatesAtOnce, [&](int64_t begin, int64_t end) {
-    if (weights_.kind == WeightKind::int8)
+    if (is_quantized(weights_.kind))
       return kernels_.quantize(hidden, Dtype::f32, width, static_cast<int>(width), inputs_, begin,
                                end);
     auto* rounded = static_cast<bf16*>(inputs_.data);
@@ -186,7 +191,7 @@ Activations Head::input(Lane& lane, const float* hidden, int64_t m) {
       for (int64_t i = 0; i < width; ++i)
         rounded[row * inputs_.stride + i] = narrowed(hidden[row * width + i]);
   });
-  return {inputs_.data, inputs_.stride, inputs_.scales};
+  return inputs_.read();
 }
 
 }  // namespace quire

@@ -70,7 +70,7 @@ class Head {
   std::vector<int64_t> questions_;  // indices of questions, by place
   std::vector<int64_t> slots_;      // by question: its slot in `scores`, or -1
   int64_t num_likeliest_ = 0, num_drawing_ = 0;
-  Scratch gathered_, rounded_, scales_, logits_, bests_;
+  Scratch gathered_, rounded_, scales_, sums_, logits_, bests_;
 };
 
 }  // namespace quire

@@ -21,36 +21,73 @@ inline size_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
 
 // ---- linear ------------------------------------------------------------------------------------
 
-enum class WeightKind : int { f32 = 0, bf16 = 1, int8 = 2 };
+enum class WeightKind : int { f32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
 
 inline constexpr int kPanel = 32;  // columns (outputs) of a panel
 
-// The number of K values in the 4 bytes of a vector lane: one float, two bf16 or four bytes.
-inline int group_of(WeightKind kind) {
-  return kind == WeightKind::f32 ? 1 : kind == WeightKind::bf16 ? 2 : 4;
+// The number of K values in the 4 bytes of a vector lane: one float, two bf16, four bytes or eight
+// nibbles.
+inline constexpr int lane_values(WeightKind kind) {
+  return kind == WeightKind::f32    ? 1
+         : kind == WeightKind::bf16 ? 2
+         : kind == WeightKind::int8 ? 4
+                                    : 8;
 }
 
-// Weights [N, K] as panels [ceil(N / 32)][ceil(K / group)][32][group], padded with zeros. One step
-// of one panel is 128 bytes, so that a panel is one stream, read from front to back. int8: weight =
-// scale[n] * value; `sums[n]` is the sum of the values over K, which corrects for the offset of 128
-// that activations have. bias: fp32 [N padded to 32], or null.
+// Whether the inputs of a linear are bytes with a scale for each row.
+inline constexpr bool is_quantized(WeightKind kind) { return kind >= WeightKind::int8; }
+
+// Bytes of one element of a linear's input.
+inline constexpr int input_bytes(WeightKind kind) {
+  return kind == WeightKind::f32 ? 4 : kind == WeightKind::bf16 ? 2 : 1;
+}
+
+// A group of int4 weights: K values of an output that share a scale and a zero point.
+inline constexpr int kLeastGroup = 32, kMostGroup = 128;  // groups are multiples of 32
+
+// Weights [N, K] as panels [ceil(N / 32)][ceil(K / values)][32][values], padded with zeros, where
+// `values` are the lane_values. One step of one panel is 128 bytes, so that a panel is one stream,
+// read from front to back. bias: fp32 [N padded to 32], or null.
+//
+// int8: weight = scale[n] * value; `sums[n]` is the sum of the values over K, which corrects for
+// the offset of 128 that activations have.
+//
+// int4: weight = scale[n] * group scale * (code - zero point). A group begins with a step of its
+// own: 32 scales and 32 zero points, fp16. In a step's four bytes of a column, the low nibbles are
+// the codes of the first four K values, the high nibbles those of the next four. K is padded to a
+// multiple of the group with codes of 0.
 struct Linear {
   WeightKind kind;
   int64_t n;
   int64_t k;
+  int group;  // int4 only
   const void* panels;
-  const float* scales;  // int8 only, [N padded]
+  const float* scales;  // int8 and int4, [N padded]
   const int32_t* sums;  // int8 only, [N padded]
   const float* bias;
 };
 
-// The input of a linear. Row m is K elements at data + m * stride (in elements), padded with 0 to a
-// multiple of the group. Elements are f32 for f32 weights, bf16 for bf16 weights, and for int8
-// weights unsigned bytes q with x = scale[m] * (q - 128).
+// The multiple to which the inputs of a linear are padded.
+inline int64_t input_multiple(const Linear& linear) {
+  return linear.kind == WeightKind::int4 ? linear.group : lane_values(linear.kind);
+}
+
+// The number of steps of a panel, those of groups included.
+inline int64_t panel_steps(WeightKind kind, int64_t k, int group) {
+  const int values = lane_values(kind);
+  if (kind != WeightKind::int4) return (k + values - 1) / values;
+  return (k + group - 1) / group * (1 + group / values);
+}
+
+// The input of a linear. Row m is K elements at data + m * stride (in elements), padded with 0 to
+// the input multiple. Elements are f32 for f32 weights, bf16 for bf16 weights, and bytes for the
+// others: int8: unsigned q with x = scale[m] * (q - 128); int4: signed q with x = scale[m] * q.
 struct Activations {
   const void* data;
   int64_t stride;
-  const float* scales;  // int8 only, [M]
+  const float* scales = nullptr;  // int8 and int4, [M]
+  const float* sums = nullptr;    // int4 only: the sums of q over each group, [M, sums_stride]
+  int64_t sums_stride = 0;
 };
 
 // What a linear does with its result y = x W^T + bias (fp32).
@@ -126,12 +163,17 @@ inline constexpr int kTogetherRows = 512;
 
 // ---- rows --------------------------------------------------------------------------------------
 
-// The output of a row kernel, in the form that the next linear reads.
+// The output of a row kernel, in the form that the next linear reads (see Activations).
 struct Rows {
   WeightKind kind;
+  int group;   // int4 only
   void* data;  // f32, bf16 or bytes, [M, stride]
   int64_t stride;
-  float* scales;  // int8 only, [M]
+  float* scales = nullptr;  // int8 and int4, [M]
+  float* sums = nullptr;    // int4 only, [M, sums_stride]
+  int64_t sums_stride = 0;
+
+  Activations read() const { return {data, stride, scales, sums, sums_stride}; }
 };
 
 struct NormCall {
@@ -182,7 +224,7 @@ struct Kernels {
                  int64_t row_end);
   // Packs weights into panels [panel_begin, panel_end): row n is the K values, f32 or bf16, at
   // rows[n], or zeros if rows[n] is null. For int8 it also writes scales and sums: scale =
-  // largest |w| / 127.
+  // largest |w| / 127. Not for int4, which `kvops.int4` packs.
   void (*pack)(const Linear&, const void* const* rows, Dtype dtype, int64_t panel_begin,
                int64_t panel_end);
 
@@ -194,8 +236,8 @@ struct Kernels {
   size_t (*attention_scratch)(const AttentionCall&);
 
   void (*rms_norm)(const NormCall&, int64_t row_begin, int64_t row_end);
-  // Quantizes fp32 or bf16 rows to bytes with a scale for each row: q = round(x / scale) + 128,
-  // scale = largest |x| / 127.
+  // Quantizes fp32 or bf16 rows to bytes with a scale for each row: q = round(x / scale), with an
+  // offset of 128 for int8, and scale = largest |x| / 127.
   void (*quantize)(const void* x, Dtype dtype, int64_t stride, int width, const Rows& out,
                    int64_t row_begin, int64_t row_end);
   void (*qkv)(const QkvCall&, int64_t token_begin, int64_t token_end);

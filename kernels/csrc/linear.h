@@ -24,7 +24,9 @@ inline constexpr int kVectors = kPanel / kWide;  // of a panel's step
 // As many rows as the register file has room for, beside a step's weights and one activation (of
 // 16 registers, what has more than one operation a step may spill some).
 inline constexpr int tile_rows(WeightKind kind) {
-  return kWide == 16 ? 12 : kWide == 8 && kind != WeightKind::f32 ? 4 : 3;
+  return kWide == 16                                                           ? 12
+         : kind == WeightKind::int4 || (kWide == 8 && kind != WeightKind::f32) ? 4
+                                                                               : 3;
 }
 
 inline constexpr int64_t kStepBytes = 4 * kPanel;  // of a panel
@@ -44,8 +46,10 @@ inline constexpr int64_t kFarBytes = 12 * 1024;
 inline constexpr int64_t kNearBytes = 2 * 1024;
 
 struct Tile {
-  const char* x;     // its first row
-  int64_t x_stride;  // bytes
+  const char* x;        // its first row
+  int64_t x_stride;     // bytes
+  const float* x_sums;  // int4 only
+  int64_t x_sums_stride;
   const char* panel;
   int64_t num_steps;
   const char* fetched;  // what will be needed next, `fetched_step` bytes of it each step
@@ -87,13 +91,85 @@ inline void accumulate(const Tile& tile, typename Dot<kind>::Sum (&sums)[rows][k
   }
 }
 
+// The sums of a group are whole numbers, of some vectors of columns at a time: more would not leave
+// registers for the codes. The sums over the groups are fp32: sum += scale * (dot - zero * x_sum).
+template <int rows>
+inline void accumulate_int4(const Tile& tile, int group, vf32 (&sums)[rows][kVectors]) {
+  constexpr int kPart = kWide == 16 ? 2 : 1;
+  const int num_steps = group / 8;
+  const char* weights = tile.panel;
+  const char* fetched = tile.fetched;
+  const char* x = tile.x;
+  for (int64_t i = 0; i * (num_steps + 1) < tile.num_steps; ++i, x += group) {
+    for (int step = 0; step <= num_steps; ++step, fetched += tile.fetched_step) {
+      fetch(fetched, tile.is_far);
+      if (tile.fetched_step > kCacheLine) fetch(fetched + kCacheLine, tile.is_far);
+      if (tile.is_near) {
+        fetch(weights + step * kStepBytes + kNearBytes, false);
+        fetch(weights + step * kStepBytes + kNearBytes + kCacheLine, false);
+      }
+    }
+    for (int part = 0; part < kVectors; part += kPart) {
+      const char* codes = weights + kStepBytes + part * sizeof(vu32);
+      vi32 dots[rows][kPart] = {};
+      for (int begin = 0, end; begin < num_steps; begin = end) {
+        end = begin + kNibbleSteps < num_steps ? begin + kNibbleSteps : num_steps;
+        NibbleDot::Sum partial[rows][kPart] = {};
+#pragma GCC unroll 1  // unrolled, GCC would first compute all products, and keep them in memory
+        for (int step = begin; step < end; ++step, codes += kStepBytes) {
+          const vu32 nibbles = 0x0f0f0f0fu - vu32{};
+          vu32 low[kPart], high[kPart];
+#pragma GCC unroll 2
+          for (int j = 0; j < kPart; ++j) {
+            const vu32 bytes = load<vu32>(codes + j * sizeof(vu32));
+            low[j] = bytes & nibbles;
+            high[j] = bytes >> 4 & nibbles;
+          }
+#pragma GCC unroll 16
+          for (int row = 0; row < rows; ++row) {
+            const char* at = x + row * tile.x_stride + 8 * step;
+            const vu32 first = load<uint32_t>(at) - vu32{},
+                       second = load<uint32_t>(at + 4) - vu32{};
+#pragma GCC unroll 2
+            for (int j = 0; j < kPart; ++j) {
+              partial[row][j] = NibbleDot::step(partial[row][j], low[j], first);
+              partial[row][j] = NibbleDot::step(partial[row][j], high[j], second);
+            }
+          }
+        }
+#pragma GCC unroll 16
+        for (int row = 0; row < rows; ++row)
+#pragma GCC unroll 2
+          for (int j = 0; j < kPart; ++j) dots[row][j] += NibbleDot::widened(partial[row][j]);
+      }
+      const auto* scales = reinterpret_cast<const uint16_t*>(weights) + part * kWide;
+#pragma GCC unroll 2
+      for (int j = 0; j < kPart; ++j) {
+        const vf32 scale = load_half(scales + j * kWide);
+        const vf32 zero = load_half(scales + kPanel + j * kWide);
+#pragma GCC unroll 16
+        for (int row = 0; row < rows; ++row) {
+          const vf32 x_sum = tile.x_sums[row * tile.x_sums_stride + i] - vf32{};
+          const vf32 dot = __builtin_convertvector(dots[row][j], vf32);
+          sums[row][part + j] =
+              multiply_add(scale, multiply_add(-zero, x_sum, dot), sums[row][part + j]);
+        }
+      }
+    }
+    weights += (num_steps + 1) * kStepBytes;
+  }
+}
+
 template <WeightKind kind, int rows>
 inline void compute_tile(const LinearCall& call, const Tile& tile, int64_t row, int64_t panel) {
   typename Dot<kind>::Sum sums[rows][kVectors] = {};
-  accumulate<kind, rows>(tile, sums);
+  if constexpr (kind == WeightKind::int4)
+    accumulate_int4<rows>(tile, call.weights->group, sums);
+  else
+    accumulate<kind, rows>(tile, sums);
   typename Dot<kind>::Lanes lanes[rows][2];
   std::memcpy(lanes, sums, sizeof lanes);
-  finish(call, row, rows, panel, lanes);
+  finish<kind>(call, row, rows, panel, lanes);
 }
 
 // As above, for a number of rows that is known only now.
@@ -108,9 +184,8 @@ inline void compute_rows(const LinearCall& call, const Tile& tile, int64_t row, 
 template <WeightKind kind>
 inline void compute_panel(const LinearCall& call, int64_t panel, bool is_first, bool is_last,
                           int64_t row_begin, int64_t row_end) {
-  const int64_t group = group_of(kind);
-  const int64_t num_steps = (call.weights->k + group - 1) / group;
-  const int64_t x_stride = call.x.stride * (4 / group);
+  const int64_t num_steps = panel_steps(kind, call.weights->k, call.weights->group);
+  const int64_t x_stride = call.x.stride * input_bytes(kind);
   const char* weights =
       static_cast<const char*>(call.weights->panels) + panel * num_steps * kStepBytes;
 
@@ -127,6 +202,8 @@ inline void compute_panel(const LinearCall& call, int64_t panel, bool is_first, 
   for (int64_t i = 0; i < num_tiles; ++i) {
     Tile tile = {static_cast<const char*>(call.x.data) + row * x_stride,
                  x_stride,
+                 call.x.sums + row * call.x.sums_stride,
+                 call.x.sums_stride,
                  weights,
                  num_steps,
                  weights,
@@ -165,6 +242,8 @@ inline void linear(const LinearCall& call, int64_t panel_begin, int64_t panel_en
       return compute_panels<WeightKind::bf16>(call, panel_begin, panel_end, row_begin, row_end);
     case WeightKind::int8:
       return compute_panels<WeightKind::int8>(call, panel_begin, panel_end, row_begin, row_end);
+    case WeightKind::int4:
+      return compute_panels<WeightKind::int4>(call, panel_begin, panel_end, row_begin, row_end);
   }
 }
 

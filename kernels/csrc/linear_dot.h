@@ -94,4 +94,64 @@ struct Dot<WeightKind::int8> {
   }
 };
 
+template <>
+struct Dot<WeightKind::int4> {  // see accumulate_int4
+  using Sum = vf32;
+  using Lanes = f32x16;
+};
+
+// Lanes of four bytes: sums of codes of at most 15 times signed bytes. A sum takes `kNibbleSteps`
+// steps of eight products; then it has to be widened.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+inline constexpr int kNibbleSteps = 4;
+#else
+inline constexpr int kNibbleSteps = kMostGroup / 8;
+#endif
+
+struct NibbleDot {
+#if defined(__AVX512VNNI__)
+  using Sum = vi32;
+  static Sum step(Sum sum, vu32 codes, vu32 x) {
+    return (vi32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
+  }
+  static vi32 widened(Sum sum) { return sum; }
+#elif defined(__AVX2__)
+  // 16 bits hold the pairs of eight products: 8 * 2 * 15 * 127 = 30,480.
+  using Sum = vi16;
+  static Sum step(Sum sum, vu32 codes, vu32 x) {
+#if defined(__AVX512BW__)
+    return sum + (vi16)_mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
+#else
+    return sum + (vi16)_mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
+#endif
+  }
+  static vi32 widened(Sum sum) { return multiply_pairs(sum, 1 - vi16{}); }
+#else
+  using Sum = vi32;
+  static Sum step(Sum sum, vu32 codes, vu32 x) {
+    const vu32 even = 0x00ff00ffu - vu32{};
+    const vi16 signed_x = (vi16)x;
+    return sum + multiply_pairs((vi16)(codes & even), signed_x << 8 >> 8) +
+           multiply_pairs((vi16)(codes >> 8 & even), signed_x >> 8);
+  }
+  static vi32 widened(Sum sum) { return sum; }
+#endif
+};
+
+// One vector of fp16 numbers.
+inline vf32 load_half(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return (vf32)_mm512_cvtph_ps(load<__m256i>(from));
+#elif defined(__F16C__)
+  return (vf32)_mm256_cvtph_ps(load<__m128i>(from));
+#else
+  typedef uint16_t halves __attribute__((vector_size(2 * kWide)));
+  const vu32 bits = __builtin_convertvector(load<halves>(from), vu32);
+  const vu32 sign = (bits & 0x8000u) << 16, size = (bits & 0x7fffu) << 13;
+  const vf32 scaled = (vf32)size * 0x1p112f;  // the exponent's bias is 127, not 15
+  const vu32 is_special = (vu32)(size >= 0x0f800000u);
+  return (vf32)(sign | (is_special & (size | 0x7f800000u)) | (~is_special & (vu32)scaled));
+#endif
+}
+
 }  // namespace quire::QUIRE_ISA

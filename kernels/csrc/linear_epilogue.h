@@ -17,20 +17,28 @@ struct Scaling {
 
   Scaling(const Linear& w, int64_t column) : bias{}, scales{}, offsets{} {
     if (w.bias) bias = {load_f32(w.bias + column), load_f32(w.bias + column + kLanes)};
-    if (w.kind != WeightKind::int8) return;
+    if (!is_quantized(w.kind)) return;
     scales = {load_f32(w.scales + column), load_f32(w.scales + column + kLanes)};
+    if (w.kind != WeightKind::int8) return;
     // Activations have an offset of 128: sum((q - 128) * w) = sum(q * w) - 128 * sum(w).
     for (int i = 0; i < 2; ++i) offsets[i] = load<i32x16>(w.sums + column + i * kLanes) << 7;
   }
 
-  Columns apply(const LinearCall&, int64_t, const f32x16 (&sums)[2]) const {
-    return {sums[0] + bias.low, sums[1] + bias.high};
+  template <WeightKind kind>
+  Columns apply(const LinearCall& call, int64_t row, const f32x16 (&sums)[2]) const {
+    if constexpr (kind != WeightKind::int4) return {sums[0] + bias.low, sums[1] + bias.high};
+    return scaled(call, row, sums[0], sums[1]);
   }
 
+  template <WeightKind kind>
   Columns apply(const LinearCall& call, int64_t row, const i32x16 (&sums)[2]) const {
+    return scaled(call, row, __builtin_convertvector(sums[0] - offsets[0], f32x16),
+                  __builtin_convertvector(sums[1] - offsets[1], f32x16));
+  }
+
+ private:
+  Columns scaled(const LinearCall& call, int64_t row, f32x16 low, f32x16 high) const {
     const f32x16 scale = splat(call.x.scales[row]);
-    const f32x16 low = __builtin_convertvector(sums[0] - offsets[0], f32x16);
-    const f32x16 high = __builtin_convertvector(sums[1] - offsets[1], f32x16);
     return {low * (scale * scales.low) + bias.low, high * (scale * scales.high) + bias.high};
   }
 };
@@ -106,7 +114,7 @@ inline void keep_best(Best& best, const Columns& y, int64_t column, int64_t coun
 }
 
 // Sums: f32x16, or i32x16 of int8.
-template <typename Sums>
+template <WeightKind kind, typename Sums>
 inline void finish(const LinearCall& call, int64_t row, int64_t num_rows, int64_t panel,
                    const Sums (*sums)[2]) {
   const int64_t column = panel * kPanel;
@@ -114,7 +122,8 @@ inline void finish(const LinearCall& call, int64_t row, int64_t num_rows, int64_
   const int64_t count = rest < kPanel ? rest : kPanel;
   const Scaling scaling(*call.weights, column);
   const auto each_row = [&](auto body) {
-    for (int64_t i = 0; i < num_rows; ++i) body(row + i, scaling.apply(call, row + i, sums[i]));
+    for (int64_t i = 0; i < num_rows; ++i)
+      body(row + i, scaling.apply<kind>(call, row + i, sums[i]));
   };
   auto* f32 = static_cast<float*>(call.out);
   auto* bf16 = static_cast<uint16_t*>(call.out);

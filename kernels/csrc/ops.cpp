@@ -42,6 +42,7 @@ class Ops {
     const Linear& linear = target.get();
     const Outputs outputs(weights, turn);
     const auto num_rows = static_cast<int64_t>(outputs.rows.size());
+    require(linear.kind != WeightKind::int4, "int4 weights are packed by kvops.int4");
     require(outputs.k == linear.k && first >= 0 && first + linear.n <= num_rows,
             "weights are not [n, k]");
     nb::gil_scoped_release free;
@@ -67,21 +68,27 @@ class Ops {
     require(static_cast<int64_t>(out.shape(0)) == m &&
                 static_cast<int64_t>(out.shape(1)) == (is_gated ? w.n / 2 : w.n),
             "out is not [M, N]");
-    require(w.kind == WeightKind::int8 || (in == Dtype::f32) == (w.kind == WeightKind::f32),
+    require(is_quantized(w.kind) || (in == Dtype::f32) == (w.kind == WeightKind::f32),
             "x is not of the weights' dtype");
     nb::gil_scoped_release free;
-    Scratch bytes, scales;
-    LinearCall call{&w, {x.data(), x.stride(0), nullptr}, last, out.data(), out.stride(0)};
+    Scratch bytes, scales, sums;
+    LinearCall call{&w, {x.data(), x.stride(0)}, last, out.data(), out.stride(0)};
     const int64_t width = input_width(w);
-    const bool copied = w.kind == WeightKind::int8 || width != w.k;
+    const bool copied = is_quantized(w.kind) || width != w.k;
+    Rows rows{};
     if (copied) {
-      call.x.stride = width;
-      call.x.data = bytes.get(m * width * (w.kind == WeightKind::int8 ? 1 : size_of(in)));
-      call.x.scales = static_cast<float*>(scales.get(m * sizeof(float)));
+      rows = {w.kind,
+              w.group,
+              bytes.get(m * width * input_bytes(w.kind)),
+              width,
+              static_cast<float*>(scales.get(m * sizeof(float))),
+              static_cast<float*>(sums.get(m * num_groups(w) * sizeof(float))),
+              num_groups(w)};
+      call.x = rows.read();
     }
     pool_.run([&](ThreadPool::Lane& lane) {
       if (copied)
-        lane.loop(m, 8, [&](int64_t begin, int64_t end) { take(x, in, w, call.x, begin, end); });
+        lane.loop(m, 8, [&](int64_t begin, int64_t end) { take(x, in, w, rows, begin, end); });
       lane.loop(weights.num_panels(), linear_grain(weights.num_panels(), m, pool_.num_lanes()),
                 [&](int64_t begin, int64_t end) { kernels_.linear(call, begin, end, 0, m); });
     });
@@ -92,8 +99,8 @@ class Ops {
     const auto m = static_cast<int64_t>(x.shape(0));
     const Linear& w = weights.get();
     check_rank(x, 2, "x");
-    require(static_cast<int64_t>(x.shape(1)) == w.k && w.k % group_of(w.kind) == 0 &&
-                w.kind != WeightKind::int8,
+    require(static_cast<int64_t>(x.shape(1)) == w.k && w.k % lane_values(w.kind) == 0 &&
+                !is_quantized(w.kind),
             "x is not [M, K]");
     auto* value = data<float>(values, "values");
     auto* index = data<int64_t>(indices, "indices");
@@ -106,7 +113,7 @@ class Ops {
     pool_.run([&](ThreadPool::Lane& lane) {
       lane.loop(weights.num_panels(), kGrain, [&](int64_t begin, int64_t end) {
         LinearCall call{&w,
-                        {x.data(), x.stride(0), nullptr},
+                        {x.data(), x.stride(0)},
                         Epilogue::best_or_f32,
                         nullptr,
                         0,
@@ -181,13 +188,13 @@ class Ops {
     check_rank(x, 2, "x");
     check_rank(out, 2, "out");
     const Dtype to = float_type(out, "out");
-    NormCall call{data<float>(x, "x"),
-                  x.stride(0),
-                  static_cast<int>(x.shape(1)),
-                  data<float>(weight, "weight"),
-                  eps,
-                  {to == Dtype::f32 ? WeightKind::f32 : WeightKind::bf16, out.data(), out.stride(0),
-                   nullptr}};
+    NormCall call{
+        data<float>(x, "x"),
+        x.stride(0),
+        static_cast<int>(x.shape(1)),
+        data<float>(weight, "weight"),
+        eps,
+        {to == Dtype::f32 ? WeightKind::f32 : WeightKind::bf16, 0, out.data(), out.stride(0)}};
     require(weight.size() == x.shape(1) && out.shape(0) == x.shape(0) && out.shape(1) == x.shape(1),
             "x, weight and out do not fit");
     nb::gil_scoped_release free;
@@ -238,18 +245,17 @@ class Ops {
 
  private:
   // Rows of x as the weights want them: quantized, or padded with zeros.
-  void take(const Array& x, Dtype dtype, const Linear& w, const Activations& to, int64_t begin,
+  void take(const Array& x, Dtype dtype, const Linear& w, const Rows& rows, int64_t begin,
             int64_t end) {
-    Rows rows{w.kind, const_cast<void*>(to.data), to.stride, const_cast<float*>(to.scales)};
-    if (w.kind == WeightKind::int8) {
+    if (is_quantized(w.kind)) {
       kernels_.quantize(x.data(), dtype, x.stride(0), static_cast<int>(w.k), rows, begin, end);
       return;
     }
     const size_t size = size_of(dtype);
     for (int64_t row = begin; row < end; ++row) {
-      auto* out = static_cast<char*>(rows.data) + row * to.stride * size;
+      auto* out = static_cast<char*>(rows.data) + row * rows.stride * size;
       std::memcpy(out, static_cast<const char*>(x.data()) + row * x.stride(0) * size, w.k * size);
-      std::memset(out + w.k * size, 0, (to.stride - w.k) * size);
+      std::memset(out + w.k * size, 0, (rows.stride - w.k) * size);
     }
   }
 

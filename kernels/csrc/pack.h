@@ -80,7 +80,7 @@ inline void transpose(const uint32_t (&from)[kPanel][kPackedSteps],
 
 template <typename Source>
 inline void pack_panel(const Linear& linear, const void* const* sources, int64_t panel) {
-  const int64_t group = group_of(linear.kind);
+  const int64_t group = lane_values(linear.kind);
   const int64_t num_steps = (linear.k + group - 1) / group;
   auto* to = static_cast<uint32_t*>(const_cast<void*>(linear.panels)) + panel * num_steps * kPanel;
   PackedRow<Source> rows[kPanel];

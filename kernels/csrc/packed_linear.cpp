@@ -5,25 +5,27 @@
 namespace quire {
 namespace {
 
-size_t panel_bytes(WeightKind kind, int64_t n, int64_t k) {
+size_t panel_bytes(NamedKind named, int64_t n, int64_t k) {
   const int64_t num_panels = round_up(n, kPanel) / kPanel;
-  const int64_t num_steps = round_up(k, group_of(kind)) / group_of(kind);
-  return static_cast<size_t>(num_panels * num_steps) * 128;
+  return static_cast<size_t>(num_panels * panel_steps(named.kind, k, named.group)) * 128;
 }
 
 }  // namespace
 
-WeightKind kind_called(const std::string& name) {
-  if (name == "float32") return WeightKind::f32;
-  if (name == "bfloat16") return WeightKind::bf16;
-  if (name == "int8") return WeightKind::int8;
+NamedKind kind_called(const std::string& name) {
+  if (name == "float32") return {WeightKind::f32};
+  if (name == "bfloat16") return {WeightKind::bf16};
+  if (name == "int8") return {WeightKind::int8};
+  for (int group = kLeastGroup; group <= kMostGroup; group *= 2)
+    if (name == "int4-" + std::to_string(group)) return {WeightKind::int4, group};
   throw std::invalid_argument("no weights of kind '" + name + "'");
 }
 
-size_t packed_bytes(WeightKind kind, int64_t n, int64_t k) {
+size_t packed_bytes(NamedKind named, int64_t n, int64_t k) {
   const size_t columns = static_cast<size_t>(round_up(n, kPanel));
-  return panel_bytes(kind, n, k) +
-         (kind == WeightKind::int8 ? columns * (sizeof(float) + sizeof(int32_t)) : 0);
+  const size_t scales = is_quantized(named.kind) ? columns * sizeof(float) : 0;
+  const size_t sums = named.kind == WeightKind::int8 ? columns * sizeof(int32_t) : 0;
+  return panel_bytes(named, n, k) + scales + sums;
 }
 
 PackedLinear::PackedLinear(const std::string& kind, int64_t n, int64_t k, Array memory,
@@ -33,18 +35,21 @@ PackedLinear::PackedLinear(const std::string& kind, int64_t n, int64_t k, Array 
   // A product is at most 255 * 127, and the sum over K has to fit in 32 bits.
   require(kind != "int8" || k <= INT32_MAX / (255 * 127),
           "int8 weights of more than 66,311 inputs");
-  linear_.kind = kind_called(kind);
+  const NamedKind named = kind_called(kind);
+  linear_.kind = named.kind;
+  linear_.group = named.group;
   linear_.n = n;
   linear_.k = k;
   check_rank(memory, 1, "memory");
   auto* bytes = data<uint8_t>(memory, "memory");
-  require(memory.size() == packed_bytes(linear_.kind, n, k), "memory is not packed_bytes long");
+  require(memory.size() == packed_bytes(named, n, k), "memory is not packed_bytes long");
   require(reinterpret_cast<uintptr_t>(bytes) % 64 == 0, "memory is not 64-byte aligned");
   linear_.panels = bytes;
-  if (linear_.kind == WeightKind::int8) {
-    const uint8_t* scales = bytes + panel_bytes(linear_.kind, n, k);
+  if (is_quantized(named.kind)) {
+    const uint8_t* scales = bytes + panel_bytes(named, n, k);
     linear_.scales = reinterpret_cast<const float*>(scales);
-    linear_.sums = reinterpret_cast<const int32_t*>(scales + round_up(n, kPanel) * sizeof(float));
+    if (named.kind == WeightKind::int8)
+      linear_.sums = reinterpret_cast<const int32_t*>(scales + round_up(n, kPanel) * sizeof(float));
   }
   if (bias) {
     check_rank(*bias, 1, "bias");

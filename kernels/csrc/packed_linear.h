@@ -14,14 +14,25 @@ inline int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
-WeightKind kind_called(const std::string& name);
+// A kind of weights by its name; int4 has its group behind it: "int4-64".
+struct NamedKind {
+  WeightKind kind;
+  int group = 0;
+};
+NamedKind kind_called(const std::string& name);
 
-// The size of `PackedLinear`'s memory: the panels, then for int8 the scales and the sums.
-size_t packed_bytes(WeightKind kind, int64_t n, int64_t k);
+// The size of `PackedLinear`'s memory: the panels, then the scales of int8 and int4, then the sums
+// of int8.
+size_t packed_bytes(NamedKind kind, int64_t n, int64_t k);
 
 // The number of elements of an input row, padded as `Activations` requires.
 inline int64_t input_width(const Linear& linear) {
-  return round_up(linear.k, group_of(linear.kind));
+  return round_up(linear.k, input_multiple(linear));
+}
+
+// The number of groups of an input row; 0 unless the weights are int4.
+inline int64_t num_groups(const Linear& linear) {
+  return linear.kind == WeightKind::int4 ? round_up(linear.k, linear.group) / linear.group : 0;
 }
 
 class PackedLinear {

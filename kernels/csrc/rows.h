@@ -44,9 +44,8 @@ struct NormedRow {
   }
 };
 
-inline int64_t padded(int width, WeightKind kind) {
-  const int64_t group = group_of(kind);
-  return (width + group - 1) / group * group;
+inline int64_t padded(int width, int multiple) {
+  return (static_cast<int64_t>(width) + multiple - 1) / multiple * multiple;
 }
 
 template <typename T, typename Row>
@@ -71,9 +70,10 @@ inline float largest_magnitude(const Row& row) {
   return value;
 }
 
-// A row too small for a scale that has a reciprocal (below 1.5e-36) is a row of zeros.
+// A row too small for a scale that has a reciprocal (below 1.5e-36) is a row of zeros. `offset`: of
+// the bytes.
 template <typename Row>
-inline float write_bytes(const Row& row, int64_t width, uint8_t* out) {
+inline float write_bytes(const Row& row, int64_t width, uint32_t offset, uint8_t* out) {
   const float scale = largest_magnitude(row) / 127.0f;
   const bool is_zero = scale < 1.17549435e-38f;
   const bool is_finite = scale < __builtin_inff();
@@ -81,7 +81,7 @@ inline float write_bytes(const Row& row, int64_t width, uint8_t* out) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   for (int64_t i = 0; i < width; i += kLanes) {
     const f32x16 rounded = row.at(static_cast<int>(i)) * factor + magic;
-    const u32x16 bytes = (u32x16)rounded - (0x4b400000u - 128);
+    const u32x16 bytes = (u32x16)rounded - (0x4b400000u - offset);
     const u8x16 values = __builtin_convertvector(bytes, u8x16);
     if (width - i >= kLanes)
       store(out + i, values);
@@ -91,16 +91,34 @@ inline float write_bytes(const Row& row, int64_t width, uint8_t* out) {
   return is_zero ? 0.0f : scale;
 }
 
+// The sums of a row's signed bytes over each group; padding is 0.
+inline void write_sums(const int8_t* bytes, int64_t width, int group, float* sums) {
+  for (int64_t begin = 0; begin < width; begin += group) {
+    int32_t sum = 0;
+    for (int i = 0; i < group; ++i) sum += bytes[begin + i];
+    *sums++ = static_cast<float>(sum);
+  }
+}
+
 template <typename Row>
 inline void write_row(const Row& row, const Rows& out, int64_t index) {
-  const int64_t width = padded(row.width, out.kind);
   const int64_t at = index * out.stride;
-  if (out.kind == WeightKind::f32)
-    write_floats(row, width, static_cast<float*>(out.data) + at);
-  else if (out.kind == WeightKind::bf16)
-    write_floats(row, width, static_cast<bf16*>(out.data) + at);
-  else
-    out.scales[index] = write_bytes(row, width, static_cast<uint8_t*>(out.data) + at);
+  auto* bytes = static_cast<uint8_t*>(out.data) + at;
+  switch (out.kind) {
+    case WeightKind::f32:
+      return write_floats(row, row.width, static_cast<float*>(out.data) + at);
+    case WeightKind::bf16:
+      return write_floats(row, padded(row.width, 2), static_cast<bf16*>(out.data) + at);
+    case WeightKind::int8:
+      out.scales[index] = write_bytes(row, padded(row.width, 4), 128, bytes);
+      return;
+    case WeightKind::int4: {
+      const int64_t width = padded(row.width, out.group);
+      out.scales[index] = write_bytes(row, width, 0, bytes);
+      write_sums(reinterpret_cast<int8_t*>(bytes), width, out.group,
+                 out.sums + index * out.sums_stride);
+    }
+  }
 }
 
 inline void rms_norm(const NormCall& call, int64_t row_begin, int64_t row_end) {

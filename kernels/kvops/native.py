@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvops import int4
 from kvops._native import Adjustment as NativeAdjustment
 from kvops._native import (
     Decoder,
@@ -26,6 +27,7 @@ from kvops._native import (
     usable_kernels,
     wake,
 )
+from kvops.int4 import Int4Weight
 
 __all__ = [
     "NUMERICS",
@@ -45,7 +47,8 @@ __all__ = [
     "wake",
 ]
 
-Kind = Literal["float32", "bfloat16", "int8"]
+Kind = Literal["float32", "bfloat16", "int8", "int4-32", "int4-64", "int4-128"]
+"""The kinds of packed weights; int4 with its group."""
 
 NativeDraw = tuple[float, float, int, float, int, int, int, NativeAdjustment | None]
 """(temperature, min_p, top_k, top_p, seed, sequence index, position, adjustment). Temperature 0
@@ -100,27 +103,40 @@ class NativeCpu:
         """Pack weights [N, K], fp32 or bf16, into newly allocated memory."""
         n, k = weight.shape
         memory = aligned(packed_bytes(kind, n, k))
-        packed = PackedLinear(kind, n, k, memory, None if bias is None else bias.float())
-        self.ops.pack(packed, [weight])
-        return packed
+        begin = 0
+        for piece in self.packed_pieces(kind, n, [weight]):
+            memory[begin : begin + len(piece)] = piece
+            begin += len(piece)
+        return PackedLinear(kind, n, k, memory, None if bias is None else bias.float())
 
     def packed_pieces(
-        self, kind: Kind, num_outputs: int, weights: Sequence[Tensor], turn: int = 0
+        self,
+        kind: Kind,
+        num_outputs: int,
+        weights: Sequence[Tensor | Int4Weight],
+        turn: int = 0,
     ) -> Iterator[Tensor]:
         """Give the `packed_bytes` of one linear made of several weights [n_i, K], all fp32 or all
-        bf16, as consecutive uint8 pieces. Each piece is valid until the next one is requested.
+        bf16, or for int4 quantized, as consecutive uint8 pieces. Each piece is valid until the next
+        one is requested.
 
         `turn`: the outputs alternate between the weights, `turn` at a time; zeros follow the end of
         a shorter weight. 0: the weights follow one another whole.
         """
-        k = weights[0].shape[1]
+        if group := group_of(kind):
+            yield from int4.packed_pieces(group, num_outputs, weights, turn, _PIECE_BYTES)
+            return
+        floats = [weight for weight in weights if isinstance(weight, Tensor)]
+        if len(floats) < len(weights):
+            raise ValueError(f"quantized weights are not packed as {kind}")
+        k = floats[0].shape[1]
         step = max(1, _PIECE_BYTES // packed_bytes(kind, _PANEL, k)) * _PANEL
         memory = aligned(packed_bytes(kind, min(step, num_outputs), k))
         scales, sums = [], []
         for first in range(0, num_outputs, step):
             n = min(step, num_outputs - first)
             piece = memory[: packed_bytes(kind, n, k)]
-            self.ops.pack(PackedLinear(kind, n, k, piece), weights, turn, first)
+            self.ops.pack(PackedLinear(kind, n, k, piece), floats, turn, first)
             if kind == "int8":  # Scales and sums follow the panels of all pieces.
                 num_panel_bytes = len(piece) - 2 * 4 * -(-n // _PANEL) * _PANEL
                 piece, values = piece[:num_panel_bytes], piece[num_panel_bytes:].clone()
@@ -154,6 +170,12 @@ class NativeCpu:
     def head(self, weights: PackedLinear) -> Head:
         """Make a head, from final states to tokens and logprobs. weights: [vocab, hidden]."""
         return Head(self.isa, self.pool, weights)
+
+
+def group_of(kind: Kind) -> int:
+    """Return the weights of a group of int4, or 0 for other kinds."""
+    name, _, group = kind.partition("-")
+    return int(group) if name == "int4" else 0
 
 
 def aligned(num_bytes: int) -> Tensor:

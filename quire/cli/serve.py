@@ -91,7 +91,10 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         "in doubt",
     )
     group.add_argument(
-        "--quantize", choices=("int8",), help="run linears with 8-bit weights and activations"
+        "--quantize",
+        choices=("int8", "int4", "int4-32", "int4-128"),
+        help="run linears with 8-bit or 4-bit weights (groups of 64, 32 or 128 inputs) and 8-bit "
+        "activations",
     )
     computing = group.add_mutually_exclusive_group()
     computing.add_argument(

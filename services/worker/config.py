@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from services.common.checkpoint.quantization import Quantization
 from services.common.errors import StartupError
 from services.common.pool.sizing import check_capacity, parse_size
 from services.common.runtime.config import PoolServiceSettings
@@ -24,8 +25,11 @@ class WorkerSettings(PoolServiceSettings):
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="of weights, activations and KV; auto: as in the checkpoint"
     )
-    quantize: Literal["int8"] | None = Field(
-        None, description="int8: linears of 8-bit weights and activations; none: as dtype says"
+    quantize: Quantization | None = Field(
+        None,
+        description="int8: linears of 8-bit weights and activations; int4: of 4-bit weights in "
+        "groups of 64 inputs and 8-bit activations, with an int8 head; int4-32, int4-128: in "
+        "groups of this size; none: as dtype says",
     )
     weights_cache: Path | None = Field(
         Path("~/.cache/quire"),

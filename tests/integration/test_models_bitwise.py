@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
 from kvops.native import usable_kernels
+from services.common.checkpoint.quantization import Quantization
 
 from .models_oracle import NUM_NEW_TOKENS, RecordingRunner, Trial, random_prompt
 
@@ -24,10 +25,11 @@ SPECS = {
     "llama": replace(_SIZES, family="llama", num_layers=3, num_kv_heads=4, tied=False),
     "mistral": replace(_SIZES, family="mistral", num_kv_heads=1, sliding_window=70),
 }
-KINDS: dict[str, tuple[torch.dtype, Literal["int8"] | None]] = {
+KINDS: dict[str, tuple[torch.dtype, Quantization | None]] = {
     "float32": (torch.float32, None),
     "bfloat16": (torch.bfloat16, None),
     "int8": (torch.bfloat16, "int8"),
+    "int4": (torch.bfloat16, "int4"),
 }
 PROMPT = random_prompt(150, seed=0)
 BLOCK_SIZE = 16

@@ -215,11 +215,12 @@ def test_a_fingerprint_is_of_what_the_kv_depends_on(tmp_path: Path) -> None:
         of(checkpoint, isa="other"),
         of(checkpoint, kernels="other"),
         of(checkpoint, quantize="int8"),
+        of(checkpoint, quantize="int4"),
     ]
     same = of(make_checkpoint(tmp_path / "b", spec))
     assert of(checkpoint) == same
     assert len(same) == 32
-    assert len({same, *others}) == 8
+    assert len({same, *others}) == 9
     with (checkpoint / FILE).open("r+b") as file:
         file.seek(-1, 2)
         last = file.read(1)[0]

@@ -33,6 +33,7 @@ from services.common.checkpoint.layout import (
     layer_prefix,
     weight_shapes,
 )
+from services.common.checkpoint.quantization import Quantization
 from services.common.checkpoint.weights import weight_files
 from services.common.errors import StartupError
 from services.common.text.model_config import ModelConfig
@@ -43,7 +44,12 @@ from services.engine.sampling.logprobs import scores_of
 from services.engine.sampling.sampler import SMALLEST_TEMPERATURE
 from services.engine.sampling.sampling_head import join_answers
 from services.engine.weights.checkpoint import load_weights, weights_digest
-from services.engine.weights.fused_weights import Section, all_sections, layer_sections
+from services.engine.weights.fused_weights import (
+    HEAD_SECTION,
+    Section,
+    all_sections,
+    layer_sections,
+)
 from services.engine.weights.packed_file import Contents, Facts, Progress, packed_file
 
 _NO_TOKEN = -1
@@ -78,7 +84,7 @@ class FusedModel:
             weights[FINAL_NORM].float(),
             rope_tables(config.rope, config.head_dim, config.max_position_embeddings),
         )
-        self._head = cpu.head(packed["head"])
+        self._head = cpu.head(packed[HEAD_SECTION])
 
     def forward(self, batch: Batch, kv: Tensor, wanted: Tensor) -> Tensor:
         hidden = torch.empty(len(wanted), self.config.hidden_size)
@@ -110,7 +116,7 @@ class FusedModel:
 def load_fused(
     directory: Path,
     dtype: torch.dtype,
-    kind: Kind,
+    quantize: Quantization | None,
     cpu: NativeCpu,
     cache: Path | None,
     progress: Progress,
@@ -120,12 +126,15 @@ def load_fused(
     config = ModelConfig.from_directory(directory)
     weights = load_weights(directory, weight_shapes(config), None, ignored_weights(config))
     sections = {section.name: section for section in all_sections(config)}
-    sizes = {s.name: packed_bytes(kind, s.num_outputs, s.num_inputs) for s in sections.values()}
+    kinds = {name: _kind(name, dtype, quantize) for name in sections}
+    sizes = {
+        name: packed_bytes(kinds[name], s.num_outputs, s.num_inputs) for name, s in sections.items()
+    }
 
     def contents(name: str) -> Iterator[Tensor]:
         section = sections[name]
         parts = [_readable(weight) for weight in section.weights(weights)]
-        for piece in cpu.packed_pieces(kind, section.num_outputs, parts, section.turn):
+        for piece in cpu.packed_pieces(kinds[name], section.num_outputs, parts, section.turn):
             progress()
             yield piece
 
@@ -135,12 +144,23 @@ def load_fused(
         }
         digest = weights_digest(directory, progress)
     else:
-        memories, digest = _cached(directory, config, kind, cache, sizes, contents, progress)
-    packed = {s.name: _packed(s, kind, memories[s.name], weights) for s in sections.values()}
+        memories, digest = _cached(directory, config, kinds, cache, sizes, contents, progress)
+    packed = {
+        name: _packed(s, kinds[name], memories[name], weights) for name, s in sections.items()
+    }
     try:
         return FusedModel(config, dtype, cpu, weights, packed, digest)
     except ValueError as error:
         raise StartupError(f"{directory}: {error}") from error
+
+
+def _kind(section: str, dtype: torch.dtype, quantize: Quantization | None) -> Kind:
+    """The kind of a section's weights. With int4 the head is int8: logits show its errors most."""
+    if quantize is None:
+        return "float32" if dtype == torch.float32 else "bfloat16"
+    if quantize == "int8" or section == HEAD_SECTION:
+        return "int8"
+    return "int4-64" if quantize == "int4" else quantize
 
 
 def _gather(num_bytes: int, pieces: Iterable[Tensor]) -> Tensor:
@@ -155,14 +175,14 @@ def _gather(num_bytes: int, pieces: Iterable[Tensor]) -> Tensor:
 def _cached(
     directory: Path,
     config: ModelConfig,
-    kind: Kind,
+    kinds: Mapping[str, Kind],
     cache: Path,
     sizes: Mapping[str, int],
     contents: Contents,
     progress: Progress,
 ) -> tuple[Mapping[str, Tensor], str]:
     """The packed sections, from the cache if they are current, and the digest of their weights."""
-    origin = _origin(directory, config, kind)
+    origin = _origin(directory, config, kinds)
 
     def is_current(facts: Facts) -> bool:
         return bool(facts.get("origin") == origin)
@@ -171,19 +191,20 @@ def _cached(
         digest = weights_digest(directory, progress)
         return {"origin": origin, "weights_digest": digest}, sizes, contents
 
-    resolved = directory.resolve()
+    # Each way to quantize has a file of its own, so that changing it back does not pack again.
+    kind, resolved = min(kinds.values()), directory.resolve()
     name = f"{resolved.name}-{kind}-{xxhash.xxh3_64_hexdigest(str(resolved).encode())}"
     packed = packed_file(cache / name, is_current, make, progress)
     return packed.sections, packed.facts["weights_digest"]
 
 
-def _origin(directory: Path, config: ModelConfig, kind: Kind) -> dict[str, Any]:
+def _origin(directory: Path, config: ModelConfig, kinds: Mapping[str, Kind]) -> dict[str, Any]:
     """Identifies the weights and their packing by sizes and times of files, without reading the
     weights. A packed file with the same origin is current."""
     status = {path.name: path.stat() for path in weight_files(directory)}
     return {
         "packing": PACKING,
-        "kind": kind,
+        "kinds": dict(kinds),
         "config": str(asdict(config)),
         "files": {name: [s.st_size, s.st_mtime_ns, s.st_ino] for name, s in status.items()},
     }

@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvops import Backend
-from kvops.native import Kind
 from services.common.checkpoint.layout import (
     EMBEDDING,
     FINAL_NORM,
@@ -17,6 +15,7 @@ from services.common.checkpoint.layout import (
     layer_prefix,
     weight_shapes,
 )
+from services.common.checkpoint.quantization import Quantization
 from services.common.errors import StartupError
 from services.common.text.model_config import ModelConfig
 from services.engine.models.decoder import ComposedModel, Layer, Linear
@@ -31,7 +30,7 @@ def load_model(
     dtype: torch.dtype,
     backend: Backend,
     *,
-    quantize: Literal["int8"] | None = None,
+    quantize: Quantization | None = None,
     cache: Path | None = None,
     progress: Progress = lambda: None,
 ) -> Model:
@@ -45,8 +44,7 @@ def load_model(
     """
     directory = Path(directory)
     if backend.native is not None:
-        kind: Kind = quantize or ("float32" if dtype == torch.float32 else "bfloat16")
-        return load_fused(directory, dtype, kind, backend.native, cache, progress)
+        return load_fused(directory, dtype, quantize, backend.native, cache, progress)
     if quantize:
         raise StartupError(f"backend {backend.name!r} has no {quantize} kernels; 'cpu' has")
     return _composed(directory, dtype, backend, progress)

@@ -4,11 +4,13 @@ order their outputs follow each other."""
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from kvops.int4 import joined
 from services.common.checkpoint.layout import EMBEDDING, HEAD, layer_prefix
 from services.common.text.model_config import ModelConfig
+
+HEAD_SECTION = "head"
 
 GATE_UP_COLUMNS = 16
 """Outputs of `gate` and `up` alternate in runs of this length: a panel has both of a pair."""
@@ -36,7 +38,7 @@ class Section:
         if not all(name in weights for name in names):
             return None
         parts = [weights[name] for name in names]
-        return alternated(parts) if self.turn else torch.cat(parts)
+        return joined(parts, self.turn)
 
 
 def layer_sections(config: ModelConfig, layer: int) -> dict[str, Section]:
@@ -63,18 +65,7 @@ def all_sections(config: ModelConfig) -> Iterator[Section]:
     for layer in range(config.num_layers):
         yield from layer_sections(config, layer).values()
     head = (EMBEDDING if config.tied_embeddings else HEAD).removesuffix(".weight")
-    yield Section("head", (head,), config.vocab_size, config.hidden_size)
-
-
-def alternated(pair: list[Tensor]) -> Tensor:
-    """Two tensors [n, ...] -> [2 * m, ...], where m is n rounded up to 16: 16 rows of the first, 16
-    of the second, and so on. Rows beyond n are 0."""
-    padded = []
-    for part in pair:
-        whole = part.new_zeros((_padded(part.shape[0]), *part.shape[1:]))
-        whole[: part.shape[0]] = part
-        padded.append(whole.view(-1, GATE_UP_COLUMNS, *part.shape[1:]))
-    return torch.stack(padded, dim=1).flatten(0, 2)
+    yield Section(HEAD_SECTION, (head,), config.vocab_size, config.hidden_size)
 
 
 def _padded(n: int) -> int:

@@ -30,17 +30,24 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 def test_a_decode_step_reads_every_weight_once_and_each_rows_context(config: ModelConfig) -> None:
     """Weights: 48 + 72 + 40. A position: a key and a value of 2 in bf16, 16 operations."""
-    work = decode_step(config, num_rows=3, context=5, int8=False)
+    work = decode_step(config, num_rows=3, context=5, quantize=None)
     assert work == Work(num_bytes=2 * 160 + 3 * 5 * 8, bf16=3 * (2 * 160 + 5 * 16))
 
 
 def test_int8_halves_the_weights_and_leaves_attention(config: ModelConfig) -> None:
-    work = decode_step(config, num_rows=3, context=5, int8=True)
+    work = decode_step(config, num_rows=3, context=5, quantize="int8")
     assert work == Work(num_bytes=160 + 3 * 5 * 8, bf16=3 * 5 * 16, int8=3 * 2 * 160)
 
 
+def test_int4_has_four_bits_and_a_half_in_layers_and_eight_in_the_head(
+    config: ModelConfig,
+) -> None:
+    work = decode_step(config, num_rows=1, context=0, quantize="int4")
+    assert work == Work(num_bytes=120 * 4.5 / 8 + 40, bf16=0, int8=2 * 160)
+
+
 def test_a_prompt_pays_for_what_it_sees_and_for_one_row_of_logits(config: ModelConfig) -> None:
-    work = prefill_of(config, num_tokens=4, int8=False)
+    work = prefill_of(config, num_tokens=4, quantize=None)
     assert work == Work(num_bytes=2 * 160, bf16=2 * (120 * 4 + 40) + 16 * (1 + 2 + 3 + 4))
 
 
