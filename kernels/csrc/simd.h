@@ -116,6 +116,12 @@ inline bool any_lane(i32x16 v) {
   return any != 0;
 }
 
+// Denormals become 0 of the same sign.
+inline f32x16 without_denormals(f32x16 value) {
+  const u32x16 bits = (u32x16)value;
+  return (f32x16)(bits & ((u32x16)((bits & 0x7f800000u) > 0u) | 0x80000000u));
+}
+
 // bf16 is the upper half of fp32; rounding is to nearest, ties to even, NaN stays NaN.
 inline float to_f32(uint16_t bits) {
   uint32_t wide = static_cast<uint32_t>(bits) << 16;
@@ -136,10 +142,10 @@ inline void store_bf16(uint16_t* to, f32x16 value) {
 #if defined(__AVX512BF16__)
   store(to, (__m256i)_mm512_cvtneps_pbh((__m512)value));
 #else
-  u32x16 bits = (u32x16)value;
-#if defined(QUIRE_EMULATES_AMX)  // as the instruction above: denormals are 0
-  bits &= (u32x16)((bits & 0x7f800000u) > 0u) | 0x80000000u;
+#if defined(QUIRE_EMULATES_AMX)  // as the instruction above does
+  value = without_denormals(value);
 #endif
+  u32x16 bits = (u32x16)value;
   u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   u32x16 nan = (bits >> 16) | 0x40u;
   u32x16 is_nan = (u32x16)((bits & 0x7fffffffu) > 0x7f800000u);
