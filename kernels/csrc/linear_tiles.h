@@ -130,7 +130,7 @@ class TiledLinear {
   const int64_t num_bytes_;  // of K of a row, and 1 / 32 of a panel's
   const int64_t panel_end_;  // of the call
   Tiles tiles_;
-  Lanes sums_[kBlockedPanels][kBlockedRows][2];
+  Lanes sums_[kBlockedPanels][kBlockedRows][2];  // 256 KiB of the caller's stack
 };
 
 template <WeightKind kind>
