@@ -3,10 +3,13 @@
 //
 //     probe 2    ->    {"read": 4.1e10, "bf16": 1.0e12, "int8": 2.1e12}
 //
-// Rates are the best of several runs; operations count a multiplication and an addition as two. An
-// instruction set without dot products of a kind has 0 of it.
+// Rates are the best of several runs, by vectors or by tiles (AMX), whichever are faster;
+// operations count a multiplication and an addition as two. An instruction set without dot products
+// of a kind has 0 of it.
 #include <immintrin.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -28,6 +31,8 @@ constexpr size_t kBytes = size_t{256} << 20;  // a thread; more than any cache
 // Sums at once: enough that none waits for itself, few enough for GCC to keep them in registers.
 constexpr int kPairChains = 16, kByteChains = 12;
 constexpr long kSteps = 4'000'000;
+constexpr int kTileSums = 4;  // registers of 16 x 16 sums
+constexpr long kTileProducts = 1'000'000;
 
 volatile float sink;  // results go here, or the compiler would leave the work out
 
@@ -77,7 +82,58 @@ double read_rate(int num_threads) {
   return kBytes * num_threads / seconds;
 }
 
-double bf16_rate(int num_threads) {
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+
+bool may_use_tiles() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+// Products of 16 rows of 64 bytes and 64 bytes of 16 columns a second.
+template <bool is_bf16>
+double tile_products(int num_threads) {
+  if (!may_use_tiles()) return 0;
+  const double seconds = fastest(num_threads, [](int) {
+    struct alignas(64) {
+      uint8_t palette = 1, first_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16};
+    } config;
+    asm volatile("" : : "r"(&config) : "memory");  // the intrinsic does not say what it reads
+    _tile_loadconfig(&config);
+    for (long i = 0; i < kTileProducts; ++i) {
+      if constexpr (is_bf16) {
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_dpbf16ps(1, 4, 5);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_dpbf16ps(3, 4, 5);
+      } else {
+        _tile_dpbusd(0, 4, 5);
+        _tile_dpbusd(1, 4, 5);
+        _tile_dpbusd(2, 4, 5);
+        _tile_dpbusd(3, 4, 5);
+      }
+    }
+    _tile_release();
+  });
+  return static_cast<double>(kTileSums) * kTileProducts * num_threads / seconds;
+}
+
+double bf16_tile_rate(int num_threads) {
+  return 2.0 * 16 * 16 * 32 * tile_products<true>(num_threads);
+}
+double int8_tile_rate(int num_threads) {
+  return 2.0 * 16 * 16 * 64 * tile_products<false>(num_threads);
+}
+
+#else
+
+double bf16_tile_rate(int) { return 0; }
+double int8_tile_rate(int) { return 0; }
+
+#endif
+
+double bf16_vector_rate(int num_threads) {
 #if defined(__AVX512BF16__)
   const double seconds = fastest(num_threads, [](int) {
     __m512 sums[kPairChains];
@@ -97,7 +153,7 @@ double bf16_rate(int num_threads) {
 #endif
 }
 
-double int8_rate(int num_threads) {
+double int8_vector_rate(int num_threads) {
 #if defined(__AVX512VNNI__)
   const double seconds = fastest(num_threads, [](int) {
     __m512i sums[kByteChains];
@@ -121,5 +177,6 @@ double int8_rate(int num_threads) {
 int main(int argc, char** argv) {
   const int num_threads = argc > 1 ? std::max(1, std::atoi(argv[1])) : 1;
   std::printf("{\"read\": %.4g, \"bf16\": %.4g, \"int8\": %.4g}\n", read_rate(num_threads),
-              bf16_rate(num_threads), int8_rate(num_threads));
+              std::max(bf16_vector_rate(num_threads), bf16_tile_rate(num_threads)),
+              std::max(int8_vector_rate(num_threads), int8_tile_rate(num_threads)));
 }

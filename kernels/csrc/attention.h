@@ -13,6 +13,7 @@
 #pragma once
 
 #include "attention_decode.h"
+#include "attention_layout.h"
 #include "attention_product.h"
 #include "attention_softmax.h"
 #include "attention_tile.h"
@@ -23,36 +24,6 @@ namespace quire::QUIRE_ISA {
 
 inline int smaller(int a, int b) { return a < b ? a : b; }
 inline int larger(int a, int b) { return a > b ? a : b; }
-
-// The layout of a call's scratch memory: offsets in bytes.
-struct AttentionLayout {
-  int64_t tile, queries, scores, probabilities, sums, states, corrections;
-  int64_t begun_sums, begun_states;  // over shared positions, of rows that then continue alone
-  int64_t bytes;
-};
-
-inline AttentionLayout attention_layout(const AttentionCall& call) {
-  const int64_t words = call.head_dim / per_word(call.dtype);
-  const int64_t columns = num_columns(call.dtype, call.head_dim);
-  AttentionLayout at{};
-  int64_t end = 0;
-  const auto take = [&end](int64_t num_words) {
-    const int64_t begin = end;
-    end += (4 * num_words + 63) / 64 * 64;
-    return begin;
-  };
-  at.tile = take(kTile * columns);
-  at.queries = take(kAttentionRows * words);
-  at.scores = take(kAttentionRows * kTile);
-  at.probabilities = take(kAttentionRows * kTile);
-  at.sums = take(kAttentionRows * columns);
-  at.states = take(kAttentionRows * sizeof(SoftmaxState) / 4);
-  at.corrections = take(kAttentionRows);
-  at.begun_sums = take(kTogetherRows * columns);
-  at.begun_states = take(kTogetherRows * sizeof(SoftmaxState) / 4);
-  at.bytes = end;
-  return at;
-}
 
 // Computes up to kAttentionRows rows of a call.
 template <Dtype dtype>
@@ -66,7 +37,8 @@ class AttentionRows {
         num_rows_(end - begin),
         group_(call.num_heads / call.num_kv_heads),
         num_words_(call.head_dim / kPerWord),
-        num_columns_(num_columns(dtype, call.head_dim)) {
+        num_columns_(num_columns(dtype, call.head_dim)),
+        num_steps_(kTiled<dtype> ? num_columns_ / kPerWord : num_words_) {
     use(scratch);
     const int first = call.cu_query_lens[row];
     const int first_position = call.context_lens[row] - call.cu_query_lens[row + 1] + first;
@@ -85,7 +57,8 @@ class AttentionRows {
         num_rows_(piece.num_rows * (call.num_heads / call.num_kv_heads)),
         group_(call.num_heads / call.num_kv_heads),
         num_words_(call.head_dim / kPerWord),
-        num_columns_(num_columns(dtype, call.head_dim)) {
+        num_columns_(num_columns(dtype, call.head_dim)),
+        num_steps_(kTiled<dtype> ? num_columns_ / kPerWord : num_words_) {
     use(scratch);
     for (int i = 0; i < num_rows_; ++i) {
       const int row = piece.rows[i / group_];
@@ -146,11 +119,13 @@ class AttentionRows {
       TileRows &rows = where[parity], &next = where[parity ^ 1];
       locate_next(tile + kTile, begin, end, next);
       transpose_keys(rows, next, num_words_, tile_);
-      for (int row = first; row < last; row += kBlockRows)
-        weigh(tile, row, smaller(kBlockRows, last - row));
+      std::memset(tile_ + num_words_ * kTile, 0, 4 * kTile * (num_steps_ - num_words_));
+      for (int row = first; row < last; row += kBlockRows<dtype>)
+        weigh(tile, row, smaller(kBlockRows<dtype>, last - row));
       interleave_values<dtype>(rows, next, num_words_, tile_);
-      for (int row = first; row < last; row += kBlockRows)
-        add_values(tile, row, smaller(kBlockRows, last - row));
+      if constexpr (kTiled<dtype>) is_finite_ = all_finite(tile_, kSteps * num_columns_);
+      for (int row = first; row < last; row += kBlockRows<dtype>)
+        add_values(tile, row, smaller(kBlockRows<dtype>, last - row));
     }
   }
 
@@ -179,8 +154,9 @@ class AttentionRows {
   void start() {
     const auto* q = static_cast<const Element*>(call_.q);
     for (int row = 0; row < num_rows_; ++row) {
-      std::memcpy(queries_ + int64_t{row} * num_words_, q + place(row, call_.q_stride),
-                  4 * num_words_);
+      uint32_t* query = queries_ + int64_t{row} * num_steps_;
+      std::memcpy(query, q + place(row, call_.q_stride), 4 * num_words_);
+      std::memset(query + num_words_, 0, 4 * (num_steps_ - num_words_));
       states_[row] = {kLowest, {}};
     }
     std::memset(sums_, 0, sizeof(float) * num_rows_ * num_columns_);
@@ -188,13 +164,13 @@ class AttentionRows {
 
   // Computes the probabilities of a block of rows over the tile of keys.
   void weigh(int tile, int row, int num_rows) {
-    Span spans[kBlockRows];
+    Span spans[kBlockRows<dtype>];
     for (int i = 0; i < num_rows; ++i) spans[i] = visible(tile, row + i);
     // No row sees positions behind those that the last row sees.
     const int seen = (spans[num_rows - 1].end + kLanes - 1) / kLanes * kLanes;
-    multiply<dtype>({queries_ + int64_t{row} * num_words_, num_words_, tile_, kTile, scores_, kTile,
-                     nullptr, num_words_},
-                    num_rows, seen);
+    multiply_({queries_ + int64_t{row} * num_steps_, num_steps_, tile_, kTile, scores_, kTile,
+               nullptr, num_steps_},
+              num_rows, seen);
     softmax_step<dtype>(scores_, call_.scale * kLog2E, spans, states_ + row, num_rows,
                         probabilities_ + row * kSteps, corrections_ + row);
   }
@@ -202,7 +178,8 @@ class AttentionRows {
   // Adds the tile of values to the outputs of a block of rows: the positions that all rows see in
   // one product, those before and behind them for each row alone.
   void add_values(int tile, int row, int num_rows) {
-    Span spans[kBlockRows];
+    if constexpr (kTiled<dtype>) return add_whole(tile, row, num_rows);
+    Span spans[kBlockRows<dtype>];
     Span common = {0, kTile};
     for (int i = 0; i < num_rows; ++i) {
       spans[i] = visible(tile, row + i);
@@ -215,13 +192,30 @@ class AttentionRows {
         correct(row + i);
         add_alone(row + i, spans[i], 0, first);
       }
-    multiply<dtype>(
-        {probabilities_ + row * kSteps + first, kSteps, tile_ + int64_t{first} * num_columns_,
-         num_columns_, sums_ + int64_t{row} * num_columns_, num_columns_, corrections_ + row,
-         last - first},
-        num_rows, num_columns_);
+    multiply_({probabilities_ + row * kSteps + first, kSteps, tile_ + int64_t{first} * num_columns_,
+               num_columns_, sums_ + int64_t{row} * num_columns_, num_columns_, corrections_ + row,
+               last - first},
+              num_rows, num_columns_);
     if (last < kSteps)
       for (int i = 0; i < num_rows; ++i) add_alone(row + i, spans[i], last, kSteps);
+  }
+
+  // Adds the whole tile. A hidden position has a probability of 0, which hides all values but those
+  // that are not finite.
+  void add_whole(int tile, int row, int num_rows) {
+    if (is_finite_) return add_tile(tile_, row, num_rows);
+    for (int i = row; i < row + num_rows; ++i) {
+      alignas(64) uint32_t seen[kSteps * kMaxColumns];
+      const Span span = visible(tile, i);
+      copy_visible(tile_, span.begin, span.end, num_columns_, seen);
+      add_tile(seen, i, 1);
+    }
+  }
+
+  void add_tile(const uint32_t* values, int row, int num_rows) {
+    multiply_({probabilities_ + row * kSteps, kSteps, values, num_columns_,
+               sums_ + int64_t{row} * num_columns_, num_columns_, corrections_ + row, kSteps},
+              num_rows, num_columns_);
   }
 
   void correct(int row) {
@@ -245,14 +239,17 @@ class AttentionRows {
         for (int i = 0; i < num_columns_; ++i) masked[i] = values[i] & mask;
         values = masked;
       }
-      multiply<dtype>({probabilities_ + row * kSteps + step, kSteps, values, num_columns_,
-                       sums_ + int64_t{row} * num_columns_, num_columns_, &one, 1},
-                      1, num_columns_);
+      multiply_({probabilities_ + row * kSteps + step, kSteps, values, num_columns_,
+                 sums_ + int64_t{row} * num_columns_, num_columns_, &one, 1},
+                1, num_columns_);
     }
   }
 
   void finish(int row) const {
-    const float* sums = sums_ + int64_t{row} * num_columns_;
+    float* sums = sums_ + int64_t{row} * num_columns_;
+    // Whether a 0 is negative depends on values that the row does not see.
+    if constexpr (kTiled<dtype>)
+      for (int i = 0; i < num_columns_; i += kLanes) store_f32(sums + i, load_f32(sums + i) + 0.0f);
     const float total = reduce_add(load_f32(states_[row].sums));
     Element all[kMaxColumns];
     for (int i = 0; i < num_columns_; i += kLanes * kPerWord) join<dtype>(sums + i, total, all + i);
@@ -265,8 +262,11 @@ class AttentionRows {
   const int begin_, num_rows_;  // in (query, head) pairs
   const int group_;
   const int num_words_, num_columns_;
-  uint32_t* tile_;                  // keys [words, kTile], then values [kSteps, columns]
-  uint32_t* queries_;               // [rows, words]
+  const int num_steps_;  // words, for tiles padded with zeros
+  Multiplier<dtype> multiply_;
+  bool is_finite_ = true;           // the tile of values
+  uint32_t* tile_;                  // keys [steps, kTile], then values [kSteps, columns]
+  uint32_t* queries_;               // [rows, steps]
   float* scores_;                   // [kBlockRows, kTile]
   uint32_t* probabilities_;         // [rows, kSteps]
   float* sums_;                     // [rows, columns]: values times probabilities
@@ -276,7 +276,7 @@ class AttentionRows {
   int positions_[kAttentionRows];
 };
 
-#if defined(__AVX512F__)
+#if defined(QUIRE_DECODES_IN_ORDER)
 inline bool decode(const AttentionCall& call, int row, int head_begin, int head_end,
                    const Begun& begun, void* scratch) {
   const AttentionLayout at = attention_layout(call);

@@ -7,8 +7,8 @@
 // Each element is computed by the same operations, in the same order, as in attention.h, so that
 // both give the same bits.
 //
-// This path needs AVX-512, bf16, head sizes that are multiples of 32, groups of 1, 2, 4 or 8 heads,
-// and block sizes that are multiples of 16.
+// This path needs AVX-512 without tiles, bf16, head sizes that are multiples of 32, groups of 1, 2,
+// 4 or 8 heads, and block sizes that are multiples of 16.
 //
 // See ADR 46.
 #pragma once
@@ -20,7 +20,8 @@
 
 namespace quire::QUIRE_ISA {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && !defined(QUIRE_TILES)
+#define QUIRE_DECODES_IN_ORDER
 
 inline constexpr int kPiece = 16;  // positions, all in one block
 inline constexpr int kPieces = kTile / kPiece;

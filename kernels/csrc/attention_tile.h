@@ -133,6 +133,25 @@ inline void interleave_values(const TileRows& rows, const TileRows& next, int nu
   }
 }
 
+// Whether no bf16 of the words is an infinity or NaN, whose exponents are all ones. `count` is a
+// multiple of 16.
+inline bool all_finite(const uint32_t* words, int64_t count) {
+  u32x16 carries = {};
+  for (int64_t i = 0; i < count; i += kLanes)
+    carries |= (load<u32x16>(words + i) & 0x7f807f80u) + 0x00800080u;
+  return !any_lane((i32x16)(carries & 0x80008000u));
+}
+
+// Copies a tile of bf16 values, with 0 for positions outside [begin, end).
+inline void copy_visible(const uint32_t* values, int begin, int end, int num_columns,
+                         uint32_t* out) {
+  for (int position = 0; position < kTile; position += 2) {
+    const uint32_t first = position >= begin && position < end ? 0x0000ffffu : 0;
+    const uint32_t second = position + 1 >= begin && position + 1 < end ? 0xffff0000u : 0;
+    for (int i = 0; i < num_columns; ++i) *out++ = *values++ & (first | second);
+  }
+}
+
 // Divides 16 words of columns by `total` and writes them in the order of head dimensions.
 template <Dtype dtype>
 inline void join(const float* columns, float total, typename Word<dtype>::Element* out) {

@@ -197,7 +197,7 @@ void Decoder::linear(Lane& lane, const Linear& weights, const Activations& x, in
                      Epilogue epilogue, void* out, int64_t out_stride) {
   const LinearCall call{&weights, x, epilogue, out, out_stride};
   const int64_t num_panels = round_up(weights.n, kPanel) / kPanel;
-  lane.loop(num_panels, linear_grain(num_panels, m, pool_.num_lanes()),
+  lane.loop(num_panels, linear_grain(kernels_, weights, m, pool_.num_lanes()),
             [&](int64_t begin, int64_t end) { kernels_.linear(call, begin, end, 0, m); });
 }
 

@@ -35,7 +35,7 @@ bool beats(const Best& challenger, const Best& holder) {
 void Head::logits(const float* hidden, int64_t m, float* out) {
   prepare(m);
   const int64_t num_panels = round_up(weights_.n, kPanel) / kPanel;
-  const int64_t grain = linear_grain(num_panels, m, pool_.num_lanes());
+  const int64_t grain = linear_grain(kernels_, weights_, m, pool_.num_lanes());
   pool_.run([&](Lane& lane) {
     const LinearCall call{&weights_, input(lane, hidden, m), Epilogue::store_f32, out, vocab()};
     lane.loop(num_panels, grain,
@@ -109,7 +109,7 @@ void Head::compute(const float* hidden, int64_t begin, int64_t end, const Questi
   const float* states = gathered(hidden, begin, end);
   prepare(m);
   const int64_t num_panels = round_up(weights_.n, kPanel) / kPanel;
-  const int64_t grain = linear_grain(num_panels, m, pool_.num_lanes());
+  const int64_t grain = linear_grain(kernels_, weights_, m, pool_.num_lanes());
   const int64_t num_parts = (num_panels + grain - 1) / grain;
   auto* bests = static_cast<Best*>(bests_.get(num_parts * num_best * sizeof(Best)));
   pool_.run([&](Lane& lane) {

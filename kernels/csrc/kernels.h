@@ -222,6 +222,8 @@ struct Kernels {
   // Computes a linear for panels [panel_begin, panel_end) and rows [row_begin, row_end).
   void (*linear)(const LinearCall&, int64_t panel_begin, int64_t panel_end, int64_t row_begin,
                  int64_t row_end);
+  // The most panels times rows of such a call, for many rows: it takes about a millisecond.
+  int64_t (*most_panel_rows)(WeightKind);
   // Packs weights into panels [panel_begin, panel_end): row n is the K values, f32 or bf16, at
   // rows[n], or zeros if rows[n] is null. For int8 it also writes scales and sums: scale =
   // largest |w| / 127. Not for int4, which `kvops.int4` packs.
@@ -265,5 +267,7 @@ const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx512_bf16_kernels();
+const Kernels* amx_kernels();
+const Kernels* amx_emulated_kernels();  // the same results as `amx`, for tests
 
 }  // namespace quire

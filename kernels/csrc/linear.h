@@ -9,6 +9,8 @@
 // only tile fetches a little ahead of itself; of several tiles, each fetches a part of the next
 // panel.
 //
+// Tables with tiles multiply bf16 and int8 by them instead (linear_tiles.h).
+//
 // See ADR 43, ADR 89 and ADR 95.
 #pragma once
 
@@ -16,6 +18,10 @@
 #include "linear_dot.h"
 #include "linear_epilogue.h"
 #include "simd.h"
+
+#if defined(QUIRE_TILES)
+#include "linear_tiles.h"
+#endif
 
 namespace quire::QUIRE_ISA {
 
@@ -232,9 +238,23 @@ inline void compute_panels(const LinearCall& call, int64_t panel_begin, int64_t 
                         row_end);
 }
 
+// Panels times rows that take about a millisecond.
+inline int64_t most_panel_rows([[maybe_unused]] WeightKind kind) {
+#if defined(QUIRE_TILES)
+  if (kind == WeightKind::bf16 || kind == WeightKind::int8) return 8192;
+#endif
+  return 1024;
+}
+
 inline void linear(const LinearCall& call, int64_t panel_begin, int64_t panel_end,
                    int64_t row_begin, int64_t row_end) {
   if (call.epilogue == Epilogue::best_or_f32) forget_best(call, panel_begin, row_begin, row_end);
+#if defined(QUIRE_TILES)
+  if (call.weights->kind == WeightKind::bf16)
+    return compute_tiled<WeightKind::bf16>(call, panel_begin, panel_end, row_begin, row_end);
+  if (call.weights->kind == WeightKind::int8)
+    return compute_tiled<WeightKind::int8>(call, panel_begin, panel_end, row_begin, row_end);
+#endif
   switch (call.weights->kind) {
     case WeightKind::f32:
       return compute_panels<WeightKind::f32>(call, panel_begin, panel_end, row_begin, row_end);

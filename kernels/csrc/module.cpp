@@ -18,6 +18,12 @@ void bind_head(nb::module_& m);
 
 namespace {
 
+std::vector<std::string> names_of(const std::vector<const Kernels*>& tables) {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : tables) names.emplace_back(kernels->name);
+  return names;
+}
+
 std::vector<LaneSpec> lanes_of(const std::vector<int>& cpus,
                                const std::vector<std::vector<int>>& owners,
                                const std::optional<Array>& board) {
@@ -46,13 +52,11 @@ NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);
 
   m.def(
-      "usable_kernels",
-      [] {
-        std::vector<std::string> names;
-        for (const Kernels* kernels : usable_kernels()) names.emplace_back(kernels->name);
-        return names;
-      },
+      "usable_kernels", [] { return names_of(usable_kernels()); },
       "Instruction sets that this CPU can run, best first.");
+  m.def(
+      "emulated_kernels", [] { return names_of(emulated_kernels()); },
+      "Instruction sets that tests can run on this CPU although it may lack them.");
 
   m.def(
       "wake",

@@ -89,7 +89,7 @@ class Ops {
     pool_.run([&](ThreadPool::Lane& lane) {
       if (copied)
         lane.loop(m, 8, [&](int64_t begin, int64_t end) { take(x, in, w, rows, begin, end); });
-      lane.loop(weights.num_panels(), linear_grain(weights.num_panels(), m, pool_.num_lanes()),
+      lane.loop(weights.num_panels(), linear_grain(kernels_, w, m, pool_.num_lanes()),
                 [&](int64_t begin, int64_t end) { kernels_.linear(call, begin, end, 0, m); });
     });
   }

@@ -24,6 +24,12 @@
 #error "QUIRE_ISA names the namespace of the instruction set"
 #endif
 
+// Tables that multiply bf16 by tiles (tiles.h). The one that emulates AMX also rounds, everywhere,
+// as the AVX-512 instructions do that the other one has.
+#if defined(__AMX_BF16__) || defined(QUIRE_EMULATES_AMX)
+#define QUIRE_TILES
+#endif
+
 namespace quire::QUIRE_ISA {
 
 inline constexpr int kLanes = 16;
@@ -110,6 +116,12 @@ inline bool any_lane(i32x16 v) {
   return any != 0;
 }
 
+// Denormals become 0 of the same sign.
+inline f32x16 without_denormals(f32x16 value) {
+  const u32x16 bits = (u32x16)value;
+  return (f32x16)(bits & ((u32x16)((bits & 0x7f800000u) > 0u) | 0x80000000u));
+}
+
 // bf16 is the upper half of fp32; rounding is to nearest, ties to even, NaN stays NaN.
 inline float to_f32(uint16_t bits) {
   uint32_t wide = static_cast<uint32_t>(bits) << 16;
@@ -130,6 +142,9 @@ inline void store_bf16(uint16_t* to, f32x16 value) {
 #if defined(__AVX512BF16__)
   store(to, (__m256i)_mm512_cvtneps_pbh((__m512)value));
 #else
+#if defined(QUIRE_EMULATES_AMX)  // as the instruction above does
+  value = without_denormals(value);
+#endif
   u32x16 bits = (u32x16)value;
   u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   u32x16 nan = (bits >> 16) | 0x40u;
@@ -162,7 +177,7 @@ inline void store_some(T* to, f32x16 value, int64_t count) {
 
 // Every lane of `a` and `b` is a pair of bf16 (lower half first): acc + a0 * b0 + a1 * b1.
 inline f32x16 dot_bf16(f32x16 acc, u32x16 a, u32x16 b) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(QUIRE_TILES)
   return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
 #else
   const u32x16 high = 0xffff0000u - u32x16{};
@@ -190,6 +205,10 @@ inline i32x16 dot_int8(i32x16 acc, u32x16 a, i32x16 b) {
 inline f32x16 floor_nonpositive(f32x16 x) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#elif defined(QUIRE_EMULATES_AMX)
+  f32x16 whole;
+  for (int i = 0; i < kLanes; ++i) whole[i] = __builtin_floorf(x[i]);
+  return whole;
 #else
   const i32x16 towards_zero = __builtin_convertvector(max(x, splat(-127.0f)), i32x16);
   return x == x ? __builtin_convertvector(towards_zero, f32x16) - 1.0f : x;

@@ -86,7 +86,7 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     group.add_argument("--backend", choices=("cpu", "reference", "triton", "flash"))
     group.add_argument(
         "--isa",
-        choices=("auto", "avx512_bf16", "avx512", "avx2", "portable"),
+        choices=("auto", "amx", "avx512_bf16", "avx512", "avx2", "portable"),
         help="instruction set of the CPU kernels; default: auto, the fastest one here, measured if "
         "in doubt",
     )

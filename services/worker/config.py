@@ -40,7 +40,7 @@ class WorkerSettings(PoolServiceSettings):
     backend: Literal["cpu", "reference", "triton", "flash"] = Field(
         "cpu", description="kernels that compute"
     )
-    isa: Literal["auto", "avx512_bf16", "avx512", "avx2", "portable"] = Field(
+    isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable"] = Field(
         "auto",
         description="instruction set of the backend cpu; auto: the best that this CPU has, by "
         "measurement where that is in doubt; the same for all workers of a host",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
-from kvops.native import usable_kernels
+from kvops.native import emulated_kernels, usable_kernels
 from services.common.checkpoint.quantization import Quantization
 
 from .models_oracle import NUM_NEW_TOKENS, RecordingRunner, Trial, random_prompt
@@ -163,7 +163,7 @@ def test_with_weights_from_the_cache(sequence: Sequence, tmp_path: Path) -> None
     assert len([path for path in tmp_path.iterdir() if path.suffix != ".lock"]) == 1
 
 
-@pytest.mark.parametrize("isa", usable_kernels()[1:])
+@pytest.mark.parametrize("isa", [*usable_kernels()[1:], *emulated_kernels()])
 def test_on_every_instruction_set(
     checkpoints: Make, kind: str, isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,20 +9,25 @@ from kvops.native import usable_kernels
 @pytest.mark.parametrize(
     ("timings", "expected"),
     [
-        ([(1.0, 1.0), (8.0, 8.0)], False),
-        ([(1.22, 1.0), (8.7, 8.0)], True),
-        ([(1.10, 1.0), (8.8, 8.0)], True),
+        ([(1.0, 1.0), (8.0, 8.0)], "a"),
+        ([(1.22, 1.0), (8.7, 8.0)], "b"),
+        ([(1.10, 1.0), (8.8, 8.0)], "b"),
         # Not clearly faster: noise.
-        ([(1.04, 1.0), (8.3, 8.0)], False),
+        ([(1.04, 1.0), (8.3, 8.0)], "a"),
         # Twice as fast with few rows is worth more than a fifth slower with many.
-        ([(1.0, 2.0), (9.6, 8.0)], False),
-        ([(1.0, 1.9), (4.0, 8.0)], False),
+        ([(1.0, 2.0), (9.6, 8.0)], "a"),
+        ([(1.0, 1.9), (4.0, 8.0)], "a"),
+        # Three: the first of those that are about as fast as the fastest.
+        ([(1.0, 1.5, 1.2), (1.0, 9.0, 8.0)], "a"),
+        ([(2.0, 1.5, 1.2), (20.0, 9.0, 8.0)], "c"),
+        ([(2.0, 1.2, 1.2), (20.0, 8.1, 8.0)], "b"),
+        ([(1.05, 1.0, 1.0), (8.2, 8.0, 8.1)], "a"),
     ],
 )
-def test_the_second_one_is_chosen_where_it_is_clearly_faster(
-    timings: contest.Timings, expected: bool
+def test_the_first_set_that_none_clearly_beats_wins(
+    timings: contest.Timings, expected: str
 ) -> None:
-    assert contest.second_is_faster(timings) is expected
+    assert contest.winner("abc"[: len(timings[0])], timings) == expected
 
 
 def test_a_set_that_takes_many_times_as_long_loses() -> None:
@@ -30,14 +35,21 @@ def test_a_set_that_takes_many_times_as_long_loses() -> None:
     best, portable = usable_kernels()[0], usable_kernels()[-1]
     if best == portable:
         pytest.skip("this CPU has one instruction set alone")
-    assert contest.second_is_faster(contest.measure((portable, best)))
-    assert not contest.second_is_faster(contest.measure((best, portable)))
+    for isas in ((portable, best), (best, portable)):
+        assert contest.winner(isas, contest.measure(isas)) == best
 
 
-def test_there_is_a_contest_only_between_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    for usable in (["avx2", "portable"], ["avx512", "avx2", "portable"]):
-        monkeypatch.setattr(contest, "usable_kernels", lambda usable=usable: usable)
-        assert contest.contenders() is None
-    every = ["avx512_bf16", "avx512", "avx2", "portable"]
-    monkeypatch.setattr(contest, "usable_kernels", lambda: every)
-    assert contest.contenders() == ("avx512_bf16", "avx512")
+@pytest.mark.parametrize(
+    ("usable", "expected"),
+    [
+        (["avx2", "portable"], ()),
+        (["avx512", "avx2", "portable"], ("avx512",)),
+        (["avx512_bf16", "avx512", "avx2", "portable"], ("avx512_bf16", "avx512")),
+        (["amx", "avx512_bf16", "avx512", "avx2"], ("amx", "avx512_bf16", "avx512")),
+    ],
+)
+def test_sets_with_avx512_compete(
+    usable: list[str], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contest, "usable_kernels", lambda: usable)
+    assert contest.contenders() == expected

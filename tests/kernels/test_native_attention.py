@@ -10,7 +10,7 @@ from torch import Tensor
 
 import kvops
 from kvops import Backend
-from kvops.native import NativeCpu, usable_kernels
+from kvops.native import NativeCpu, emulated_kernels, usable_kernels
 
 from .paged import Geometry, PagedBatch, paged_batch
 
@@ -31,7 +31,7 @@ ROWS = [(1, 1), (1, 64), (1, 65), (40, 40), (0, 20), (130, 200), (5, 90), (1, 30
 WINDOWS = [None, 1, 5, 64, 100, 1000]
 
 
-@pytest.fixture(scope="module", params=usable_kernels())
+@pytest.fixture(scope="module", params=[*usable_kernels(), *emulated_kernels()])
 def cpu(request: pytest.FixtureRequest) -> NativeCpu:
     return NativeCpu(1, request.param)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvops.native import Kind, Lane, NativeCpu, usable_kernels
+from kvops.native import Kind, Lane, NativeCpu, emulated_kernels, usable_kernels
 from services.engine.batch import Answer, Draw, Fault, Query
 from services.engine.models.fused import native_answers
 from services.engine.sampling.sampling_head import answer
@@ -19,7 +19,7 @@ from services.protocol.ticket import SamplingParams
 
 HIDDEN, VOCAB = 60, 1003
 PLAIN = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=5, max_tokens=1)
-ISAS = pytest.mark.parametrize("isa", usable_kernels())
+ISAS = pytest.mark.parametrize("isa", [*usable_kernels(), *emulated_kernels()])
 KINDS: tuple[Kind, ...] = ("float32", "bfloat16", "int8")
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvops.native import Kind, NativeCpu, usable_kernels
+from kvops.native import Kind, NativeCpu, emulated_kernels, usable_kernels
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NAN = float("nan")
@@ -14,7 +14,7 @@ KINDS = pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 ROW_COUNTS = [*range(1, 30), 47, 64, 70]  # more than two tiles of any instruction set
 
 
-@pytest.fixture(scope="module", params=usable_kernels())
+@pytest.fixture(scope="module", params=[*usable_kernels(), *emulated_kernels()])
 def cpu(request: pytest.FixtureRequest) -> NativeCpu:
     return NativeCpu(1, request.param)
 

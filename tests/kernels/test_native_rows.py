@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvops.native import NativeCpu, usable_kernels
+from kvops.native import NativeCpu, emulated_kernels, usable_kernels
 
 FP32, BF16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
@@ -15,7 +15,7 @@ EPS = 1e-6
 ERROR = {FP32: 1e-6, BF16: 2**-8 + 1e-6}
 
 
-@pytest.fixture(scope="module", params=usable_kernels())
+@pytest.fixture(scope="module", params=[*usable_kernels(), *emulated_kernels()])
 def cpu(request: pytest.FixtureRequest) -> NativeCpu:
     return NativeCpu(1, request.param)
 

@@ -19,6 +19,7 @@ const Kernels* QUIRE_TABLE(QUIRE_ISA)() {
   static constexpr Kernels table = {
       QUIRE_NAME(QUIRE_ISA),
       QUIRE_ISA::linear,
+      QUIRE_ISA::most_panel_rows,
       QUIRE_ISA::pack,
       QUIRE_ISA::attention,
       QUIRE_ISA::attention_scratch,

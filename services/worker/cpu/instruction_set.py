@@ -6,7 +6,7 @@ file beside the packed weights. The file's name identifies the CPU and the kerne
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import xxhash
@@ -22,7 +22,7 @@ log = get_logger(__name__)
 _CPUINFO = Path("/proc/cpuinfo")
 _IDENTITY = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode")
 
-Measure = Callable[[tuple[str, str]], contest.Timings]
+Measure = Callable[[Sequence[str]], contest.Timings]
 
 
 def measured_isa(
@@ -37,7 +37,7 @@ def measured_isa(
     StartupError: the directory cannot be written.
     """
     isas = contest.contenders()
-    if isas is None:
+    if len(isas) < 2:
         return None
     facts: dict[str, object] = {**_identity(cpuinfo), "kernels": NUMERICS, "contenders": list(isas)}
     digest = xxhash.xxh3_64_hexdigest(json.dumps(facts, sort_keys=True).encode())
@@ -50,7 +50,7 @@ def measured_isa(
         raise StartupError(f"the choice of instructions {path}: {error.strerror}") from error
 
 
-def _read_choice(path: Path, isas: tuple[str, str]) -> str | None:
+def _read_choice(path: Path, isas: Sequence[str]) -> str | None:
     """The kept choice; None if there is no such file, or if it is damaged."""
     try:
         isa = json.loads(path.read_text())["isa"]
@@ -60,11 +60,10 @@ def _read_choice(path: Path, isas: tuple[str, str]) -> str | None:
 
 
 def _measure_choice(
-    path: Path, isas: tuple[str, str], facts: dict[str, object], measure: Measure
+    path: Path, isas: Sequence[str], facts: dict[str, object], measure: Measure
 ) -> str:
     timings = measure(isas)
-    first, second = isas
-    isa = second if contest.second_is_faster(timings) else first
+    isa = contest.winner(isas, timings)
     times_ms = {
         name: [round(seconds[turn] * 1000, 3) for seconds in timings]
         for turn, name in enumerate(isas)

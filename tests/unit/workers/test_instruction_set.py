@@ -1,6 +1,7 @@
 """The instruction set is measured once for a kind of CPU; all workers of a host have the same."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
 
@@ -49,7 +50,7 @@ class MeasuredHost:
     def kept(self) -> list[Path]:
         return sorted(self.cache.glob("isa-*.json"))
 
-    def _measure(self, isas: tuple[str, str]) -> contest.Timings:
+    def _measure(self, isas: Sequence[str]) -> contest.Timings:
         assert isas == ("avx512_bf16", "avx512")
         self.num_measured += 1
         return self.timings
@@ -120,6 +121,26 @@ def test_a_directory_that_cannot_be_written_ends_the_start(host: MeasuredHost) -
     host.cache.write_text("a file")
     with pytest.raises(StartupError, match=r"the choice of instructions .*: File exists"):
         host.isa()
+
+
+def test_of_three_sets_one_is_chosen_and_all_times_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = ["amx", "avx512_bf16", "avx512"]
+    monkeypatch.setattr(contest, "usable_kernels", lambda: [*sets, "avx2", "portable"])
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(CPUINFO)
+    timings = [(1.0, 1.4, 1.2), (1.0, 9.0, 8.0)]
+    isa = measured_isa(tmp_path / "cache", lambda: None, cpuinfo, lambda _: timings)
+    assert isa == "amx"
+    (path,) = (tmp_path / "cache").glob("isa-*.json")
+    kept = json.loads(path.read_text())
+    assert kept["contenders"] == sets
+    assert kept["times_ms"] == {
+        "amx": [1000, 1000],
+        "avx512_bf16": [1400, 9000],
+        "avx512": [1200, 8000],
+    }
 
 
 def test_where_nothing_competes_nothing_is_measured(

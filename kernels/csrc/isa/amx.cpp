@@ -1,0 +1,2 @@
+#define QUIRE_ISA amx
+#include "table.h"
