@@ -3,7 +3,6 @@ tokenizer, chat template."""
 
 from pathlib import Path
 
-from services.common.checkpoint.layout import ignored_weights, weight_shapes
 from services.common.checkpoint.weights import INDEX_FILE, SINGLE_FILE, checked_weights
 from services.common.errors import StartupError
 from services.common.text.chat_template import ChatTemplate
@@ -22,7 +21,7 @@ def check(directory: Path) -> None:
     """Raises StartupError, with the first reason, if Quire cannot serve this checkpoint."""
     check_format(directory)
     config = ModelConfig.from_directory(directory)
-    checked_weights(directory, weight_shapes(config), ignored_weights(config))
+    checked_weights(directory, config)
     read_tokenizer(directory)
     ChatTemplate.from_directory(directory, special_tokens(directory))
 
