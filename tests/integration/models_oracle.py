@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, count, product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import kvops
 from bench.make_checkpoint import CheckpointSpec
 from kvops.native import Lane
+from services.common.checkpoint.quantization import Quantization
 from services.engine.batch import Draw, Row
 from services.engine.models import load_model
 from services.engine.runner import Runner
@@ -155,7 +156,7 @@ class RecordingRunner(Runner):
         backend: str = "cpu",
         dtype: torch.dtype = torch.float32,
         *,
-        quantize: Literal["int8"] | None = None,
+        quantize: Quantization | None = None,
         cache: Path | None = None,
         num_threads: int = 1,
     ) -> None:

@@ -98,8 +98,8 @@ def test_a_good_checkpoint_is_accepted(tmp_path: Path, shards: int) -> None:
         (edit_config(architectures=["GPT2LMHeadModel"]), "'GPT2LMHeadModel' is not supported"),
         (edit_config(hidden_size=65), "shape [384, 64], but the config makes it [384, 65]"),
         (
-            edit_config(quantization_config={"quant_method": "gptq"}),
-            "the weights are quantized by 'gptq'",
+            edit_config(quantization_config={"quant_method": "bitsandbytes"}),
+            "quantized by 'bitsandbytes'; Quire reads gptq, awq, ",
         ),
         (remove("tokenizer.json"), "no tokenizer: DIR/tokenizer.json does not exist"),
         (rename("tokenizer.json", "tokenizer.model"), "; tokenizer.model is not read, but "),

@@ -1,9 +1,11 @@
 """The ways in which the weights of linears are quantized: by a worker (`--quantize`), or in the
 checkpoint (`quantization_config` of config.json)."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
+from services.common.errors import StartupError
 from services.common.text.json_fields import JsonFields
 
 Quantization = Literal["int8", "int4", "int4-32", "int4-128"]
@@ -48,19 +50,14 @@ def stored_quantization(config: JsonFields) -> StoredQuantization | None:
     if not config.has("quantization_config"):
         return None
     fields = config.object("quantization_config")
-    match fields.text("quant_method", ""):
-        case "gptq":
-            return _gptq(fields)
-        case "awq":
-            return _awq(fields)
-        case "compressed-tensors":
-            return _compressed(fields)
-        case "fp8":
-            return _fp8(fields)
-        case other:
-            raise config.wrong(
-                "quantization_config", f"quantized by {other or 'no quant_method'!r}; {SUPPORTED}"
-            )
+    method = fields.text("quant_method", "")
+    if method not in _READERS:
+        named = f"quantized by {method!r}" if method else "no quant_method"
+        raise config.wrong("quantization_config", f"{named}; {SUPPORTED}")
+    try:
+        return _READERS[method](fields)
+    except StartupError as error:
+        raise StartupError(f"{error} (the checkpoint is quantized by {method!r})") from error
 
 
 def _gptq(fields: JsonFields) -> StoredQuantization:
@@ -121,6 +118,14 @@ def _compressed(fields: JsonFields) -> StoredQuantization:
         case _:
             known = "pack-quantized, int-quantized and float-quantized"
             _refuse(fields, "format", f"{form!r} is not supported, only {known}")
+
+
+_READERS: Mapping[str, Callable[[JsonFields], StoredQuantization]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+    "fp8": _fp8,
+}
 
 
 def _packed_int4(scheme: JsonFields, weights: JsonFields) -> StoredQuantization:
