@@ -67,7 +67,7 @@ def write_quantized(
 
 def words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     """[..., 8 * n] codes of 4 bits -> int32 [..., n]; code order[i] has bits 4 i to 4 i + 3."""
-    eights = codes.long().unflatten(-1, (-1, 8))
+    eights = codes.long().reshape(*codes.shape[:-1], -1, 8)
     word = sum(eights[..., place] * 16**i for i, place in enumerate(order))
     assert isinstance(word, Tensor)
     return torch.where(word < 2**31, word, word - 2**32).int()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import kvops
-from bench.make_checkpoint import CheckpointSpec, make_checkpoint
+from bench.make_checkpoint import CheckpointSpec, Family, make_checkpoint
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
 from quire.supervisor.errors import ModelUnusable
@@ -150,7 +150,7 @@ def test_answers_are_those_of_the_dequantized_weights(
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "mistral"])
-def test_every_family_loads_quantized(tmp_path: Path, family: str) -> None:
+def test_every_family_loads_quantized(tmp_path: Path, family: Family) -> None:
     plain = make_checkpoint(tmp_path / "plain", replace(SPEC, family=family, tied=True))
     twin = write_quantized(plain, tmp_path / "quantized", awq(32))
     compare(tmp_path / "quantized", twin, bound=0.07)

@@ -36,9 +36,16 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class FrequencyDivisors:
+    """RoPE scaling of GGUF files: divides each frequency by a number of its own."""
+
+    divisors: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RopeConfig:
     theta: float
-    scaling: LinearScaling | Llama3Scaling | None = None
+    scaling: LinearScaling | Llama3Scaling | FrequencyDivisors | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +93,18 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, directory: Path | str) -> "ModelConfig":
-        """Read a Hugging Face checkpoint's configuration.
+        """Read the configuration of a Hugging Face checkpoint, or of a GGUF file.
 
-        StartupError, with file and field: a file is missing or not JSON, the architecture is
+        StartupError, with file and field: a file is missing or not readable, the architecture is
         unknown, shapes contradict each other, or a feature is not supported.
         """
+        # These modules make a ModelConfig, so they import this one.
+        from services.common.gguf.config import gguf_config
+        from services.common.gguf.file import GgufFile, gguf_file
+
         directory = Path(directory)
+        if (gguf := gguf_file(directory)) is not None:
+            return gguf_config(GgufFile.read(gguf))
         if not directory.is_dir():
             raise StartupError(f"{directory}: no such checkpoint directory")
         config = JsonFields.read(directory / CONFIG_FILE)

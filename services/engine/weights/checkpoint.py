@@ -17,7 +17,9 @@ from services.common.checkpoint.layout import weight_shapes
 from services.common.checkpoint.stored_tensors import mark
 from services.common.checkpoint.weights import checked_weights, weight_files
 from services.common.errors import StartupError
+from services.common.gguf.file import gguf_file
 from services.common.text.model_config import ModelConfig
+from services.engine.weights.gguf_weights import load_gguf
 from services.engine.weights.stored_linears import decoded
 from services.engine.weights.weights import Form, Weight, Weights
 
@@ -48,8 +50,10 @@ class SafetensorsWeights:
 
 
 def load_weights(directory: Path, config: ModelConfig) -> Weights:
-    """The weights of a checkpoint. Raises StartupError if a file cannot be read, or as
-    `checked_weights` does."""
+    """The weights of a checkpoint, in safetensors files or in a GGUF file. Raises StartupError if a
+    file cannot be read, or as `checked_weights` and `check_tensors` do."""
+    if (gguf := gguf_file(directory)) is not None:
+        return load_gguf(gguf, config)
     tensors: dict[str, Tensor] = {}
     for path, names in checked_weights(directory, config).items():
         try:

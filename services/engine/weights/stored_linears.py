@@ -59,11 +59,12 @@ def _gptq(stored: StoredQuantization, name: str, part: Parts, n: int, k: int) ->
 
 
 def _awq(stored: StoredQuantization, part: Parts, n: int, k: int) -> Int4Weight:
-    codes, zeros = (
-        nibbles(_of(part, name)).unflatten(1, (-1, 8))[:, :, _AWQ_PLACES].flatten(1)[:, :n].T
-        for name in ("qweight", "qzeros")
-    )
+    codes, zeros = (_awq_order(nibbles(_of(part, name)))[:, :n].T for name in ("qweight", "qzeros"))
     return Int4Weight(codes, _of(part, "scales").T.float(), zeros.float(), stored.group)
+
+
+def _awq_order(codes: Tensor) -> Tensor:
+    return codes.view(len(codes), -1, len(_AWQ_PLACES))[:, :, _AWQ_PLACES].flatten(1)
 
 
 def _pack_quantized(stored: StoredQuantization, part: Parts, n: int, k: int) -> Int4Weight:
