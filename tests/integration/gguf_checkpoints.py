@@ -1,6 +1,7 @@
 """Writes GGUF files from plain checkpoints, as llama.cpp's converter does."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from bench.make_checkpoint import CHAT_TEMPLATE
 
@@ -47,10 +48,14 @@ def gguf_name(name: str) -> str:
 
 
 def write_gguf(
-    plain: Path, path: Path, choose: Choose, change: Callable[[Metadata], object] = lambda _: None
+    plain: Path,
+    path: Path,
+    choose: Choose = lambda name: "F32",
+    change: Callable[[Metadata], object] = lambda _: None,
+    more: dict[str, np.ndarray[Any, Any]] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Write `path`. Returns the weights that it stands for, by Hugging Face's names. `change`: a
-    change to the metadata."""
+    change to the metadata. `more`: more tensors, fp32."""
     config = json.loads((plain / "config.json").read_text())
     architecture = "llama" if config["model_type"] == "mistral" else config["model_type"]
     metadata = _metadata(config, architecture) | _tokenizer(plain)
@@ -70,11 +75,22 @@ def write_gguf(
         writer.add_tensor(gguf_name(name), raw, raw_dtype=kind)
         exact = gguf.dequantize(raw, kind).reshape(values.shape)
         stands_for[name] = torch.from_numpy(_halves(exact, heads) if permuted else exact.copy())
+    for name, values in (more or {}).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return stands_for
+
+
+def write_twin(plain: Path, directory: Path, weights: dict[str, torch.Tensor]) -> Path:
+    """The plain checkpoint with other weights, fp32."""
+    shutil.copytree(plain, directory)
+    save_file(weights, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text()) | {"torch_dtype": "float32"}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 def _metadata(config: dict[str, Any], architecture: str) -> Metadata:

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from .models_oracle import NUM_NEW_TOKENS, Oracle, RecordingRunner, random_prompt
+
 FILE = "model.safetensors"
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -197,3 +199,25 @@ def fp8_block() -> Scheme:
         return Encoded({"weight": codes, "weight_scale_inv": scales}, exact)
 
     return Scheme({"quant_method": "fp8", "weight_block_size": [128, 128]}, encode)
+
+
+def compare_answers(quantized: Path, twin: Path, bound: float) -> None:
+    """Decode some prompts with both. Logits differ by at most `bound`, as a share of their spread
+    (root mean square); tokens are equal while the oracle's margin exceeds four such errors."""
+    oracle = Oracle(twin)
+    recording = RecordingRunner(quantized, 16, num_blocks=64, dtype=torch.bfloat16)
+    trials = [recording.place(random_prompt(length, seed=1)) for length in (1, 9, 40, 100)]
+    recording.decode_all(trials, chunk=32)
+    num_compared = 0
+    for trial in trials:
+        answer = oracle.answer(trial.prompt)
+        for step in range(NUM_NEW_TOKENS):
+            found, exact = trial.logits[step], answer.logits[step]
+            error = (found - exact).square().mean().sqrt()
+            assert error < bound * exact.std()
+            best = exact.topk(2).values
+            num_compared += 1
+            if trial.new_tokens[step] != answer.token_ids[step]:
+                assert best[0] - best[1] < 4 * error
+                break  # From here on the sequences differ.
+    assert num_compared > 2 * len(trials)

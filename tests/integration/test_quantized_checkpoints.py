@@ -25,11 +25,11 @@ from services.engine.weights.checkpoint import load_weights
 from services.engine.weights.fused_weights import all_sections
 from services.engine.weights.kinds import section_kinds
 
-from .models_oracle import NUM_NEW_TOKENS, Oracle, RecordingRunner, random_prompt
 from .quantized_checkpoints import (
     FILE,
     Scheme,
     awq,
+    compare_answers,
     float_quantized,
     fp8_block,
     fp8_tensor,
@@ -119,41 +119,19 @@ def test_a_linear_in_floating_point_stays_so(plain: Path, tmp_path: Path) -> Non
     assert in_bf16 == {"0.down", "1.qkv"}
 
 
-def compare(quantized: Path, twin: Path, bound: float) -> None:
-    """Decode some prompts with both. Logits differ by at most `bound`, as a share of their spread
-    (root mean square); tokens are equal while the oracle's margin exceeds four such errors."""
-    oracle = Oracle(twin)
-    recording = RecordingRunner(quantized, 16, num_blocks=64, dtype=torch.bfloat16)
-    trials = [recording.place(random_prompt(length, seed=1)) for length in (1, 9, 40, 100)]
-    recording.decode_all(trials, chunk=32)
-    num_compared = 0
-    for trial in trials:
-        answer = oracle.answer(trial.prompt)
-        for step in range(NUM_NEW_TOKENS):
-            found, exact = trial.logits[step], answer.logits[step]
-            error = (found - exact).square().mean().sqrt()
-            assert error < bound * exact.std()
-            best = exact.topk(2).values
-            num_compared += 1
-            if trial.new_tokens[step] != answer.token_ids[step]:
-                assert best[0] - best[1] < 4 * error
-                break  # From here on the sequences differ.
-    assert num_compared > 2 * len(trials)
-
-
 @pytest.mark.parametrize("name", SCHEMES)
 def test_answers_are_those_of_the_dequantized_weights(
     plain: Path, tmp_path: Path, name: str
 ) -> None:
     twin = write_quantized(plain, tmp_path / "quantized", SCHEMES[name])
-    compare(tmp_path / "quantized", twin, bound=0.02 if name in CONVERTED else 0.07)
+    compare_answers(tmp_path / "quantized", twin, bound=0.02 if name in CONVERTED else 0.07)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "mistral"])
 def test_every_family_loads_quantized(tmp_path: Path, family: Family) -> None:
     plain = make_checkpoint(tmp_path / "plain", replace(SPEC, family=family, tied=True))
     twin = write_quantized(plain, tmp_path / "quantized", awq(32))
-    compare(tmp_path / "quantized", twin, bound=0.07)
+    compare_answers(tmp_path / "quantized", twin, bound=0.07)
 
 
 def test_a_packed_file_is_reused(plain: Path, tmp_path: Path) -> None:
