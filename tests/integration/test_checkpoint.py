@@ -118,7 +118,10 @@ def test_a_good_checkpoint_is_accepted(tmp_path: Path, shards: int) -> None:
             edit_norm(torch.zeros(64, dtype=torch.float8_e4m3fn)),
             f"DIR/{FIRST}: model.norm.weight: F8_E4M3 is not bf16, fp16 or fp32",
         ),
-        (only_gguf, "DIR: tiny-Q4_K_M.gguf is in GGUF; Quire reads Hugging Face checkpoints of "),
+        (
+            only_gguf,
+            "DIR/tiny-Q4_K_M.gguf: not a readable GGUF file: the file ends within its header",
+        ),
         (only_bin, "DIR: pytorch_model.bin is in PyTorch's own format; "),
     ],
 )
@@ -158,7 +161,7 @@ def test_the_embedded_model_needs_no_check(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
-    [(remove("tokenizer.json"), "no tokenizer: "), (only_gguf, "is in GGUF; ")],
+    [(remove("tokenizer.json"), "no tokenizer: "), (only_gguf, "not a readable GGUF file")],
 )
 def test_a_worker_refuses_by_itself_what_cannot_be_served(
     checkpoint: Path,

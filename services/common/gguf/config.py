@@ -16,6 +16,7 @@ from services.common.text.model_config import (
     RopeConfig,
 )
 
+TOKENS = "tokenizer.ggml.tokens"
 ROPE_FACTORS = "rope_freqs.weight"
 _FLOATS = ("F32", "F16", "BF16")
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -117,7 +118,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
 
 def check_tensors(file: GgufFile, config: ModelConfig) -> None:
     """Raises StartupError, with the tensor: one is missing, unknown or of another shape, or a
-    vector is quantized."""
+    vector is quantized; or there are more tokens than rows of the embedding."""
     shapes = {gguf_name(name): shape for name, shape in weight_shapes(config).items()}
     if unknown := sorted(file.tensors.keys() - shapes.keys() - {ROPE_FACTORS}):
         raise StartupError(f"{file.path}: unknown tensors: {', '.join(unknown[:3])}")
@@ -132,6 +133,9 @@ def check_tensors(file: GgufFile, config: ModelConfig) -> None:
             )
         if len(shape) == 1 and tensor.type.name not in _FLOATS:
             raise StartupError(f"{file.path}: {name}: {tensor.type.name} is not a float type")
+    tokens = file.metadata.get(TOKENS, [])
+    if len(tokens) > config.vocab_size:
+        raise file.fields.wrong(TOKENS, f"{len(tokens)}, but the model has {config.vocab_size}")
 
 
 def _family(file: GgufFile) -> _Family:

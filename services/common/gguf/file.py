@@ -37,6 +37,7 @@ _NUMBERS = {
     11: "q",
     12: "d",
 }
+_FORMS = {code: struct.Struct(f"<{code}") for code in _NUMBERS.values()}
 _STRING, _ARRAY = 8, 9
 
 
@@ -96,7 +97,7 @@ class GgufFile:
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as m:
                 return _read(path, _Reader(m))
-        except (OSError, ValueError, struct.error) as error:  # An empty file cannot be mapped.
+        except (OSError, ValueError) as error:  # An empty file cannot be mapped.
             raise StartupError(f"{path}: not a readable GGUF file: {error}") from error
 
 
@@ -116,16 +117,15 @@ def gguf_file(path: Path) -> Path | None:
 
 
 class _Reader:
-    """Reads values one after another. struct.error, ValueError: the file ends before a value."""
+    """Reads values one after another. ValueError: the file ends before a value."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
         self.position = 0
 
     def number(self, code: str) -> Any:
-        (value,) = struct.unpack_from(f"<{code}", self.data, self.position)
-        self.position += struct.calcsize(f"<{code}")
-        return value
+        form = _FORMS[code]
+        return form.unpack_from(self.data, self._taken(form.size))[0]
 
     def text(self) -> str:
         length = self.number("Q")

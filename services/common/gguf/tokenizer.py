@@ -11,7 +11,6 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from services.common.errors import StartupError
 from services.common.gguf.file import GgufFile
 from services.common.text.json_fields import JsonFields
 
@@ -173,6 +172,4 @@ def _list(fields: JsonFields, name: str, kind: type) -> list[Any]:
     values = fields.values.get(f"{_FIELD}{name}")
     if not isinstance(values, list) or not all(type(value) is kind for value in values):
         raise fields.wrong(f"{_FIELD}{name}", f"missing, or not a list of {kind.__name__}")
-    if not values:
-        raise StartupError(f"{fields.path}: {_FIELD}{name}: empty")
     return values

@@ -119,7 +119,7 @@ def _in_4_bits(raw: Tensor, tensor: GgufTensor) -> Int4Weight:
             codes = _halves(blocks[:, :, 2:])
             return Int4Weight(codes.flatten(1), scales, torch.full_like(scales, 8.0), _GROUP)
         case "Q4_1":
-            return _affine(_halves(blocks[:, :, 4:]), _half(blocks, 0), _half(blocks, 2))
+            return affine(_halves(blocks[:, :, 4:]), _half(blocks, 0), _half(blocks, 2))
         case _:
             return _q4_k(blocks)
 
@@ -136,10 +136,10 @@ def _q4_k(blocks: Tensor) -> Int4Weight:
     codes = torch.stack([pairs & 15, pairs >> 4], dim=3)
     scale = _half(blocks, 0)[:, :, None] * scales
     minimum = _half(blocks, 2)[:, :, None] * minimums
-    return _affine(codes, scale.flatten(1), -minimum.flatten(1))
+    return affine(codes, scale.flatten(1), -minimum.flatten(1))
 
 
-def _affine(codes: Tensor, scales: Tensor, minimums: Tensor) -> Int4Weight:
+def affine(codes: Tensor, scales: Tensor, minimums: Tensor) -> Int4Weight:
     """weight = scale * code + minimum, as scale * (code - zero point). If the scale is 0, or tiny
     beside the minimum, all weights of the group are the minimum. codes: [rows, ...], K in all."""
     zeros = -minimums / scales
