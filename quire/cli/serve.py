@@ -26,14 +26,14 @@ def add_commands(commands: "Commands") -> None:
     command.add_argument(
         "--model",
         default=EMBEDDED,
-        metavar="DIR|ID",
-        help="a directory in Hugging Face format, an id in the local Hugging Face cache, or "
-        "`%(default)s`, the small model that comes with Quire (the default)",
+        metavar="DIR|FILE|ID",
+        help="a directory in Hugging Face format, a GGUF file, an id in the local Hugging Face "
+        "cache, or `%(default)s`, the small model that comes with Quire (the default)",
     )
     command.add_argument(
         "--served-model-name",
         metavar="NAME",
-        help="what clients call it; default: its id, or the directory's name",
+        help="what clients call it; default: its id, or the name of the directory or file",
     )
     command.add_argument("--prefill", type=positive, default=1, metavar="N", help="workers")
     command.add_argument("--decode", type=positive, default=1, metavar="N", help="workers")

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import gguf
 import torch
 from torch import Tensor
 
@@ -106,6 +105,8 @@ def _float(raw: Tensor, tensor: GgufTensor) -> Tensor:
     if name in _FLOATS:
         values = raw.view(_FLOATS[name])
     else:
+        import gguf  # takes a third of a second, which only these files need
+
         kind = gguf.GGMLQuantizationType[name]
         values = torch.from_numpy(gguf.dequantize(raw.numpy(), kind))
     return values if len(tensor.shape) == 2 else values.flatten()
