@@ -240,6 +240,7 @@ def without(name: str) -> Callable[[Metadata], object]:
         (set_field("llama.rope.dimension_count", 32), "llama.rope.dimension_count: 32, but the"),
         (set_field("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type: 'yarn'"),
         (set_field("llama.expert_count", 8), "mixtures of experts are not supported"),
+        (set_field("general.alignment", 36), "not aligned to 36 bytes, a multiple of 8"),
         (set_field("split.count", 2), "split.count: split files are not supported"),
         (set_field("tokenizer.ggml.pre", "dbrx"), "tokenizer.ggml.pre: 'dbrx' is not supported"),
         (set_field("tokenizer.ggml.model", "t5"), "tokenizer.ggml.model: 't5' is not supported"),

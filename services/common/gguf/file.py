@@ -181,6 +181,8 @@ def _read(path: Path, reader: _Reader) -> GgufFile:
         raise fields.wrong("split.count", "split files are not supported; merge them first")
     places = [_place(path, reader) for _ in range(num_tensors)]
     alignment = fields.integer("general.alignment", _ALIGNMENT)
+    if alignment % 8 or any(tensor.begin % alignment for _, tensor in places):
+        raise ValueError(f"tensors are not aligned to {alignment} bytes, a multiple of 8")
     begin = -(-reader.position // alignment) * alignment
     tensors = {name: replace(tensor, begin=begin + tensor.begin) for name, tensor in places}
     for name, tensor in tensors.items():

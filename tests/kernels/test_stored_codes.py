@@ -1,11 +1,12 @@
-"""Weights that are already quantized to 8 bits are packed like those that the kernels quantize."""
+"""Weights that are already quantized are packed as they are: 8 bits in the layout of those that the
+kernels quantize, 4 bits also with negative scales."""
 
 import pytest
 import torch
 
-from kvops.int4 import quantize
+from kvops.int4 import Int4Weight, quantize
 from kvops.int8 import Int8Weight
-from kvops.native import NativeCpu
+from kvops.native import NativeCpu, PackedLinear, aligned, packed_bytes
 
 
 def quantized(weight: torch.Tensor) -> Int8Weight:
@@ -25,6 +26,20 @@ def test_codes_have_the_kernels_layout(sizes: tuple[int, ...], k: int, turn: int
     expected = [p.clone() for p in cpu.packed_pieces("int8", num_outputs, weights, turn)]
     found = cpu.packed_pieces("int8", num_outputs, [quantized(w) for w in weights], turn)
     assert torch.equal(torch.cat(list(found)), torch.cat(expected))
+
+
+def test_negative_scales_of_four_bits_stay_exact() -> None:
+    """GGUF's Q4_0 has them. Here they are far larger than the positive ones of the same output."""
+    codes = torch.tensor([[9] * 32 + [7] * 32], dtype=torch.uint8)
+    scales = torch.tensor([[-(2.0**20), 2.0**-3]])
+    weight = Int4Weight(codes, scales, torch.full((1, 2), 8.0), 32)
+    cpu = NativeCpu()
+    memory = aligned(packed_bytes("int4-32", 1, 64))
+    memory.copy_(torch.cat(list(cpu.packed_pieces("int4-32", 1, [weight]))))
+    x, out = torch.zeros(2, 64), torch.empty(2, 1)
+    x[0, 0] = x[1, 63] = 127.0
+    cpu.ops.linear(x, PackedLinear("int4-32", 1, 64, memory), out)
+    assert out.flatten().tolist() == [-(2.0**20) * 127, -(2.0**-3) * 127]
 
 
 def test_large_linears_come_in_pieces() -> None:
