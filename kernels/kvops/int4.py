@@ -106,7 +106,7 @@ def _stored(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
 def _column_scales(scales: Tensor) -> Tensor:
     """A power of two for each output [N], so that the scales divided by it are at most 1: fp16 is
     exact enough below, and a division by it costs no bit."""
-    largest = scales.nan_to_num(1.0, 1.0).amax(1)
+    largest = scales.nan_to_num(1.0, 1.0).abs().amax(1)
     return torch.exp2(largest.log2().ceil().nan_to_num(0.0, neginf=0.0))
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvops import int4
+from kvops import int4, int8
 from kvops._native import Adjustment as NativeAdjustment
 from kvops._native import (
     Decoder,
@@ -29,6 +29,7 @@ from kvops._native import (
     wake,
 )
 from kvops.int4 import Int4Weight
+from kvops.int8 import Int8Weight
 
 __all__ = [
     "NUMERICS",
@@ -115,22 +116,28 @@ class NativeCpu:
         self,
         kind: Kind,
         num_outputs: int,
-        weights: Sequence[Tensor | Int4Weight],
+        weights: Sequence[Tensor | Int4Weight | Int8Weight],
         turn: int = 0,
     ) -> Iterator[Tensor]:
         """Give the `packed_bytes` of one linear made of several weights [n_i, K], all fp32 or all
-        bf16, or for int4 quantized, as consecutive uint8 pieces. Each piece is valid until the next
-        one is requested.
+        bf16, or quantized as `kind` says, as consecutive uint8 pieces. Each piece is valid until
+        the next one is requested. ValueError: weights are quantized in another way.
 
         `turn`: the outputs alternate between the weights, `turn` at a time; zeros follow the end of
         a shorter weight. 0: the weights follow one another whole.
         """
         if group := group_of(kind):
-            yield from int4.packed_pieces(group, num_outputs, weights, turn, _PIECE_BYTES)
+            in_4_bits = [w for w in weights if not isinstance(w, Int8Weight)]
+            _check_all(kind, weights, in_4_bits)
+            yield from int4.packed_pieces(group, num_outputs, in_4_bits, turn, _PIECE_BYTES)
+            return
+        in_8_bits = [weight for weight in weights if isinstance(weight, Int8Weight)]
+        if kind == "int8" and in_8_bits:
+            _check_all(kind, weights, in_8_bits)
+            yield from int8.packed_pieces(num_outputs, in_8_bits, turn, _PIECE_BYTES)
             return
         floats = [weight for weight in weights if isinstance(weight, Tensor)]
-        if len(floats) < len(weights):
-            raise ValueError(f"quantized weights are not packed as {kind}")
+        _check_all(kind, weights, floats)
         k = floats[0].shape[1]
         step = max(1, _PIECE_BYTES // packed_bytes(kind, _PANEL, k)) * _PANEL
         memory = aligned(packed_bytes(kind, min(step, num_outputs), k))
@@ -172,6 +179,11 @@ class NativeCpu:
     def head(self, weights: PackedLinear) -> Head:
         """Make a head, from final states to tokens and logprobs. weights: [vocab, hidden]."""
         return Head(self.isa, self.pool, weights)
+
+
+def _check_all(kind: Kind, weights: Sequence[object], packable: Sequence[object]) -> None:
+    if len(packable) < len(weights):
+        raise ValueError(f"weights that are quantized in another way are not packed as {kind}")
 
 
 def group_of(kind: Kind) -> int:

@@ -23,15 +23,15 @@ def add_commands(commands: Commands) -> None:
     command.add_argument(
         "--model",
         default=EMBEDDED,
-        metavar="DIR|ID",
-        help="a directory in Hugging Face format, an id in the local Hugging Face cache, or "
-        "`%(default)s`, the small model that comes with Quire (the default)",
+        metavar="DIR|FILE|ID",
+        help="a directory in Hugging Face format, a GGUF file, an id in the local Hugging Face "
+        "cache, or `%(default)s`, the small model that comes with Quire (the default)",
     )
     command.add_argument(
         "--served-model-name",
         dest="model_name",
         metavar="NAME",
-        help="the model's name for clients; default: its id, or the directory's name",
+        help="the model's name for clients; default: its id, or the name of the directory or file",
     )
     for flag, help_text in (
         ("prefill", "prefill workers"),

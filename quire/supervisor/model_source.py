@@ -1,5 +1,5 @@
-"""Finds a model's files (in a directory, in the local Hugging Face cache, or in the package), and
-checks whether Quire can serve them."""
+"""Finds a model's files (a directory, a GGUF file, in the local Hugging Face cache, or in the
+package), and checks whether Quire can serve them."""
 
 import subprocess
 import sys
@@ -17,22 +17,26 @@ _GGUF = b"GGUF"
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model's directory. `name`: the default name of the model for clients."""
+    """A model's directory, or its GGUF file. `name`: the default name of the model for clients."""
 
     name: str
     directory: Path
 
 
 def find_model(name: str) -> ModelSource:
-    """Find a model by directory, by Hugging Face id, or as `embedded`. Raises ModelNotFound."""
+    """Find a model by directory or GGUF file, by Hugging Face id, or as `embedded`. Raises
+    ModelNotFound."""
     if name == EMBEDDED:
         return ModelSource("quire-embedded", _embedded())
     directory = Path(name).expanduser()
     if directory.is_dir():
         return ModelSource(directory.resolve().name, directory.resolve())
+    if directory.exists() and _is_gguf(directory):
+        return ModelSource(directory.resolve().stem, directory.resolve())
     if directory.exists():
-        kind = "a GGUF file" if _is_gguf(directory) else "a file"
-        raise ModelNotFound(f"{name} is {kind}; --model takes a directory in Hugging Face format")
+        raise ModelNotFound(
+            f"{name} is a file; --model takes a directory in Hugging Face format, or a GGUF file"
+        )
     if not _may_be_id(name):
         raise ModelNotFound(f"there is no directory {name}")
     return ModelSource(name, _cached(name))

@@ -20,7 +20,7 @@ class WorkerSettings(PoolServiceSettings):
 
     service: ClassVar[Literal["prefill", "decode"]]
 
-    model: Path = Field(description="checkpoint directory in Hugging Face format")
+    model: Path = Field(description="checkpoint directory in Hugging Face format, or a GGUF file")
     model_name: str = Field("", description="name that clients use; default: the directory's")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="of weights, activations and KV; auto: as in the checkpoint"
@@ -136,7 +136,8 @@ class WorkerSettings(PoolServiceSettings):
 
     @property
     def served_name(self) -> str:
-        return self.model_name or self.model.resolve().name
+        path = self.model.resolve()
+        return self.model_name or (path.stem if path.suffix == ".gguf" else path.name)
 
     @property
     def pool_bytes(self) -> int | None:

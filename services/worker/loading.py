@@ -55,7 +55,7 @@ def load(settings: WorkerSettings, progress: Progress) -> LoadedModel:
         cache=settings.weights_cache,
         progress=progress,
     )
-    numerics = {**backend.numerics(dtype), "quantize": settings.quantize or "none"}
+    numerics = {**backend.numerics(dtype), "quantize": _quantized(settings, config) or "none"}
     layout = PoolLayout(
         model=settings.served_name,
         fingerprint=fingerprint(config, model.weights_digest, dtype, settings.block_size, numerics),
@@ -79,7 +79,14 @@ def load(settings: WorkerSettings, progress: Progress) -> LoadedModel:
 def _dtype(settings: WorkerSettings, config: ModelConfig) -> Dtype:
     if settings.dtype != "auto":
         return settings.dtype
-    return "float32" if config.dtype == "float32" else "bfloat16"
+    plain = config.dtype == "float32" and not _quantized(settings, config)
+    return "float32" if plain else "bfloat16"
+
+
+def _quantized(settings: WorkerSettings, config: ModelConfig) -> str | None:
+    """How the linears are quantized, by the checkpoint or here; None: they are not."""
+    stored = config.quantization
+    return stored.kind if stored and stored.kind else settings.quantize
 
 
 def chosen_isa(settings: WorkerSettings, config: ModelConfig, progress: Progress) -> str | None:
@@ -87,7 +94,7 @@ def chosen_isa(settings: WorkerSettings, config: ModelConfig, progress: Progress
     if settings.isa != "auto":
         return settings.isa
     dtype = _dtype(settings, config)
-    if settings.backend != "cpu" or dtype != "bfloat16" or settings.quantize:
+    if settings.backend != "cpu" or dtype != "bfloat16" or _quantized(settings, config):
         return None
     return measured_isa(settings.weights_cache or settings.pool_root, progress)
 
@@ -115,11 +122,17 @@ def _plan(settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype) -> 
     )
     num_values = 2 * settings.num_batched_tokens * width
     num_values += settings.max_num_seqs * config.vocab_size
-    stored = getattr(torch, config.dtype).itemsize
     file_bytes = sum(path.stat().st_size for path in weight_files(settings.model))
     return MemoryPlan(
         pool_bytes=settings.pool_bytes,
         num_expected_workers=settings.num_expected_workers,
-        weight_bytes=file_bytes * dtype.itemsize // stored,
+        weight_bytes=int(file_bytes * dtype.itemsize / _stored_bytes(config, dtype)),
         activation_bytes=num_values * torch.float32.itemsize,
     )
+
+
+def _stored_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """The bytes of a weight in the files. Linears that keep their quantization keep their size."""
+    if config.quantization is None:
+        return int(getattr(torch, config.dtype).itemsize)
+    return dtype.itemsize if config.quantization.kind else 1

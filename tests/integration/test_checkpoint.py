@@ -98,8 +98,8 @@ def test_a_good_checkpoint_is_accepted(tmp_path: Path, shards: int) -> None:
         (edit_config(architectures=["GPT2LMHeadModel"]), "'GPT2LMHeadModel' is not supported"),
         (edit_config(hidden_size=65), "shape [384, 64], but the config makes it [384, 65]"),
         (
-            edit_config(quantization_config={"quant_method": "gptq"}),
-            "the weights are quantized by 'gptq'",
+            edit_config(quantization_config={"quant_method": "bitsandbytes"}),
+            "quantized by 'bitsandbytes'; Quire reads gptq, awq, ",
         ),
         (remove("tokenizer.json"), "no tokenizer: DIR/tokenizer.json does not exist"),
         (rename("tokenizer.json", "tokenizer.model"), "; tokenizer.model is not read, but "),
@@ -118,7 +118,10 @@ def test_a_good_checkpoint_is_accepted(tmp_path: Path, shards: int) -> None:
             edit_norm(torch.zeros(64, dtype=torch.float8_e4m3fn)),
             f"DIR/{FIRST}: model.norm.weight: F8_E4M3 is not bf16, fp16 or fp32",
         ),
-        (only_gguf, "DIR: tiny-Q4_K_M.gguf is in GGUF; Quire reads Hugging Face checkpoints of "),
+        (
+            only_gguf,
+            "DIR/tiny-Q4_K_M.gguf: not a readable GGUF file: the file ends within its header",
+        ),
         (only_bin, "DIR: pytorch_model.bin is in PyTorch's own format; "),
     ],
 )
@@ -158,7 +161,7 @@ def test_the_embedded_model_needs_no_check(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
-    [(remove("tokenizer.json"), "no tokenizer: "), (only_gguf, "is in GGUF; ")],
+    [(remove("tokenizer.json"), "no tokenizer: "), (only_gguf, "not a readable GGUF file")],
 )
 def test_a_worker_refuses_by_itself_what_cannot_be_served(
     checkpoint: Path,

@@ -1,7 +1,7 @@
 """Checkpoints as they come: one file or shards, every dtype, and all the ways of being broken."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 import kvops
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
-from services.common.checkpoint.layout import weight_shapes
 from services.common.errors import StartupError
 from services.common.text.model_config import ModelConfig
 from services.engine.batch import Row
@@ -49,16 +48,13 @@ def test_shards_hold_the_same_model_as_one_file(checkpoint: Path, tmp_path: Path
     assert torch.equal(logits(sharded), logits(checkpoint))
 
 
-def read(directory: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    return load_weights(directory, weight_shapes(ModelConfig.from_directory(directory)), dtype)
+def read(directory: Path) -> Mapping[str, Tensor]:
+    return load_weights(directory, ModelConfig.from_directory(directory)).tensors
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
-def test_weights_of_the_wanted_dtype_are_views_of_the_file(
-    checkpoint: Path, dtype: torch.dtype | None
-) -> None:
+def test_weights_are_views_of_the_file(checkpoint: Path) -> None:
     """All of them: the kernel maps the file, nothing is copied."""
-    weights = read(checkpoint, dtype)
+    weights = read(checkpoint)
     mapped = [
         range(*(int(address, 16) for address in line.split()[0].split("-")))
         for line in Path("/proc/self/maps").read_text().splitlines()
@@ -68,17 +64,13 @@ def test_weights_of_the_wanted_dtype_are_views_of_the_file(
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
-def test_weights_are_read_in_the_dtype_asked_for_or_as_they_are(
-    tmp_path: Path, stored: str
-) -> None:
+def test_weights_are_read_as_they_are(tmp_path: Path, stored: str) -> None:
     checkpoint = make_checkpoint(tmp_path, dtype=stored)
     in_file = load_file(checkpoint / FILE)
-    for dtype in (None, torch.float32, torch.bfloat16):
-        weights = read(checkpoint, dtype)
-        assert weights.keys() == in_file.keys()
-        wanted = dtype or getattr(torch, stored)
-        assert {weight.dtype for weight in weights.values()} == {wanted}
-        assert all(torch.equal(weights[name], in_file[name].to(wanted)) for name in in_file)
+    weights = read(checkpoint)
+    assert weights.keys() == in_file.keys()
+    assert {weight.dtype for weight in weights.values()} == {getattr(torch, stored)}
+    assert all(torch.equal(weights[name], in_file[name]) for name in in_file)
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])

@@ -20,10 +20,11 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
         find_model(str(tmp_path / "model.safetensors"))
 
 
-def test_a_gguf_file_is_recognized(tmp_path: Path) -> None:
-    (tmp_path / "tiny-q4").write_bytes(b"GGUF\x03\x00\x00\x00")
-    with pytest.raises(ModelNotFound, match="is a GGUF file; --model takes a directory"):
-        find_model(str(tmp_path / "tiny-q4"))
+def test_a_gguf_file_is_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "tiny-q4.gguf"
+    path.write_bytes(b"GGUF\x03\x00\x00\x00")
+    source = find_model(str(path))
+    assert (source.name, source.directory) == ("tiny-q4", path)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "/no/where", "./no", "../no", "a/b/c", "a//b"])

@@ -3,15 +3,15 @@ tokenizer, chat template."""
 
 from pathlib import Path
 
-from services.common.checkpoint.layout import ignored_weights, weight_shapes
 from services.common.checkpoint.weights import INDEX_FILE, SINGLE_FILE, checked_weights
 from services.common.errors import StartupError
+from services.common.gguf.config import check_tensors
+from services.common.gguf.file import GgufFile, gguf_file
 from services.common.text.chat_template import ChatTemplate
 from services.common.text.model_config import ModelConfig
 from services.common.text.tokenizer import read_tokenizer, special_tokens
 
 _OTHER_FORMATS = {
-    "*.gguf": "GGUF",
     "pytorch_model*.bin": "PyTorch's own format",
     "*.pth": "PyTorch's own format",
     "*.ckpt.index": "TensorFlow's format",
@@ -22,18 +22,23 @@ def check(directory: Path) -> None:
     """Raises StartupError, with the first reason, if Quire cannot serve this checkpoint."""
     check_format(directory)
     config = ModelConfig.from_directory(directory)
-    checked_weights(directory, weight_shapes(config), ignored_weights(config))
+    if (gguf := gguf_file(directory)) is not None:
+        check_tensors(GgufFile.read(gguf), config)
+    else:
+        checked_weights(directory, config)
     read_tokenizer(directory)
     ChatTemplate.from_directory(directory, special_tokens(directory))
 
 
 def check_format(directory: Path) -> None:
-    """Raises StartupError if the weights are in another format than safetensors."""
+    """Raises StartupError if the weights are in another format than safetensors or GGUF."""
+    if gguf_file(directory) is not None:
+        return
     if (directory / SINGLE_FILE).exists() or (directory / INDEX_FILE).exists():
         return
     for pattern, name in _OTHER_FORMATS.items():
         if found := sorted(directory.glob(pattern)):
             raise StartupError(
                 f"{directory}: {found[0].name} is in {name}; Quire reads Hugging Face checkpoints "
-                f"of {SINGLE_FILE}, or of several such files with {INDEX_FILE}"
+                f"of {SINGLE_FILE}, or of several such files with {INDEX_FILE}, and GGUF files"
             )

@@ -2,18 +2,19 @@
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.checkpoint.layout import Shape
+from services.common.checkpoint.layout import Shape, ignored_weights
+from services.common.checkpoint.stored_tensors import FLOATS, Expected, expected_tensors
 from services.common.errors import StartupError
+from services.common.gguf.file import gguf_file
+from services.common.text.model_config import ModelConfig
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_LOADABLE = frozenset({"BF16", "F16", "F32"})
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 """Old Llama checkpoints contain the RoPE frequencies, which the config already determines."""
 
@@ -33,8 +34,10 @@ class StoredTensor:
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """The safetensors files of a checkpoint, sorted by name. StartupError: there are none, or the
-    index is invalid or names a missing file."""
+    """The GGUF file or the safetensors files of a checkpoint, sorted by name. StartupError: there
+    are none, or the index is invalid or names a missing file."""
+    if (gguf := gguf_file(directory)) is not None:
+        return (gguf,)
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.is_file():
         return (single,)
@@ -43,31 +46,32 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
     return tuple(sorted({directory / name for name in _read_index(index).values()}))
 
 
-def checked_weights(
-    directory: Path, shapes: Mapping[str, Shape], ignored: frozenset[str] = frozenset()
-) -> dict[Path, list[str]]:
-    """The names of the tensors in each file of a checkpoint; together they are all of `shapes`.
-    Reads only the headers.
+def checked_weights(directory: Path, config: ModelConfig) -> dict[Path, list[str]]:
+    """The names of the tensors in each file of a checkpoint; together they are all that a model of
+    this config needs. Reads only the headers.
 
-    `ignored`: names that may exist but are not used. StartupError, with file and tensor: a tensor
-    is missing, duplicate, unknown, of another shape or not floating point, or a file is corrupt.
+    StartupError, with file and tensor: a tensor is missing, duplicate, unknown, or of another shape
+    or dtype, or a file is corrupt.
     """
-    found: dict[Path, list[str]] = {}
+    headers = {path: _used(read_header(path), config) for path in weight_files(directory)}
+    expected = expected_tensors(config, {name for header in headers.values() for name in header})
     seen: set[str] = set()
-    for path in weight_files(directory):
-        header = read_header(path)
-        names = [n for n in header if n not in ignored and not _DERIVED.fullmatch(n)]
-        if unknown := set(names) - shapes.keys():
+    for path, header in headers.items():
+        if unknown := header.keys() - expected.keys():
             raise StartupError(f"{path}: unknown tensors: {_some(unknown)}")
-        for name in names:
+        for name, tensor in header.items():
             if name in seen:
                 raise StartupError(f"{path}: {name}: in another file too")
-            _check(path, name, header[name], shapes[name])
-        seen.update(names)
-        found[path] = names
-    if missing := shapes.keys() - seen:
+            _check(path, name, tensor, expected[name])
+        seen.update(header)
+    if missing := {name for name, e in expected.items() if not e.optional} - seen:
         raise StartupError(f"{directory}: missing tensors: {_some(missing)}")
-    return found
+    return {path: list(header) for path, header in headers.items()}
+
+
+def _used(header: dict[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
+    ignored = ignored_weights(config)
+    return {n: t for n, t in header.items() if n not in ignored and not _DERIVED.fullmatch(n)}
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -110,12 +114,13 @@ def _read_index(path: Path) -> dict[str, str]:
     return files
 
 
-def _check(path: Path, name: str, tensor: StoredTensor, shape: Shape) -> None:
-    if tensor.shape != shape:
-        found, wanted = list(tensor.shape), list(shape)
+def _check(path: Path, name: str, tensor: StoredTensor, expected: Expected) -> None:
+    if tensor.shape not in expected.shapes:
+        found, wanted = list(tensor.shape), " or ".join(str(list(s)) for s in expected.shapes)
         raise StartupError(f"{path}: {name}: shape {found}, but the config makes it {wanted}")
-    if tensor.dtype not in _LOADABLE:
-        raise StartupError(f"{path}: {name}: {tensor.dtype} is not bf16, fp16 or fp32")
+    if tensor.dtype not in expected.dtypes:
+        wanted = "bf16, fp16 or fp32" if expected.dtypes == FLOATS else " or ".join(expected.dtypes)
+        raise StartupError(f"{path}: {name}: {tensor.dtype} is not {wanted}")
 
 
 def _some(names: set[str]) -> str:

@@ -13,6 +13,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.common.errors import InvalidRequest, StartupError
+from services.common.gguf.file import GgufFile, gguf_file
+from services.common.gguf.tokenizer import gguf_chat_template
 from services.common.text.tokenizer import TOKENIZER_CONFIG_FILE, read_tokenizer_config
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -76,6 +78,8 @@ class ChatTemplate:
 def _source(directory: Path) -> str | None:
     """The template's source. Its own file takes precedence over the entry in tokenizer_config.json,
     which may be a list of named templates."""
+    if (gguf := gguf_file(directory)) is not None:
+        return gguf_chat_template(GgufFile.read(gguf))
     path = directory / TEMPLATE_FILE
     if path.is_file():
         return path.read_text(encoding="utf-8")

@@ -60,7 +60,7 @@ class JsonFields:
             raise self.wrong(name, f"{value!r} is not true or false")
         return value
 
-    def text(self, name: str, default: str) -> str:
+    def text(self, name: str, default: str | None = None) -> str:
         value = self._required(name, default)
         if not isinstance(value, str):
             raise self.wrong(name, f"{value!r} is not a string")

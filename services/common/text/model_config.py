@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from services.common.checkpoint.quantization import StoredQuantization, stored_quantization
 from services.common.errors import StartupError
 from services.common.text.json_fields import JsonFields
 
@@ -35,9 +36,16 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class FrequencyDivisors:
+    """RoPE scaling of GGUF files: divides each frequency by a number of its own."""
+
+    divisors: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RopeConfig:
     theta: float
-    scaling: LinearScaling | Llama3Scaling | None = None
+    scaling: LinearScaling | Llama3Scaling | FrequencyDivisors | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +65,8 @@ class ModelConfig:
 
     `qkv_bias`, `o_bias`, `mlp_bias`: which linears have a bias. `qk_norm`: whether queries and keys
     are normalized per head before rotation. `windows`: for each layer the number of positions that
-    a query sees, its own included; None: all. `dtype`: of the weights in the files, one of
-    `DTYPES`.
+    a query sees, its own included; None: all. `dtype`: of the weights in the files that are not
+    quantized, one of `DTYPES`. `quantization`: None if no weights are quantized.
     """
 
     architecture: str
@@ -81,15 +89,22 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     generation: GenerationDefaults
+    quantization: StoredQuantization | None = None
 
     @classmethod
     def from_directory(cls, directory: Path | str) -> "ModelConfig":
-        """Read a Hugging Face checkpoint's configuration.
+        """Read the configuration of a Hugging Face checkpoint, or of a GGUF file.
 
-        StartupError, with file and field: a file is missing or not JSON, the architecture is
+        StartupError, with file and field: a file is missing or not readable, the architecture is
         unknown, shapes contradict each other, or a feature is not supported.
         """
+        # These modules make a ModelConfig, so they import this one.
+        from services.common.gguf.config import gguf_config
+        from services.common.gguf.file import GgufFile, gguf_file
+
         directory = Path(directory)
+        if (gguf := gguf_file(directory)) is not None:
+            return gguf_config(GgufFile.read(gguf))
         if not directory.is_dir():
             raise StartupError(f"{directory}: no such checkpoint directory")
         config = JsonFields.read(directory / CONFIG_FILE)
@@ -126,7 +141,8 @@ _FAMILIES: Mapping[str, _Family] = {
 def _model_config(config: JsonFields, generation: JsonFields) -> ModelConfig:
     architecture = _architecture(config)
     family = _FAMILIES[architecture]
-    _refuse_unsupported(config)
+    if (act := config.text("hidden_act", "silu")) != "silu":
+        raise config.wrong("hidden_act", f"{act!r} is not supported, only 'silu'")
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     vocab_size = config.integer("vocab_size")
@@ -153,6 +169,7 @@ def _model_config(config: JsonFields, generation: JsonFields) -> ModelConfig:
         dtype=_dtype(config),
         eos_token_ids=_eos_token_ids(config, generation, vocab_size),
         generation=_generation_defaults(generation),
+        quantization=stored_quantization(config),
     )
 
 
@@ -164,21 +181,6 @@ def _architecture(config: JsonFields) -> str:
     if names[0] not in _FAMILIES:
         raise config.wrong("architectures", f"{names[0]!r} is not supported; these are: {known}")
     return str(names[0])
-
-
-def _refuse_unsupported(config: JsonFields) -> None:
-    for name in ("quantization_config", "quantization"):  # MLX writes the second one
-        if config.has(name):
-            raise config.wrong(name, _quantized_by(config.values[name]))
-    if (act := config.text("hidden_act", "silu")) != "silu":
-        raise config.wrong("hidden_act", f"{act!r} is not supported, only 'silu'")
-
-
-def _quantized_by(quantization: object) -> str:
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    how = f"quantized by {method!r}" if method else "quantized"
-    known = ", ".join(DTYPES)
-    return f"the weights are {how}; only {known} are read (`--quantize int8` quantizes them)"
 
 
 def _num_kv_heads(config: JsonFields, num_heads: int) -> int:

@@ -10,6 +10,8 @@ from typing import Any, Self
 import tokenizers
 
 from services.common.errors import StartupError
+from services.common.gguf.file import GgufFile, gguf_file
+from services.common.gguf.tokenizer import gguf_special_tokens, gguf_tokenizer
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.pieces import Pieces, check_decoder, pieces_of, special_token_ids
 from services.common.text.special_tokens import SpecialTokens, encoding_of
@@ -107,7 +109,10 @@ class Tokenizer:
 
 
 def tokenizer_file(directory: Path) -> Path:
-    """The path of tokenizer.json. StartupError: it does not exist."""
+    """The path of tokenizer.json, or of the GGUF file that has the tokenizer. StartupError: it does
+    not exist."""
+    if (gguf := gguf_file(directory)) is not None:
+        return gguf
     path = directory / TOKENIZER_FILE
     if path.is_file():
         return path
@@ -123,7 +128,10 @@ def tokenizer_file(directory: Path) -> Path:
 
 
 def read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
-    """Read tokenizer.json and check its decoder. StartupError: as `Tokenizer.from_directory`."""
+    """Read tokenizer.json, or the tokenizer in a GGUF file, and check its decoder. StartupError: as
+    `Tokenizer.from_directory`."""
+    if (gguf := gguf_file(directory)) is not None:
+        return gguf_tokenizer(GgufFile.read(gguf))
     path = tokenizer_file(directory)
     try:
         tokenizer: tokenizers.Tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -151,6 +159,8 @@ def read_tokenizer_config(directory: Path) -> dict[str, Any]:
 def special_tokens(directory: Path) -> dict[str, str]:
     """The text of each special token, by role. In tokenizer_config.json a token is a string, or an
     object with the string in `content`. StartupError: the file is not a JSON object."""
+    if (gguf := gguf_file(directory)) is not None:
+        return gguf_special_tokens(GgufFile.read(gguf))
     config = read_tokenizer_config(directory)
     found: dict[str, str] = {}
     for role in _SPECIAL_TOKENS:

@@ -26,13 +26,7 @@ from kvops.native import (
     aligned,
     packed_bytes,
 )
-from services.common.checkpoint.layout import (
-    EMBEDDING,
-    FINAL_NORM,
-    ignored_weights,
-    layer_prefix,
-    weight_shapes,
-)
+from services.common.checkpoint.layout import EMBEDDING, FINAL_NORM, layer_prefix
 from services.common.checkpoint.quantization import Quantization
 from services.common.checkpoint.weights import weight_files
 from services.common.errors import StartupError
@@ -50,6 +44,7 @@ from services.engine.weights.fused_weights import (
     all_sections,
     layer_sections,
 )
+from services.engine.weights.kinds import packable, section_kinds
 from services.engine.weights.packed_file import Contents, Facts, Progress, packed_file
 
 _NO_TOKEN = -1
@@ -124,17 +119,17 @@ def load_fused(
     """Load a checkpoint for the native kernels; arguments as of `load_model`. Raises StartupError
     as it does, and if the kernels do not support a shape or the cache cannot be written."""
     config = ModelConfig.from_directory(directory)
-    weights = load_weights(directory, weight_shapes(config), None, ignored_weights(config))
+    weights = load_weights(directory, config)
     sections = {section.name: section for section in all_sections(config)}
-    kinds = {name: _kind(name, dtype, quantize) for name in sections}
+    kinds = section_kinds(sections.values(), weights, dtype, quantize)
     sizes = {
         name: packed_bytes(kinds[name], s.num_outputs, s.num_inputs) for name, s in sections.items()
     }
 
     def contents(name: str) -> Iterator[Tensor]:
-        section = sections[name]
-        parts = [_readable(weight) for weight in section.weights(weights)]
-        for piece in cpu.packed_pieces(kinds[name], section.num_outputs, parts, section.turn):
+        section, kind = sections[name], kinds[name]
+        parts = packable(kind, [weights.linear(source) for source in section.sources])
+        for piece in cpu.packed_pieces(kind, section.num_outputs, parts, section.turn):
             progress()
             yield piece
 
@@ -146,21 +141,13 @@ def load_fused(
     else:
         memories, digest = _cached(directory, config, kinds, cache, sizes, contents, progress)
     packed = {
-        name: _packed(s, kinds[name], memories[name], weights) for name, s in sections.items()
+        name: _packed(s, kinds[name], memories[name], weights.tensors)
+        for name, s in sections.items()
     }
     try:
-        return FusedModel(config, dtype, cpu, weights, packed, digest)
+        return FusedModel(config, dtype, cpu, weights.tensors, packed, digest)
     except ValueError as error:
         raise StartupError(f"{directory}: {error}") from error
-
-
-def _kind(section: str, dtype: torch.dtype, quantize: Quantization | None) -> Kind:
-    """The kind of a section's weights. With int4 the head is int8: logits show its errors most."""
-    if quantize is None:
-        return "float32" if dtype == torch.float32 else "bfloat16"
-    if quantize == "int8" or section == HEAD_SECTION:
-        return "int8"
-    return "int4-64" if quantize == "int4" else quantize
 
 
 def _gather(num_bytes: int, pieces: Iterable[Tensor]) -> Tensor:

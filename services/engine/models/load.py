@@ -1,6 +1,5 @@
 """Loads a model from a checkpoint directory."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,9 +10,7 @@ from services.common.checkpoint.layout import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
-    ignored_weights,
     layer_prefix,
-    weight_shapes,
 )
 from services.common.checkpoint.quantization import Quantization
 from services.common.errors import StartupError
@@ -54,36 +51,48 @@ def _composed(
     directory: Path, dtype: torch.dtype, backend: Backend, progress: Progress
 ) -> ComposedModel:
     config = ModelConfig.from_directory(directory)
-    shapes = weight_shapes(config)
-    weights = load_weights(directory, shapes, dtype, ignored_weights(config))
+    weights = load_weights(directory, config)
+
+    def optional(name: str) -> Tensor | None:
+        tensor = weights.tensors.get(name)
+        return None if tensor is None else tensor.to(dtype)
+
+    def tensor(name: str) -> Tensor:
+        return weights.tensors[name].to(dtype)
+
+    def matrix(name: str) -> Tensor:
+        weight = weights.linear(name)
+        if not isinstance(weight, Tensor):
+            form = weights.form(name)
+            raise StartupError(f"{directory}: backend {backend.name!r} has no {form} kernels")
+        return weight.to(dtype)
+
+    def linear(name: str) -> Linear:
+        return Linear(matrix(name), optional(f"{name}.bias"))
+
+    def layer(prefix: str, window: int | None) -> Layer:
+        return Layer(
+            input_norm=tensor(f"{prefix}.input_layernorm.weight"),
+            query=linear(f"{prefix}.self_attn.q_proj"),
+            key=linear(f"{prefix}.self_attn.k_proj"),
+            value=linear(f"{prefix}.self_attn.v_proj"),
+            query_norm=optional(f"{prefix}.self_attn.q_norm.weight"),
+            key_norm=optional(f"{prefix}.self_attn.k_norm.weight"),
+            output=linear(f"{prefix}.self_attn.o_proj"),
+            mlp_norm=tensor(f"{prefix}.post_attention_layernorm.weight"),
+            gate=linear(f"{prefix}.mlp.gate_proj"),
+            up=linear(f"{prefix}.mlp.up_proj"),
+            down=linear(f"{prefix}.mlp.down_proj"),
+            window=window,
+        )
+
+    embedding = tensor(EMBEDDING)
     return ComposedModel(
         config=config,
         ops=backend,
-        embedding=weights[EMBEDDING],
-        layers=tuple(
-            _layer(weights, layer_prefix(i), window) for i, window in enumerate(config.windows)
-        ),
-        final_norm=weights[FINAL_NORM],
-        head=weights[EMBEDDING if config.tied_embeddings else HEAD],
+        embedding=embedding,
+        layers=tuple(layer(layer_prefix(i), window) for i, window in enumerate(config.windows)),
+        final_norm=tensor(FINAL_NORM),
+        head=embedding if config.tied_embeddings else matrix(HEAD.removesuffix(".weight")),
         weights_digest=weights_digest(directory, progress),
-    )
-
-
-def _layer(weights: Mapping[str, Tensor], prefix: str, window: int | None) -> Layer:
-    def linear(name: str) -> Linear:
-        return Linear(weights[f"{prefix}.{name}.weight"], weights.get(f"{prefix}.{name}.bias"))
-
-    return Layer(
-        input_norm=weights[f"{prefix}.input_layernorm.weight"],
-        query=linear("self_attn.q_proj"),
-        key=linear("self_attn.k_proj"),
-        value=linear("self_attn.v_proj"),
-        query_norm=weights.get(f"{prefix}.self_attn.q_norm.weight"),
-        key_norm=weights.get(f"{prefix}.self_attn.k_norm.weight"),
-        output=linear("self_attn.o_proj"),
-        mlp_norm=weights[f"{prefix}.post_attention_layernorm.weight"],
-        gate=linear("mlp.gate_proj"),
-        up=linear("mlp.up_proj"),
-        down=linear("mlp.down_proj"),
-        window=window,
     )

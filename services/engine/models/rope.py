@@ -1,11 +1,17 @@
-"""Rotary position embeddings: plain, with linear scaling, or scaled as in Llama 3."""
+"""Rotary position embeddings: plain, scaled linearly, as in Llama 3, or by given
+divisors."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from services.common.text.model_config import LinearScaling, Llama3Scaling, RopeConfig
+from services.common.text.model_config import (
+    FrequencyDivisors,
+    LinearScaling,
+    Llama3Scaling,
+    RopeConfig,
+)
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:
@@ -28,6 +34,8 @@ def _frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
             return frequencies
         case LinearScaling(factor):
             return frequencies / factor
+        case FrequencyDivisors(divisors):
+            return frequencies / torch.tensor(divisors)
         case Llama3Scaling():
             return _llama3(frequencies, rope.scaling)
 

@@ -5,6 +5,7 @@ workers of a host share its pages.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,32 +13,60 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from services.common.checkpoint.layout import weight_shapes
+from services.common.checkpoint.stored_tensors import mark
 from services.common.checkpoint.weights import checked_weights, weight_files
 from services.common.errors import StartupError
+from services.common.gguf.file import gguf_file
+from services.common.text.model_config import ModelConfig
+from services.engine.weights.gguf_weights import load_gguf
+from services.engine.weights.stored_linears import decoded
+from services.engine.weights.weights import Form, Weight, Weights
 
 _DIGESTED_BYTES = 1 << 20
 
 
-def load_weights(
-    directory: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype | None,
-    ignored: frozenset[str] = frozenset(),
-) -> dict[str, Tensor]:
-    """Every tensor named in `shapes`, converted to `dtype`; None: with the dtype of its file.
+@dataclass(frozen=True, slots=True)
+class SafetensorsWeights:
+    """`Weights` of safetensors files. `tensors`: all tensors, as they are in the files."""
 
-    Raises StartupError if a file cannot be read, or as `checked_weights` does.
-    """
-    weights: dict[str, Tensor] = {}
-    for path, names in checked_weights(directory, shapes, ignored).items():
+    tensors: Mapping[str, Tensor]
+    config: ModelConfig
+
+    def form(self, linear: str) -> Form:
+        stored = self.config.quantization
+        return stored.kind or "float" if stored and self._is_quantized(linear) else "float"
+
+    def linear(self, linear: str) -> Weight:
+        stored = self.config.quantization
+        if stored is None or not self._is_quantized(linear):
+            return self.tensors[f"{linear}.weight"]
+        n, k = weight_shapes(self.config)[f"{linear}.weight"]
+        return decoded(stored, linear, lambda part: self.tensors.get(f"{linear}.{part}"), n, k)
+
+    def _is_quantized(self, linear: str) -> bool:
+        stored = self.config.quantization
+        return stored is not None and mark(stored, linear, self.tensors) is not None
+
+
+def load_weights(directory: Path, config: ModelConfig) -> Weights:
+    """The weights of a checkpoint, in safetensors files or in a GGUF file. Raises StartupError if a
+    file cannot be read, or as `checked_weights` and `check_tensors` do."""
+    if (gguf := gguf_file(directory)) is not None:
+        return load_gguf(gguf, config)
+    tensors: dict[str, Tensor] = {}
+    for path, names in checked_weights(directory, config).items():
         try:
             with safe_open(path, framework="pt") as file:
-                for name in names:
-                    tensor = file.get_tensor(name)
-                    weights[name] = tensor if dtype is None else tensor.to(dtype)
+                tensors |= {name: file.get_tensor(name) for name in names}
         except (SafetensorError, OSError) as exc:
             raise StartupError(f"{path}: not a readable safetensors file: {exc}") from exc
-    return weights
+    for name in tensors.keys() - weight_shapes(config).keys():
+        if name.endswith(".bias"):
+            if torch.any(tensors[name]):
+                raise StartupError(f"{directory}: {name}: a bias that the config does not have")
+            del tensors[name]
+    return SafetensorsWeights(tensors, config)
 
 
 def weights_digest(directory: Path, progress: Callable[[], None] = lambda: None) -> str:

@@ -28,10 +28,6 @@ class Section:
     num_inputs: int
     turn: int = 0
 
-    def weights(self, weights: Mapping[str, Tensor]) -> list[Tensor]:
-        """The weights to join, [n_i, num_inputs] each."""
-        return [weights[f"{source}.weight"] for source in self.sources]
-
     def bias(self, weights: Mapping[str, Tensor]) -> Tensor | None:
         """The joined bias [num_outputs], or None if the checkpoint has none."""
         names = [f"{source}.bias" for source in self.sources]

@@ -1,0 +1,1 @@
+"""Reads GGUF files, the checkpoint format of llama.cpp, without PyTorch and NumPy."""

@@ -1,0 +1,174 @@
+"""Reads the weights of a GGUF file.
+
+Types of four bits in blocks of 32 become four-bit linears with groups of 32. The other quantized
+types are dequantized, and become linears of eight bits.
+
+    Q4_0   fp16 scale, 16 bytes: weight = scale * (code - 8)
+    Q4_1   fp16 scale, fp16 minimum, 16 bytes: weight = scale * code + minimum
+    Q4_K   eight blocks: fp16 scale, fp16 minimum, 12 bytes with 6 bits of each block's scale and of
+           its minimum, 128 bytes: weight = scale * block scale * code - minimum * block minimum
+
+In Q4_0 and Q4_1, byte i has code i in its low bits and code i + 16 in its high bits; in Q4_K, 32
+bytes have two blocks, one in the low bits.
+"""
+
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvops.int4 import Int4Weight
+from services.common.checkpoint.layout import EMBEDDING, weight_shapes
+from services.common.checkpoint.stored_tensors import is_linear
+from services.common.gguf.config import check_tensors, form_of, gguf_name, has_paired_rows
+from services.common.gguf.file import GgufFile, GgufTensor
+from services.common.text.model_config import ModelConfig
+from services.engine.weights.weights import Form, Weight, Weights
+
+_GROUP = 32
+_MOST_ZERO = 32768.0
+"""The largest zero point: fp16 ends at 65504. Beyond it, a group is as good as constant."""
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_ROWS = 4096
+"""The rows of the embedding that are dequantized at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufWeights:
+    """`Weights` of a GGUF file. `data`: the mapped file."""
+
+    file: GgufFile
+    config: ModelConfig
+    data: Tensor
+    tensors: Mapping[str, Tensor]
+
+    def form(self, linear: str) -> Form:
+        return form_of(self.file, gguf_name(f"{linear}.weight")) or "float"
+
+    def linear(self, linear: str) -> Weight:
+        tensor = self.file.tensors[gguf_name(f"{linear}.weight")]
+        raw = _raw(self.data, tensor)
+        weight = _in_4_bits(raw, tensor) if self.form(linear) == "int4-32" else _float(raw, tensor)
+        order = _order(self.file, self.config, linear)
+        if order is None:
+            return weight
+        if isinstance(weight, Tensor):
+            return weight[order]
+        codes, scales, zeros = (p[order] for p in (weight.codes, weight.scales, weight.zeros))
+        return Int4Weight(codes, scales, zeros, _GROUP)
+
+
+def load_gguf(path: Path, config: ModelConfig) -> Weights:
+    """StartupError: as `check_tensors`."""
+    file = GgufFile.read(path)
+    check_tensors(file, config)
+    with path.open("rb") as opened:
+        # torch needs a writable buffer, so the mapping is copy-on-write; nothing writes to it.
+        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+    data = torch.frombuffer(mapped, dtype=torch.uint8)
+    tensors = {EMBEDDING: _embedding(data, file.tensors[gguf_name(EMBEDDING)])}
+    for name, shape in weight_shapes(config).items():
+        if name == EMBEDDING or is_linear(name, shape):
+            continue
+        stored = file.tensors[gguf_name(name)]
+        value = _float(_raw(data, stored), stored)
+        order = _order(file, config, name.removesuffix(".bias"))
+        tensors[name] = value if order is None else value[order]
+    return GgufWeights(file, config, data, tensors)
+
+
+def _embedding(data: Tensor, tensor: GgufTensor) -> Tensor:
+    """The embedding as it is stored, or in bf16 if it is quantized."""
+    raw = _raw(data, tensor)
+    if tensor.type.name in _FLOATS:
+        return _float(raw, tensor)
+    table = torch.empty(tensor.shape, dtype=torch.bfloat16)
+    for begin in range(0, len(table), _ROWS):
+        rows = slice(begin, begin + _ROWS)
+        table[rows] = _float(raw[rows], tensor)
+    return table
+
+
+def _raw(data: Tensor, tensor: GgufTensor) -> Tensor:
+    """A tensor's bytes: uint8 [rows, bytes of a row]; of a vector [1, bytes]."""
+    stored = data[tensor.begin : tensor.begin + tensor.num_bytes]
+    return stored.view(tensor.shape[0] if len(tensor.shape) == 2 else 1, -1)
+
+
+def _float(raw: Tensor, tensor: GgufTensor) -> Tensor:
+    """The rows `raw` of a tensor in the floating-point type of the file, or dequantized to fp32."""
+    name = tensor.type.name
+    if name in _FLOATS:
+        values = raw.view(_FLOATS[name])
+    else:
+        import gguf  # takes a third of a second, which only these files need
+
+        kind = gguf.GGMLQuantizationType[name]
+        values = torch.from_numpy(gguf.dequantize(raw.numpy(), kind))
+    return values if len(tensor.shape) == 2 else values.flatten()
+
+
+def _in_4_bits(raw: Tensor, tensor: GgufTensor) -> Int4Weight:
+    blocks = raw.view(len(raw), -1, tensor.type.num_bytes)
+    match tensor.type.name:
+        case "Q4_0":
+            scales = _half(blocks, 0)
+            codes = _halves(blocks[:, :, 2:])
+            return Int4Weight(codes.flatten(1), scales, torch.full_like(scales, 8.0), _GROUP)
+        case "Q4_1":
+            return affine(_halves(blocks[:, :, 4:]), _half(blocks, 0), _half(blocks, 2))
+        case _:
+            return _q4_k(blocks)
+
+
+def _q4_k(blocks: Tensor) -> Int4Weight:
+    """`blocks`: uint8 [rows, K / 256, 144]. Of the 12 bytes, the low 6 bits of bytes 0 to 3 and of
+    4 to 7 are the scales and minimums of the first four blocks. Those of the last four have their
+    lower 4 bits in bytes 8 to 11 (the scale's are the low ones), and their upper 2 bits in the
+    upper bits of bytes 0 to 3 and 4 to 7."""
+    first, second, last = (blocks[:, :, begin : begin + 4] for begin in (4, 8, 12))
+    scales = torch.cat([first & 63, last & 15 | first >> 6 << 4], dim=2)
+    minimums = torch.cat([second & 63, last >> 4 | second >> 6 << 4], dim=2)
+    pairs = blocks[:, :, 16:].reshape(*blocks.shape[:2], 4, _GROUP)
+    codes = torch.stack([pairs & 15, pairs >> 4], dim=3)
+    scale = _half(blocks, 0)[:, :, None] * scales
+    minimum = _half(blocks, 2)[:, :, None] * minimums
+    return affine(codes, scale.flatten(1), -minimum.flatten(1))
+
+
+def affine(codes: Tensor, scales: Tensor, minimums: Tensor) -> Int4Weight:
+    """weight = scale * code + minimum, as scale * (code - zero point). If the scale is 0, or tiny
+    beside the minimum, all weights of the group are the minimum. codes: [rows, ...], K in all."""
+    zeros = -minimums / scales
+    constant = ~(zeros.abs() <= _MOST_ZERO)
+    codes = codes.reshape(len(codes), -1, _GROUP) * ~constant[:, :, None]
+    return Int4Weight(
+        codes.flatten(1),
+        minimums.abs().where(constant, scales),
+        (-minimums.sign()).where(constant, zeros),
+        _GROUP,
+    )
+
+
+def _half(blocks: Tensor, begin: int) -> Tensor:
+    """The fp16 at byte `begin` of each block, in fp32."""
+    return blocks[:, :, begin : begin + 2].contiguous().view(torch.float16).float().squeeze(2)
+
+
+def _halves(octets: Tensor) -> Tensor:
+    return torch.cat([octets & 15, octets >> 4], dim=2)
+
+
+def _order(file: GgufFile, config: ModelConfig, linear: str) -> Tensor | None:
+    """Which row of the file is which output of a linear; None: the order is the same. llama.cpp
+    puts outputs i and i + head_dim / 2 of each head, which rotate together, next to each other."""
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    num_heads = heads.get(linear.rpartition(".")[2])
+    if num_heads is None or not has_paired_rows(file):
+        return None
+    rows = torch.arange(num_heads * config.head_dim)
+    return rows.view(num_heads, config.head_dim // 2, 2).transpose(1, 2).flatten()

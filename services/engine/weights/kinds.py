@@ -1,0 +1,69 @@
+"""Chooses the kind of each linear of the native decoder, from what the checkpoint stores and from
+`--quantize`, and converts the checkpoint's weights to it."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvops.int4 import Int4Weight
+from kvops.int8 import Int8Weight
+from kvops.native import Kind, group_of
+from services.common.checkpoint.quantization import Quantization
+from services.common.errors import StartupError
+from services.engine.weights.fused_weights import HEAD_SECTION, Section
+from services.engine.weights.weights import Form, Weight, Weights
+
+_WIDTHS: tuple[Form, ...] = ("int4-128", "int4-64", "int4-32", "int8", "float")
+
+
+def section_kinds(
+    sections: Iterable[Section],
+    weights: Weights,
+    dtype: torch.dtype,
+    quantize: Quantization | None,
+) -> dict[str, Kind]:
+    """The kind of each section. Stored quantized weights keep their kind; a section of several
+    kinds gets the widest of them. `quantize` is for weights in floating point.
+
+    StartupError: the checkpoint is quantized, and `quantize` is another kind.
+    """
+    forms = {s.name: _widest(weights.form(source) for source in s.sources) for s in sections}
+    quantized = [form for form in forms.values() if form != "float"]
+    wanted = None if quantize is None else kind_of(quantize)
+    if quantized:
+        narrowest = min(quantized, key=_WIDTHS.index)
+        if wanted not in (None, narrowest):
+            raise StartupError(
+                f"the checkpoint is already quantized ({narrowest}); "
+                f"it cannot be quantized again, to {wanted}"
+            )
+        wanted, dtype = None, torch.bfloat16
+    plain: Kind = wanted or ("float32" if dtype == torch.float32 else "bfloat16")
+    kinds: dict[str, Kind] = {
+        name: plain if form == "float" else form for name, form in forms.items()
+    }
+    if (quantized or wanted) and forms[HEAD_SECTION] == "float":
+        kinds[HEAD_SECTION] = "int8"  # Logits show the errors of 4 bits most.
+    return kinds
+
+
+def kind_of(quantize: Quantization) -> Kind:
+    return "int4-64" if quantize == "int4" else quantize
+
+
+def packable(kind: Kind, parts: Sequence[Weight]) -> Sequence[Weight]:
+    """The weights of one section as the kernels can pack them: all quantized as `kind` says, or all
+    floating point of one dtype, fp32 or bf16."""
+    if all(isinstance(part, Int8Weight) for part in parts) and kind == "int8":
+        return parts
+    if all(isinstance(part, Int4Weight) and part.group == group_of(kind) for part in parts):
+        return parts
+    floats = [part if isinstance(part, Tensor) else part.dequantized() for part in parts]
+    if {part.dtype for part in floats} == {torch.bfloat16}:
+        return floats
+    return [part.float() for part in floats]
+
+
+def _widest(forms: Iterable[Form]) -> Form:
+    return max(forms, key=_WIDTHS.index)

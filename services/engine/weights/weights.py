@@ -1,0 +1,34 @@
+"""The interface between a checkpoint's format and the models that are made from it."""
+
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from kvops.int4 import Int4Weight
+from kvops.int8 import Int8Weight
+from services.common.checkpoint.quantization import StoredKind
+
+Weight = Tensor | Int4Weight | Int8Weight
+"""The weights [N, K] of one linear of a checkpoint."""
+
+Form = StoredKind | Literal["float"]
+"""What a linear's weights are in the checkpoint."""
+
+
+class Weights(Protocol):
+    """A checkpoint's weights. `tensors`: all that are not a linear's weights, and the linears' in
+    floating point, which may be views of a mapped file. `linear` converts at each call, so that
+    no more than one linear is in memory."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+    def form(self, linear: str) -> Form:
+        """The form of the linear with this name, which does not end with `.weight`."""
+        ...
+
+    def linear(self, linear: str) -> Weight:
+        """The weights of a linear. A linear of a form other than float may be dequantized: then no
+        kind has exactly its weights. StartupError: the stored values contradict the format."""
+        ...

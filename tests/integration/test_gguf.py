@@ -1,0 +1,311 @@
+"""GGUF files: weights, configuration and answers are those of the same model as a Hugging Face
+checkpoint."""
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+import kvops
+from bench.make_checkpoint import CheckpointSpec, Family, make_checkpoint
+from kvops.int4 import Int4Weight
+from quire.supervisor.errors import ModelUnusable
+from quire.supervisor.model_source import check_model, find_model
+from services.common.checkpoint.layout import EMBEDDING, weight_shapes
+from services.common.errors import StartupError
+from services.common.text.model_config import FrequencyDivisors, ModelConfig
+from services.engine.models import load_model
+from services.engine.models.rope import rope_tables
+from services.engine.weights.checkpoint import load_weights, weights_digest
+from services.engine.weights.fused_weights import all_sections
+from services.engine.weights.gguf_weights import affine
+from services.engine.weights.kinds import section_kinds
+
+from .gguf_checkpoints import Metadata, write_gguf, write_twin
+from .models_oracle import LLAMA3_ROPE
+from .quantized_checkpoints import compare_answers
+
+SPEC = CheckpointSpec(hidden_size=256, head_dim=64, intermediate_size=512, tied=False)
+FLOATS = ("F32", "F16", "BF16")
+IN_4_BITS = ("Q4_0", "Q4_1", "Q4_K")
+IN_8_BITS = ("Q8_0", "Q5_0", "Q5_1", "Q5_K", "Q6_K")
+FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
+
+
+def q4_k_m(name: str) -> str:
+    """llama.cpp's mix: some layers' values and down projections, and the head, have 6 bits."""
+    if name in ("output.weight", "blk.0.ffn_down.weight", "blk.0.attn_v.weight"):
+        return "Q6_K"
+    return "Q4_K"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama, whose queries and keys GGUF stores in another order."""
+    directory = tmp_path_factory.mktemp("plain") / "model"
+    return make_checkpoint(directory, replace(SPEC, family="llama"))
+
+
+def dense(path: Path, name: str) -> Tensor:
+    """A tensor as the engine reads it, fp32."""
+    weights = load_weights(path, ModelConfig.from_directory(path))
+    if name in weights.tensors:
+        return weights.tensors[name].float()
+    weight = weights.linear(name.removesuffix(".weight"))
+    return weight.float() if isinstance(weight, Tensor) else weight.dequantized()
+
+
+def kinds(path: Path) -> dict[str, str]:
+    config = ModelConfig.from_directory(path)
+    weights = load_weights(path, config)
+    return dict(section_kinds(list(all_sections(config)), weights, torch.bfloat16, None))
+
+
+@pytest.mark.parametrize("kind", [*FLOATS, *IN_4_BITS, *IN_8_BITS])
+def test_weights_of_every_type(plain: Path, tmp_path: Path, kind: str) -> None:
+    """As the `gguf` package dequantizes them; the embedding is rounded to bf16."""
+    path = tmp_path / "model.gguf"
+    exact = write_gguf(plain, path, lambda name: kind)
+    for name in weight_shapes(ModelConfig.from_directory(path)):
+        limit = 2.0**-8 if name == EMBEDDING else 1e-6
+        size = float(exact[name].abs().max())
+        torch.testing.assert_close(dense(path, name), exact[name], rtol=0, atol=limit * size)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gguf_file_is_the_same_model(tmp_path: Path, family: Family, tied: bool) -> None:
+    """In fp32, with biases: the configuration is that of config.json but for what GGUF lacks."""
+    spec = replace(SPEC, family=family, tied=tied, attention_bias=family == "llama")
+    plain = make_checkpoint(tmp_path / "plain", spec)
+    exact = write_gguf(plain, tmp_path / "model.gguf")
+    ours, theirs = (ModelConfig.from_directory(p) for p in (tmp_path / "model.gguf", plain))
+    assert ours.rms_norm_eps == pytest.approx(1e-6)
+    assert ours == replace(theirs, eos_token_ids=(258,), rms_norm_eps=ours.rms_norm_eps)
+    assert exact.keys() == load_file(plain / "model.safetensors").keys()
+    for name, tensor in exact.items():
+        assert torch.equal(dense(tmp_path / "model.gguf", name), tensor)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_transformers_reads_the_same_weights(tmp_path: Path, family: Family, kind: str) -> None:
+    """It knows names and the order of rows by itself."""
+    plain = make_checkpoint(tmp_path / "plain", replace(SPEC, family=family))
+    write_gguf(plain, tmp_path / "model.gguf", lambda name: kind)
+    model = AutoModelForCausalLM.from_pretrained(plain, local_files_only=True)
+    load: Any = load_gguf_checkpoint
+    theirs = load(tmp_path / "model.gguf", return_tensors=True, model_to_load=model)["tensors"]
+    for name in weight_shapes(ModelConfig.from_directory(tmp_path / "model.gguf")):
+        if name != EMBEDDING:
+            ours = dense(tmp_path / "model.gguf", name)
+            torch.testing.assert_close(ours, theirs[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("choose", "bound"),
+    [
+        (lambda name: "BF16", 0.02),
+        (lambda name: "F16", 0.02),
+        (lambda name: "Q8_0", 0.07),
+        (lambda name: "Q4_0", 0.07),
+        (lambda name: "Q4_1", 0.07),
+        (q4_k_m, 0.07),
+    ],
+    ids=["BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K_M"],
+)
+def test_answers_are_those_of_the_dequantized_weights(
+    plain: Path, tmp_path: Path, choose: Callable[[str], str], bound: float
+) -> None:
+    path = tmp_path / "model.gguf"
+    twin = write_twin(plain, tmp_path / "twin", write_gguf(plain, path, choose))
+    compare_answers(path, twin, bound)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+def test_every_family_answers(tmp_path: Path, family: Family) -> None:
+    plain = make_checkpoint(tmp_path / "plain", replace(SPEC, family=family, tied=True))
+    path = tmp_path / "model.gguf"
+    twin = write_twin(plain, tmp_path / "twin", write_gguf(plain, path, lambda name: "Q4_K"))
+    compare_answers(path, twin, 0.07)
+
+
+def test_a_mix_takes_the_wider_kind(plain: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(plain, path, q4_k_m)
+    found = kinds(path)
+    in_8_bits = {name for name, kind in found.items() if kind == "int8"}
+    assert in_8_bits == {"0.qkv", "0.down", "head"}
+    assert set(found.values()) == {"int8", "int4-32"}
+
+
+def packed_error(path: Path, exact: dict[str, Tensor], name: str) -> float:
+    """The error of a linear's weights as the kernels hold them: root mean square of the products
+    with unit vectors, as a share of the weights'."""
+    weight = load_weights(path, ModelConfig.from_directory(path)).linear(name)
+    assert isinstance(weight, Int4Weight)
+    largest = torch.exp2(weight.scales.abs().amax(1, keepdim=True).log2().ceil())
+    scales = (weight.scales / largest).half().float() * largest
+    held = Int4Weight(weight.codes, scales, weight.zeros.half().float(), weight.group)
+    difference = held.dequantized() - exact[f"{name}.weight"]
+    return float(difference.square().mean().sqrt() / exact[f"{name}.weight"].square().mean().sqrt())
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("Q4_0", 1e-7), ("Q4_1", 5e-4), ("Q4_K", 5e-4)])
+def test_rounding_of_scales_and_zero_points_to_fp16(
+    plain: Path, tmp_path: Path, kind: str, limit: float
+) -> None:
+    path = tmp_path / "model.gguf"
+    exact = write_gguf(plain, path, lambda name: kind)
+    error = packed_error(path, exact, "model.layers.0.mlp.down_proj")
+    print(f"\n{kind}: error of the weights in the kernels' form {error:.2e}")
+    assert error < limit
+
+
+@pytest.mark.parametrize("kind", IN_8_BITS)
+def test_eight_bits_cost_half_a_percent(plain: Path, tmp_path: Path, kind: str) -> None:
+    """One scale for each output, in the place of one for each block."""
+    path = tmp_path / "model.gguf"
+    exact = write_gguf(plain, path, lambda name: kind)["model.layers.0.mlp.down_proj.weight"]
+    scales = exact.abs().amax(1, keepdim=True) / 127
+    error = ((exact / scales).round() * scales - exact).square().mean().sqrt()
+    share = float(error / exact.square().mean().sqrt())
+    print(f"\n{kind}: error of eight bits with a scale for each output {share:.2%}")
+    assert share < 0.01
+
+
+def test_groups_without_a_scale_hold_their_minimum() -> None:
+    """Q4_1 blocks of equal weights have a scale of 0; a tiny scale is as good as none."""
+    codes = torch.full((1, 96), 15, dtype=torch.uint8)
+    scales, minimums = torch.tensor([[0.0, 0.0, 1e-7]]), torch.tensor([[0.5, 0.0, -2.0]])
+    found = affine(codes, scales, minimums)
+    assert found.dequantized().view(3, 32)[:, 0].tolist() == [0.5, 0.0, -2.0]
+    assert found.zeros.abs().max() <= 1
+
+
+def test_frequency_divisors_are_llama3s_scaling(tmp_path: Path) -> None:
+    """llama.cpp stores them in the place of the scaling's parameters."""
+    spec = replace(SPEC, family="llama", rope_scaling=LLAMA3_ROPE)
+    plain = make_checkpoint(tmp_path / "plain", spec)
+    theirs = ModelConfig.from_directory(plain).rope
+    plain_frequencies = 1 / theirs.theta ** (torch.arange(0, 64, 2) / 64)
+    divisors = []
+    for frequency in plain_frequencies.tolist():
+        turns = 256 * frequency / (2 * math.pi)
+        smooth = min(max((turns - 1) / 3, 0.0), 1.0)
+        divisors.append(1 / ((1 - smooth) / 8 + smooth))
+    more = {"rope_freqs.weight": np.array(divisors, dtype=np.float32)}
+    write_gguf(plain, tmp_path / "model.gguf", more=more)
+    ours = ModelConfig.from_directory(tmp_path / "model.gguf").rope
+    assert isinstance(ours.scaling, FrequencyDivisors)
+    for found, expected in zip(
+        rope_tables(ours, 64, 500), rope_tables(theirs, 64, 500), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_a_directory_with_one_gguf_file_is_that_file(plain: Path, tmp_path: Path) -> None:
+    write_gguf(plain, tmp_path / "model.gguf")
+    assert weights_digest(tmp_path) == weights_digest(tmp_path / "model.gguf")
+    check_model(find_model(str(tmp_path)))
+    write_gguf(plain, tmp_path / "other.gguf")
+    with pytest.raises(StartupError, match=r"2 GGUF files \(model.gguf, other.gguf"):
+        ModelConfig.from_directory(tmp_path)
+
+
+def set_field(name: str, value: object) -> Callable[[Metadata], object]:
+    return lambda metadata: metadata.update({name: value})
+
+
+def without(name: str) -> Callable[[Metadata], object]:
+    return lambda metadata: metadata.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("llama.block_count"), "llama.block_count: missing"),
+        (set_field("llama.block_count", 3), "missing tensor: blk.2."),
+        (set_field("llama.embedding_length", 320), "shape [384, 256], but metadata makes it"),
+        (set_field("llama.rope.dimension_count", 32), "llama.rope.dimension_count: 32, but the"),
+        (set_field("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type: 'yarn'"),
+        (set_field("llama.expert_count", 8), "mixtures of experts are not supported"),
+        (set_field("general.alignment", 36), "not aligned to 36 bytes, a multiple of 8"),
+        (set_field("split.count", 2), "split.count: split files are not supported"),
+        (set_field("tokenizer.ggml.pre", "dbrx"), "tokenizer.ggml.pre: 'dbrx' is not supported"),
+        (set_field("tokenizer.ggml.model", "t5"), "tokenizer.ggml.model: 't5' is not supported"),
+        (without("tokenizer.ggml.tokens"), "tokenizer.ggml.tokens: missing"),
+        (set_field("tokenizer.ggml.tokens", ["a"] * 385), "385, but the model has 384"),
+        (set_field("tokenizer.ggml.eos_token_id", 999), "999 is outside the vocabulary 384"),
+        (set_field("tokenizer.chat_template", "{% if %}"), "the chat template is not valid"),
+    ],
+)
+def test_what_cannot_be_served_is_named(
+    plain: Path, tmp_path: Path, change: Callable[[Metadata], object], message: str
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(plain, path, change=change)
+    with pytest.raises(ModelUnusable) as error:
+        check_model(find_model(str(path)))
+    assert message in str(error.value)
+    assert str(path) in str(error.value) or "chat template" in message
+
+
+def test_other_types_and_architectures_are_refused_by_name(plain: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(plain, path, lambda name: "Q8_0")
+    content = path.read_bytes()
+    at = content.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight") + 4 + 16
+    assert struct.unpack_from("<I", content, at) == (8,)
+    path.write_bytes(content[:at] + struct.pack("<I", 23) + content[at + 4 :])
+    with pytest.raises(StartupError, match=r"blk.0.ffn_up.weight: IQ4_XS is not supported, only"):
+        ModelConfig.from_directory(path)
+    path.write_bytes(content.replace(b"llama", b"gemma"))
+    with pytest.raises(StartupError, match=r"general.architecture: 'gemma' is not supported"):
+        ModelConfig.from_directory(path)
+
+
+@pytest.mark.parametrize("size", [0, 3, 20, 3000, -1])
+def test_a_truncated_file_is_named(plain: Path, tmp_path: Path, size: int) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(plain, path)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(StartupError, match=f"{path}: not a readable GGUF file: "):
+        ModelConfig.from_directory(path)
+
+
+def test_every_byte_of_the_header_may_be_wrong(plain: Path, tmp_path: Path) -> None:
+    """A broken file ends in a StartupError, or is read; nothing else is raised."""
+    path = tmp_path / "model.gguf"
+    write_gguf(plain, path, lambda name: "Q4_0")
+    content = bytearray(path.read_bytes())
+    rng = np.random.default_rng(0)
+    refused = 0
+    for place in rng.integers(4, 1500, 200):
+        broken = content.copy()
+        broken[place] ^= 1 << int(rng.integers(8))
+        path.write_bytes(broken)
+        try:
+            load_weights(path, ModelConfig.from_directory(path))
+        except StartupError:
+            refused += 1
+    assert refused > 50
+
+
+def test_quantized_files_need_the_native_kernels(plain: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(plain, path, lambda name: "Q4_0")
+    with pytest.raises(StartupError, match="backend 'reference' has no int4-32 kernels"):
+        load_model(path, torch.bfloat16, kvops.backend("reference"))
+    with pytest.raises(StartupError, match=r"already quantized \(int4-32\)"):
+        load_model(path, torch.bfloat16, kvops.backend("cpu"), quantize="int8")

@@ -1,0 +1,245 @@
+"""Checkpoints that come quantized: their weights are exactly those of the dequantized twin, and
+their logits those of transformers with the twin, but for the rounding of activations to 8 bits."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import kvops
+from bench.make_checkpoint import CheckpointSpec, Family, make_checkpoint
+from kvops.int4 import Int4Weight
+from kvops.int8 import Int8Weight
+from quire.supervisor.errors import ModelUnusable
+from quire.supervisor.model_source import ModelSource, check_model
+from services.common.checkpoint.layout import weight_shapes
+from services.common.checkpoint.quantization import Quantization
+from services.common.errors import StartupError
+from services.common.text.model_config import ModelConfig
+from services.engine.models import load_model
+from services.engine.weights.checkpoint import load_weights
+from services.engine.weights.fused_weights import all_sections
+from services.engine.weights.kinds import section_kinds
+
+from .quantized_checkpoints import (
+    FILE,
+    Scheme,
+    awq,
+    compare_answers,
+    float_quantized,
+    fp8_block,
+    fp8_tensor,
+    gptq,
+    int_quantized,
+    pack_quantized,
+    write_quantized,
+)
+
+SPEC = CheckpointSpec(
+    hidden_size=256,
+    head_dim=64,
+    intermediate_size=384,
+    tied=False,
+    dtype="float16",
+)
+IN_4_BITS: dict[str, Scheme] = {
+    "gptq-32-asymmetric": gptq(32, symmetric=False),
+    "gptq-64-v2": gptq(64, symmetric=False, version="gptq_v2"),
+    "gptq-128-symmetric": gptq(128, symmetric=True),
+    "awq-32": awq(32),
+    "awq-128": awq(128),
+    "w4a16-32-asymmetric": pack_quantized(32, symmetric=False),
+    "w4a16-128-symmetric": pack_quantized(128, symmetric=True),
+}
+IN_8_BITS = {"w8a8": int_quantized()}
+CONVERTED = {
+    "fp8-block": fp8_block(),
+    "fp8-tensor": fp8_tensor(),
+    "fp8-channel": float_quantized(),
+}
+SCHEMES = IN_4_BITS | IN_8_BITS | CONVERTED
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("plain") / "model", SPEC)
+
+
+def dense(directory: Path, name: str) -> Tensor:
+    weight = load_weights(directory, ModelConfig.from_directory(directory)).linear(name)
+    return weight if isinstance(weight, Tensor) else weight.dequantized()
+
+
+def kinds(directory: Path, quantize: Quantization | None = None) -> dict[str, str]:
+    config = ModelConfig.from_directory(directory)
+    weights = load_weights(directory, config)
+    found = section_kinds(list(all_sections(config)), weights, torch.bfloat16, quantize)
+    return dict(found)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_weight_is_exact(plain: Path, tmp_path: Path, name: str) -> None:
+    twin = write_quantized(plain, tmp_path / "quantized", SCHEMES[name])
+    check_model(ModelSource("tiny", tmp_path / "quantized"))
+    exact = load_file(twin / FILE)
+    for weight in weight_shapes(ModelConfig.from_directory(twin)):
+        if weight.endswith("_proj.weight"):
+            found = dense(tmp_path / "quantized", weight.removesuffix(".weight"))
+            torch.testing.assert_close(found.float(), exact[weight], rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "head"),
+    [
+        ("gptq-32-asymmetric", "int4-32", "int8"),
+        ("gptq-64-v2", "int4-64", "int8"),
+        ("awq-128", "int4-128", "int8"),
+        ("w8a8", "int8", "int8"),
+        ("fp8-block", "bfloat16", "bfloat16"),
+    ],
+)
+def test_linears_keep_their_kind(
+    plain: Path, tmp_path: Path, name: str, kind: str, head: str
+) -> None:
+    write_quantized(plain, tmp_path / "quantized", SCHEMES[name])
+    found = kinds(tmp_path / "quantized")
+    assert found.pop("head") == head
+    assert set(found.values()) == {kind}
+
+
+def test_a_linear_in_floating_point_stays_so(plain: Path, tmp_path: Path) -> None:
+    """A fused linear takes the widest kind of its parts."""
+    write_quantized(plain, tmp_path / "quantized", awq(64), skip=("0.mlp.down", "1.self_attn.k"))
+    found = kinds(tmp_path / "quantized")
+    in_bf16 = {name for name, kind in found.items() if kind == "bfloat16"}
+    assert in_bf16 == {"0.down", "1.qkv"}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_answers_are_those_of_the_dequantized_weights(
+    plain: Path, tmp_path: Path, name: str
+) -> None:
+    twin = write_quantized(plain, tmp_path / "quantized", SCHEMES[name])
+    compare_answers(tmp_path / "quantized", twin, bound=0.02 if name in CONVERTED else 0.07)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "mistral"])
+def test_every_family_loads_quantized(tmp_path: Path, family: Family) -> None:
+    plain = make_checkpoint(tmp_path / "plain", replace(SPEC, family=family, tied=True))
+    twin = write_quantized(plain, tmp_path / "quantized", awq(32))
+    compare_answers(tmp_path / "quantized", twin, bound=0.07)
+
+
+def test_a_packed_file_is_reused(plain: Path, tmp_path: Path) -> None:
+    write_quantized(plain, tmp_path / "quantized", awq(32))
+    for _ in range(2):
+        load_model(
+            tmp_path / "quantized", torch.bfloat16, kvops.backend("cpu"), cache=tmp_path / "cache"
+        )
+    (file,) = (p for p in (tmp_path / "cache").iterdir() if p.suffix != ".lock")
+    assert file.name.startswith("quantized-int4-32-")
+
+
+def spoiled(
+    plain: Path, tmp_path: Path, scheme: Scheme, change: Callable[[dict[str, Tensor]], object]
+) -> Path:
+    write_quantized(plain, tmp_path / "quantized", scheme)
+    tensors = load_file(tmp_path / "quantized" / FILE)
+    change(tensors)
+    save_file(tensors, tmp_path / "quantized" / FILE)
+    return tmp_path / "quantized"
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name", "tensor", "message"),
+    [
+        (awq(32), "qzeros", None, f"missing tensors: {DOWN}.qzeros"),
+        (awq(32), "qzeros", torch.zeros(12, 31, dtype=torch.int32), f"{DOWN}.qzeros: shape"),
+        (awq(32), "qzeros", torch.zeros(12, 32), f"{DOWN}.qzeros: F32 is not I32"),
+        (pack_quantized(32, True), "weight_g_idx", torch.zeros(384), "unknown tensors: "),
+        (int_quantized(), "weight", torch.zeros(256, 384), f"{DOWN}.weight: F32 is not I8"),
+        (
+            fp8_block(),
+            "weight_scale_inv",
+            torch.zeros(2, 2),
+            "shape [2, 2], but the config makes it [2, 3]",
+        ),
+    ],
+    ids=str,
+)
+def test_a_wrong_tensor_is_named_before_anything_starts(
+    plain: Path, tmp_path: Path, scheme: Scheme, name: str, tensor: Tensor | None, message: str
+) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors.pop(f"{DOWN}.{name}", None)
+        if tensor is not None:
+            tensors[f"{DOWN}.{name}"] = tensor
+
+    with pytest.raises(ModelUnusable) as error:
+        check_model(ModelSource("tiny", spoiled(plain, tmp_path, scheme, change)))
+    assert message in str(error.value)
+
+
+def load_error(directory: Path, quantize: Quantization | None = None, backend: str = "cpu") -> str:
+    with pytest.raises(StartupError) as error:
+        load_model(directory, torch.bfloat16, kvops.backend(backend), quantize=quantize)
+    return str(error.value)
+
+
+def test_inputs_in_another_order_are_refused(plain: Path, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{DOWN}.g_idx"] = tensors[f"{DOWN}.g_idx"].flip(0)
+
+    error = load_error(spoiled(plain, tmp_path, gptq(32, symmetric=True), change))
+    assert error == f"{DOWN}.g_idx: groups of inputs that are not neighbours (desc_act)"
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_bias_that_the_model_lacks_must_be_zero(
+    plain: Path, tmp_path: Path, value: float
+) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{DOWN}.bias"] = torch.full((256,), value)
+
+    directory = spoiled(plain, tmp_path, gptq(32, symmetric=True), change)
+    if value:
+        assert "a bias that the config does not have" in load_error(directory)
+    else:
+        load_model(directory, torch.bfloat16, kvops.backend("cpu"))
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(plain: Path, tmp_path: Path) -> None:
+    write_quantized(plain, tmp_path / "quantized", awq(64))
+    assert load_error(tmp_path / "quantized", "int8") == (
+        "the checkpoint is already quantized (int4-64); it cannot be quantized again, to int8"
+    )
+    assert kinds(tmp_path / "quantized", "int4") == kinds(tmp_path / "quantized")
+
+
+def test_fp8_can_be_quantized(plain: Path, tmp_path: Path) -> None:
+    write_quantized(plain, tmp_path / "quantized", fp8_block())
+    assert set(kinds(tmp_path / "quantized", "int8").values()) == {"int8"}
+
+
+def test_other_backends_read_only_what_becomes_floating_point(plain: Path, tmp_path: Path) -> None:
+    write_quantized(plain, tmp_path / "awq", awq(64))
+    assert load_error(tmp_path / "awq", backend="reference").endswith(
+        "backend 'reference' has no int4-64 kernels"
+    )
+    write_quantized(plain, tmp_path / "fp8", fp8_block())
+    load_model(tmp_path / "fp8", torch.bfloat16, kvops.backend("reference"))
+
+
+def test_codes_are_packed_as_they_are(plain: Path, tmp_path: Path) -> None:
+    """Not quantized a second time: 4-bit and 8-bit linears reach the kernels as codes."""
+    for name, scheme, kind in (("a", awq(64), Int4Weight), ("b", int_quantized(), Int8Weight)):
+        write_quantized(plain, tmp_path / name, scheme)
+        config = ModelConfig.from_directory(tmp_path / name)
+        assert isinstance(load_weights(tmp_path / name, config).linear(DOWN), kind)
