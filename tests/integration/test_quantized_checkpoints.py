@@ -172,7 +172,14 @@ DOWN = "model.layers.0.mlp.down_proj"
             "shape [2, 2], but the config makes it [2, 3]",
         ),
     ],
-    ids=str,
+    ids=[
+        "a missing tensor",
+        "zero points of another shape",
+        "zero points of another type",
+        "another tensor",
+        "weights of another type",
+        "scales of another shape",
+    ],
 )
 def test_a_wrong_tensor_is_named_before_anything_starts(
     plain: Path, tmp_path: Path, scheme: Scheme, name: str, tensor: Tensor | None, message: str
