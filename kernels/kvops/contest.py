@@ -1,68 +1,128 @@
-"""Measures which instruction set multiplies bf16 matrices fastest on this CPU.
+"""Measures which instruction set computes a model's kernels fastest on this CPU.
 
-Only the choice between the sets with AVX-512 needs a measurement. `avx512_bf16` multiplies bf16
-numbers with one instruction, `amx` whole tiles of them. Some CPUs run the first of these at half
-the rate of fp32 multiplication; on them `avx512`, which widens the numbers first, is faster. For
-fp32 the three are equally fast, and for int8 the best set that this CPU has is the fastest one.
+CPU flags do not show it: some CPUs multiply bf16 numbers at twice the rate of fp32 with
+`avx512_bf16`'s instruction, others at half of it, and on them `avx512`, which widens the numbers
+first, is faster. See ADR 110.
 """
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from kvops.native import NativeCpu, usable_kernels
+from kvops.native import Kind, NativeCpu, PackedLinear, usable_kernels
 
-CONTENDERS = ("amx", "avx512_bf16", "avx512")
-"""The first one that this CPU has is chosen, unless another one is clearly faster."""
+ROWS = (1, 8, 16, 512)
+"""The rows of the linears that are timed: decode steps and a prompt."""
 
 _MARGIN = 1.05
-"""A contender may take this many times as long as the fastest one; with less, noise could
-decide."""
+"""A set may take this many times as long as the fastest one; with less, noise could decide."""
 
-_LIMIT_S = 0.02
-_SHAPES = ((4, 1024, 1024), (64, 1024, 1024))
-"""(rows, outputs, inputs) of a decode step and of a prompt; the weights take 2 MB in bf16."""
+_LIMIT_S = 0.3
+_MOST_OUTPUTS = 1024
+"""The outputs of a linear that are timed. More take longer, but at the same rate."""
 
-Timings = Sequence[Sequence[float]]
-"""For each of `_SHAPES`: the seconds of the fastest run of each contender."""
+_BLOCK_SIZE = 16
+_CONTEXT = 512
+_DECODING_ROWS = 8
+_PROMPT = 256
+
+Timings = Mapping[str, Sequence[float]]
+"""For each kernel: the seconds of the fastest run with each instruction set."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What is timed: linears of one kind, each (outputs, inputs), and attention of one layer."""
+
+    kind: Kind
+    linears: tuple[tuple[int, int], ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 def contenders() -> tuple[str, ...]:
-    """Return the contenders that this CPU has; with fewer than two there is nothing to measure."""
-    return tuple(isa for isa in CONTENDERS if isa in usable_kernels())
+    """Return the sets that are worth timing: all of this CPU's but the portable one, which never
+    wins. With fewer than two there is nothing to measure."""
+    return tuple(isa for isa in usable_kernels() if isa != "portable")
 
 
-def measure(isas: Sequence[str], limit_s: float = _LIMIT_S) -> Timings:
-    """Time bf16 linears on one thread for `limit_s`, after one run of each. The contenders take
-    turns, so that other load on this machine slows them equally."""
-    linears = [[_linear(isa, *shape) for isa in isas] for shape in _SHAPES]
-    fastest = [[math.inf] * len(isas) for _ in _SHAPES]
+def measure(isas: Sequence[str], shape: ModelShape, limit_s: float = _LIMIT_S) -> Timings:
+    """Time the kernels on one thread for about `limit_s`, but at least two runs of each. The sets
+    take turns, so that other load on this machine slows them equally."""
+    weights = _packed(shape)
+    kernels = [_kernels(NativeCpu(1, isa), shape, weights) for isa in isas]
+    fastest = {name: [math.inf] * len(isas) for name in kernels[0]}
     order = list(range(len(isas)))
-    end = None
-    while end is None or time.perf_counter() < end:
+    end = time.perf_counter() + limit_s
+    num_rounds = 0
+    while num_rounds < 2 or time.perf_counter() < end:
+        num_rounds += 1
         order.reverse()
-        for runs, seconds in zip(linears, fastest, strict=True):
+        for name, seconds in fastest.items():
             for turn in order:
                 began = time.perf_counter()
-                runs[turn]()
+                kernels[turn][name]()
                 seconds[turn] = min(seconds[turn], time.perf_counter() - began)
-        end = end or time.perf_counter() + limit_s
     return fastest
 
 
 def winner(isas: Sequence[str], timings: Timings) -> str:
-    """Return the first contender that is about as fast as the fastest one, by the geometric mean of
-    its times."""
-    means = [math.prod(times) ** (1 / len(times)) for times in zip(*timings, strict=True)]
+    """Return the first set that is about as fast as the fastest one, by the geometric mean of its
+    times."""
+    columns = zip(*timings.values(), strict=True)
+    means = [math.prod(times) ** (1 / len(times)) for times in columns]
     limit = min(means) * _MARGIN
     return next(isa for isa, mean in zip(isas, means, strict=True) if mean <= limit)
 
 
-def _linear(isa: str, rows: int, outputs: int, inputs: int) -> Callable[[], None]:
-    cpu = NativeCpu(1, isa)
-    weights = cpu.pack("bfloat16", torch.ones(outputs, inputs, dtype=torch.bfloat16))
-    x = torch.ones(rows, inputs, dtype=torch.bfloat16)
-    out = torch.empty(rows, outputs, dtype=torch.bfloat16)
-    return lambda: cpu.ops.linear(x, weights, out)
+def _packed(shape: ModelShape) -> list[tuple[PackedLinear, int, int]]:
+    """The linears with their outputs and inputs. All instruction sets read the same layout."""
+    cpu = NativeCpu()
+    sizes = [(min(n, _MOST_OUTPUTS), k) for n, k in shape.linears]
+    return [(cpu.pack(shape.kind, torch.randn(n, k)), n, k) for n, k in sizes]
+
+
+def _kernels(
+    cpu: NativeCpu, shape: ModelShape, weights: list[tuple[PackedLinear, int, int]]
+) -> dict[str, Callable[[], None]]:
+    def linears(rows: int) -> Callable[[], None]:
+        inputs = [torch.randn(rows, k, dtype=dtype) for _, _, k in weights]
+        outputs = [torch.empty(rows, n) for _, n, _ in weights]
+
+        def run() -> None:
+            for x, (packed, _, _), out in zip(inputs, weights, outputs, strict=True):
+                cpu.ops.linear(x, packed, out)
+
+        return run
+
+    dtype = torch.float32 if shape.kind == "float32" else torch.bfloat16
+    return {
+        **{f"linears of {rows} rows": linears(rows) for rows in ROWS},
+        "decode attention": _attention(cpu, shape, dtype, _DECODING_ROWS, 1, _CONTEXT),
+        "prompt attention": _attention(cpu, shape, dtype, 1, _PROMPT, _PROMPT),
+    }
+
+
+def _attention(
+    cpu: NativeCpu,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    num_rows: int,
+    num_queries: int,
+    context: int,
+) -> Callable[[], None]:
+    """Attention of `num_rows` rows, each with `num_queries` queries and `context` positions."""
+    num_blocks = context // _BLOCK_SIZE
+    kv = torch.randn(
+        num_rows * num_blocks, 2, _BLOCK_SIZE, shape.num_kv_heads, shape.head_dim, dtype=dtype
+    )
+    tables = torch.arange(len(kv), dtype=torch.int32).view(num_rows, num_blocks)
+    q = torch.randn(num_rows * num_queries, shape.num_heads, shape.head_dim, dtype=dtype)
+    cu_query_lens = torch.arange(num_rows + 1, dtype=torch.int32) * num_queries
+    context_lens = torch.full((num_rows,), context, dtype=torch.int32)
+    scale, out = shape.head_dim**-0.5, torch.empty_like(q)
+    return lambda: cpu.ops.attention(q, kv, tables, cu_query_lens, context_lens, scale, 0, out)

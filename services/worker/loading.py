@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 import kvops
+from kvops.contest import ModelShape
 from kvops.native import Lane
 from services.common.checkpoint.check import check_format
 from services.common.checkpoint.weights import weight_files
@@ -16,6 +17,8 @@ from services.common.text.tokenizer import tokenizer_file
 from services.engine.fingerprint import fingerprint
 from services.engine.models import Model, load_model
 from services.engine.pool import DTYPES
+from services.engine.weights.fused_weights import layer_sections
+from services.engine.weights.kinds import kind_of
 from services.engine.weights.packed_file import Progress
 from services.worker.config import WorkerSettings
 from services.worker.cpu.instruction_set import measured_isa
@@ -93,10 +96,23 @@ def chosen_isa(settings: WorkerSettings, config: ModelConfig, progress: Progress
     """The instruction set to compute with; None leaves the choice to the kernels."""
     if settings.isa != "auto":
         return settings.isa
-    dtype = _dtype(settings, config)
-    if settings.backend != "cpu" or dtype != "bfloat16" or _quantized(settings, config):
+    if settings.backend != "cpu":
         return None
-    return measured_isa(settings.weights_cache or settings.pool_root, progress)
+    shape = _shape(settings, config)
+    return measured_isa(shape, settings.weights_cache or settings.pool_root, progress)
+
+
+def _shape(settings: WorkerSettings, config: ModelConfig) -> ModelShape:
+    sections = layer_sections(config, 0).values()
+    stored = config.quantization.kind if config.quantization else None
+    wanted = kind_of(settings.quantize) if settings.quantize else _dtype(settings, config)
+    return ModelShape(
+        kind=stored or wanted,
+        linears=tuple((section.num_outputs, section.num_inputs) for section in sections),
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
 
 
 def _limits(settings: WorkerSettings, config: ModelConfig) -> Limits:

@@ -1,9 +1,11 @@
 """The choice between instruction sets: its rule on made-up times, and a real measurement."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvops import contest
-from kvops.native import usable_kernels
+from kvops.native import Kind, usable_kernels
 
 
 @pytest.mark.parametrize(
@@ -25,30 +27,42 @@ from kvops.native import usable_kernels
     ],
 )
 def test_the_first_set_that_none_clearly_beats_wins(
-    timings: contest.Timings, expected: str
+    timings: Sequence[Sequence[float]], expected: str
 ) -> None:
-    assert contest.winner("abc"[: len(timings[0])], timings) == expected
+    named = {str(number): times for number, times in enumerate(timings)}
+    assert contest.winner("abc"[: len(timings[0])], named) == expected
 
 
-def test_a_set_that_takes_many_times_as_long_loses() -> None:
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4-64"])
+def test_a_set_that_takes_many_times_as_long_loses(kind: Kind) -> None:
     """Real kernels: the last ones of this CPU's list are portable, and several times as slow."""
     best, portable = usable_kernels()[0], usable_kernels()[-1]
     if best == portable:
         pytest.skip("this CPU has one instruction set alone")
+    shape = contest.ModelShape(kind, ((256, 128), (96, 300)), 4, 2, 32)
     for isas in ((portable, best), (best, portable)):
-        assert contest.winner(isas, contest.measure(isas)) == best
+        timings = contest.measure(isas, shape, limit_s=0.01)
+        assert contest.winner(isas, timings) == best
+        assert set(timings) == {
+            *(f"linears of {rows} rows" for rows in contest.ROWS),
+            "decode attention",
+            "prompt attention",
+        }
 
 
 @pytest.mark.parametrize(
     ("usable", "expected"),
     [
-        (["avx2", "portable"], ()),
-        (["avx512", "avx2", "portable"], ("avx512",)),
-        (["avx512_bf16", "avx512", "avx2", "portable"], ("avx512_bf16", "avx512")),
-        (["amx", "avx512_bf16", "avx512", "avx2"], ("amx", "avx512_bf16", "avx512")),
+        (["portable"], ()),
+        (["avx2", "portable"], ("avx2",)),
+        (["avx512", "avx2", "portable"], ("avx512", "avx2")),
+        (
+            ["amx", "avx512_bf16", "avx512", "avx2", "portable"],
+            ("amx", "avx512_bf16", "avx512", "avx2"),
+        ),
     ],
 )
-def test_sets_with_avx512_compete(
+def test_all_sets_but_the_portable_one_compete(
     usable: list[str], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contest, "usable_kernels", lambda: usable)

@@ -2,11 +2,13 @@
 
 Results of two instruction sets differ in the last bits, so all workers of a host must use the same
 one, and so should two starts of one deployment. The choice is therefore measured once and kept in a
-file beside the packed weights. The file's name identifies the CPU and the kernels.
+file beside the packed weights. The file's name identifies the CPU, the kernels and the model's
+shape.
 """
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import xxhash
@@ -22,16 +24,18 @@ log = get_logger(__name__)
 _CPUINFO = Path("/proc/cpuinfo")
 _IDENTITY = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode")
 
-Measure = Callable[[Sequence[str]], contest.Timings]
+Measure = Callable[[Sequence[str], contest.ModelShape], contest.Timings]
 
 
 def measured_isa(
+    shape: contest.ModelShape,
     directory: Path,
     progress: Progress,
     cpuinfo: Path = _CPUINFO,
     measure: Measure = contest.measure,
 ) -> str | None:
-    """The instruction set for bf16: from the file in `directory`, or else measured and kept there.
+    """The instruction set for models of this shape: from the file in `directory`, or else measured
+    and kept there.
 
     None leaves the choice to the kernels, because this CPU has only one candidate.
     StartupError: the directory cannot be written.
@@ -39,13 +43,20 @@ def measured_isa(
     isas = contest.contenders()
     if len(isas) < 2:
         return None
-    facts: dict[str, object] = {**_identity(cpuinfo), "kernels": NUMERICS, "contenders": list(isas)}
+    facts: dict[str, object] = {
+        **_identity(cpuinfo),
+        "kernels": NUMERICS,
+        "contenders": list(isas),
+        "shape": asdict(shape),
+    }
     digest = xxhash.xxh3_64_hexdigest(json.dumps(facts, sort_keys=True).encode())
     path = directory / f"isa-{digest}.json"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(directory / "isa.lock", progress):
-            return _read_choice(path, isas) or _measure_choice(path, isas, facts, measure)
+            return _read_choice(path, isas) or _measure_choice(
+                path, isas, facts, lambda: measure(isas, shape)
+            )
     except OSError as error:
         raise StartupError(f"the choice of instructions {path}: {error.strerror}") from error
 
@@ -60,12 +71,15 @@ def _read_choice(path: Path, isas: Sequence[str]) -> str | None:
 
 
 def _measure_choice(
-    path: Path, isas: Sequence[str], facts: dict[str, object], measure: Measure
+    path: Path,
+    isas: Sequence[str],
+    facts: dict[str, object],
+    measure: Callable[[], contest.Timings],
 ) -> str:
-    timings = measure(isas)
+    timings = measure()
     isa = contest.winner(isas, timings)
     times_ms = {
-        name: [round(seconds[turn] * 1000, 3) for seconds in timings]
+        name: {kernel: round(seconds[turn] * 1000, 3) for kernel, seconds in timings.items()}
         for turn, name in enumerate(isas)
     }
     unfinished = path.with_suffix(".part")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -16,9 +17,10 @@ from services.worker.cpu.instruction_set import measured_isa
 
 EMBEDDED = Path(__file__).parents[3] / "quire" / "embedded"
 
-SLOWER: contest.Timings = [(1.2, 1.0), (9.0, 8.0)]
+SHAPE = contest.ModelShape("bfloat16", ((64, 32),), 4, 2, 16)
+SLOWER: contest.Timings = {"few rows": (1.2, 1.0), "many rows": (9.0, 8.0)}
 """As on a Xeon, where the first one is the slower one."""
-FASTER: contest.Timings = [(0.6, 1.0), (4.0, 8.0)]
+FASTER: contest.Timings = {"few rows": (0.6, 1.0), "many rows": (4.0, 8.0)}
 
 CPUINFO = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -42,23 +44,24 @@ class MeasuredHost:
         self.cpuinfo = path / "cpuinfo"
         self.cpuinfo.write_text(CPUINFO)
         self.timings = SLOWER
+        self.shape = SHAPE
         self.num_measured = 0
 
     def isa(self) -> str | None:
-        return measured_isa(self.cache, lambda: None, self.cpuinfo, self._measure)
+        return measured_isa(self.shape, self.cache, lambda: None, self.cpuinfo, self._measure)
 
     def kept(self) -> list[Path]:
         return sorted(self.cache.glob("isa-*.json"))
 
-    def _measure(self, isas: Sequence[str]) -> contest.Timings:
-        assert isas == ("avx512_bf16", "avx512")
+    def _measure(self, isas: Sequence[str], shape: contest.ModelShape) -> contest.Timings:
+        assert (isas, shape) == (("avx512_bf16", "avx512"), self.shape)
         self.num_measured += 1
         return self.timings
 
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MeasuredHost:
-    every = ["avx512_bf16", "avx512", "avx2", "portable"]
+    every = ["avx512_bf16", "avx512", "portable"]
     monkeypatch.setattr(contest, "usable_kernels", lambda: every)
     return MeasuredHost(tmp_path)
 
@@ -80,7 +83,11 @@ def test_the_file_says_what_was_measured_on_which_cpu(host: MeasuredHost) -> Non
     host.isa()
     (path,) = host.kept()
     kept = json.loads(path.read_text())
-    assert kept["times_ms"] == {"avx512_bf16": [1200, 9000], "avx512": [1000, 8000]}
+    assert kept["times_ms"] == {
+        "avx512_bf16": {"few rows": 1200, "many rows": 9000},
+        "avx512": {"few rows": 1000, "many rows": 8000},
+    }
+    assert kept["shape"]["linears"] == [[64, 32]]
     assert (kept["model name"], kept["stepping"]) == ("Intel(R) Xeon(R) Platinum 8481C", "8")
 
 
@@ -94,6 +101,13 @@ def test_a_different_cpu_is_measured_anew(host: MeasuredHost) -> None:
     host.timings = FASTER
     assert host.isa() == "avx512_bf16"
     assert (host.num_measured, len(host.kept())) == (2, 2)
+
+
+def test_another_shape_is_measured_too(host: MeasuredHost) -> None:
+    host.isa()
+    host.shape, host.timings = replace(SHAPE, kind="int8"), FASTER
+    assert host.isa() == "avx512_bf16"
+    assert len(host.kept()) == 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"isa": "sse9"}'])
@@ -127,16 +141,16 @@ def test_of_three_sets_one_is_chosen_and_all_times_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = ["amx", "avx512_bf16", "avx512"]
-    monkeypatch.setattr(contest, "usable_kernels", lambda: [*sets, "avx2", "portable"])
+    monkeypatch.setattr(contest, "usable_kernels", lambda: [*sets, "portable"])
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(CPUINFO)
-    timings = [(1.0, 1.4, 1.2), (1.0, 9.0, 8.0)]
-    isa = measured_isa(tmp_path / "cache", lambda: None, cpuinfo, lambda _: timings)
+    timings = {"few rows": (1.0, 1.4, 1.2), "many rows": (1.0, 9.0, 8.0)}
+    isa = measured_isa(SHAPE, tmp_path / "cache", lambda: None, cpuinfo, lambda *_: timings)
     assert isa == "amx"
     (path,) = (tmp_path / "cache").glob("isa-*.json")
     kept = json.loads(path.read_text())
     assert kept["contenders"] == sets
-    assert kept["times_ms"] == {
+    assert {isa: list(times.values()) for isa, times in kept["times_ms"].items()} == {
         "amx": [1000, 1000],
         "avx512_bf16": [1400, 9000],
         "avx512": [1200, 8000],
@@ -154,18 +168,19 @@ def test_where_nothing_competes_nothing_is_measured(
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"dtype": "bfloat16"}, "measured"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "float32"}, "float32"),
+        ({"quantize": "int8"}, "int8"),
+        ({"quantize": "int4"}, "int4-64"),
+        # Not measured.
         ({"dtype": "bfloat16", "isa": "avx2"}, "avx2"),
-        # Nothing competes there.
-        ({"dtype": "float32"}, None),
-        ({"dtype": "bfloat16", "quantize": "int8"}, None),
         ({"dtype": "bfloat16", "backend": "reference"}, None),
     ],
 )
-def test_bf16_kernels_are_measured_unless_a_setting_names_the_set(
+def test_kernels_are_measured_for_the_model_unless_a_setting_names_the_set(
     given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "measured_isa", lambda *_: "measured")
+    monkeypatch.setattr(loading, "measured_isa", lambda shape, *_: shape.kind)
     settings = WorkerSettings.model_validate({"model": "/model", **given})
     config = ModelConfig.from_directory(EMBEDDED)
     assert loading.chosen_isa(settings, config, lambda: None) == expected
