@@ -9,8 +9,10 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from kvops.native import Kind, NativeCpu, PackedLinear, usable_kernels
 
@@ -79,6 +81,37 @@ def winner(isas: Sequence[str], timings: Timings) -> str:
     return next(isa for isa, mean in zip(isas, means, strict=True) if mean <= limit)
 
 
+def same_results(isa: str, other: str) -> bool:
+    """Return whether two instruction sets give the same bits in bf16 and int8 linears and in
+    attention. The inputs have spread exponents, so that another order of sums shows."""
+    cpus = [NativeCpu(1, name) for name in (isa, other)]
+    kinds: tuple[Kind, ...] = ("bfloat16", "int8")
+    for kind in kinds:
+        weight = _spread(95, 333)
+        packed = cpus[0].pack(kind, weight)
+        for rows in (1, 17, 300):
+            x = _spread(rows, 333).bfloat16()
+            first, second = torch.empty(2, rows, len(weight))
+            for cpu, out in zip(cpus, (first, second), strict=True):
+                cpu.ops.linear(x, packed, out)
+            if not torch.equal(first, second):
+                return False
+    shape = ModelShape("bfloat16", (), 4, 2, 64)
+    for num_rows, num_queries in ((8, 1), (1, 96)):
+        calls = [_Attention(shape, torch.bfloat16, num_rows, num_queries, 96) for _ in cpus]
+        for cpu, call in zip(cpus, calls, strict=True):
+            call.run(cpu)
+        if not torch.equal(calls[0].out, calls[1].out):
+            return False
+    return True
+
+
+def _spread(rows: int, columns: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    exponents = 4 * torch.randn(rows, columns, generator=generator)
+    return torch.randn(rows, columns, generator=generator) * exponents.exp2()
+
+
 def _packed(shape: ModelShape) -> list[tuple[PackedLinear, int, int]]:
     """The linears with their outputs and inputs. All instruction sets read the same layout."""
     cpu = NativeCpu()
@@ -89,6 +122,8 @@ def _packed(shape: ModelShape) -> list[tuple[PackedLinear, int, int]]:
 def _kernels(
     cpu: NativeCpu, shape: ModelShape, weights: list[tuple[PackedLinear, int, int]]
 ) -> dict[str, Callable[[], None]]:
+    dtype = torch.float32 if shape.kind == "float32" else torch.bfloat16
+
     def linears(rows: int) -> Callable[[], None]:
         inputs = [torch.randn(rows, k, dtype=dtype) for _, _, k in weights]
         outputs = [torch.empty(rows, n) for _, n, _ in weights]
@@ -99,30 +134,39 @@ def _kernels(
 
         return run
 
-    dtype = torch.float32 if shape.kind == "float32" else torch.bfloat16
+    decode = _Attention(shape, dtype, _DECODING_ROWS, 1, _CONTEXT)
+    prompt = _Attention(shape, dtype, 1, _PROMPT, _PROMPT)
     return {
         **{f"linears of {rows} rows": linears(rows) for rows in ROWS},
-        "decode attention": _attention(cpu, shape, dtype, _DECODING_ROWS, 1, _CONTEXT),
-        "prompt attention": _attention(cpu, shape, dtype, 1, _PROMPT, _PROMPT),
+        "decode attention": partial(decode.run, cpu),
+        "prompt attention": partial(prompt.run, cpu),
     }
 
 
-def _attention(
-    cpu: NativeCpu,
-    shape: ModelShape,
-    dtype: torch.dtype,
-    num_rows: int,
-    num_queries: int,
-    context: int,
-) -> Callable[[], None]:
-    """Attention of `num_rows` rows, each with `num_queries` queries and `context` positions."""
-    num_blocks = context // _BLOCK_SIZE
-    kv = torch.randn(
-        num_rows * num_blocks, 2, _BLOCK_SIZE, shape.num_kv_heads, shape.head_dim, dtype=dtype
-    )
-    tables = torch.arange(len(kv), dtype=torch.int32).view(num_rows, num_blocks)
-    q = torch.randn(num_rows * num_queries, shape.num_heads, shape.head_dim, dtype=dtype)
-    cu_query_lens = torch.arange(num_rows + 1, dtype=torch.int32) * num_queries
-    context_lens = torch.full((num_rows,), context, dtype=torch.int32)
-    scale, out = shape.head_dim**-0.5, torch.empty_like(q)
-    return lambda: cpu.ops.attention(q, kv, tables, cu_query_lens, context_lens, scale, 0, out)
+class _Attention:
+    """Attention of `num_rows` rows, each with `num_queries` queries and `context` positions; the
+    same inputs each time."""
+
+    def __init__(
+        self, shape: ModelShape, dtype: torch.dtype, num_rows: int, num_queries: int, context: int
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def randn(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator).to(dtype)
+
+        num_blocks = context // _BLOCK_SIZE
+        heads = shape.num_kv_heads, shape.head_dim
+        self._kv = randn(num_rows * num_blocks, 2, _BLOCK_SIZE, *heads)
+        self._tables = torch.arange(len(self._kv), dtype=torch.int32).view(num_rows, num_blocks)
+        self._q = randn(num_rows * num_queries, shape.num_heads, shape.head_dim)
+        self._cu_query_lens = torch.arange(num_rows + 1, dtype=torch.int32) * num_queries
+        self._context_lens = torch.full((num_rows,), context, dtype=torch.int32)
+        self._scale = shape.head_dim**-0.5
+        self.out = torch.empty_like(self._q)
+
+    def run(self, cpu: NativeCpu) -> None:
+        cpu.ops.attention(
+            *(self._q, self._kv, self._tables, self._cu_query_lens, self._context_lens),
+            *(self._scale, 0, self.out),
+        )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvops import contest
-from kvops.native import Kind, usable_kernels
+from kvops.native import Kind, emulated_kernels, usable_kernels
 
 
 @pytest.mark.parametrize(
@@ -67,3 +67,10 @@ def test_all_sets_but_the_portable_one_compete(
 ) -> None:
     monkeypatch.setattr(contest, "usable_kernels", lambda: usable)
     assert contest.contenders() == expected
+
+
+def test_sets_with_the_same_results_are_told_from_others() -> None:
+    for isa in [*usable_kernels(), *emulated_kernels()]:
+        assert contest.same_results(isa, isa)
+    if emulated_kernels():
+        assert not contest.same_results("amx_emulated", "avx2")

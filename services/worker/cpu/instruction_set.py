@@ -37,12 +37,12 @@ def measured_isa(
     """The instruction set for models of this shape: from the file in `directory`, or else measured
     and kept there.
 
-    None leaves the choice to the kernels, because this CPU has only one candidate.
+    None leaves the choice to the kernels, because this CPU has no candidate.
     StartupError: the directory cannot be written.
     """
-    isas = contest.contenders()
+    isas = _trusted(contest.contenders())
     if len(isas) < 2:
-        return None
+        return isas[0] if isas else None
     facts: dict[str, object] = {
         **_identity(cpuinfo),
         "kernels": NUMERICS,
@@ -59,6 +59,15 @@ def measured_isa(
             )
     except OSError as error:
         raise StartupError(f"the choice of instructions {path}: {error.strerror}") from error
+
+
+def _trusted(isas: Sequence[str]) -> tuple[str, ...]:
+    """The sets without `amx` if its results are not those of its emulation: then its hardware or
+    its kernels have a fault, and no result of it can be trusted."""
+    if "amx" in isas and not contest.same_results("amx", "amx_emulated"):
+        log.error("amx_differs_from_its_emulation")
+        return tuple(isa for isa in isas if isa != "amx")
+    return tuple(isas)
 
 
 def _read_choice(path: Path, isas: Sequence[str]) -> str | None:

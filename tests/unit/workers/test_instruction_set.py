@@ -137,9 +137,22 @@ def test_a_directory_that_cannot_be_written_ends_the_start(host: MeasuredHost) -
         host.isa()
 
 
+@pytest.mark.parametrize(("same", "expected"), [(True, "amx"), (False, "avx512_bf16")])
+def test_amx_is_not_used_if_it_differs_from_its_emulation(
+    host: MeasuredHost, monkeypatch: pytest.MonkeyPatch, same: bool, expected: str
+) -> None:
+    usable = ["amx", "avx512_bf16", "portable"]
+    monkeypatch.setattr(contest, "usable_kernels", lambda: usable)
+    monkeypatch.setattr(contest, "same_results", lambda *_: same)
+    times: contest.Timings = {"all": (1.0, 2.0)}
+    isa = measured_isa(SHAPE, host.cache, lambda: None, host.cpuinfo, lambda *_: times)
+    assert isa == expected
+
+
 def test_of_three_sets_one_is_chosen_and_all_times_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(contest, "same_results", lambda *_: True)
     sets = ["amx", "avx512_bf16", "avx512"]
     monkeypatch.setattr(contest, "usable_kernels", lambda: [*sets, "portable"])
     cpuinfo = tmp_path / "cpuinfo"
@@ -161,6 +174,8 @@ def test_where_nothing_competes_nothing_is_measured(
     host: MeasuredHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contest, "usable_kernels", lambda: ["avx2", "portable"])
+    assert host.isa() == "avx2"
+    monkeypatch.setattr(contest, "usable_kernels", lambda: ["portable"])
     assert host.isa() is None
     assert (host.num_measured, host.cache.exists()) == (0, False)
 
