@@ -64,7 +64,9 @@ class _AttentionInput:
 
         def of(layer: int) -> Callable[[], Tensor]:
             kv_layer, window = kv[:, layer], config.windows[layer]
-            return lambda: ops.paged_attention(self._q, kv_layer, *where, scale, window)
+            return lambda: ops.paged_attention(
+                self._q, kv_layer, *where, scale, window, max_query_len=1
+            )
 
         return [of(layer) for layer in range(self._num_layers)]
 

@@ -45,7 +45,7 @@ def time_step(model: Model, step: DecodeStep, block_size: int) -> float:
     best, num_steps, until = float("inf"), 0, time.perf_counter() + _MIN_S
     while num_steps < _LEAST or time.perf_counter() < until:
         began = time.perf_counter()
-        runner.run(rows)  # returns when the tokens are drawn
+        runner.launch(rows).result()  # returns when the tokens are drawn
         best = min(best, time.perf_counter() - began)
         num_steps += 1
     return best

@@ -3,13 +3,15 @@
     python -m bench.peers setup
     python -m bench.compare --shape 0.6b --rounds 3
     python -m bench.compare --shape small --only decode prefill --streams 1 8 16 --dtype int8
+    python -m bench.compare --shape 0.6b --only decode prefill --dtype int4
     python -m bench.compare --only closed interference --peers vllm openvino --json results.json
 
 Each contestant runs alone. A round is one process of each engine and one server of each; rounds
 alternate who begins, and draw other prompts. Cells are medians over the rounds with the lowest and
-the highest, ratios are Quire's median by the best peer's. A contestant that fails is left out of
-the table, its error is printed, and the exit status is 1. Interrupted or terminated, it shows what
-it has measured by then.
+the highest, ratios are Quire's median by the best peer's. The header names each format: `int4 by
+64` has a scale for each group of 64. With --dtype int4, Quire's int8 is one column more, which no
+ratio counts. A contestant that fails is left out of the table, its error is printed, and the exit
+status is 1. Interrupted or terminated, it shows what it has measured by then.
 
 decode, prefill     the engine alone, without a server
 closed, poisson, prefix, interference     as in `bench/serve.py`; Quire over gRPC, peers over HTTP
@@ -23,6 +25,7 @@ import shlex
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -61,6 +64,19 @@ COMPARED: dict[str, dict[str, Better]] = {
 they are sent whether the server keeps up or not."""
 
 
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """Quire or a peer, with weights of one dtype."""
+
+    peer: Peer
+    dtype: Dtype
+
+    @property
+    def name(self) -> str:
+        """As in the table's header, such as `llama.cpp (Q4_0)`."""
+        return f"{self.peer.name} ({self.peer.formats[self.dtype]})"
+
+
 def checkpoint(shape: str) -> Path:
     """The shape's checkpoint, made once. A shape that changed has another name."""
     spec = SHAPES[shape]
@@ -71,23 +87,23 @@ def checkpoint(shape: str) -> Path:
     return directory
 
 
-def engine_rows(peer: Peer, model: Path, options: Options) -> Iterator[tuple[Row, float]]:
+def engine_rows(who: Contestant, model: Path, options: Options) -> Iterator[tuple[Row, float]]:
     run = EngineRun(
         decode=tuple(options.streams) if "decode" in options.only else (),
         prefill=tuple(options.prefill) if "prefill" in options.only else (),
         threads=options.threads,
         repeats=options.repeats,
     )
-    for figure in peer.measure(model, options.dtype, run):
+    for figure in who.peer.measure(model, who.dtype, run):
         what = f"{figure.size} streams" if figure.kind == "decode" else f"{figure.size} tokens"
         yield Row(f"engine, {figure.kind} of {what}: tok/s", "higher"), figure.tokens_per_s
 
 
 async def serving_rows(
-    peer: Peer, model: Path, prompts: Prompts, options: Options
+    who: Contestant, model: Path, prompts: Prompts, options: Options
 ) -> list[tuple[Row, float]]:
     server = ServerOptions(options.port, options.threads)
-    async with running(peer, model, options.dtype, server) as served:
+    async with running(who.peer, model, who.dtype, server) as served:
         rows = [(Row("server: seconds to the first token", "lower"), served.ready_s)]
         # Sizes that were never seen are prepared at first use: not while it is measured.
         await closed(served.target, prompts, max(options.streams), 64, 8, 1)
@@ -123,34 +139,36 @@ async def scenarios(
             )
 
 
-async def compare(contestants: Sequence[Peer], options: Options, comparison: Comparison) -> bool:
+async def compare(
+    contestants: Sequence[Contestant], options: Options, comparison: Comparison
+) -> bool:
     """Adds what each round measures; whether nobody failed."""
     whole = True
     model = checkpoint(options.shape)
     for number in range(options.rounds):
         turn = number % len(contestants)
-        for peer in (*contestants[turn:], *contestants[:turn]):
-            print(f"round {number + 1}: {peer.name}", file=sys.stderr, flush=True)
+        for who in (*contestants[turn:], *contestants[:turn]):
+            print(f"round {number + 1}: {who.name}", file=sys.stderr, flush=True)
             try:
-                rows = await one_round(peer, model, options.seed + number, options)
+                rows = await one_round(who, model, options.seed + number, options)
             except (PeerFailed, RequestFailed, ValueError) as error:
-                print(f"{peer.name} failed: {error}", file=sys.stderr, flush=True)
+                print(f"{who.name} failed: {error}", file=sys.stderr, flush=True)
                 whole = False
                 continue
             for row, value in rows:
-                comparison.add(peer.name, row, value)
+                comparison.add(who.name, row, value)
     return whole
 
 
 async def one_round(
-    peer: Peer, model: Path, seed: int, options: Options
+    who: Contestant, model: Path, seed: int, options: Options
 ) -> list[tuple[Row, float]]:
-    own = peer.prepare(model, options.dtype)
+    own = who.peer.prepare(model, who.dtype)
     rows: list[tuple[Row, float]] = []
     if not set(options.only).isdisjoint(ENGINE):
-        rows += engine_rows(peer, own, options)
+        rows += engine_rows(who, own, options)
     if not set(options.only).isdisjoint(SERVING):
-        rows += await serving_rows(peer, own, Prompts.of(model, seed), options)
+        rows += await serving_rows(who, own, Prompts.of(model, seed), options)
     return rows
 
 
@@ -162,7 +180,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--shape", choices=list(SHAPES), default="small")
     result.add_argument("--dtype", choices=get_args(Dtype), default="bfloat16")
     result.add_argument("--only", choices=kinds, nargs="+", default=kinds)
-    result.add_argument("--peers", choices=list(PEERS), nargs="*", default=list(PEERS))
+    result.add_argument(
+        "--peers", choices=list(PEERS), nargs="*", help="default: all that have the dtype"
+    )
     result.add_argument("--rounds", type=int, default=3)
     result.add_argument("--repeats", type=int, default=2, help="best of, within a round; engine")
     result.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16])
@@ -177,13 +197,27 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def main() -> None:
-    options = parser().parse_args()
-    peers = [PEERS[name] for name in options.peers]
+def chosen_peers(names: Sequence[str] | None, dtype: Dtype) -> list[Peer]:
+    """The named peers, or all that have the dtype. SystemExit: a named one cannot take part."""
+    if names is None:
+        names = [name for name, peer in PEERS.items() if dtype in peer.formats]
+    peers = [PEERS[name] for name in names]
+    if unable := [peer.name for peer in peers if dtype not in peer.formats]:
+        raise SystemExit(f"no {dtype} weights: {' '.join(unable)}; leave them out of --peers")
     if missing := [peer.name for peer in peers if not peer.is_ready]:
         raise SystemExit(f"not set up: python -m bench.peers setup {' '.join(missing)}")
-    contestants = [Quire(tuple(options.quire_arguments)), *peers]
-    comparison, whole = Comparison(contestants[0].name, options.peers), False
+    return peers
+
+
+def main() -> None:
+    options = parser().parse_args()
+    peers = chosen_peers(options.peers, options.dtype)
+    quire = Quire(tuple(options.quire_arguments))
+    ours, rivals = Contestant(quire, options.dtype), [Contestant(p, options.dtype) for p in peers]
+    references = [Contestant(quire, "int8")] if options.dtype == "int4" else []
+    contestants = [ours, *references, *rivals]
+    comparison = Comparison(ours.name, [p.name for p in rivals], [r.name for r in references])
+    whole = False
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         whole = asyncio.run(compare(contestants, options, comparison))

@@ -7,7 +7,8 @@
 
 Decode: every stream has a prompt of its own in the arena; one step a token for all. Prefill: one
 prompt in chunks of --chunk tokens. Tokens per second are medians of --rounds, with the lowest and
-the highest. Kernels: the model's linears, and attention of one layer of all layers' memory.
+the highest. Beside them: the bytes that a step of decode or a prompt has to read, and its barriers.
+Kernels: the model's linears, and attention of one layer of all layers' memory.
 Sampling: what choosing tokens costs of a decode step, by what is asked for.
 
 --floor measures after each figure what the machine can do (`bench.floors`), and says what share of
@@ -32,7 +33,8 @@ import kvops
 from bench import floors
 from bench.engine_kernels import kernels
 from bench.engine_sampling import Rows, sampling
-from kvops.native import Lane
+from kvops import int8_kv
+from kvops.native import Lane, NativeCpu
 from services.engine.batch import Draw, Row, RowResult
 from services.engine.models import Model, load_model
 from services.engine.runner import Runner
@@ -50,6 +52,10 @@ class Result:
     lowest: float
     highest: float
     worst_step_ms: float
+    num_barriers: float | None = None
+    """Of a step of decode, or of the whole prompt. Does not depend on the number of lanes."""
+    read_bytes: float | None = None
+    """That a step of decode, or the whole prompt, has to read at least: weights and KV once."""
     of_floor: float | None = None
     """Share of the speed that the machine allows."""
 
@@ -57,14 +63,15 @@ class Result:
 class Bench:
     """A model with an arena for `num_rows` rows of `context` positions."""
 
-    def __init__(self, model: Model, num_rows: int, context: int) -> None:
+    def __init__(self, model: Model, num_rows: int, context: int, kv_in_int8: bool) -> None:
         c = model.config
         self.blocks_per_row = -(-context // BLOCK_SIZE)
         num_blocks = num_rows * self.blocks_per_row
         shape = (num_blocks, c.num_layers, 2, BLOCK_SIZE, c.num_kv_heads, c.head_dim)
-        self.runner = Runner(
-            model, torch.zeros(shape, dtype=model.dtype), BLOCK_SIZE, kvops.backend("cpu")
-        )
+        arena = torch.zeros(shape, dtype=model.dtype)
+        if kv_in_int8:
+            arena = torch.zeros(*shape[:-1], c.head_dim + int8_kv.SCALE_BYTES, dtype=torch.int8)
+        self.runner = Runner(model, arena, BLOCK_SIZE, kvops.backend("cpu"))
         self.vocab_size = c.vocab_size
         self.generator = torch.Generator().manual_seed(0)
 
@@ -83,7 +90,8 @@ class Bench:
         for start in range(0, len(prompt), chunk):
             piece = prompt[start : start + chunk]
             draws = (Draw(GREEDY, 0),) if start + chunk >= len(prompt) else ()
-            (drawn,) = self.runner.run([Row(piece, start, self.table(row), draws=draws)])
+            rows = [Row(piece, start, self.table(row), draws=draws)]
+            (drawn,) = self.runner.launch(rows).result()
         assert isinstance(drawn, tuple)
         return drawn[0]
 
@@ -95,34 +103,59 @@ class Bench:
                 for row, token in enumerate(tokens)
             ]
             began = time.perf_counter()
-            drawn = self.runner.run(rows)
+            drawn = self.runner.launch(rows).result()
             tokens = [token for one in drawn if isinstance(one, tuple) for token in one]
             yield time.perf_counter() - began
 
 
-def decode(model: Model, streams: int, prompt: int, tokens: int, rounds: int) -> Result:
-    bench = Bench(model, streams, prompt + tokens)
+class Barriers:
+    """Counts the barriers of the native kernels: at the end of each loop and of each step."""
+
+    def __init__(self, native: NativeCpu | None) -> None:
+        self._native = native
+        self._before = self._now()
+
+    def each_of(self, number: int) -> float | None:
+        """The barriers since the last call, for each of so many steps."""
+        before, self._before = self._before, self._now()
+        return None if self._native is None else (self._before - before) % 2**32 / number
+
+    def _now(self) -> int:
+        return self._native.pool.num_loops if self._native else 0
+
+
+def decode(
+    model: Model, native: NativeCpu | None, streams: int, args: argparse.Namespace
+) -> Result:
+    prompt, tokens = args.prompt, args.tokens
+    bench = Bench(model, streams, prompt + tokens, args.kv_dtype == "int8")
     first = [bench.prefill(bench.prompt(prompt), 512, row) for row in range(streams)]
     speeds, worst = [], 0.0
-    for _ in range(rounds):
+    barriers = Barriers(native)
+    for _ in range(args.rounds):
         steps = list(bench.decode(first, prompt, tokens))
         speeds.append(streams * len(steps) / sum(steps))
         worst = max(worst, *steps)
-    return _result("decode", streams, speeds, worst)
+    num_barriers = barriers.each_of(args.rounds * tokens)
+    return replace(_result("decode", streams, speeds, worst), num_barriers=num_barriers)
 
 
-def prefill(model: Model, tokens: int, chunk: int, rounds: int) -> Result:
-    bench = Bench(model, 1, tokens)
+def prefill(
+    model: Model, native: NativeCpu | None, tokens: int, args: argparse.Namespace
+) -> Result:
+    bench = Bench(model, 1, tokens, args.kv_dtype == "int8")
     speeds, worst = [], 0.0
-    bench.prefill(bench.prompt(tokens), chunk)
-    for _ in range(rounds):
+    bench.prefill(bench.prompt(tokens), args.chunk)
+    barriers = Barriers(native)
+    for _ in range(args.rounds):
         prompt = bench.prompt(tokens)
         began = time.perf_counter()
-        bench.prefill(prompt, chunk)
+        bench.prefill(prompt, args.chunk)
         took = time.perf_counter() - began
         speeds.append(tokens / took)
         worst = max(worst, took)
-    return _result(f"prefill {tokens}", 1, speeds, worst)
+    result = _result(f"prefill {tokens}", 1, speeds, worst)
+    return replace(result, num_barriers=barriers.each_of(args.rounds))
 
 
 def _result(what: str, streams: int, speeds: Sequence[float], worst_s: float) -> Result:
@@ -135,12 +168,13 @@ def with_floor(result: Result, work: floors.Work, rates: floors.Rates, tokens: i
     return replace(result, of_floor=result.tokens_per_s * work.floor_s(rates) / tokens)
 
 
-def load(args: argparse.Namespace) -> Model:
+def load(args: argparse.Namespace) -> tuple[Model, NativeCpu | None]:
     dtype = torch.float32 if args.dtype == "float32" else torch.bfloat16
     backend = kvops.backend(args.backend)
     if backend.native is not None:
         backend.native.assign([Lane(cpu) for cpu in args.cpus] or [Lane()] * args.threads)
-    return load_model(args.model, dtype, backend, quantize=args.quantize, cache=args.cache)
+    model = load_model(args.model, dtype, backend, quantize=args.quantize, cache=args.cache)
+    return model, backend.native
 
 
 def parser() -> argparse.ArgumentParser:
@@ -150,6 +184,7 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--model", type=Path, required=True)
     common.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     common.add_argument("--quantize", choices=("int8", "int4", "int4-32", "int4-128"))
+    common.add_argument("--kv-dtype", choices=("auto", "int8"), default="auto")
     common.add_argument("--backend", default="cpu", choices=kvops.BACKENDS)
     common.add_argument("--threads", type=int, default=os.cpu_count())
     common.add_argument("--cpus", type=int, nargs="*", default=[], help="pin a thread to each")
@@ -174,16 +209,20 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def results(args: argparse.Namespace, model: Model) -> Iterator[tuple[Result, floors.Work, int]]:
+def results(
+    args: argparse.Namespace, model: Model, native: NativeCpu | None
+) -> Iterator[tuple[Result, floors.Work, int]]:
     """Each with its work, and the tokens that this work is for."""
     if args.command == "decode":
         for streams in args.streams:
-            result = decode(model, streams, args.prompt, args.tokens, args.rounds)
+            result = decode(model, native, streams, args)
             context = args.prompt + args.tokens / 2
-            yield result, floors.decode_step(model.config, streams, context, args.quantize), streams
+            in_int8 = args.kv_dtype == "int8"
+            work = floors.decode_step(model.config, streams, context, args.quantize, in_int8)
+            yield result, work, streams
     else:
         for tokens in args.tokens:
-            result = prefill(model, tokens, args.chunk, args.rounds)
+            result = prefill(model, native, tokens, args)
             yield result, floors.prefill_of(model.config, tokens, args.quantize), tokens
 
 
@@ -194,12 +233,17 @@ def show(result: Result, as_json: bool) -> None:
     share = "" if result.of_floor is None else f", {result.of_floor:.0%} of what is possible"
     rate = f"{result.tokens_per_s:>9.1f} tok/s ({result.lowest:.1f} .. {result.highest:.1f})"
     worst = f"worst {result.worst_step_ms:.1f} ms"
-    print(f"{result.what:<14}{result.streams:>4} streams {rate}, {worst}{share}", flush=True)
+    counts = f", reads {(result.read_bytes or 0) / 1e6:.0f} MB"
+    if result.num_barriers is not None:
+        counts += f", {result.num_barriers:.0f} barriers"
+    print(
+        f"{result.what:<14}{result.streams:>4} streams {rate}, {worst}{counts}{share}", flush=True
+    )
 
 
 def main() -> None:
     args = parser().parse_args()
-    model = load(args)
+    model, native = load(args)
     num_threads = len(args.cpus) or args.threads
     if args.command == "kernels":
         for line in kernels(model.config, args, num_threads):
@@ -207,12 +251,13 @@ def main() -> None:
         return
     if args.command == "sampling":
         for streams in args.streams:
-            bench = Bench(model, streams, args.context)
+            bench = Bench(model, streams, args.context, args.kv_dtype == "int8")
             rows = Rows(model, bench.runner, bench.table, streams, args.context)
             for figure in sampling(rows, rounds=10 * args.rounds):
                 print(figure, flush=True)
         return
-    for result, work, tokens in results(args, model):
+    for result, work, tokens in results(args, model, native):
+        result = replace(result, read_bytes=work.num_bytes)
         if args.floor:
             result = with_floor(result, work, floors.measure(num_threads), tokens)
         show(result, args.json)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bench import floors
+from kvops import int8_kv
 from kvops.native import Kind, Lane, NativeCpu, PackedLinear, aligned, packed_bytes
 from services.common.text.model_config import ModelConfig
 
@@ -41,14 +42,10 @@ def kernels(config: ModelConfig, args: argparse.Namespace, num_threads: int) -> 
                 name, rows, _time_linear(cpu, kind, num_outputs, num_inputs, rows), work, rates
             )
     for rows in (rows for rows in args.rows if rows <= _MOST_DECODING):
-        one_layer = 1 / config.num_layers
-        step = floors.decode_step(config, rows, args.context, None)
-        without = floors.decode_step(config, rows, 0, None)
-        work = floors.Work(
-            (step.num_bytes - without.num_bytes) * one_layer, (step.bf16 - without.bf16) * one_layer
-        )
-        seconds = _time_attention(cpu, config, rows, args.context, args.shared)
-        yield _line("attention", rows, seconds, work, rates)
+        for in_int8 in (False, True) if args.kv_dtype == "int8" else (False,):
+            work = _attention_work(config, rows, args.context, in_int8)
+            seconds = _time_attention(cpu, config, rows, args.context, args.shared, in_int8)
+            yield _line("int8 KV" if in_int8 else "attention", rows, seconds, work, rates)
 
 
 def _linears(config: ModelConfig) -> list[tuple[str, int, int]]:
@@ -72,6 +69,14 @@ def _linear_work(kind: Kind, n: int, k: int, rows: int) -> floors.Work:
     return floors.Work(num_bytes, 0, operations)
 
 
+def _attention_work(config: ModelConfig, rows: int, context: int, in_int8: bool) -> floors.Work:
+    """Of one layer."""
+    step = floors.decode_step(config, rows, context, None, in_int8)
+    without = floors.decode_step(config, rows, 0, None)
+    num_bytes, bf16 = step.num_bytes - without.num_bytes, step.bf16 - without.bf16
+    return floors.Work(num_bytes / config.num_layers, bf16 / config.num_layers)
+
+
 def _time_linear(cpu: NativeCpu, kind: Kind, n: int, k: int, rows: int) -> float:
     """Seconds of one; as many weights take turns as no cache holds."""
     num_bytes = packed_bytes(kind, n, k)
@@ -87,13 +92,15 @@ def _time_linear(cpu: NativeCpu, kind: Kind, n: int, k: int, rows: int) -> float
 
 
 def _time_attention(
-    cpu: NativeCpu, config: ModelConfig, rows: int, context: int, num_shared: int
+    cpu: NativeCpu, config: ModelConfig, rows: int, context: int, num_shared: int, in_int8: bool
 ) -> float:
     """Seconds of one layer of rows that decode, of whose positions all have the first in common."""
     common = num_shared // _BLOCK_SIZE
     blocks = -(-context // _BLOCK_SIZE) - common
     shape = (config.num_layers, 2, _BLOCK_SIZE, config.num_kv_heads, config.head_dim)
     kv = torch.randn(common + rows * blocks, *shape).bfloat16()
+    if in_int8:
+        kv = int8_kv.quantize(kv)
     ids = torch.randperm(len(kv)).to(torch.int32)
     own = ids[common:].view(rows, blocks)
     tables = torch.cat([ids[:common].expand(rows, common), own], dim=1).contiguous()

@@ -60,7 +60,7 @@ class Rows:
         ids = torch.randint(0, model.config.vocab_size, shape, generator=generator)
         self.tokens: list[list[int]] = ids.tolist()
         for row, tokens in enumerate(self.tokens):
-            runner.run([Row(tokens[:-1], 0, table(row))])
+            runner.launch([Row(tokens[:-1], 0, table(row))]).result()
 
     def measured(self, what: str, params: SamplingParams, rounds: int) -> Result:
         histories = [PenaltyState(params, tokens, self.context // 2, [0]) for tokens in self.tokens]
@@ -77,7 +77,7 @@ class Rows:
         hidden = self.runner.hidden(rows())
 
         actions = (
-            lambda: self.runner.run(rows()),
+            lambda: self.runner.launch(rows()).result(),
             lambda: self.model.answer(hidden, queries(rows())),
             lambda: self.model.logits(hidden),
         )

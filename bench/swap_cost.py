@@ -93,7 +93,7 @@ class Bench:
 
     def _compute(self, tokens: Sequence[int], block_ids: Sequence[int]) -> None:
         for start in range(0, len(tokens), CHUNK):
-            self._runner.run([Row(tokens[start : start + CHUNK], start, block_ids)])
+            self._runner.launch([Row(tokens[start : start + CHUNK], start, block_ids)]).result()
 
     def close(self) -> None:
         self._swap_pool.close()

@@ -12,6 +12,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvops.int8_kv import SCALE_BYTES
 from services.common.checkpoint.quantization import Quantization
 from services.common.text.model_config import ModelConfig
 
@@ -70,12 +71,16 @@ def _seconds(operations: float, rate: float) -> float:
 
 
 def decode_step(
-    config: ModelConfig, num_rows: int, context: float, quantize: Quantization | None
+    config: ModelConfig,
+    num_rows: int,
+    context: float,
+    quantize: Quantization | None,
+    kv_in_int8: bool = False,
 ) -> Work:
     """One token of each row, `context` positions long."""
     weights = _layer_weights(config) + config.vocab_size * config.hidden_size
     attention = _attention_operations(config) * context * num_rows
-    kv_bytes = _kv_bytes(config) * context * num_rows
+    kv_bytes = _kv_bytes(config, kv_in_int8) * context * num_rows
     return _work(config, quantize, kv_bytes, 2 * weights * num_rows, attention)
 
 
@@ -113,6 +118,7 @@ def _attention_operations(config: ModelConfig) -> int:
     return 4 * config.num_layers * config.num_heads * config.head_dim
 
 
-def _kv_bytes(config: ModelConfig) -> int:
-    """Of one position in bf16."""
-    return 4 * config.num_layers * config.num_kv_heads * config.head_dim
+def _kv_bytes(config: ModelConfig, in_int8: bool) -> int:
+    """Of one position in bf16 or int8."""
+    head_bytes = config.head_dim + SCALE_BYTES if in_int8 else 2 * config.head_dim
+    return 2 * config.num_layers * config.num_kv_heads * head_bytes

@@ -51,6 +51,8 @@ def _peer(options: argparse.Namespace) -> Peer:
     peer = PEERS[options.peer]
     if not peer.is_ready:
         raise SystemExit(f"{peer.name} is not set up: python -m bench.peers setup {peer.name}")
+    if options.dtype not in peer.formats:
+        raise SystemExit(f"{peer.name} has no {options.dtype} here: {', '.join(peer.formats)}")
     return peer
 
 

@@ -1,12 +1,16 @@
 """llama.cpp, built for this machine from the sources that the package llama-cpp-python carries.
 
 `llama-batched-bench` measures the engine, `llama-server` serves. Weights go into a GGUF file: as
-they are (bfloat16), or as Q8_0 (int8 in blocks of 32, a scale each).
+they are (bfloat16), as Q8_0 (int8 in blocks of 32, a scale each), or as one of two kinds of int4:
+Q4_0 (blocks of 32, a scale each) and Q4_K_M (blocks of 32 with a scale and a minimum each, some
+tensors in 6 bits). In both kinds of int4 the head has 6 bits.
 """
 
 import os
 import shutil
 import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,7 @@ from bench.peers.peer import (
 )
 
 _PACKAGE = "llama-cpp-python==0.3.36"
-_TARGETS = ("llama-server", "llama-batched-bench")
+_TARGETS = ("llama-server", "llama-batched-bench", "llama-quantize")
 _CMAKE_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",
@@ -39,61 +43,63 @@ _CMAKE_OPTIONS = (
     "-DLLAMA_BUILD_NUMBER=0",
     "-DLLAMA_BUILD_COMMIT=sdist",
 )
-_GGUF_TYPES: dict[Dtype, str] = {"bfloat16": "bf16", "int8": "q8_0"}
+# only converts: the programs are C++
+_ENVIRONMENT = Environment(
+    "llamacpp",
+    (
+        "torch==2.13.0",
+        "transformers==5.23.0",
+        "sentencepiece==0.2.2",
+        "numpy",
+        "cmake",
+        "ninja",
+    ),
+)
+_SOURCE = DIRECTORY / "llamacpp-source"
+_BUILD = _SOURCE / "build"
+_FORMATS: dict[Dtype, str] = {"bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 _CONVERT = Path(__file__).parent / "inside" / "llamacpp_convert.py"
 
 
+@dataclass(frozen=True, slots=True)
 class LlamaCpp:
-    name = "llama.cpp"
-    dtypes: tuple[Dtype, ...] = ("bfloat16", "int8")
+    """`formats` has names of GGUF's types."""
 
-    # only converts: the programs are C++
-    _environment = Environment(
-        "llamacpp",
-        (
-            "torch==2.13.0",
-            "transformers==5.23.0",
-            "sentencepiece==0.2.2",
-            "numpy",
-            "cmake",
-            "ninja",
-        ),
-    )
-    _source = DIRECTORY / "llamacpp-source"
-    _build = _source / "build"
+    name: str = "llama.cpp"
+    formats: Mapping[Dtype, str] = field(default_factory=_FORMATS.copy)
 
     @property
     def is_ready(self) -> bool:
-        return self._environment.is_ready and all(
-            (self._build / "bin" / target).exists() for target in _TARGETS
+        return _ENVIRONMENT.is_ready and all(
+            (_BUILD / "bin" / target).exists() for target in _TARGETS
         )
 
     def setup(self) -> None:
-        self._environment.create()
-        if not self._source.exists():
+        _ENVIRONMENT.create()
+        if not _SOURCE.exists():
             self._fetch()
         if not self.is_ready:
             self._compile()
 
     def _fetch(self) -> None:
         """The package's sources have llama.cpp's whole tree in `vendor/`."""
-        pip = (str(self._environment.python), "-m", "pip", "download", "--quiet", "--no-deps")
+        pip = (str(_ENVIRONMENT.python), "-m", "pip", "download", "--quiet", "--no-deps")
         downloads = DIRECTORY / "downloads"
         run(*pip, "--no-binary", "llama-cpp-python", "--dest", str(downloads), _PACKAGE)
         (archive,) = downloads.glob("llama_cpp_python-*.tar.gz")
         with tarfile.open(archive) as tar:
             tar.extractall(downloads, filter="data")
         tree = downloads / archive.name.removesuffix(".tar.gz") / "vendor" / "llama.cpp"
-        tree.rename(self._source)
+        tree.rename(_SOURCE)
         shutil.rmtree(downloads)
 
     def _compile(self) -> None:
-        cmake = str(self._environment.path / "bin" / "cmake")
-        ninja = self._environment.path / "bin" / "ninja"
+        cmake = str(_ENVIRONMENT.path / "bin" / "cmake")
+        ninja = _ENVIRONMENT.path / "bin" / "ninja"
         generator = ("-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}")
-        run(cmake, "-S", ".", "-B", "build", *generator, *_CMAKE_OPTIONS, cwd=self._source)
+        run(cmake, "-S", ".", "-B", "build", *generator, *_CMAKE_OPTIONS, cwd=_SOURCE)
         jobs = str(os.cpu_count() or 1)
-        run(cmake, "--build", "build", "-j", jobs, "--target", *_TARGETS, cwd=self._source)
+        run(cmake, "--build", "build", "-j", jobs, "--target", *_TARGETS, cwd=_SOURCE)
 
     def prepare(self, checkpoint: Path, dtype: Dtype) -> Path:
         directory = converted_directory(self.name, checkpoint, dtype)
@@ -101,11 +107,19 @@ class LlamaCpp:
         if not model.exists():
             directory.mkdir(parents=True, exist_ok=True)
             unfinished = directory / "unfinished.gguf"
-            python, source = str(self._environment.python), str(self._source)
-            options = ("--outtype", _GGUF_TYPES[dtype], "--outfile", str(unfinished))
-            output_of(Command((python, str(_CONVERT), source, *options, str(checkpoint))))
+            output_of(self._conversion(checkpoint, dtype, unfinished))
             unfinished.rename(model)
         return model
+
+    def _conversion(self, checkpoint: Path, dtype: Dtype, gguf: Path) -> Command:
+        """The converter writes no types of 4 bits: `llama-quantize` makes them from bfloat16."""
+        if dtype == "int4":
+            whole = LlamaCpp().prepare(checkpoint, "bfloat16")
+            program = str(_BUILD / "bin" / "llama-quantize")
+            return Command((program, str(whole), str(gguf), self.formats[dtype]))
+        options = ("--outtype", self.formats[dtype].lower(), "--outfile", str(gguf))
+        python = str(_ENVIRONMENT.python)
+        return Command((python, str(_CONVERT), str(_SOURCE), *options, str(checkpoint)))
 
     def measure(self, model: Path, dtype: Dtype, run: EngineRun) -> list[Figure]:
         lines: list[Figure] = []
@@ -138,7 +152,7 @@ class LlamaCpp:
             "--output-format": "jsonl",
         }
         words = (word for option in options.items() for word in option)
-        program = str(self._build / "bin" / "llama-batched-bench")
+        program = str(_BUILD / "bin" / "llama-batched-bench")
         rows = json_lines(output_of(Command((program, *words))))
         if not rows:
             raise PeerFailed(f"no figure: {program}")
@@ -155,7 +169,7 @@ class LlamaCpp:
             "--ctx-size": str(options.num_kv_tokens),
         }
         words = (word for flag in flags.items() for word in flag)
-        program = str(self._build / "bin" / "llama-server")
+        program = str(_BUILD / "bin" / "llama-server")
         return Command((program, *words, "--kv-unified"))
 
 

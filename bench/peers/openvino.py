@@ -1,10 +1,12 @@
 """OpenVINO GenAI's continuous batching, with a checkpoint exported by optimum-intel.
 
 Its OpenAI server (OpenVINO Model Server) is on no package index, so that a small one of ours stands
-around the pipeline (`bench/peers/inside/openvino_server.py`). Int8 is weights per channel, with
-activations quantized as they come.
+around the pipeline (`bench/peers/inside/openvino_server.py`). Int8 is weights per channel, int4 is
+NNCF's asymmetric kind with a scale for each group of 128 inputs and an int8 head. Beside both,
+activations become int8 as they come, in groups of 32: the plugin's default.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers.environment import Environment
@@ -30,11 +32,31 @@ _ENVIRONMENT = Environment(
     ),
     unwanted=("torchvision",),  # not needed, and built for another PyTorch build
 )
+_WEIGHTS: dict[Dtype, tuple[str, ...]] = {
+    # 16 bits of storage: the plugin computes in bfloat16 by its own conversion
+    "bfloat16": ("fp16",),
+    "int8": ("int8",),
+    # what optimum-intel does with a model that it has no settings for, said here to stay so
+    "int4": ("int4", "--group-size", "128", "--ratio", "1.0"),
+}
 
 
+@dataclass(frozen=True, slots=True)
 class OpenVino:
-    name = "openvino"
-    dtypes: tuple[Dtype, ...] = ("bfloat16", "int8")
+    """`activation_group`: how many activations have a scale, where they are quantized."""
+
+    name: str = "openvino"
+    activation_group: int = 32
+    dtypes: tuple[Dtype, ...] = ("bfloat16", "int8", "int4")
+
+    @property
+    def formats(self) -> dict[Dtype, str]:
+        weights: dict[Dtype, str] = {"bfloat16": "bf16", "int8": "int8", "int4": "int4 by 128"}
+        quantized = f", activations by {self.activation_group}"
+        return {
+            dtype: weights[dtype] + ("" if dtype == "bfloat16" else quantized)
+            for dtype in self.dtypes
+        }
 
     @property
     def is_ready(self) -> bool:
@@ -44,20 +66,19 @@ class OpenVino:
         _ENVIRONMENT.create()
 
     def prepare(self, checkpoint: Path, dtype: Dtype) -> Path:
-        directory = converted_directory(self.name, checkpoint, dtype)
+        directory = converted_directory("openvino", checkpoint, dtype)
         if not directory.exists():
             unfinished = directory.with_name(f"{directory.name}-unfinished")
-            # 16 bits of storage: the plugin computes in bfloat16 by its own conversion
-            weights = "int8" if dtype == "int8" else "fp16"
             program = str(_ENVIRONMENT.path / "bin" / "optimum-cli")
-            options = ("--task", "text-generation-with-past", "--weight-format", weights)
-            export = (program, "export", "openvino", "--model", str(checkpoint), *options)
+            task = ("--task", "text-generation-with-past")
+            weights = ("--weight-format", *_WEIGHTS[dtype])
+            export = (program, "export", "openvino", "--model", str(checkpoint), *task, *weights)
             output_of(Command((*export, str(unfinished)), {"HF_HUB_OFFLINE": "1"}))
             unfinished.rename(directory)
         return directory
 
     def measure(self, model: Path, dtype: Dtype, run: EngineRun) -> list[Figure]:
-        options = (*run.arguments, *_int8(dtype))
+        options = (*run.arguments, *self._quantized(dtype))
         return figures(self._command("engine.py", "openvino", "--model", str(model), *options))
 
     def server(self, model: Path, dtype: Dtype, options: ServerOptions) -> Command:
@@ -68,11 +89,12 @@ class OpenVino:
             "--max-num-seqs": str(options.max_num_seqs),
         }
         words = (word for flag in flags.items() for word in flag)
-        return self._command("openvino_server.py", *words, *_int8(dtype))
+        return self._command("openvino_server.py", *words, *self._quantized(dtype))
 
     def _command(self, script: str, *arguments: str) -> Command:
         return Command((str(_ENVIRONMENT.python), str(_INSIDE / script), *arguments))
 
-
-def _int8(dtype: Dtype) -> tuple[str, ...]:
-    return ("--int8",) if dtype == "int8" else ()
+    def _quantized(self, dtype: Dtype) -> tuple[str, ...]:
+        if dtype == "bfloat16":
+            return ()
+        return ("--activation-group", str(self.activation_group))

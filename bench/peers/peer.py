@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 from bench.peers.environment import DIRECTORY
 
-Dtype = Literal["bfloat16", "int8"]
+Dtype = Literal["bfloat16", "int8", "int4"]
 Kind = Literal["decode", "prefill"]
 
 
@@ -94,7 +94,8 @@ class Peer(Protocol):
     def name(self) -> str: ...
 
     @property
-    def dtypes(self) -> tuple[Dtype, ...]: ...
+    def formats(self) -> Mapping[Dtype, str]:
+        """The peer's own name for its weights, by dtype, such as `Q8_0`."""
 
     @property
     def is_ready(self) -> bool: ...

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from bench.peers.peer import (
@@ -20,7 +21,11 @@ class Quire:
     """`arguments` are added to `quire serve`, such as `--cpus 0-1`."""
 
     name = "quire"
-    dtypes: tuple[Dtype, ...] = ("bfloat16", "int8")
+    formats: Mapping[Dtype, str] = {
+        "bfloat16": "bf16",
+        "int8": "int8",
+        "int4": "int4 by 64",
+    }
     is_ready = True
 
     def __init__(self, arguments: tuple[str, ...] = ()) -> None:
@@ -94,4 +99,4 @@ class Quire:
 
 
 def _quantize(dtype: Dtype) -> tuple[str, ...]:
-    return ("--quantize", "int8") if dtype == "int8" else ()
+    return () if dtype == "bfloat16" else ("--quantize", dtype)

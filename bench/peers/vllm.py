@@ -39,8 +39,8 @@ class Vllm:
     chunk: int | None = None
 
     @property
-    def dtypes(self) -> tuple[Dtype, ...]:
-        return ("bfloat16", "int8")
+    def formats(self) -> dict[Dtype, str]:
+        return {"bfloat16": "bf16", "int8": "W8A8"}
 
     @property
     def is_ready(self) -> bool:

@@ -20,11 +20,13 @@ class Row:
 
 
 class Comparison:
-    """Collects a value a round for each row and contestant. `ours` is who the ratios are of."""
+    """Collects a value a round for each row and contestant. `ours` is who the ratios are of; the
+    table shows `references` beside it, and no ratio counts them."""
 
-    def __init__(self, ours: str, peers: Sequence[str]) -> None:
+    def __init__(self, ours: str, peers: Sequence[str], references: Sequence[str] = ()) -> None:
         self._ours = ours
-        self._peers = tuple(peers)
+        self._references = tuple(references)
+        self._columns = (ours, *references, *peers)
         self._values: dict[Row, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
 
     def add(self, contestant: str, row: Row, value: float) -> None:
@@ -32,7 +34,11 @@ class Comparison:
 
     def ratio(self, row: Row) -> float | None:
         """Our median by the best peer's; None without one of them, or of nothing."""
-        medians = {name: statistics.median(values) for name, values in self._values[row].items()}
+        medians = {
+            name: statistics.median(values)
+            for name, values in self._values[row].items()
+            if name not in self._references
+        }
         ours = medians.pop(self._ours, None)
         if ours is None or not medians:
             return None
@@ -41,7 +47,7 @@ class Comparison:
 
     def table(self) -> str:
         """Medians with the lowest and the highest; in the last column ours by the best peer's."""
-        header = ["", *((self._ours, *self._peers)), "ratio", "better"]
+        header = ["", *self._columns, "ratio", "better"]
         return markdown(header, [self._cells(row) for row in self._values])
 
     def _cells(self, row: Row) -> list[str]:
@@ -49,7 +55,7 @@ class Comparison:
         ratio = self.ratio(row)
         return [
             row.name,
-            *(_cell(values.get(name, [])) for name in (self._ours, *self._peers)),
+            *(_cell(values.get(name, [])) for name in self._columns),
             "-" if ratio is None else f"{ratio:.2f}x",
             row.better,
         ]

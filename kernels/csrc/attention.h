@@ -26,7 +26,7 @@ inline int smaller(int a, int b) { return a < b ? a : b; }
 inline int larger(int a, int b) { return a > b ? a : b; }
 
 // Computes up to kAttentionRows rows of a call.
-template <Dtype dtype>
+template <Dtype dtype, bool is_int8>
 class AttentionRows {
  public:
   AttentionRows(const AttentionCall& call, int row, int kv_head, int begin, int end, void* scratch)
@@ -94,6 +94,7 @@ class AttentionRows {
   static constexpr int kPerWord = per_word(dtype);
   static constexpr int kSteps = kTile / kPerWord;
   using Element = typename Word<dtype>::Element;
+  using Words = HeadWords<dtype, is_int8>;
 
   void use(void* scratch) {
     const AttentionLayout at = attention_layout(call_);
@@ -118,12 +119,17 @@ class AttentionRows {
       while (first_visible(last - 1) >= tile + kTile) --last;
       TileRows &rows = where[parity], &next = where[parity ^ 1];
       locate_next(tile + kTile, begin, end, next);
-      transpose_keys(rows, next, num_words_, tile_);
+      if constexpr (is_int8) {
+        read_scales(rows.keys, call_.head_dim, scales_.keys);
+        read_scales(rows.values, call_.head_dim, scales_.values);
+      }
+      transpose_keys<Words>(rows, next, num_words_, tile_);
       std::memset(tile_ + num_words_ * kTile, 0, 4 * kTile * (num_steps_ - num_words_));
       for (int row = first; row < last; row += kBlockRows<dtype>)
         weigh(tile, row, smaller(kBlockRows<dtype>, last - row));
-      interleave_values<dtype>(rows, next, num_words_, tile_);
-      if constexpr (kTiled<dtype>) is_finite_ = all_finite(tile_, kSteps * num_columns_);
+      interleave_values<dtype, Words>(rows, next, num_words_, tile_);
+      if constexpr (kTiled<dtype> && !is_int8)
+        is_finite_ = all_finite(tile_, kSteps * num_columns_);
       for (int row = first; row < last; row += kBlockRows<dtype>)
         add_values(tile, row, smaller(kBlockRows<dtype>, last - row));
     }
@@ -171,8 +177,8 @@ class AttentionRows {
     multiply_({queries_ + int64_t{row} * num_steps_, num_steps_, tile_, kTile, scores_, kTile,
                nullptr, num_steps_},
               num_rows, seen);
-    softmax_step<dtype>(scores_, call_.scale * kLog2E, spans, states_ + row, num_rows,
-                        probabilities_ + row * kSteps, corrections_ + row);
+    softmax_step<dtype>(scores_, is_int8 ? &scales_ : nullptr, call_.scale * kLog2E, spans,
+                        states_ + row, num_rows, probabilities_ + row * kSteps, corrections_ + row);
   }
 
   // Adds the tile of values to the outputs of a block of rows: the positions that all rows see in
@@ -265,6 +271,7 @@ class AttentionRows {
   const int num_steps_;  // words, for tiles padded with zeros
   Multiplier<dtype> multiply_;
   bool is_finite_ = true;           // the tile of values
+  TileScales scales_;               // if KV is in int8
   uint32_t* tile_;                  // keys [steps, kTile], then values [kSteps, columns]
   uint32_t* queries_;               // [rows, steps]
   float* scores_;                   // [kBlockRows, kTile]
@@ -276,22 +283,6 @@ class AttentionRows {
   int positions_[kAttentionRows];
 };
 
-#if defined(QUIRE_DECODES_IN_ORDER)
-inline bool decode(const AttentionCall& call, int row, int head_begin, int head_end,
-                   const Begun& begun, void* scratch) {
-  const AttentionLayout at = attention_layout(call);
-  char* memory = static_cast<char*>(scratch);
-  return decode(call, row, head_begin, head_end, begun,
-                DecodeScratch{reinterpret_cast<float*>(memory + at.scores),
-                              reinterpret_cast<uint32_t*>(memory + at.probabilities),
-                              reinterpret_cast<float*>(memory + at.sums),
-                              reinterpret_cast<SoftmaxState*>(memory + at.states),
-                              reinterpret_cast<float*>(memory + at.corrections)});
-}
-#else
-inline bool decode(const AttentionCall&, int, int, int, const Begun&, void*) { return false; }
-#endif
-
 // Whether no window hides positions from a piece's rows. Otherwise their shared positions are not
 // computed together.
 inline bool sees_all(const AttentionCall& call, const AttentionPiece& piece) {
@@ -301,7 +292,7 @@ inline bool sees_all(const AttentionCall& call, const AttentionPiece& piece) {
   return true;
 }
 
-template <Dtype dtype>
+template <Dtype dtype, bool is_int8>
 inline void attention_of(const AttentionCall& call, const AttentionPiece& piece, int head_begin,
                          int head_end, void* scratch) {
   const AttentionLayout at = attention_layout(call);
@@ -314,7 +305,7 @@ inline void attention_of(const AttentionCall& call, const AttentionPiece& piece,
   const int shared = sees_all(call, piece) ? piece.shared : 0;
   for (int head = head_begin; shared > 0 && head < head_end; ++head) {
     const int first = (head - head_begin) * group;
-    AttentionRows<dtype>(call, piece, head, scratch)
+    AttentionRows<dtype, is_int8>(call, piece, head, scratch)
         .begin(shared, sums + first * columns, states + first, stride);
   }
   for (int i = 0; i < piece.num_rows; ++i) {
@@ -323,8 +314,8 @@ inline void attention_of(const AttentionCall& call, const AttentionPiece& piece,
     for (int head = head_begin; head < head_end; ++head) {
       const int end = piece.query_end * group;
       for (int begin = piece.query_begin * group; begin < end; begin += kAttentionRows)
-        AttentionRows<dtype>(call, piece.rows[i], head, begin, smaller(begin + kAttentionRows, end),
-                             scratch)
+        AttentionRows<dtype, is_int8>(call, piece.rows[i], head, begin,
+                                      smaller(begin + kAttentionRows, end), scratch)
             .attend(begun);
       begun.sums += group * columns;
       begun.states += group;
@@ -334,10 +325,12 @@ inline void attention_of(const AttentionCall& call, const AttentionPiece& piece,
 
 inline void attention(const AttentionCall& call, const AttentionPiece& piece, int head_begin,
                       int head_end, void* scratch) {
-  if (call.dtype == Dtype::f32)
-    attention_of<Dtype::f32>(call, piece, head_begin, head_end, scratch);
-  else
-    attention_of<Dtype::bf16>(call, piece, head_begin, head_end, scratch);
+  const auto attend = call.kv.is_int8
+                          ? (call.dtype == Dtype::f32 ? attention_of<Dtype::f32, true>
+                                                      : attention_of<Dtype::bf16, true>)
+                          : (call.dtype == Dtype::f32 ? attention_of<Dtype::f32, false>
+                                                      : attention_of<Dtype::bf16, false>);
+  attend(call, piece, head_begin, head_end, scratch);
 }
 
 inline size_t attention_scratch(const AttentionCall& call) {

@@ -13,6 +13,8 @@
 // See ADR 46.
 #pragma once
 
+#include "attention_columns.h"
+#include "attention_layout.h"
 #include "attention_softmax.h"
 #include "attention_tile.h"
 #include "kernels.h"
@@ -21,8 +23,6 @@
 namespace quire::QUIRE_ISA {
 
 #if defined(__AVX512F__) && !defined(QUIRE_TILES)
-#define QUIRE_DECODES_IN_ORDER
-
 inline constexpr int kPiece = 16;  // positions, all in one block
 inline constexpr int kPieces = kTile / kPiece;
 
@@ -46,47 +46,6 @@ struct Fetch {
   }
 };
 
-// Returns a vector whose lane 4 j + k is word k of the four words at rows + 4 j strides.
-inline u32x16 four_words(const char* rows, int64_t stride) {
-  const auto words = [&](int row) {
-    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + row * stride));
-  };
-  __m512i all = _mm512_castsi128_si512(words(0));
-  all = _mm512_mask_broadcast_i32x4(all, 0x00f0, words(4));
-  all = _mm512_mask_broadcast_i32x4(all, 0x0f00, words(8));
-  return (u32x16)_mm512_mask_broadcast_i32x4(all, 0xf000, words(12));
-}
-
-typedef uint64_t u64x8 __attribute__((vector_size(64)));
-
-// For every 16 bytes: the lower (upper) two words of a and b, interleaved.
-inline u64x8 lower_words(u32x16 a, u32x16 b) {
-  return (u64x8)__builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13,
-                                        29);
-}
-inline u64x8 upper_words(u32x16 a, u32x16 b) {
-  return (u64x8)__builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30,
-                                        15, 31);
-}
-inline u32x16 lower_pairs(u64x8 a, u64x8 b) {
-  return (u32x16)__builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
-}
-inline u32x16 upper_pairs(u64x8 a, u64x8 b) {
-  return (u32x16)__builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
-}
-
-// Loads four words of each of a piece's rows, transposed: columns[k] has word k, its lanes are
-// rows.
-inline void four_columns(const char* rows, int64_t stride, u32x16 (&columns)[4]) {
-  const u32x16 a = four_words(rows, stride), b = four_words(rows + stride, stride);
-  const u32x16 c = four_words(rows + 2 * stride, stride);
-  const u32x16 d = four_words(rows + 3 * stride, stride);
-  columns[0] = lower_pairs(lower_words(a, b), lower_words(c, d));
-  columns[1] = upper_pairs(lower_words(a, b), lower_words(c, d));
-  columns[2] = lower_pairs(upper_words(a, b), upper_words(c, d));
-  columns[3] = upper_pairs(upper_words(a, b), upper_words(c, d));
-}
-
 inline u32x16 splat_u32(uint32_t value) { return value - u32x16{}; }
 
 struct DecodeScratch {
@@ -97,7 +56,7 @@ struct DecodeScratch {
   float* corrections;       // [heads, group]
 };
 
-template <int group>
+template <int group, bool is_int8>
 class DecodeQuery {
  public:
   DecodeQuery(const AttentionCall& call, int row, int head_begin, int head_end,
@@ -106,12 +65,12 @@ class DecodeQuery {
         at_(scratch),
         num_heads_(head_end - head_begin),
         num_words_(call.head_dim / 2),
-        head_bytes_(2 * call.head_dim),
+        head_bytes_(kv_head_bytes(is_int8, Dtype::bf16, call.head_dim)),
         stride_(int64_t{call.num_kv_heads} * head_bytes_),
         table_(call.block_tables + row * call.table_stride),
         end_(call.context_lens[row]),
         begin_(call.window > 0 && end_ > call.window ? end_ - call.window : 0),
-        kv_(static_cast<const char*>(call.kv) + head_begin * head_bytes_),
+        kv_(call.kv.data + head_begin * head_bytes_),
         queries_(reinterpret_cast<const uint32_t*>(static_cast<const bf16*>(call.q) +
                                                    call.cu_query_lens[row] * call.q_stride +
                                                    head_begin * group * call.head_dim)),
@@ -146,14 +105,16 @@ class DecodeQuery {
 
  private:
   static constexpr int kHeads = group <= 2 ? 2 : 1;  // at once, so that no sum waits for itself
+  static constexpr int kWords = is_int8 ? 8 : 4;     // of a row, at once
+  using Words = HeadWords<Dtype::bf16, is_int8>;
 
   // The address of the keys at `position`, or of the last piece for a position behind the end.
   const char* keys(int position) const {
     if (position >= end_) position = (end_ - 1) / kPiece * kPiece;
-    const int64_t block = int64_t{table_[position / call_.block_size]} * call_.block_stride * 2;
+    const int64_t block = table_[position / call_.block_size] * call_.kv.block_bytes;
     return kv_ + block + position % call_.block_size * stride_;
   }
-  const char* values(int position) const { return keys(position) + 2 * call_.value_offset; }
+  const char* values(int position) const { return keys(position) + call_.kv.value_bytes; }
 
   // Computes the probabilities of the tile's positions.
   void weigh(int tile, Span seen) const {
@@ -171,11 +132,29 @@ class DecodeQuery {
     }
     Span spans[kLanes];
     for (Span& span : spans) span = seen;
-    const int num_rows = num_heads_ * group;
-    for (int row = 0; row < num_rows; row += kLanes)
-      softmax_step<Dtype::bf16>(at_.scores + row * kTile, call_.scale * kLog2E, spans,
-                                at_.states + row, num_rows - row < kLanes ? num_rows - row : kLanes,
+    // The rows of a head share its scales.
+    const int num_rows = num_heads_ * group, at_once = is_int8 ? group : kLanes;
+    TileScales scales;
+    for (int row = 0; row < num_rows; row += at_once) {
+      if constexpr (is_int8) read_scales(tile, seen, row / group, scales);
+      softmax_step<Dtype::bf16>(at_.scores + row * kTile, is_int8 ? &scales : nullptr,
+                                call_.scale * kLog2E, spans, at_.states + row,
+                                num_rows - row < at_once ? num_rows - row : at_once,
                                 at_.probabilities + row * (kTile / 2), at_.corrections + row);
+    }
+  }
+
+  // Reads the scales of a head at the visible positions of a tile; the others are 0.
+  void read_scales(int tile, Span seen, int head, TileScales& scales) const {
+    scales = {};
+    for (int piece = seen.begin / kPiece * kPiece; piece < seen.end; piece += kPiece) {
+      const char* key = keys(tile + piece) + head * head_bytes_ + call_.head_dim;
+      for (int i = 0; i < kPiece; ++i, key += stride_) {
+        if (piece + i < seen.begin || piece + i >= seen.end) continue;
+        scales.keys[piece + i] = load<float>(key);
+        scales.values[piece + i] = load<float>(key + call_.kv.value_bytes);
+      }
+    }
   }
 
   // Computes a piece's scores for some heads.
@@ -184,17 +163,17 @@ class DecodeQuery {
     const uint32_t* queries = queries_ + head * group * num_words_;
     piece += head * head_bytes_;
     f32x16 sums[heads][group] = {};
-    for (int word = 0; word < num_words_; word += 4) {
+    for (int word = 0; word < num_words_; word += kWords) {
 #pragma GCC unroll 4
       for (int i = 0; i < heads; ++i) {
         fetch.some(4);
-        u32x16 columns[4];
-        four_columns(piece + i * head_bytes_ + 4 * word, stride_, columns);
-#pragma GCC unroll 4
-        for (int k = 0; k < 4; ++k)
+        u32x16 words[kWords];
+        words_of<is_int8>(piece + i * head_bytes_ + Words::kBytes * word, stride_, words);
+#pragma GCC unroll 8
+        for (int k = 0; k < kWords; ++k)
 #pragma GCC unroll 8
           for (int g = 0; g < group; ++g)
-            sums[i][g] = dot_bf16(sums[i][g], columns[k],
+            sums[i][g] = dot_bf16(sums[i][g], words[k],
                                   splat_u32(queries[(i * group + g) * num_words_ + word + k]));
       }
     }
@@ -247,19 +226,21 @@ class DecodeQuery {
       for (int i = 0; i < 2 * vectors; ++i)
         all[g][i] = load_f32(sums + g * call_.head_dim + i * kLanes);
     for (int pair = seen.begin / 2; 2 * pair < seen.end; ++pair) {
-      const int64_t row = 2 * pair * stride_ + 4 * word;
+      const char* row = piece + 2 * pair * stride_;
       const bool sees_first = 2 * pair >= seen.begin, sees_second = 2 * pair + 1 < seen.end;
       u32x16 weights[group];
 #pragma GCC unroll 8
       for (int g = 0; g < group; ++g) weights[g] = splat_u32(probabilities[g * (kTile / 2) + pair]);
 #pragma GCC unroll 8
       for (int i = 0; i < vectors; ++i) {
-        u32x16 a = load<u32x16>(piece + row + 64 * i);
-        u32x16 b = load<u32x16>(piece + row + stride_ + 64 * i);
-        fetch.some(2);
-        if (!sees_first) a = u32x16{};  // it may be NaN, and 0 * NaN is NaN
-        if (!sees_second) b = u32x16{};
-        const u32x16 lower = (a & 0xffffu) | (b << 16), upper = (a >> 16) | (b & 0xffff0000u);
+        const char* from = row + Words::kBytes * (word + kLanes * i);
+        auto a = load<typename Words::Sixteen>(from);
+        auto b = load<typename Words::Sixteen>(from + stride_);
+        fetch.some(is_int8 ? 1 : 2);
+        if (!sees_first) a = typename Words::Sixteen{};  // it may be NaN, and 0 * NaN is NaN
+        if (!sees_second) b = typename Words::Sixteen{};
+        u32x16 lower, upper;
+        Words::interleave(a, b, lower, upper);
 #pragma GCC unroll 8
         for (int g = 0; g < group; ++g) {
           all[g][2 * i] = dot_bf16(all[g][2 * i], weights[g], lower);
@@ -285,6 +266,23 @@ class DecodeQuery {
   bf16* out_;
 };
 
+template <bool is_int8>
+inline bool decode_of(const AttentionCall& call, int row, int head_begin, int head_end,
+                      const Begun& begun, const DecodeScratch& scratch) {
+  switch (call.num_heads / call.num_kv_heads) {
+    case 1:
+      return DecodeQuery<1, is_int8>(call, row, head_begin, head_end, scratch).attend(begun), true;
+    case 2:
+      return DecodeQuery<2, is_int8>(call, row, head_begin, head_end, scratch).attend(begun), true;
+    case 4:
+      return DecodeQuery<4, is_int8>(call, row, head_begin, head_end, scratch).attend(begun), true;
+    case 8:
+      return DecodeQuery<8, is_int8>(call, row, head_begin, head_end, scratch).attend(begun), true;
+    default:
+      return false;
+  }
+}
+
 // Computes the row and returns true, if it is one query of a shape that DecodeQuery supports;
 // otherwise returns false.
 inline bool decode(const AttentionCall& call, int row, int head_begin, int head_end,
@@ -292,19 +290,25 @@ inline bool decode(const AttentionCall& call, int row, int head_begin, int head_
   if (call.dtype != Dtype::bf16 || call.head_dim % (2 * kLanes) || call.block_size % kPiece ||
       call.cu_query_lens[row + 1] - call.cu_query_lens[row] != 1)
     return false;
-  switch (call.num_heads / call.num_kv_heads) {
-    case 1:
-      return DecodeQuery<1>(call, row, head_begin, head_end, scratch).attend(begun), true;
-    case 2:
-      return DecodeQuery<2>(call, row, head_begin, head_end, scratch).attend(begun), true;
-    case 4:
-      return DecodeQuery<4>(call, row, head_begin, head_end, scratch).attend(begun), true;
-    case 8:
-      return DecodeQuery<8>(call, row, head_begin, head_end, scratch).attend(begun), true;
-    default:
-      return false;
-  }
+  return call.kv.is_int8 ? decode_of<true>(call, row, head_begin, head_end, begun, scratch)
+                         : decode_of<false>(call, row, head_begin, head_end, begun, scratch);
 }
+
+inline bool decode(const AttentionCall& call, int row, int head_begin, int head_end,
+                   const Begun& begun, void* scratch) {
+  const AttentionLayout at = attention_layout(call);
+  char* memory = static_cast<char*>(scratch);
+  return decode(call, row, head_begin, head_end, begun,
+                DecodeScratch{reinterpret_cast<float*>(memory + at.scores),
+                              reinterpret_cast<uint32_t*>(memory + at.probabilities),
+                              reinterpret_cast<float*>(memory + at.sums),
+                              reinterpret_cast<SoftmaxState*>(memory + at.states),
+                              reinterpret_cast<float*>(memory + at.corrections)});
+}
+
+#else
+
+inline bool decode(const AttentionCall&, int, int, int, const Begun&, void*) { return false; }
 
 #endif
 

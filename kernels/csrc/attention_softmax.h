@@ -32,6 +32,13 @@ struct Begun {
 
 inline constexpr float kLowest = -3.402823466e+38f;
 
+// The scales of a tile's positions, if KV is in int8: a score is a product times the key's scale,
+// and a value's weight is its probability times the value's scale.
+struct TileScales {
+  float keys[kTile];
+  float values[kTile];
+};
+
 // Adds each word's elements to `sum`.
 template <Dtype dtype>
 inline f32x16 add_words(f32x16 sum, u32x16 words) {
@@ -55,6 +62,11 @@ inline float largest_score(const float* scores) {
   return reduce_max(largest);
 }
 
+inline void scale_scores(float* scores, const float* scales) {
+  for (int i = 0; i < kTile; i += kLanes)
+    store_f32(scores + i, load_f32(scores + i) * load_f32(scales + i));
+}
+
 // Computes probabilities from scores. They are rounded to the dtype of the values before they are
 // summed, so that the weights of the values add up to exactly the sum that divides the output.
 template <Dtype dtype>
@@ -70,15 +82,34 @@ inline void exponentiate(const float* scores, float scale, SoftmaxState& state, 
   store_f32(state.sums, sum);
 }
 
-// Computes probabilities, not yet divided by their sums, from scores [num_rows, kTile], for up to
-// 16 rows. The exponentials are powers of two, so `scale` includes log2 e. `corrections` gets the
-// factors by which each row's earlier sums must be multiplied.
+// Computes the weights of values in int8. Probabilities are summed in fp32, because each is
+// multiplied by the scale of its value before it is rounded. A position that a row does not see has
+// a probability of 0, and a weight of 0 whatever its scale.
 template <Dtype dtype>
-inline void softmax_step(float* scores, float scale, const Span* visible, SoftmaxState* states,
-                         int num_rows, uint32_t* out, float* corrections) {
+inline void exponentiate(const float* scores, const float* scales, float scale, SoftmaxState& state,
+                         float correction, uint32_t* out) {
+  auto* elements = reinterpret_cast<typename Word<dtype>::Element*>(out);
+  f32x16 sum = load_f32(state.sums) * correction;
+  for (int i = 0; i < kTile; i += kLanes) {
+    const f32x16 power = exp2_nonpositive((load_f32(scores + i) - state.max) * scale);
+    const f32x16 weight = power * load_f32(scales + i);
+    store_f32(elements + i, power == 0.0f ? f32x16{} : weight);
+    sum += power;
+  }
+  store_f32(state.sums, sum);
+}
+
+// Computes the values' weights, not yet divided by the sums of probabilities, from scores
+// [num_rows, kTile], for up to 16 rows. The exponentials are powers of two, so `scale` includes
+// log2 e. `corrections` gets the factors by which each row's earlier sums must be multiplied.
+// `scales`: null if KV is not in int8.
+template <Dtype dtype>
+inline void softmax_step(float* scores, const TileScales* scales, float scale, const Span* visible,
+                         SoftmaxState* states, int num_rows, uint32_t* out, float* corrections) {
   float falls[kLanes] = {};
   for (int row = 0; row < num_rows; ++row) {
     const Span& seen = visible[row];
+    if (scales) scale_scores(scores + row * kTile, scales->keys);
     if (seen.begin > 0 || seen.end < kTile) mask_scores(scores + row * kTile, seen);
     const float largest = largest_score(scores + row * kTile);
     const float before = states[row].max;
@@ -89,8 +120,12 @@ inline void softmax_step(float* scores, float scale, const Span* visible, Softma
   store_f32(all, exp2_nonpositive(load_f32(falls) * scale));
   for (int row = 0; row < num_rows; ++row) {
     corrections[row] = all[row];
-    exponentiate<dtype>(scores + row * kTile, scale, states[row], all[row],
-                        out + row * kTile / per_word(dtype));
+    uint32_t* weights = out + row * kTile / per_word(dtype);
+    if (scales)
+      exponentiate<dtype>(scores + row * kTile, scales->values, scale, states[row], all[row],
+                          weights);
+    else
+      exponentiate<dtype>(scores + row * kTile, scale, states[row], all[row], weights);
   }
 }
 

@@ -1,10 +1,13 @@
 // Reads a tile of keys or values from its blocks into the order that the products need.
 //
-// Positions that no query of the call sees become zeros, whatever the arena contains.
+// Positions that no query of the call sees become zeros, whatever the arena contains. KV in int8
+// becomes words of the queries' dtype, which has every byte exactly; its scales multiply scores and
+// probabilities (attention_softmax.h).
 #pragma once
 
 #include "attention_product.h"
 #include "kernels.h"
+#include "kv_words.h"
 #include "simd.h"
 
 namespace quire::QUIRE_ISA {
@@ -23,22 +26,27 @@ struct TileRows {
 // Locates positions [begin, end) of the tile that begins at `tile`; the others point to kZeros.
 inline void locate(const AttentionCall& call, int row, int kv_head, int64_t tile, int64_t begin,
                    int64_t end, TileRows& rows) {
-  const auto size = static_cast<int64_t>(size_of(call.dtype));
-  const int64_t slot_stride = int64_t{call.num_kv_heads} * call.head_dim * size;
+  const int64_t head_bytes = kv_head_bytes(call.kv.is_int8, call.dtype, call.head_dim);
+  const int64_t slot_bytes = call.num_kv_heads * head_bytes;
   const int32_t* table = call.block_tables + row * call.table_stride;
-  const char* kv = static_cast<const char*>(call.kv) + int64_t{kv_head} * call.head_dim * size;
+  const char* kv = call.kv.data + kv_head * head_bytes;
   if (begin < tile) begin = tile;
   if (end > tile + kTile) end = tile + kTile;
   for (int i = 0; i < kTile; ++i) rows.keys[i] = rows.values[i] = (const char*)kZeros;
   int64_t block = begin / call.block_size;
   int64_t offset = begin % call.block_size;
   for (int64_t position = begin; position < end; ++block, offset = 0) {
-    const char* keys = kv + table[block] * call.block_stride * size;
+    const char* keys = kv + table[block] * call.kv.block_bytes;
     for (; offset < call.block_size && position < end; ++offset, ++position) {
-      rows.keys[position - tile] = keys + offset * slot_stride;
-      rows.values[position - tile] = rows.keys[position - tile] + call.value_offset * size;
+      rows.keys[position - tile] = keys + offset * slot_bytes;
+      rows.values[position - tile] = rows.keys[position - tile] + call.kv.value_bytes;
     }
   }
+}
+
+// Reads a tile's scales of keys or values; a position that points to kZeros has a scale of 0.
+inline void read_scales(const char* const* rows, int head_dim, float* scales) {
+  for (int i = 0; i < kTile; ++i) scales[i] = load<float>(rows[i] + head_dim);
 }
 
 template <int half, int lane>
@@ -70,7 +78,18 @@ inline void exchange(u32x16 (&rows)[kLanes]) {
 // So with each line of this tile, the same line of the next tile is prefetched into L2.
 inline void prefetch(const char* from) { __builtin_prefetch(from, 0, 2); }
 
+// Reads 16 words of a head; those behind the last one are 0.
+template <typename Words>
+inline typename Words::Sixteen load_words(const char* head, int word, int num_words) {
+  head += Words::kBytes * word;
+  if (word + kLanes <= num_words) return load<typename Words::Sixteen>(head);
+  typename Words::Sixteen some = {};
+  std::memcpy(&some, head, Words::kBytes * (num_words - word));
+  return some;
+}
+
 // Writes keys as [words, kTile]: lanes are positions.
+template <typename Words>
 inline void transpose_keys(const TileRows& rows, const TileRows& next, int num_words,
                            uint32_t* out) {
   for (int begin = 0; begin < kTile; begin += kLanes) {
@@ -80,8 +99,8 @@ inline void transpose_keys(const TileRows& rows, const TileRows& next, int num_w
       u32x16 block[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
-        block[i] = load<u32x16>(keys[i] + 4 * word);
-        prefetch(next.keys[begin + i] + 4 * word);
+        block[i] = Words::words(load<typename Words::Sixteen>(keys[i] + Words::kBytes * word));
+        prefetch(next.keys[begin + i] + Words::kBytes * word);
       }
       exchange<8>(block);
       exchange<4>(block);
@@ -90,9 +109,11 @@ inline void transpose_keys(const TileRows& rows, const TileRows& next, int num_w
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) store(out + (word + i) * kTile + begin, block[i]);
     }
-    for (; word < num_words; ++word)
-      for (int i = 0; i < kLanes; ++i)
-        out[word * kTile + begin + i] = load<uint32_t>(keys[i] + 4 * word);
+    for (int i = 0; word < num_words && i < kLanes; ++i) {
+      uint32_t last[kLanes];
+      store(last, Words::words(load_words<Words>(keys[i], word, num_words)));
+      for (int k = 0; word + k < num_words; ++k) out[(word + k) * kTile + begin + i] = last[k];
+    }
   }
 }
 
@@ -104,29 +125,24 @@ inline int num_columns(Dtype dtype, int head_dim) {
   return (head_dim + width - 1) / width * width;
 }
 
-inline u32x16 load_words(const char* from, int count) {
-  if (count >= kLanes) return load<u32x16>(from);
-  uint32_t words[kLanes] = {};
-  for (int i = 0; i < count; ++i) words[i] = load<uint32_t>(from + 4 * i);
-  return load<u32x16>(words);
-}
-
 // Writes values as [kTile / per_word, columns]; in bf16, a word has two positions.
-template <Dtype dtype>
+template <Dtype dtype, typename Words>
 inline void interleave_values(const TileRows& rows, const TileRows& next, int num_words,
                               uint32_t* out) {
   for (int i = 0; i < kTile; i += per_word(dtype)) {
     for (int word = 0; word < num_words; word += kLanes) {
-      const u32x16 first = load_words(rows.values[i] + 4 * word, num_words - word);
-      prefetch(next.values[i] + 4 * word);
+      const auto first = load_words<Words>(rows.values[i], word, num_words);
+      prefetch(next.values[i] + Words::kBytes * word);
       if constexpr (dtype == Dtype::f32) {
-        store(out, first);
+        store(out, Words::words(first));
         out += kLanes;
       } else {
-        const u32x16 second = load_words(rows.values[i + 1] + 4 * word, num_words - word);
-        prefetch(next.values[i + 1] + 4 * word);
-        store(out, (first & 0xffffu) | (second << 16));
-        store(out + kLanes, (first >> 16) | (second & 0xffff0000u));
+        const auto second = load_words<Words>(rows.values[i + 1], word, num_words);
+        prefetch(next.values[i + 1] + Words::kBytes * word);
+        u32x16 lower, upper;
+        Words::interleave(first, second, lower, upper);
+        store(out, lower);
+        store(out + kLanes, upper);
         out += 2 * kLanes;
       }
     }

@@ -25,8 +25,9 @@ std::vector<const Kernels*> usable_kernels() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
-  const bool avx512_bf16 =
-      avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16") &&
+                           __builtin_cpu_supports("avx512vnni") &&
+                           __builtin_cpu_supports("avx512vbmi");
   if (avx512_bf16 && why_no_amx().empty()) usable.push_back(amx_kernels());
   if (avx512_bf16) usable.push_back(avx512_bf16_kernels());
   if (avx512) usable.push_back(avx512_kernels());

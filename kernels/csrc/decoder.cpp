@@ -30,9 +30,8 @@ int64_t spaced(int64_t width, size_t size) {
 
 Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
   const int64_t t = batch.num_tokens;
-  const Dtype dtype = arena.dtype;
   AttentionCall call{};
-  call.dtype = dtype;
+  call.dtype = dtype_;
   call.num_heads = shape_.num_heads;
   call.num_kv_heads = shape_.num_kv_heads;
   call.head_dim = shape_.head_dim;
@@ -45,11 +44,11 @@ Decoder::Buffers Decoder::buffers(const Batch& batch, const Arena& arena) {
   b.residual = static_cast<float*>(residual_.get(t * b.residual_stride * sizeof(float)));
   b.qkv_stride = spaced(shape_.qkv_size(), sizeof(float));
   b.qkv = static_cast<float*>(qkv_.get(t * b.qkv_stride * sizeof(float)));
-  b.attention_stride = spaced(shape_.attention_size(), size_of(dtype));
-  b.q = q_.get(t * b.attention_stride * size_of(dtype));
-  b.attended = attended_.get(t * b.attention_stride * size_of(dtype));
-  b.gated_stride = spaced(shape_.intermediate, size_of(dtype));
-  b.gated = gated_.get(t * b.gated_stride * size_of(dtype));
+  b.attention_stride = spaced(shape_.attention_size(), size_of(dtype_));
+  b.q = q_.get(t * b.attention_stride * size_of(dtype_));
+  b.attended = attended_.get(t * b.attention_stride * size_of(dtype_));
+  b.gated_stride = spaced(shape_.intermediate, size_of(dtype_));
+  b.gated = gated_.get(t * b.gated_stride * size_of(dtype_));
   b.widest =
       round_up(std::max({shape_.hidden, shape_.attention_size(), shape_.intermediate}), kMostGroup);
   b.inputs = inputs_.get(t * spaced(b.widest, sizeof(float)) * sizeof(float));
@@ -69,7 +68,7 @@ Rows Decoder::input_rows(const Linear& next, const Buffers& b) const {
 AttentionCall Decoder::attention_call(const Batch& batch, const Arena& arena,
                                       const Buffers& b) const {
   AttentionCall call{};
-  call.dtype = arena.dtype;
+  call.dtype = dtype_;
   call.num_heads = shape_.num_heads;
   call.num_kv_heads = shape_.num_kv_heads;
   call.head_dim = shape_.head_dim;
@@ -77,8 +76,6 @@ AttentionCall Decoder::attention_call(const Batch& batch, const Arena& arena,
   call.scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim));
   call.q = b.q;
   call.q_stride = b.attention_stride;
-  call.block_stride = arena.block_stride;
-  call.value_offset = arena.value_offset;
   call.block_tables = batch.block_tables;
   call.table_stride = batch.table_stride;
   call.cu_query_lens = batch.cu_query_lens;
@@ -102,10 +99,10 @@ void Decoder::forward(const Batch& batch, const Arena& arena, float* hidden) {
       attend(lane, layer, static_cast<int64_t>(i), batch, arena, b);
       if (i + 1 == layers_.size() && batch.num_wanted < m) {
         // All KV is stored, so only the wanted tokens are needed from here on.
-        keep_wanted(lane, batch, arena.dtype, b);
+        keep_wanted(lane, batch, b);
         m = batch.num_wanted;
       }
-      finish_layer(lane, layer, m, arena.dtype, b);
+      finish_layer(lane, layer, m, b);
     }
     lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
       const NormCall call{b.residual,    b.residual_stride,
@@ -128,8 +125,7 @@ void Decoder::embed(Lane& lane, const Batch& batch, const Buffers& b) {
 
 void Decoder::attend(Lane& lane, const Layer& layer, int64_t index, const Batch& batch,
                      const Arena& arena, const Buffers& b) {
-  char* kv = static_cast<char*>(arena.data) + index * arena.layer_stride * size_of(arena.dtype);
-  const QkvCall store{arena.dtype,
+  const QkvCall store{dtype_,
                       shape_.num_heads,
                       shape_.num_kv_heads,
                       shape_.head_dim,
@@ -145,24 +141,22 @@ void Decoder::attend(Lane& lane, const Layer& layer, int64_t index, const Batch&
                       batch.slot_mapping,
                       b.q,
                       b.attention_stride,
-                      kv,
-                      arena.block_stride,
-                      arena.value_offset};
+                      arena.layer(index)};
   lane.loop(batch.num_tokens, kTokensAtOnce,
             [&](int64_t begin, int64_t end) { kernels_.qkv(store, begin, end); });
   AttentionCall call = attention_call(batch, arena, b);
   call.window = layer.window;
-  call.kv = kv;
+  call.kv = arena.layer(index);
   lane.loop(plan_.num_tasks(), 1, [&](int64_t task, int64_t) {
     plan_.attend(kernels_, call, task, b.scratch + b.scratch_bytes * lane.index);
   });
 }
 
 // Moves the wanted rows of the residual stream and of the attention's output to the front.
-void Decoder::keep_wanted(Lane& lane, const Batch& batch, Dtype dtype, const Buffers& b) {
+void Decoder::keep_wanted(Lane& lane, const Batch& batch, const Buffers& b) {
   lane.loop(1, 1, [&](int64_t, int64_t) {
     const size_t stream = shape_.hidden * sizeof(float);
-    const int64_t row = b.attention_stride * static_cast<int64_t>(size_of(dtype));
+    const int64_t row = b.attention_stride * static_cast<int64_t>(size_of(dtype_));
     char* attended = static_cast<char*>(b.attended);
     for (int64_t i = 0; i < batch.num_wanted; ++i) {
       const int64_t from = batch.wanted[i];
@@ -173,15 +167,14 @@ void Decoder::keep_wanted(Lane& lane, const Batch& batch, Dtype dtype, const Buf
   });
 }
 
-void Decoder::finish_layer(Lane& lane, const Layer& layer, int64_t m, Dtype dtype,
-                           const Buffers& b) {
-  Activations x = taken(lane, b.attended, dtype, b.attention_stride, m, *layer.output, b);
+void Decoder::finish_layer(Lane& lane, const Layer& layer, int64_t m, const Buffers& b) {
+  Activations x = taken(lane, b.attended, b.attention_stride, m, *layer.output, b);
   linear(lane, *layer.output, x, m, Epilogue::add_f32, b.residual, b.residual_stride);
   norm(lane, layer.mlp_norm, m, *layer.gate_up, b);
   linear(lane, *layer.gate_up, input_rows(*layer.gate_up, b).read(), m,
-         dtype == Dtype::f32 ? Epilogue::silu_mul_f32 : Epilogue::silu_mul_bf16, b.gated,
+         dtype_ == Dtype::f32 ? Epilogue::silu_mul_f32 : Epilogue::silu_mul_bf16, b.gated,
          b.gated_stride);
-  x = taken(lane, b.gated, dtype, b.gated_stride, m, *layer.down, b);
+  x = taken(lane, b.gated, b.gated_stride, m, *layer.down, b);
   linear(lane, *layer.down, x, m, Epilogue::add_f32, b.residual, b.residual_stride);
 }
 
@@ -202,12 +195,12 @@ void Decoder::linear(Lane& lane, const Linear& weights, const Activations& x, in
 }
 
 // Returns x as the input of the next linear: quantized if the linear is, otherwise as it is.
-Activations Decoder::taken(Lane& lane, const void* x, Dtype dtype, int64_t stride, int64_t m,
-                           const Linear& next, const Buffers& b) {
+Activations Decoder::taken(Lane& lane, const void* x, int64_t stride, int64_t m, const Linear& next,
+                           const Buffers& b) {
   if (!is_quantized(next.kind)) return {x, stride};
   const Rows rows = input_rows(next, b);
   lane.loop(m, kTokensAtOnce, [&](int64_t begin, int64_t end) {
-    kernels_.quantize(x, dtype, stride, static_cast<int>(next.k), rows, begin, end);
+    kernels_.quantize(x, dtype_, stride, static_cast<int>(next.k), rows, begin, end);
   });
   return rows.read();
 }

@@ -2,8 +2,9 @@
 // step of a batch, all layers, without Python in between.
 //
 // The residual stream is fp32. A linear's input is rounded to the weights' kind (fp32, bf16, or
-// bytes with a scale for each token), the inputs of attention to the KV's dtype. Buffers grow to
-// the largest batch so far and are kept.
+// bytes with a scale for each token); queries are fp32 beside fp32 weights and otherwise bf16, as
+// keys and values are unless the arena has them in int8. Buffers grow to the largest batch so far
+// and are kept.
 //
 // See ADR 42.
 #pragma once
@@ -38,12 +39,17 @@ struct Shape {
   int attention_size() const { return num_heads * head_dim; }
 };
 
-// [num_blocks, num_layers, 2, block_size, G, D]; strides in elements.
+// [num_blocks, num_layers, 2, block_size, G, D], or with D + kScaleBytes bytes in int8.
 struct Arena {
-  void* data;
-  Dtype dtype;
-  int64_t block_stride, layer_stride, value_offset;
+  KvLayer first;  // layer
+  int64_t layer_bytes;
   int block_size;
+
+  KvLayer layer(int64_t index) const {
+    KvLayer layer = first;
+    layer.data += index * layer_bytes;
+    return layer;
+  }
 };
 
 // T tokens of B rows, as in `services.engine.models.Batch`.
@@ -69,6 +75,7 @@ class Decoder {
         pool_(pool),
         shape_(shape),
         layers_(std::move(layers)),
+        dtype_(layers_[0].qkv->kind == WeightKind::f32 ? Dtype::f32 : Dtype::bf16),
         embedding_(embedding),
         embedding_dtype_(embedding_dtype),
         final_norm_(final_norm),
@@ -87,8 +94,8 @@ class Decoder {
     int64_t residual_stride, qkv_stride, attention_stride, gated_stride;
     float* residual;  // [T, hidden]
     float* qkv;       // [T, qkv_size]
-    void* q;          // [T, H * D], the arena's dtype
-    void* attended;   // [T, H * D], the arena's dtype
+    void* q;          // [T, H * D], fp32 or bf16
+    void* attended;   // [T, H * D], fp32 or bf16
     void* gated;      // [T, intermediate], fp32 or bf16
     void* inputs;     // [T, widest]: the input of the next linear, see `input_rows`
     int64_t widest;
@@ -104,18 +111,19 @@ class Decoder {
   void embed(Lane& lane, const Batch& batch, const Buffers& b);
   void attend(Lane& lane, const Layer& layer, int64_t index, const Batch& batch, const Arena& arena,
               const Buffers& b);
-  void keep_wanted(Lane& lane, const Batch& batch, Dtype dtype, const Buffers& b);
-  void finish_layer(Lane& lane, const Layer& layer, int64_t m, Dtype dtype, const Buffers& b);
+  void keep_wanted(Lane& lane, const Batch& batch, const Buffers& b);
+  void finish_layer(Lane& lane, const Layer& layer, int64_t m, const Buffers& b);
   void norm(Lane& lane, const float* weight, int64_t m, const Linear& next, const Buffers& b);
   void linear(Lane& lane, const Linear& weights, const Activations& x, int64_t m, Epilogue epilogue,
               void* out, int64_t out_stride);
-  Activations taken(Lane& lane, const void* x, Dtype dtype, int64_t stride, int64_t m,
-                    const Linear& next, const Buffers& b);
+  Activations taken(Lane& lane, const void* x, int64_t stride, int64_t m, const Linear& next,
+                    const Buffers& b);
 
   const Kernels& kernels_;
   ThreadPool& pool_;
   const Shape shape_;
   const std::vector<Layer> layers_;
+  const Dtype dtype_;      // of queries and of what linears take from attention and the gate
   const void* embedding_;  // [vocab, hidden]
   const Dtype embedding_dtype_;
   const float* final_norm_;

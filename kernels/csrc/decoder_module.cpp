@@ -142,17 +142,11 @@ class BoundDecoder {
 
   Arena arena_of(const Array& kv) const {
     check_rank(kv, 6, "kv");
-    const Dtype dtype = float_type(kv, "kv");
-    require((dtype == Dtype::f32) == (kind_ == WeightKind::f32),
-            "the KV of float32 weights is float32, that of other weights bfloat16");
-    require(kv.shape(1) == num_layers_ && kv.shape(2) == 2 &&
-                static_cast<int>(kv.shape(4)) == shape_.num_kv_heads &&
-                static_cast<int>(kv.shape(5)) == shape_.head_dim &&
-                kv.stride(4) == shape_.head_dim &&
-                kv.stride(3) == shape_.head_dim * shape_.num_kv_heads,
-            "kv is not [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]");
-    return {kv.data(),    dtype,        kv.stride(0),
-            kv.stride(1), kv.stride(2), static_cast<int>(kv.shape(3))};
+    require(kv.shape(1) == num_layers_, "kv is not of as many layers");
+    const Dtype dtype = kind_ == WeightKind::f32 ? Dtype::f32 : Dtype::bf16;
+    const KvLayer first = kv_layer_of(kv, dtype, shape_.num_kv_heads, shape_.head_dim);
+    const int64_t layer_bytes = kv.stride(1) * static_cast<int64_t>(kv.itemsize());
+    return {first, layer_bytes, static_cast<int>(kv.shape(3))};
   }
 
   const Shape shape_;

@@ -119,6 +119,24 @@ struct LinearCall {
   int64_t num_best = 0;
 };
 
+// ---- keys and values ---------------------------------------------------------------------------
+
+// A layer's keys and values in the arena. A position's heads are contiguous. A head is its D
+// elements, of the dtype of the queries; or, if `is_int8`, D signed bytes q and an fp32 scale, with
+// x = scale * q.
+struct KvLayer {
+  char* data;  // keys of block 0
+  bool is_int8;
+  int64_t block_bytes;  // from block to block
+  int64_t value_bytes;  // from a block's keys to its values
+};
+inline constexpr int kScaleBytes = 4;
+
+// Bytes from head to head.
+inline int64_t kv_head_bytes(bool is_int8, Dtype dtype, int head_dim) {
+  return is_int8 ? head_dim + kScaleBytes : head_dim * static_cast<int64_t>(size_of(dtype));
+}
+
 // ---- attention ---------------------------------------------------------------------------------
 
 // Shapes and meaning are those of `kvops.ops.Backend.paged_attention`; strides are in elements,
@@ -128,15 +146,14 @@ inline constexpr int kTile = 64;
 inline constexpr int kMostHeadDim = 256;  // head sizes are also even
 
 struct AttentionCall {
-  Dtype dtype;  // of q, kv and out
+  Dtype dtype;  // of q and out
   int num_heads, num_kv_heads, head_dim, block_size;
   int window;     // positions that a query sees, its own included; 0: all
   float scale;    // positive
   const void* q;  // [T, H, D]
   int64_t q_stride;
-  const void* kv;                      // keys of block 0 of this layer
-  int64_t block_stride, value_offset;  // to the next block; from a block's keys to its values
-  const int32_t* block_tables;         // [B, table_stride]
+  KvLayer kv;
+  const int32_t* block_tables;  // [B, table_stride]
   int64_t table_stride;
   const int32_t* cu_query_lens;  // [B + 1]
   const int32_t* context_lens;   // [B]
@@ -189,7 +206,7 @@ struct NormCall {
 // attention, and into keys and values in their slots: norm of queries and keys (unless the weights
 // are null), rotation (GPT-NeoX halves), store. Slot -1: keys and values are not stored.
 struct QkvCall {
-  Dtype dtype;  // of q and kv
+  Dtype dtype;  // of q
   int num_heads, num_kv_heads, head_dim, block_size;
   const float* qkv;
   int64_t qkv_stride;
@@ -202,8 +219,7 @@ struct QkvCall {
   const int64_t* slot_mapping;  // [T]
   void* q;                      // [T, H, D]
   int64_t q_stride;
-  void* kv;  // as in AttentionCall
-  int64_t block_stride, value_offset;
+  KvLayer kv;
 };
 
 // ---- sampling ----------------------------------------------------------------------------------

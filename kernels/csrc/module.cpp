@@ -77,7 +77,9 @@ NB_MODULE(_native, m) {
           "cpus"_a, "owners"_a, "board"_a.none(), nb::keep_alive<1, 4>(),
           "One lane per CPU (-1: anywhere), from the next step on; `owners[i]` are the words of "
           "`board` that are not 0 while lane i must not work. Called where steps are.")
-      .def_prop_ro("num_lanes", &ThreadPool::num_lanes);
+      .def_prop_ro("num_lanes", &ThreadPool::num_lanes)
+      .def_prop_ro("num_loops", &ThreadPool::num_loops,
+                   "The barriers so far, at the end of each loop and each step; wraps at 2^32.");
 
   bind_ops(m);
   bind_decoder(m);

@@ -142,16 +142,12 @@ class Ops {
     check_rank(block_tables, 2, "block_tables");
     AttentionCall call{};
     call.dtype = float_type(q, "q");
-    require(float_type(kv_layer, "kv_layer") == call.dtype && float_type(out, "out") == call.dtype,
-            "q, kv_layer and out differ in dtype");
+    require(float_type(out, "out") == call.dtype, "q and out differ in dtype");
     call.num_heads = static_cast<int>(q.shape(1));
     call.head_dim = static_cast<int>(q.shape(2));
     call.block_size = static_cast<int>(kv_layer.shape(2));
     call.num_kv_heads = static_cast<int>(kv_layer.shape(3));
-    require(static_cast<int>(kv_layer.shape(4)) == call.head_dim &&
-                kv_layer.stride(3) == call.head_dim &&
-                kv_layer.stride(2) == call.head_dim * call.num_kv_heads,
-            "kv_layer's heads are not contiguous");
+    call.kv = kv_layer_of(kv_layer, call.dtype, call.num_kv_heads, call.head_dim);
     require(call.head_dim % 2 == 0 && call.head_dim <= kMostHeadDim,
             "heads of an odd size or of more than 256");
     require(q.stride(1) == call.head_dim && out.stride(1) == call.head_dim,
@@ -160,9 +156,6 @@ class Ops {
     call.scale = scale;
     call.q = q.data();
     call.q_stride = q.stride(0);
-    call.kv = kv_layer.data();
-    call.block_stride = kv_layer.stride(0);
-    call.value_offset = kv_layer.stride(1);
     call.block_tables = data<int32_t>(block_tables, "block_tables");
     call.table_stride = block_tables.stride(0);
     call.cu_query_lens = data<int32_t>(cu_query_lens, "cu_query_lens");
@@ -219,7 +212,7 @@ class Ops {
     require(
         static_cast<int>(qkv.shape(1)) == (call.num_heads + 2 * call.num_kv_heads) * call.head_dim,
         "qkv is not [T, (H + 2 G) * D]");
-    require(float_type(kv_layer, "kv_layer") == call.dtype, "q and kv_layer differ in dtype");
+    call.kv = kv_layer_of(kv_layer, call.dtype, call.num_kv_heads, call.head_dim);
     call.qkv = data<float>(qkv, "qkv");
     call.qkv_stride = qkv.stride(0);
     call.query_norm = query_norm ? data<float>(*query_norm, "query_norm") : nullptr;
@@ -231,9 +224,6 @@ class Ops {
     call.slot_mapping = data<int64_t>(slot_mapping, "slot_mapping");
     call.q = q.data();
     call.q_stride = q.stride(0);
-    call.kv = kv_layer.data();
-    call.block_stride = kv_layer.stride(0);
-    call.value_offset = kv_layer.stride(1);
     nb::gil_scoped_release free;
     pool_.run([&](ThreadPool::Lane& lane) {
       lane.loop(static_cast<int64_t>(qkv.shape(0)), 4,

@@ -172,6 +172,39 @@ inline void write_head(const float* x, const float* weight, float eps, const Rot
                 NormedRow{x + half, weight + half, factor, half}, rotation, out);
 }
 
+// Writes a head of fp32 values as signed bytes and a scale.
+inline void write_int8_head(const float* x, int head_dim, char* out) {
+  const float scale =
+      write_bytes(PlainRow<float>{x, head_dim}, head_dim, 0, reinterpret_cast<uint8_t*>(out));
+  std::memcpy(out + head_dim, &scale, sizeof scale);
+}
+
+// Stores a token's keys and values, of which it has the values before rotation at `x`.
+template <typename T>
+inline void store_token(const QkvCall& call, const Rotation& rotation, const float* x, char* keys) {
+  const int width = call.num_kv_heads * call.head_dim;
+  auto* out = reinterpret_cast<T*>(keys);
+  for (int head = 0; head < call.num_kv_heads; ++head)
+    write_head(x + head * call.head_dim, call.key_norm, call.eps, rotation,
+               out + head * call.head_dim);
+  write_floats(PlainRow<float>{x + width, width}, width,
+               reinterpret_cast<T*>(keys + call.kv.value_bytes));
+}
+
+inline void store_int8_token(const QkvCall& call, const Rotation& rotation, const float* x,
+                             char* keys) {
+  const float* values = x + call.num_kv_heads * call.head_dim;
+  float rotated[kMostHeadDim];
+  for (int head = 0; head < call.num_kv_heads; ++head) {
+    write_head(x, call.key_norm, call.eps, rotation, rotated);
+    write_int8_head(rotated, call.head_dim, keys);
+    write_int8_head(values, call.head_dim, keys + call.kv.value_bytes);
+    x += call.head_dim;
+    values += call.head_dim;
+    keys += call.head_dim + kScaleBytes;
+  }
+}
+
 template <typename T>
 inline void qkv_token(const QkvCall& call, int64_t token) {
   const int head_dim = call.head_dim, half = head_dim / 2;
@@ -183,12 +216,13 @@ inline void qkv_token(const QkvCall& call, int64_t token) {
     write_head(x, call.query_norm, call.eps, rotation, q + head * head_dim);
   const int64_t slot = call.slot_mapping[token];
   if (slot == -1) return;
-  T* keys = static_cast<T*>(call.kv) + slot / call.block_size * call.block_stride +
-            slot % call.block_size * call.num_kv_heads * head_dim;
-  for (int head = 0; head < call.num_kv_heads; ++head, x += head_dim)
-    write_head(x, call.key_norm, call.eps, rotation, keys + head * head_dim);
-  const int width = call.num_kv_heads * head_dim;
-  write_floats(PlainRow<float>{x, width}, width, keys + call.value_offset);
+  const int64_t head_bytes = kv_head_bytes(call.kv.is_int8, call.dtype, head_dim);
+  char* keys = call.kv.data + slot / call.block_size * call.kv.block_bytes +
+               slot % call.block_size * call.num_kv_heads * head_bytes;
+  if (call.kv.is_int8)
+    store_int8_token(call, rotation, x, keys);
+  else
+    store_token<T>(call, rotation, x, keys);
 }
 
 inline void qkv(const QkvCall& call, int64_t token_begin, int64_t token_end) {

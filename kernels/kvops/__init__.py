@@ -2,7 +2,8 @@
 
     ops = kvops.backend("cpu")
     ops.store_kv(kv[:, layer], k, v, slot_mapping)
-    out = ops.paged_attention(q, kv[:, layer], block_tables, cu_query_lens, context_lens, scale)
+    out = ops.paged_attention(q, kv[:, layer], block_tables, cu_query_lens, context_lens, scale,
+                              max_query_len=longest)
 
 `ops.py` defines what each operation does; `kernels.py` is the interface that a device implements.
 """

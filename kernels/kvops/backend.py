@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 
-from kvops.cpu import CpuKernels
 from kvops.kernels import Kernels
 from kvops.ops import Backend
 from kvops.reference import ReferenceKernels
@@ -19,24 +18,30 @@ def backend(name: str, isa: str | None = None) -> Backend:
     native kernels; by default it is the best one of this CPU. BackendUnavailable."""
     if name not in _FACTORIES:
         raise BackendUnavailable(f"no backend {name!r}; there are {', '.join(BACKENDS)}")
+    if isa is not None and name != "cpu":
+        raise BackendUnavailable(f"backend {name!r} has no instruction set to choose: {isa}")
     try:
-        if name == "cpu":
-            return Backend(CpuKernels(isa))
-        if isa is not None:
-            raise BackendUnavailable(f"backend {name!r} has no instruction set to choose: {isa}")
-        return Backend(_FACTORIES[name]())
+        return Backend(_cpu(isa) if name == "cpu" else _FACTORIES[name]())
     except ValueError as error:
         raise BackendUnavailable(str(error)) from error
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         if error.name not in _PACKAGES:
             raise
+        if isinstance(error, ModuleNotFoundError):
+            raise BackendUnavailable(f"backend {name!r} needs {_PACKAGES[error.name]}") from error
         raise BackendUnavailable(
-            f"backend {name!r} needs the package {_PACKAGES[error.name]}, which is not installed: "
-            "see the extra quire-serve[cuda]"
+            f"backend {name!r} cannot import {error.name}, which may be built for another version "
+            f"of PyTorch than {torch.__version__}: {error}"
         ) from error
 
 
 # These functions import optional packages, so that only their backends need them.
+
+
+def _cpu(isa: str | None = None) -> Kernels:
+    from kvops.cpu import CpuKernels
+
+    return CpuKernels(isa)
 
 
 def _triton() -> Kernels:
@@ -56,19 +61,41 @@ def _flash() -> Kernels:
     return FlashKernels()
 
 
+_CAPABILITY = (8, 0)
+"""The least compute capability: the first with bf16 matrix products and asynchronous copies."""
+
+
 def _need_gpu(name: str) -> None:
+    wanted = f"backend {name!r} needs a CUDA device"
+    if torch.version.cuda is None:
+        raise BackendUnavailable(f"{wanted}; PyTorch {torch.__version__} is built without CUDA")
     if not torch.cuda.is_available():
+        raise BackendUnavailable(f"{wanted}; PyTorch {torch.__version__} sees none")
+    found = torch.cuda.get_device_capability()
+    if found < _CAPABILITY:
         raise BackendUnavailable(
-            f"backend {name!r} needs a CUDA device; PyTorch {torch.__version__} sees none"
+            f"{wanted} of compute capability {_text(_CAPABILITY)} or more; "
+            f"{torch.cuda.get_device_name()} has {_text(found)}"
         )
+
+
+def _text(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 _FACTORIES: dict[str, Callable[[], Kernels]] = {
     "reference": ReferenceKernels,
-    "cpu": CpuKernels,
+    "cpu": _cpu,
     "triton": _triton,
     "flash": _flash,
 }
-_PACKAGES = {"triton": "triton", "flash_attn": "flash-attn"}
+
+_EXTRA = "which is not installed: see the extra quire-serve[cuda]"
+_PACKAGES = {
+    "kvops._native": "the C++ kernels, with which this installation was not compiled",
+    "triton": f"the package triton, {_EXTRA}",
+    "flash_attn": f"the package flash-attn, {_EXTRA}",
+    "flash_attn_2_cuda": f"the compiled part of flash-attn, {_EXTRA}",
+}
 
 BACKENDS = tuple(_FACTORIES)

@@ -8,24 +8,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvops import int8_kv
 from kvops.copying import copy_between
-from kvops.native import Kind, NativeCpu
+from kvops.kernels import Kernels
+from kvops.native import NUMERICS, Kind, NativeCpu
 
 _KINDS: dict[torch.dtype, Kind] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-class CpuKernels:
+class CpuKernels(Kernels):
     name = "cpu"
+    has_int8_kv = True
 
     def __init__(self, isa: str | None = None) -> None:
         """ValueError: this CPU does not have the instruction set."""
-        self.native = NativeCpu(isa=isa)
+        self._native = NativeCpu(isa=isa)
+
+    @property
+    def native(self) -> NativeCpu:
+        return self._native
+
+    def numerics(self) -> dict[str, str]:
+        return {"isa": self._native.isa, "kernels": NUMERICS}
 
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         block_size = kv_layer.shape[2]
         stored = (slot_mapping >= 0).nonzero().squeeze(1)
         if len(stored) < len(slot_mapping):
             slot_mapping, k, v = slot_mapping[stored], k[stored], v[stored]
+        if kv_layer.dtype == torch.int8:
+            k, v = int8_kv.quantize(k), int8_kv.quantize(v)
         slots = slot_mapping.long()
         blocks, offsets = slots // block_size, slots % block_size
         kv_layer[:, 0][blocks, offsets] = k
@@ -40,6 +52,7 @@ class CpuKernels:
         context_lens: Tensor,
         scale: float,
         window: int | None,
+        max_query_len: int,
     ) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         self.native.ops.attention(

@@ -2,31 +2,47 @@
 
 flash-attn's kernels read the arena directly: one layer's keys, `kv_layer[:, 0]`, are a paged cache
 `[num_blocks, page_block_size, K, D]` with a block's stride. The kernels need block sizes that are
-multiples of 256, and bf16 or fp16. They multiply positions outside a window by zero instead of
-skipping them: with this backend these positions must be finite, as they are in blocks that a
-sequence has filled.
+multiples of 256, and bf16 or fp16. They multiply positions that a query does not see by zero
+instead of skipping them: before a window in version 2, and in the versions for newer GPUs in the
+rest of a row's last block too. These positions must be finite: `clear_begun_blocks`.
 """
 
 import torch
 from flash_attn import (  # type: ignore[import-not-found]  # installed on GPU machines only
+    __version__,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
 from torch import Tensor
 
-from kvops.triton import TritonKernels
+from kvops.triton import TritonKernels, fusions
 
 PAGE = 256
 
 
 class FlashKernels(TritonKernels):
-    """The flash backend. ValueError, at the first attention (the engine's warm-up): flash-attn
-    cannot read the arena."""
-
     name = "flash"
+    reads_whole_blocks = True
 
-    def __init__(self) -> None:
-        self._last_step: tuple[Tensor, bool] | None = None
+    def numerics(self) -> dict[str, str]:
+        return {**super().numerics(), "flash_attn": __version__}
+
+    def check_layout(self, block_size: int, head_dim: int, dtype: torch.dtype) -> None:
+        if block_size % PAGE:
+            raise ValueError(
+                f"flash-attn needs a block size that is a multiple of {PAGE}, this pool has "
+                f"{block_size}: choose --block-size {PAGE}, or the backend 'triton'"
+            )
+        if head_dim % 8 or head_dim > 256:
+            raise ValueError(f"flash-attn has no kernels for head size {head_dim}: 8, 16 .. 256")
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"flash-attn computes in bf16 and fp16, not in {dtype}")
+
+    def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
+        """Nothing: flash-attn's kernels are compiled when the package is built."""
+
+    def clear_begun_blocks(self, kv: Tensor, slot_mapping: Tensor) -> None:
+        fusions.clear_begun_blocks(kv, slot_mapping)
 
     def paged_attention(
         self,
@@ -36,14 +52,16 @@ class FlashKernels(TritonKernels):
         cu_query_lens: Tensor,
         context_lens: Tensor,
         scale: float,
-        window: int | None = None,
+        window: int | None,
+        max_query_len: int,
     ) -> Tensor:
-        _check(kv_layer)
+        """ValueError: see `check_layout`."""
+        self.check_layout(kv_layer.shape[2], kv_layer.shape[4], kv_layer.dtype)
         keys, values = kv_layer.unbind(dim=1)
         # Positions seen on either side of a query; `causal` limits the right side to 0 anyway.
         reach = (-1, -1) if window is None else (window - 1, 0)
         tables, lens = block_tables.int().contiguous(), context_lens.int()
-        if self._is_decode(cu_query_lens, len(q)):
+        if max_query_len == 1 and len(q) == len(lens):
             out: Tensor = flash_attn_with_kvcache(
                 q[:, None],
                 keys,
@@ -61,9 +79,9 @@ class FlashKernels(TritonKernels):
             values,
             cu_seqlens_q=cu_query_lens.int(),
             cu_seqlens_k=torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)),
-            # Upper bounds suffice: they only size the launch, and the exact lengths are on the
-            # device, where reading them would wait for it.
-            max_seqlen_q=len(q),
+            # The launch has a program for each tile of `max_seqlen_q` tokens in each row.
+            max_seqlen_q=max_query_len,
+            # An upper bound suffices: the exact lengths are on the device.
             max_seqlen_k=tables.shape[1] * kv_layer.shape[2],
             softmax_scale=scale,
             causal=True,
@@ -71,25 +89,3 @@ class FlashKernels(TritonKernels):
             block_table=tables,
         )
         return out
-
-    def _is_decode(self, cu_query_lens: Tensor, num_tokens: int) -> bool:
-        """Whether every row has one token. The result is read from the device once a step, not once
-        a layer: all layers of a step get the same tensor, and each step has a new one."""
-        if num_tokens != len(cu_query_lens) - 1:
-            return False
-        if self._last_step is None or self._last_step[0] is not cu_query_lens:
-            self._last_step = cu_query_lens, bool((cu_query_lens.diff() == 1).all())
-        return self._last_step[1]
-
-
-def _check(kv_layer: Tensor) -> None:
-    block_size, _, head_dim = kv_layer.shape[2:]
-    if block_size % PAGE:
-        raise ValueError(
-            f"flash-attn needs a block size that is a multiple of {PAGE}, this pool has "
-            f"{block_size}: choose --block-size {PAGE}, or the backend 'triton'"
-        )
-    if head_dim % 8 or head_dim > 256:
-        raise ValueError(f"flash-attn has no kernels for head size {head_dim}: 8, 16 .. 256")
-    if kv_layer.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"flash-attn computes in bf16 and fp16, not in {kv_layer.dtype}")

@@ -1,16 +1,53 @@
 """The interface that a device implements. `ops.Backend` checks every argument before; its
 docstrings define the operations."""
 
-from typing import Protocol
+from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor
 
+if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
+    from kvops.native import NativeCpu
 
-class Kernels(Protocol):
+
+class Kernels(ABC):
+    """`device`: where its tensors are, "cpu" or "cuda". `reads_whole_blocks`: attention also reads
+    slots of a row's blocks that the row does not see, and multiplies them by 0. `has_int8_kv`:
+    whether an arena may be in int8."""
+
     name: str
+    device = "cpu"
+    reads_whole_blocks = False
+    has_int8_kv = False
 
+    @property
+    def native(self) -> NativeCpu | None:
+        return None
+
+    @abstractmethod
+    def numerics(self) -> dict[str, str]:
+        """Return what the bits of these kernels' results depend on, besides PyTorch's version and
+        the dtype: `isa`, the instruction set or the GPU, and versions."""
+
+    def check_layout(self, block_size: int, head_dim: int, dtype: torch.dtype) -> None:
+        """ValueError: the kernels cannot compute on an arena of this layout."""
+        return
+
+    def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
+        """Compile all kernels that steps of up to `max_rows` rows need. Writes nothing."""
+        return
+
+    @abstractmethod
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
 
+    def clear_begun_blocks(self, kv: Tensor, slot_mapping: Tensor) -> None:
+        """Called only if `reads_whole_blocks`."""
+        raise NotImplementedError
+
+    @abstractmethod
     def paged_attention(
         self,
         q: Tensor,
@@ -20,16 +57,23 @@ class Kernels(Protocol):
         context_lens: Tensor,
         scale: float,
         window: int | None,
+        max_query_len: int,
     ) -> Tensor: ...
 
+    @abstractmethod
     def copy_blocks(self, kv: Tensor, pairs: Tensor, source: Tensor | None) -> None: ...
 
+    @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
+    @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
+    @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
+    @abstractmethod
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
 
+    @abstractmethod
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor: ...

@@ -4,20 +4,27 @@ Letters in shapes: T new tokens of all rows, B rows, H query heads, K key/value 
 
 The arena is `[num_blocks, num_layers, 2, block_size, K, D]`; in the third dimension, index 0 has
 the keys and 1 the values. One layer, `kv[:, layer]`, is `[num_blocks, 2, block_size, K, D]`, a
-strided view. Slot s is at offset s % block_size of block s // block_size. Slots into which no row
-was stored may have any content, including NaN; no operation reads them.
+strided view. An arena in int8 has D + 4 bytes for a head, see `kvops.int8_kv`. Slot s is at offset
+s % block_size of block s // block_size. Slots into which no row was stored may have any content,
+including NaN; no operation reads them.
 
 ValueError: a wrong shape, dtype or device. The values of index tensors are not checked.
 
 See ADR 10.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from kvops.cpu import CpuKernels
+from kvops import int8_kv
 from kvops.kernels import Kernels
-from kvops.native import NUMERICS, NativeCpu
+
+if TYPE_CHECKING:  # the C++ module is absent where Quire is not compiled
+    from kvops.native import NativeCpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -35,10 +42,20 @@ class Backend:
         return self._kernels.name
 
     @property
+    def device(self) -> str:
+        """The kind of device that has the tensors of all operations: "cpu" or "cuda"."""
+        return self._kernels.device
+
+    @property
     def native(self) -> NativeCpu | None:
         """The native kernels, which compute whole steps in C++; None for a backend on which the
         engine composes steps of these operations."""
-        return self._kernels.native if isinstance(self._kernels, CpuKernels) else None
+        return self._kernels.native
+
+    @property
+    def has_int8_kv(self) -> bool:
+        """Whether an arena may be in int8."""
+        return self._kernels.has_int8_kv
 
     def describe(self, dtype: torch.dtype) -> dict[str, str]:
         """Return a description of the computation for logs and the registry."""
@@ -51,18 +68,23 @@ class Backend:
         return {
             "backend": self.name,
             "dtype": str(dtype).removeprefix("torch."),
-            "isa": self._processor(),
             "torch": torch.__version__,
-            **({"kernels": NUMERICS} if self.native else {}),
+            **self._kernels.numerics(),
         }
 
-    def _processor(self) -> str:
-        """Return the instruction set, or the name of the GPU, that computes."""
-        if self.native is not None:
-            return self.native.isa
-        if self.name in ("triton", "flash") and torch.cuda.is_available():
-            return torch.cuda.get_device_name()
-        return torch.backends.cpu.get_cpu_capability()
+    def check_layout(self, block_size: int, head_dim: int, dtype: torch.dtype) -> None:
+        """ValueError: this backend cannot compute on an arena of this layout and dtype."""
+        if dtype == torch.int8:
+            if not self.has_int8_kv:
+                raise ValueError(f"backend {self.name!r} has no KV in int8; 'cpu' has")
+            return
+        self._kernels.check_layout(block_size, head_dim, dtype)
+
+    def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
+        """Compile all variants of kernels that depend on a step's number of rows, for steps of up
+        to `max_rows` rows. Reads block 0 of `kv_layer`, writes nothing."""
+        self._heads(kv_layer)
+        self._kernels.warm_up(kv_layer, num_heads, max_rows)
 
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Writes `kv_layer`: stores token t's key and value in slot `slot_mapping[t]`; -1: skips
@@ -70,12 +92,24 @@ class Backend:
 
         k, v: [T, K, D], any strides. slot_mapping: [T], int; no slot twice.
         """
-        _check_kv_layer(kv_layer)
-        num_kv_heads, head_dim = kv_layer.shape[3:]
-        _check("k", k, kv_layer, (-1, num_kv_heads, head_dim))
-        _check("v", v, kv_layer, tuple(k.shape))
+        heads = self._heads(kv_layer)
+        _check("k", k, _beside(kv_layer, k), (-1, *heads))
+        _check("v", v, k, tuple(k.shape))
         _check_index("slot_mapping", slot_mapping, (k.shape[0],))
         self._kernels.store_kv(kv_layer, k, v, slot_mapping)
+
+    def clear_begun_blocks(self, kv: Tensor, slot_mapping: Tensor) -> None:
+        """Writes `kv`, on a backend whose kernels read whole blocks: zeroes, in all layers, each
+        block whose first slot is in `slot_mapping`. Otherwise nothing. A step calls it once, before
+        it stores: what the block's last owner left, perhaps NaN, is gone before attention reads it.
+
+        kv: the arena. slot_mapping: [T], int; as for `store_kv`.
+        """
+        if not _fits(kv, (-1, -1, 2, -1, -1, -1)):
+            raise ValueError(f"kv: {_shape(kv)} is not an arena")
+        _check_index("slot_mapping", slot_mapping, (-1,))
+        if self._kernels.reads_whole_blocks:
+            self._kernels.clear_begun_blocks(kv, slot_mapping)
 
     def paged_attention(
         self,
@@ -86,6 +120,8 @@ class Backend:
         context_lens: Tensor,
         scale: float,
         window: int | None = None,
+        *,
+        max_query_len: int,
     ) -> Tensor:
         """Computes causal attention of each row's new tokens over the row's context, which includes
         the new tokens.
@@ -99,12 +135,12 @@ class Backend:
         block `block_tables[b, p // block_size]`; table entries behind the row's context are not
         read. Query head h uses key/value head h // (H / K).
 
-        block_tables: [B, any], cu_query_lens: [B + 1], context_lens: [B], int. scale > 0. Result:
-        [T, H, D].
+        block_tables: [B, any], cu_query_lens: [B + 1], context_lens: [B], int. scale > 0.
+        max_query_len: the most new tokens of a row, known on the host: a launch never waits for the
+        device. If it is 1 and T = B, each row has one new token: a decode step. Result: [T, H, D].
         """
-        _check_kv_layer(kv_layer)
-        num_kv_heads, head_dim = kv_layer.shape[3:]
-        _check("q", q, kv_layer, (-1, -1, head_dim))
+        num_kv_heads, head_dim = self._heads(kv_layer)
+        _check("q", q, _beside(kv_layer, q), (-1, -1, head_dim))
         if q.shape[1] % num_kv_heads:
             raise ValueError(f"{num_kv_heads} kv heads do not divide {q.shape[1]} query heads")
         _check_index("context_lens", context_lens, (-1,))
@@ -115,8 +151,13 @@ class Backend:
             raise ValueError(f"scale: {scale} is not positive; the largest product scores highest")
         if window is not None and window < 1:
             raise ValueError(f"window: {window} is not positive; a query sees at least itself")
+        if q.shape[0] > num_rows * max_query_len:
+            raise ValueError(
+                f"max_query_len: {num_rows} rows of at most {max_query_len} tokens are fewer than "
+                f"{q.shape[0]} tokens"
+            )
         return self._kernels.paged_attention(
-            q, kv_layer, block_tables, cu_query_lens, context_lens, scale, window
+            q, kv_layer, block_tables, cu_query_lens, context_lens, scale, window, max_query_len
         )
 
     def copy_blocks(self, kv: Tensor, pairs: Tensor, source: Tensor | None = None) -> None:
@@ -172,6 +213,18 @@ class Backend:
         _check("up", up, gate, tuple(gate.shape))
         return self._kernels.silu_mul(gate, up)
 
+    def _heads(self, kv_layer: Tensor) -> tuple[int, int]:
+        """Return the number of heads and the head size of one layer of an arena."""
+        in_int8 = kv_layer.dtype == torch.int8
+        is_known = self.has_int8_kv if in_int8 else kv_layer.dtype in DTYPES
+        if not _fits(kv_layer, (-1, 2, -1, -1, -1)) or not is_known:
+            raise ValueError(
+                f"kv_layer: {_shape(kv_layer)} is not [num_blocks, 2, block_size, kv_heads, "
+                f"head_dim] of a dtype that backend {self.name!r} has"
+            )
+        num_kv_heads, width = kv_layer.shape[3:]
+        return num_kv_heads, width - int8_kv.SCALE_BYTES if in_int8 else width
+
 
 def _shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
@@ -199,8 +252,9 @@ def _check_index(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: {_shape(tensor)} is not an integer {list(shape)}")
 
 
-def _check_kv_layer(kv_layer: Tensor) -> None:
-    if not _fits(kv_layer, (-1, 2, -1, -1, -1)) or kv_layer.dtype not in DTYPES:
-        raise ValueError(
-            f"kv_layer: {_shape(kv_layer)} is not [num_blocks, 2, block_size, kv_heads, head_dim]"
-        )
+def _beside(kv_layer: Tensor, x: Tensor) -> Tensor:
+    """Return what has the dtype that queries, keys and values have beside `kv_layer`: any, if it is
+    in int8."""
+    if kv_layer.dtype == torch.int8 and x.device == kv_layer.device:
+        return x
+    return kv_layer

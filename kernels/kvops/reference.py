@@ -4,16 +4,30 @@ in fp32. It is written for clarity, not speed, and runs on every device."""
 import torch
 from torch import Tensor
 
+from kvops import int8_kv
+from kvops.kernels import Kernels
 
-class ReferenceKernels:
+
+class ReferenceKernels(Kernels):
     name = "reference"
+    has_int8_kv = True
+
+    def numerics(self) -> dict[str, str]:
+        return {"isa": torch.backends.cpu.get_cpu_capability()}
 
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         block_size = kv_layer.shape[2]
+        if kv_layer.dtype == torch.int8:
+            k, v = int8_kv.quantize(k), int8_kv.quantize(v)
         for token, slot in enumerate(slot_mapping.tolist()):
             if slot != -1:
                 kv_layer[slot // block_size, 0, slot % block_size] = k[token]
                 kv_layer[slot // block_size, 1, slot % block_size] = v[token]
+
+    def clear_begun_blocks(self, kv: Tensor, slot_mapping: Tensor) -> None:
+        for slot in slot_mapping.tolist():
+            if slot != -1 and slot % kv.shape[3] == 0:
+                kv[slot // kv.shape[3]] = 0
 
     def paged_attention(
         self,
@@ -24,6 +38,7 @@ class ReferenceKernels:
         context_lens: Tensor,
         scale: float,
         window: int | None,
+        max_query_len: int,
     ) -> Tensor:
         out = torch.empty_like(q)
         queries_per_kv = q.shape[1] // kv_layer.shape[3]
@@ -81,4 +96,7 @@ def _gather(kv_layer: Tensor, block_table: Tensor, context_len: int) -> tuple[Te
     block_size = kv_layer.shape[2]
     positions = torch.arange(context_len, device=kv_layer.device)
     blocks, offsets = block_table[positions // block_size].long(), positions % block_size
-    return kv_layer[blocks, 0, offsets].float(), kv_layer[blocks, 1, offsets].float()
+    keys, values = kv_layer[blocks, 0, offsets], kv_layer[blocks, 1, offsets]
+    if kv_layer.dtype == torch.int8:
+        return int8_kv.dequantize(keys), int8_kv.dequantize(values)
+    return keys.float(), values.float()

@@ -113,8 +113,10 @@ def _number_of_workers(text: str) -> tuple[str, int]:
 
 
 def _kernels(worker: Worker) -> str:
-    """The worker's backend, instruction set or GPU, dtype, and int8 if it is quantized."""
+    """The worker's backend, instruction set or GPU, dtype, and how weights and KV are quantized."""
     names = [worker.engine.get(key, "") for key in ("backend", "isa", "dtype", "quantize")]
+    if worker.engine.get("kv_dtype") == "int8":
+        names.append("kv-int8")
     return " ".join(name for name in names if name not in ("", "none"))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quire.cli.terminal import Commands, add_command, memory_size, positive
 from quire.supervisor import RUNS, ServeOptions, serve, stop_run
-from quire.supervisor.model_source import EMBEDDED, check_model, find_model
+from quire.supervisor.model_source import EMBEDDED, find_model
 from quire.supervisor.options import DEFAULT_GRPC_PORT, DEFAULT_HOST, DEFAULT_HTTP_PORT
 from quire.supervisor.run_directory import free_port
 
@@ -96,14 +96,25 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         help="run linears with 8-bit or 4-bit weights (groups of 64, 32 or 128 inputs) and 8-bit "
         "activations",
     )
+    group.add_argument(
+        "--kv-dtype",
+        choices=("auto", "int8"),
+        help="keys and values; default: auto, as --dtype; int8: half of bfloat16's memory",
+    )
     computing = group.add_mutually_exclusive_group()
     computing.add_argument(
         "--cpus",
         metavar="LIST",
-        help="CPUs that the workers share, such as 0-3,6; default: auto, all",
+        help="CPUs that the workers share, such as 0-3,6; default: auto, one of each core",
     )
     computing.add_argument(
         "--threads", type=positive, metavar="N", help="threads of each worker, on any CPU"
+    )
+    group.add_argument(
+        "--numa",
+        choices=("auto", "off"),
+        help="auto: on a host with several NUMA nodes, threads and memory of a worker are on nodes "
+        "of its own; off: all CPUs are one node; default: auto",
     )
     group.add_argument(
         "--max-gap-ms",
@@ -198,7 +209,6 @@ def run_down(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> ServeOptions:
     """The options of the run; each flag's destination is a field of `ServeOptions`."""
     model = find_model(args.model)
-    check_model(model)
     default_memory = EMBEDDED_POOL_MEMORY if args.model == EMBEDDED else None
     values = {field.name: getattr(args, field.name) for field in fields(ServeOptions)}
     values |= {

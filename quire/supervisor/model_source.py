@@ -42,15 +42,15 @@ def find_model(name: str) -> ModelSource:
     return ModelSource(name, _cached(name))
 
 
-def check_model(source: ModelSource) -> None:
-    """Raises ModelUnusable if the services would refuse the model's files.
+def check_model(directory: Path) -> None:
+    """Raises ModelUnusable if the services would refuse the model's files. Blocks the thread.
 
     A separate process, without PyTorch, reads the files. The embedded model needs no check.
     """
-    if source.directory == _EMBEDDED_DIRECTORY:
+    if directory == _EMBEDDED_DIRECTORY:
         return
     # -P: a directory `services` in the user's working directory must not hide Quire's package.
-    command = [sys.executable, "-P", "-m", "services.common.checkpoint", str(source.directory)]
+    command = [sys.executable, "-P", "-m", "services.common.checkpoint", str(directory)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         reason = done.stderr.strip() or f"the check of its files ended with {done.returncode}"

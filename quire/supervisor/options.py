@@ -37,7 +37,9 @@ class ServeOptions:
     backend: str | None = None
     isa: str | None = None
     quantize: str | None = None
+    kv_dtype: str | None = None
     cpus: str | None = None
+    numa: str | None = None
     max_gap_ms: float | None = None
     threads: int | None = None
     weights_cache: str | None = None

@@ -10,7 +10,7 @@ from quire.errors import QuireError, Unreachable
 from quire.sockets import living_sockets
 from quire.types import Model, Pool, Worker
 
-_POLL_S = 0.1
+_POLL_S = 0.05
 _REMIND_S = 10.0
 
 

@@ -11,6 +11,7 @@ from quire.supervisor import service, topology, valkey
 from quire.supervisor.banner import banner
 from quire.supervisor.child import Child, ChildSpec, ParentPipe, Stage
 from quire.supervisor.console import Console
+from quire.supervisor.model_source import check_model
 from quire.supervisor.options import ServeOptions
 from quire.supervisor.readiness import wait_until_serving
 from quire.supervisor.run_directory import RUNS, RunRecord, claim
@@ -61,8 +62,11 @@ class Supervisor:
     async def _bring_up(self) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        self._console.note(f"Quire starts {self._options.model_name} in {self._directory}")
+        # Valkey starts beside the check, because its start waits more than it computes.
+        checking = self._spawn(asyncio.to_thread(check_model, self._options.model))
         await self._start_store()
+        await checking
+        self._console.note(f"Quire starts {self._options.model_name} in {self._directory}")
         log_format = "console" if self._console.is_terminal else "json"
         for spec in topology.services(self._options, self._directory, log_format=log_format):
             self._start(spec)

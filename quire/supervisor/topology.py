@@ -22,8 +22,9 @@ STOP_GRACE_S = 15.0
 
 _WORKER_OPTIONS = (
     *("model", "model_name", "pool_memory", "swap_memory", "preemption", "block_size", "dtype"),
-    *("backend", "isa", "quantize", "cpus", "max_gap_ms", "threads", "weights_cache"),
-    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "park_window_s"),
+    *("backend", "isa", "quantize", "kv_dtype", "cpus", "numa", "threads"),
+    *("weights_cache", "max_gap_ms", "max_model_len", "max_num_seqs"),
+    *("max_num_batched_tokens", "park_window_s"),
 )
 """Options that are settings of a worker, with the same names."""
 

@@ -1,9 +1,9 @@
 """`python -m services.block_manager`: runs a block manager until SIGTERM."""
 
-from services.common.runtime.starting import end_on_signals
+from services.common.runtime.starting import begin_start
 
 if __name__ == "__main__":
-    end_on_signals()
+    begin_start()
 
 import asyncio
 import time

@@ -22,7 +22,7 @@ from services.decode.job import Job, State, living_of, take_outputs, ticket_of
 from services.decode.swapping import Swapping
 from services.decode.tables import blocks_in_no_table, check_detached
 from services.engine import messages
-from services.engine.engine import ForwardPass
+from services.engine.forward import ForwardPass
 from services.engine.messages import Advance, Removed, StepOutcome
 from services.engine.sequences.beam_group import group_class
 from services.protocol.messages import Failed, Generated, Reserved, Step
@@ -117,7 +117,8 @@ class DecodeWorker(PoolWorker):
             self._drop(job, index)
 
     def hand_over(self, session: Session, request_id: str, attempt: int) -> None:
-        """Detach a request after the step in flight and requeue it, unless it ends before."""
+        """Detach a request once its steps in flight are retired, and requeue it, unless it ends
+        before."""
         job = self._jobs.get(session, request_id, attempt)
         if job and job.state in (State.CLAIMING, State.RUNNING):
             self._end(job, HANDED_OVER)
@@ -282,7 +283,7 @@ class DecodeWorker(PoolWorker):
     def _retire(self, job: Job, removed: Removed) -> None:
         """Continue the early end of a group that the engine has removed."""
         ticket = replace(ticket_of(job), sequences=removed.sequences, beams=removed.beams)
-        # Without sequences: the last one ended in the step in flight.
+        # Without sequences: the last one ended in a step that was in flight.
         ending = job.ending if removed.sequences else ABORTED
         assert ending is not None
         self._leave(job, ticket, ending)

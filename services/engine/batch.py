@@ -8,6 +8,9 @@ from services.engine.sampling.adjustment import Adjustment
 from services.protocol.logprobs import Logprobs
 from services.protocol.ticket import SamplingParams
 
+UNKNOWN_TOKEN = 0
+"""Stands in a row for a token that the host does not know yet: see `Row.drawn_by`."""
+
 Wait = Callable[[float], object]
 """Waits for the given seconds; returns earlier if a group is waiting for its first step."""
 
@@ -57,6 +60,8 @@ class Row:
     stored (slot -1): they are in adopted blocks. `draws` is empty if the row ends before its
     sequence does. It has several draws, equal but for the index, if several sequences of a group
     begin with these tokens. `scoring` is None if the request asks for no prompt logprobs.
+    `drawn_by`: the index of a row in the step launched before. That row draws this row's one token,
+    and is not retired yet; `token_ids` has `UNKNOWN_TOKEN` instead. None: all tokens are known.
     """
 
     token_ids: Sequence[int]
@@ -65,6 +70,7 @@ class Row:
     store_from: int = 0
     draws: tuple[Draw, ...] = ()
     scoring: Scoring | None = None
+    drawn_by: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,11 @@ class Query:
     token: Draw | int
     position: int
     num_top: int | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the answer is the argmax of the unadjusted logits, without logprobs."""
+        return self.num_top is None and isinstance(self.token, Draw) and self.token.is_plain
 
 
 @dataclass(frozen=True, slots=True)

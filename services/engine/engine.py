@@ -1,11 +1,22 @@
-"""The engine: runs sequence groups, one forward pass a step, and reports tokens and full blocks."""
+"""The engine: runs sequence groups, one forward pass a step, and reports tokens and full blocks.
+
+A step is launched, and retired when the device has computed it. Tokens, stamps and freed blocks
+appear when the step is retired. Until then its groups keep their blocks: a command that takes a
+group or a sequence out of the engine waits.
+
+See ADR 115.
+"""
 
 import time
+from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from dataclasses import dataclass
+from itertools import chain
 
 from services.common.pool.stamps import Stamps
-from services.engine.batch import Fault, Row, RowOutput, RowResult, Wait
+from services.engine.batch import Fault, Wait
+from services.engine.forward import Flight, ForwardPass
 from services.engine.messages import (
     AbortSequence,
     AddBlocks,
@@ -23,23 +34,14 @@ from services.engine.scheduler import ScheduledSequence, Scheduler
 from services.engine.sequences.group import Group
 
 
-class ForwardPass(Protocol):
-    """The computation of a step: a runner, perhaps behind a fence guard or on shared CPUs."""
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that the device computes. `groups`: all groups whose blocks it reads or writes."""
 
-    def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
-        """Copy blocks within the arena before the next `run`; a pair is (source, target)."""
-
-    def run(self, rows: Seq[Row], num_waiting: int = 0) -> Seq[RowResult]:
-        """Compute and store the KV of the rows; return one result per row.
-
-        `num_waiting`: how many more sequences could run, but wait for a later step.
-        """
-
-    def yield_device(self, wait: Wait) -> None:
-        """Leave the device to other workers after a step; call `wait` to wait meanwhile."""
-
-    def on_idle(self) -> None:
-        """Called when there is nothing to compute until the next `run`."""
+    flight: Flight
+    batch: Seq[ScheduledSequence]
+    groups: Mapping[str, Group]
+    began: float
 
 
 class Engine:
@@ -64,55 +66,82 @@ class Engine:
         self._stamps = stamps
         self._one_token = one_token
         self._look_ahead = 1 if one_token else look_ahead
-        self._aborted: dict[str, Group] = {}
-        """Groups that lost a sequence by `AbortSequence`; the next step reports freed blocks."""
+        self._launched: deque[LaunchedStep] = deque()
+        self._retired_at = 0.0
+        self._changed: dict[str, Group] = {}
+        """Groups of retired rows, and those that lost a sequence: to be reported."""
+        self._deferred: list[Command] = []
+        """Commands that wait until their groups are not in flight."""
         self._batching_delay = PrefillBatchingDelay(scheduler.budget)
 
     def delay_s(self, waited_s: float) -> float:
         """How long the thread may wait for further commands before the next step, which has been
-        delayed by `waited_s` already; 0: not at all. Decode steps never wait."""
-        if not self._one_token:
+        delayed by `waited_s` already; 0: not at all. Decode steps never wait, and no step does
+        while another is in flight."""
+        if not self._one_token or self._launched:
             return 0.0
         return self._batching_delay.delay_s(self._scheduler.num_uncomputed, waited_s)
 
     def step(self, commands: Seq[Command] = ()) -> StepOutcome:
-        """Apply the commands, run one batch, and report what it did to each group."""
-        began = time.perf_counter()
+        """Apply the commands, launch a step, retire what is due, and report what happened to each
+        group."""
         removed = self.apply(commands)
-        self._copy()
-        batch = self._scheduler.next_batch()
-        rows = [one.sequence.row(one.num_tokens) for one in batch]
-        results = self._compute(rows, self._scheduler.num_runnable - len(rows))
-        advances, failed = self._apply_results(batch, results)
-        num_tokens, duration_s = sum(one.num_tokens for one in batch), time.perf_counter() - began
-        self._batching_delay.observe(num_tokens, duration_s)
-        return StepOutcome(advances, failed, removed, num_tokens, duration_s)
+        launched = self._launch()
+        retired = [self._retire(step) for step in self._take_due(launched)]
+        return self._report(removed, retired, is_busy=launched or bool(retired))
+
+    def settle(self) -> None:
+        """Wait until the device computes nothing any more, and drop the results. No step may be
+        launched after this."""
+        if self._launched:
+            self._launched[-1].flight.result()
 
     def yield_device(self, wait: Wait) -> None:
         """Leave the device to other workers between two steps. The thread calls this once the
         outcome of the last step is on its way to the event loop."""
         self._forward.yield_device(wait)
 
-    def _copy(self) -> None:
-        """Copy each block that several sequences share and one is about to write (law 4)."""
-        if pairs := self._scheduler.place_spares(self._look_ahead):
-            self._forward.copy_blocks(pairs)
+    def _launch(self) -> bool:
+        """Launch the next step, if there is anything to copy or to compute: first the copies of
+        each block that several sequences share and one is about to write (law 4)."""
+        began = time.perf_counter()
+        copied = self._scheduler.place_spares(self._look_ahead)
+        batch = self._scheduler.next_batch()
+        if not batch and not copied:
+            if not self._launched:
+                self._forward.on_idle()
+            return False
+        num_waiting = self._scheduler.num_runnable - len(batch)
+        rows = [one.sequence.launch(one.num_tokens, place) for place, one in enumerate(batch)]
+        pairs = list(chain.from_iterable(pairs for _, pairs in copied))
+        flight = self._forward.launch(rows, pairs, num_waiting)
+        groups = {group.key: group for group, _ in copied}
+        groups |= {one.group.key: one.group for one in batch}
+        for group in groups.values():
+            group.num_flights += 1
+        self._launched.append(LaunchedStep(flight, batch, groups, began))
+        return True
 
-    def _compute(self, rows: Seq[Row], num_waiting: int) -> Seq[RowResult]:
-        if rows:
-            return self._forward.run(rows, num_waiting)
-        self._forward.on_idle()
-        return ()
+    def _take_due(self, launched: bool) -> list[LaunchedStep]:
+        """The steps to retire now: all, but for the one that was just launched and goes on."""
+        steps = self._launched
+        num_kept = launched and not steps[-1].flight.is_complete
+        return [steps.popleft() for _ in range(len(steps) - num_kept)]
 
     def apply(self, commands: Seq[Command]) -> tuple[Removed, ...]:
         """Apply commands between two steps; no later step touches what they removed.
 
         Returns the removed groups. Commands for a group that the engine no longer has do nothing.
+        A command that ends a group in flight, or a sequence of it, pauses the group and is applied
+        once its flights are retired.
         """
         removed = []
+        commands, self._deferred = [*self._deferred, *commands], []
         for command in commands:
             if isinstance(command, Admit):
                 command.group.is_started = command.is_started
+                if self._one_token:
+                    command.group.stop_after_draws()
                 self._scheduler.add(command.group)
                 continue
             group = self._scheduler.get(command.key)
@@ -123,8 +152,14 @@ class Engine:
                     group.is_started = True
                 case AddBlocks():
                     group.add_blocks(command.block_ids)
-                case AbortSequence() if group.abort_sequence(command.index):
-                    self._aborted[group.key] = group
+                case AbortSequence() | Remove() if group.num_flights:
+                    group.is_paused = True
+                    self._deferred.append(command)
+                case AbortSequence():
+                    group.is_paused = False
+                    if not group.abort_sequence(command.index):
+                        continue
+                    self._changed[group.key] = group
                     if not group.sequences and not group.stopped:
                         removed.append(self._remove(group))
                 case Remove():
@@ -133,23 +168,44 @@ class Engine:
 
     def _remove(self, group: Group) -> Removed:
         self._scheduler.remove(group.key)
-        self._aborted.pop(group.key, None)
+        self._changed.pop(group.key, None)
         return Removed(group.key, group.ticket_sequences(), group.beams)
 
-    def _apply_results(
-        self, batch: Seq[ScheduledSequence], results: Seq[RowResult]
-    ) -> tuple[tuple[Advance, ...], tuple[FailedGroup, ...]]:
-        changed, self._aborted = self._aborted, {}
-        faults: dict[str, Fault] = {}
-        for one, result in zip(batch, results, strict=True):
-            group = changed[one.group.key] = one.group
-            if isinstance(result, Fault):
-                faults[group.key] = result
-            else:
-                output = result if isinstance(result, RowOutput) else RowOutput(result)
-                group.advance(one.sequence, one.num_tokens, output, one_token=self._one_token)
-        failed = [self._fail_group(changed.pop(key), fault) for key, fault in faults.items()]
-        return tuple(self._advance(group) for group in changed.values()), tuple(failed)
+    def _retire(self, step: LaunchedStep) -> tuple[int, float]:
+        """Wait for a step and apply its results. Returns its number of tokens and its duration."""
+        results = step.flight.result()
+        for group in step.groups.values():
+            group.num_flights -= 1
+        for one, result in zip(step.batch, results, strict=True):
+            one.group.retire(one.sequence, one.num_tokens, result)
+            self._changed[one.group.key] = one.group
+        began, self._retired_at = max(step.began, self._retired_at), time.perf_counter()
+        num_tokens = sum(one.num_tokens for one in step.batch)
+        self._batching_delay.observe(num_tokens, self._retired_at - began)
+        return num_tokens, self._retired_at - began
+
+    def _report(
+        self, removed: tuple[Removed, ...], retired: Seq[tuple[int, float]], *, is_busy: bool
+    ) -> StepOutcome:
+        """Report the changed groups. The end of a group in flight, by itself or by a fault, is
+        reported later: once no flight touches its blocks."""
+        changed, self._changed = self._changed, {}
+        advances, failed = [], []
+        for group in changed.values():
+            if group.num_flights and (group.fault or not group.sequences):
+                self._changed[group.key] = group
+            if group.fault is None:
+                advances.append(self._advance(group))
+            elif not group.num_flights:
+                failed.append(self._fail_group(group, group.fault))
+        return StepOutcome(
+            tuple(advances),
+            tuple(failed),
+            removed,
+            num_tokens=sum(num_tokens for num_tokens, _ in retired),
+            duration_s=sum(duration_s for _, duration_s in retired),
+            is_busy=is_busy,
+        )
 
     def _fail_group(self, group: Group, fault: Fault) -> FailedGroup:
         """Drop a group whose row failed, and reset the stamps of its full blocks, so that no
@@ -160,9 +216,10 @@ class Engine:
         return FailedGroup(group.key, fault, blocks)
 
     def _advance(self, group: Group) -> Advance:
-        """Stamp the blocks that a group has completed, and report what it did."""
+        """Stamp the blocks that a group has completed, and report what it did. A group without
+        sequences leaves the engine, unless it is in flight."""
         remaining = None
-        if not group.sequences:
+        if not group.sequences and not group.num_flights:
             self._scheduler.remove(group.key)
             remaining = group.ticket_sequences()
         wanted_blocks = group.total_wanted(self._look_ahead)

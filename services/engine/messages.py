@@ -38,8 +38,8 @@ class AddBlocks:
 
 @dataclass(frozen=True, slots=True)
 class AbortSequence:
-    """End one sequence of a group after the step in flight, if it is there. The end of the last one
-    removes the group, which `Removed` reports. Beams cannot be ended."""
+    """End one sequence of a group, if it is there, once its steps in flight are retired. The end of
+    the last one removes the group, which `Removed` reports. Beams cannot be ended."""
 
     key: str
     index: int
@@ -47,7 +47,8 @@ class AbortSequence:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Remove a group after the step in flight. `Removed` is the answer if the engine has it."""
+    """Remove a group once its steps in flight are retired. `Removed` is the answer if the engine
+    still has it then."""
 
     key: str
 
@@ -57,14 +58,15 @@ Command = Admit | Start | AddBlocks | AbortSequence | Remove
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """What one step did for one group.
+    """The progress of one group in the retired step, or in two steps retired together.
 
-    `tokens`: the drawn tokens, at most one per sequence. `completed`: (block id, prefix hash) of
-    blocks to commit; after that, `freed`: blocks to give back to the pool. `wanted_blocks`: how
-    many blocks the holder should have acquired in total by now; 0 if it has enough. `remaining`:
-    None while the group runs on; otherwise the engine has dropped the group, and these sequences
-    continue at another worker. `prompt_logprobs`: those of the prompt's next tokens, if asked for.
-    `beams`: the state of a beam search. `hypotheses`: its best ones, in its last step.
+    `tokens`: the drawn tokens, at most one per sequence and step. `completed`: (block id, prefix
+    hash) of blocks to commit; after that, `freed`: blocks to give back to the pool.
+    `wanted_blocks`: how many blocks the holder should have acquired in total by now; 0 if it has
+    enough. `remaining`: None while the group runs on; otherwise the engine has dropped the group,
+    and these sequences continue at another worker. `prompt_logprobs`: those of the prompt's next
+    tokens, if asked for. `beams`: the state of a beam search. `hypotheses`: its best ones, in its
+    last step.
     """
 
     key: str
@@ -104,15 +106,17 @@ class FailedGroup:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The outcome of one step, which computed `num_tokens` tokens in `duration_s`."""
+    """Everything that the engine reports at once. The retired steps computed `num_tokens` tokens in
+    `duration_s`. `is_busy`: a step was launched or retired, so the next one may have work."""
 
     advances: tuple[Advance, ...] = ()
     failed: tuple[FailedGroup, ...] = ()
     removed: tuple[Removed, ...] = ()
     num_tokens: int = 0
     duration_s: float = 0.0
+    is_busy: bool = False
 
     @property
     def has_results(self) -> bool:
         """Whether the outcome has anything for the event loop."""
-        return bool(self.num_tokens or self.removed or self.advances)
+        return bool(self.num_tokens or self.removed or self.advances or self.failed)

@@ -1,7 +1,7 @@
 """The pool's arena as a tensor: a file that all workers of the host map, or memory of one process.
 
-An arena on a GPU is private to its process for now: sharing it needs CUDA IPC, which is not
-implemented. So prefill and decode on a GPU run in one process.
+An arena on a GPU is private to its process for now: sharing it between workers is not implemented,
+and no worker uses one. It has run on no GPU yet.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,18 @@ import torch
 
 from kvops import Backend
 from services.common.errors import StartupError
-from services.common.pool.layout import Dtype, PoolLayout
+from services.common.pool.layout import KVDtype, PoolLayout
 from services.common.pool.sizing import format_size
 
-DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES: dict[KVDtype, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
 
 
 class KVPool:
-    """The arena `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, writable.
+    """The arena `[num_blocks, *layout.block_shape]`, writable.
 
     The constructor maps a shared file; `private` allocates memory of this process.
     """

@@ -41,10 +41,12 @@ class Scheduler:
     def get(self, key: str) -> Group | None:
         return self._groups.get(key)
 
-    def place_spares(self, look_ahead: int) -> list[tuple[int, int]]:
-        """Give spare blocks to the sequences of all groups; return the (source, target) pairs of
-        blocks to copy before the next step."""
-        return [pair for group in self._groups.values() for pair in group.place_spares(look_ahead)]
+    def place_spares(self, look_ahead: int) -> list[tuple[Group, list[tuple[int, int]]]]:
+        """Give spare blocks to the sequences of all groups. Returns the groups that need copies
+        before they write, with the (source, target) pairs of blocks."""
+        groups = [group for group in self._groups.values() if not group.is_paused]
+        placed = [(group, group.place_spares(look_ahead)) for group in groups]
+        return [(group, pairs) for group, pairs in placed if pairs]
 
     @property
     def num_uncomputed(self) -> int:

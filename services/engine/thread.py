@@ -12,11 +12,12 @@ from services.engine.messages import Admit, Command, Start, StepOutcome
 
 
 class EngineThread:
-    """Runs the engine's steps in a thread of its own; waits for commands while nothing can run.
+    """Runs the engine's steps in a thread of its own; waits for commands while nothing can run and
+    nothing is in flight.
 
     `on_outcome` and `on_failure` are called in `loop`, outcomes in the order of the steps. Groups
     removed before a step are reported before it, so that their release does not wait for the step.
-    After a failure the thread ends: the blocks of the step in flight are in an unknown state, so
+    After a failure the thread ends: the blocks of the steps in flight are in an unknown state, so
     the worker has to end too.
     """
 
@@ -32,7 +33,8 @@ class EngineThread:
         self._on_outcome = on_outcome
         self._on_failure = on_failure
         self.step_in_flight: int | None = None
-        """The number of the step that runs now, from 1; None between steps."""
+        """The number of the step that runs now, from 1; 0: the thread ends and waits for the steps
+        in flight; None between steps."""
         self._unsent: list[Command] = []
         self._inbox: queue.SimpleQueue[Seq[Command] | None] = queue.SimpleQueue()
         self._new_groups = threading.Event()  # set while the inbox may hold groups to begin
@@ -55,26 +57,34 @@ class EngineThread:
                 self._new_groups.set()
 
     def stop(self) -> None:
-        """End the thread after the step in flight; commands that it has not taken are dropped."""
+        """End the thread once no step is in flight; commands that it has not taken are dropped."""
         self._inbox.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         try:
-            busy, number = False, 0
-            while (commands := self._take(wait=not busy)) is not None:
-                self.step_in_flight = number = number + 1
-                self._apply(commands)
-                if not self._wait_for_more():
-                    return
-                outcome = self._engine.step()
+            try:
+                self._run_steps()
+            finally:
+                self.step_in_flight = 0
+                self._engine.settle()  # the device writes no block after the thread's end
                 self.step_in_flight = None
-                busy = outcome.num_tokens > 0
-                self._send_outcome(outcome)
-                if busy and not self._new_groups.is_set():
-                    self._engine.yield_device(self._new_groups.wait)
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._on_failure, error)
+
+    def _run_steps(self) -> None:
+        busy, number = False, 0
+        while (commands := self._take(wait=not busy)) is not None:
+            self.step_in_flight = number = number + 1
+            self._apply(commands)
+            if not self._wait_for_more():
+                return
+            outcome = self._engine.step()
+            self.step_in_flight = None
+            busy = outcome.is_busy
+            self._send_outcome(outcome)
+            if busy and not self._new_groups.is_set():
+                self._engine.yield_device(self._new_groups.wait)
 
     def _apply(self, commands: Seq[Command]) -> None:
         self._send_outcome(StepOutcome(removed=self._engine.apply(commands)))

@@ -1,9 +1,9 @@
 """`python -m services.gateway`: runs a gateway."""
 
-from services.common.runtime.starting import end_on_signals
+from services.common.runtime.starting import begin_start
 
 if __name__ == "__main__":
-    end_on_signals()
+    begin_start()
 
 from services.common.runtime.process import run_service
 from services.gateway.config import GatewaySettings

@@ -51,6 +51,7 @@ class Gateway:
         """See `Generator.generate`. Also raises Unavailable if the request lost its workers too
         often, Overloaded if the client reads too slowly, BlockStoreError if the block store does
         not answer."""
+        self._pacer.hold()
         name = request.request_id or f"gen-{secrets.token_hex(12)}"
         try:
             check_identity(request)

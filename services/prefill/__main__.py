@@ -1,9 +1,9 @@
 """`python -m services.prefill`: a prefill worker."""
 
-from services.common.runtime.starting import end_on_signals
+from services.common.runtime.starting import begin_start
 
 if __name__ == "__main__":
-    end_on_signals()
+    begin_start()
 
 from services.common.runtime.process import run_service
 from services.prefill.config import PrefillSettings

@@ -11,7 +11,7 @@ from blockstore.store import BlockStore
 from services.common.errors import InvalidRequest
 from services.common.runtime.metrics import WorkerMetrics
 from services.engine import messages
-from services.engine.engine import ForwardPass
+from services.engine.forward import ForwardPass
 from services.engine.messages import Advance, StepOutcome
 from services.engine.sequences.beam_group import group_class
 from services.engine.sequences.block_keys import BlockKeys, num_blocks_for

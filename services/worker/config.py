@@ -8,6 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from services.common.checkpoint.quantization import Quantization
 from services.common.errors import StartupError
+from services.common.numa.topology import parse_cpus
 from services.common.pool.sizing import check_capacity, parse_size
 from services.common.runtime.config import PoolServiceSettings
 from services.common.text.model_config import ModelConfig
@@ -23,7 +24,12 @@ class WorkerSettings(PoolServiceSettings):
     model: Path = Field(description="checkpoint directory in Hugging Face format, or a GGUF file")
     model_name: str = Field("", description="name that clients use; default: the directory's")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="of weights, activations and KV; auto: as in the checkpoint"
+        "auto", description="of weights and activations; auto: as in the checkpoint"
+    )
+    kv_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="of keys and values; auto: as dtype; int8: with a scale for each head of a "
+        "position",
     )
     quantize: Quantization | None = Field(
         None,
@@ -56,11 +62,15 @@ class WorkerSettings(PoolServiceSettings):
     preemption: Literal["auto", "swap", "recompute"] = Field(
         "auto", description="how requests are preempted; auto: swap where that costs less"
     )
-    num_expected_workers: int = Field(
-        1, ge=1, description="workers that this host's memory has to hold"
-    )
+    num_expected_workers: int = Field(1, ge=1, description="workers that this host has to hold")
     cpus: str = Field(
-        "auto", description="CPUs that this host's workers divide, e.g. 0-3,6; auto: all"
+        "auto",
+        description="CPUs that this host's workers divide, e.g. 0-3,6; auto: one of each core",
+    )
+    numa: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: with several NUMA nodes, threads and memory of a worker are on nodes of "
+        "its own; off: all CPUs are one node",
     )
     max_gap_ms: float = Field(
         100.0,
@@ -70,6 +80,13 @@ class WorkerSettings(PoolServiceSettings):
     )
     threads: int | None = Field(
         None, ge=1, description="threads that compute, on any CPU; none: this worker's part of cpus"
+    )
+    nice: int = Field(
+        5,
+        ge=0,
+        le=19,
+        description="added to the niceness of the worker's threads: while CPUs are short, gateway "
+        "and block store get one sooner",
     )
     max_model_len: int | None = Field(
         None, ge=2, description="longest prompt + generation; none: the model's context"
@@ -121,8 +138,13 @@ class WorkerSettings(PoolServiceSettings):
 
     @property
     def divided_cpus(self) -> tuple[int, ...]:
-        """CPUs that workers divide among themselves; empty if `threads` is set."""
+        """CPUs that workers may divide among themselves; empty if `threads` is set."""
         return () if self.threads else _parse_cpus(self.cpus)
+
+    @property
+    def divides_cpus(self) -> bool:
+        """Whether the worker divides the host's CPUs with others, and lends and borrows them."""
+        return self.backend == "cpu" and not self.threads
 
     @property
     def num_threads(self) -> int | None:
@@ -171,8 +193,7 @@ def _parse_cpus(text: str) -> tuple[int, ...]:
     if text == "auto":
         return tuple(sorted(usable))
     try:
-        ranges = [[int(end) for end in part.split("-", 1)] for part in text.split(",")]
-        cpus = {cpu for ends in ranges for cpu in range(ends[0], ends[-1] + 1)}
+        cpus = parse_cpus(text)
     except ValueError:
         raise ValueError(f"{text!r} is neither auto nor a list of CPUs such as 0-3,6") from None
     if not cpus or not cpus <= usable:

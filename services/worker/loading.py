@@ -1,6 +1,7 @@
 """Loads the model that the settings name, and derives the pool's layout and the worker's limits."""
 
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,7 +11,7 @@ from kvops.native import Lane
 from services.common.checkpoint.check import check_format
 from services.common.checkpoint.weights import weight_files
 from services.common.errors import StartupError
-from services.common.pool.layout import Dtype, PoolLayout
+from services.common.pool.layout import Dtype, KVDtype, PoolLayout
 from services.common.pool.sizing import MemoryPlan
 from services.common.text.model_config import ModelConfig
 from services.common.text.tokenizer import tokenizer_file
@@ -22,6 +23,7 @@ from services.engine.weights.kinds import kind_of
 from services.engine.weights.packed_file import Progress
 from services.worker.config import WorkerSettings
 from services.worker.cpu.instruction_set import measured_isa
+from services.worker.cpu.place import Place
 from services.worker.pool_worker import Limits
 
 
@@ -36,46 +38,60 @@ class LoadedModel:
     engine: dict[str, str]
 
 
-def load(settings: WorkerSettings, progress: Progress) -> LoadedModel:
+def load(settings: WorkerSettings, progress: Progress, place: Place | None = None) -> LoadedModel:
     """Load the model. Blocks the thread until the weights are read, and calls `progress` several
-    times a second, which may raise to stop the load. Raises StartupError."""
+    times a second, which may raise to stop the load. Raises StartupError.
+
+    `place`: None if the worker divides no CPUs with others.
+    """
     check_format(settings.model)
     config = ModelConfig.from_directory(settings.model)
     tokenizer_file(settings.model)  # raises without a tokenizer: gateways would not serve the model
     name = _dtype(settings, config)
     dtype = DTYPES[name]
+    kv_dtype: KVDtype = name if settings.kv_dtype == "auto" else settings.kv_dtype
     try:
         backend = kvops.backend(settings.backend, chosen_isa(settings, config, progress))
-    except kvops.BackendUnavailable as error:
+        backend.check_layout(settings.block_size, config.head_dim, DTYPES[kv_dtype])
+    except (kvops.BackendUnavailable, ValueError) as error:
         raise StartupError(str(error)) from error
+    if backend.device != "cpu":
+        raise StartupError(
+            f"backend {backend.name!r} computes on a GPU, and workers keep model and pool in the "
+            "memory of the host so far: choose the backend 'cpu'"
+        )
     if backend.native is not None:
-        backend.native.assign([Lane()] * (settings.threads or len(settings.divided_cpus)))
-    model = load_model(
-        settings.model,
-        dtype,
-        backend,
-        quantize=settings.quantize,
-        cache=settings.weights_cache,
-        progress=progress,
-    )
-    numerics = {**backend.numerics(dtype), "quantize": _quantized(settings, config) or "none"}
+        num_cpus = place.num_cpus if place else len(settings.divided_cpus)
+        backend.native.assign([Lane()] * (settings.threads or num_cpus))
+    with place.weights.interleaved() if place else nullcontext():
+        model = load_model(
+            settings.model,
+            dtype,
+            backend,
+            device=backend.device,
+            quantize=settings.quantize,
+            cache=place.weights_cache(settings.weights_cache) if place else settings.weights_cache,
+            progress=progress,
+        )
+    kinds = {"quantize": _quantized(settings, config) or "none", "kv_dtype": kv_dtype}
+    numerics = {**backend.numerics(dtype), **kinds}
     layout = PoolLayout(
         model=settings.served_name,
         fingerprint=fingerprint(config, model.weights_digest, dtype, settings.block_size, numerics),
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        dtype=name,
+        dtype=kv_dtype,
         block_size=settings.block_size,
     )
     return LoadedModel(
         model,
         layout,
         limits=_limits(settings, config),
-        plan=_plan(settings, config, dtype),
+        plan=replace(_plan(settings, config, dtype), arena=place.arena if place else None),
         swap_bytes=settings.swap_bytes,
         ops=backend,
-        engine={**backend.describe(dtype), "quantize": numerics["quantize"]},
+        engine={**backend.describe(dtype), **kinds},
     )
 
 

@@ -29,6 +29,7 @@ from blockstore.errors import (
 from blockstore.records import PoolSpec
 from blockstore.store import BlockStore
 from services.common.errors import StartupError
+from services.common.numa.policy import InterleavePolicy
 from services.common.pool.allotment import WATERMARK
 from services.common.pool.arena import complete_file, make_file, missing_bytes
 from services.common.pool.directory import (
@@ -163,11 +164,13 @@ async def join(
             raise
 
 
-async def join_swap_pool(own: Membership, num_bytes: int) -> Membership:
+async def join_swap_pool(
+    own: Membership, num_bytes: int, arena: InterleavePolicy | None = None
+) -> Membership:
     """Join the swap pool of the pool of `own`, or make it with `num_bytes`. Like any pool it has a
     directory, locks and a ledger, and its last worker removes it. Raises as `join` does."""
     root, header = own.directory.path.parent, own.header
-    plan = MemoryPlan(pool_bytes=num_bytes)
+    plan = MemoryPlan(pool_bytes=num_bytes, arena=arena)
     layout = replace(header.layout, model=f"{header.layout.model}-swap")
     try:
         return await join(
@@ -234,7 +237,7 @@ def _make(
         colder_of=colder_of,
     )
     with new_directory(root, header.pool_id) as directory:
-        make_file(directory.kv, header.arena_bytes)
+        make_file(directory.kv, header.arena_bytes, plan.arena)
         make_file(directory.stamps, num_blocks * stamp_bytes)
         header.write(directory.header)
     return PoolDirectory(root / header.pool_id)

@@ -14,7 +14,8 @@ from services.common.pool.allotment import LOOK_AHEAD
 from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import WorkerMetrics
 from services.common.runtime.ticks import until_tick
-from services.engine.engine import Engine, ForwardPass
+from services.engine.engine import Engine
+from services.engine.forward import ForwardPass
 from services.engine.messages import FailedGroup, Start, StepOutcome
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.sequence import Rules

@@ -21,10 +21,10 @@ from services.common.runtime.logging import get_logger
 from services.common.runtime.metrics import WorkerMetrics
 from services.common.runtime.secret import deployment_secret
 from services.common.runtime.ticks import until_tick
-from services.engine.engine import ForwardPass
+from services.engine.forward import ForwardPass
 from services.engine.runner import Runner
 from services.worker.config import WorkerSettings
-from services.worker.cpu.board import CpuBoard
+from services.worker.cpu.place import Place, take_place
 from services.worker.cpu.sharing import SharedCpus
 from services.worker.liveness.fence_guard import FenceGuard, GuardedForward
 from services.worker.liveness.registration import Registration
@@ -37,7 +37,7 @@ from services.worker.swap.pool import SwapPool
 # The next three add up to less than ENDING_S (services.common.runtime.config), the time for all
 # that follows the grace period of the running requests.
 _REQUEUE_LIMIT_S = 2.0
-"""How long the step in flight and the releases after it may take once the grace period is over."""
+"""How long the steps in flight and the releases after it may take once the grace period is over."""
 
 _FAREWELL_S = 0.1
 """How long the server waits, after all requests have ended, until its last messages are sent."""
@@ -71,12 +71,14 @@ class WorkerRole:
 
 
 class WorkerProcess:
-    """Runs one worker after another in this process; only the loaded model outlives a worker."""
+    """Runs one worker after another in this process; only the place on the host and the loaded
+    model outlive a worker."""
 
     def __init__(self, role: WorkerRole, settings: WorkerSettings, stop: asyncio.Event) -> None:
         self._role = role
         self._settings = settings
         self._stop = stop
+        self._place: Place | None = None
         self._loaded: LoadedModel | None = None
 
     async def serve(self, registration: Registration) -> None:
@@ -87,6 +89,8 @@ class WorkerProcess:
         and its locks are dropped.
         """
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        if self._place is None and self._settings.divides_cpus:
+            self._place = take_place(self._settings, registration.worker_id)
         loaded = self._loaded = self._loaded or await self._load()
         if loaded is None:
             return
@@ -107,7 +111,9 @@ class WorkerProcess:
             metrics = WorkerMetrics(registry)
             memberships, swap_membership, swap_pool = [membership], None, None
             if loaded.swap_bytes is not None:
-                swap_membership = await join_swap_pool(membership, loaded.swap_bytes)
+                swap_membership = await join_swap_pool(
+                    membership, loaded.swap_bytes, loaded.plan.arena
+                )
                 stack.callback(swap_membership.close)
                 memberships.insert(0, swap_membership)
             fence_guard = FenceGuard([one.lock for one in memberships])
@@ -118,7 +124,9 @@ class WorkerProcess:
                 stack.callback(swap_pool.close)
             runner = Runner(loaded.model, membership.pool.kv, loaded.layout.block_size, loaded.ops)
             await asyncio.to_thread(runner.warm_up, _NUM_WARM_UP_TOKENS)
-            forward = _share_cpus(runner, loaded, settings, worker_id, stack)
+            shape = loaded.model.config.num_heads, loaded.limits.max_num_seqs
+            await asyncio.to_thread(loaded.ops.warm_up, membership.pool.kv[:, 0], *shape)
+            forward = _share_cpus(runner, loaded, settings, self._place, stack)
             guarded = GuardedForward(forward, fence_guard)
             worker = role.make(store, membership, guarded, loaded.limits, metrics, swap_pool)
             watching = asyncio.create_task(watch_steps(worker.engine, settings.step_limit_s))
@@ -152,7 +160,7 @@ class WorkerProcess:
                 raise _Stopped
 
         with suppress(_Stopped):
-            loaded = await asyncio.to_thread(load, self._settings, progress)
+            loaded = await asyncio.to_thread(load, self._settings, progress, self._place)
             gc.collect()
             gc.freeze()  # otherwise each full collection visits torch's objects: a 0.1 s stall
             log.info("model_loaded", model=loaded.layout.model, **loaded.engine)
@@ -187,17 +195,16 @@ def _share_cpus(
     runner: Runner,
     loaded: LoadedModel,
     settings: WorkerSettings,
-    worker_id: str,
+    place: Place | None,
     stack: AsyncExitStack,
 ) -> ForwardPass:
     """The forward pass on the worker's part of the host's CPUs, if the worker shares them."""
-    native, cpus = loaded.ops.native, settings.divided_cpus
-    if native is None or not cpus:
+    native = loaded.ops.native
+    if native is None or place is None:
         return runner
-    cpu_board = CpuBoard(settings.pool_root / "board")
-    stack.callback(cpu_board.leave)
-    own = cpu_board.take_entry(settings.service, worker_id)
-    return SharedCpus(runner, native, cpu_board, own, cpus, settings.max_gap_ms / 1000)
+    stack.callback(place.cpu_board.set_backlog, 0)  # the engine may end in the middle of a step
+    max_gap_s = settings.max_gap_ms / 1000
+    return SharedCpus(runner, native, place.cpu_board, place.entry, place.host, max_gap_s)
 
 
 async def _refresh(forward: SharedCpus) -> NoReturn:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from quire.async_client import AsyncClient
-from quire.errors import QuireError
+from quire.errors import QuireError, Unavailable
 from quire.types import Sampling
 
 from .conftest import Oracle
@@ -120,7 +120,11 @@ async def _load(client: AsyncClient) -> None:
 
 
 async def _both_run(client: AsyncClient) -> bool:
-    decoders = [worker for worker in await client.workers() if worker.role == "decode"]
+    try:
+        workers = await client.workers()
+    except Unavailable:  # the block manager is not back yet
+        return False
+    decoders = [worker for worker in workers if worker.role == "decode"]
     return len(decoders) == 2 and all(worker.num_running for worker in decoders)
 
 

@@ -18,16 +18,16 @@ import os, sys, threading, time
 def patch():
     while not hasattr(module := sys.modules.get("services.engine.runner"), "Runner"):
         time.sleep(0.01)
-    run = module.Runner.run
+    launch = module.Runner.launch
 
-    def run_or_hang(*args):
+    def launch_or_hang(*args):
         try:
             os.remove(os.environ["HANG_FILE"])
         except FileNotFoundError:
-            return run(*args)
+            return launch(*args)
         threading.Event().wait()
 
-    module.Runner.run = run_or_hang
+    module.Runner.launch = launch_or_hang
 
 if "services.decode" in sys.orig_argv:
     threading.Thread(target=patch, daemon=True).start()

@@ -27,6 +27,7 @@ from quire.v1 import worker_pb2
 from services.common.runtime.metrics import WorkerMetrics
 from services.decode.service import DecodeService
 from services.decode.worker import DecodeWorker
+from services.engine.forward import ForwardPass
 from services.gateway.change_notifier import ChangeNotifier
 from services.gateway.config import GatewayOptions
 from services.gateway.frontend.service import InferenceService
@@ -47,6 +48,7 @@ from services.worker.events import HANDED_OVER
 from services.worker.pool_worker import Limits
 from services.worker.swap.pool import SwapPool
 from tests.exactness import Answer
+from tests.late_device import Device, LateForward, computes_at_launch
 from tests.unit.workers.fakes import join, make_pool, make_stamps
 
 from .exactness_model import LIMIT_S, Logits, Models, Watched
@@ -69,6 +71,7 @@ class Setting:
     num_threads: int = 1
     num_prefills: int = 1
     num_decoders: int = 2
+    device: Device = computes_at_launch
 
 
 class ForgetfulStore(MemoryStore):
@@ -155,6 +158,7 @@ class Resident:
     service: Any
     request_metrics: CollectorRegistry
     swap_pool: SwapPool | None
+    device: ForwardPass
     running: "asyncio.Task[None]"
 
     def figure(self, name: str) -> float:
@@ -209,6 +213,7 @@ class ExactnessDeployment:
                 spec = await make_pool(self.store, num_blocks, setting.block_size, pool_id)
                 stamps = make_stamps(self._directory / pool_id, spec)
                 arena = torch.full((num_blocks, *shape), float("nan"), dtype=torch.bfloat16)
+                stamps.check = partial(_check_finished, arena)
                 self._pools[pool_id] = spec, stamps, arena
         changes, request_metrics = ChangeNotifier(), RequestMetrics(self.request_metrics)
         self.directory = WorkerDirectory(
@@ -278,9 +283,12 @@ class ExactnessDeployment:
         make, serve = (
             (PrefillWorker, PrefillService) if role == "prefill" else (DecodeWorker, DecodeService)
         )
-        worker: Any = make(self.store, membership, forward, limits, metrics, swap_pool)
+        device = setting.device(forward)
+        worker: Any = make(self.store, membership, device, limits, metrics, swap_pool)
         running = asyncio.create_task(worker.run())
-        resident = Resident(worker, forward, serve(worker), request_metrics, swap_pool, running)
+        resident = Resident(
+            worker, forward, serve(worker), request_metrics, swap_pool, device, running
+        )
         self._residents[name] = resident
         member = Member(
             member_id=name,
@@ -349,6 +357,10 @@ class ExactnessDeployment:
             assert (await self.store.audit(pool_id)).violations == ()
 
     @property
+    def late_decoders(self) -> list[LateForward]:
+        return [d.device for d in self.decoders if isinstance(d.device, LateForward)]
+
+    @property
     def num_moves(self) -> float:
         moved = self.request_metrics.get_sample_value(
             "quire:num_moves_total", {"model_name": MODEL}
@@ -403,6 +415,10 @@ class ExactnessDeployment:
             await self.store.reap(pool_id, there.worker.worker_id)
         await self.directory.refresh()
         self.go_on()
+
+
+def _check_finished(arena: torch.Tensor, block_id: int, token_ids: Sequence[int]) -> None:
+    assert not arena[block_id].isnan().any(), "stamped before its KV is there"
 
 
 def _copy(

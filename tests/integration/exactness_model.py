@@ -13,7 +13,8 @@ import torch
 
 import kvops
 from kvops.native import Lane
-from services.engine.batch import Draw, Row, RowResult
+from services.engine.batch import Draw, Row
+from services.engine.forward import Flight
 from services.engine.models import Model, load_model
 from services.engine.runner import Runner
 from services.engine.sampling.logit_queries import queries
@@ -76,11 +77,13 @@ class Watched(Runner):
         assert self._ops.native is not None
         return self._ops.native.num_lanes
 
-    def run(self, rows: Sequence[Row], num_waiting: int = 0) -> list[RowResult]:
+    def launch(
+        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
+    ) -> Flight:
         if not self.gate.is_set():
             self.is_paused = True
             assert self.gate.wait(LIMIT_S)
-        drawn = super().run(rows, num_waiting)
+        flight = super().launch(rows, copies, num_waiting)
         ours = [row for row in rows if self._is_ours(row)]
         self.seen += [
             Seen(len(rows), len(row.token_ids), row.store_from, len(row.block_table))
@@ -89,7 +92,7 @@ class Watched(Runner):
         self._num_steps += bool(ours)
         if ours and self.pause_every and self._num_steps % self.pause_every == 0:
             self.gate.clear()
-        return drawn
+        return flight
 
     def hidden(self, rows: Sequence[Row]) -> torch.Tensor:
         hidden = super().hidden(rows)

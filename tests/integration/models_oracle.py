@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 
 import kvops
 from bench.make_checkpoint import CheckpointSpec
+from kvops import int8_kv
 from kvops.native import Lane
 from services.common.checkpoint.quantization import Quantization
-from services.engine.batch import Draw, Row
+from services.engine.batch import Draw, Row, RowResult
 from services.engine.models import load_model
 from services.engine.runner import Runner
 from services.protocol.ticket import SamplingParams
@@ -159,6 +160,7 @@ class RecordingRunner(Runner):
         quantize: Quantization | None = None,
         cache: Path | None = None,
         num_threads: int = 1,
+        kv_in_int8: bool = False,
     ) -> None:
         self.ops = kvops.backend(backend)
         if self.ops.native is not None:
@@ -167,9 +169,14 @@ class RecordingRunner(Runner):
         c = model.config
         shape = (num_blocks, c.num_layers, 2, block_size, c.num_kv_heads, c.head_dim)
         self.arena = torch.full(shape, float("nan"), dtype=dtype)
+        if kv_in_int8:
+            self.arena = int8_kv.quantize(self.arena)
         self.block_size = block_size
         self.free = random.Random(num_blocks).sample(range(num_blocks), num_blocks)
         super().__init__(model, self.arena, block_size, self.ops)
+
+    def run(self, rows: Sequence[Row]) -> Sequence[RowResult]:
+        return self.launch(rows).result()
 
     def hidden(self, rows: Sequence[Row]) -> Tensor:
         hidden = super().hidden(rows)

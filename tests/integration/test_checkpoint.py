@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.make_checkpoint import make_checkpoint
+from kvops.reference import ReferenceKernels
 from quire.supervisor.errors import ModelUnusable
-from quire.supervisor.model_source import ModelSource, check_model, find_model
+from quire.supervisor.model_source import check_model, find_model
 from quire.supervisor.run_directory import free_port
 from services.common.errors import StartupError
 from services.common.runtime.config import load_settings
@@ -32,7 +33,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def refused(directory: Path) -> str:
     with pytest.raises(ModelUnusable) as error:
-        check_model(ModelSource("tiny", directory))
+        check_model(directory)
     return str(error.value).replace(str(directory), "DIR")
 
 
@@ -87,7 +88,7 @@ def only_bin(directory: Path) -> None:
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_good_checkpoint_is_accepted(tmp_path: Path, shards: int) -> None:
-    check_model(ModelSource("tiny", make_checkpoint(tmp_path, shards=shards)))
+    check_model(make_checkpoint(tmp_path, shards=shards))
 
 
 @pytest.mark.parametrize(
@@ -140,23 +141,23 @@ def test_the_check_imports_no_pytorch(checkpoint: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(checkpoint)], check=True)
 
 
-def test_a_run_of_a_bad_checkpoint_ends_before_anything_starts(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_run_of_a_bad_checkpoint_ends_before_any_service_starts(checkpoint: Path) -> None:
     (checkpoint / "tokenizer.json").unlink()
     command = [sys.executable, "-m", "quire.cli", "serve", "--model", str(checkpoint)]
-    command += ["--run-root", str(tmp_path / "runs"), "--http-port", "0"]
+    # Paths of sockets are short.
+    run_root = Path("/dev/shm") / f"quire-test-{os.getpid()}-bad"
+    command += ["--run-root", str(run_root), "--http-port", "0"]
     command += ["--grpc-port", str(free_port("127.0.0.1"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     missing = checkpoint / "tokenizer.json"
     assert done.stderr == f"quire: no tokenizer: {missing} does not exist\n"
-    assert not (tmp_path / "runs").exists()
+    assert not run_root.exists()
 
 
 def test_the_embedded_model_needs_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", None)
-    check_model(find_model("embedded"))
+    check_model(find_model("embedded").directory)
 
 
 @pytest.mark.parametrize(
@@ -175,3 +176,25 @@ def test_a_worker_refuses_by_itself_what_cannot_be_served(
     settings = load_settings(PrefillSettings)
     with pytest.raises(StartupError, match=message):
         load(settings, lambda: None)
+
+
+def test_kv_in_int8_is_a_pool_of_its_own(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another fingerprint, and for a head of 16 values 20 bytes instead of 64."""
+    monkeypatch.setenv("QUIRE_PREFILL_MODEL", str(checkpoint))
+    plain = load(load_settings(PrefillSettings), lambda: None)
+    monkeypatch.setenv("QUIRE_PREFILL_KV_DTYPE", "int8")
+    small = load(load_settings(PrefillSettings), lambda: None)
+    assert small.layout.fingerprint != plain.layout.fingerprint
+    assert small.layout.block_bytes * 64 == plain.layout.block_bytes * 20
+    assert (plain.engine["kv_dtype"], small.engine["kv_dtype"]) == ("float32", "int8")
+
+
+def test_a_backend_without_int8_kv_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReferenceKernels, "has_int8_kv", False)
+    monkeypatch.setenv("QUIRE_PREFILL_MODEL", str(checkpoint))
+    monkeypatch.setenv("QUIRE_PREFILL_BACKEND", "reference")
+    monkeypatch.setenv("QUIRE_PREFILL_KV_DTYPE", "int8")
+    with pytest.raises(StartupError, match="backend 'reference' has no KV in int8; 'cpu' has"):
+        load(load_settings(PrefillSettings), lambda: None)

@@ -1,6 +1,6 @@
 """The board of a host's workers, between real processes: who has a seat, and who is busy."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -126,6 +126,31 @@ def test_a_name_of_any_length_fits(cpu_board: CpuBoard, path: Path) -> None:
         assert second.role == "prefill"
         assert second.worker_id.startswith("ü" * 20)
         assert after.entry.index == second.index + 1
+
+
+def test_a_worker_chooses_its_nodes_by_those_of_the_others(cpu_board: CpuBoard, path: Path) -> None:
+    seen: list[tuple[CpuBoardEntry, ...]] = []
+
+    def choose(entries: Sequence[CpuBoardEntry]) -> tuple[int, ...]:
+        seen.append(tuple(entries))
+        return (2, 3)
+
+    with guest(path, "prefill", "a") as other:
+        own = cpu_board.take_entry("decode", "b", choose)
+        assert seen == [(other.entry,)]
+        assert (other.entry.nodes, own.nodes) == ((0,), (2, 3))
+        assert cpu_board.entries() == (other.entry, own)
+    # as other processes read it
+    assert path.read_bytes()[ENTRY_BYTES + 4 :].startswith(b"decode 2-3 b\0")
+
+
+def test_an_entry_that_is_half_written_does_not_count_yet(cpu_board: CpuBoard, path: Path) -> None:
+    with guest(path, "decode", "a") as other:
+        for half in (b"dec", b"decode ", b"decode 0-"):
+            cpu_board.memory[4:ENTRY_BYTES] = half.ljust(ENTRY_BYTES - 4, b"\0")
+            assert cpu_board.entries() == ()
+        cpu_board.memory[4:ENTRY_BYTES] = b"decode 0 a".ljust(ENTRY_BYTES - 4, b"\0")
+        assert cpu_board.entries() == (other.entry,)
 
 
 def test_a_board_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:

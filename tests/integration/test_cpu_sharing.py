@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from kvops.native import Lane, NativeCpu
-from services.engine.batch import Row, RowResult
+from services.common.numa.topology import HostCpus, Node
+from services.engine.batch import Row
+from services.engine.forward import CompleteFlight
 from services.engine.runner import Runner
 from services.worker.cpu.board import ENTRY_WORDS, CpuBoard, CpuBoardEntry
 from services.worker.cpu.sharing import SharedCpus
 
 from .cpu_board_member import Guest, guest
 
-CPUS = (0, 1)
+HOST = HostCpus((Node(0, (0, 1)),), ((0,), (1,)))
 MAX_GAP_S = 10.0
 ROWS = [Row([1], 0, [0]), Row([2], 0, [1])]
 
@@ -45,11 +47,11 @@ class Linear:
         self.backlogs: list[int] = []
         self.cpu_board: CpuBoard | None = None
 
-    def run(self, rows: Sequence[Row]) -> list[RowResult]:
+    def launch(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = ()) -> CompleteFlight:
         assert self.cpu_board is not None
         self.backlogs.append(self.cpu_board.backlog(self.cpu_board.entries()[0]))
         assert torch.equal(self._product(), self.expected)
-        return [(len(rows),)]
+        return CompleteFlight([(len(rows),)])
 
     def _product(self) -> Tensor:
         out = torch.empty(8, 1024)
@@ -69,7 +71,7 @@ class Worker:
         runner = cast(Runner, self.linear)
         self.pauses: list[tuple[float, int]] = []
         self.cpus = SharedCpus(
-            runner, self.native, self.cpu_board, self.own, CPUS, MAX_GAP_S, self.pause
+            runner, self.native, self.cpu_board, self.own, HOST, MAX_GAP_S, self.pause
         )
 
     def pause(self, pause_s: float) -> None:
@@ -82,7 +84,7 @@ class Worker:
         """What a step is computed on when it has looked around, with these guests on the board."""
         assert self.cpu_board.entries() == tuple(sorted([self.own, *(g.entry for g in guests)]))
         self.cpus.refresh()
-        self.cpus.run(ROWS)
+        self.cpus.launch(ROWS)
         return self.native.told[-1]
 
 
@@ -102,7 +104,7 @@ BESIDE_PREFILL = (Lane(0), Lane(1, (ENTRY_WORDS,)))  # a prefill worker in seat 
 
 def test_a_lone_worker_has_all_cpus_from_the_first_step_on(worker: Worker) -> None:
     assert worker.native.told == []
-    assert worker.cpus.run(ROWS) == [(2,)]
+    assert worker.cpus.launch(ROWS).result() == [(2,)]
     assert worker.native.told == [ALONE]
     assert worker.native.num_lanes == 2
 
@@ -110,7 +112,7 @@ def test_a_lone_worker_has_all_cpus_from_the_first_step_on(worker: Worker) -> No
 def test_a_division_stays_while_nobody_comes_or_goes(worker: Worker) -> None:
     for _ in range(3):
         worker.cpus.refresh()
-        worker.cpus.run(ROWS)
+        worker.cpus.launch(ROWS)
     assert worker.native.told == [ALONE]
 
 
@@ -136,32 +138,32 @@ def test_a_killed_workers_cpus_go_to_the_others(worker: Worker) -> None:
 
 
 def test_a_division_takes_effect_with_the_next_step(worker: Worker) -> None:
-    worker.cpus.run(ROWS)
+    worker.cpus.launch(ROWS)
     with guest(worker.path, "prefill", "p1"):
         worker.cpus.refresh()
         assert worker.native.told == [ALONE]
-        worker.cpus.run(ROWS)
+        worker.cpus.launch(ROWS)
         assert worker.native.told == [ALONE, BESIDE_PREFILL]
 
 
 def test_of_two_divisions_between_steps_the_last_one_counts(worker: Worker) -> None:
-    worker.cpus.run(ROWS)
+    worker.cpus.launch(ROWS)
     with guest(worker.path, "prefill", "p1") as prefill:
         worker.cpus.refresh()
         prefill.leave()
         worker.cpus.refresh()
-        worker.cpus.run(ROWS)
+        worker.cpus.launch(ROWS)
     assert worker.native.told == [ALONE, ALONE]
 
 
 def test_a_worker_says_how_much_it_wants_until_it_rests(worker: Worker) -> None:
     assert worker.backlog() == 0
-    worker.cpus.run(ROWS)
+    worker.cpus.launch(ROWS)
     assert worker.backlog() == 2
-    worker.cpus.run(ROWS, num_waiting=5)
+    worker.cpus.launch(ROWS, num_waiting=5)
     worker.cpus.on_idle()
     assert worker.backlog() == 0
-    worker.cpus.run(ROWS)
+    worker.cpus.launch(ROWS)
     assert worker.linear.backlogs == [2, 7, 2]
 
 
@@ -197,7 +199,7 @@ def test_prompts_pause_for_nobody(tmp_path: Path) -> None:
     with guest(worker.path, "decode", "d1") as decode:
         decode.set_backlog(6)
         worker.cpus.refresh()
-        worker.cpus.run(ROWS)
+        worker.cpus.launch(ROWS)
         worker.cpus.yield_device(worker.pause)
         assert worker.pauses == []
     worker.cpu_board.leave()
@@ -211,4 +213,4 @@ def test_a_lent_lane_follows_the_other_process(worker: Worker) -> None:
             prefill.set_backlog(backlog)
             assert worker.backlog(prefill.entry) == backlog
             for _ in range(20):
-                worker.cpus.run(ROWS)
+                worker.cpus.launch(ROWS)

@@ -15,6 +15,7 @@ from bench.make_checkpoint import make_checkpoint
 from quire.messages import Request
 from quire.types import Beam, Sampling
 from tests.exactness import SEED, Answer, is_streamed, strategies, width
+from tests.late_device import LateForward
 
 from .exactness_deployment import ExactnessDeployment, Resident, Setting
 from .exactness_model import Logits, Models
@@ -25,6 +26,8 @@ STRATEGIES = strategies(NUM_TOKENS)
 STRATEGIES["4 beams that end"] = replace(  # one after 2 tokens, which is the best for good
     STRATEGIES["4 beams"], beam=Beam(4, early_stopping="never"), stop_token_ids=(61, 201)
 )
+RUN_AHEAD = ("greedy", "temperature", "top_k and top_p", "min_p", "4 samples")
+"""The strategies in which nothing on the host needs a token before the next step is launched."""
 PROMPT = random_prompt(37, seed=1)
 PAUSE_EVERY = 4
 NUM_SWAP_BLOCKS = 400
@@ -58,7 +61,9 @@ async def company(deployment: ExactnessDeployment, request: Request) -> Answer:
     await deployment.until(lambda: deployment.line(decode).num_begun == num_calls)
     decode.forward.go_on()
     answer = await call.answer()
-    assert min(row.num_rows for row in decode.forward.seen) >= BATCH
+    # On a late device, rows that need their last token on the host are in every second step.
+    least = BATCH // 4 if deployment.late_decoders else BATCH
+    assert min(row.num_rows for row in decode.forward.seen) >= least
     assert prefill.forward.seen[0].num_rows > 1
     await deployment.hang_up()
     return answer
@@ -202,6 +207,15 @@ async def threads(deployment: ExactnessDeployment, request: Request) -> Answer:
     return answer
 
 
+async def lateness(deployment: ExactnessDeployment, request: Request) -> Answer:
+    """Rows take tokens that nobody has yet, unless something of the request needs them before."""
+    answer = await deployment.ask(request)
+    num_ahead = sum(device.num_ahead for device in deployment.late_decoders)
+    runs_ahead = request.sampling in [STRATEGIES[name] for name in RUN_AHEAD]
+    assert bool(num_ahead) is runs_ahead
+    return answer
+
+
 async def blocks(deployment: ExactnessDeployment, request: Request) -> Answer:
     answer = await deployment.ask(request)
     num_blocks = math.ceil((len(PROMPT) + 1) / deployment.setting.block_size)
@@ -244,6 +258,13 @@ CONDITIONS = {
     "blocks of 1": Condition(blocks, Setting(block_size=1)),
     "blocks of 5": Condition(blocks, Setting(block_size=5)),
     "blocks of 64": Condition(blocks, Setting(block_size=64)),
+    "late device": Condition(lateness, Setting(device=LateForward)),
+    "late device, batch of 64": Condition(company, Setting(num_decoders=1, device=LateForward)),
+    "late device, drained": Condition(drain, Setting(device=LateForward)),
+    "late device, decode worker dies": Condition(crash, Setting(device=LateForward)),
+    "late device, all of it": Condition(
+        all_of_it, Setting(5, num_swap_blocks=NUM_SWAP_BLOCKS, num_decoders=3, device=LateForward)
+    ),
 }
 CELLS = [(strategy, condition) for condition in CONDITIONS for strategy in STRATEGIES]
 

@@ -217,7 +217,7 @@ def test_frequency_divisors_are_llama3s_scaling(tmp_path: Path) -> None:
 def test_a_directory_with_one_gguf_file_is_that_file(plain: Path, tmp_path: Path) -> None:
     write_gguf(plain, tmp_path / "model.gguf")
     assert weights_digest(tmp_path) == weights_digest(tmp_path / "model.gguf")
-    check_model(find_model(str(tmp_path)))
+    check_model(find_model(str(tmp_path)).directory)
     write_gguf(plain, tmp_path / "other.gguf")
     with pytest.raises(StartupError, match=r"2 GGUF files \(model.gguf, other.gguf"):
         ModelConfig.from_directory(tmp_path)
@@ -256,7 +256,7 @@ def test_what_cannot_be_served_is_named(
     path = tmp_path / "model.gguf"
     write_gguf(plain, path, change=change)
     with pytest.raises(ModelUnusable) as error:
-        check_model(find_model(str(path)))
+        check_model(find_model(str(path)).directory)
     assert message in str(error.value)
     assert str(path) in str(error.value) or "chat template" in message
 

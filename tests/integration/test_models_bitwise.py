@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.make_checkpoint import CheckpointSpec, make_checkpoint
+from kvops import int8_kv
 from kvops.native import emulated_kernels, usable_kernels
 from services.common.checkpoint.quantization import Quantization
 
@@ -25,12 +26,14 @@ SPECS = {
     "llama": replace(_SIZES, family="llama", num_layers=3, num_kv_heads=4, tied=False),
     "mistral": replace(_SIZES, family="mistral", num_kv_heads=1, sliding_window=70),
 }
-KINDS: dict[str, tuple[torch.dtype, Quantization | None]] = {
-    "float32": (torch.float32, None),
-    "bfloat16": (torch.bfloat16, None),
-    "int8": (torch.bfloat16, "int8"),
-    "int4": (torch.bfloat16, "int4"),
+KINDS: dict[str, tuple[torch.dtype, Quantization | None, bool]] = {
+    "float32": (torch.float32, None, False),
+    "bfloat16": (torch.bfloat16, None, False),
+    "int8": (torch.bfloat16, "int8", False),
+    "int4": (torch.bfloat16, "int4", False),
+    "KV in int8": (torch.bfloat16, None, True),
 }
+"""Computation, weights, whether KV is in int8."""
 PROMPT = random_prompt(150, seed=0)
 BLOCK_SIZE = 16
 WHOLE = 4096
@@ -70,10 +73,16 @@ class Sequence:
         self.expected = self.compute()
 
     def recording(self, *, block_size: int = BLOCK_SIZE, **options: Any) -> RecordingRunner:
-        dtype, quantize = KINDS[self._kind]
+        dtype, quantize, kv_in_int8 = KINDS[self._kind]
         num_blocks = 2048 // block_size + 256
         return RecordingRunner(
-            self._directory, block_size, num_blocks, dtype=dtype, quantize=quantize, **options
+            self._directory,
+            block_size,
+            num_blocks,
+            dtype=dtype,
+            quantize=quantize,
+            kv_in_int8=kv_in_int8,
+            **options,
         )
 
     def compute(self, *, chunk: int = WHOLE, **options: Any) -> Outcome:
@@ -87,7 +96,8 @@ def outcome(recording: RecordingRunner, trial: Trial) -> Outcome:
     positions = recording.arena[trial.block_table].permute(0, 3, 1, 2, 4, 5).flatten(0, 1)
     stored = len(trial.prompt) + NUM_NEW_TOKENS - 1  # the last token is drawn and not computed
     kv = positions[:stored].clone()
-    assert kv.isfinite().all()
+    in_int8 = kv.dtype == torch.int8
+    assert (int8_kv.dequantize(kv) if in_int8 else kv).isfinite().all()
     return Outcome(trial.new_tokens, torch.stack(trial.logits), kv)
 
 

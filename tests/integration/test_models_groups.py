@@ -18,6 +18,7 @@ from services.engine.sequences.block_keys import ComputedBlocks, num_blocks_for
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Rules
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
+from tests.late_device import DEVICES, Device
 
 from .models_oracle import RecordingRunner, random_prompt
 
@@ -30,7 +31,10 @@ GREEDY = replace(SAMPLED, temperature=0.0)
 class EnginePair:
     """A prefill and a decode engine on one arena, whose blocks are given out once."""
 
-    def __init__(self, directory: Path, checkpoint: Path, dtype: torch.dtype) -> None:
+    def __init__(
+        self, directory: Path, checkpoint: Path, dtype: torch.dtype, device: Device
+    ) -> None:
+        self._device = device
         self._recording = RecordingRunner(checkpoint, SIZE, NUM_BLOCKS, dtype=dtype)
         path = directory / f"stamps-{id(self)}"
         path.write_bytes(bytes(NUM_BLOCKS * record_bytes(SIZE)))
@@ -63,12 +67,15 @@ class EnginePair:
     ) -> tuple[TicketSequence, ...]:
         acquired = 0
         while True:
-            (advance,) = engine.step(commands).advances
+            outcome, commands = engine.step(commands), []
+            if not outcome.advances:
+                assert outcome.is_busy
+                continue
+            (advance,) = outcome.advances
             for token in advance.tokens:
                 found[token.index].append(token.token)
             if advance.remaining is not None:
                 return advance.remaining
-            commands = []
             if advance.wanted_blocks:
                 group = engine._scheduler.get(advance.key)
                 assert group is not None
@@ -77,7 +84,8 @@ class EnginePair:
 
     def _engine(self, budget: int, *, one_token: bool) -> Engine:
         scheduler = Scheduler(budget, max_num_seqs=64)
-        return Engine(self._recording, scheduler, self._stamps, one_token=one_token, look_ahead=3)
+        forward = self._device(self._recording)
+        return Engine(forward, scheduler, self._stamps, one_token=one_token, look_ahead=3)
 
     def _take(self, num_blocks: int, owner: str) -> tuple[int, ...]:
         taken = tuple(next(self._blocks) for _ in range(num_blocks))
@@ -101,15 +109,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("length", [1, 8, 21])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_sequence_of_a_group_is_the_one_that_runs_alone(
-    tmp_path: Path, checkpoint: Path, dtype: torch.dtype, length: int, sampling: SamplingParams
+    tmp_path: Path,
+    checkpoint: Path,
+    dtype: torch.dtype,
+    length: int,
+    sampling: SamplingParams,
+    device: str,
 ) -> None:
     """Whatever the chunks, and whether its prompt was cached."""
     prompt = random_prompt(length, seed=length)
-    engine_pair = EnginePair(tmp_path, checkpoint, dtype)
+    engine_pair = EnginePair(tmp_path, checkpoint, dtype, DEVICES[device])
     alone = {i: engine_pair.generate(_asked(prompt, [i], sampling))[i] for i in range(5)}
     assert len({tuple(tokens) for tokens in alone.values()}) == (5 if sampling is SAMPLED else 1)
     for chunk in (1, 5, 64):
@@ -118,12 +132,13 @@ def test_a_sequence_of_a_group_is_the_one_that_runs_alone(
     assert engine_pair.generate(_asked(prompt, range(5), sampling)) == alone
 
 
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_group_that_is_computed_again_goes_on_as_it_would_have(
-    tmp_path: Path, checkpoint: Path
+    tmp_path: Path, checkpoint: Path, device: str
 ) -> None:
     """With what each had got by then: some, none, almost all."""
     prompt = random_prompt(10, seed=3)
-    engine_pair = EnginePair(tmp_path, checkpoint, torch.float32)
+    engine_pair = EnginePair(tmp_path, checkpoint, torch.float32, DEVICES[device])
     whole = engine_pair.generate(_asked(prompt, range(4), SAMPLED))
     states = [TicketSequence(i, tuple(whole[i][:num])) for i, num in {0: 4, 1: 0, 3: 9}.items()]
     for chunk in (1, 6, 64):

@@ -112,6 +112,20 @@ def test_lanes_that_stay_compute_the_same(changing: ChangingLanes, num_lanes: in
         changing.check()
 
 
+@pytest.mark.parametrize("num_lanes", [64, 128])
+def test_many_more_lanes_than_cpus_compute_the_same(
+    changing: ChangingLanes, num_lanes: int
+) -> None:
+    """Lanes of several groups; half of them are lent and taken back while they run."""
+    changing.assign([Lane()] * num_lanes)
+    changing.check()
+    lent = [Lane(owners=(i % NUM_OWNERS,)) for i in range(num_lanes // 2)]
+    changing.assign([Lane()] * (num_lanes // 2) + lent)
+    with flipping(changing.board):
+        for _ in range(3):
+            changing.check()
+
+
 @pytest.mark.parametrize("num_lent", [1, 3, 7])
 def test_lanes_that_are_lent_and_taken_back_compute_the_same(
     changing: ChangingLanes, num_lent: int
@@ -138,6 +152,21 @@ def test_lanes_that_change_between_steps_compute_the_same(changing: ChangingLane
             lent = [Lane(owners=(draw.randrange(NUM_OWNERS),)) for _ in range(draw.randrange(4))]
             changing.assign([*own, *lent])
             changing.check()
+
+
+def test_the_decoder_has_eight_barriers_a_layer_and_three(checkpoint: Path) -> None:
+    """Norm, linear, rotation, attention, linear, norm, linear, linear; and once the embedding, the
+    final norm and the end. The recording adds logits: a linear and an end. This holds for any
+    number of lanes and rows."""
+    recording = RecordingRunner(checkpoint, block_size=16, num_blocks=8)
+    native = recording.ops.native
+    assert native is not None
+    for number in (1, 2, 3):
+        native.assign([Lane()] * number)
+        before = native.pool.num_loops
+        recording.hidden([Row([i], 0, [i], draws=(GREEDY,)) for i in range(number)])
+        num_layers = recording._model.config.num_layers
+        assert native.pool.num_loops - before == 8 * num_layers + 3 + 2
 
 
 def test_a_lane_whose_owners_are_busy_takes_no_part(changing: ChangingLanes) -> None:

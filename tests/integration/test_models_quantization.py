@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -43,15 +44,22 @@ SHAPES = {
 def all_logits(recording: RecordingRunner, token_ids: Sequence[int]) -> Tensor:
     """fp32 [tokens, vocab_size]: after every one of them, in one pass."""
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
-    batch = recording._batch([Row(token_ids, 0, range(num_blocks))])
-    hidden = recording._model.forward(batch, recording.arena, torch.arange(len(token_ids)))
+    every = np.arange(len(token_ids))
+    batch, wanted = recording._batch([Row(token_ids, 0, range(num_blocks))], every)
+    hidden = recording._model.forward(batch, recording.arena, wanted)
     return recording._model.logits(hidden)
 
 
 def ours(
-    directory: Path, dtype: torch.dtype, quantize: Quantization | None = None
+    directory: Path,
+    dtype: torch.dtype,
+    quantize: Quantization | None = None,
+    *,
+    kv_in_int8: bool = False,
 ) -> RecordingRunner:
-    return RecordingRunner(directory, BLOCK_SIZE, num_blocks=128, dtype=dtype, quantize=quantize)
+    return RecordingRunner(
+        directory, BLOCK_SIZE, 128, dtype=dtype, quantize=quantize, kv_in_int8=kv_in_int8
+    )
 
 
 @torch.inference_mode()
@@ -91,6 +99,19 @@ def test_int8_logits_are_near_those_in_fp32(tmp_path: Path, name: str) -> None:
     )
     print(f"\n{name}: int8 error {int8_error:.4f}")
     assert 0.001 < int8_error < 0.07
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_with_int8_kv_are_near_those_with_fp32(tmp_path: Path, name: str) -> None:
+    directory = make_checkpoint(tmp_path, SHAPES[name])
+    exact = ours(directory, torch.float32)
+    rounded = ours(directory, torch.float32, kv_in_int8=True)
+    kv_error = error(
+        [all_logits(rounded, prompt) for prompt in PROMPTS],
+        [all_logits(exact, prompt) for prompt in PROMPTS],
+    )
+    print(f"\n{name}: int8 KV error {kv_error:.4f}")
+    assert 0.0005 < kv_error < 0.02
 
 
 def dequantized(directory: Path, copy: Path, group: int) -> Path:
@@ -176,15 +197,17 @@ def quality(recording: RecordingRunner, texts: list[Text]) -> Quality:
 
 def test_rounding_keeps_the_embedded_models_perplexity(texts: list[Text]) -> None:
     """int8: within 1 % of fp32's where the model is unsure, and within 0.1 % where it is not; bf16:
-    within a fifth of that; int4: within thirty times."""
+    within a fifth of that; int4: within thirty times; KV in int8: within half."""
     exact = quality(ours(EMBEDDED, torch.float32), texts)
     bf16 = quality(ours(EMBEDDED, torch.bfloat16), texts)
     int8 = quality(ours(EMBEDDED, torch.bfloat16, "int8"), texts)
     four = quality(ours(EMBEDDED, torch.bfloat16, "int4"), texts)
+    kv = quality(ours(EMBEDDED, torch.bfloat16, kv_in_int8=True), texts)
     print(f"\n{len(texts)} questions and answers, {len(exact.best)} tokens")
-    for name, found in (("fp32", exact), ("bf16", bf16), ("int8", int8), ("int4", four)):
+    all_found = {"fp32": exact, "bf16": bf16, "int8": int8, "int4": four, "int8 KV": kv}
+    for name, found in all_found.items():
         same = float((found.best == exact.best).double().mean())
         print(f"{name}: {found.questions:.3f}, {found.answers:.5f}, as in fp32 {same:.2%}")
-    for found, limit in ((bf16, 0.2), (int8, 1.0), (four, 30.0)):
+    for found, limit in ((bf16, 0.2), (int8, 1.0), (four, 30.0), (kv, 0.5)):
         assert found.questions == pytest.approx(exact.questions, rel=0.01 * limit)
         assert found.answers == pytest.approx(exact.answers, rel=0.001 * limit)

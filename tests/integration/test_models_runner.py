@@ -111,7 +111,7 @@ def test_several_draws_of_a_row_are_those_of_rows_with_one(recording: RecordingR
     rows = [other, silent, Row(prompt, 0, (0, 1, 2), draws=tuple(draws)), replace(other)]
     together = recording.run(rows)
     assert together == [right, (), tuple(token for one in alone for token in one), right]  # type: ignore[union-attr]
-    assert len(set(together[2])) > 20  # type: ignore[arg-type]
+    assert len(set(together[2])) > 20
 
 
 def test_copied_blocks_go_on_as_what_they_were_copied_from(recording: RecordingRunner) -> None:

@@ -21,12 +21,13 @@ from services.common.runtime.registry_heartbeat import RegistryHeartbeat
 
 LIMIT_S = 20
 COOK = """
-import asyncio, os, sys
+import asyncio, gc, os, sys
 from typing import ClassVar
 from pydantic_settings import SettingsConfigDict
 from services.common.runtime.config import ServiceSettings
 from services.common.errors import StartupError
 from services.common.runtime.process import run_service
+from services.common.runtime.starting import begin_start, importing
 
 class CookSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="QUIRE_COOK_")
@@ -51,9 +52,15 @@ async def serve(settings, stop):
         await asyncio.Event().wait()
     if settings.mode == "busy":
         while True: pass
+    if settings.mode == "garbage":
+        with importing():
+            print(collects_at_start, gc.isenabled(), flush=True)
+        print(gc.isenabled(), gc.get_freeze_count() > 10_000, flush=True)
     await stop.wait()
     print("cleaned up", flush=True)
 
+begin_start()
+collects_at_start = gc.isenabled()
 run_service(CookSettings, serve)
 """
 
@@ -144,6 +151,14 @@ def test_a_service_that_still_imports_ends_at_once(service: str, tmp_path: Path)
             assert process.wait(timeout=LIMIT_S) == 0
         finally:
             process.kill()
+
+
+def test_garbage_is_collected_except_during_imports() -> None:
+    """Off from the first line of a service, on when the service runs; later imports the same."""
+    with cook(environ={"QUIRE_COOK_MODE": "garbage"}) as service:
+        assert service.line() == "ready 3 PASSIVE"
+        assert service.line() == "False False"
+        assert service.line() == "True True"
 
 
 def test_a_service_that_does_not_stop_in_time_is_ended() -> None:

@@ -15,7 +15,7 @@ from bench.make_checkpoint import CheckpointSpec, Family, make_checkpoint
 from kvops.int4 import Int4Weight
 from kvops.int8 import Int8Weight
 from quire.supervisor.errors import ModelUnusable
-from quire.supervisor.model_source import ModelSource, check_model
+from quire.supervisor.model_source import check_model
 from services.common.checkpoint.layout import weight_shapes
 from services.common.checkpoint.quantization import Quantization
 from services.common.errors import StartupError
@@ -84,7 +84,7 @@ def kinds(directory: Path, quantize: Quantization | None = None) -> dict[str, st
 @pytest.mark.parametrize("name", SCHEMES)
 def test_every_weight_is_exact(plain: Path, tmp_path: Path, name: str) -> None:
     twin = write_quantized(plain, tmp_path / "quantized", SCHEMES[name])
-    check_model(ModelSource("tiny", tmp_path / "quantized"))
+    check_model(tmp_path / "quantized")
     exact = load_file(twin / FILE)
     for weight in weight_shapes(ModelConfig.from_directory(twin)):
         if weight.endswith("_proj.weight"):
@@ -190,7 +190,7 @@ def test_a_wrong_tensor_is_named_before_anything_starts(
             tensors[f"{DOWN}.{name}"] = tensor
 
     with pytest.raises(ModelUnusable) as error:
-        check_model(ModelSource("tiny", spoiled(plain, tmp_path, scheme, change)))
+        check_model(spoiled(plain, tmp_path, scheme, change))
     assert message in str(error.value)
 
 

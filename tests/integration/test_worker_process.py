@@ -132,6 +132,19 @@ def test_collections_of_one_that_serves_leave_out_what_it_imported(
     assert ended["num_collected_from"] < 20_000
 
 
+@pytest.mark.parametrize("nice", [None, 0, 7])
+def test_a_worker_stands_back_behind_the_services_that_talk(
+    start: Callable[..., Worker], nice: int | None
+) -> None:
+    """No thread is as important as theirs; by 5, unless the worker is told otherwise."""
+    worker = start() if nice is None else start(NICE=str(nice))
+    worker.wait_for("worker_ready")
+    tasks = Path(f"/proc/{worker.process.pid}/task").iterdir()
+    levels = [os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in tasks]
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert min(levels) == min(19, own + (5 if nice is None else nice))
+
+
 def test_a_worker_that_waits_for_packed_weights_can_stop(
     start: Callable[[], Worker], checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -144,7 +157,7 @@ def test_a_worker_that_waits_for_packed_weights_can_stop(
         worker = start()
         until(lambda: worker.has_open(lock))
         assert worker.stop() == 0
-    assert [path.name for path in cache.iterdir()] == [lock.name]
+    assert not packed.exists()
 
 
 def test_a_worker_whose_server_is_silent_ends_in_time(

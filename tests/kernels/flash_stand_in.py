@@ -1,7 +1,8 @@
 """A stand-in for the package flash_attn 2.8, in PyTorch: the two functions that Quire calls, with
 their whole signatures, their documented meaning for paged caches, and their refusals.
 
-Its memory is read as theirs is: by the strides of the tensors, and never behind a sequence's end.
+Its memory is read as theirs is: by the strides of the tensors, and never behind a sequence's end;
+with `reads_whole_pages`, to the end of a sequence's last page, as the versions for newer GPUs read.
 """
 
 from typing import Any
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 Reach = tuple[int, int]
+
+__version__ = "2.8.3"
+reads_whole_pages = False
 
 
 def flash_attn_varlen_func(
@@ -44,7 +48,9 @@ def flash_attn_varlen_func(
     for row, length in enumerate(lens):
         tokens = slice(begins[row], begins[row + 1])
         keys, values = (_pages(cache, block_table[row], length) for cache in (k, v))
-        out[tokens] = _attention(q[tokens], keys, values, softmax_scale, causal, window_size)
+        out[tokens] = _attention(
+            q[tokens], keys, values, length, softmax_scale, causal, window_size
+        )
     return out
 
 
@@ -81,7 +87,7 @@ def flash_attn_with_kvcache(
     out = torch.full_like(q, float("nan"))
     for row, length in enumerate(cache_seqlens.tolist()):
         keys, values = (_pages(cache, block_table[row], length) for cache in (k_cache, v_cache))
-        out[row] = _attention(q[row], keys, values, softmax_scale, causal, window_size)
+        out[row] = _attention(q[row], keys, values, length, softmax_scale, causal, window_size)
     return out
 
 
@@ -100,20 +106,27 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *indices: Tensor) -> None:
 
 
 def _pages(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """[length, K, D]"""
+    """[length, K, D], or more if whole pages are read."""
     page = cache.shape[1]
-    return cache[table[: -(-length // page)].long()].flatten(0, 1)[:length]
+    pages = cache[table[: -(-length // page)].long()].flatten(0, 1)
+    return pages if reads_whole_pages else pages[:length]
 
 
 def _attention(
-    q: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool, reach: Reach
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: int,
+    scale: float,
+    causal: bool,
+    reach: Reach,
 ) -> Tensor:
-    """Query i of n stands at key i + len(keys) - n; `reach`: how many it sees to its left and
-    right, -1 for all."""
+    """Query i of n stands at key i + length - n; `reach`: how many it sees to its left and right,
+    -1 for all."""
     left, right = reach[0], 0 if causal else reach[1]
-    queries_at = torch.arange(len(q)) + len(keys) - len(q)
+    queries_at = torch.arange(len(q)) + length - len(q)
     ahead = torch.arange(len(keys)) - queries_at[:, None]
-    hidden = torch.zeros_like(ahead, dtype=torch.bool)
+    hidden = (torch.arange(len(keys)) >= length).repeat(len(q), 1)
     if right >= 0:
         hidden |= ahead > right
     if left >= 0:

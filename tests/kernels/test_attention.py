@@ -5,9 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.gpu.paged import Geometry, PagedBatch, paged_batch
 from kvops import Backend
-
-from .paged import Geometry, PagedBatch, paged_batch
 
 TOLERANCE = {torch.float32: (1e-5, 5e-6), torch.bfloat16: (1.6e-2, 8e-3)}
 
@@ -41,6 +40,7 @@ def attend(ops: Backend, batch: PagedBatch, window: int | None = None) -> Tensor
         batch.context_lens,
         batch.q.shape[-1] ** -0.5,
         window,
+        max_query_len=batch.max_query_len,
     )
 
 
@@ -107,6 +107,7 @@ def test_a_row_comes_out_the_same_alone_and_in_a_batch(ops: Backend) -> None:
             torch.tensor([0, end - begin]),
             torch.tensor([context]),
             16**-0.5,
+            max_query_len=end - begin,
         )
         assert torch.equal(alone, together[begin:end])
 
@@ -128,5 +129,6 @@ def test_queries_may_be_a_strided_view(ops: Backend) -> None:
         batch.cu_query_lens,
         batch.context_lens,
         16**-0.5,
+        max_query_len=batch.max_query_len,
     )
     assert torch.equal(strided, attend(ops, batch))

@@ -1,28 +1,24 @@
 """How flash-attn is called: layouts, lengths, masks, and what it cannot do.
 
-flash-attn needs a GPU: on the CPU a stand-in with its signatures takes its place, which shows that
-it is called rightly, not that it is fast. With QUIRE_KERNEL_DEVICE=cuda (`bench/gpu_check.sh`)
-these tests call the package itself.
+flash-attn needs a GPU: here a stand-in with its signatures takes its place, which shows that it is
+called rightly, not that it is fast. `bench/gpu_check.sh` calls the package itself.
 """
 
-import os
 import sys
 from collections.abc import Iterator
-from typing import cast
+from typing import Any
 
 import pytest
 import torch
 
 import kvops
+from bench.gpu.paged import Geometry, PagedBatch, paged_batch
 from kvops import Backend, BackendUnavailable
 
 from . import flash_stand_in
-from .on_device import OnDevice
-from .paged import Geometry, PagedBatch, paged_batch
 from .test_attention import ROWS, TOLERANCE, attend
 
 BF16 = torch.bfloat16
-ON_GPU = os.environ.get("QUIRE_KERNEL_DEVICE") == "cuda"
 GEOMETRIES = [
     Geometry(block_size=256, num_heads=4, num_kv_heads=2, head_dim=64, dtype=BF16),
     Geometry(block_size=512, num_heads=3, num_kv_heads=1, head_dim=128, dtype=BF16),
@@ -35,13 +31,13 @@ BATCHES = {**ROWS, "several blocks": SEVERAL_BLOCKS, "long decode": LONG_DECODE}
 
 @pytest.fixture(scope="module")
 def flash() -> Iterator[Backend]:
-    if ON_GPU:
-        yield cast(Backend, OnDevice(kvops.backend("flash"), "cuda"))
-        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "flash_attn", flash_stand_in)
         patch.delitem(sys.modules, "kvops.flash", raising=False)
+        patch.setattr(torch.version, "cuda", "13.0")
         patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        patch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
         yield kvops.backend("flash")
         sys.modules.pop("kvops.flash")
 
@@ -91,6 +87,46 @@ def test_as_many_tokens_as_rows_need_not_be_one_each(
         )
 
 
+@pytest.mark.parametrize(
+    ("rows", "function", "longest"),
+    [
+        ([(1, 20)] * 300, "flash_attn_with_kvcache", None),
+        ([(0, 20), (2, 20)], "flash_attn_varlen_func", 2),
+        ([(1, 20), (40, 40), (3, 9)], "flash_attn_varlen_func", 40),
+    ],
+    ids=["decode", "as many tokens as rows", "prefill"],
+)
+def test_a_launch_has_no_more_programs_than_the_longest_row_needs(
+    flash: Backend,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: list[tuple[int, int]],
+    function: str,
+    longest: int | None,
+) -> None:
+    """And the facts of an earlier step in the same tensors do not count."""
+    asked: list[tuple[str, int | None]] = []
+    for name in ("flash_attn_with_kvcache", "flash_attn_varlen_func"):
+
+        def record(*_: Any, _name: str = name, **arguments: Any) -> torch.Tensor:
+            asked.append((_name, arguments.get("max_seqlen_q")))
+            return torch.zeros(len(rows), 1, 4, 64)
+
+        monkeypatch.setattr(f"kvops.flash.{name}", record)
+    batch = paged_batch(GEOMETRIES[0], [(1, 20)] * len(rows), seed=1)
+    attend(flash, batch)
+    batch.cu_query_lens.copy_(torch.tensor([0, *(new for new, _ in rows)]).cumsum(0))
+    flash.paged_attention(
+        torch.zeros(int(batch.cu_query_lens[-1]), 4, 64, dtype=BF16),
+        batch.kv_layer,
+        batch.block_tables,
+        batch.cu_query_lens,
+        batch.context_lens,
+        1.0,
+        max_query_len=batch.max_query_len,
+    )
+    assert asked == [("flash_attn_with_kvcache", None), (function, longest)]
+
+
 def test_a_decode_step_takes_the_function_that_splits_contexts(
     flash: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +149,7 @@ def test_indices_may_be_int64_and_queries_a_strided_view(
         batch.cu_query_lens.long(),
         batch.context_lens.long(),
         64**-0.5,
+        max_query_len=batch.max_query_len,
     )
     rtol, atol = TOLERANCE[BF16]
     torch.testing.assert_close(out, attend(reference, batch), rtol=rtol, atol=atol)
@@ -133,6 +170,14 @@ def test_an_arena_that_flash_attn_cannot_read_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         attend(flash, paged_batch(geometry, [(1, 3)], seed=0))
+    with pytest.raises(ValueError, match=message):
+        flash.check_layout(geometry.block_size, geometry.head_dim, geometry.dtype)
+
+
+def test_results_of_flash_name_the_package(flash: Backend) -> None:
+    numerics = flash.numerics(BF16)
+    assert (numerics["backend"], numerics["flash_attn"]) == ("flash", "2.8.3")
+    assert {"triton", "cuda", "torch"} <= numerics.keys()
 
 
 def test_flash_is_refused_without_a_gpu(flash: Backend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,10 +113,74 @@ def test_a_module_of_ours_that_is_missing_is_no_missing_package(
         kvops.backend("triton")
 
 
-def test_triton_is_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BackendUnavailable, match=r"'triton' needs a CUDA device; PyTorch .* none"):
+def test_a_package_that_cannot_be_loaded_is_named_with_its_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As flash-attn is that was compiled for another PyTorch."""
+    text = "raise ImportError('undefined symbol: _ZN3c10', name='flash_attn_2_cuda')"
+    (tmp_path / "flash_attn.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "kvops.flash", raising=False)
+    with pytest.raises(BackendUnavailable, match=r"import flash_attn_2_cuda, .*undefined symbol"):
+        kvops.backend("flash")
+
+
+def test_triton_is_refused_without_a_gpu_that_can_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = "'triton' needs a CUDA device"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(BackendUnavailable, match=rf"{wanted}; PyTorch .* is built without CUDA"):
         kvops.backend("triton")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendUnavailable, match=rf"{wanted}; PyTorch .* sees none"):
+        kvops.backend("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    with pytest.raises(
+        BackendUnavailable, match=rf"{wanted} of .* 8\.0 or more; Tesla T4 has 7\.5"
+    ):
+        kvops.backend("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert kvops.backend("triton").name == "triton"
+
+
+def test_results_of_triton_name_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker with another GPU, PyTorch, Triton, CUDA or kernels never joins the same pool."""
+    for place, name, value in (
+        (torch.version, "cuda", "13.0"),
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "get_device_name", lambda: "NVIDIA H100"),
+        (torch.cuda, "get_device_capability", lambda: (9, 0)),
+    ):
+        monkeypatch.setattr(place, name, value)
+    assert kvops.backend("triton").numerics(torch.bfloat16) == {
+        "backend": "triton",
+        "dtype": "bfloat16",
+        "isa": "NVIDIA H100",
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "cuda": "13.0",
+        "kernels": "1",
+    }
+
+
+def test_kvops_works_where_the_native_kernels_were_not_compiled() -> None:
+    """As on a GPU machine without a compiler: only the backend cpu is refused."""
+    script = """
+import sys
+sys.modules["kvops._native"] = None
+import kvops
+assert kvops.backend("reference").name == "reference"
+try:
+    kvops.backend("cpu")
+except kvops.BackendUnavailable as error:
+    print(error)
+"""
+    text = subprocess.check_output([sys.executable, "-c", script], text=True)
+    assert text == (
+        "backend 'cpu' needs the C++ kernels, with which this installation was not compiled\n"
+    )
 
 
 def test_importing_kvops_imports_no_package_of_gpus() -> None:
@@ -138,23 +204,31 @@ REFUSED: dict[str, Callable[[Backend], object]] = {
         LAYER, zeros(3, 2, 8), zeros(3, 2, 8), INDEX.float()
     ),
     "kv_layer: ": lambda ops: ops.store_kv(ARENA, zeros(3, 2, 8), zeros(3, 2, 8), INDEX),
-    "q: ": lambda ops: ops.paged_attention(zeros(3, 8), LAYER, INDEX_2D, CU, INDEX, 1.0),
+    "q: ": lambda ops: ops.paged_attention(
+        zeros(3, 8), LAYER, INDEX_2D, CU, INDEX, 1.0, max_query_len=1
+    ),
     "2 kv heads do not divide 3": lambda ops: ops.paged_attention(
-        zeros(3, 3, 8), LAYER, INDEX_2D, CU, INDEX, 1.0
+        zeros(3, 3, 8), LAYER, INDEX_2D, CU, INDEX, 1.0, max_query_len=1
     ),
     "cu_query_lens: ": lambda ops: ops.paged_attention(
-        zeros(3, 4, 8), LAYER, INDEX_2D, INDEX, INDEX, 1.0
+        zeros(3, 4, 8), LAYER, INDEX_2D, INDEX, INDEX, 1.0, max_query_len=1
     ),
-    "block_tables: ": lambda ops: ops.paged_attention(zeros(3, 4, 8), LAYER, INDEX, CU, INDEX, 1.0),
+    "block_tables: ": lambda ops: ops.paged_attention(
+        zeros(3, 4, 8), LAYER, INDEX, CU, INDEX, 1.0, max_query_len=1
+    ),
     "context_lens: ": lambda ops: ops.paged_attention(
-        zeros(3, 4, 8), LAYER, INDEX_2D, CU, INDEX_2D, 1.0
+        zeros(3, 4, 8), LAYER, INDEX_2D, CU, INDEX_2D, 1.0, max_query_len=1
     ),
     "scale: -1.0 is not positive": lambda ops: ops.paged_attention(
-        zeros(3, 4, 8), LAYER, INDEX_2D, CU, INDEX, -1.0
+        zeros(3, 4, 8), LAYER, INDEX_2D, CU, INDEX, -1.0, max_query_len=1
     ),
     "window: 0 is not positive": lambda ops: ops.paged_attention(
-        zeros(3, 4, 8), LAYER, INDEX_2D, CU, INDEX, 1.0, window=0
+        zeros(3, 4, 8), LAYER, INDEX_2D, CU, INDEX, 1.0, window=0, max_query_len=1
     ),
+    "max_query_len: 3 rows of at most 1 tokens are fewer than 4": lambda ops: ops.paged_attention(
+        zeros(4, 4, 8), LAYER, INDEX_2D, CU, INDEX, 1.0, max_query_len=1
+    ),
+    "kv: .* is not an arena": lambda ops: ops.clear_begun_blocks(LAYER, INDEX),
     "pairs: ": lambda ops: ops.copy_blocks(ARENA, INDEX),
     "kv: ": lambda ops: ops.copy_blocks(zeros(3), INDEX_2D),
     "source: ": lambda ops: ops.copy_blocks(ARENA, zeros(3, 2).long(), ARENA[:, :, :1]),

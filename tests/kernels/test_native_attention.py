@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 import kvops
+from bench.gpu.paged import Geometry, PagedBatch, paged_batch, spoil
 from kvops import Backend
 from kvops.native import NativeCpu, emulated_kernels, usable_kernels
 
-from .paged import Geometry, PagedBatch, paged_batch
-
 FP32, BF16 = torch.float32, torch.bfloat16
+KINDS = pytest.mark.parametrize(
+    ("dtype", "in_int8"),
+    [(FP32, False), (BF16, False), (FP32, True), (BF16, True)],
+    ids=["fp32", "bf16", "fp32 and int8", "bf16 and int8"],
+)
 NAN = float("nan")
 
 GEOMETRIES = [
@@ -77,26 +81,30 @@ def in_fp64(batch: PagedBatch, window: int | None) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@KINDS
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_attention_is_as_near_as_its_roundings_allow(
-    cpu: NativeCpu, geometry: Geometry, dtype: torch.dtype, window: int | None
+    cpu: NativeCpu, geometry: Geometry, dtype: torch.dtype, in_int8: bool, window: int | None
 ) -> None:
     """bf16 rounds probabilities before they weigh the values and are summed (each by at most 2^-8
     of itself, above and below the line) and the result; all else is fp32."""
-    batch = paged_batch(dataclasses.replace(geometry, dtype=dtype), ROWS, seed=1, window=window)
+    batch = paged_batch(
+        dataclasses.replace(geometry, dtype=dtype, in_int8=in_int8), ROWS, seed=1, window=window
+    )
     expected, magnitude = in_fp64(batch, window)
     error = (attend(cpu, batch, window).double() - expected).abs()
     roundings = 2 * 2**-8 * magnitude + 2**-8 * expected.abs() if dtype == BF16 else 0.0
     assert (error <= roundings + 2e-6 * magnitude).all()
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@KINDS
 def test_native_attention_equals_the_reference(
-    cpu: NativeCpu, reference: Backend, dtype: torch.dtype
+    cpu: NativeCpu, reference: Backend, dtype: torch.dtype, in_int8: bool
 ) -> None:
     """Of the whole interface: tables, slots and windows mean the same."""
-    batch = paged_batch(dataclasses.replace(GEOMETRIES[1], dtype=dtype), ROWS, seed=2, window=70)
+    batch = paged_batch(
+        dataclasses.replace(GEOMETRIES[1], dtype=dtype, in_int8=in_int8), ROWS, seed=2, window=70
+    )
     expected = reference.paged_attention(
         batch.q,
         batch.kv_layer,
@@ -105,6 +113,7 @@ def test_native_attention_equals_the_reference(
         batch.context_lens,
         96**-0.5,
         70,
+        max_query_len=batch.max_query_len,
     )
     tolerance = 2e-6 if dtype == FP32 else 1.6e-2
     torch.testing.assert_close(attend(cpu, batch, 70), expected, rtol=tolerance, atol=tolerance)
@@ -121,7 +130,7 @@ def chunk(batch: PagedBatch, begin: int, end: int) -> PagedBatch:
 
 
 @pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@KINDS
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "block_size"),
     [
@@ -140,10 +149,11 @@ def test_a_query_s_bits_do_not_depend_on_how_the_prompt_is_cut(
     head_dim: int,
     block_size: int,
     dtype: torch.dtype,
+    in_int8: bool,
     window: int | None,
 ) -> None:
     """Chunks of one are a decode, token by token."""
-    geometry = Geometry(block_size, num_heads, num_kv_heads, head_dim, dtype)
+    geometry = Geometry(block_size, num_heads, num_kv_heads, head_dim, dtype, in_int8)
     batch = paged_batch(geometry, [(300, 300)], seed=3)
     whole = attend(cpu, batch, window)
     for size in (1, 7, 64, 100):
@@ -154,28 +164,30 @@ def test_a_query_s_bits_do_not_depend_on_how_the_prompt_is_cut(
         assert torch.equal(torch.cat(chunks), whole)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-def test_later_positions_do_not_matter_even_if_nan(cpu: NativeCpu, dtype: torch.dtype) -> None:
+@KINDS
+def test_later_positions_do_not_matter_even_if_nan(
+    cpu: NativeCpu, dtype: torch.dtype, in_int8: bool
+) -> None:
     """Keys and values of position 101 on are NaN, and other queries of the call see them."""
-    batch = paged_batch(Geometry(16, 4, 2, 32, dtype), [(200, 200)], seed=4)
+    batch = paged_batch(Geometry(16, 4, 2, 32, dtype, in_int8), [(200, 200)], seed=4)
     whole = attend(cpu, batch)
     for position in range(101, 200):
         block = batch.block_tables[0, position // 16]
-        batch.kv_layer[block, :, position % 16] = NAN
+        spoil(batch, block, position % 16)
     spoilt = attend(cpu, batch)
     assert torch.equal(spoilt[:101], whole[:101])
     assert spoilt[101:].isnan().all()
     assert torch.equal(attend(cpu, chunk(batch, 100, 101)), whole[100:101])  # a decode
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@KINDS
 def test_positions_before_the_window_do_not_matter_even_if_nan(
-    cpu: NativeCpu, dtype: torch.dtype
+    cpu: NativeCpu, dtype: torch.dtype, in_int8: bool
 ) -> None:
     """Position 70 is NaN: queries 70 to 94 see it through a window of 25, and no others."""
-    batch = paged_batch(Geometry(16, 4, 2, 32, dtype), [(200, 200)], seed=5)
+    batch = paged_batch(Geometry(16, 4, 2, 32, dtype, in_int8), [(200, 200)], seed=5)
     whole = attend(cpu, batch, 25)
-    batch.kv_layer[batch.block_tables[0, 70 // 16], :, 70 % 16] = NAN
+    spoil(batch, batch.block_tables[0, 70 // 16], 70 % 16)
     spoilt = attend(cpu, batch, 25)
     assert torch.equal(spoilt[:70], whole[:70])
     assert spoilt[70:95].isnan().all()
@@ -207,11 +219,13 @@ def test_scores_that_overflow_a_softmax_without_a_maximum(cpu: NativeCpu) -> Non
     assert ((attend(cpu, batch).double() - expected).abs() <= 2e-3 * magnitude).all()
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@KINDS
 def test_a_row_s_bits_depend_neither_on_company_nor_on_threads(
-    cpu: NativeCpu, dtype: torch.dtype
+    cpu: NativeCpu, dtype: torch.dtype, in_int8: bool
 ) -> None:
-    batch = paged_batch(dataclasses.replace(GEOMETRIES[2], dtype=dtype), ROWS, seed=8)
+    batch = paged_batch(
+        dataclasses.replace(GEOMETRIES[2], dtype=dtype, in_int8=in_int8), ROWS, seed=8
+    )
     together = attend(cpu, batch)
     assert torch.equal(attend(NativeCpu(2, cpu.isa), batch), together)
     for row, (begin, end) in enumerate(itertools.pairwise(batch.cu_query_lens.tolist())):
@@ -274,6 +288,8 @@ def row_of(batch: PagedBatch, row: int) -> PagedBatch:
         Geometry(16, 3, 3, 32, BF16),
         Geometry(16, 6, 2, 96, BF16),
         Geometry(16, 4, 2, 128, FP32),
+        Geometry(16, 16, 8, 128, BF16, in_int8=True),
+        Geometry(16, 6, 2, 96, BF16, in_int8=True),
     ],
     ids=str,
 )
@@ -293,7 +309,7 @@ def test_a_row_s_bits_do_not_depend_on_who_shares_its_blocks(
 def test_non_finite_values_behind_shared_blocks_stay_in_their_row(cpu: NativeCpu) -> None:
     batch = sharing_batch(Geometry(16, 4, 2, 32, BF16), [(100, 0, 0), (100, 0, 96), (100, 0, 96)])
     whole = attend(cpu, batch)
-    batch.kv_layer[batch.block_tables[1, 6], :, 2] = NAN
+    spoil(batch, batch.block_tables[1, 6], 2)
     spoilt = attend(cpu, batch)
     assert spoilt[1].isnan().all()
     assert torch.equal(spoilt[[0, 2]], whole[[0, 2]])
@@ -311,4 +327,5 @@ def test_heads_that_the_kernels_cannot_do_are_refused(head_dim: int) -> None:
             batch.cu_query_lens,
             batch.context_lens,
             1.0,
+            max_query_len=5,
         )

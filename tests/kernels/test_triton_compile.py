@@ -1,6 +1,8 @@
 """What the interpreter cannot tell: that Triton's kernels compile for GPUs, fit into their shared
-memory, and use tensor cores. Needs no GPU: each launch is compiled for one, and goes no further."""
+memory, use tensor cores, and are few. Needs no GPU: each launch is compiled for one, and goes no
+further."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 from kvops import Backend
 from kvops.triton import TritonKernels
+from kvops.triton.fusions import clear_begun_blocks
 
 SHARED_BYTES = 99 * 1024
 """Of a block on capabilities 8.6 and 8.9, the least of all since 8.0."""
@@ -52,7 +55,7 @@ def compiling(capability: int, cache: Path) -> Iterator[list[Any]]:
         yield compiled
 
 
-@pytest.fixture(params=[80, 90], ids=["sm_80", "sm_90"])
+@pytest.fixture(params=[80, 90, 100], ids=["sm_80", "sm_90", "sm_100"])
 def capability(request: pytest.FixtureRequest) -> int:
     number: int = request.param
     return number
@@ -70,7 +73,23 @@ def attend(num_tokens: int, num_rows: int, head_dim: int, dtype: torch.dtype) ->
         torch.zeros(num_rows + 1, dtype=torch.int32),
         torch.ones(num_rows, dtype=torch.int32),
         1.0,
+        max_query_len=-(-num_tokens // num_rows),
     )
+
+
+def loads_that_a_loop_waits_for(ptx: str) -> int:
+    """The number of loads from global memory in the longest loop that are not asynchronous copies
+    into shared memory. ValueError: there is no loop."""
+    lines = ptx.splitlines()
+    labels = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith("$L__BB")}
+    jumps = (
+        (labels.get(found[1], i), i)
+        for i, line in enumerate(lines)
+        if (found := re.search(r"\bbra\S*\s+(\$L__BB\w+)", line))
+    )
+    begin, end = max((i - target, target, i) for target, i in jumps if target < i)[1:]
+    assert any("cp.async" in line for line in lines[begin:end])
+    return sum("ld.global" in line for line in lines[begin:end])
 
 
 @pytest.mark.parametrize("num_tokens", [4, 200], ids=["decode", "prefill"])
@@ -86,6 +105,7 @@ def test_attention_compiles(
         ["_attend", "_combine"] if num_tokens == 4 else ["_attend"]
     )
     assert all(kernel.metadata.shared <= SHARED_BYTES for kernel in compiled)
+    assert loads_that_a_loop_waits_for(compiled[0].asm["ptx"]) == 0
     on_tensor_cores = "mma" in compiled[0].asm["ptx"]
     assert on_tensor_cores == (dtype == torch.bfloat16)  # in fp32 they would round to tf32
 
@@ -102,3 +122,51 @@ def test_all_other_kernels_compile(capability: int, tmp_path: Path) -> None:
         OPS.silu_mul(x, x)
     names = ["_store_kv", "_rms_norm", "_rms_norm", "_rope", "_silu_mul"]
     assert [kernel.metadata.name for kernel in compiled] == names
+
+
+def test_steps_of_every_batch_size_run_what_warm_up_compiled(tmp_path: Path) -> None:
+    """Up to 256 rows: decode steps with and without splits, a kernel that combines splits, and
+    prefill steps of up to 16 and up to 256 rows. Index tensors may be parts of larger buffers."""
+    arena = torch.zeros(4, 2, 2, 16, 2, 64, dtype=torch.bfloat16)
+    tables = torch.zeros(257, 41, dtype=torch.int32)
+    indices = torch.ones(300, dtype=torch.int32)
+    with compiling(90, tmp_path) as compiled:
+        OPS.warm_up(arena[:, 1], num_heads=8, max_rows=256)
+        warm = set(map(id, compiled))
+        for num_rows in range(1, 257):
+            for longest, num_blocks, window in (
+                (1, 1, None),
+                (1, 32, None),
+                (1, 41, 50),
+                (3, 8, 7),
+            ):
+                OPS.paged_attention(
+                    torch.zeros(num_rows * longest, 8, 64, dtype=torch.bfloat16),
+                    arena[:, 1],
+                    tables[1 : num_rows + 1, :num_blocks],
+                    indices[num_rows % 3 :][: num_rows + 1],
+                    indices[1 : num_rows + 1],
+                    1.0,
+                    window,
+                    max_query_len=longest,
+                )
+    assert len(warm) == 5
+    assert set(map(id, compiled)) == warm
+
+
+def test_other_kernels_do_not_depend_on_the_number_of_tokens(tmp_path: Path) -> None:
+    weight, kv = torch.zeros(96).bfloat16(), torch.zeros(9, 2, 2, 16, 6, 16).bfloat16()
+    names: dict[int, str] = {}
+    with compiling(90, tmp_path) as compiled:
+        for num_tokens in range(1, 257):
+            x, angles = torch.zeros(num_tokens, 96).bfloat16(), torch.zeros(num_tokens, 8)
+            q, k = x.view(-1, 6, 16).clone(), x.view(-1, 6, 16).clone()
+            slots = torch.arange(num_tokens)
+            clear_begun_blocks(kv, slots)
+            OPS.store_kv(kv[:, 0], q, k, slots)
+            OPS.add_rms_norm(x, x.clone(), weight, 1e-6)
+            OPS.rope(q, k, angles, angles)
+            OPS.silu_mul(x, x)
+        names |= {id(kernel): kernel.metadata.name for kernel in compiled}
+    wanted = ["_clear_begun_blocks", "_rms_norm", "_rope", "_silu_mul", "_store_kv"]
+    assert sorted(names.values()) == wanted

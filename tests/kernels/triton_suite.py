@@ -1,20 +1,19 @@
-"""The tests that Triton's kernels must pass, on the device that QUIRE_KERNEL_DEVICE names: `cuda`,
-or `cpu` with Triton's interpreter. Not collected by itself: `test_triton.py` runs it on the CPU,
-`bench/gpu_check.sh` on a GPU.
+"""The tests that Triton's kernels must pass, in Triton's interpreter. Not collected by itself:
+`test_triton.py` runs it. (`bench/gpu_check.sh` is for a GPU.)
 """
 
-import os
+import dataclasses
+import sys
 from collections.abc import Iterator
-from typing import cast
 
 import pytest
 import torch
 
 import kvops
+from bench.gpu.paged import Geometry, paged_batch
 from kvops import Backend
 
-from .on_device import OnDevice
-from .paged import Geometry, paged_batch
+from . import flash_stand_in
 from .test_attention import (
     TOLERANCE,
     attend,
@@ -61,11 +60,19 @@ SMALL = Geometry(block_size=16, num_heads=2, num_kv_heads=1, head_dim=16)
 
 @pytest.fixture(scope="session")
 def ops() -> Iterator[Backend]:
-    device = os.environ["QUIRE_KERNEL_DEVICE"]
     with pytest.MonkeyPatch.context() as patch:
-        if device == "cpu":
-            compute_bf16_as_a_gpu(patch)
-        yield cast(Backend, OnDevice(kvops.backend("triton"), device))
+        compute_bf16_as_a_gpu(patch)
+        yield kvops.backend("triton")
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """flash-attn as it is on newer GPUs, with Triton's kernels for all else."""
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_stand_in)
+    monkeypatch.setattr(flash_stand_in, "reads_whole_pages", True)
+    from kvops.flash import FlashKernels
+
+    return Backend(FlashKernels())
 
 
 # Over 256 positions a row has several splits, over 8,192 they grow instead of becoming more.
@@ -100,6 +107,7 @@ def test_a_decoded_row_has_the_same_bits_in_every_batch(ops: Backend) -> None:
             torch.tensor([0, 1]),
             torch.tensor([context]),
             16**-0.5,
+            max_query_len=1,
         )
         assert torch.equal(alone[0], together[row])
 
@@ -121,3 +129,34 @@ def test_fp16(ops: Backend, reference: Backend) -> None:
     batch = paged_batch(geometry, [(1, 20), (5, 33)], seed=10)
     rtol, atol = TOLERANCE[torch.bfloat16]
     torch.testing.assert_close(attend(ops, batch), attend(reference, batch), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 7])
+def test_a_block_is_cleared_when_its_first_slot_is_written(flash: Backend, block_size: int) -> None:
+    """Blocks 1 and 4 begin, 2 goes on (but where a block is one slot), the others are not written.
+    A block is longer than what a program clears at once."""
+    arena = torch.full((6, 5, 2, block_size, 8, 128), float("nan"), dtype=torch.float16)
+    slots = [block_size, -1, 4 * block_size, 3 * block_size - 1]
+    flash.clear_begun_blocks(arena, torch.tensor(slots))
+    begun = {1, 4} if block_size > 1 else {1, 2, 4}
+    assert {i for i, block in enumerate(arena) if not block.any()} == begun
+    assert all(block.isnan().all() for i, block in enumerate(arena) if i not in begun)
+
+
+def test_what_a_block_held_before_reaches_no_row(flash: Backend, reference: Backend) -> None:
+    """Without the clearing, 0 x NaN does."""
+    geometry = Geometry(256, num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float16)
+    batch = paged_batch(geometry, [(300, 300), (7, 7)], seed=1)
+    assert attend(flash, batch).isnan().any()
+
+    arena = torch.full_like(batch.kv_layer[:, None], float("nan"))
+    slots = [
+        int(table[position // 256]) * 256 + position % 256
+        for table, length in zip(batch.block_tables, [300, 7], strict=True)
+        for position in range(length)
+    ]
+    flash.clear_begun_blocks(arena, torch.tensor(slots))
+    flash.store_kv(arena[:, 0], torch.cat(batch.keys), torch.cat(batch.values), torch.tensor(slots))
+    out = attend(flash, dataclasses.replace(batch, kv_layer=arena[:, 0]))
+    rtol, atol = TOLERANCE[torch.bfloat16]
+    torch.testing.assert_close(out, attend(reference, batch), rtol=rtol, atol=atol)

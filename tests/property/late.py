@@ -60,8 +60,12 @@ class LateStore:
     """The store as one worker sees it: mutations are carried out in the order of the calls, later,
     and answered later still; reads go another way."""
 
-    def __init__(self, store: MemoryStore, chance: random.Random) -> None:
+    def __init__(
+        self, store: MemoryStore, chance: random.Random, check: Callable[[], None]
+    ) -> None:
+        """`check` is called after each mutation."""
         self._store = store
+        self._check = check
         self._ways = {True: (Pipe(chance), Pipe(chance)), False: (Pipe(chance), Pipe(chance))}
 
     async def wait_for_room(self, pool_id: str, timeout_s: float) -> None:
@@ -87,6 +91,7 @@ class LateStore:
             error = raised
         for ledger in self._store._ledgers.values():
             assert audit(ledger).violations == ()
+        self._check()
 
         def settle() -> None:
             if reply.done():
@@ -147,7 +152,7 @@ class LateEngine:
             self._on_failure(error)
             return
         self._send_outcome(outcome)
-        if outcome.num_tokens:
+        if outcome.is_busy:
             self._go_on()
 
     def _send_outcome(self, outcome: StepOutcome) -> None:

@@ -14,8 +14,10 @@ from prometheus_client import CollectorRegistry
 from blockstore.memory_store import MemoryStore
 from services.common.runtime.metrics import WorkerMetrics
 from services.decode.worker import DecodeWorker
+from services.engine.forward import ForwardPass
 from services.prefill.worker import PrefillWorker
 from services.worker.pool_worker import Limits
+from tests.late_device import Device, LateForward
 from tests.property.gateway import Gateway, Request
 from tests.property.late import LateColderPool, LateStore
 from tests.unit.workers.fakes import Arena, FakeForward, join, make_pool, make_stamps
@@ -26,8 +28,10 @@ HANG_S = 60.0
 class Pair:
     """The workers of one pool and their gateways."""
 
-    def __init__(self, chance: random.Random) -> None:
+    def __init__(self, chance: random.Random, device: Device) -> None:
         self.chance = chance
+        self._device = device
+        self._forwards: dict[str, ForwardPass] = {}
         self.store = MemoryStore()
         self.prefill: PrefillWorker
         self.decode: tuple[DecodeWorker, ...]
@@ -61,7 +65,8 @@ class Pair:
         classes: tuple[Any, ...] = (PrefillWorker, DecodeWorker, DecodeWorker)
         for number, cls in enumerate(classes):
             membership = await join(self.store, spec, f"{cls.__name__}-{number}", stamps)
-            late: Any = LateStore(self.store, self.chance)
+            late: Any = LateStore(self.store, self.chance, self._check_flights)
+            forward = self._forwards[membership.worker_id] = self._device(model)
             metrics = WorkerMetrics(CollectorRegistry())
             beside: LateColderPool | None = None
             if self.swap_pool:
@@ -74,11 +79,19 @@ class Pair:
                 )
                 beside = LateColderPool(late, membership, there, *copies, metrics, False)
                 beside.chance = self.chance
-            workers.append(cls(late, membership, model, limits, metrics, beside))
+            workers.append(cls(late, membership, forward, limits, metrics, beside))
         self.prefill, *decode = workers
         self.decode = tuple(decode)
         self._tasks = [asyncio.create_task(worker.run()) for worker in workers]
         self.gateways = Gateway(self), Gateway(self)
+
+    def _check_flights(self) -> None:
+        """Nobody is given a block that a step in flight of another worker reads or writes."""
+        for worker_id, forward in self._forwards.items():
+            if isinstance(forward, LateForward):
+                holders = self.store.ledger("pool").holders.values()
+                held = [holder.held for holder in holders if holder.worker_id == worker_id]
+                assert forward.block_ids <= set().union(*held)
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Fails when a worker has, or when it takes too long."""

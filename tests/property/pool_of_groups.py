@@ -4,7 +4,7 @@ after every step, every block is where it should be, and what several read nobod
 import itertools
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,9 +15,18 @@ from blockstore.errors import MustWait, OutOfBlocks
 from blockstore.ledger import Ledger
 from blockstore.records import Growth, PoolSpec
 from blockstore.recount import audit
+from services.common.pool.stamps import Stamps
 from services.engine.batch import Draw
 from services.engine.engine import Engine
-from services.engine.messages import AddBlocks, Admit, Advance, Command, Remove
+from services.engine.forward import ForwardPass
+from services.engine.messages import (
+    AddBlocks,
+    Admit,
+    Advance,
+    Command,
+    Remove,
+    StepOutcome,
+)
 from services.engine.scheduler import Scheduler
 from services.engine.sequences.beam import FIRST, Beam
 from services.engine.sequences.beam_group import group_class
@@ -25,6 +34,7 @@ from services.engine.sequences.block_keys import BlockKeys, num_blocks_for
 from services.engine.sequences.group import Group
 from services.engine.sequences.sequence import Rules, Sequence
 from services.protocol.ticket import Ticket
+from tests.late_device import Device, LateFlight, LateForward
 from tests.unit.workers.fakes import SAMPLED, Arena, FakeForward, make_stamps, next_token
 from tests.unit.workers.searches import right, steps_of
 
@@ -33,6 +43,8 @@ LOOK_AHEAD = 2
 MAX_MODEL_LEN = 30
 MAX_NUM_SEQS = 32
 DECODERS = ("d0", "d1")
+LIMIT = 200
+"""Steps within which anything ends."""
 
 
 @dataclass
@@ -51,20 +63,33 @@ class Live:
 
 
 class EngineHost:
-    """One engine, and what it will be told before its next step."""
+    """One engine, its device, and what it will be told before its next step."""
 
-    def __init__(self, model: FakeForward, budget: int, *, one_token: bool) -> None:
+    def __init__(
+        self, device: ForwardPass, budget: int, stamps: Stamps, *, one_token: bool
+    ) -> None:
+        self.device = device
         self.engine = Engine(
-            model,
+            device,
             Scheduler(budget, MAX_NUM_SEQS),
-            model.arena.stamps,
+            stamps,
             one_token=one_token,
             look_ahead=LOOK_AHEAD,
         )
         self.commands: list[Command] = []
 
+    def step(self) -> StepOutcome:
+        commands, self.commands = self.commands, []
+        return self.engine.step(commands)
+
+    @property
+    def flights(self) -> Iterable[LateFlight]:
+        return self.device.flights if isinstance(self.device, LateForward) else ()
+
 
 class PoolOfGroups(RuleBasedStateMachine):
+    device: Device
+
     @initialize(size=st.sampled_from([1, 2, 4]), budget=st.sampled_from([3, 64]))
     def start(self, size: int, budget: int) -> None:
         self.directory = tempfile.TemporaryDirectory()
@@ -76,10 +101,14 @@ class PoolOfGroups(RuleBasedStateMachine):
         self.stamps = make_stamps(Path(self.directory.name) / "stamps", spec)
         model = FakeForward(Arena(size, self.stamps))
         self.arena = model.arena
-        self.prefill = EngineHost(model, budget, one_token=True)
+        device = type(self).device
+        self.prefill = EngineHost(device(model), budget, self.stamps, one_token=True)
         # As in a worker: a step has room for a token of each sequence.
         at_decode = max(budget, MAX_NUM_SEQS)
-        self.hosts = {name: EngineHost(model, at_decode, one_token=False) for name in DECODERS}
+        self.hosts = {
+            name: EngineHost(device(model), at_decode, self.stamps, one_token=False)
+            for name in DECODERS
+        }
         self.live: dict[str, Live] = {}
         self.shared: dict[int, tuple[set[Sequence], list[object]]] = {}
         self.numbers = itertools.count(1)
@@ -109,14 +138,17 @@ class PoolOfGroups(RuleBasedStateMachine):
         new = allocation.block_ids[allocation.num_cached_blocks :]
         group = group_class(asked).to_compute(asked, self._rules(asked), new, computed)
         self.stamps.mark_owned(new, key)
-        commands: list[Command] = [Admit(group)]
+        self.prefill.commands = [Admit(group)]
         running = replace(asked, holder_epoch=1)
         left = None
-        while left is None:
-            (advance,) = self.prefill.engine.step(commands).advances
-            commands = []
-            self._write(advance, running)
-            left = advance.remaining
+        for _ in range(LIMIT):
+            for advance in self.prefill.step().advances:
+                self._write(advance, running)
+                left = advance.remaining
+            self.flights_touch_held_blocks()
+            if left is not None:
+                break
+        assert left is not None
         if not left:
             self._check_found(advance, asked)
             self.ledger.release(key, 1)
@@ -142,16 +174,42 @@ class PoolOfGroups(RuleBasedStateMachine):
             self._grow(live, total)
         self.hosts[name].commands.insert(0, Admit(group))
 
-    def _remove(self, live: Live) -> Ticket:
-        host, key = self.hosts[live.worker], live.ticket.holder_id
-        host.commands.append(Remove(key))
-        commands, host.commands = host.commands, []
-        del self.live[key]
-        outcome = host.engine.step(commands)
+    def _step(self, name: str) -> list[Ticket]:
+        """The tickets of groups that left. One whose last sequence was aborted is released."""
+        outcome = self.hosts[name].step()
         for advance in outcome.advances:
             self._advance(advance)
-        (removed,) = outcome.removed
-        return replace(live.ticket, sequences=removed.sequences, beams=removed.beams)
+        left = []
+        for removed in outcome.removed:
+            ticket = self.live.pop(removed.key).ticket
+            if removed.sequences:
+                left.append(replace(ticket, sequences=removed.sequences, beams=removed.beams))
+            else:
+                self.ledger.release(removed.key, ticket.holder_epoch)
+        return left
+
+    def _remove(self, live: Live) -> Ticket | None:
+        """The ticket of a group that left its engine; None if it ended before."""
+        key = live.ticket.holder_id
+        self.hosts[live.worker].commands.append(Remove(key))
+        for _ in range(LIMIT):
+            if key not in self.live:
+                return None
+            if left := self._step(live.worker):
+                return left[0]
+            self.flights_touch_held_blocks()
+        raise AssertionError("it does not leave")
+
+    def _at_rest(self, live: Live) -> bool:
+        """Wait until nothing of a group is in flight; whether it is still there."""
+        live.group.is_paused = True
+        for _ in range(LIMIT):
+            if not live.group.num_flights:
+                break
+            self._step(live.worker)
+        assert not live.group.num_flights
+        live.group.is_paused = False
+        return live.ticket.holder_id in self.live
 
     def _grow(self, live: Live, total: int) -> None:
         """Who is short asks again with its next step."""
@@ -199,7 +257,8 @@ class PoolOfGroups(RuleBasedStateMachine):
         """In tables, spare, or on its way; counted as often as tables name it."""
         for key, live in getattr(self, "live", {}).items():
             group = live.group
-            named = Counter(block for one in group.sequences for block in one.block_table)
+            members = (*group.sequences, *group._ended_in_flight)
+            named = Counter(block for one in members for block in one.block_table)
             assert named == group._refs
             waiting = self.hosts[live.worker].commands
             coming = [c.block_ids for c in waiting if isinstance(c, AddBlocks) and c.key == key]
@@ -207,6 +266,16 @@ class PoolOfGroups(RuleBasedStateMachine):
             assert len(set(beside)) == len(beside)
             assert named.keys().isdisjoint(beside)
             assert self.ledger.holders[key].held == named.keys() | set(beside)
+
+    @invariant()
+    def flights_touch_held_blocks(self) -> None:
+        """Nobody is given a block that a step in flight reads or writes."""
+        hosts = {"p": self.prefill, **self.hosts} if hasattr(self, "hosts") else {}
+        for name, host in hosts.items():
+            holders = [h for h in self.ledger.holders.values() if h.worker_id == name]
+            held = set(itertools.chain.from_iterable(holder.held for holder in holders))
+            for flight in host.flights:
+                assert flight.block_ids <= held
 
     @invariant()
     def what_several_read_nobody_writes(self) -> None:
@@ -223,9 +292,13 @@ class PoolOfGroups(RuleBasedStateMachine):
 
     @invariant()
     def each_reads_its_own_tokens(self) -> None:
+        hosts = getattr(self, "hosts", {}).values()
+        copies = itertools.chain(*(flight.copies for host in hosts for flight in host.flights))
+        source_of = {target: source for source, target in copies}
         for one in self._sequences():
             for position, token in enumerate(one.tokens[: one.num_computed]):
-                slot = one.block_table[position // self.size] * self.size + position % self.size
+                block = one.block_table[position // self.size]
+                slot = source_of.get(block, block) * self.size + position % self.size
                 assert self.arena.slots[slot] == (position, token)
 
     @invariant()

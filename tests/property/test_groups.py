@@ -7,22 +7,28 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from services.engine.batch import Draw
 from services.engine.messages import AbortSequence
 from services.protocol.ticket import BeamParams, EarlyStopping, TicketSequence
+from tests.late_device import LateForward, computes_at_launch
 from tests.property.pool_of_groups import DECODERS, Live, PoolOfGroups
-from tests.unit.workers.fakes import GREEDY, SAMPLED, ticket
+from tests.unit.workers.fakes import GREEDY, SAMPLED, expected, ticket
 
 LENGTHS = st.integers(1, 9)
 MAX_TOKENS = st.integers(1, 12)
+STOPS = st.sets(st.tuples(st.integers(0, 4), st.integers(1, 8)), max_size=2)
 
 
 class Groups(PoolOfGroups):
-    @rule(n=st.integers(1, 5), length=LENGTHS, max_tokens=MAX_TOKENS)
-    def begin(self, n: int, length: int, max_tokens: int) -> None:
+    @rule(n=st.integers(1, 5), length=LENGTHS, max_tokens=MAX_TOKENS, stops=STOPS)
+    def begin(self, n: int, length: int, max_tokens: int, stops: set[tuple[int, int]]) -> None:
+        """`stops`: a sequence's token that is a stop token, (index, number) each."""
+        drawn = [expected(range(length), number, Draw(SAMPLED, i)) for i, number in sorted(stops)]
+        stop_ids = tuple(tokens[-1] for tokens in drawn)
         asked = ticket(
             f"r{next(self.numbers)}",
             range(length),  # they all share what there is to share
-            sampling=replace(SAMPLED, max_tokens=max_tokens),
+            sampling=replace(SAMPLED, max_tokens=max_tokens, stop_token_ids=stop_ids),
             sequences=tuple(TicketSequence(index) for index in range(n)),
         )
         self._compute(asked, n)
@@ -50,16 +56,13 @@ class Groups(PoolOfGroups):
 
     @rule(name=st.sampled_from(DECODERS))
     def step(self, name: str) -> None:
-        host = self.hosts[name]
-        commands, host.commands = host.commands, []
-        for advance in host.engine.step(commands).advances:
-            self._advance(advance)
+        assert not self._step(name)
 
     @precondition(lambda self: self._has_samples())
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         live = self._some_samples(data)
-        if live.group.sequences:
+        if self._at_rest(live) and live.group.sequences:
             parent = data.draw(st.sampled_from(live.group.sequences), "parent")
             live.group.fork(parent, live.next_index)
             live.next_index += 1
@@ -68,8 +71,9 @@ class Groups(PoolOfGroups):
     @rule(data=st.data())
     def abort_sequence(self, data: st.DataObject) -> None:
         live = self._some_samples(data)
-        index = data.draw(st.sampled_from([one.index for one in live.group.sequences]), "index")
-        if len(live.group.sequences) > 1:
+        indices = [one.index for one in live.group.sequences]
+        if len(indices) > 1:
+            index = data.draw(st.sampled_from(indices), "index")
             self.hosts[live.worker].commands.append(AbortSequence(live.ticket.holder_id, index))
             self.step(live.worker)
 
@@ -78,6 +82,8 @@ class Groups(PoolOfGroups):
     def move(self, data: st.DataObject, name: str) -> None:
         live = self._some(data)
         detached = self._remove(live)
+        if detached is None:
+            return
         epoch = self.ledger.detach(detached.holder_id, detached.holder_epoch)
         self._claim(replace(detached, holder_epoch=epoch), name, live.next_index)
 
@@ -87,6 +93,8 @@ class Groups(PoolOfGroups):
         """It is computed again at once, if there is room."""
         live = self._some(data)
         detached = self._remove(live)
+        if detached is None:
+            return
         self.ledger.release(detached.holder_id, detached.holder_epoch)
         states = tuple(TicketSequence(s.index, s.token_ids) for s in detached.sequences)
         number = f"r{next(self.numbers)}"
@@ -103,5 +111,15 @@ class Groups(PoolOfGroups):
         return self.live[data.draw(st.sampled_from(self._samples()), "samples")]
 
 
-TestGroups = Groups.TestCase
-TestGroups.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+class GroupsAtLaunch(Groups):
+    device = staticmethod(computes_at_launch)
+
+
+class GroupsLate(Groups):
+    device = LateForward
+
+
+TestGroups, TestGroupsLate = GroupsAtLaunch.TestCase, GroupsLate.TestCase
+TestGroups.settings = TestGroupsLate.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None
+)

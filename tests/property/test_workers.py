@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from services.engine.batch import Draw
 from services.protocol.ticket import BeamParams, Ticket, TicketSequence
 from services.worker.pool_worker import Limits
+from tests.late_device import DEVICES, Device
 from tests.property.gateway import Request
 from tests.property.late import LateEngine, VirtualLoop
 from tests.property.pair import Pair
@@ -53,7 +55,8 @@ class Shape:
 @dataclass(frozen=True)
 class Ask:
     """`num_shared` tokens begin many prompts, `num_own` are this one's. `num_sequences`, or as many
-    as there are slots and blocks for: samples, or the beams of a search."""
+    as there are slots and blocks for: samples, or the beams of a search. `stop_at`: the first one's
+    token that ends it; 0: none."""
 
     gateway: int
     num_sequences: int
@@ -61,6 +64,7 @@ class Ask:
     num_shared: int
     num_own: int
     max_tokens: int
+    stop_at: int
     timeout_ms: int
 
     def do(self, pair: Pair) -> None:
@@ -74,11 +78,14 @@ class Ask:
             f"r{len(gateway.requests)}",  # the other gateway has one of the same id
             prompt,
             order=order,
-            sampling=replace(SAMPLED, max_tokens=max_tokens),
+            sampling=replace(SAMPLED, max_tokens=max_tokens, stop_token_ids=self._stop_ids(prompt)),
             sequences=tuple(TicketSequence(index) for index in range(num_sequences)),
             timeout_ms=self.timeout_ms,
         )
         gateway.begin(_as_search(asked) if self.searches else asked)
+
+    def _stop_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        return tuple(expected(prompt, self.stop_at, Draw(SAMPLED, 0))[-1:])
 
 
 def _as_search(asked: Ticket) -> Ticket:
@@ -185,6 +192,7 @@ ASKS = st.builds(
     num_shared=st.sampled_from([0, 4, 8, 12]),
     num_own=st.integers(0, 11),
     max_tokens=st.sampled_from([1, 2, 6, 12, 24]),
+    stop_at=st.sampled_from([0, 0, 1, 3, 5, 9]),
     timeout_ms=st.sampled_from([0, 0, 0, 0, 30, 60, 90, 120, 300]),
 )
 NUMBERS = st.integers(0, 7)
@@ -200,6 +208,7 @@ DEEDS = st.lists(
 )
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @given(
     shape=SHAPES,
     deeds=DEEDS,
@@ -218,11 +227,12 @@ def test_every_request_ends_rightly_and_leaves_nothing(
     deeds: Sequence[tuple[Deed, float]],
     drained_amid: bool,
     chance: random.Random,
+    device: str,
 ) -> None:
     """Tokens are those of the model, whoever computed them and however often; each request ends;
     nothing is held, kept or owed after that; the ledger's laws hold after every operation."""
     with contextlib.closing(VirtualLoop()) as loop, LateEngine.instead(chance):
-        loop.run_until_complete(live(tmp_path, shape, deeds, drained_amid, chance))
+        loop.run_until_complete(live(tmp_path, shape, deeds, drained_amid, chance, DEVICES[device]))
         assert loop.faults == []
 
 
@@ -232,8 +242,9 @@ async def live(
     deeds: Sequence[tuple[Deed, float]],
     drained_amid: bool,
     chance: random.Random,
+    device: Device,
 ) -> None:
-    pair = Pair(chance)
+    pair = Pair(chance, device)
     shaped = shape.num_blocks, shape.block_size, shape.limits, shape.num_swap_blocks
     await pair.open(directory, *shaped)
     try:

@@ -28,6 +28,7 @@ class FakeEngine:
         self.told: list[StepOutcome] = []
         self.waits_for = waits_for
         self.at_steps: list[int] = []
+        self.is_settled = False
 
     def apply(self, commands: Sequence[Command]) -> tuple[Removed, ...]:
         self.heard.append(list(commands))
@@ -44,6 +45,9 @@ class FakeEngine:
         self.at_steps.append(self.num_heard)
         return StepOutcome()
 
+    def settle(self) -> None:
+        self.is_settled = True
+
     def yield_device(self, wait: Wait) -> None:
         raise AssertionError("nothing ran")
 
@@ -58,7 +62,7 @@ class BusyEngine(FakeEngine):
 
     def step(self) -> StepOutcome:
         super().step()
-        return StepOutcome(num_tokens=1)
+        return StepOutcome(num_tokens=1, is_busy=True)
 
     def yield_device(self, wait: Wait) -> None:
         self.num_pauses += 1
@@ -78,6 +82,7 @@ async def running(engine: FakeEngine) -> AsyncIterator[EngineThread]:
     finally:
         await asyncio.to_thread(thread.stop)
     assert not failed
+    assert engine.is_settled
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -1,7 +1,7 @@
 """Measures an engine without a server; run by the peer's own interpreter.
 
     python engine.py vllm|openvino --model DIR [--decode 1 8] [--prefill 512] [--prompt 128]
-        [--tokens 128] [--threads 2] [--repeats 1] [--int8]
+        [--tokens 128] [--threads 2] [--repeats 1] [--activation-group 32]
 
 Prints one JSON object a figure: {"kind", "size", "tokens_per_s"}; `bench/peers/peer.py` says what
 they mean. It imports nothing of ours: the interpreter has the peer's packages only.
@@ -77,7 +77,7 @@ class OpenVino:
         scheduler.max_num_seqs = max(options.decode, default=1)
         scheduler.max_num_batched_tokens = max(_context(options), 4096)
         scheduler.enable_prefix_caching = False
-        properties = openvino_properties(options.threads, options.int8)
+        properties = openvino_properties(options.threads, options.activation_group)
         self._genai = genai
         self._pipeline = genai.ContinuousBatchingPipeline(
             options.model, scheduler, "CPU", properties
@@ -107,13 +107,14 @@ class OpenVino:
         return gained
 
 
-def openvino_properties(threads: int, int8: bool) -> dict[str, Any]:
-    """bfloat16 arithmetic, or the weights' int8 with activations quantized in groups of 32."""
+def openvino_properties(threads: int, activation_group: int) -> dict[str, Any]:
+    """bfloat16 arithmetic. Beside quantized weights, activations become int8 as they come, with a
+    scale for each group of so many; 0: they stay as they are."""
     return {
         "INFERENCE_NUM_THREADS": threads,
         "INFERENCE_PRECISION_HINT": "bf16",
         "KV_CACHE_PRECISION": "bf16",
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 32 if int8 else 0,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": activation_group,
         "PERFORMANCE_HINT": "LATENCY",
     }
 
@@ -182,7 +183,7 @@ def main() -> None:
         parser.add_argument(name, type=int, nargs="+", default=[])
     for name, default in (("--prompt", 128), ("--tokens", 128), ("--threads", 2), ("--repeats", 1)):
         parser.add_argument(name, type=int, default=default)
-    parser.add_argument("--int8", action="store_true")
+    parser.add_argument("--activation-group", type=int, default=0, help="of openvino")
     options = parser.parse_args()
     engine: Engine = Vllm(options) if options.engine == "vllm" else OpenVino(options)
     for figure in figures(engine, options):

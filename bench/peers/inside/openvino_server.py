@@ -1,6 +1,7 @@
 """An OpenAI-compatible server around OpenVINO GenAI's pipeline; run by its own interpreter.
 
-    python openvino_server.py --model DIR --port 8100 [--threads 2] [--max-num-seqs 64] [--int8]
+    python openvino_server.py --model DIR --port 8100 [--threads 2] [--max-num-seqs 64]
+        [--activation-group 32]
 
 `POST /v1/completions` with `prompt` (token ids), `max_tokens`, `stream`; `GET /health`. Greedy, and
 an end of sequence does not end it. It answers token ids and makes no text of them, so that the
@@ -47,7 +48,7 @@ class Pipeline:
         scheduler.cache_size = 4
         scheduler.max_num_seqs = options.max_num_seqs
         scheduler.enable_prefix_caching = True
-        properties = openvino_properties(options.threads, options.int8)
+        properties = openvino_properties(options.threads, options.activation_group)
         self._pipeline = genai.ContinuousBatchingPipeline(
             options.model, scheduler, "CPU", properties
         )
@@ -166,7 +167,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-num-seqs", type=int, default=64)
-    parser.add_argument("--int8", action="store_true")
+    parser.add_argument("--activation-group", type=int, default=0)
     options = parser.parse_args()
     uvicorn.run(App(options), host="127.0.0.1", port=options.port, log_level="warning")
 

@@ -1,17 +1,44 @@
 """CUDA kernels, written in Triton. `import triton` in this folder means the package Triton."""
 
+from functools import cached_property
+
+import torch
 import torch.nn.functional as F
+import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
-from kvops.copying import copy_between
+from kvops.copying import CudaStream, StagedCopies, copy_between
+from kvops.kernels import Kernels
 from kvops.triton import attention, fusions
 
+NUMERICS = "1"
+"""The version of these kernels' results. It changes with every change to a bit of a result, such as
+other tiles or splits."""
 
-class TritonKernels:
+
+class TritonKernels(Kernels):
     """The triton backend; it needs the package Triton, and a GPU or Triton's interpreter
     (TRITON_INTERPRET=1)."""
 
     name = "triton"
+    device = "cpu" if triton.knobs.runtime.interpret else "cuda"
+
+    def numerics(self) -> dict[str, str]:
+        """`cuda`: the version of the toolkit that PyTorch, and so cuBLAS, was built with. Triton
+        brings a compiler of its own."""
+        return {
+            "isa": torch.cuda.get_device_name() if self.device == "cuda" else "interpreted",
+            "kernels": NUMERICS,
+            "triton": triton.__version__,
+            "cuda": torch.version.cuda or "none",
+        }
+
+    @cached_property
+    def _staged(self) -> StagedCopies:
+        return StagedCopies(CudaStream())
+
+    def warm_up(self, kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
+        attention.warm_up(kv_layer, num_heads, max_rows)
 
     def store_kv(self, kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         fusions.store_kv(kv_layer, k, v, slot_mapping)
@@ -24,17 +51,31 @@ class TritonKernels:
         cu_query_lens: Tensor,
         context_lens: Tensor,
         scale: float,
-        window: int | None = None,
+        window: int | None,
+        max_query_len: int,
     ) -> Tensor:
         return attention.paged_attention(
-            q, kv_layer, block_tables, cu_query_lens, context_lens, scale, window
+            q,
+            kv_layer,
+            block_tables,
+            cu_query_lens,
+            context_lens,
+            scale,
+            window,
+            max_query_len,
         )
 
     def copy_blocks(self, kv: Tensor, pairs: Tensor, source: Tensor | None) -> None:
         """Copies with PyTorch, at memory speed. Within one arena the blocks go through a buffer,
-        because one pair's source may be another's target."""
+        because one pair's source may be another's target. Between the host and the GPU they are
+        copied beside the steps."""
         if source is not None:
-            copy_between(kv, source, pairs)
+            if kv.is_cuda == source.is_cuda:
+                copy_between(kv, source, pairs)
+            elif kv.is_cuda:
+                self._staged.to_gpu(kv, source, pairs)
+            else:
+                self._staged.to_host(kv, source, pairs)
             return
         sources, targets = pairs.long().unbind(dim=1)
         kv.index_copy_(0, targets, kv.index_select(0, sources))

@@ -5,12 +5,15 @@ head, so that the program reads each key and value once for the whole group of h
 runs in one of two shapes:
 
     prefill   a tile has as many tokens as fill 64 lines; one program reads its whole context
-    decode    a tile has one token; one program reads each split of the context, and `_combine`
-              combines them
+    decode    each row has one token, which is a tile; one program reads each split of the context,
+              and `_combine` combines them
 
-Both shapes give correct results for any batch; the choice only affects speed. The launch waits for
-no values from the device: the shapes of q and the block tables bound the number of tiles and
-splits, and programs beyond a row's last tile or split end at once.
+The launch waits for no values from the device: shapes bound the number of tiles and splits, and
+programs beyond a row's last tile or split end at once.
+
+Triton compiles a kernel again for other constants, and for arguments that become 1 or a multiple
+of 16. So constants depend on the number of rows by buckets only, and arguments that change from
+step to step are not specialized: `warm_up` compiles all that steps need.
 
 A split's bounds depend only on the row's own context, so that a decoded row has the same bits in
 every batch. The softmax is that of FlashAttention (Dao et al., 2022), the splits are those of
@@ -32,6 +35,9 @@ _MIN_DOT = 16  # the smallest side of a matrix product on tensor cores
 _MIN_SPLIT = 256  # positions; a program needs about as long for them as a launch takes
 _MAX_SPLITS = 32
 _NO_WINDOW = 1 << 30
+_NUM_STAGES = 3  # of the loop over keys: with 2, the block table is read in it synchronously
+_FIRST_BUCKET = 16
+_BUCKET_FACTOR = 16
 
 
 def paged_attention(
@@ -42,12 +48,13 @@ def paged_attention(
     context_lens: Tensor,
     scale: float,
     window: int | None,
+    max_query_len: int,
 ) -> Tensor:
     """See `kvops.ops.Backend.paged_attention`."""
     num_tokens, num_heads, head_dim = q.shape
     block_size, num_kv_heads = kv_layer.shape[2:4]
     num_rows, group = len(context_lens), num_heads // num_kv_heads
-    decode = num_tokens <= num_rows
+    decode = max_query_len == 1 and num_tokens == num_rows
     # Wide lines take fewer keys at once, to fit shared memory, and more warps, to fit registers.
     wide = q.element_size() * head_dim > 256
     lines = max(_MIN_DOT if decode else _PREFILL_LINES, triton.next_power_of_2(group))
@@ -63,7 +70,7 @@ def paged_attention(
         kv_layer,
         kv_layer.stride(),
         block_tables,
-        block_tables.stride(),
+        *block_tables.stride(),
         cu_query_lens,
         context_lens,
         parts,
@@ -75,7 +82,8 @@ def paged_attention(
         HEAD_DIM=head_dim,
         GROUP=group,
         BLOCK_SIZE=block_size,
-        ROWS=triton.next_power_of_2(num_rows),
+        DECODE=decode,
+        ROWS=1 if decode else _bucket(num_rows),
         TOKENS=tokens_per_tile,
         LINES=lines,
         KEYS=32 if wide else 64,
@@ -84,7 +92,7 @@ def paged_attention(
         MIN_SPLIT=_MIN_SPLIT,
         MAX_SPLITS=_MAX_SPLITS,
         num_warps=8 if wide else 4,
-        num_stages=2,
+        num_stages=_NUM_STAGES,
     )
     if num_splits > 1:
         _combine[(num_tokens, num_heads)](
@@ -100,6 +108,37 @@ def paged_attention(
     return out
 
 
+def warm_up(kv_layer: Tensor, num_heads: int, max_rows: int) -> None:
+    """Compile what steps of up to `max_rows` rows need: decode steps with and without splits, and
+    prefill steps in each bucket of rows. All rows are in block 0, and the results are dropped."""
+    block_size, _, head_dim = kv_layer.shape[2:]
+    buckets = [_FIRST_BUCKET]
+    while buckets[-1] < max_rows:
+        buckets.append(buckets[-1] * _BUCKET_FACTOR)
+    steps = [(1, 1, 1), (1, 1, _MIN_SPLIT // block_size + 1), *((2, rows, 1) for rows in buckets)]
+    for new, num_rows, num_blocks in steps:
+        begins = torch.full((num_rows + 1,), new, dtype=torch.int32, device=kv_layer.device)
+        begins[0] = 0
+        paged_attention(
+            torch.zeros((new, num_heads, head_dim), dtype=kv_layer.dtype, device=kv_layer.device),
+            kv_layer,
+            torch.zeros((num_rows, num_blocks), dtype=torch.int32, device=kv_layer.device),
+            begins,
+            torch.full_like(begins[1:], min(new, block_size)),
+            scale=1.0,
+            window=None,
+            max_query_len=new,
+        )
+
+
+def _bucket(num_rows: int) -> int:
+    """Return the smallest of 16, 256, 4,096 .. that is not less than the number of rows."""
+    bucket = _FIRST_BUCKET
+    while bucket < num_rows:
+        bucket *= _BUCKET_FACTOR
+    return bucket
+
+
 def _partials(out: Tensor, num_splits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the results of each token, head and split, fp32: the weighted sum of the values, the
     largest score, and the sum of the weights."""
@@ -111,13 +150,23 @@ def _partials(out: Tensor, num_splits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @triton.jit
-def _tile(tile, cu_query_lens, num_rows, ROWS: tl.constexpr, TOKENS: tl.constexpr):
+def _tile(
+    tile,
+    cu_query_lens,
+    num_rows,
+    DECODE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     """Return the tile's row, the index of the tile's first token in q, and the end of the row's
     tokens in q (exclusive).
 
-    If a tile has several tokens, row r begins at tile cu_query_lens[r] // TOKENS + r: that gives
-    each row enough tiles, and leaves some tiles empty.
+    With DECODE, row r is tile r and token r. Otherwise, if a tile has several tokens, row r begins
+    at tile cu_query_lens[r] // TOKENS + r: that gives each row enough tiles, and leaves some tiles
+    empty.
     """
+    if DECODE:
+        return tile, tile, tile + 1
     rows = tl.arange(0, ROWS)
     begins = tl.load(cu_query_lens + rows, mask=rows < num_rows, other=0).to(tl.int32)
     first_tiles = begins if TOKENS == 1 else begins // TOKENS + rows
@@ -128,14 +177,18 @@ def _tile(tile, cu_query_lens, num_rows, ROWS: tl.constexpr, TOKENS: tl.constexp
     return row, begin + (tile - first_tile) * TOKENS, end
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride", "entry_stride", "num_rows", "window"],
+    do_not_specialize_on_alignment=["tables", "cu_query_lens", "context_lens"],
+)
 def _attend(
     q,
     q_strides,
     kv,
     kv_strides,
     tables,
-    table_strides,
+    table_stride,
+    entry_stride,
     cu_query_lens,
     context_lens,
     out,
@@ -147,6 +200,7 @@ def _attend(
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    DECODE: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     LINES: tl.constexpr,
@@ -163,7 +217,9 @@ def _attend(
     For an empty split, only the maximum (-inf) is written.
     """
     kv_head, split = tl.program_id(1), tl.program_id(2)
-    row, first_token, end_token = _tile(tl.program_id(0), cu_query_lens, num_rows, ROWS, TOKENS)
+    row, first_token, end_token = _tile(
+        tl.program_id(0), cu_query_lens, num_rows, DECODE, ROWS, TOKENS
+    )
     if first_token >= end_token:
         return
 
@@ -195,14 +251,14 @@ def _attend(
         mask=is_line[:, None] & is_dim[None, :],
         other=0.0,
     )
-    table = tables + row.to(tl.int64) * table_strides[0]
+    table = tables + row.to(tl.int64) * table_stride
     largest = tl.full([LINES], float("-inf"), tl.float32)
     total = tl.zeros([LINES], tl.float32)
     values = tl.zeros([LINES, DIMS], tl.float32)
     for begin in range(first_key // KEYS * KEYS, end_key, KEYS):
         keys = begin + tl.arange(0, KEYS)
         is_key = (keys >= first_key) & (keys < end_key)
-        blocks = tl.load(table + keys // BLOCK_SIZE * table_strides[1], mask=is_key, other=0)
+        blocks = tl.load(table + keys // BLOCK_SIZE * entry_stride, mask=is_key, other=0)
         places = (
             kv
             + blocks.to(tl.int64) * block_stride
@@ -249,7 +305,7 @@ def _attend(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _combine(
     parts,
     maxima,

@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 _SILU_WIDTH = 1024
+_CLEAR_WIDTH = 4096
+_CLEAR_PARTS = 16
 
 
 def store_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
@@ -64,6 +66,43 @@ def _store_kv(
     )
     tl.store(place, tl.load(key, is_value), is_value)
     tl.store(place + half_stride, tl.load(value, is_value), is_value)
+
+
+def clear_begun_blocks(kv: Tensor, slot_mapping: Tensor) -> None:
+    """See `kvops.ops.Backend.clear_begun_blocks`. Few tokens begin a block: the programs of all
+    others end at once."""
+    if not kv[0].is_contiguous():
+        raise ValueError(f"kv: blocks of strides {kv.stride()} are not contiguous")
+    _clear_begun_blocks[(len(slot_mapping), _CLEAR_PARTS)](
+        kv,
+        kv.stride()[0],
+        slot_mapping,
+        slot_mapping.stride(),
+        kv[0].numel(),
+        BLOCK_SIZE=kv.shape[3],
+        WIDTH=_CLEAR_WIDTH,
+    )
+
+
+@triton.jit
+def _clear_begun_blocks(
+    kv,
+    block_stride,
+    slots,
+    slots_strides,
+    size,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Zeroes each n-th run of WIDTH values of the block that begins with the token's slot."""
+    slot = tl.load(slots + tl.program_id(0).to(tl.int64) * slots_strides[0]).to(tl.int64)
+    if (slot < 0) | (slot % BLOCK_SIZE != 0):
+        return
+    block = kv + slot // BLOCK_SIZE * block_stride
+    zeros = tl.zeros([WIDTH], kv.dtype.element_ty)
+    for begin in range(tl.program_id(1) * WIDTH, size, tl.num_programs(1) * WIDTH):
+        i = begin + tl.arange(0, WIDTH)
+        tl.store(block + i, zeros, i < size)
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:

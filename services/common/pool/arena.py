@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from services.common.errors import StartupError
+from services.common.numa.policy import InterleavePolicy
 from services.common.pool.sizing import format_size
 
 FIRST_BYTES = 256 << 20
@@ -31,8 +32,11 @@ _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
 _fallocate.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
 
 
-def make_file(path: Path, num_bytes: int) -> None:
+def make_file(path: Path, num_bytes: int, policy: InterleavePolicy | None = None) -> None:
     """Make the file `path` with `num_bytes` zero bytes, and allocate its first FIRST_BYTES.
+
+    `policy` interleaves the pages of the whole file; None: a page is on the node of the thread
+    that allocates it.
 
     StartupError: the file system has too little space; then the file is removed.
     """
@@ -41,6 +45,8 @@ def make_file(path: Path, num_bytes: int) -> None:
         if num_bytes > _free_bytes(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.ftruncate(fd, num_bytes)
+        if policy is not None:
+            policy.interleave_file(fd, num_bytes)
         _allocate(fd, 0, min(num_bytes, FIRST_BYTES))
     except OSError as error:
         path.unlink()

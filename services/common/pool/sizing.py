@@ -1,12 +1,18 @@
 """Computes the number of a pool's blocks, from `--pool-memory` or from half of the free memory."""
 
+from __future__ import annotations
+
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from services.common.errors import StartupError
 from services.common.pool.memory import available_bytes
+
+if TYPE_CHECKING:  # bench.gpu computes without its imports
+    from services.common.numa.policy import InterleavePolicy
 
 MIN_BLOCKS = 4
 """A smaller pool cannot run two short sequences."""
@@ -42,13 +48,14 @@ class MemoryPlan:
     `pool_bytes`: the size that the user has set; None: by measurement. `num_expected_workers`: all
     workers of the host, with this one. `weight_bytes`: the weights that each of the other workers
     will still load. `activation_bytes`: the peak of each worker, this one included, beyond its
-    weights.
+    weights. `arena`: the NUMA nodes of a new pool's arena.
     """
 
     pool_bytes: int | None
     num_expected_workers: int = 1
     weight_bytes: int = 0
     activation_bytes: int = 0
+    arena: InterleavePolicy | None = field(default=None, compare=False)
 
     @property
     def reserved_bytes(self) -> int:

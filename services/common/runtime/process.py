@@ -25,6 +25,7 @@ from services.common.errors import StartupError
 from services.common.runtime import open_files
 from services.common.runtime.config import S, ServiceSettings, load_settings, resolved, variables
 from services.common.runtime.logging import configure_logging, get_logger
+from services.common.runtime.starting import end_imports
 
 log = get_logger(__name__)
 
@@ -48,6 +49,7 @@ def run_service(
     ended `stop_grace_s` after the first signal exits at once.
     """
     try:
+        end_imports()
         _watch_parent()
         settings = _settings(settings_class)
         set_up_openmp(settings.num_threads)

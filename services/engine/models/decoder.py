@@ -23,25 +23,23 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of one layer. Only Qwen3 has `query_norm` and `key_norm`. `window`: how many
-    positions a query attends to, its own included; None: all."""
+    """The weights of one layer. `qkv` and `gate_up` are joined: their outputs follow one another.
+    Only Qwen3 has `query_norm` and `key_norm`. `window`: how many positions a query attends to, its
+    own included; None: all."""
 
     input_norm: Tensor
-    query: Linear
-    key: Linear
-    value: Linear
+    qkv: Linear
     query_norm: Tensor | None
     key_norm: Tensor | None
     output: Linear
     mlp_norm: Tensor
-    gate: Linear
-    up: Linear
+    gate_up: Linear
     down: Linear
     window: int | None
 
 
 class ComposedModel:
-    """A `Model` on any device, composed of the backend's operations."""
+    """A `Model` on the device of its weights, composed of the backend's operations."""
 
     def __init__(
         self,
@@ -60,18 +58,22 @@ class ComposedModel:
         self._final_norm = final_norm
         self._head = head
         self.weights_digest = weights_digest
-        self._cos, self._sin = rope_tables(
-            config.rope, config.head_dim, config.max_position_embeddings
-        )
+        tables = rope_tables(config.rope, config.head_dim, config.max_position_embeddings)
+        self._cos, self._sin = (table.to(embedding.device) for table in tables)
 
     @property
     def dtype(self) -> torch.dtype:
         return self._embedding.dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.device
+
     def forward(self, batch: Batch, kv: Tensor, wanted: Tensor) -> Tensor:
         """See `Model.forward`. The residual stream starts at 0; `add_rms_norm` adds the output of
         each sublayer to it, where the next one normalizes the stream."""
         ops, eps = self.ops, self.config.rms_norm_eps
+        ops.clear_begun_blocks(kv, batch.slot_mapping)
         rotation = self._cos[batch.positions], self._sin[batch.positions]
         x = self._embedding[batch.token_ids]
         residual = torch.zeros_like(x)
@@ -102,7 +104,7 @@ class ComposedModel:
         kv_layer: Tensor,
     ) -> Tensor:
         ops, eps = self.ops, self.config.rms_norm_eps
-        q, k, v = (self._heads(linear, x) for linear in (layer.query, layer.key, layer.value))
+        q, k, v = self._heads(self._linear(layer.qkv, x))
         if layer.query_norm is not None and layer.key_norm is not None:
             q = ops.rms_norm(q, layer.query_norm, eps)
             k = ops.rms_norm(k, layer.key_norm, eps)
@@ -116,16 +118,19 @@ class ComposedModel:
             batch.context_lens,
             self.config.head_dim**-0.5,
             layer.window,
+            max_query_len=batch.max_query_len,
         )
         return self._linear(layer.output, attended.flatten(1))
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
-        gated = self.ops.silu_mul(self._linear(layer.gate, x), self._linear(layer.up, x))
+        gated = self.ops.silu_mul(*self._linear(layer.gate_up, x).chunk(2, dim=-1))
         return self._linear(layer.down, gated)
 
     def _linear(self, linear: Linear, x: Tensor) -> Tensor:
         return self.ops.linear(x, linear.weight, linear.bias)
 
-    def _heads(self, linear: Linear, x: Tensor) -> Tensor:
-        """[T, hidden_size] -> [T, heads, head_dim]."""
-        return self._linear(linear, x).view(x.shape[0], -1, self.config.head_dim)
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """[T, outputs of qkv] -> queries, keys and values, [T, heads, head_dim] each: views."""
+        c = self.config
+        heads = qkv.view(len(qkv), -1, c.head_dim)
+        return torch.split(heads, [c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)

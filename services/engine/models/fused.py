@@ -81,6 +81,10 @@ class FusedModel:
         )
         self._head = cpu.head(packed[HEAD_SECTION])
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
     def forward(self, batch: Batch, kv: Tensor, wanted: Tensor) -> Tensor:
         hidden = torch.empty(len(wanted), self.config.hidden_size)
         self._decoder.forward(

@@ -1,5 +1,6 @@
 """Loads a model from a checkpoint directory."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from services.engine.models.decoder import ComposedModel, Layer, Linear
 from services.engine.models.fused import load_fused
 from services.engine.models.model import Model
 from services.engine.weights.checkpoint import load_weights, weights_digest
+from services.engine.weights.fused_weights import Section, layer_sections
 from services.engine.weights.packed_file import Progress
 
 
@@ -27,11 +29,13 @@ def load_model(
     dtype: torch.dtype,
     backend: Backend,
     *,
+    device: str = "cpu",
     quantize: Quantization | None = None,
     cache: Path | None = None,
     progress: Progress = lambda: None,
 ) -> Model:
-    """Load the checkpoint's decoder, to compute in `dtype` (bf16 or fp32) on `backend`.
+    """Load the checkpoint's decoder, to compute in `dtype` (bf16 or fp32) on `backend`, with its
+    weights on `device`, such as "cuda".
 
     `quantize`: quantize the weights of the linears. `cache`: a directory for packed weights, which
     the next start and the other workers of this host reuse; None: each process packs its own.
@@ -44,46 +48,52 @@ def load_model(
         return load_fused(directory, dtype, quantize, backend.native, cache, progress)
     if quantize:
         raise StartupError(f"backend {backend.name!r} has no {quantize} kernels; 'cpu' has")
-    return _composed(directory, dtype, backend, progress)
+    return _composed(directory, dtype, backend, device, progress)
 
 
 def _composed(
-    directory: Path, dtype: torch.dtype, backend: Backend, progress: Progress
+    directory: Path, dtype: torch.dtype, backend: Backend, device: str, progress: Progress
 ) -> ComposedModel:
     config = ModelConfig.from_directory(directory)
     weights = load_weights(directory, config)
 
+    def there(values: Tensor) -> Tensor:
+        return values.to(device, dtype)
+
     def optional(name: str) -> Tensor | None:
-        tensor = weights.tensors.get(name)
-        return None if tensor is None else tensor.to(dtype)
+        found = weights.tensors.get(name)
+        return None if found is None else there(found)
 
     def tensor(name: str) -> Tensor:
-        return weights.tensors[name].to(dtype)
+        return there(weights.tensors[name])
 
     def matrix(name: str) -> Tensor:
         weight = weights.linear(name)
         if not isinstance(weight, Tensor):
             form = weights.form(name)
             raise StartupError(f"{directory}: backend {backend.name!r} has no {form} kernels")
-        return weight.to(dtype)
+        return there(weight)
 
-    def linear(name: str) -> Linear:
-        return Linear(matrix(name), optional(f"{name}.bias"))
+    def linear(section: Section) -> Linear:
+        parts = [matrix(source) for source in section.sources]
+        bias = section.bias(weights.tensors)
+        return Linear(
+            parts[0] if len(parts) == 1 else torch.cat(parts), None if bias is None else there(bias)
+        )
 
-    def layer(prefix: str, window: int | None) -> Layer:
+    def layer(number: int, window: int | None) -> Layer:
+        prefix = layer_prefix(number)
+        linears = {
+            name: linear(replace(section, turn=0))
+            for name, section in layer_sections(config, number).items()
+        }
         return Layer(
             input_norm=tensor(f"{prefix}.input_layernorm.weight"),
-            query=linear(f"{prefix}.self_attn.q_proj"),
-            key=linear(f"{prefix}.self_attn.k_proj"),
-            value=linear(f"{prefix}.self_attn.v_proj"),
             query_norm=optional(f"{prefix}.self_attn.q_norm.weight"),
             key_norm=optional(f"{prefix}.self_attn.k_norm.weight"),
-            output=linear(f"{prefix}.self_attn.o_proj"),
             mlp_norm=tensor(f"{prefix}.post_attention_layernorm.weight"),
-            gate=linear(f"{prefix}.mlp.gate_proj"),
-            up=linear(f"{prefix}.mlp.up_proj"),
-            down=linear(f"{prefix}.mlp.down_proj"),
             window=window,
+            **linears,
         )
 
     embedding = tensor(EMBEDDING)
@@ -91,7 +101,7 @@ def _composed(
         config=config,
         ops=backend,
         embedding=embedding,
-        layers=tuple(layer(layer_prefix(i), window) for i, window in enumerate(config.windows)),
+        layers=tuple(layer(i, window) for i, window in enumerate(config.windows)),
         final_norm=tensor(FINAL_NORM),
         head=embedding if config.tied_embeddings else matrix(HEAD.removesuffix(".weight")),
         weights_digest=weights_digest(directory, progress),

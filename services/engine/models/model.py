@@ -17,6 +17,9 @@ class Batch:
 
     token_ids, positions, slot_mapping: [T] int64. block_tables: [B, any] int32. cu_query_lens:
     [B + 1] int32. context_lens: [B] int32, new tokens included.
+
+    What kernels need to know on the host, so that they do not wait for the device to tell: the
+    longest row's new tokens, and the longest context.
     """
 
     token_ids: Tensor
@@ -25,6 +28,13 @@ class Batch:
     block_tables: Tensor
     cu_query_lens: Tensor
     context_lens: Tensor
+    max_query_len: int
+    max_context_len: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row has one new token."""
+        return self.max_query_len == 1
 
 
 class Model(Protocol):
@@ -39,6 +49,9 @@ class Model(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
     def forward(self, batch: Batch, kv: Tensor, wanted: Tensor) -> Tensor:
         """Compute the batch and write the KV of its tokens into the arena `kv`. Returns the final

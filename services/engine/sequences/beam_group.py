@@ -40,21 +40,19 @@ class BeamGroup(Group):
         """All beams that have tokens to compute, or none. So no beam's candidates wait for another
         beam longer than necessary, and no ticket is issued in mid-step."""
         runnable = super().runnable()
-        num_waiting = sum(one.num_uncomputed > 0 for one in self.sequences)
+        num_waiting = sum(one.num_unlaunched > 0 for one in self.sequences)
         return runnable if len(runnable) == num_waiting else []
 
     def abort_sequence(self, index: int) -> bool:
         """False: only the search ends a beam."""
         return False
 
-    def _apply_draw(
-        self, sequence: Sequence, token: int, logprobs: Logprobs | None, *, one_token: bool
-    ) -> None:
+    def _apply_draw(self, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:
         assert logprobs is not None
         self._candidates[sequence.index] = logprobs
         if len(self._candidates) == len(self.beams.scores):
             self._step()
-            if one_token:
+            if self._one_token:
                 self.stopped, self.sequences = self.sequences, []
 
     def _step(self) -> None:

@@ -8,12 +8,13 @@ share blocks until they write them (copy-on-write).
 
 All blocks belong to the group's holder. Each block is in one of these places:
 
-    in block tables   in as many as `_refs` counts
+    in block tables   in as many as `_refs` counts; a sequence that ends while a step in flight
+                      computes a token of it keeps its table until that step is retired
     spare             new, or left unfinished by a sequence that ended: goes to the next sequence
                       that needs a block
     given back        finished and in no table any more, or spare and not needed
 
-See ADR 76.
+See ADR 76 and ADR 115.
 """
 
 from collections import Counter, defaultdict, deque
@@ -24,7 +25,7 @@ from itertools import chain
 from blockstore.hashing import prefix_hashes
 from blockstore.records import PrefixHash
 from services.common.pool.stamps import Stamps
-from services.engine.batch import RowOutput
+from services.engine.batch import Fault, RowOutput, RowResult
 from services.engine.sequences.block_keys import ComputedBlocks
 from services.engine.sequences.sequence import (
     Branch,
@@ -66,7 +67,9 @@ class Group:
 
     `sequences`: those that run, by index. `stopped`: those that drew their one token here and
     continue at another worker. `num_acquired`: how many blocks the holder ever acquired. `beams`:
-    the state of its beam search; None: the group is no search.
+    the state of its beam search; None: the group is no search. `num_flights`: how many steps in
+    flight read or write its blocks. `is_paused`: it launches nothing more. `fault`: why it fails
+    once its flights are retired.
     """
 
     def __init__(
@@ -78,6 +81,11 @@ class Group:
         self.stopped: list[Sequence] = []
         self.num_acquired = num_acquired
         self.is_started = True
+        self._one_token = False
+        self.num_flights = 0
+        self.is_paused = False
+        self.fault: Fault | None = None
+        self._ended_in_flight: list[Sequence] = []
         self._spare = deque(spare)
         self._refs = Counter(block for one in sequences for block in one.block_table)
         self.beams: BeamState | None = None
@@ -130,6 +138,12 @@ class Group:
             for state in ticket.sequences
         ]
         return cls(ticket, sequences, spare, num_acquired)
+
+    def stop_after_draws(self) -> None:
+        """Let each sequence stop after the next token that it draws."""
+        self._one_token = True
+        for sequence in self.sequences:
+            sequence.may_run_ahead = False
 
     def is_stamped(self, stamps: Stamps) -> bool:
         """Whether the stamps of all its blocks are right (law 6)."""
@@ -202,11 +216,11 @@ class Group:
 
     def runnable(self) -> list[Sequence]:
         """The sequences that can run now: each has a slot for its next token, in a block that only
-        it writes. None before the group is started."""
-        if not self.is_started:
+        it writes. None before the group is started, or while it is paused."""
+        if not self.is_started or self.is_paused:
             return []
         runnable = [one for one in self.sequences if one.num_runnable > 0]
-        if len(self.sequences) + len(self.stopped) == 1:
+        if len(self.sequences) + len(self.stopped) + len(self._ended_in_flight) == 1:
             return runnable
         return [one for one in runnable if not self._must_copy(one)]
 
@@ -215,13 +229,22 @@ class Group:
         own = sum(len(branch.own) for one in self.sequences for branch in one.branches)
         return own + sum(one.num_uncomputed for one in self.sequences)
 
-    def advance(
-        self, sequence: Sequence, num_tokens: int, output: RowOutput, *, one_token: bool
-    ) -> None:
-        """Apply the result of a step: `num_tokens` of the sequence were computed, and after its
-        last token the tokens of `output` were drawn. `one_token`: a sequence that has drawn stops
-        here and continues at another worker."""
+    def retire(self, sequence: Sequence, num_tokens: int, result: RowResult) -> None:
+        """Apply the result of a step: `num_tokens` of the sequence were computed. The result of a
+        sequence that has ended meanwhile is dropped; so are all results after a fault."""
         sequence.num_computed += num_tokens
+        if sequence in self._ended_in_flight:
+            if not sequence.in_flight:
+                self._ended_in_flight.remove(sequence)
+                self._drop_blocks(sequence)
+        elif isinstance(result, Fault):
+            self.fault, self.is_paused = self.fault or result, True
+        elif self.fault is None:
+            self._advance(sequence, result if isinstance(result, RowOutput) else RowOutput(result))
+
+    def _advance(self, sequence: Sequence, output: RowOutput) -> None:
+        """Note the blocks that the sequence has completed, split it where its branches part, and
+        apply the tokens that were drawn after its last one."""
         self._results.completed += sequence.take_completed()
         self._results.prompt_logprobs += output.prompt
         if sequence.num_uncomputed:
@@ -232,18 +255,16 @@ class Group:
         tokens, logprobs = iter(output.tokens), iter(output.logprobs)
         for part in parts:
             if not part.num_uncomputed:
-                self._apply_draw(part, next(tokens), next(logprobs, None), one_token=one_token)
+                self._apply_draw(part, next(tokens), next(logprobs, None))
 
-    def _apply_draw(
-        self, sequence: Sequence, token: int, logprobs: Logprobs | None, *, one_token: bool
-    ) -> None:
+    def _apply_draw(self, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:
         """Append a drawn token to a sequence, and end the sequence if the token finishes it."""
         position = len(sequence.tokens)
         finish = sequence.append(token)
         self._results.tokens.append(Token(sequence.index, position, token, finish, logprobs))
         if finish:
             self.end(sequence)
-        elif one_token:
+        elif self._one_token:
             self.sequences.remove(sequence)
             self.stopped.append(sequence)
 
@@ -254,9 +275,16 @@ class Group:
         return fork
 
     def end(self, sequence: Sequence) -> None:
-        """End a sequence and drop its references to blocks. Blocks without references are given
-        back if finished, since no sequence may write them again; others become spare."""
+        """End a sequence, and drop its blocks, now or when its last flight is retired."""
         self.sequences.remove(sequence)
+        if sequence.in_flight:
+            self._ended_in_flight.append(sequence)
+        else:
+            self._drop_blocks(sequence)
+
+    def _drop_blocks(self, sequence: Sequence) -> None:
+        """Drop an ended sequence's references to blocks. Blocks without references are given back
+        if finished, since no sequence may write them again; others become spare."""
         for number, block_id in enumerate(sequence.block_table):
             self._refs[block_id] -= 1
             if not self._refs[block_id]:
@@ -265,7 +293,8 @@ class Group:
                 (self._results.freed if is_finished else self._spare).append(block_id)
 
     def abort_sequence(self, index: int) -> bool:
-        """End the sequence, or the branch, `index` for an abort; returns whether it was there."""
+        """End the sequence, or the branch, `index` for an abort; returns whether it was there. The
+        group is not in flight."""
         for sequence in self.sequences:
             if any(branch.index == index for branch in sequence.branches):
                 sequence.drop_branch(index)
@@ -285,7 +314,8 @@ class Group:
         return results
 
     def ticket_sequences(self) -> tuple[TicketSequence, ...]:
-        """All sequences that have not ended, by index, as a ticket has them."""
+        """All sequences that have not ended, by index, as a ticket has them. The group is not in
+        flight."""
         left = (
             state for one in (*self.sequences, *self.stopped) for state in one.ticket_sequences()
         )

@@ -9,7 +9,7 @@ from blockstore.hashing import next_hash
 from blockstore.records import PrefixHash
 from services.common.pool.allotment import blocks_for_decode
 from services.common.pool.stamps import Stamps
-from services.engine.batch import Draw, Row, Scoring
+from services.engine.batch import UNKNOWN_TOKEN, Draw, Row, Scoring
 from services.engine.sequences.beam import num_candidates
 from services.engine.sequences.penalty_state import PenaltyState
 from services.protocol.ticket import FinishReason, SamplingParams, Ticket, TicketSequence
@@ -94,13 +94,17 @@ class Sequence:
     """One sequence in the engine: its tokens, its block table, and how far its KV is computed.
 
     tokens        |------- prompt -------|---- generated ----|-- branches
-    KV computed   |==================================|          num_computed
+    KV launched   |=====================================|       num_launched: of steps in flight too
+    KV computed   |==================================|          num_computed: of retired steps
     KV adopted    |===========|                                 num_adopted: in shared blocks
     block table   |  b0 |  b1 |  b2 |  b3 |  b4 |  b5 |  b6 |
     blocks hashed |  b0 |  b1 |  b2 |  b3 |                     len(self.hashes)
 
     KV of adopted positions is never stored again, even if those positions are computed again
     (law 2). A sequence can run as far as the slots of its uncomputed tokens are in its block table.
+
+    A sequence *runs ahead* if a row takes the token that the step in flight draws. It may do so if
+    nothing on the host needs that token first: no penalties, no logprobs, no beams.
 
     Sequences of a group that begin with the same tokens are one `Sequence` until these tokens are
     computed; it has a branch for each of them. Most sequences have one branch: their next draw.
@@ -121,7 +125,7 @@ class Sequence:
         self.branches = tuple(branches)
         self.tokens = list(tokens)
         self.block_table = list(block_ids)
-        self.num_computed = num_computed
+        self.num_computed = self.num_launched = num_computed
         self.num_adopted = num_adopted
         self.rules = rules
         self._penalty_state: PenaltyState | None = None
@@ -129,6 +133,9 @@ class Sequence:
             self._penalty_state = PenaltyState(
                 rules.sampling, self.tokens, rules.num_prompt_tokens, rules.end_ids
             )
+        self.may_run_ahead = self._penalty_state is None and rules.sampling.logprobs is None
+        self._place = 0
+        """The index of its row in the last step that has one."""
         num_full = max(num_computed, num_adopted) // rules.block_size
         self.hashes = list(hashes[:num_full])
         self._hash_until(num_full * rules.block_size)
@@ -143,10 +150,29 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
+    def num_unlaunched(self) -> int:
+        return max(0, len(self.tokens) - self.num_launched)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step that is not retired computes tokens of it."""
+        return self.num_launched > self.num_computed
+
+    @property
+    def _num_inputs(self) -> int:
+        """Its tokens, and the one that is being drawn if the sequence runs ahead and will not end
+        with that token."""
+        num_tokens = len(self.tokens)
+        if self.num_launched < num_tokens or not self.may_run_ahead:
+            return num_tokens
+        has_one_draw = len(self.branches) == 1 and not self.branches[0].own
+        return num_tokens + (has_one_draw and num_tokens + 1 < self.rules.max_len)
+
+    @property
     def num_runnable(self) -> int:
-        """Uncomputed tokens that have a slot."""
+        """The tokens that have a slot and are not launched."""
         slots = len(self.block_table) * self.rules.block_size
-        return min(len(self.tokens), slots) - self.num_computed
+        return min(self._num_inputs, slots) - self.num_launched
 
     @property
     def next_block(self) -> int | None:
@@ -159,7 +185,7 @@ class Sequence:
 
     @property
     def _next_number(self) -> int:
-        return max(self.num_computed, self.num_adopted) // self.rules.block_size
+        return max(self.num_launched, self.num_adopted) // self.rules.block_size
 
     def is_stamped(self, stamps: Stamps, owner: str, beside: "Sequence | None" = None) -> bool:
         """Whether the stamps of its blocks are right: those of finished blocks name exactly its
@@ -175,16 +201,21 @@ class Sequence:
         wrong = stamps.first_mismatch(full, parent, self.hashes[first:], tokens)
         return wrong is None and stamps.are_written_by(rest, owner)
 
-    def row(self, num_tokens: int) -> Row:
-        """A row of the next `num_tokens` uncomputed tokens; it draws if they are the last ones."""
-        end = self.num_computed + num_tokens
+    def launch(self, num_tokens: int, place: int) -> Row:
+        """The row of the next `num_tokens` tokens, which will be at `place` in its step. It draws
+        if they are the last ones. From now on the tokens are in flight."""
+        start, end = self.num_launched, self.num_launched + num_tokens
+        runs_ahead = end > len(self.tokens)
+        drawn_by, self._place = self._place if runs_ahead else None, place
+        self.num_launched = end
         return Row(
-            token_ids=self.tokens[self.num_computed : end],
-            start=self.num_computed,
+            token_ids=(UNKNOWN_TOKEN,) if runs_ahead else self.tokens[start:end],
+            start=start,
             block_table=self.block_table,
             store_from=self.num_adopted,
-            draws=self._draws() if end == len(self.tokens) else (),
-            scoring=self._scoring(end),
+            draws=self._draws() if end >= len(self.tokens) else (),
+            scoring=self._scoring(start, end),
+            drawn_by=drawn_by,
         )
 
     def _draws(self) -> tuple[Draw, ...]:
@@ -192,19 +223,19 @@ class Sequence:
         drawing = (branch.index for branch in self.branches if not branch.own)
         return tuple(Draw(self.rules.sampling, index, adjustment) for index in drawing)
 
-    def _scoring(self, end: int) -> Scoring | None:
-        """The prompt tokens to score in a row that ends at `end`: each state scores the next."""
+    def _scoring(self, start: int, end: int) -> Scoring | None:
+        """The prompt tokens to score in a row of start .. end: each state scores the next."""
         num_top = self.rules.prompt_logprobs
         if num_top is None:
             return None
         stop = min(end + 1, self.rules.num_prompt_tokens)
-        token_ids = self.tokens[self.num_computed + 1 : stop]
+        token_ids = self.tokens[start + 1 : stop]
         return Scoring(token_ids, num_top) if token_ids else None
 
     def fork(self, branches: Seq[Branch], own: Seq[int] = ()) -> "Sequence":
         """A new sequence with the same tokens and computed blocks, then `own` tokens."""
         num_blocks = -(-self.num_computed // self.rules.block_size)
-        return Sequence(
+        fork = Sequence(
             self.rules,
             branches,
             (*self.tokens, *own),
@@ -213,6 +244,8 @@ class Sequence:
             num_adopted=self.num_adopted,
             hashes=self.hashes,
         )
+        fork.may_run_ahead = self.may_run_ahead
+        return fork
 
     def split(self) -> list["Sequence"]:
         """Split into one sequence per continuation, once all tokens are computed.
@@ -277,7 +310,7 @@ class Sequence:
         return max(0, num_full + sum(own) - len(self.block_table))
 
     def _num_blocks(self, num_own: int, look_ahead: int) -> int:
-        num_tokens = len(self.tokens) + num_own
+        num_tokens = self._num_inputs + num_own
         return blocks_for_decode(num_tokens, look_ahead, self.rules.max_len, self.rules.block_size)
 
     def ticket_sequences(self) -> list[TicketSequence]:

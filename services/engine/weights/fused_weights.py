@@ -1,4 +1,4 @@
-"""Fused weights: which weights of a checkpoint form one linear of the native decoder, and in which
+"""Fused weights: which weights of a checkpoint form one linear of the decoders, and in which
 order their outputs follow each other."""
 
 from collections.abc import Iterator, Mapping

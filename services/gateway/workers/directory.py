@@ -27,7 +27,7 @@ _ABSENT_S = 5.0
 """How long a connected worker may be missing from the registry before it is removed: the registry
 may have lost its registration."""
 
-_STARTING_POLL_S = 0.1
+_STARTING_POLL_S = 0.05
 """The longest time between two reads of the registry while a worker starts, since requests may wait
 for it."""
 

@@ -1,8 +1,9 @@
 """The CPU board: a file, mapped by all workers of a host, that says which workers are busy.
 
 An entry has 64 bytes: its worker's backlog (int32: how many sequences it wants to compute now; 0 if
-it needs no CPU), then role and name. The worker keeps its entry locked with a POSIX record lock,
-which the kernel drops when the process dies. So every entry that can be locked is free.
+it needs no CPU), then role, NUMA nodes and name. The worker keeps its entry locked with a POSIX
+record lock, which the kernel drops when the process dies. So every entry that can be locked is
+free.
 
 See ADR 45.
 """
@@ -10,25 +11,31 @@ See ADR 45.
 import fcntl
 import mmap
 import os
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.errors import StartupError
+from services.common.numa.topology import format_cpus, parse_cpus
 
 ENTRY_BYTES = 64
 ENTRY_WORDS = ENTRY_BYTES // 4
 NUM_ENTRIES = 256
 _NAME = slice(4, ENTRY_BYTES)
+_TAKING = 1 << 30
+"""The byte that a worker locks while it chooses its nodes and takes its entry."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class CpuBoardEntry:
-    """A worker's entry. `index`: its position on the board, in units of ENTRY_BYTES."""
+    """A worker's entry. `index`: its position on the board, in units of ENTRY_BYTES. `nodes`: the
+    NUMA nodes that have the worker's threads and memory, as long as it lives."""
 
     worker_id: str
     role: str
     index: int
+    nodes: tuple[int, ...] = (0,)
 
 
 class CpuBoard:
@@ -45,12 +52,26 @@ class CpuBoard:
         self._words = memoryview(self.memory).cast("i")
         self._own: CpuBoardEntry | None = None
 
-    def take_entry(self, role: str, worker_id: str) -> CpuBoardEntry:
-        """Take a free entry for this process. StartupError: there is none."""
+    def take_entry(
+        self,
+        role: str,
+        worker_id: str,
+        choose_nodes: Callable[[Sequence[CpuBoardEntry]], tuple[int, ...]] = lambda _: (0,),
+    ) -> CpuBoardEntry:
+        """Take a free entry for this process. `choose_nodes` gets the entries of all others, and no
+        other process takes an entry meanwhile. StartupError: there is none."""
+        assert self._fd is not None
+        fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, _TAKING)
+        try:
+            return self._take_entry(role, worker_id, choose_nodes(self.entries()))
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, _TAKING)
+
+    def _take_entry(self, role: str, worker_id: str, nodes: tuple[int, ...]) -> CpuBoardEntry:
         for index in range(NUM_ENTRIES):
             if self._lock(index):
-                self._own = CpuBoardEntry(worker_id, role, index)
-                self._write(index, f"{role} {worker_id}".encode())
+                self._own = CpuBoardEntry(worker_id, role, index, nodes)
+                self._write(index, f"{role} {format_cpus(nodes)} {worker_id}".encode())
                 return self._own
         raise StartupError(
             f"this host already has {NUM_ENTRIES} workers, the most that can share it"
@@ -90,8 +111,11 @@ class CpuBoard:
                 self._write(index, b"")
             self._unlock(index)
             return None
-        role, _, worker_id = text.decode(errors="replace").partition(" ")
-        return CpuBoardEntry(worker_id, role, index)
+        try:
+            role, nodes, worker_id = text.decode(errors="replace").split(" ", 2)
+            return CpuBoardEntry(worker_id, role, index, tuple(sorted(parse_cpus(nodes))))
+        except ValueError:
+            return None  # its worker is writing it
 
     def _text(self, index: int) -> bytes:
         entry = self.memory[index * ENTRY_BYTES : (index + 1) * ENTRY_BYTES]

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvops.native import Lane, NativeCpu, wake
+from services.common.numa.topology import HostCpus
 from services.common.runtime.logging import get_logger
-from services.engine.batch import Row, RowResult, Wait
+from services.engine.batch import Row, Wait
+from services.engine.forward import Flight
 from services.engine.runner import Runner
 from services.worker.cpu.board import ENTRY_WORDS, CpuBoard, CpuBoardEntry
 from services.worker.cpu.division import lanes, pause_s
@@ -37,7 +39,7 @@ class SharedCpus:
         native: NativeCpu,
         cpu_board: CpuBoard,
         own: CpuBoardEntry,
-        cpus: Sequence[int],
+        host: HostCpus,
         max_gap_s: float,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -45,7 +47,7 @@ class SharedCpus:
         self._native = native
         self._cpu_board = cpu_board
         self._own = own
-        self._cpus = cpus
+        self._host = host
         self._max_gap_s = max_gap_s
         self._words = torch.frombuffer(cpu_board.memory, dtype=torch.int32)
         self._sleep = sleep
@@ -55,18 +57,17 @@ class SharedCpus:
         self._wanted: tuple[Lane, ...] | None = None
         self.refresh()
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._runner.copy_blocks(pairs)
-
-    def run(self, rows: Sequence[Row], num_waiting: int = 0) -> Sequence[RowResult]:
+    def launch(
+        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
+    ) -> Flight:
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
             self._native.assign(wanted, self._words)
         began = time.perf_counter()
         self._cpu_board.set_backlog(len(rows) + num_waiting)
-        drawn = self._runner.run(rows)
+        flight = self._runner.launch(rows, copies)
         self._num_decoding, self._step_s = len(rows), time.perf_counter() - began
-        return drawn
+        return flight
 
     def yield_device(self, wait: Wait) -> None:
         """Pause decode while prompts wait, so that its CPUs compute them. Prefill never pauses."""
@@ -97,10 +98,11 @@ class SharedCpus:
         if entries == self._entries:
             return
         self._entries = entries
-        self._wanted = lanes(self._cpus, entries, self._own)
+        self._wanted = lanes(self._host, entries, self._own)
         log.info(
             "cpus_divided",
             cpus=[lane.cpu for lane in self._wanted if not lane.owners],
             borrowed=[lane.cpu for lane in self._wanted if lane.owners],
+            nodes=list(self._own.nodes),
             num_workers=len(entries),
         )

@@ -5,6 +5,9 @@ mark around everything that it does with blocks:
 
     marked? own blocks | marked? | compute or copy | marked? | complete stamps, answer
 
+For a step, these are the times before its launch and after its end on the device: the worker
+completes stamps and answers when it retires the step.
+
 - Writes: the block manager sets the mark before it reads the stamps. The worker stamps new blocks
   as its own (when the store grants them, see `services.worker.membership`) before it looks at the
   mark. So either the block manager sees that the blocks belong to the worker, or the worker sees
@@ -20,13 +23,14 @@ See ADR 56.
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NoReturn
 
 from blockstore.errors import WorkerFenced
 from services.common.pool.locks import WorkerLock
 from services.common.runtime.ticks import until_tick
 from services.engine.batch import Row, RowResult
-from services.engine.engine import ForwardPass
+from services.engine.forward import Flight, ForwardPass
 from services.worker.swap.pool import Copy
 
 _CHECK_S = 0.5
@@ -67,7 +71,7 @@ class FenceGuard:
 
 
 class GuardedForward:
-    """A forward pass with a check before and after each step and copy."""
+    """A forward pass with a check before the launch of each step and after its end."""
 
     def __init__(self, forward: ForwardPass, fence_guard: FenceGuard) -> None:
         self._forward = forward
@@ -75,10 +79,26 @@ class GuardedForward:
         self.yield_device = forward.yield_device
         self.on_idle = forward.on_idle
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        with self._fence_guard.guarding():
-            self._forward.copy_blocks(pairs)
+    def launch(
+        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
+    ) -> Flight:
+        self._fence_guard.check()
+        return GuardedFlight(self._forward.launch(rows, copies, num_waiting), self._fence_guard)
 
-    def run(self, rows: Sequence[Row], num_waiting: int = 0) -> Sequence[RowResult]:
-        with self._fence_guard.guarding():
-            return self._forward.run(rows, num_waiting)
+
+@dataclass(frozen=True, slots=True)
+class GuardedFlight:
+    """The flight of a step. WorkerFenced, from `result`: the step is over, its results must not be
+    used."""
+
+    flight: Flight
+    fence_guard: FenceGuard
+
+    @property
+    def is_complete(self) -> bool:
+        return self.flight.is_complete
+
+    def result(self) -> Sequence[RowResult]:
+        results = self.flight.result()
+        self.fence_guard.check()
+        return results

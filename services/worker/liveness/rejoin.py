@@ -11,12 +11,14 @@ See ADR 56.
 
 import asyncio
 import math
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from blockstore.errors import UnknownWorker, WorkerFenced
 from blockstore.task_cancellation import cancel_task
 from services.common.runtime.logging import get_logger
+from services.common.runtime.starting import importing
 from services.worker.config import WorkerSettings
 from services.worker.liveness.registration import Registration, registered
 
@@ -28,6 +30,7 @@ log = get_logger(__name__)
 
 async def serve_worker(settings: WorkerSettings, stop: asyncio.Event) -> None:
     """Serve until `stop`, or until the worker is drained. Raises if engine, pool or store fail."""
+    os.nice(settings.nice)  # before any thread starts that computes: threads inherit it
     await _RejoiningWorker(settings, stop).run()
 
 
@@ -80,8 +83,9 @@ class _RejoiningWorker:
 async def _import_process(settings: WorkerSettings, stop: asyncio.Event) -> "WorkerProcess":
     """Import the modules that need torch, which takes a second. The import reads OpenMP's
     environment variables, so they must be set before."""
-    service = await asyncio.to_thread(import_module, f"services.{settings.service}.service")
-    from services.worker.process import WorkerProcess
+    with importing():
+        service = await asyncio.to_thread(import_module, f"services.{settings.service}.service")
+        from services.worker.process import WorkerProcess
 
     return WorkerProcess(service.ROLE, settings, stop)
 

@@ -34,6 +34,17 @@ def test_there_is_no_ratio_of_one_alone() -> None:
     assert comparison.ratio(GAP) is None
 
 
+def test_references_are_shown_and_no_ratio_counts_them() -> None:
+    comparison = Comparison("ours", ["one"], ["ours in int8"])
+    for name, value in (("ours", 20.0), ("ours in int8", 40.0), ("one", 10.0)):
+        comparison.add(name, RATE, value)
+    assert comparison.table().splitlines() == [
+        "|  | ours | ours in int8 | one | ratio | better |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| decode | 20 | 40 | 10 | 2.00x | higher |",
+    ]
+
+
 def test_the_table_shows_median_and_spread(comparison: Comparison) -> None:
     assert comparison.table().splitlines() == [
         "|  | ours | one | two | ratio | better |",

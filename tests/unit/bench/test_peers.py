@@ -1,13 +1,18 @@
 """How peers are measured and what they are given."""
 
+import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from bench.peers import llamacpp, peer
 from bench.peers.inside.engine import run_batch
 from bench.peers.inside.vllm_int8 import quantized
-from bench.peers.peer import EngineRun, Figure, best_of, json_lines
+from bench.peers.peer import Command, EngineRun, Figure, ServerOptions, best_of, json_lines
+from bench.peers.quire import Quire
+from bench.peers.registry import PEERS
 
 
 class Fake:
@@ -70,3 +75,57 @@ def test_int8_weights_are_within_half_a_step_of_theirs(dtype: torch.dtype) -> No
     error = (packed.float() * scale.float() - weight.float()).abs()
     assert bool((error <= slack * scale.float()).all())
     assert result["norm.weight"] is norm
+
+
+@pytest.mark.parametrize("name", ["llama.cpp", "llama.cpp-k"])
+def test_llama_cpp_s_int4_is_made_from_one_file_in_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    commands: list[tuple[str, ...]] = []
+
+    def converts(command: Command) -> str:
+        commands.append(command.arguments)
+        (written,) = (Path(word) for word in command.arguments if word.endswith("unfinished.gguf"))
+        written.write_text("weights")
+        return ""
+
+    monkeypatch.setattr(peer, "DIRECTORY", tmp_path)
+    monkeypatch.setattr(llamacpp, "output_of", converts)
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "model.safetensors").write_text("weights")
+    whole = PEERS["llama.cpp"].prepare(checkpoint, "bfloat16")
+    quantized = PEERS[name].prepare(checkpoint, "int4")
+    assert PEERS[name].prepare(checkpoint, "int4") == quantized  # made once
+    assert [command[3:5] for command in commands[:1]] == [("--outtype", "bf16")]
+    unfinished = str(quantized.with_name("unfinished.gguf"))
+    ((_, *words),) = commands[1:]
+    assert words == [str(whole), unfinished, {"llama.cpp": "Q4_0", "llama.cpp-k": "Q4_K_M"}[name]]
+
+
+def test_quire_serves_the_weights_that_are_compared() -> None:
+    def words(dtype: peer.Dtype) -> str:
+        return " ".join(Quire().server(Path("model"), dtype, ServerOptions(8000)).arguments)
+
+    assert "--quantize int4" in words("int4")
+    assert "--quantize int8" in words("int8")
+    assert "--quantize" not in words("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "group"),
+    [
+        ("openvino", "bfloat16", None),
+        ("openvino", "int8", "32"),
+        ("openvino", "int4", "32"),
+        ("openvino-128", "int4", "128"),
+    ],
+)
+def test_openvino_quantizes_activations_beside_quantized_weights(
+    name: str, dtype: peer.Dtype, group: str | None
+) -> None:
+    """In its server; the table's header says the same."""
+    arguments = PEERS[name].server(Path("model"), dtype, ServerOptions(8000)).arguments
+    option = dict(itertools.pairwise(arguments)).get("--activation-group")
+    assert option == group
+    assert (f"activations by {group}" in PEERS[name].formats[dtype]) == (group is not None)

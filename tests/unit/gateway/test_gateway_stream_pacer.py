@@ -4,7 +4,12 @@ import asyncio
 from typing import Any
 
 from services.gateway.streaming.output import Output
-from services.gateway.streaming.pacer import LONGEST_REST_S, StreamPacer
+from services.gateway.streaming.pacer import (
+    HELD_TURNS,
+    LONGEST_REST_S,
+    TURNS_PER_CALL,
+    StreamPacer,
+)
 from services.protocol.ticket import FinishReason
 
 from .walk import Walk
@@ -147,6 +152,31 @@ async def test_a_loop_that_stood_still_rests_no_longer_than_others() -> None:
     clock.now += 1.01 * LONGEST_REST_S
     await _turns()
     assert late.done()
+
+
+async def test_a_call_holds_streams_back_for_some_turns() -> None:
+    """But only streams that write already: nothing else delays the next call."""
+    pacer = StreamPacer(streams_per_turn=1, rest_ratio=0.0)
+    pacer.hold()
+    await pacer.wait()
+    pacer.hold()
+    held = asyncio.create_task(pacer.wait())
+    await _turns(TURNS_PER_CALL)
+    assert not held.done()
+    await _turns(4)
+    assert held.done()
+    assert await passes(pacer, 1) == [0]
+
+
+async def test_calls_do_not_hold_streams_back_for_ever() -> None:
+    """A call in every turn."""
+    pacer, num_turns = StreamPacer(streams_per_turn=1, rest_ratio=0.0), 0
+    waiting = asyncio.gather(*(pacer.wait() for _ in range(8)))
+    while not waiting.done() and num_turns < 1000:
+        await asyncio.sleep(0)
+        pacer.hold()
+        num_turns += 1
+    assert HELD_TURNS < num_turns <= HELD_TURNS + 8 + 4
 
 
 async def test_every_delta_waits_for_its_turn() -> None:

@@ -169,7 +169,7 @@ async def test_starting_workers_are_looked_for_more_often(
     )
     with pytest.raises(asyncio.CancelledError):
         await directory.watch()
-    assert pauses == [0.1, 0.5, 0.5]
+    assert pauses == [0.05, 0.5, 0.5]
 
 
 async def test_a_broken_model_directory_makes_only_its_workers_unusable(harbour: Harbour) -> None:

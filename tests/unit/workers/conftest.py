@@ -18,6 +18,7 @@ from services.decode.worker import DecodeWorker
 from services.prefill.worker import PrefillWorker
 from services.worker.pool_worker import Limits, PoolWorker
 from services.worker.swap.pool import SwapPool
+from tests.late_device import DEVICES, Device, LateForward
 
 from .fakes import Arena, FakeForward, FakeSession, join, make_pool, make_stamps
 
@@ -36,6 +37,8 @@ class WorkerPair:
     session: FakeSession
     decode_figures: CollectorRegistry
     swap_pool: Arena | None = None
+    is_late: bool = False
+    """Whether steps are in flight while others are launched (`tests.late_device`)."""
 
     async def until(self, condition: Callable[[], bool], limit_s: float = 10.0) -> None:
         async with asyncio.timeout(limit_s):
@@ -71,8 +74,18 @@ async def running(worker: PoolWorker) -> AsyncIterator[None]:
         assert isinstance(outcome, asyncio.CancelledError), outcome
 
 
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Device:
+    return DEVICES[request.param]
+
+
+counts_steps = pytest.mark.parametrize("device", ["computes at launch"], indirect=True)
+"""For tests that say exactly what there is after a number of steps. On a late device that depends
+on whether a block has arrived before the launch of the step behind those."""
+
+
 @pytest.fixture
-async def make_pair(tmp_path: Path) -> AsyncIterator[MakePair]:
+async def make_pair(tmp_path: Path, device: Device) -> AsyncIterator[MakePair]:
     async with AsyncExitStack() as stack:
 
         async def make(
@@ -122,7 +135,7 @@ async def make_pair(tmp_path: Path) -> AsyncIterator[MakePair]:
                         compares_costs,
                     )
                     stack.callback(beside.close)
-                workers.append(cls(store, membership, model, limits, metrics, beside))
+                workers.append(cls(store, membership, device(model), limits, metrics, beside))
                 await stack.enter_async_context(running(workers[-1]))
             for model in models:
                 stack.callback(model.gate.set)
@@ -138,6 +151,7 @@ async def make_pair(tmp_path: Path) -> AsyncIterator[MakePair]:
                     FakeSession(),
                     figures[1],
                     swap_pool,
+                    device is LateForward,
                 )
             )
 

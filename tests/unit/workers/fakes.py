@@ -13,9 +13,10 @@ import numpy as np
 import xxhash
 
 from blockstore.memory_store import MemoryStore
-from blockstore.records import PoolSpec
+from blockstore.records import PoolSpec, PrefixHash
 from services.common.pool.stamps import Stamps, StampState, record_bytes
 from services.engine.batch import Draw, Fault, Row, RowOutput, RowResult, Wait
+from services.engine.forward import CompleteFlight
 from services.protocol.logprobs import Logprobs
 from services.protocol.messages import Began, DrainNotice, Step, WorkerEvent
 from services.protocol.ticket import SamplingParams, Ticket, TicketSequence
@@ -52,13 +53,26 @@ def expected(prompt: Sequence[int], num_tokens: int, draw: Draw = ALONE) -> list
     return tokens[len(prompt) :]
 
 
+class CheckedStamps(Stamps):
+    """Stamps that `check` the KV of each block when it is stamped as finished (law 2)."""
+
+    check: Callable[[int, Sequence[int]], None] | None = None
+
+    def complete(
+        self, block_id: int, prefix_hash: PrefixHash, parent: PrefixHash, token_ids: Sequence[int]
+    ) -> None:
+        if self.check is not None:
+            self.check(block_id, token_ids)
+        super().complete(block_id, prefix_hash, parent, token_ids)
+
+
 @dataclass
 class Arena:
     """slot -> (position, token): what the KV of a pool stands for. Whoever writes must own the
     block, by its stamp."""
 
     block_size: int
-    stamps: Stamps
+    stamps: CheckedStamps
     slots: dict[int, tuple[int, int]] = field(default_factory=dict)
     num_computed: int = 0
     num_copied: int = 0
@@ -67,6 +81,13 @@ class Arena:
 
     def __post_init__(self) -> None:
         self.copying.set()
+        self.stamps.check = self.check_finished
+
+    def check_finished(self, block_id: int, token_ids: Sequence[int]) -> None:
+        """The KV of all these tokens, which are a block's, is there."""
+        slots = range(block_id * self.block_size, (block_id + 1) * self.block_size)
+        found = [self.slots.get(slot, (-1, -1)) for slot in slots]
+        assert [token for _, token in found] == list(token_ids), "stamped before its KV is there"
 
     def copy_within(self, pairs: Sequence[tuple[int, int]]) -> None:
         """All sources are read first; targets are owned, like whatever is written."""
@@ -118,13 +139,17 @@ class FakeForward:
     def on_idle(self) -> None:
         pass
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        assert pairs
-        self.num_copies += 1
-        with self.arena.lock:
-            self.arena.copy_within(pairs)
+    def launch(
+        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
+    ) -> CompleteFlight:
+        assert rows or copies
+        self.num_copies += bool(copies)
+        if copies:
+            with self.arena.lock:
+                self.arena.copy_within(copies)
+        return CompleteFlight(self._run(rows) if rows else ())
 
-    def run(self, rows: Sequence[Row], num_waiting: int = 0) -> list[RowResult]:
+    def _run(self, rows: Sequence[Row]) -> list[RowResult]:
         self.num_begun += bool(rows)
         assert self.gate.wait(30)
         self.num_steps += bool(rows)
@@ -250,9 +275,9 @@ async def join(store: MemoryStore, spec: PoolSpec, worker_id: str, stamps: Stamp
     return SimpleNamespace(spec=spec, worker_id=worker_id, stamps=stamps)
 
 
-def make_stamps(path: Any, spec: PoolSpec) -> Stamps:
+def make_stamps(path: Any, spec: PoolSpec) -> CheckedStamps:
     path.write_bytes(bytes(spec.num_blocks * record_bytes(spec.block_size)))
-    return Stamps(path, spec.num_blocks, spec.block_size)
+    return CheckedStamps(path, spec.num_blocks, spec.block_size)
 
 
 def ticket(request_id: str, prompt: Sequence[int], max_tokens: int = 8, **changes: Any) -> Ticket:

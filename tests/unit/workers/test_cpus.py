@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvops.native import Lane
+from services.common.numa.topology import HostCpus, Node
 from services.worker.config import WorkerSettings
 from services.worker.cpu.board import ENTRY_WORDS, CpuBoardEntry
 from services.worker.cpu.division import divide, lanes, pause_s
@@ -19,8 +20,15 @@ def workers(text: str) -> list[CpuBoardEntry]:
     return [CpuBoardEntry(f"{word}{i}", roles[word], i) for i, word in enumerate(text.split())]
 
 
+def host_of(cpus: Sequence[int]) -> HostCpus:
+    return HostCpus((Node(0, tuple(cpus)),), tuple((cpu,) for cpu in cpus))
+
+
 def homes(num_cpus: int, text: str) -> dict[str, tuple[int, ...]]:
-    return {entry.worker_id: cpus for entry, cpus in divide(range(num_cpus), workers(text)).items()}
+    return {
+        entry.worker_id: cpus
+        for entry, cpus in divide(host_of(range(num_cpus)), workers(text)).items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -69,12 +77,12 @@ def test_twenty_workers_on_two_cpus() -> None:
 
 def test_cpus_need_not_begin_at_0() -> None:
     p, d = workers("p d")
-    assert divide((3, 7, 9), [p, d]) == {d: (3,), p: (7, 9)}
+    assert divide(host_of((3, 7, 9)), [p, d]) == {d: (3,), p: (7, 9)}
 
 
 def lanes_of(num_cpus: int, text: str) -> list[tuple[Lane, ...]]:
     entries = workers(text)
-    return [lanes(range(num_cpus), entries, own) for own in entries]
+    return [lanes(host_of(range(num_cpus)), entries, own) for own in entries]
 
 
 def byte(*entries: int) -> tuple[int, ...]:
@@ -117,7 +125,7 @@ ROLES = st.lists(st.sampled_from("pd"), min_size=1, max_size=20).map(" ".join)
 @given(CPUS, ROLES)
 def test_every_worker_has_a_home_and_every_cpu_is_one(cpus: Sequence[int], roles: str) -> None:
     entries = workers(roles)
-    found = divide(cpus, entries)
+    found = divide(host_of(cpus), entries)
     assert found.keys() == set(entries)
     assert all(found.values())
     assert {cpu for home in found.values() for cpu in home} == set(cpus)
@@ -128,9 +136,9 @@ def test_every_worker_may_use_every_cpu_once_and_its_home_first(
     cpus: Sequence[int], roles: str
 ) -> None:
     entries = workers(roles)
-    found = divide(cpus, entries)
+    found = divide(host_of(cpus), entries)
     for own in entries:
-        mine = lanes(cpus, entries, own)
+        mine = lanes(host_of(cpus), entries, own)
         assert sorted(lane.cpu for lane in mine if lane.cpu is not None) == list(cpus)
         assert len(mine) == len(cpus)
         at_home = mine[: len(found[own])]
@@ -148,12 +156,12 @@ def test_a_cpu_is_lent_to_one_at_most_and_never_while_somebody_at_home_is_busy(
     entries = workers(roles)
     busy = data.draw(st.sets(st.sampled_from(entries)))
     words = {entry.index * ENTRY_WORDS for entry in busy}
-    found = divide(cpus, entries)
+    found = divide(host_of(cpus), entries)
     for cpu in cpus:
         borrowers = [
             own
             for own in busy
-            for lane in lanes(cpus, entries, own)
+            for lane in lanes(host_of(cpus), entries, own)
             if lane.cpu == cpu and lane.owners and not words.intersection(lane.owners)
         ]
         at_home = [entry for entry in busy if cpu in found[entry]]

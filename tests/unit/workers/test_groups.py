@@ -9,7 +9,7 @@ from services.common.errors import InvalidRequest
 from services.protocol.messages import Failed, Generated, Requeued, RequeueReason
 from services.protocol.ticket import FinishReason, TicketSequence
 
-from .conftest import MakePair, WorkerPair
+from .conftest import MakePair, WorkerPair, counts_steps
 from .fakes import PROMPT
 from .groups import admit, answer, asked, ended, num_held, of_each, right, start, tokens
 from .runs import prefill
@@ -79,6 +79,7 @@ async def test_sequences_end_independently(make_pair: MakePair, n: int, length: 
     await pair.until_empty()
 
 
+@counts_steps
 async def test_a_sequence_that_ends_gives_its_blocks_back_at_once(pair: WorkerPair) -> None:
     """0 ends at position 20, when 3 blocks of its own are full: they are cached, and nobody's.
     Its last one is for the others."""

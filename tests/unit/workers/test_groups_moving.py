@@ -5,11 +5,12 @@ from dataclasses import replace
 from services.protocol.messages import Requeued, RequeueReason
 from services.protocol.ticket import TicketSequence
 
-from .conftest import MakePair, WorkerPair
+from .conftest import MakePair, WorkerPair, counts_steps
 from .fakes import FakeSession
 from .groups import admit, answer, asked, ended, num_held, of_each, right, start, tokens
 
 
+@counts_steps
 async def test_a_group_moves_with_its_tables(pair: WorkerPair) -> None:
     """Blocks that were shared still are, and no position is computed again."""
     pair.decode_model.pause_after = 3
@@ -31,6 +32,7 @@ async def test_a_group_moves_with_its_tables(pair: WorkerPair) -> None:
     await pair.until_empty()
 
 
+@counts_steps
 async def test_blocks_missing_from_a_ticket_are_released(pair: WorkerPair) -> None:
     """A stop string ended one while the ticket was under way."""
     pair.decode_model.pause_after = 8
@@ -51,6 +53,7 @@ async def test_blocks_missing_from_a_ticket_are_released(pair: WorkerPair) -> No
     await pair.until_empty()
 
 
+@counts_steps
 async def test_a_group_is_preempted_as_one_and_recomputed(pair: WorkerPair) -> None:
     """Each with its own tokens behind the prompt, which is in the cache."""
     pair.decode_model.pause_after = 5
@@ -111,6 +114,7 @@ async def test_the_last_group_is_preempted_when_blocks_run_out(make_pair: MakePa
     await pair.until_empty()
 
 
+@counts_steps
 async def test_a_parked_group_goes_on_where_its_client_wants_it(make_pair: MakePair) -> None:
     """With all that have not ended; with fewer than its client wants it is computed again."""
     pair = await make_pair(park_window_s=30.0)

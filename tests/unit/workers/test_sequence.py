@@ -60,14 +60,14 @@ def test_a_sequence_that_goes_on_elsewhere_draws_as_it_would_have() -> None:
     }
     running = sequence(**asked)
     for _ in range(2):
-        running.row(running.num_uncomputed)
+        running.launch(running.num_uncomputed, 0)
         running.num_computed = len(running.tokens)
         running.append(OTHER)
     moved = sequence((OTHER, OTHER), **asked)
     logits = torch.linspace(-2, 2, 12)
     applied = []
     for one in (running, moved):
-        (draw,) = one.row(one.num_uncomputed).draws
+        (draw,) = one.launch(one.num_uncomputed, 0).draws
         assert draw.adjustment is not None
         applied.append(draw.adjustment.applied(logits).tolist())
     assert applied[0] == applied[1]
@@ -77,8 +77,8 @@ def test_a_sequence_that_goes_on_elsewhere_draws_as_it_would_have() -> None:
 
 def test_a_row_that_draws_nothing_looks_at_no_history() -> None:
     running = sequence(repetition_penalty=1.5)
-    assert running.row(2).draws == ()
-    (plain,) = sequence().row(4).draws
+    assert running.launch(2, 0).draws == ()
+    (plain,) = sequence().launch(4, 0).draws
     assert plain.adjustment is None
 
 

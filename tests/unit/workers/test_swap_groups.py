@@ -7,7 +7,7 @@ import pytest
 
 from services.protocol.ticket import TicketSequence
 
-from .conftest import MakePair, WorkerPair
+from .conftest import MakePair, WorkerPair, counts_steps
 from .fakes import PROMPT, expected, ticket
 from .groups import admit
 from .preempting import (
@@ -29,6 +29,7 @@ from .searches import asked as search
 from .searches import right as best
 from .test_beams import heard, hypotheses
 
+pytestmark = counts_steps
 REFUSED = "quire:num_swaps_refused_total"
 
 

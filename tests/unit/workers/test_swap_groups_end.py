@@ -8,7 +8,7 @@ import pytest
 from services.protocol.messages import Failed, Requeued
 from services.worker.events import EXPIRED
 
-from .conftest import MakePair
+from .conftest import MakePair, counts_steps
 from .preempting import asked, come_back, evict_all, finish, preempt, right, running, swapped_out
 
 
@@ -70,6 +70,7 @@ async def test_a_deadline_is_kept_while_it_is_swapped_out(make_pair: MakePair) -
     await pair.until_colder_is_empty()
 
 
+@counts_steps
 async def test_a_worker_that_is_drained_waits_for_what_it_has_swapped_out(
     make_pair: MakePair,
 ) -> None:

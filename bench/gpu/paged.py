@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvops import int8_kv
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
@@ -15,11 +17,13 @@ class Geometry:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype = torch.float32
+    in_int8: bool = False  # keys and values
 
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """`keys`, `values`: per row the whole context [context, K, D], as it lies in the arena."""
+    """`keys`, `values`: per row the whole context [context, K, D], as it lies in the arena, or as
+    its bytes in int8 mean it."""
 
     q: Tensor
     kv_layer: Tensor
@@ -28,6 +32,10 @@ class PagedBatch:
     context_lens: Tensor
     keys: list[Tensor]
     values: list[Tensor]
+
+    @property
+    def max_query_len(self) -> int:
+        return int(self.cu_query_lens.diff().max())
 
 
 def paged_batch(
@@ -39,7 +47,7 @@ def paged_batch(
     needed = [-(-context // geometry.block_size) for _, context in rows]
     num_blocks = sum(needed) + 3
     shape = (num_blocks, 3, 2, geometry.block_size, geometry.num_kv_heads, geometry.head_dim)
-    arena = torch.full(shape, float("nan"), dtype=geometry.dtype)
+    arena = stored(torch.full(shape, float("nan"), dtype=geometry.dtype), geometry.in_int8)
     free = torch.randperm(num_blocks, generator=generator).tolist()
     tables = torch.full((len(rows), max(needed)), num_blocks + 1000, dtype=torch.int32)
     keys, values = [], []
@@ -50,7 +58,9 @@ def paged_batch(
         first = 0 if window is None else max(0, context - new + 1 - window)
         for position in range(first, context):
             block, offset = divmod(position, geometry.block_size)
-            arena[blocks[block], 1, :, offset] = kv[:, position]
+            arena[blocks[block], 1, :, offset] = stored(kv[:, position], geometry.in_int8)
+        if geometry.in_int8:
+            kv = int8_kv.dequantize(int8_kv.quantize(kv))
         keys.append(kv[0])
         values.append(kv[1])
     lens = torch.tensor([0, *(new for new, _ in rows)], dtype=torch.int32)
@@ -64,6 +74,19 @@ def paged_batch(
         keys=keys,
         values=values,
     )
+
+
+def stored(heads: Tensor, in_int8: bool) -> Tensor:
+    """Heads as an arena has them."""
+    return int8_kv.quantize(heads) if in_int8 else heads
+
+
+def spoil(batch: PagedBatch, block: Tensor, offset: int) -> None:
+    """Makes the keys and values of a slot NaN."""
+    slot = batch.kv_layer[block, :, offset]
+    in_int8 = batch.kv_layer.dtype == torch.int8
+    heads = torch.full((*slot.shape[:-1], batch.q.shape[-1]), float("nan"))
+    batch.kv_layer[block, :, offset] = stored(heads, in_int8).to(batch.kv_layer.dtype)
 
 
 def _randn(shape: tuple[int, ...], geometry: Geometry, generator: torch.Generator) -> Tensor:

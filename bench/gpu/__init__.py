@@ -1,0 +1,2 @@
+"""The checks of `bench/gpu_check.sh`. They import PyTorch, NumPy, Triton and parts of Quire that
+need nothing else."""

@@ -1,0 +1,100 @@
+"""Runs each group of checks in a process of its own, with a time limit, and reports all results.
+
+A kernel that reads wrong memory breaks its process's CUDA context; so it breaks only its group.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+TOTAL_S = 570
+"""For everything. The limits of the groups leave time to compile Triton's kernels."""
+
+GROUPS = {
+    "environment": 60,
+    "attention": 200,
+    "operations": 100,
+    "arena": 100,
+    "model": 150,
+    "speed": 150,
+}
+"""Group -> its limit in seconds; what matters most comes first."""
+
+Result = dict[str, Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="bench/gpu_check.sh", description="Checks a GPU.")
+    parser.add_argument("--dry-run", action="store_true", help="tiny, interpreted, on the CPU")
+    parser.add_argument("--json", type=Path, default=Path("gpu_check.json"), help="results")
+    parser.add_argument("--group", choices=GROUPS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.group:
+        from bench.gpu.groups import run_group
+
+        run_group(args.group, args.dry_run)
+        return 0
+    began = time.monotonic()
+    results: list[Result] = []
+    for group, limit_s in GROUPS.items():
+        left_s = TOTAL_S - (time.monotonic() - began)
+        for result in _group(group, args.dry_run, min(limit_s, left_s)):
+            results.append({"group": group, **result})
+            status, name, detail = result["status"], result["name"], result["detail"]
+            print(f"{status:7} {result['seconds']:6.1f} s  {group}: {name}: {detail}", flush=True)
+        if group == "environment" and results[-1]["status"] != "ok":
+            break
+    return _report(results, args.json, args.dry_run, time.monotonic() - began)
+
+
+def _report(results: list[Result], path: Path, dry_run: bool, seconds: float) -> int:
+    counts = Counter(result["status"] for result in results)
+    can_run = len({result["group"] for result in results}) > 1
+    code = (1 if counts["FAILED"] else 0) if can_run else 2
+    report = {"dry_run": dry_run, "seconds": seconds, "exit_status": code, "results": results}
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    totals = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
+    print(f"{totals}; {seconds:.0f} s; results in {path}")
+    return code
+
+
+def _group(group: str, dry_run: bool, limit_s: float) -> Iterator[Result]:
+    """Give the group's results as they come. A group that does not finish fails."""
+    if limit_s <= 0:
+        yield _failed("the group", f"not run: the others took {TOTAL_S} s", 0.0)
+        return
+    command = [sys.executable, "-m", "bench.gpu", "--group", group]
+    environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if dry_run else {})}
+    began = time.monotonic()
+    with subprocess.Popen(
+        command + ["--dry-run"] * dry_run, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        timer = threading.Timer(limit_s, process.kill)
+        timer.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+        code = process.wait()
+        timer.cancel()
+    seconds = time.monotonic() - began
+    if code and seconds >= limit_s:
+        yield _failed("the group", f"stopped after its limit of {limit_s:.0f} s", seconds)
+    elif code:
+        yield _failed("the group", f"its process ended with status {code}", seconds)
+
+
+def _failed(name: str, detail: str, seconds: float) -> Result:
+    return {"name": name, "status": "FAILED", "detail": detail, "seconds": seconds, "figures": {}}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Attention against the reference on the CPU, bits in different batches, and NaN beside rows."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import kvops
+from bench.gpu.check import Check, Machine, Passed, Skipped, compare, same_bits, worst
+from bench.gpu.paged import Geometry, PagedBatch, paged_batch
+from kvops import Backend
+
+Rows = list[tuple[int, int]]
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+GEOMETRIES = [
+    Geometry(16, num_heads=32, num_kv_heads=8, head_dim=128, dtype=BF16),
+    Geometry(16, num_heads=14, num_kv_heads=2, head_dim=64, dtype=BF16),
+    Geometry(256, num_heads=16, num_kv_heads=8, head_dim=128, dtype=FP16),
+    Geometry(32, num_heads=8, num_kv_heads=8, head_dim=96, dtype=BF16),
+    Geometry(64, num_heads=8, num_kv_heads=1, head_dim=256, dtype=BF16),
+    Geometry(16, num_heads=4, num_kv_heads=2, head_dim=64, dtype=FP32),
+]
+ROWS: list[Rows] = [
+    [(1, 1)],
+    [(1, 1), (1, 256), (1, 257), (1, 3000)],
+    [(1, 9000), (1, 3)],
+    [(64, 64), (130, 130), (1, 1), (257, 300)],
+    [(1, 77), (40, 40), (0, 20), (5, 900)],
+]
+TINY_GEOMETRIES = [
+    Geometry(16, num_heads=4, num_kv_heads=2, head_dim=16, dtype=FP16),
+    Geometry(4, num_heads=2, num_kv_heads=1, head_dim=24, dtype=FP32),
+]
+TINY_ROWS: list[Rows] = [[(1, 1)], [(1, 20), (1, 300)], [(9, 9), (3, 33)]]
+FLASH = Geometry(256, num_heads=16, num_kv_heads=4, head_dim=128, dtype=BF16)
+
+
+def checks(machine: Machine) -> Iterator[Check]:
+    ops, reference = kvops.backend("triton"), kvops.backend("reference")
+    for geometry in machine.pick(GEOMETRIES, TINY_GEOMETRIES):
+        dtype = str(geometry.dtype).removeprefix("torch.")
+        name = (
+            f"{dtype}, {geometry.num_heads}/{geometry.num_kv_heads} heads of {geometry.head_dim}, "
+            f"blocks of {geometry.block_size}"
+        )
+
+        yield (
+            f"equals the reference, {name}",
+            partial(_against_reference, machine, ops, reference, geometry),
+        )
+        yield f"same bits in every batch, {name}", partial(_invariance, machine, ops, geometry)
+    yield "NaN beside rows, whole blocks", lambda: _beside_nan(machine, ops, reference)
+    yield "flash-attn equals the reference", lambda: _flash(machine, reference)
+
+
+def attend(ops: Backend, batch: PagedBatch, window: int | None = None) -> Tensor:
+    return ops.paged_attention(
+        batch.q,
+        batch.kv_layer,
+        batch.block_tables,
+        batch.cu_query_lens,
+        batch.context_lens,
+        batch.q.shape[-1] ** -0.5,
+        window,
+        max_query_len=batch.max_query_len,
+    )
+
+
+def _against_reference(
+    machine: Machine, ops: Backend, reference: Backend, geometry: Geometry
+) -> Passed:
+    """All positions that no query sees are NaN."""
+    all_rows = machine.pick(ROWS, TINY_ROWS)
+    shares = []
+    for rows in all_rows:
+        for window in (None, 40):
+            batch = paged_batch(geometry, rows, seed=len(rows), window=window)
+            expected = attend(reference, batch, window)
+            shares.append(compare(attend(ops, machine.moved(batch), window), expected))
+    return worst(shares, f"{len(shares)} batches")
+
+
+def _invariance(machine: Machine, ops: Backend, geometry: Geometry) -> Passed:
+    """Each row alone and among others; and the same call twice. A decode step and a prefill."""
+    decode = [
+        (1, context) for context in machine.pick([1, 200, 256, 257, 700, 2000, 5000], [1, 300])
+    ]
+    prefill = machine.pick([(100, 100), (33, 70), (64, 64), (300, 900)], [(9, 9), (3, 33)])
+    for rows in (decode * machine.pick(8, 1), prefill):
+        batch = machine.moved(paged_batch(geometry, rows, seed=3))
+        together = attend(ops, batch)
+        same_bits(attend(ops, batch), together, "the same call again")
+        begins = batch.cu_query_lens.tolist()
+        for row, (new, context) in enumerate(rows):
+            num_blocks = -(-context // geometry.block_size)
+            alone = replace(
+                batch,
+                q=batch.q[begins[row] : begins[row + 1]],
+                block_tables=batch.block_tables[row : row + 1, :num_blocks],
+                cu_query_lens=torch.tensor([0, new], dtype=torch.int32, device=machine.device),
+                context_lens=batch.context_lens[row : row + 1],
+            )
+            same = together[begins[row] : begins[row + 1]]
+            same_bits(attend(ops, alone), same, f"row {row} of {new} tokens alone")
+    return Passed(f"{len(decode) * machine.pick(8, 1)} decoding rows and {len(prefill)} prompts")
+
+
+def _beside_nan(machine: Machine, ops: Backend, reference: Backend) -> Passed:
+    """Rows that fill a few slots of blocks of 256, whose other slots are NaN."""
+    geometry = Geometry(256, num_heads=8, num_kv_heads=2, head_dim=64, dtype=machine.half)
+    shares = []
+    for rows in ([(1, 1), (1, 257), (1, 511)], [(5, 5), (3, 258)]):
+        batch = paged_batch(geometry, rows, seed=5)
+        shares.append(compare(attend(ops, machine.moved(batch)), attend(reference, batch)))
+    return worst(shares, "5 rows")
+
+
+def _flash(machine: Machine, reference: Backend) -> Passed:
+    """A version that reads whole blocks needs finite ones; a window does in all versions."""
+    try:
+        flash = kvops.backend("flash")
+    except kvops.BackendUnavailable as error:
+        raise Skipped(str(error)) from error
+    shares, reads_nan = [], False
+    for rows in (*ROWS, [(1, 600)] * 20):
+        for window in (None, 40):
+            batch = paged_batch(FLASH, rows, seed=len(rows), window=window)
+            there = machine.moved(batch)
+            reads_nan |= window is None and bool(attend(flash, there).isnan().any())
+            there.kv_layer.nan_to_num_(1.0)
+            shares.append(compare(attend(flash, there, window), attend(reference, batch, window)))
+    return worst(shares, f"{len(shares)} batches; {'reads' if reads_nan else 'skips'} unseen slots")

@@ -1,0 +1,149 @@
+"""Defines a check, its outcome, and the machine that it runs on."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from bench.gpu.paged import PagedBatch
+
+TOLERANCE = {
+    torch.float32: (1e-5, 5e-6),
+    torch.bfloat16: (1.6e-2, 8e-3),
+    torch.float16: (4e-3, 2e-3),
+}
+"""dtype -> (relative, absolute): a rounding of the result, and one of each weight."""
+
+_TIMED_RUNS = 20
+
+T = TypeVar("T")
+
+
+class Failed(Exception):
+    """A result is wrong or too slow; the text has the numbers."""
+
+
+class Skipped(Exception):
+    """The check cannot run here, or what it checks does not exist yet; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """`detail` is for people, `figures` for programs."""
+
+    detail: str
+    figures: dict[str, float | str] = field(default_factory=dict)
+
+
+Check = tuple[str, Callable[[], Passed]]
+
+
+class Machine:
+    """The GPU, or for a dry run the CPU with Triton's interpreter, which computes no bf16 and is
+    slow: everything is tiny, and no speed is judged."""
+
+    def __init__(self, dry_run: bool) -> None:
+        self.dry_run = dry_run
+        self.device = "cpu" if dry_run else "cuda"
+        self.half = torch.float16 if dry_run else torch.bfloat16
+
+    def pick(self, real: T, tiny: T) -> T:
+        return tiny if self.dry_run else real
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """The best of some runs. Before each, a gigabyte goes through the cache, which also takes
+        longer than the host needs to launch the call."""
+        if self.dry_run:
+            began = time.perf_counter()
+            call()
+            return time.perf_counter() - began
+        cache = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+        call()
+        best = float("inf")
+        for _ in range(_TIMED_RUNS):
+            begin, end = _event(), _event()
+            cache.zero_()
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            best = min(best, begin.elapsed_time(end) / 1e3)
+        return best
+
+    def wall_seconds(self, call: Callable[[], object]) -> float:
+        """The best of some runs by the host's clock, each to the end of what it launched."""
+        call()
+        best = float("inf")
+        for _ in range(self.pick(5, 1)):
+            began = time.perf_counter()
+            call()
+            self.synchronize()
+            best = min(best, time.perf_counter() - began)
+        return best
+
+    def host_seconds(self, call: Callable[[], object]) -> float:
+        """How long the host needs to launch the call, the mean of some runs."""
+        call()
+        self.synchronize()
+        began = time.perf_counter()
+        num_runs = self.pick(_TIMED_RUNS, 1)
+        for _ in range(num_runs):
+            call()
+        seconds = (time.perf_counter() - began) / num_runs
+        self.synchronize()
+        return seconds
+
+    def synchronize(self) -> None:
+        if not self.dry_run:
+            torch.cuda.synchronize()
+
+    def moved(self, batch: PagedBatch) -> PagedBatch:
+        """The batch on the device. Its layer is a strided view of an arena there too."""
+        arena = torch.empty_strided(
+            batch.kv_layer.shape,
+            batch.kv_layer.stride(),
+            dtype=batch.kv_layer.dtype,
+            device=self.device,
+        )
+        return PagedBatch(
+            batch.q.to(self.device),
+            arena.copy_(batch.kv_layer),
+            batch.block_tables.to(self.device),
+            batch.cu_query_lens.to(self.device),
+            batch.context_lens.to(self.device),
+            batch.keys,
+            batch.values,
+        )
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def compare(actual: Tensor, expected: Tensor, slack: float = 1.0) -> float:
+    """The largest error as a share of what is allowed, the tolerance times `slack`. Raises Failed
+    above 1, and for NaN."""
+    rtol, atol = TOLERANCE[expected.dtype]
+    actual, expected = actual.cpu().float(), expected.cpu().float()
+    if not actual.numel():
+        return 0.0
+    allowed = slack * (atol + rtol * expected.abs())
+    share = float(((actual - expected).abs() / allowed).max())
+    if not share <= 1:  # NaN too
+        raise Failed(f"an error is {share:.2f} times what is allowed")
+    return share
+
+
+def same_bits(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Raises Failed with the number of values that differ."""
+    if not torch.equal(actual, expected):
+        number = int((actual != expected).sum())
+        raise Failed(f"{what}: {number} of {actual.numel()} values have other bits")
+
+
+def worst(shares: Iterable[float], what: str) -> Passed:
+    share = max(shares)
+    return Passed(f"{what}; largest error {share:.2f} of what is allowed", {"error": share})

@@ -1,0 +1,212 @@
+"""A model's steps with all tensors on the GPU, against the same model on the CPU."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import kvops
+from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
+from kvops import Backend
+from services.common.text.model_config import GenerationDefaults, ModelConfig, RopeConfig
+from services.engine.batch import Draw, Row
+from services.engine.models.decoder import ComposedModel, Layer, Linear
+from services.engine.runner import Runner
+from services.protocol.ticket import SamplingParams
+
+BF16_ERROR = 0.03
+"""Of logits, root mean square, as a share of their spread; a CPU's bf16 is at 0.02."""
+
+DRAWS = (
+    Draw(SamplingParams(temperature=0, top_k=0, top_p=1.0, min_p=0.0, seed=0, max_tokens=99), 0),
+    Draw(SamplingParams(temperature=1, top_k=0, top_p=0.95, min_p=0.0, seed=7, max_tokens=99), 0),
+)
+"""Of the prompts in turn."""
+
+BLOCK_SIZE = 16
+
+
+def checks(machine: Machine) -> Iterator[Check]:
+    for name, window in (("all positions", None), ("a window", 50)):
+        yield f"tokens in fp32 are the CPU's, {name}", partial(_tokens, machine, window)
+        yield f"logits near the CPU's, {name}", partial(_logits, machine, window)
+    yield "time of a decode step", lambda: _step(machine)
+    yield "weights loaded onto the GPU", _loader
+    yield "steps as CUDA graphs", _graphs
+
+
+class Steps:
+    """A model with random weights and an arena of its own, on one device."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, backend: str, device: str) -> None:
+        self.ops = kvops.backend(backend)
+        self._model = make_model(config, self.ops, dtype, device)
+        self._config, self._device, self._dtype = config, device, dtype
+
+    def begin(self, num_sequences: int, longest: int, content: float = float("nan")) -> None:
+        """Each sequence gets blocks for `longest` positions, which hold `content`."""
+        config = self._config
+        self._blocks_each = -(-longest // BLOCK_SIZE)
+        shape = (config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        num_blocks = num_sequences * self._blocks_each
+        arena = torch.full((num_blocks, *shape), content, dtype=self._dtype, device=self._device)
+        self.runner = Runner(self._model, arena, BLOCK_SIZE, self.ops)
+
+    def row(self, number: int, token_ids: Sequence[int], start: int) -> Row:
+        first = number * self._blocks_each
+        table = range(first, first + self._blocks_each)
+        return Row(token_ids, start, table, 0, (DRAWS[number % 2],))
+
+    def generate(self, prompts: list[list[int]], num_tokens: int, chunk: int) -> list[list[int]]:
+        """Each prompt alone, in chunks; then all together."""
+        self.begin(len(prompts), max(map(len, prompts)) + num_tokens)
+        sequences = [list(prompt) for prompt in prompts]
+        for i, prompt in enumerate(prompts):
+            for start in range(0, len(prompt), chunk):
+                rows = [self.row(i, prompt[start : start + chunk], start)]
+                (result,) = self.runner.launch(rows).result()
+            sequences[i].append(_token(result))
+        for _ in range(num_tokens - 1):
+            rows = [self.row(i, ids[-1:], len(ids) - 1) for i, ids in enumerate(sequences)]
+            for ids, result in zip(sequences, self.runner.launch(rows).result(), strict=True):
+                ids.append(_token(result))
+        return sequences
+
+    def logits(self, prompts: list[list[int]]) -> Tensor:
+        """Of every prompt but for its last token in one batch, then of the last tokens."""
+        self.begin(len(prompts), max(map(len, prompts)))
+        heads = [self.row(i, prompt[:-1], 0) for i, prompt in enumerate(prompts)]
+        tails = [self.row(i, prompt[-1:], len(prompt) - 1) for i, prompt in enumerate(prompts)]
+        return torch.cat([self.runner.logits(rows).cpu().float() for rows in (heads, tails)])
+
+
+def make_config(
+    num_layers: int, hidden_size: int, vocab_size: int, window: int | None = None
+) -> ModelConfig:
+    return ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=hidden_size // 32,
+        num_kv_heads=hidden_size // 64,
+        head_dim=64,
+        intermediate_size=3 * hidden_size,
+        vocab_size=vocab_size,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=10_000.0),
+        tied_embeddings=False,
+        qk_norm=True,
+        qkv_bias=True,
+        o_bias=False,
+        mlp_bias=False,
+        windows=(window,) * num_layers,
+        dtype="float32",
+        eos_token_ids=(),
+        generation=GenerationDefaults(),
+    )
+
+
+def make_model(config: ModelConfig, ops: Backend, dtype: torch.dtype, device: str) -> ComposedModel:
+    """Weights of a fixed seed, drawn on the CPU in fp32, so that all devices get the same."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, wide = config.hidden_size, config.intermediate_size
+
+    def randn(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=draw) * scale).to(dtype).to(device)
+
+    def linear(num_out: int, num_in: int, bias: bool = False) -> Linear:
+        weight = randn(num_out, num_in, scale=2 * num_in**-0.5)
+        return Linear(weight, randn(num_out) if bias else None)
+
+    def norm(size: int) -> Tensor:
+        return 1 + randn(size, scale=0.1)
+
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layers = tuple(
+        Layer(
+            input_norm=norm(hidden),
+            qkv=linear(heads + 2 * kv_heads, hidden, bias=True),
+            query_norm=norm(config.head_dim),
+            key_norm=norm(config.head_dim),
+            output=linear(hidden, heads),
+            mlp_norm=norm(hidden),
+            gate_up=linear(2 * wide, hidden),
+            down=linear(hidden, wide),
+            window=window,
+        )
+        for window in config.windows
+    )
+    return ComposedModel(
+        config=config,
+        ops=ops,
+        embedding=randn(config.vocab_size, hidden, scale=0.03),
+        layers=layers,
+        final_norm=norm(hidden),
+        head=randn(config.vocab_size, hidden, scale=2 * hidden**-0.5),
+        weights_digest="",
+    )
+
+
+def _prompts(machine: Machine) -> list[list[int]]:
+    draw = torch.Generator().manual_seed(1)
+    lengths = machine.pick([2, 7, 64, 130, 300], [2, 20])
+    return [torch.randint(300, (length,), generator=draw).tolist() for length in lengths]
+
+
+def _both(machine: Machine, window: int | None, dtype: torch.dtype) -> tuple[Steps, Steps]:
+    """The reference on the CPU in fp32, and the kernels on the device."""
+    config = make_config(machine.pick(3, 1), machine.pick(256, 64), 384, window)
+    here = Steps(config, torch.float32, "reference", "cpu")
+    return here, Steps(config, dtype, "triton", machine.device)
+
+
+def _tokens(machine: Machine, window: int | None) -> Passed:
+    here, there = _both(machine, window, torch.float32)
+    prompts, num_tokens = _prompts(machine), machine.pick(24, 2)
+    wanted = here.generate(prompts, num_tokens, chunk=1000)
+    for chunk in (1000, machine.pick(48, 13)):
+        found = there.generate(prompts, num_tokens, chunk)
+        if found != wanted:
+            number = sum(ids != other for ids, other in zip(found, wanted, strict=True))
+            raise Failed(f"chunks of {chunk}: {number} of {len(prompts)} sequences differ")
+    return Passed(f"{len(prompts)} prompts whole and in chunks, {num_tokens} tokens each")
+
+
+def _logits(machine: Machine, window: int | None) -> Passed:
+    here, there = _both(machine, window, machine.half)
+    wanted, found = (steps.logits(_prompts(machine)) for steps in (here, there))
+    error = float((found - wanted).square().mean().sqrt() / wanted.std())
+    if not error < BF16_ERROR:
+        raise Failed(f"off by {error:.1%} of their spread; allowed are {BF16_ERROR:.0%}")
+    return Passed(f"{machine.half}, off by {error:.1%} of their spread", {"error": error})
+
+
+def _step(machine: Machine) -> Passed:
+    """Reported, not judged. 0.6 billion parameters; greedy."""
+    config = make_config(machine.pick(28, 1), machine.pick(1024, 128), machine.pick(151_936, 384))
+    steps = Steps(config, machine.half, "triton", machine.device)
+    num_rows, context = machine.pick(64, 2), machine.pick(1000, 20)
+    steps.begin(num_rows, context, content=0.0)
+    greedy = DRAWS[:1]
+    rows = [replace(steps.row(i, [5], context - 1), draws=greedy) for i in range(num_rows)]
+    seconds = machine.wall_seconds(lambda: steps.runner.launch(rows).result())
+    return Passed(
+        f"{num_rows} rows after {context} positions: {seconds * 1e3:.1f} ms", {"seconds": seconds}
+    )
+
+
+def _token(result: object) -> int:
+    if not isinstance(result, tuple):
+        raise Failed(f"a row drew no token: {result}")
+    return int(result[0])
+
+
+def _loader() -> Passed:
+    raise Skipped("workers load weights into the host's memory only (`services/worker/loading.py`)")
+
+
+def _graphs() -> Passed:
+    raise Skipped("steps are not captured as CUDA graphs yet")

@@ -1,0 +1,105 @@
+"""How fast attention reads keys and values, beside what the GPU's memory and cores can do."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+import kvops
+from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
+from kvops import Backend
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
+DECODE = ((64, 8192), (256, 2048), (8, 32768))
+"""Rows and context; gigabytes of keys and values, so that neither launch nor cache matters."""
+SMALL_DECODE = ((1, 1024), (1, 32768), (8, 4096), (64, 1024))
+PREFILL = (2048, 8192)
+MIN_COPY_SHARE = 0.8
+"""Of the bytes per second that a copy within the GPU's memory moves."""
+MIN_MATMUL_SHARE = 0.25
+"""Of the arithmetic per second of a large matrix product in bf16: half of what FlashAttention 2
+reaches. Below it a kernel waits for memory."""
+
+
+def checks(machine: Machine) -> Iterator[Check]:
+    for name in ("triton", "flash"):
+        yield f"decode, {name}", partial(_decode, machine, name)
+        yield f"prefill, {name}", partial(_prefill, machine, name)
+    yield "host time of a launch, triton", lambda: _launch(machine)
+
+
+def _backend(name: str) -> Backend:
+    try:
+        return kvops.backend(name)
+    except kvops.BackendUnavailable as error:
+        raise Skipped(str(error)) from error
+
+
+def _decode(machine: Machine, name: str) -> Passed:
+    ops, copied = _backend(name), _copy_rate(machine)
+    figures: dict[str, float | str] = {"copy_bytes_per_s": copied}
+    slow = []
+    for rows, context in machine.pick((*SMALL_DECODE, *DECODE), ((2, 300),)):
+        seconds = machine.seconds(_attention(machine, ops, rows, 1, context))
+        share = rows * context * NUM_KV_HEADS * HEAD_DIM * 2 * 2 / seconds / copied
+        figures[f"{rows} x {context}"] = share
+        if (rows, context) in DECODE and share < MIN_COPY_SHARE:
+            slow.append(f"{rows} x {context}")
+    shares = (f"{key} {value:.0%}" for key, value in figures.items() if " x " in key)
+    text = f"of a copy's {copied / 1e9:,.0f} GB/s, rows x context: {', '.join(shares)}"
+    if slow:
+        raise Failed(f"{text}; {', '.join(slow)} below {MIN_COPY_SHARE:.0%}")
+    return Passed(text, figures)
+
+
+def _prefill(machine: Machine, name: str) -> Passed:
+    ops, limit = _backend(name), _matmul_rate(machine)
+    figures: dict[str, float | str] = {"matmul_flop_per_s": limit}
+    for length in machine.pick(PREFILL, (40,)):
+        seconds = machine.seconds(_attention(machine, ops, 1, length, length))
+        figures[str(length)] = 4 * NUM_HEADS * HEAD_DIM * length * (length + 1) / 2 / seconds
+    rates = {key: float(value) for key, value in figures.items() if key.isdigit()}
+    text = ", ".join(f"{key} tokens {rate / 1e12:,.0f} TFLOP/s" for key, rate in rates.items())
+    text += f"; a matrix product {limit / 1e12:,.0f}"
+    if not machine.dry_run and max(rates.values()) < MIN_MATMUL_SHARE * limit:
+        raise Failed(f"{text}: less than {MIN_MATMUL_SHARE:.0%} of it")
+    return Passed(text, figures)
+
+
+def _launch(machine: Machine) -> Passed:
+    """Of a decode step's attention in one layer: what CUDA graphs would save, without them yet."""
+    ops = kvops.backend("triton")
+    seconds = machine.host_seconds(_attention(machine, ops, machine.pick(64, 2), 1, 300))
+    return Passed(f"{seconds * 1e6:.0f} us", {"seconds": seconds})
+
+
+def _attention(
+    machine: Machine, ops: Backend, rows: int, new: int, context: int
+) -> Callable[[], object]:
+    """One call over blocks in random order."""
+    block_size = 256 if ops.name == "flash" else 16
+    per_row = -(-context // block_size)
+    shape = (rows * per_row, 1, 2, block_size, NUM_KV_HEADS, HEAD_DIM)
+    arena = torch.randn(shape, device=machine.device, dtype=machine.half)
+    tables = torch.randperm(rows * per_row).int().view(rows, per_row).to(machine.device)
+    q = torch.randn((rows * new, NUM_HEADS, HEAD_DIM), device=machine.device, dtype=machine.half)
+    begins = torch.arange(0, rows * new + 1, new, dtype=torch.int32, device=machine.device)
+    contexts = torch.full((rows,), context, dtype=torch.int32, device=machine.device)
+    scale = HEAD_DIM**-0.5
+    return lambda: ops.paged_attention(
+        q, arena[:, 0], tables, begins, contexts, scale, max_query_len=new
+    )
+
+
+def _copy_rate(machine: Machine) -> float:
+    """Bytes read and written per second."""
+    num_bytes = machine.pick(1 << 30, 1 << 16)
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=machine.device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / machine.seconds(lambda: target.copy_(source))
+
+
+def _matmul_rate(machine: Machine) -> float:
+    size = machine.pick(8192, 64)
+    matrix = torch.randn(size, size, device=machine.device, dtype=machine.half)
+    return 2.0 * size**3 / machine.seconds(lambda: matrix @ matrix)

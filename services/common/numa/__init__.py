@@ -1,0 +1,1 @@
+"""The NUMA nodes of this host, and where memory is placed."""

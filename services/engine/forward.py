@@ -1,0 +1,63 @@
+"""The interface of a device to the engine: a step is launched, and its flight is retired later.
+
+    engine    launch 1   launch 2, retire 1   launch 3, retire 2      a device that computes beside
+    device    |---- step 1 ----|---- step 2 ----|---- step 3 ----|    the engine's thread
+
+    engine    launch 1 .......... retire 1, launch 2 .......... retire 2   a device whose `launch`
+    device    |---- step 1 ----|            |---- step 2 ----|             computes: the CPU
+
+See ADR 115.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.engine.batch import Row, RowResult, Wait
+
+
+class Flight(Protocol):
+    """A launched step."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the device has computed the step, and all steps before it."""
+
+    def result(self) -> Sequence[RowResult]:
+        """Wait until the step is complete: its copies are made and its KV is in the arena. Return
+        one result per row. May be called again."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteFlight:
+    """The flight of a step that was computed while it was launched."""
+
+    results: Sequence[RowResult] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        return True
+
+    def result(self) -> Sequence[RowResult]:
+        return self.results
+
+
+class ForwardPass(Protocol):
+    """The computation of steps: a runner, perhaps behind a fence guard or on shared CPUs."""
+
+    def launch(
+        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
+    ) -> Flight:
+        """Launch a step: copy blocks within the arena, then compute the rows and store their KV.
+
+        Steps are computed in the order of their launches. `copies`: (source, target) each; all
+        sources are read before any target is written. There may be copies without rows. Block
+        tables and adjustments are read before `launch` returns. `num_waiting`: how many more
+        sequences could run, but wait for a later step.
+        """
+
+    def yield_device(self, wait: Wait) -> None:
+        """Leave the device to other workers after a step; call `wait` to wait meanwhile."""
+
+    def on_idle(self) -> None:
+        """Called when there is nothing to compute until the next `launch`."""

@@ -1,0 +1,87 @@
+"""A backend that cannot run here ends the worker with the reason, before it joins a pool."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from bench.make_checkpoint import CheckpointSpec, make_checkpoint
+from services.common.errors import StartupError
+from services.common.runtime.config import load_settings
+from services.prefill.config import PrefillSettings
+from services.worker.liveness.registration import Registration
+from services.worker.process import WorkerProcess, WorkerRole
+from tests.kernels import flash_stand_in
+
+Machine = Callable[[pytest.MonkeyPatch], None]
+
+
+def without(module: str) -> Machine:
+    def machine(patch: pytest.MonkeyPatch) -> None:
+        for imported in [n for n in sys.modules if n.startswith(("kvops.triton", "kvops.flash"))]:
+            patch.delitem(sys.modules, imported)
+        patch.setitem(sys.modules, module, None)
+
+    return machine
+
+
+def without_cuda(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.version, "cuda", None)
+
+
+def with_gpu(*capability: int) -> Machine:
+    def machine(patch: pytest.MonkeyPatch) -> None:
+        patch.setitem(sys.modules, "flash_attn", flash_stand_in)
+        patch.delitem(sys.modules, "kvops.flash", raising=False)
+        patch.setattr(torch.version, "cuda", "13.0")
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
+        patch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+    return machine
+
+
+REFUSED: dict[str, tuple[Machine, dict[str, str], str]] = {
+    "no CUDA": (without_cuda, {"BACKEND": "triton"}, "is built without CUDA"),
+    "no Triton": (without("triton"), {"BACKEND": "triton"}, "needs the package triton, which is"),
+    "no flash-attn": (without("flash_attn"), {"BACKEND": "flash"}, "needs the package flash-attn"),
+    "old GPU": (with_gpu(7, 5), {"BACKEND": "triton"}, r"8\.0 or more; NVIDIA X has 7\.5"),
+    "GPU": (with_gpu(9, 0), {"BACKEND": "triton"}, "computes on a GPU, and workers keep"),
+    "block size": (with_gpu(9, 0), {"BACKEND": "flash"}, "choose --block-size 256"),
+    "dtype": (
+        with_gpu(9, 0),
+        {"BACKEND": "flash", "BLOCK_SIZE": "256", "DTYPE": "float32"},
+        "computes in bf16 and fp16",
+    ),
+}
+
+
+@pytest.mark.parametrize(("machine", "settings", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_backend_that_cannot_run_here_is_refused_before_the_pool(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    machine: Machine,
+    settings: dict[str, str],
+    reason: str,
+) -> None:
+    """The worker has no registration here, which it needs for every call to the store."""
+    machine(monkeypatch)
+    pools = tmp_path / "pools"
+    pools.mkdir()
+    environment = {
+        "QUIRE_PREFILL_MODEL": str(
+            make_checkpoint(tmp_path / "tiny", CheckpointSpec(dtype="bfloat16"))
+        ),
+        "QUIRE_PREFILL_POOL_ROOT": str(pools),
+        **{f"QUIRE_PREFILL_{name}": value for name, value in settings.items()},
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    worker = WorkerProcess(cast(WorkerRole, None), load_settings(PrefillSettings), asyncio.Event())
+    with pytest.raises(StartupError, match=reason):
+        asyncio.run(worker.serve(cast(Registration, cast(Any, None))))
+    assert list(pools.iterdir()) == []

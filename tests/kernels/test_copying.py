@@ -1,0 +1,84 @@
+"""Copies between a GPU and the host, on a stand-in for a CUDA stream: it copies nothing before it
+is waited for, and then all that is queued."""
+
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvops.copying import StagedCopies
+
+PAIRS = [(5, 0), (1, 4), (2, 5), (0, 2), (7, 7), (3, 1), (4, 3)]
+BLOCK = (2, 2, 4, 1, 8)
+BLOCK_BYTES = 2 * 2 * 4 * 8 * 4
+
+
+class LateStream:
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []
+        self.most_queued = 0
+        self._queue: deque[tuple[Tensor, Tensor]] = deque()
+        self._num_done = 0
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self.buffers.append(torch.full(shape, float("nan"), dtype=dtype))
+        return self.buffers[-1]
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """The memory of the host side, and only that, is in a buffer."""
+        pinned = [
+            any(b.data_ptr() <= t.data_ptr() < b.data_ptr() + b.nbytes for b in self.buffers)
+            for t in (target, source)
+        ]
+        assert sum(pinned) == 1
+        self._queue.append((target, source))
+        self.most_queued = max(self.most_queued, len(self._queue))
+
+    def mark(self) -> Callable[[], object]:
+        number = self._num_done + len(self._queue)
+
+        def wait() -> None:
+            while self._num_done < number:
+                target, source = self._queue.popleft()
+                target.copy_(source)
+                self._num_done += 1
+
+        return wait
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._queue
+
+
+@pytest.mark.parametrize("num_pairs", [0, 1, 2, 4, 7])
+@pytest.mark.parametrize("fitting", [0.5, 1, 2, 100])
+@pytest.mark.parametrize("direction", ["to_host", "to_gpu"])
+def test_all_blocks_have_arrived_when_the_call_returns(
+    direction: str, fitting: float, num_pairs: int
+) -> None:
+    """Buffers hold less than a block (then one), one, two or all. A second call reuses them."""
+    stream = LateStream()
+    copies = StagedCopies(stream, int(fitting * BLOCK_BYTES))
+    pairs = torch.tensor(PAIRS[:num_pairs], dtype=torch.int64).view(-1, 2)
+    for seed in (1, 2):
+        source = torch.randn(8, *BLOCK, generator=torch.Generator().manual_seed(seed))
+        target = torch.zeros(9, *BLOCK)
+        getattr(copies, direction)(target, source, pairs)
+        expected = torch.zeros(9, *BLOCK)
+        for first, to in PAIRS[:num_pairs]:
+            expected[to] = source[first]
+        assert torch.equal(target, expected)
+        assert stream.is_idle
+    assert len(stream.buffers) == 2
+
+
+@pytest.mark.parametrize("direction", ["to_host", "to_gpu"])
+def test_two_buffers_are_under_way_at_once(direction: str) -> None:
+    stream = LateStream()
+    arena = torch.randn(8, *BLOCK)
+    getattr(StagedCopies(stream, 2 * BLOCK_BYTES), direction)(
+        arena.clone(), arena, torch.tensor(PAIRS)
+    )
+    assert stream.most_queued == 4

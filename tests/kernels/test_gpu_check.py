@@ -1,0 +1,179 @@
+"""bench/gpu_check.sh has no bugs of its own: a borrowed GPU is not lost to them."""
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from bench.gpu import __main__ as program
+from bench.gpu import attention, groups, operations
+from bench.gpu.check import Check, Failed, Machine, Passed, Skipped
+from kvops.ops import Backend
+from kvops.reference import ReferenceKernels
+
+ROOT = Path(__file__).parents[2]
+ON_A_BARE_MACHINE = ("torch", "triton", "numpy")
+
+BLOCK_IMPORTS = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {names!r} or name == "kvops._native":
+            raise ModuleNotFoundError(f"no module named {{name!r}} on a bare machine", name=name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def missing_on_a_bare_machine() -> set[str]:
+    """The modules of all installed packages but PyTorch, Triton, NumPy and what these require."""
+    needed, found = set[str](), list(ON_A_BARE_MACHINE)
+    while found:
+        package = re.sub(r"[-_.]+", "-", found.pop()).lower()
+        if package not in needed:
+            needed.add(package)
+            try:
+                lines = importlib.metadata.requires(package) or []
+            except importlib.metadata.PackageNotFoundError:
+                continue  # for another platform
+            found += [re.split(r"[^\w.-]", line)[0] for line in lines if "extra ==" not in line]
+    own = {"kvops", "services", "quire", "blockstore", "advisor"}
+    return {
+        module
+        for module, packages in importlib.metadata.packages_distributions().items()
+        if not needed & {re.sub(r"[-_.]+", "-", package).lower() for package in packages}
+    } - own
+
+
+def test_all_checks_pass_tiny_with_nothing_but_pytorch_and_triton(tmp_path: Path) -> None:
+    """In Triton's interpreter, without any other package and without the compiled C++ kernels."""
+    missing = missing_on_a_bare_machine()
+    assert {"structlog", "pydantic", "redis", "pytest", "safetensors", "xxhash"} <= missing
+    (tmp_path / "sitecustomize.py").write_text(BLOCK_IMPORTS.format(names=missing))
+    report = tmp_path / "gpu_check.json"
+    ran = subprocess.run(
+        ["bench/gpu_check.sh", "--dry-run", "--json", report],
+        cwd=ROOT,
+        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    results = json.loads(report.read_text())["results"]
+    assert {result["group"] for result in results} == program.GROUPS.keys()
+    assert {result["status"] for result in results} == {"ok", "skipped"}
+    reasons = {result["detail"] for result in results if result["status"] == "skipped"}
+    assert all("flash-attn, which is not" in r or re.search(r"\b(yet|only)\b", r) for r in reasons)
+    assert len(ran.stdout.splitlines()) == len(results) + 1
+
+
+def test_without_a_gpu_it_says_so_and_runs_nothing(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        ["bench/gpu_check.sh", "--json", tmp_path / "out.json"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 2
+    assert "'triton' needs a CUDA device" in ran.stdout
+    assert len(json.loads((tmp_path / "out.json").read_text())["results"]) == 1
+
+
+class BrokenKernels(ReferenceKernels):
+    """Wrong in the last row of a batch of several."""
+
+    def paged_attention(self, q: Tensor, *arguments: Any) -> Tensor:
+        out = super().paged_attention(q, *arguments)
+        context_lens = arguments[3]
+        if len(context_lens) > 1:
+            out[-1] *= 1.02
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = super().rms_norm(x, weight, eps)
+        return out * (1 + 0.02 * (len(x) > 1))
+
+
+MACHINE, BROKEN, RIGHT = Machine(True), Backend(BrokenKernels()), Backend(ReferenceKernels())
+GEOMETRY = attention.TINY_GEOMETRIES[0]
+FOUND: dict[str, Callable[[], object]] = {
+    r"error is [\d.]+ times": lambda: attention._against_reference(
+        MACHINE, BROKEN, RIGHT, GEOMETRY
+    ),
+    "row 1 of 1 tokens alone: .* values have": lambda: attention._invariance(
+        MACHINE, BROKEN, GEOMETRY
+    ),
+    r"error is .*[\d.]+ times": lambda: operations._equals(
+        MACHINE, BROKEN, RIGHT, operations.OPERATIONS["rms_norm"]
+    ),
+    "token 0 alone": lambda: operations._invariance(
+        MACHINE, BROKEN, operations.OPERATIONS["rms_norm"]
+    ),
+}
+
+
+@pytest.mark.parametrize(("message", "check"), FOUND.items(), ids=FOUND.keys())
+def test_a_wrong_kernel_fails_its_check(message: str, check: Callable[[], object]) -> None:
+    with pytest.raises(Failed, match=message):
+        check()
+
+
+def test_a_failing_check_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raising(error: Exception) -> Callable[[], Passed]:
+        def check() -> Passed:
+            raise error
+
+        return check
+
+    def some(_: Machine) -> Iterator[Check]:
+        yield "wrong", raising(Failed("2 of 3"))
+        yield "broken", raising(RuntimeError("illegal\nmemory access"))
+        yield "absent", raising(Skipped("not yet"))
+        yield "right", lambda: Passed("3 of 3", {"share": 0.5})
+
+    monkeypatch.setitem(groups.GROUPS, "some", some)
+    groups.run_group("some", dry_run=True)
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["name"], one["status"], one["detail"]) for one in results] == [
+        ("wrong", "FAILED", "2 of 3"),
+        ("broken", "FAILED", "RuntimeError: illegal memory access"),
+        ("absent", "skipped", "not yet"),
+        ("right", "ok", "3 of 3"),
+    ]
+    assert results[-1]["figures"] == {"share": 0.5}
+
+
+def test_a_group_that_hangs_or_dies_fails() -> None:
+    (stopped,) = program._group("environment", dry_run=True, limit_s=0.01)
+    assert (stopped["status"], stopped["detail"]) == ("FAILED", "stopped after its limit of 0 s")
+    (late,) = program._group("environment", dry_run=True, limit_s=-1.0)
+    assert late["status"] == "FAILED"
+    *_, dead = program._group("no such group", dry_run=True, limit_s=60.0)
+    assert dead["detail"] == "its process ended with status 2"
+
+
+def test_one_failure_is_the_exit_status(tmp_path: Path) -> None:
+    def report(*statuses: str) -> int:
+        results = [
+            {"group": str(i), "status": status, "name": "", "detail": ""}
+            for i, status in enumerate(statuses)
+        ]
+        return program._report(results, tmp_path / "out.json", False, 1.0)
+
+    assert report("ok", "ok", "skipped") == 0
+    assert report("ok", "FAILED", "skipped") == 1
+    assert report("FAILED") == 2

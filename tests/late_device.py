@@ -1,0 +1,115 @@
+"""A device that is as late as it can be: the copies, KV writes and results of a step come about
+when somebody waits for them, and never before. A block that is read, stamped or given away too
+early holds something else than it should."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+import numpy as np
+
+from services.engine.batch import Draw, Row, RowOutput, RowResult, Wait
+from services.engine.forward import ForwardPass
+
+
+class LateForward:
+    """Launches a step by noting it; the forward pass behind it computes the step in `result`.
+
+    As on a GPU, a step is what it was at its launch: block tables and adjustments are copied then.
+    `flights`: the steps that nobody has waited for."""
+
+    def __init__(self, forward: ForwardPass) -> None:
+        self._forward = forward
+        self._last: LateFlight | None = None
+        self.flights: deque[LateFlight] = deque()
+        self.num_ahead = 0
+        """Rows that took a token which nobody had yet."""
+        self.on_idle = forward.on_idle
+
+    def launch(
+        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
+    ) -> "LateFlight":
+        assert len(self.flights) < 2, "one step may be in flight while the next is launched"
+        self.num_ahead += sum(row.drawn_by is not None for row in rows)
+        frozen = tuple(_as_now(row) for row in rows)
+        flight = LateFlight(self, self._last, frozen, tuple(copies), num_waiting)
+        self._last = flight
+        self.flights.append(flight)
+        return flight
+
+    def yield_device(self, wait: Wait) -> None:
+        self._forward.yield_device(wait)
+
+    @property
+    def block_ids(self) -> set[int]:
+        """All blocks that the steps in flight read or write."""
+        return set(chain.from_iterable(flight.block_ids for flight in self.flights))
+
+    def compute(self, until: "LateFlight") -> None:
+        """All steps up to this one, in the order of their launches."""
+        while until.computed is None:
+            flight = self.flights[0]
+            flight.computed = self._forward.launch(
+                [flight.known(row) for row in flight.rows], flight.copies, flight.num_waiting
+            ).result()
+            flight.before = None
+            self.flights.popleft()
+
+
+@dataclass(eq=False, slots=True)
+class LateFlight:
+    device: LateForward
+    before: "LateFlight | None"
+    rows: tuple[Row, ...]
+    copies: tuple[tuple[int, int], ...]
+    num_waiting: int
+    computed: Sequence[RowResult] | None = field(default=None)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.computed is not None
+
+    def result(self) -> Sequence[RowResult]:
+        self.device.compute(until=self)
+        assert self.computed is not None
+        return self.computed
+
+    @property
+    def block_ids(self) -> set[int]:
+        return set(chain(*self.copies, *(row.block_table for row in self.rows)))
+
+    def known(self, row: Row) -> Row:
+        """The row with the token that the step before has drawn for it. After a fault there is
+        none: like a GPU, go on with any."""
+        if row.drawn_by is None:
+            return row
+        assert self.before is not None
+        assert self.before.computed is not None
+        drawn = self.before.computed[row.drawn_by]
+        tokens = drawn.tokens if isinstance(drawn, RowOutput) else drawn
+        return replace(row, token_ids=tokens if isinstance(tokens, tuple) else (0,), drawn_by=None)
+
+
+def _as_now(row: Row) -> Row:
+    draws = tuple(_draw_as_now(draw) for draw in row.draws)
+    tables = tuple(row.token_ids), tuple(row.block_table)
+    return replace(row, token_ids=tables[0], block_table=tables[1], draws=draws)
+
+
+def _draw_as_now(draw: Draw) -> Draw:
+    if draw.adjustment is None:
+        return draw
+    seen, counts = np.copy(draw.adjustment.seen), np.copy(draw.adjustment.counts)
+    return replace(draw, adjustment=replace(draw.adjustment, seen=seen, counts=counts))
+
+
+def computes_at_launch(forward: ForwardPass) -> ForwardPass:
+    """The device of a CPU."""
+    return forward
+
+
+Device = Callable[[ForwardPass], ForwardPass]
+
+DEVICES: dict[str, Device] = {"computes at launch": computes_at_launch, "late": LateForward}
+"""The devices on which the tests of engine and workers run."""

@@ -1,0 +1,274 @@
+"""An engine on a late device: what it may do between the launch of a step and its retirement.
+Blocks of 4."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockstore.records import PoolSpec
+from services.engine.batch import Draw, Fault, Row
+from services.engine.engine import Engine
+from services.engine.forward import CompleteFlight, Flight
+from services.engine.messages import AbortSequence, Admit, Command, Remove, StepOutcome
+from services.engine.scheduler import Scheduler
+from services.engine.sequences.beam_group import group_class
+from services.engine.sequences.group import Group
+from services.engine.sequences.sequence import Rules
+from services.protocol.ticket import FinishReason, Ticket, TicketSequence
+from tests.late_device import LateForward
+
+from .fakes import PROMPT, SAMPLED, Arena, FakeForward, expected, make_stamps, ticket
+
+SIZE = 4
+KEY = "h-r1"
+
+
+class Host:
+    """A decode engine, or a prefill engine if `one_token`, on a late device."""
+
+    def __init__(self, directory: Path, budget: int = 64, *, one_token: bool = False) -> None:
+        spec = PoolSpec("pool", "model", "fingerprint", 64, SIZE, block_bytes=1)
+        self.stamps = make_stamps(directory / "stamps", spec)
+        self.stamps.mark_owned(range(spec.num_blocks), KEY)
+        self.model = FakeForward(Arena(SIZE, self.stamps))
+        self.device = LateForward(self.model)
+        self.engine = Engine(
+            self.device, Scheduler(budget, 64), self.stamps, one_token=one_token, look_ahead=2
+        )
+
+    def admit(self, asked: Ticket, num_blocks: int = 20, first: int = 0) -> Admit:
+        rules = Rules.of(asked, SIZE, frozenset(), max_model_len=1000)
+        blocks = range(first, first + num_blocks)
+        return Admit(group_class(asked).to_compute(asked, rules, blocks))
+
+    def step(self, *commands: Command) -> StepOutcome:
+        return self.engine.step(commands)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path)
+
+
+def asked(num_sequences: int = 1, max_tokens: int = 30, **changes: Any) -> Ticket:
+    return ticket(
+        "r1",
+        PROMPT,
+        sampling=replace(SAMPLED, max_tokens=max_tokens, **changes),
+        sequences=tuple(TicketSequence(index) for index in range(num_sequences)),
+    )
+
+
+def right(num_tokens: int, index: int = 0) -> list[int]:
+    return expected(PROMPT, num_tokens, Draw(SAMPLED, index))
+
+
+def drawn(outcome: StepOutcome) -> list[int]:
+    return [token.token for advance in outcome.advances for token in advance.tokens]
+
+
+def test_a_step_is_launched_before_the_one_before_it_is_retired(host: Host) -> None:
+    """From the second step on, each takes a token that the host does not have."""
+    first = host.step(host.admit(asked(max_tokens=4)))
+    assert (first.advances, first.is_busy) == ((), True)
+    for number in range(3):
+        assert len(host.device.flights) == 1
+        assert drawn(host.step()) == [right(4)[number]]
+    assert host.device.num_ahead == 3
+    last = host.step()
+    assert drawn(last) == [right(4)[3]]
+    assert last.advances[0].remaining == ()
+    assert not host.device.flights
+    assert not host.step().is_busy
+
+
+def test_a_block_is_stamped_when_its_step_is_retired(tmp_path: Path) -> None:
+    """Also by a step that draws nothing: 8 of 10 tokens."""
+    host = Host(tmp_path, budget=8, one_token=True)
+    host.step(host.admit(asked(), 3))
+    assert not host.stamps.is_committed(0)
+    assert host.device.flights[0].rows[0].draws == ()
+    outcome = host.step()
+    assert [block_id for block_id, _ in outcome.advances[0].completed] == [0, 1]
+    assert host.stamps.is_committed(0)
+    assert host.stamps.is_committed(1)
+
+
+def test_a_stopped_sequence_draws_no_second_token(tmp_path: Path) -> None:
+    """Of a prefill worker: its ticket waits for no other step."""
+    host = Host(tmp_path, one_token=True)
+    host.step(host.admit(asked(2), 5))
+    (advance,) = host.step().advances
+    assert advance.remaining is not None
+    assert [list(state.token_ids) for state in advance.remaining] == [right(1, 0), right(1, 1)]
+    assert host.device.num_ahead == 0
+
+
+def test_a_sequence_that_ends_keeps_its_blocks_while_it_is_in_flight(host: Host) -> None:
+    """Its last token is a stop token, which only the host knows; the token behind it is dropped."""
+    host.step(host.admit(asked(stop_token_ids=(right(3)[-1],))))
+    host.step()
+    host.step()
+    (advance,) = host.step().advances
+    assert advance.tokens[0].finish is FinishReason.STOP
+    assert (advance.remaining, advance.freed) == (None, ())
+    assert host.device.block_ids
+    (advance,) = host.step().advances
+    assert (advance.tokens, advance.remaining) == ((), ())
+    assert not host.device.block_ids
+
+
+def test_one_of_several_that_ends_frees_its_blocks_a_step_later(host: Host) -> None:
+    """Its second block is full, and nobody else's: it goes back to the pool."""
+    host.step(host.admit(asked(2, stop_token_ids=(right(5, 1)[-1],))))
+    advances = [advance for _ in range(12) for advance in host.step().advances]
+    (ended,) = (i for i, advance in enumerate(advances) if any(t.finish for t in advance.tokens))
+    freed = [{b for b in advance.freed if host.stamps.is_committed(b)} for advance in advances]
+    assert [len(blocks) for blocks in freed[ended : ended + 2]] == [0, 1]
+
+
+@pytest.mark.parametrize("command", [Remove(KEY), AbortSequence(KEY, 0)], ids=["remove", "abort"])
+def test_a_group_in_flight_is_removed_when_it_has_landed(host: Host, command: Command) -> None:
+    """It launches nothing more, and its ticket has all tokens that were drawn."""
+    host.step(host.admit(asked()))
+    assert host.engine.apply([command]) == ()
+    outcome = host.step()
+    assert (drawn(outcome), outcome.removed) == (right(1), ())
+    assert not host.device.flights
+    (removed,) = host.engine.apply(())
+    states = removed.sequences
+    assert [state.token_ids for state in states] == ([tuple(right(1))] if states else [])
+    assert bool(states) is isinstance(command, Remove)
+
+
+def test_the_others_go_on_after_an_abort_of_one(host: Host) -> None:
+    host.step(host.admit(asked(3, max_tokens=6)))
+    host.step()  # each has a token
+    host.step(AbortSequence(KEY, 1))
+    tokens: dict[int, list[int]] = {0: right(1, 0), 1: right(1, 1), 2: right(1, 2)}
+    for _ in range(20):
+        for advance in host.step().advances:
+            for token in advance.tokens:
+                tokens[token.index].append(token.token)
+            if advance.remaining is not None:
+                assert {i: len(each) for i, each in tokens.items() if i != 1} == {0: 6, 2: 6}
+                assert all(each == right(len(each), i) for i, each in tokens.items())
+                return
+    raise AssertionError("it does not end")
+
+
+def test_a_broken_group_fails_when_nothing_of_it_is_in_flight(host: Host) -> None:
+    """Its blocks leave the prefix index and the pool's holder then."""
+    host.model.poison = right(2)[-1]
+    host.step(host.admit(asked()))
+    for _ in range(3):
+        outcome = host.step()
+        assert not outcome.failed
+    assert host.device.block_ids  # the step behind the broken one
+    (failed,) = host.step().failed
+    assert failed.fault is Fault.NOT_FINITE
+    assert {block_id for block_id, _ in failed.blocks} == {0, 1}
+    assert not host.device.block_ids
+    assert host.step().advances == ()
+
+
+def test_what_breaks_behind_the_last_token_does_not_count(host: Host) -> None:
+    """The step that ran ahead of a stop token reads that token; nobody wants its result."""
+    host.model.poison = right(2)[-1]
+    host.step(host.admit(asked(stop_token_ids=(right(2)[-1],))))
+    outcomes = [host.step() for _ in range(4)]
+    assert [token for outcome in outcomes for token in drawn(outcome)] == right(2)
+    assert not any(outcome.failed for outcome in outcomes)
+    assert outcomes[-2].advances[0].remaining == ()
+
+
+CHANGES: dict[str, tuple[dict[str, Any], bool]] = {
+    "sampled": ({}, True),
+    "greedy": ({"temperature": 0.0}, True),
+    "filtered": ({"top_k": 5, "top_p": 0.9}, True),
+    "repetition": ({"repetition_penalty": 1.2}, False),
+    "frequency": ({"frequency_penalty": 0.1}, False),
+    "bias": ({"logit_bias": ((1, 2.0),)}, False),
+    "min_tokens": ({"min_tokens": 3}, False),
+    "bad_words": ({"bad_words": ((1, 2),)}, False),
+    "allowed": ({"allowed_token_ids": (1, 2)}, False),
+    "logprobs": ({"logprobs": 0}, False),
+}
+
+
+@pytest.mark.parametrize(("changes", "runs_ahead"), CHANGES.values(), ids=CHANGES)
+def test_which_sequences_run_ahead(host: Host, changes: dict[str, Any], runs_ahead: bool) -> None:
+    """Others are in every second step; the sequences beside them in all."""
+    beside = ticket("r2", range(7), sampling=replace(SAMPLED, max_tokens=30))
+    waits = asked(**changes)
+    host.step(host.admit(waits), host.admit(beside, first=30))
+    num_rows = []
+    for _ in range(4):
+        host.step()
+        num_rows.append(len(host.device.flights[0].rows))
+    assert num_rows == ([2] * 4 if runs_ahead else [1, 2] * 2)
+
+
+def test_a_token_is_drawn_by_the_row_that_the_sequence_had(host: Host) -> None:
+    """Rows change their places when others end."""
+    prompts = {f"r{n}": range(100 * n, 100 * n + n) for n in range(1, 6)}
+    number = {key: 2 + int(key[1:]) % 3 for key in prompts}
+    samplings = {key: replace(SAMPLED, max_tokens=number[key]) for key in prompts}
+    asked = [ticket(key, prompts[key], sampling=samplings[key]) for key in prompts]
+    host.stamps.check = None
+    outcomes = [host.step(*(host.admit(one, 3, 3 * place) for place, one in enumerate(asked)))]
+    while outcomes[-1].is_busy:
+        outcomes.append(host.step())
+    for key, prompt in prompts.items():
+        advances = [a for outcome in outcomes for a in outcome.advances if a.key == f"h-{key}"]
+        tokens = [token.token for advance in advances for token in advance.tokens]
+        assert tokens == expected(prompt, number[key], Draw(SAMPLED, 0))
+    assert host.device.num_ahead > 5
+
+
+class HalfLate(LateForward):
+    """Steps that `is_host_bound` are computed at their launch, and those before them."""
+
+    is_host_bound = False
+
+    def launch(
+        self, rows: Sequence[Row], copies: Sequence[tuple[int, int]] = (), num_waiting: int = 0
+    ) -> Any:
+        flight: Flight = super().launch(rows, copies, num_waiting)
+        return CompleteFlight(flight.result()) if self.is_host_bound else flight
+
+
+def test_a_step_that_is_complete_at_once_is_retired_with_the_one_before_it(tmp_path: Path) -> None:
+    """In order, and reported as one."""
+    host = Host(tmp_path)
+    device = HalfLate(host.model)
+    host.engine._forward = device
+    host.step(host.admit(asked(max_tokens=5)))
+    device.is_host_bound = True
+    (advance,) = host.step().advances
+    assert [token.token for token in advance.tokens] == right(2)
+    assert [token.position for token in advance.tokens] == [10, 11]
+    assert drawn(host.step()) == [right(3)[-1]]
+    assert not device.flights
+
+
+def test_an_engine_that_ends_waits_for_its_device(host: Host) -> None:
+    host.step(host.admit(asked()))
+    host.step()
+    num_steps = host.model.num_steps
+    host.engine.settle()
+    assert host.model.num_steps == num_steps + 1
+    assert not host.device.flights
+
+
+def test_spare_blocks_are_placed_for_the_token_in_flight(host: Host) -> None:
+    """With one block too few for it, the row sits out until the block comes."""
+    group: Group = host.admit(asked(), num_blocks=3).group
+    host.step(Admit(group))  # 10 tokens
+    host.step()  # the 11th
+    assert drawn(host.step()) == right(2)[1:]  # and the 12th is launched
+    assert group.sequences[0].num_runnable == 0
+    assert len(host.device.flights) == 1
