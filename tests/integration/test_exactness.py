@@ -47,10 +47,12 @@ async def nothing(deployment: ExactnessDeployment, request: Request) -> Answer:
 async def company(deployment: ExactnessDeployment, request: Request) -> Answer:
     """Prompts and answers of all kinds, each at its own place, that outlast it."""
     (prefill,), (decode,) = deployment.prefills, deployment.decoders
-    prefill.forward.gate.clear()
     decode.forward.gate.clear()
     others = companions(BATCH - 1)
-    for other in others[::2]:
+    deployment.call(others[0])  # its step holds the engine back until all have begun
+    await deployment.until_paused([decode])
+    prefill.forward.gate.clear()
+    for other in others[2::2]:
         deployment.call(other)
     call = deployment.call(request)
     for other in others[1::2]:
