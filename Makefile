@@ -4,7 +4,7 @@ PROTOC := PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc
 
 CXX_FILES := $(shell find kernels/csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup proto lint type test test-fast test-full check chaos bench up down clean
+.PHONY: help setup proto lint type test test-failed test-fast test-full check chaos bench up down clean
 .NOTPARALLEL:
 
 # Tests run beside the services that they start, so each process has one OpenMP thread, which does
@@ -48,6 +48,9 @@ type: setup ## mypy, strict
 
 test: setup ## All tests, with a sample of the large matrices
 	$(TEST) $(IN_TWO)
+
+test-failed: setup ## The tests that failed last time, one after another
+	$(TEST) --last-failed --last-failed-no-failures none --maxfail 1
 
 test-fast: setup ## Unit tests and samples of the property tests: the inner loop
 	$(TEST) --numprocesses 2 tests/unit tests/property

@@ -19,6 +19,10 @@ from services.protocol.version import PROTOCOL_VERSION
 from services.worker.suspect_queue import SuspectQueue
 from tests.secret import guard
 
+HEARD_S = 0.02
+"""How long a fake lives after its last message: gRPC may drop what a client has not read when a
+status follows at once, which the end of a real process is not."""
+
 
 class Names:
     """A fake knows a request by its client's id; on the wire that has a digest behind it. Of those
@@ -82,6 +86,7 @@ class Session:
     async def responses(self) -> AsyncIterator[Any]:
         while (response := await self._outgoing.get()) is not None:
             if isinstance(response, Unavailable):
+                await asyncio.sleep(HEARD_S)
                 raise response
             yield response
 
