@@ -4,7 +4,7 @@ PROTOC := PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc
 
 CXX_FILES := $(shell find kernels/csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: help setup proto lint type test test-failed test-fast test-full check chaos bench up down clean
+.PHONY: help setup proto lint type test test-failed test-fast test-full check chaos bench docs up down clean
 .NOTPARALLEL:
 
 # Tests run beside the services that they start, so each process has one OpenMP thread, which does
@@ -35,13 +35,14 @@ proto: setup ## Generate quire/v1 from proto/
 	$(PROTOC) --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. --mypy_grpc_out=quiet:. \
 	  proto/quire/v1/*.proto
 
-lint: setup ## Style of Python and C++, imports between packages, the wire contract and its generated code
+lint: setup ## Style of Python and C++, imports between packages, the wire contract and its generated code, the docs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES) bench/floors/probe.cpp
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/buf lint proto
 	$(BIN)/pytest --quiet tests/integration/test_proto_drift.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 type: setup ## mypy, strict
 	$(BIN)/mypy quire services blockstore advisor kernels/kvops bench tools tests
@@ -68,6 +69,9 @@ chaos: setup ## Kill, stop and drain processes under load (MINUTES=5 SEED=1); no
 
 bench: setup ## Print the benchmark tables
 	for script in store gateway_relay recovery; do $(BIN)/python -m bench.$$script; done
+
+docs: setup ## Build the documentation site into build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 up: setup ## Serve the embedded model in the foreground (ARGS="--decode 2": flags of quire serve)
 	$(BIN)/quire serve $(ARGS)
