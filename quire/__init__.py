@@ -7,6 +7,8 @@ with Client() as client:
         print(delta.text, end="", flush=True)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from quire.async_client import AsyncClient
 from quire.client import Client
 from quire.errors import (
@@ -31,6 +33,22 @@ from quire.types import (
     Usage,
 )
 
+if TYPE_CHECKING:
+    from services.offline.llm import LLM as LLM
+
+SamplingParams = Sampling
+"""vLLM's name of `Sampling`."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import `LLM` when it is first used: it brings PyTorch, which clients do not have."""
+    if name == "LLM":
+        from services.offline.llm import LLM as LLM
+
+        return LLM
+    raise AttributeError(f"module 'quire' has no attribute {name!r}")
+
+
 __all__ = [
     "AsyncClient",
     "Candidate",
@@ -46,6 +64,7 @@ __all__ = [
     "Overloaded",
     "QuireError",
     "Sampling",
+    "SamplingParams",
     "ServerError",
     "TokenLogprobs",
     "Unavailable",

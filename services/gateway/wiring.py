@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -19,9 +19,12 @@ from services.gateway.request_metrics import RequestMetrics
 from services.gateway.scheduling.dispatcher import Dispatcher
 from services.gateway.scheduling.migration import Migration
 from services.gateway.scheduling.router import Router
-from services.gateway.workers.connection import WorkerConnection
-from services.gateway.workers.directory import WorkerDirectory
+from services.gateway.workers.connection import WorkerConnection, WorkerEventSink
+from services.gateway.workers.directory import Connection, WorkerDirectory
 from services.protocol.version import PROTOCOL_VERSION
+
+Connect = Callable[[Member, WorkerEventSink], Connection]
+"""Opens the connection to a worker, whose events go to the sink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +61,24 @@ async def start_gateway(
     secret: Secret,
     options: GatewayOptions,
     request_metrics: RequestMetrics,
+    connect: Connect | None = None,
 ) -> AsyncIterator[Wiring]:
     """Yield a gateway that follows the registry until the block is left. An error of a background
-    task (StoreLost) is raised in the block, as an exception group."""
+    task (StoreLost) is raised in the block, as an exception group.
+
+    `connect`: opens the connection to a worker; None: over gRPC.
+    """
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     changes = ChangeNotifier()
+
+    def connect_over_grpc(member: Member, sink: WorkerEventSink) -> Connection:
+        return WorkerConnection(member, gateway_id, secret.rpc_key, sink, options.silence_s)
+
+    connect_to = connect or connect_over_grpc
     directory = WorkerDirectory(
         registry,
         store,
-        connect=lambda member: WorkerConnection(
-            member, gateway_id, secret.rpc_key, dispatcher, options.silence_s
-        ),
+        connect=lambda member: connect_to(member, dispatcher),
         load=load_model,
         on_change=changes.notify,
         poll_s=options.poll_s,

@@ -1,0 +1,72 @@
+"""`python -m services.offline IN OUT`: the process behind `quire batch`, which may import PyTorch.
+
+Exit status: 0 if all requests succeeded, 1 if some failed or the model cannot run here, 2 if a file
+is not usable.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from tqdm import tqdm
+
+from quire.errors import QuireError
+from services.gateway.frontend.http.app import create_app
+from services.gateway.wiring import Wiring
+from services.offline.batch import BatchError, answered_ids, read_requests, run_batch
+from services.offline.llm import LLM
+
+_SETTINGS = (
+    *("dtype", "kv_dtype", "quantize", "pool_memory", "max_model_len", "max_num_seqs"),
+    *("max_num_batched_tokens", "threads", "isa", "weights_cache"),
+)
+"""Flags that are settings of the workers."""
+
+
+def main() -> None:
+    args = _parser().parse_args()
+    try:
+        sys.exit(_run(args))
+    except BatchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except QuireError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("input", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--model", default="embedded")
+    for name in _SETTINGS:
+        parser.add_argument(f"--{name.replace('_', '-')}")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    requests = read_requests(args.input)
+    answered = answered_ids(args.output, requests)
+    left = [request for request in requests if request.custom_id not in answered]
+    settings = {name: getattr(args, name) for name in _SETTINGS}
+    try:
+        output = args.output.open("ab")
+    except OSError as error:
+        raise BatchError(f"{args.output}: {error.strerror}") from error
+    bar = tqdm(total=len(requests), initial=len(answered), desc="Batch")
+    with output, LLM(args.model, **settings) as llm, bar:
+
+        async def answer_all(wiring: Wiring) -> int:
+            app: Any = create_app(wiring.gateway, CollectorRegistry())
+            return await run_batch(app, left, output, llm.num_at_once, bar.update)
+
+        num_failed = llm.run(answer_all)
+    print(f"{len(left)} answered, {num_failed} of them with an error; {len(answered)} before")
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    main()

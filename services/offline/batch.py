@@ -1,0 +1,157 @@
+"""Runs a file of requests in OpenAI's batch format: one JSON object in, one out, for each request.
+
+The answers are those of the HTTP API. A run that was cut off continues where it stopped: requests
+whose answers are in the output file are not computed again.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from starlette.types import ASGIApp, Message
+
+_URLS = ("/v1/chat/completions", "/v1/completions")
+
+
+class BatchError(Exception):
+    """A file is not usable. The text names the file, the line and what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+def read_requests(path: Path) -> list[BatchRequest]:
+    """All requests of an input file, checked before any is computed. Raises BatchError."""
+    requests: dict[str, BatchRequest] = {}
+    for number, value in _lines(path):
+        problem = _problem(value)
+        if problem is None and value["custom_id"] in requests:
+            problem = f"custom_id {value['custom_id']!r} is there twice"
+        if problem is not None:
+            raise BatchError(f"{path}, line {number}: {problem}")
+        request = BatchRequest(value["custom_id"], value["url"], value["body"])
+        requests[request.custom_id] = request
+    if not requests:
+        raise BatchError(f"{path} has no requests")
+    return list(requests.values())
+
+
+def _problem(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return "not a JSON object"
+    if not isinstance(value.get("custom_id"), str) or not value["custom_id"]:
+        return "custom_id is not a text"
+    if value.get("method") != "POST":
+        return f"method is {value.get('method')!r}, not 'POST'"
+    if value.get("url") not in _URLS:
+        return f"url is {value.get('url')!r}, not one of {', '.join(_URLS)}"
+    if not isinstance(value.get("body"), dict):
+        return "body is not an object"
+    return "stream is set: a batch has whole answers" if value["body"].get("stream") else None
+
+
+def answered_ids(path: Path, requests: Iterable[BatchRequest]) -> set[str]:
+    """The requests whose answers an output file has already. Cuts off a last line that is not
+    complete. Raises BatchError if the file has answers to other requests."""
+    if not path.exists():
+        return set()
+    content = path.read_bytes()
+    os.truncate(path, content.rfind(b"\n") + 1)
+    known = {request.custom_id for request in requests}
+    answered = set()
+    for number, value in _lines(path):
+        custom_id = value.get("custom_id") if isinstance(value, dict) else None
+        if custom_id not in known:
+            raise BatchError(
+                f"{path}, line {number}: an answer to {custom_id!r}, which is no request of this "
+                "batch; name another output file"
+            )
+        answered.add(custom_id)
+    return answered
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, json.loads(line)
+    except OSError as error:
+        raise BatchError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise BatchError(f"{path}, line {number}: {error}") from error
+
+
+async def run_batch(
+    app: ASGIApp,
+    requests: Iterable[BatchRequest],
+    output: BinaryIO,
+    num_at_once: int,
+    on_answer: Callable[[], object],
+) -> int:
+    """Compute the requests, `num_at_once` at a time, and write each answer when it is there.
+    Returns how many failed."""
+    waiting = iter(requests)
+    num_failed = 0
+
+    async def work() -> None:
+        nonlocal num_failed
+        for request in waiting:
+            status, body = await _post(app, request.url, json.dumps(request.body).encode())
+            num_failed += status != 200
+            answer = {
+                "id": f"batch_req_{secrets.token_hex(12)}",
+                "custom_id": request.custom_id,
+                "response": {"status_code": status, "request_id": request.custom_id, "body": body},
+                "error": None,
+            }
+            output.write(json.dumps(answer).encode() + b"\n")
+            output.flush()
+            on_answer()
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(num_at_once):
+            tasks.create_task(work())
+    return num_failed
+
+
+async def _post(app: ASGIApp, path: str, body: bytes) -> tuple[int, Any]:
+    """The status and the JSON body of the answer to a POST."""
+    status, parts = 500, list[bytes]()
+    incoming = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Message:
+        for message in incoming:
+            return message
+        await asyncio.Event().wait()  # for ever: this client does not disconnect
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        parts.append(message.get("body", b""))
+
+    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+    headers.append((b"content-length", str(len(body)).encode()))
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "root_path": "",
+        "query_string": b"",
+        "headers": headers,
+    }
+    await app(scope, receive, send)
+    return status, json.loads(b"".join(parts))

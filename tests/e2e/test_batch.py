@@ -1,0 +1,75 @@
+"""`python -m services.offline`: a batch is computed, and continues where it stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+COMMAND = [sys.executable, "-m", "services.offline"]
+SETTINGS = ["--pool-memory", "16MiB", "--threads", "1"]
+
+
+def line(custom_id: str, **body: object) -> dict[str, Any]:
+    whole = {"prompt": "Paged attention", "temperature": 0, "max_tokens": 8} | body
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": whole}
+
+
+def write(path: Path, lines: Iterable[object]) -> Path:
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return path
+
+
+def answers(path: Path) -> dict[str, dict[str, Any]]:
+    read = [json.loads(one) for one in path.read_text().splitlines()]
+    assert len({one["custom_id"] for one in read}) == len(read)
+    return {one["custom_id"]: one["response"] for one in read}
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, *map(str, arguments), *SETTINGS]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_a_failed_request_does_not_fail_the_others(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", [line("a"), line("b", max_tokens=-1), line("c", model="other")])
+    done = run(source, tmp_path / "out")
+    assert done.returncode == 1, done.stderr
+    responses = answers(tmp_path / "out")
+    assert {k: one["status_code"] for k, one in responses.items()} == {"a": 200, "b": 400, "c": 404}
+    assert responses["a"]["body"]["choices"][0]["text"]
+    assert responses["b"]["body"]["error"]["message"] == "max_tokens is -1, not 1 or more"
+
+
+def test_a_killed_run_continues_where_it_stopped(tmp_path: Path) -> None:
+    lines = [line(f"r{i}", max_tokens=40, min_tokens=40, seed=i, temperature=1) for i in range(200)]
+    source, target = write(tmp_path / "in", lines), tmp_path / "out"
+    first = subprocess.Popen([*COMMAND, str(source), str(target), *SETTINGS], stderr=-3, stdout=-3)
+    while not (target.exists() and target.read_bytes().count(b"\n") >= 5):
+        assert first.poll() is None
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    before = target.read_bytes()
+    whole = before[: before.rfind(b"\n") + 1]
+    target.write_bytes(whole + b'{"custom_id": "r3')  # the kill may cut a line off
+    num_before = whole.count(b"\n")
+    assert num_before < 200
+    done = run(source, target)
+    assert done.returncode == 0, done.stderr
+    assert (
+        f"{200 - num_before} answered, 0 of them with an error; {num_before} before" in done.stdout
+    )
+    assert target.read_bytes().startswith(whole)
+    assert len(answers(target)) == 200
+
+
+def test_a_file_that_is_not_usable_changes_nothing(tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in", [line("a")]), tmp_path / "out"
+    write(target, [{"custom_id": "z"}])
+    done = run(source, target)
+    assert (done.returncode, "no request of this batch" in done.stderr) == (2, True), done.stderr
+    assert target.read_text() == '{"custom_id": "z"}\n'

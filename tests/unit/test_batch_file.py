@@ -1,0 +1,64 @@
+"""The files of a batch: what is wrong with them is said before anything is computed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.offline.batch import BatchError, answered_ids, read_requests
+
+GOOD: dict[str, Any] = {
+    "custom_id": "a",
+    "method": "POST",
+    "url": "/v1/completions",
+    "body": {"prompt": "x"},
+}
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ([GOOD, GOOD], "line 2: custom_id 'a' is there twice"),
+        ([GOOD | {"custom_id": 3}], "line 1: custom_id is not a text"),
+        ([GOOD | {"url": "/v1/models"}], "line 1: url is '/v1/models', not one of"),
+        ([GOOD | {"method": "GET"}], "line 1: method is 'GET'"),
+        ([GOOD | {"body": {"stream": True}}], "line 1: stream is set"),
+        ([GOOD | {"body": []}], "line 1: body is not an object"),
+        ([[1]], "line 1: not a JSON object"),
+        ([], "has no requests"),
+    ],
+)
+def test_input_line_that_is_no_request_is_named(
+    tmp_path: Path, lines: list[object], problem: str
+) -> None:
+    with pytest.raises(BatchError, match=problem):
+        read_requests(write(tmp_path / "in", *lines))
+
+
+def test_input_that_is_no_json_or_not_there_is_named(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("\n{\n")
+    with pytest.raises(BatchError, match="line 2: Expecting property name"):
+        read_requests(tmp_path / "in")
+    with pytest.raises(BatchError, match="No such file"):
+        read_requests(tmp_path / "absent")
+
+
+def test_output_without_its_last_newline_loses_that_line(tmp_path: Path) -> None:
+    requests = read_requests(write(tmp_path / "in", GOOD, GOOD | {"custom_id": "b"}))
+    (tmp_path / "out").write_text('{"custom_id": "a"}\n{"custom_id": "b"')
+    assert answered_ids(tmp_path / "out", requests) == {"a"}
+    assert (tmp_path / "out").read_text() == '{"custom_id": "a"}\n'
+
+
+def test_output_of_another_batch_is_refused(tmp_path: Path) -> None:
+    requests = read_requests(write(tmp_path / "in", GOOD))
+    with pytest.raises(BatchError, match="line 1: an answer to 'z'"):
+        answered_ids(write(tmp_path / "out", {"custom_id": "z"}), requests)
